@@ -236,8 +236,8 @@ def test_slabs_are_not_written_during_their_copy(cuda_device, latch: Latch):
 
 
 def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch: Latch, monkeypatch):
-    loader, sent = of_one_slab(cuda_device), SlabBroker.sent
-    monkeypatch.setattr(SlabBroker, "sent", lambda broker, number, event: sent(broker, number, None))
+    loader, give_back = of_one_slab(cuda_device), SlabBroker.give_back
+    monkeypatch.setattr(SlabBroker, "give_back", lambda broker, number, event: give_back(broker, number, None))
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
         wait_until(lambda: 1 in iterator._data_queue._held)

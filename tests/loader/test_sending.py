@@ -20,21 +20,18 @@ class Sent(Transfer):
     """A transfer that nobody sent."""
 
     def __init__(self, arrival):
-        self.number = arrival.number
+        self.number, arrival.number = arrival.number, None  # the copy has the slab
 
 
 class Broker:
     """Tells which batches were dropped unsent."""
 
     def __init__(self):
-        self.arrivals = {}
+        self.free = []
 
-    def arrived(self, number, arrival):
-        self.arrivals[number] = weakref.ref(arrival)
-
-    @property
-    def free(self):
-        return [number for number, arrival in self.arrivals.items() if arrival() is None]
+    def give_back(self, number, event):
+        assert event is None
+        self.free.append(number)
 
 
 class Batches:
@@ -54,11 +51,11 @@ class Loop:
         self.queue = SendingQueue(SimpleNamespace(get=self.read), self.batches, self.send, depth, self.wake)
 
     def send(self, arrival):
-        self.broker.arrivals.pop(arrival.number)
         if arrival.others == ["cannot be sent"]:
             raise ValueError("no")
-        self.sent.append(arrival.number)
-        return Sent(arrival)
+        sent = Sent(arrival)
+        self.sent.append(sent.number)
+        return sent
 
     def wake(self):
         self.woken += 1

@@ -11,17 +11,16 @@ import os
 import queue
 import select
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running, warn
 from .._sizes import format_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
-from ._messages import BEGIN_AGAIN, BROKERS, PackedBatch, WorkerStructure, send_descriptor
+from ._messages import BEGIN_AGAIN, BROKERS, WorkerStructure, send_descriptor, shut_down
 from ._sending import SendingQueue
 from ._slabs import Slabs
 
@@ -29,25 +28,21 @@ _STARVED_MS = 1
 """Poll interval for the ends of copies while a worker waits for a slab. Otherwise the thread doesn't poll."""
 
 _IDLE_MS = 100
-"""Poll interval for events that may come without a wake-up: a batch was dropped, or an interrupt swallowed
-the wake-up. Only while a worker or a batch waits."""
+"""Poll interval in case an interrupt swallowed a wake-up. Only while a worker or a batch waits."""
 
 _tokens = itertools.count()
 
 
-class Loan:
+class Loan(NamedTuple):
     """A slab that one worker may write.
 
     First the worker has it. Then the batch that arrived in it has it, until that is sent or dropped. Then the copy has
     it. When the copy is done, the worker gets a message, and has it again.
     """
 
-    def __init__(self, number: int, worker: int, lease: Lease) -> None:
-        self.number = number
-        self.worker = worker
-        self.lease = lease
-        self.address = lease.data_ptr()
-        self.batch: weakref.ref[PackedBatch] | None = None
+    number: int
+    worker: int
+    lease: Lease
 
 
 class SlabBroker:
@@ -55,11 +50,12 @@ class SlabBroker:
 
     It has a thread, which answers the workers' requests: the main thread may be waiting for just the worker that asks.
     The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs and writes to
-    workers. Others leave a note and wake it. A second thread leases slabs: to page-lock 128 MiB takes 25 ms and more,
-    and batches have to be sent meanwhile.
+    workers. Others leave a note and wake it. Each request for a slab is served in a thread of its own: page-locking
+    128 MiB takes 25 ms and more, and batches have to be sent meanwhile.
 
     The thread starts after the workers, so that these are forked from a process without it. It starts before them where
-    a loader needs answers before its iterator is there. The second thread starts with the first request.
+    a loader needs answers before its iterator is there. It answers until `close`, and releases everything after
+    `finish`.
 
     Args:
         slabs: of the loader. Kept until the end, since they keep the pool open.
@@ -75,20 +71,18 @@ class SlabBroker:
         self._target = slabs.target
         self._pool = slabs.shared()
         self._owner = owner
-        self._channels = dict(enumerate(channels))
-        self._open = {channel.fileno(): worker for worker, channel in self._channels.items()}
+        self._channels = channels
+        self._open = {channel.fileno(): worker for worker, channel in enumerate(channels)}
         self._numbers = itertools.count()
-        self._loans: dict[int, Loan] = {}
-        self._copying: deque[tuple[int, Fence | None]] = deque()  # written by the sending thread
-        self._lost: deque[int] = deque()  # written by the unpickling thread
+        self._loans: dict[int, Loan] = {}  # requests add to it
+        self._copying: deque[tuple[int, Fence | None]] = deque()  # written by the thread that sends
         self._starved: dict[int, int] = {}  # bytes that a worker waits for
-        self._asked: queue.SimpleQueue[tuple[int, int, int] | None] = queue.SimpleQueue()  # worker, least bytes, wanted
-        self._leased: deque[tuple[int, Loan | None]] = deque()  # by worker; written by the second thread
-        self._lender: threading.Lock | None = None  # held until the second thread ends
-        self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # which close themselves
+        self._lending = threading.Lock()  # so that workers get slabs one after the other
+        self._lent: queue.SimpleQueue[tuple[int, Loan | None]] = queue.SimpleQueue()  # by worker
+        self._asked = 0  # requests that `_lent` has not answered yet
+        self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # open as long as this is
         os.set_blocking(self._wake_write.fileno(), False)
-        self._wake_lock = threading.RLock()  # while the pipe is open; a finaliser may wake the thread too
-        self._closing = self._told = self._finished = self._ended = self._leak = self._has_warned = False
+        self._closing = self._finished = self._leak = self._has_warned = False
         self._claimed = threading.Lock()  # by the thread, or by who finishes before it has begun; never let go
         self._gone = threading.Lock()
         self._gone.acquire()
@@ -97,25 +91,13 @@ class SlabBroker:
 
     # -- for any thread
 
-    def start(self) -> None:
-        """Start to answer workers; a second call does nothing."""
-        if not self._claimed.locked():
-            _thread.start_new_thread(self._serve, ())
-
-    def serve(self, incoming: SendingQueue) -> None:
-        """Read this queue from now on, and send the batches in it."""
+    def start(self, incoming: SendingQueue | None = None) -> None:
+        """Answer workers from now on, and send the batches in a queue. A second call may add the queue."""
         self._incoming = incoming
-        self.wake()
-
-    def arrived(self, number: int, batch: PackedBatch) -> None:
-        """Note which batch a slab holds."""
-        loan = self._loans.get(number)
-        if loan is not None:
-            loan.batch = weakref.ref(batch)
-
-    def lost(self, number: int) -> None:
-        """Note that the batch in a slab could not be unpickled."""
-        self._lost.append(number)
+        if self._claimed.locked():
+            self.wake()
+        else:
+            _thread.start_new_thread(self._serve, ())
 
     def loan_of(self, worker: int | None, number: Any) -> Loan:
         """Return the loan of a slab, by what a worker sent.
@@ -133,19 +115,17 @@ class SlabBroker:
             raise LayoutError(f"a worker's message names a slab that isn't lent to {whose}: {number!r}; {BEGIN_AGAIN}")
         return loan
 
-    def sent(self, number: int, event: Fence | None) -> None:
-        """Give a slab back to its worker when `event` is done. None: the copy is done already."""
-        if number in self._loans:
-            self._loans[number].batch = None
-        self._copying.append((number, event))
-        if event is None or self._starved:
-            self.wake()
+    def give_back(self, number: int, event: Fence | None) -> None:
+        """Give a slab back to its worker when `event` is done. None: no copy reads it. Finalisers may call this."""
+        if number in self._loans:  # else everything has ended
+            self._copying.append((number, event))
+            if event is None or self._starved:
+                self.wake()
 
     def wake(self) -> None:
         """Wake the thread. Does not block."""
-        with self._wake_lock, contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
-            if not self._ended:  # else the descriptor may be another file's
-                os.write(self._wake_write.fileno(), b"w")
+        with contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
+            os.write(self._wake_write.fileno(), b"w")
 
     def waiting(self) -> str:
         """Say which workers wait for slabs, and who holds those. An empty text if none waits."""
@@ -165,8 +145,10 @@ class SlabBroker:
         return f"{'; '.join(workers)}; all workers hold {held} of {cap}; raise max_bytes"
 
     def close(self) -> None:
-        """Tell workers that wait for slabs to stop. Nothing is released yet: they may still write."""
+        """Stop answering workers: those that wait for a slab fail. Nothing is released yet: they may still write."""
         self._closing = True
+        for channel in self._channels:
+            shut_down(channel)
         self.wake()
 
     def finish(self, *, leak: bool) -> None:
@@ -177,13 +159,13 @@ class SlabBroker:
         """
         self._leak |= leak
         self._finished = True
+        self.close()
         if self._claimed.acquire(blocking=False):
-            self._tell_workers()  # that have asked for slabs already
             self._end()
             return
-        if self._incoming is not None:
-            self._incoming.close()
-        self.wake()
+        incoming = self._incoming
+        if incoming is not None:
+            incoming.close()
         if self._gone.acquire(timeout=5.0):  # longer only if unpickling a user's object does not end
             self._gone.release()
 
@@ -197,16 +179,16 @@ class SlabBroker:
             with self._target.in_background():
                 self._answer_workers()
         except BaseException as error:  # noqa: BLE001 - raised by the loop
-            self._leak = True  # workers may still write
-            self._tell_workers()
+            self.close()
             if self._incoming is None:
                 self._warn(0, repr(error))
             else:
                 self._incoming.fail(error)
         finally:
-            if self._lender is not None:
-                self._asked.put(None)
-                self._lender.acquire()
+            while not self._finished:  # workers may still write
+                os.read(self._wake_read.fileno(), 4096)
+            for _ in range(self._asked):
+                self._lent.get()
             self._end()
             del running[self]
 
@@ -218,7 +200,7 @@ class SlabBroker:
         wake = self._wake_read.fileno()
         for file in (*self._open, wake):
             poll.register(file, select.POLLIN)
-        while not self._finished:
+        while not self._closing:
             if incoming is None and (incoming := self._incoming) is not None:
                 source = incoming.fileno()
                 poll.register(source, select.POLLIN)
@@ -230,20 +212,12 @@ class SlabBroker:
                     os.read(file, 4096)
                 elif not self._receive(self._open[file]):
                     poll.unregister(file)
-            if self._closing and not self._told:
-                self._told = True
-                if incoming is not None:
-                    poll.unregister(source)
-                self._tell_workers()
-            if incoming is not None and not self._closing:
+            if incoming is not None:
                 waits = incoming.send_ready()
-            self._grant()
+            while not self._lent.empty():
+                self._asked -= 1
+                self._grant(*self._lent.get())
             self._sweep()
-
-    def _tell_workers(self) -> None:
-        """Tell the workers to wait no longer. Closing their channels isn't enough: later workers have those, too."""
-        for worker in self._open.values():
-            self._send(self._channels[worker], ("closed",))
 
     def _receive(self, worker: int) -> bool:
         """Read a worker's request, and do it. Says whether the worker may send another one."""
@@ -257,18 +231,14 @@ class SlabBroker:
         match message:
             case ("ask", int(nbytes), int(wanted), [*given_up]):
                 self._take_back(worker, given_up)
-                self._asked.put((worker, nbytes, wanted))
-                if self._lender is None:
-                    until_the_end = threading.Lock()
-                    until_the_end.acquire()
-                    try:
-                        _thread.start_new_thread(self._lend, (until_the_end,))
-                        self._lender = until_the_end
-                    except RuntimeError as error:  # no thread can be had: the worker does without
-                        self._warn(wanted, repr(error))
-                        self._leased.append((worker, None))
+                try:
+                    _thread.start_new_thread(self._lend, (worker, nbytes, wanted))
+                    self._asked += 1
+                except RuntimeError as error:  # no thread can be had: the worker does without
+                    self._warn(wanted, repr(error))
+                    self._grant(worker, None)
             case ("starved", int(nbytes)):
-                if any(loan.worker == worker for loan in self._loans.values()):
+                if any(loan.worker == worker for loan in list(self._loans.values())):
                     self._starved[worker] = nbytes
             case ("unmapped", number, why):
                 self._warn(self.loan_of(worker, number).lease.nbytes, why)
@@ -277,18 +247,13 @@ class SlabBroker:
                 raise RuntimeError(f"worker {worker} sent an unknown message: {message!r:.100}; {BEGIN_AGAIN}")
         return True
 
-    def _grant(self) -> None:
-        """Give workers the slabs that were leased for them, or tell them that there are none."""
-        while self._leased:
-            worker, loan = self._leased[0]
-            self._starved.pop(worker, None)
-            if loan is None:
-                self._send(self._channels[worker], ("refused",))
-            else:
-                self._loans[loan.number] = loan
-                granted = "granted", loan.number, loan.lease.nbytes
-                self._send(self._channels[worker], granted, descriptor_of(loan.lease))
-            self._leased.popleft()  # last: the second thread finds it here or there
+    def _grant(self, worker: int, loan: Loan | None) -> None:
+        """Give a worker the slab that was leased for it, or tell it that there is none."""
+        self._starved.pop(worker, None)
+        if loan is None:
+            self._send(worker, ("refused",))
+        else:
+            self._send(worker, ("granted", loan.number, loan.lease.nbytes), descriptor_of(loan.lease))
 
     def _warn(self, nbytes: int, why: str) -> None:
         if not self._has_warned and "interpreter shutdown" not in why:  # of Python 3.12, at the end of the program
@@ -303,55 +268,43 @@ class SlabBroker:
 
     def _sweep(self) -> None:
         """Tell the workers which of their slabs are free again."""
-        while self._lost:
-            self._free(self._lost.popleft())
-        if self._starved:
-            for loan in list(self._loans.values()):
-                if loan.batch is not None and loan.batch() is None:  # it was dropped unsent
-                    self._free(loan.number)
         while self._copying and ((event := self._copying[0][1]) is None or event.query()):
-            self._free(self._copying.popleft()[0])
+            number, _ = self._copying.popleft()
+            loan = self._loans.get(number)
+            if loan is not None:
+                self._starved.pop(loan.worker, None)
+                self._send(loan.worker, ("free", number))
 
-    def _free(self, number: int) -> None:
-        loan = self._loans.get(number)
-        if loan is not None:
-            loan.batch = None
-            self._starved.pop(loan.worker, None)
-            self._send(self._channels[loan.worker], ("free", number))
-
-    def _send(self, channel: Connection, message: tuple[Any, ...], fd: int | None = None) -> None:
+    def _send(self, worker: int, message: tuple[Any, ...], fd: int | None = None) -> None:
+        channel = self._channels[worker]
         # A few bytes, and never more of these unread than a worker has slabs: the socket takes them without blocking.
         with contextlib.suppress(OSError):  # the worker ended
             channel.send(message)
             if fd is not None:  # right behind the message: the worker reads no further before it has the descriptor
                 send_descriptor(channel, fd)
 
-    # -- the second thread
+    # -- a thread for each request
 
-    def _lend(self, until_the_end: threading.Lock) -> None:
+    def _lend(self, worker: int, least: int, wanted: int) -> None:
+        """Lease a slab of `wanted` bytes for a worker, or else of `least`."""
+        loan = None
         try:
-            with self._target.in_background():
-                while (ask := self._asked.get()) is not None:
-                    running[self._asked] = None
-                    self._leased.append((ask[0], self._loan_for(*ask)))
-                    self.wake()
-                    del running[self._asked]
+            with self._target.in_background(), self._lending:
+                for nbytes in dict.fromkeys((wanted, least)):
+                    lease = None if self._closing else self._lease(worker, nbytes)
+                    if lease is not None:
+                        loan = Loan(next(self._numbers), worker, lease)
+                        self._loans[loan.number] = loan
+                        break
         finally:
-            until_the_end.release()
-
-    def _loan_for(self, worker: int, least: int, wanted: int) -> Loan | None:
-        for nbytes in dict.fromkeys((wanted, least)):
-            lease = None if self._closing else self._lease(worker, nbytes)
-            if lease is not None:
-                return Loan(next(self._numbers), worker, lease)
-        return None
+            self._lent.put((worker, loan))  # last: the broker's thread doesn't end before
+            self.wake()
 
     def _lease(self, worker: int, nbytes: int) -> Lease | None:
         """Lease a slab for a worker. None if there is none, or if a worker without any will need it."""
         rounded = size_class(nbytes, self._pool.memory.granularity)
         size = rounded if rounded <= self._pool.max_bytes else nbytes
-        loans = [loan for _, loan in list(self._leased) if loan is not None]  # first: from here they go there
-        supplied = {loan.worker for loan in [*loans, *list(self._loans.values())]}
+        supplied = {loan.worker for loan in list(self._loans.values())}
         if worker in supplied:
             room = self._pool.stats().owners[self._owner].available_bytes - size
             if room < size * len(set(self._open.values()) - supplied):
@@ -367,21 +320,13 @@ class SlabBroker:
     # -- the end
 
     def _end(self) -> None:
-        with self._wake_lock:
-            self._ended = True  # first: a finaliser may call `wake` between the lines
-            self._wake_read.close()
-            self._wake_write.close()
         BROKERS.pop(self.token, None)
         self._incoming = None
-        for _, loan in self._leased:
-            if loan is not None:
-                loan.lease.release()  # its worker doesn't know of it
-        self._leased.clear()
         events = dict(self._copying)
         loans, self._loans = self._loans, {}
         self._copying.clear()
         self._starved.clear()
-        for channel in self._channels.values():
+        for channel in self._channels:
             channel.close()
         if self._leak:
             LEAKED.append((self._slabs, loans))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ LOOKS_KNOWN = 64
 batch of a known structure sends its table only where that has changed; any other batch sends both."""
 
 
+@dataclass(eq=False)
 class SlabCollate:
     """Collates by the loader's own function, and packs the result into a slab.
 
@@ -41,24 +43,15 @@ class SlabCollate:
         keeping: says which leaves stay on the host. None if none does.
     """
 
-    def __init__(
-        self,
-        collate: Callable[[Any], Any],
-        token: int,
-        channels: list[Connection],
-        main_pid: int,
-        limit: int,
-        keeping: Keeping | None = None,
-    ) -> None:
-        self._collate = collate
-        self._token = token
-        self._channels = channels
-        self._main_pid = main_pid
-        self._limit = limit
-        self._keeping = keeping
-        self._worker = -1
-        self._slabs: WorkerSlabs | None = None
-        self._known: dict[Structure, tuple[int, Table]] = {}
+    collate: Callable[[Any], Any]
+    token: int
+    channels: Sequence[Connection]
+    main_pid: int
+    limit: int
+    keeping: Keeping | None = None
+    _worker: int = field(default=-1, init=False)
+    _slabs: WorkerSlabs | None = field(default=None, init=False)
+    _known: dict[Structure, tuple[int, Table]] = field(default_factory=dict, init=False)
 
     def __call__(self, samples: Any) -> Message:
         """Return a small message that stands for the batch.
@@ -71,10 +64,10 @@ class SlabCollate:
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
         stacks: Stacks = {}
-        is_looked_at = self._keeping is not None and self._keeping.says is not None
-        lazily = self._collate is torch.utils.data.default_collate and not is_looked_at
-        batch = collate_lazily(samples, stacks) if lazily else self._collate(samples)
-        parts = take_apart(batch, keeping=self._keeping)
+        is_looked_at = self.keeping is not None and self.keeping.says is not None
+        lazily = self.collate is torch.utils.data.default_collate and not is_looked_at
+        batch = collate_lazily(samples, stacks) if lazily else self.collate(samples)
+        parts = take_apart(batch, keeping=self.keeping)
         others = [stack_privately(stacks[id(leaf)].samples) if id(leaf) in stacks else leaf for leaf in parts.others()]
         # Pickled here, not in the queue's thread: that would print an error, and the main process would wait forever.
         pickled = bytes(ForkingPickler.dumps(others)) if others else None
@@ -91,19 +84,19 @@ class SlabCollate:
                 slab.is_free = True
             raise
         where = None if slab is None else slab.number
-        return Message(self._token, self._worker, where, number, structure, table, pickled, raw, slabs.waited_seconds)
+        return Message(self.token, self._worker, where, number, structure, table, pickled, raw, slabs.waited_seconds)
 
     def _begin(self) -> WorkerSlabs:
         info = torch.utils.data.get_worker_info()
         assert info is not None, "workers only"
         self._worker = info.id
-        for worker, channel in enumerate(self._channels):
+        for worker, channel in enumerate(self.channels):
             if worker != info.id:
                 channel.close()
         collate = collation()
         if collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn:
             collate.default_collate_fn_map[torch.Tensor] = stack_privately  # also for a collate_fn that calls torch's
-        self._slabs = WorkerSlabs(self._channels[info.id], self._main_pid, self._limit)
+        self._slabs = WorkerSlabs(self.channels[info.id], self.main_pid, self.limit)
         return self._slabs
 
     def _look(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:

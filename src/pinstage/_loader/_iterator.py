@@ -36,7 +36,10 @@ _ENOUGH_FALLBACKS = 8
 
 
 class LoaderIterator:
-    """Yields batches on the device. Its other attributes are those of torch's iterator.
+    """Yields batches on the device: loads, packs and sends in the calling thread.
+
+    Like torch's, it loads nothing ahead, since the dataset and the loop share the random generators. Its other
+    attributes are those of torch's iterator.
 
     Args:
         batches: torch's iterator.
@@ -91,7 +94,18 @@ class LoaderIterator:
             self._since = now
 
     def _next_batch(self) -> Any:
-        raise NotImplementedError
+        batch = self._fetch()
+        try:
+            transfer = self._slabs.stager().stage(batch)
+            self._counters.count(transfer, fallback=False)
+        except BudgetExceededError:
+            parts = take_apart(batch, keeping=self._slabs.settings.keeping())
+            raw = bytearray(parts.table.nbytes)
+            pack(parts, torch.frombuffer(raw, dtype=torch.uint8))
+            transfer = send(
+                self._slabs, PackedBatch(None, parts.structure, parts.table, None, raw, parts.others(), waited=0.0)
+            )
+        return transfer.wait()
 
     def _end(self) -> None:
         pass
@@ -103,7 +117,8 @@ class LoaderIterator:
         self._close()
 
     def _close(self) -> None:
-        raise NotImplementedError
+        self.closed = True
+        end_workers(self._batches)  # of a loader that cannot be taken over
 
     def _warn_if_all_fell_back(self) -> None:
         """Warn, once for a loader, if the cap left no slab to any batch so far."""
@@ -135,30 +150,6 @@ class LoaderIterator:
         if name == "_batches":  # __init__ has not set it: no recursion
             raise AttributeError(name)
         return getattr(self._batches, name)
-
-
-class InlineIterator(LoaderIterator):
-    """Without workers: loads, packs and sends in the calling thread.
-
-    Like torch's, it loads nothing ahead, since the dataset and the loop share the random generators.
-    """
-
-    def _next_batch(self) -> Any:
-        batch = self._fetch()
-        try:
-            transfer, fallback = self._slabs.stager().stage(batch), False
-        except BudgetExceededError:
-            parts = take_apart(batch, keeping=self._slabs.settings.keeping())
-            host = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device
-            pack(parts, host)
-            transfer = self._slabs.send(parts.structure, parts.table, host.data_ptr(), parts.others(), pinned=False)
-            fallback = True
-        self._counters.count(transfer, fallback=fallback)
-        return transfer.wait()
-
-    def _close(self) -> None:
-        self.closed = True
-        end_workers(self._batches)  # of a loader that cannot be taken over
 
 
 class Ending:
@@ -219,7 +210,7 @@ class WorkersIterator(LoaderIterator):
 
     Args:
         batches: torch's iterator, whose workers run a `SlabCollate`.
-        broker: of the workers; started.
+        broker: of the workers.
         ending: of the workers.
         slabs: of the loader.
         depth: how many batches are sent ahead.
@@ -237,7 +228,7 @@ class WorkersIterator(LoaderIterator):
         # A loop that knows the length, such as Lightning's, may stop at the last batch, and the slabs may be needed.
         self._ends_early = not (ending.workers.persistent or hasattr(batches, "state_dict"))
         reaper.watch(self, ending.reap)
-        broker.serve(self._sending)
+        broker.start(self._sending)
 
     @property
     def closed(self) -> bool:  # type: ignore[override]

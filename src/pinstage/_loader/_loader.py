@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.utils.data
@@ -17,13 +18,9 @@ from .._reaper import reaper
 from .._sizes import Size, count
 from ._broker import SlabBroker
 from ._collate import SlabCollate
-from ._iterator import Ending, InlineIterator, LoaderIterator, WorkersIterator, start_workers
+from ._iterator import Ending, LoaderIterator, WorkersIterator, start_workers
 from ._slabs import Settings, Slabs
 from ._stats import LoaderStats
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import Self
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -38,10 +35,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
     """
 
     device: torch.device
-
-    @property
-    def _settings(self) -> Settings:
-        raise NotImplementedError
+    _settings: Settings
 
     def __repr__(self) -> str:
         workers = count(self.num_workers, "worker") if self.num_workers else "no workers"
@@ -106,21 +100,21 @@ class Staging(torch.utils.data.DataLoader[T_co]):
                 return self._inline_iterator()
             return start_workers(self._workers_iterator)
 
-    def _inline_iterator(self) -> InlineIterator:
-        return InlineIterator(self._torchs_iterator(self.collate_fn), self._slabs)
+    def _inline_iterator(self) -> LoaderIterator:
+        return LoaderIterator(self._torchs_iterator(self.collate_fn), self._slabs)
 
-    def _workers_iterator(self) -> InlineIterator | WorkersIterator:
+    def _workers_iterator(self) -> LoaderIterator:
         slabs = self._slabs
         for iterator in list(slabs.iterators):
             if iterator.closed:
                 iterator.close()  # its slabs may be needed
         draws = [generator for generator in (torch.default_generator, self.generator) if generator is not None]
         drawn = [generator.get_state() for generator in draws]
-        pairs = [multiprocessing.Pipe() for _ in range(self.num_workers)]
-        broker = SlabBroker(slabs, [here for here, _ in pairs], self._settings.owner)
+        ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.num_workers)), strict=True)
+        broker = SlabBroker(slabs, ours, self._settings.owner)
         ending: Ending | None = None
         try:  # a signal's handler may raise anywhere
-            theirs, limit = [there for _, there in pairs], (self.prefetch_factor or 0) + 1
+            limit = (self.prefetch_factor or 0) + 1
             keeping = self._settings.keeping()
             collate = SlabCollate(self.collate_fn, broker.token, theirs, os.getpid(), limit, keeping)
             if hasattr(self, "load_state_dict"):  # torchdata's may read batches while its iterator is being made
@@ -129,7 +123,6 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             unknown = why_loader_cannot_be_taken_over(batches)
             if unknown is None:
                 ending = Ending(batches, broker)
-                broker.start()
                 return WorkersIterator(batches, broker, ending, slabs, self._settings.depth, self.num_workers * limit)
         except BaseException:
             if ending is not None:
@@ -137,8 +130,8 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             broker.finish(leak=False)
             raise
         finally:
-            for _, there in pairs:
-                there.close()
+            for channel in theirs:
+                channel.close()
         broker.finish(leak=False)
         end_workers(batches)  # else they end when it is freed
         warn_once(f"ps.DataLoader stages in the main process, which is slower: {unknown}")
@@ -268,7 +261,7 @@ class DataLoader(Staging[T_co]):
             self._slabs  # noqa: B018 - made now, where the device may be touched
 
     @property
-    def _settings(self) -> Settings:
+    def _settings(self) -> Settings:  # type: ignore[override]
         return Settings(*(getattr(self, name) for name in Settings._fields))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -347,7 +340,7 @@ def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
     made = _wrapped(type(loader), settings, vars(loader) | {"_iterator": None})
     slabs = made._slabs  # made now, where the device may be touched
     if begun is not None:  # it was asked for its state: the pass goes on, since its seed is drawn already
-        vars(made)["_iterator"] = InlineIterator(begun, slabs)
+        vars(made)["_iterator"] = LoaderIterator(begun, slabs)
         if loader.persistent_workers:
             warn_once("a wrapped loader stages in the main process, which is slower: its workers were there before")
     return made

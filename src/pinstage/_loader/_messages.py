@@ -1,4 +1,4 @@
-"""The messages that workers send, what each becomes in the main process, and descriptors, sent the other way."""
+"""The messages that workers send, what each becomes in the main process, and the channels for the other way."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pickle
 import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from .._batch import Structure, Table, check_content
+from .._pool import Fence
 from ..errors import LayoutError
 
 BEGIN_AGAIN = "begin another pass, with new workers"
@@ -52,7 +53,7 @@ class Message:
         return receive, self.contents
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
 class PackedBatch:
     """A batch that a worker has packed, in the main process. If it is dropped unsent, its slab is free again."""
 
@@ -60,16 +61,21 @@ class PackedBatch:
     structure: Structure
     table: Table
     number: int | None
-    """Of the slab. None if the bytes are in `raw`, or if there are no bytes."""
+    """Of the slab, until it is given back. None if the bytes are in `raw`, or if there are no bytes."""
     raw: bytearray | None
     others: list[Any]
     """The leaves that are not packed."""
     waited: float
     """Seconds that the worker waited for a slab."""
 
-    def __post_init__(self) -> None:
-        if self.number is not None:
-            self.broker.arrived(self.number, self)
+    def give_back(self, event: Fence | None) -> None:
+        """Give the slab, if there is one, back to its worker when `event` is done. None: no copy reads it."""
+        number, self.number = self.number, None
+        if number is not None:
+            self.broker.give_back(number, event)
+
+    def __del__(self) -> None:
+        self.give_back(None)
 
 
 class Failed:
@@ -121,16 +127,14 @@ def receive(
         return None
     known = broker.known
     try:
-        if structure is not None or table is not None:
-            before = known.pop((worker, number), None)  # if the table is refused, nothing of this number is known
-            if structure is None and before is not None:
-                structure = before.structure
-            if structure is not None:
-                # even if it cannot be unpickled now
-                known[worker, number] = WorkerStructure(structure, Table.of_bytes(table))
-        found = known.get((worker, number))
-        if found is None:
+        found = known.pop((worker, number), None)  # if the table is refused, nothing of this number is known
+        if structure is not None:
+            found = WorkerStructure(structure, Table.of_bytes(table))
+        elif found is None:
             raise LayoutError(f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}")
+        elif table is not None:
+            found.table = Table.of_bytes(table)
+        known[worker, number] = found  # even if it cannot be unpickled now
         if isinstance(found.structure, bytes):
             found.structure = pickle.loads(found.structure)
         check_content(found.structure, found.table)
@@ -146,16 +150,14 @@ def receive(
             )
     except BaseException as error:
         if slab is not None:
-            broker.lost(slab)
+            broker.give_back(slab, None)
         if isinstance(error, Exception) and not isinstance(error, OSError):
             return Failed(error)
         raise
     return PackedBatch(broker, found.structure, found.table, slab, raw, others, waited)
 
 
-# -- descriptors -------------------------------------------------------------------------------------------------------
-
-# To open ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse that.
+# -- channels ----------------------------------------------------------------------------------------------------------
 
 _MARK = b"f"
 """A descriptor can't be sent without at least one byte."""
@@ -163,6 +165,8 @@ _MARK = b"f"
 
 def send_descriptor(channel: Connection, fd: int) -> None:
     """Send a duplicate of a descriptor. The next read at the other end must be `receive_descriptor`.
+
+    Opening ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse that.
 
     Raises:
         OSError: the other end is closed.
@@ -185,6 +189,12 @@ def receive_descriptor(channel: Connection) -> int:
     if not fds:  # the kernel leaves out a descriptor that would be one too many
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return fds[0]
+
+
+def shut_down(channel: Connection) -> None:
+    """End a channel at both ends. Closing it isn't enough: workers that were forked later have this end, too."""
+    with suppress(OSError), _socket_of(channel) as end:  # it is closed already
+        end.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

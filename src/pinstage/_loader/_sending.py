@@ -10,27 +10,30 @@ from typing import Any
 import torch
 
 from .._compat.loader import close_writing_end, is_resumption, queue_file
-from .._stage import HandOver, Transfer, copy_event_of
+from .._stage import HandOver, Transfer, copy_event_of, send_packed
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 
 
 def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     """Start the copy of a packed batch. Its slab is the worker's again behind the copy. Does not block; any thread."""
-    if batch.number is None:
-        host = None if batch.raw is None else torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
-        transfer = slabs.send(batch.structure, batch.table, host, batch.others, pinned=False)
-    else:
-        event = None
-        try:
-            host = batch.broker.loan_of(None, batch.number).address
-            transfer = slabs.send(batch.structure, batch.table, host, batch.others, pinned=slabs.are_pinned)
-            event = copy_event_of(transfer)
-        except BaseException:
-            event = slabs.target.record(slabs.target.stream)
-            raise
-        finally:
-            batch.broker.sent(batch.number, event)
+    loan, host, event = None, None, None
+    if batch.number is not None:
+        loan = batch.broker.loan_of(None, batch.number)
+        host = loan.lease.data_ptr()
+    elif batch.raw is not None:
+        host = torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
+    pinned, own_storage = loan is not None and slabs.are_pinned, slabs.settings.own_storage
+    try:
+        transfer = send_packed(
+            slabs.target, batch.structure, batch.table, host, batch.others, own_storage, pinned=pinned
+        )
+        event = copy_event_of(transfer)
+    except BaseException:
+        event = slabs.target.record(slabs.target.stream)
+        raise
+    finally:
+        batch.give_back(event)
     slabs.counters.count(transfer, fallback=batch.raw is not None, slab_wait_seconds=batch.waited)
     return transfer
 
@@ -161,9 +164,8 @@ class SendingQueue:
         batch = _batch_in(payload)
         if not isinstance(batch, PackedBatch):
             return payload
-        sent: Transfer | Failed
         try:
-            sent = self._send(batch)
+            sent: Transfer | Failed = self._send(batch)
             self._sent += 1
         except Exception as error:  # noqa: BLE001 - raised when its turn comes
             sent = Failed(error)

@@ -7,11 +7,11 @@ import threading
 import weakref
 from typing import Any, NamedTuple
 
-from .._batch import Keeping, OwnStorage, Structure, Table, check_own_storage
+from .._batch import Keeping, OwnStorage, check_own_storage
 from .._memory import SharedMemory, default_memory
 from .._pool import HostBudget, SlabPool, cap_of, check_owner, check_pool
 from .._sizes import Size
-from .._stage import Stager, Transfer, check_depth, send_packed, target_for
+from .._stage import Stager, check_depth, target_for
 from ._stats import Counters
 
 
@@ -81,12 +81,6 @@ class Slabs:
     def are_pinned(self) -> bool:
         """Whether slabs are page-locked."""
         return self.pool is not None and self.pool.memory.is_pinned
-
-    def send(
-        self, structure: Structure, table: Table, host: int | None, others: list[Any], *, pinned: bool
-    ) -> Transfer[Any]:
-        """Start the copy of a packed batch; see `send_packed`."""
-        return send_packed(self.target, structure, table, host, others, self.settings.own_storage, pinned=pinned)
 
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""

@@ -70,12 +70,15 @@ class LoaderStats:
         pool = self.pool
         return pool is None or pool.peak_held_bytes * (1 + 1 / max(pool.peak_held_slabs, 1)) > pool.max_bytes
 
+    @property
+    def _sent(self) -> str:
+        return f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
+
     def __str__(self) -> str:
         """Return one line for a log; ``repr`` is a table."""
-        sent = f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
         pool = self.pool and f"; pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}"
         return (
-            f"{count(self.batches, 'batch', 'batches')}, {sent} in {self.elapsed_seconds:.3f} s, "
+            f"{count(self.batches, 'batch', 'batches')}, {self._sent} in {self.elapsed_seconds:.3f} s, "
             f"{self.batch_wait_seconds:.3f} s waiting for a batch; {self.fallback_batches:,} without a slab{pool or ''}"
         )
 
@@ -83,10 +86,7 @@ class LoaderStats:
         text = table_text(
             "LoaderStats",
             [
-                (
-                    "batches",
-                    f"{self.batches:,}, {format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}",
-                ),
+                ("batches", f"{self.batches:,}, {self._sent}"),
                 ("fallback_batches", f"{self.fallback_batches:,}"),
                 ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
                 ("seconds", f"{self.elapsed_seconds:.3f}, of which {self.batch_wait_seconds:.3f} waiting for a batch"),

@@ -137,9 +137,7 @@ class WorkerSlabs:
         try:
             kind, *details = self._channel.recv()
         except (EOFError, OSError):
-            kind, details = "closed", []
-        if kind == "closed":
-            raise ClosedError
+            raise ClosedError from None
         if kind == "free":
             slab = self._slabs.get(details[0])
             if slab is not None:
