@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -274,19 +275,22 @@ def make_readable(parts: Parts, places: list[Any], device: torch.device = _CPU, 
     leaves, table = list(parts.leaves), parts.table
     if table.packed + table.others == len(leaves):
         return parts
-    changed = False
     for index in table.positions(RowKind.MOVED):
-        leaf = leaves[index]
-        if type(leaf) is torch.nn.Parameter or (type(leaf) is torch.Tensor and leaf.requires_grad):
-            leaves[index], changed = leaf.detach(), True
+        leaves[index] = _plain(leaves[index])
     first_of = table.rows["offset"]
     for index in table.positions(RowKind.ALIAS):
         first = int(first_of[index])
         if not _is_same_view(places[index], places[first]):
             leaf = leaves[first]
             leaves[index] = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf.view()
-            changed = True
-    return describe(leaves, parts.structure, device, arrays=arrays) if changed else parts
+    is_same = all(map(operator.is_, leaves, parts.leaves))
+    return parts if is_same else describe(leaves, parts.structure, device, arrays=arrays)
+
+
+def _plain(leaf: Any) -> Any:
+    """Return a parameter, or another tensor that requires grad, as a tensor of the same memory that does not."""
+    is_in_graph = type(leaf) is torch.nn.Parameter or (type(leaf) is torch.Tensor and leaf.requires_grad)
+    return leaf.detach() if is_in_graph else leaf
 
 
 def _is_same_view(one: Any, other: Any) -> bool:
@@ -305,9 +309,8 @@ def _described(parts: Parts, places: list[Any], device: torch.device) -> Parts:
     for index in parts.table.positions(RowKind.OTHER, RowKind.ALIAS):
         leaves[index] = None
     for index, leaf in enumerate(leaves):
-        is_parameter = type(leaf) is torch.nn.Parameter or (type(leaf) is torch.Tensor and leaf.requires_grad)
-        if is_parameter and not (leaf.requires_grad and torch.is_grad_enabled()):
-            leaves[index] = leaf.detach()
+        if isinstance(leaf, torch.Tensor) and not (leaf.requires_grad and torch.is_grad_enabled()):
+            leaves[index] = _plain(leaf)
     return describe(leaves, parts.structure, device, arrays=False)
 
 

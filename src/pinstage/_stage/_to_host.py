@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, Generic, NamedTuple
 
 import torch
 
@@ -63,7 +63,6 @@ class HostTransfer(NotABatch, Generic[B_co]):
         "_fetched",
         "_host",
         "_leaves",
-        "_nbytes",
         "_structure",
         "_tables",
         "_written",
@@ -89,7 +88,6 @@ class HostTransfer(NotABatch, Generic[B_co]):
         self._host: torch.Tensor | None = host
         self._event = event
         self._copy = copy
-        self._nbytes = sum(table.nbytes for table in tables)
         self._fetched: Any = None
         self.copies = copies
         """Device-to-host copies issued: one for each device's gathered tensors, and one for each large tensor."""
@@ -97,7 +95,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
     @property
     def nbytes(self) -> int:
         """Bytes that go through the host slab, padding included."""
-        return self._nbytes
+        return sum(table.nbytes for table in self._tables)
 
     def query(self) -> bool:
         """Say whether the bytes are on the host, so that `wait` will not block. Does not block."""
@@ -161,11 +159,8 @@ class HostTransfer(NotABatch, Generic[B_co]):
                 leaves[index] = leaves[int(first[index])]
         return leaves
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns")
-
     def __repr__(self) -> str:
-        return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.query() else ''}>"
+        return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{' done' if self.query() else ''}>"
 
 
 class Landing(NamedTuple):
