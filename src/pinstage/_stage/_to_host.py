@@ -256,9 +256,8 @@ def fetch(
     else:
         left = plan.leaves
         for device, table in tables.items():
-            chosen = _direct_in(table, plan)
-            direct.update((index, left[index]) for index in chosen)
-            tables[device] = _without(table, chosen)
+            tables[device], found = _without_direct(table, plan)
+            direct |= found
         written = sorted({*plan.direct, *plan.scratch} - direct.keys())
         for _, place, source in plan.plain:
             with writing([place]):
@@ -304,20 +303,13 @@ def _left(parts: Parts, elsewhere: list[Table]) -> list[Any]:
     return left
 
 
-def _direct_in(table: Table, plan: OutPlan) -> list[int]:
-    """Return the leaves that their device can write to their places without a slab."""
-    rows = table.rows
-    is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
-    return [index for index in plan.direct if is_large[index] and pieces_of(plan.leaves[index])]
-
-
-def _without(table: Table, chosen: list[int]) -> Table:
-    """Return the table without some leaves, whose rows say then that they are moved."""
-    if not chosen:
-        return table
+def _without_direct(table: Table, plan: OutPlan) -> tuple[Table, dict[int, torch.Tensor]]:
+    """Take leaves out of the slab that their device can write to their places; return these by leaf, too."""
     rows = table.rows.copy()
-    rows["kind"][chosen] = RowKind.MOVED
-    return table.moved_to(rows, table.nbytes)
+    is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
+    places = {index: plan.leaves[index] for index in plan.direct if is_large[index] and pieces_of(plan.leaves[index])}
+    rows["kind"][list(places)] = RowKind.MOVED
+    return table.moved_to(rows, table.nbytes), places
 
 
 def _gathering(table: Table, sources: Sources) -> Gathering:
