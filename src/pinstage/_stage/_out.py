@@ -209,7 +209,7 @@ def check(by_device: list[Parts], places: list[Any], device: torch.device) -> Ou
     parts = by_device[0]
     table, leaves = parts.table, results(parts, places)
     if table.packed + table.others == len(places) and fit_as_they_are(table, places, device):
-        return OutPlan(parts, leaves, [], [], table.positions(*PACKED))
+        return OutPlan(parts, leaves, [], [], table.positions(*PACKED) if table.others else list(range(len(places))))
     there = _described(parts, places, device)
     rows, (_, steps) = there.table.rows, _memory(there)
     is_dense = rows["kind"] == RowKind.RAW
@@ -272,9 +272,10 @@ def make_readable(parts: Parts, places: list[Any], device: torch.device = _CPU, 
         device: see `describe`.
         arrays: see `describe`.
     """
-    leaves, table = list(parts.leaves), parts.table
-    if table.packed + table.others == len(leaves):
+    table = parts.table
+    if table.packed + table.others == len(parts.leaves):
         return parts
+    leaves = list(parts.leaves)
     for index in table.positions(RowKind.MOVED):
         leaves[index] = _plain(leaves[index])
     first_of = table.rows["offset"]
@@ -309,6 +310,8 @@ def _described(parts: Parts, places: list[Any], device: torch.device) -> Parts:
     for index in parts.table.positions(RowKind.OTHER, RowKind.ALIAS):
         leaves[index] = None
     for index, leaf in enumerate(leaves):
+        if type(leaf) is torch.Tensor and not leaf.requires_grad:
+            continue
         if isinstance(leaf, torch.Tensor) and not (leaf.requires_grad and torch.is_grad_enabled()):
             leaves[index] = _plain(leaf)
     return describe(leaves, parts.structure, device, arrays=False)

@@ -291,6 +291,8 @@ def _left(parts: Parts, elsewhere: list[Table]) -> list[Any]:
         elsewhere: of the tree as other devices see it.
     """
     left: list[Any] = [None] * len(parts.leaves)
+    if parts.table.packed == len(left):
+        return left
     for index, leaf in zip(parts.table.positions(RowKind.OTHER, RowKind.MOVED), parts.others(), strict=True):
         left[index] = leaf
     packed = {index for table in elsewhere for index in table.positions(*PACKED)}
@@ -346,17 +348,17 @@ def _copy_out(
         The slab, the event behind the copies, and how many there are.
     """
     nbytes = sum(share.table.nbytes for share in shares.values())
-    host = torch.empty(0, dtype=torch.uint8, device="cpu")
     if not nbytes and not direct:
-        return host, None, 0
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0
     lease = acquire(nbytes) if nbytes else None
-    streams = [sources.of(device).stream for device in shares]
+    streams = [sources.of(device).stream for device, share in shares.items() if share.table.packed]
     after: Any = EventGroup([stream for stream in streams if stream is not None])
     if lease is not None:
         guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
+    host: Any = None
     event = None
     try:
-        host = host if lease is None else lease.tensor()
+        host = torch.empty(0, dtype=torch.uint8, device="cpu") if lease is None else lease.tensor()
         events, copies = _start(shares, leaves, direct, host, sources, hold)
         after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
     except BaseException as error:
@@ -365,7 +367,7 @@ def _copy_out(
                 after.synchronize()
             error.add_note(f"{len(direct)} page-locked tensors of out may be written in part")
         clear_own_frames(error)  # who keeps the error must not keep views of the slab
-        del host
+        host = None
         raise
     finally:
         if lease is not None:
