@@ -315,7 +315,7 @@ def test_a_parameter_for_two_sources_is_refused(stager, method, count):
 
 
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
-def test_frozen_parameters_are_packed_like_other_tensors(stager, method):
+def test_frozen_parameters_are_packed(stager, method):
     places = [torch.nn.Parameter(torch.zeros(3), requires_grad=False) for _ in range(40)]
     getattr(stager, method)([torch.ones(3) for _ in places], out=places)
     assert all(bool((place == 1).all()) for place in places)

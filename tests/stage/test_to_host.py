@@ -144,7 +144,7 @@ def test_tensors_requiring_grad_move_by_their_own_to(stager):
 
 @pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
 @pytest.mark.parametrize("others", [[], [torch.ones(2)]], ids=["alone", "beside a tensor"])
-def test_a_repeated_object_is_moved_once_and_stays_one(stager, others):
+def test_a_repeated_object_is_moved_once(stager, others):
     class Movable:
         def __init__(self, tensor):
             self.tensor = tensor
