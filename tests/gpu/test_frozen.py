@@ -6,7 +6,7 @@ from latch import Latch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pinstage as ps
-from pinstage._stage import shuttle_for
+from pinstage._stage import shared_targets
 from pinstage.offload import frozen_module
 
 pytestmark = pytest.mark.gpu
@@ -62,7 +62,7 @@ def test_the_next_module_is_copied_during_compute(cuda_device, pool, latch: Latc
         second.onload()
         latch.hold(torch.cuda.current_stream(cuda_device))  # the computation
         copied = torch.cuda.Event()
-        copied.record(shuttle_for(cuda_device)._back)
+        copied.record(shared_targets.of(cuda_device).stream)
         copied.synchronize()  # though the current stream is held
         assert second.stats().device_bytes > 0
     second.offload()
@@ -137,7 +137,7 @@ def test_onloaded_memory_is_not_reused_too_early(cuda_device, pool, latch: Latch
     del noise
     torch.cuda.synchronize(cuda_device)
     with latch:
-        latch.hold(shuttle_for(cuda_device)._back)
+        latch.hold(shared_targets.of(cuda_device).stream)
         handle.onload()
         side.wait_stream(torch.cuda.current_stream(cuda_device))
         with torch.cuda.stream(side), handle:

@@ -5,7 +5,7 @@ import torch
 from latch import Latch
 
 import pinstage as ps
-from pinstage._stage import shuttle_for
+from pinstage._stage import shared_targets
 from pinstage.offload import optimizer_state, save_on_cpu
 
 pytestmark = pytest.mark.gpu
@@ -73,9 +73,9 @@ def test_the_host_waits_for_no_copy(cuda_device, pool, latch: Latch):
     offload = save_on_cpu(pool, max_device_bytes="24MiB")
     gradients(model, x, offload)
     torch.cuda.synchronize()
-    shuttle = shuttle_for(cuda_device)
+    target = shared_targets.of(cuda_device)
     with latch:
-        latch.hold(shuttle._out)
+        latch.hold(target.out_stream)
         found = [gradients(model, x, offload) for _ in range(2)]  # returns, or the test hangs
         assert not latch._word.item()
         latch.open()
@@ -90,7 +90,7 @@ def test_the_host_waits_for_no_copy_back(cuda_device, pool, latch: Latch):
     gradients(model, x, offload)
     torch.cuda.synchronize()
     with latch:
-        latch.hold(shuttle_for(cuda_device)._back)
+        latch.hold(shared_targets.of(cuda_device).stream)
         found = [gradients(model, x, offload) for _ in range(2)]
         latch.open()
         for each in found:
@@ -99,7 +99,7 @@ def test_the_host_waits_for_no_copy_back(cuda_device, pool, latch: Latch):
 
 def overwritten_too_early(pool, latch, device, *, waits=True):
     """Save a tensor while copies are held, let go of it, and have its memory used again; return the gradient."""
-    shuttle = shuttle_for(device)
+    target = shared_targets.of(device)
     x = torch.full((4 * MIB,), 2.0, device=device, requires_grad=True)
 
     def forward():
@@ -112,7 +112,7 @@ def overwritten_too_early(pool, latch, device, *, waits=True):
     torch.cuda.synchronize()
     ones = torch.ones_like(x)
     with latch:
-        latch.hold(shuttle._out)
+        latch.hold(target.out_stream)
         y = forward()
         trash = [torch.empty_like(x).fill_(8.0) for _ in range(16)]  # where x * 3 was, among others
         if not waits:
@@ -129,8 +129,8 @@ def test_memory_is_not_reused_before_its_copy(cuda_device, pool, latch: Latch):
 
 
 def test_memory_is_reused_too_early_without_the_wait(cuda_device, pool, latch: Latch, monkeypatch):
-    shuttle = shuttle_for(cuda_device)
-    monkeypatch.setattr(type(shuttle), "wait", lambda *_: None)
+    target = shared_targets.of(cuda_device)
+    monkeypatch.setattr(type(target), "wait_for", lambda *_: None)
     assert bool((overwritten_too_early(pool, latch, cuda_device, waits=False) == 48).any())
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from pinstage._memory import Block
-from pinstage._stage import Arrival
+from pinstage._stage import Arrival, Targets
 from pinstage._stage._device import Target
 
 PATIENCE_SECONDS = 20
@@ -332,10 +332,10 @@ class Background(threading.Thread):
 
 
 class _QueuedCopy:
-    """A copy of a `QueuedShuttle`, and the event behind it."""
+    """A copy of a `QueuedTarget`, and the event behind it."""
 
-    def __init__(self, shuttle, queue, after, copy):
-        self._shuttle = shuttle
+    def __init__(self, target, queue, after, copy):
+        self._target = target
         self._queue = queue
         self._after = after
         self._copy = copy
@@ -344,20 +344,20 @@ class _QueuedCopy:
         return self._copy is None
 
     def synchronize(self):
-        self._shuttle.run(self)
+        self._target.run(self)
 
     def wait(self, stream):
-        raise AssertionError("the shuttle waits for its events")
+        raise AssertionError("the target waits for its events")
 
     def run(self):
         if self._after is not None:
-            self._shuttle.run(self._after)
+            self._target.run(self._after)
         if self._copy is not None:
             self._copy()
         self._copy = self._after = None  # only now: another thread may ask
 
 
-class QueuedShuttle:
+class QueuedTarget(Target):
     """Plain memory, with copies that are done late: when somebody's stream waits for them, or others have queued up.
 
     What nobody waited for is not there: memory that copies go to is full of 0xFF until then. Memory that a copy needs
@@ -368,14 +368,12 @@ class QueuedShuttle:
         back: copies from there.
     """
 
-    device = torch.device("cpu")
-
     def __init__(self, out, back):
         self.lost = 0
         self._lags = out, back
         self._out, self._back = [], []
         self._lock = threading.RLock()
-        self.all_leaving = self
+        self.out_stream = self
 
     def query(self):
         return not self._out
@@ -383,27 +381,18 @@ class QueuedShuttle:
     def synchronize(self):
         self.run_all()
 
-    def stream(self):
-        return (0, 0, 0)
-
-    def is_default(self, stream):
-        return True
-
-    def is_capturing(self):
-        return False
-
-    def leave(self, there, here, after):
+    def to_host(self, copies, *, hold=True, after=None):
+        ((there, here, _),) = copies
         return self._queued(self._out, there, here, after, leaves=True)
 
-    def fetch(self, here, after):
+    def bring_back(self, here, after):
         there = torch.full((here.numel(),), 0xFF, dtype=torch.uint8)
-        event = self._queued(self._back, there, here, after, leaves=False)
-        return Arrival(there, event, (0, 0, 0))
+        return Arrival(there, self._queued(self._back, there, here, after, leaves=False), None)
 
-    def hand_over(self, arrival):
-        self.run(arrival.event)
+    def hand_over(self, event, tensors, consumer):
+        self.run(event)
 
-    def wait(self, event):
+    def wait(self, event, stream):
         self.run(event)
 
     def run(self, event):
@@ -437,9 +426,14 @@ class QueuedShuttle:
         return event
 
 
-def assert_idle(pool, shuttle=None):
-    """See that no slab is in use, once all copies of a `QueuedShuttle` have run."""
-    if shuttle is not None:
-        shuttle.run_all()
+def known(target):
+    """Return `Targets` that know this one for the CPU."""
+    return Targets(target)
+
+
+def assert_idle(pool, target=None):
+    """See that no slab is in use, once all copies of a `QueuedTarget` have run."""
+    if target is not None:
+        target.run_all()
     stats = pool.stats()
     assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from doubles import Interrupts, QueuedShuttle, assert_idle, wait_until
+from doubles import Interrupts, QueuedTarget, assert_idle, known, wait_until
 from torch._dynamo.testing import CompileCounter
 
 import pinstage as ps
@@ -17,24 +17,24 @@ KIB = 1 << 10
 
 
 @pytest.fixture(params=["at once", "late"])
-def shuttle(request, monkeypatch):
+def target(request, monkeypatch):
     """Run a test twice: with copies that are done at once, and with copies that are done when they are waited for."""
     if request.param == "at once":
         yield None
         return
-    late = QueuedShuttle(100, 100)
-    monkeypatch.setattr(_frozen, "shuttle_for", lambda _: late)
+    late = QueuedTarget(100, 100)
+    monkeypatch.setattr(_frozen, "shared_targets", known(late))
     yield late
     late.run_all()
     assert late.lost == 0, "memory was freed before a copy was done"
 
 
 @pytest.fixture
-def pool(make_pool, shuttle):
+def pool(make_pool, target):
     pool = make_pool(4 << 20)
     yield pool
-    if shuttle is not None:
-        shuttle.run_all()
+    if target is not None:
+        target.run_all()
     gc.collect()
     wait_until(lambda: not pool.stats().in_flight_slabs)
     assert_idle(pool)
@@ -143,7 +143,7 @@ def test_memory_is_held_once_for_all_views(pool):
         assert not module.whole[1].eq(3).any()
 
 
-def test_stats_say_how_many_bytes_are_where(pool, shuttle):
+def test_stats_say_how_many_bytes_are_where(pool, target):
     module = torch.nn.Linear(64, 64).requires_grad_(False)
     handle = frozen_module(module, pool)
     nbytes = 64 * 64 * 4 + 512
@@ -291,7 +291,7 @@ def test_moving_or_replacing_the_module_outside_fails(pool, step):
     handle.close()
 
 
-def test_views_that_are_kept_stay_valid(pool, shuttle):
+def test_views_that_are_kept_stay_valid(pool, target):
     module = Tied()
     expected = module.turned.clone()
     handle = frozen_module(module, pool)
@@ -331,7 +331,7 @@ def test_too_little_device_memory_leaves_everything_as_before(pool, monkeypatch)
     module = Tied()
     expected = content_of(module)
     handle = frozen_module(module, pool)
-    fetch, calls = handle._shuttle.fetch, []
+    fetch, calls = handle._target.bring_back, []
 
     def full(here, after):
         calls.append(None)
@@ -339,7 +339,7 @@ def test_too_little_device_memory_leaves_everything_as_before(pool, monkeypatch)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return fetch(here, after)
 
-    monkeypatch.setattr(handle._shuttle, "fetch", full)
+    monkeypatch.setattr(handle._target, "bring_back", full)
     with pytest.raises(torch.OutOfMemoryError):
         handle.__enter__()
     assert handle.stats().device_bytes == 0
@@ -478,7 +478,7 @@ def test_slabs_are_limited_except_for_large_tensors(pool, monkeypatch):
         assert_same(module, expected)
 
 
-def test_slabs_return_when_the_module_dies_or_moves(pool, shuttle):
+def test_slabs_return_when_the_module_dies_or_moves(pool, target):
     module = Tied()
     expected = content_of(module)
     handle = frozen_module(module, pool)

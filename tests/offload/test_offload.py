@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from doubles import CountingMemory, QueuedShuttle, assert_idle, wait_until
+from doubles import CountingMemory, QueuedTarget, assert_idle, known, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -22,24 +22,24 @@ KIB = 1 << 10
 
 
 @pytest.fixture(params=["at once", "late"])
-def shuttle(request, monkeypatch):
+def target(request, monkeypatch):
     """Run a test twice: with copies that are done at once, and with such as are done when they are waited for."""
     if request.param == "at once":
         yield None
         return
-    late = QueuedShuttle(6, 6)
-    monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
-    monkeypatch.setattr("pinstage.offload._optimizer.shuttle_for", lambda _: late)
+    late = QueuedTarget(6, 6)
+    monkeypatch.setattr("pinstage.offload._saving.shared_targets", known(late))
+    monkeypatch.setattr("pinstage.offload._optimizer.shared_targets", known(late))
     yield late
     late.run_all()
     assert late.lost == 0, "memory was let go of before a copy was done"
 
 
 @pytest.fixture
-def pool(make_pool, shuttle):
+def pool(make_pool, target):
     pool = make_pool(4 << 20)
     yield pool
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
 
 
 class Attention(torch.nn.Module):
@@ -379,7 +379,7 @@ def test_lazily_conjugated_and_sparse_tensors_stay(pool):
     assert torch.equal(y.grad, torch.ones(40, 4))
 
 
-def test_tensors_stay_at_the_cap_and_are_counted(make_pool, shuttle):
+def test_tensors_stay_at_the_cap_and_are_counted(make_pool, target):
     model, x = make("mlp")
     expected = gradients(model, x)
     for cap in (8 * KIB, 20 * KIB):  # none fits but the smallest; some do
@@ -390,10 +390,10 @@ def test_tensors_stay_at_the_cap_and_are_counted(make_pool, shuttle):
         assert stats.stayed_at_cap > 0
         assert stats.stayed_at_cap_bytes >= 8 * KIB
         assert pool.stats().peak_held_bytes <= cap
-        assert_idle(pool, shuttle)
+        assert_idle(pool, target)
 
 
-def test_tensors_stay_when_the_pool_is_frozen(make_pool, shuttle):
+def test_tensors_stay_when_the_pool_is_frozen(make_pool, target):
     pool = make_pool(4 << 20)
     pool.freeze()
     model, x = make("mlp")
@@ -401,7 +401,7 @@ def test_tensors_stay_when_the_pool_is_frozen(make_pool, shuttle):
     offload = save_on_cpu(pool, min_bytes=KIB)
     assert_equal(gradients(model, x, offload), expected)
     assert offload.stats().copies == 0
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
 
 
 def test_tensors_stay_where_the_memory_is_refused(make_pool, memory):
@@ -445,7 +445,7 @@ def chain(x, length=10):
     return x.sum()
 
 
-def test_backward_finds_tensors_that_set_out_before(pool, shuttle):
+def test_backward_finds_tensors_that_set_out_before(pool, target):
     x = torch.randn(40, 40, requires_grad=True)  # 6400 bytes
     offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000)  # three of them
     for turn in range(1, 4):
@@ -454,21 +454,21 @@ def test_backward_finds_tensors_that_set_out_before(pool, shuttle):
         loss.backward()
         stats = offload.stats()
         assert stats.still_there + stats.ahead + stats.late == 10 * turn
-        assert stats.late <= (turn if shuttle is None else 0)  # the first, if it has left by then
+        assert stats.late <= (turn if target is None else 0)  # the first, if it has left by then
 
 
 def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
-    from pinstage._stage._shuttle import Shuttle
+    from pinstage._stage import Target
 
     arrived = []
-    fetch = Shuttle.fetch
+    fetch = Target.bring_back
 
     def counted(self, here, after):
         arrival = fetch(self, here, after)
         arrived.append(weakref.ref(arrival.there.untyped_storage()))
         return arrival
 
-    monkeypatch.setattr(Shuttle, "fetch", counted)
+    monkeypatch.setattr(Target, "bring_back", counted)
     most = 0
 
     class Watch(torch.autograd.Function):
@@ -492,8 +492,8 @@ def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
 
 
 def test_device_memory_is_freed_after_its_copy(make_pool, monkeypatch):
-    late = QueuedShuttle(1000, 1000)
-    monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
+    late = QueuedTarget(1000, 1000)
+    monkeypatch.setattr("pinstage.offload._saving.shared_targets", known(late))
     pool = make_pool(4 << 20)
     x = torch.randn(40, 40, requires_grad=True)
     alive = []
@@ -511,26 +511,29 @@ def test_device_memory_is_freed_after_its_copy(make_pool, monkeypatch):
     assert_idle(pool)
 
 
-def test_a_warm_step_allocates_nothing_of_the_pool(pool, shuttle):
+def test_a_warm_step_allocates_nothing_of_the_pool(pool, target):
     model, x = make("attention")
     offload = save_on_cpu(pool, min_bytes=KIB)
     gradients(model, x, offload)
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
     misses = pool.stats().misses
     for _ in range(3):
         gradients(model, x, offload)
-        assert_idle(pool, shuttle)
+        assert_idle(pool, target)
     assert pool.stats().misses == misses
 
 
 def test_a_host_running_ahead_reuses_slabs_in_flight(make_pool, monkeypatch):
-    late = QueuedShuttle(1000, 1000)
+    late = QueuedTarget(1000, 1000)
     waited_for = []
-    leave = late.leave
-    monkeypatch.setattr(
-        late, "leave", lambda there, here, after: (waited_for.append(after), leave(there, here, after))[1]
-    )
-    monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
+    to_host = late.to_host
+
+    def noted(copies, *, hold, after):
+        waited_for.append(after)
+        return to_host(copies, hold=hold, after=after)
+
+    monkeypatch.setattr(late, "to_host", noted)
+    monkeypatch.setattr("pinstage.offload._saving.shared_targets", known(late))
     pool = make_pool(1 << 20)
     model, x = make("mlp")
     expected = gradients(model, x)
@@ -594,7 +597,7 @@ def test_uncounted_changes_are_sent_again_next_pass(pool):
 # -- the end of graphs -------------------------------------------------------------------------------------------------
 
 
-def test_a_dropped_graph_returns_its_slabs_without_collection(pool, shuttle):
+def test_a_dropped_graph_returns_its_slabs_without_collection(pool, target):
     model, x = make("attention")
     gc.disable()
     try:
@@ -602,14 +605,14 @@ def test_a_dropped_graph_returns_its_slabs_without_collection(pool, shuttle):
             y = output_of(model, x)
         assert pool.stats().leased_slabs > 0
         del y
-        assert_idle(pool, shuttle)
+        assert_idle(pool, target)
     finally:
         gc.enable()
 
 
 def test_returned_tensors_of_dropped_graphs_live_until_copied(make_pool, monkeypatch):
-    late = QueuedShuttle(0, 1000)
-    monkeypatch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
+    late = QueuedTarget(0, 1000)
+    monkeypatch.setattr("pinstage.offload._saving.shared_targets", known(late))
     pool = make_pool(1 << 20)
     x, other = (torch.randn(40, 40, requires_grad=True) for _ in range(2))
     offload = save_on_cpu(pool, min_bytes=KIB)
@@ -627,7 +630,7 @@ def test_returned_tensors_of_dropped_graphs_live_until_copied(make_pool, monkeyp
     assert_idle(pool, late)
 
 
-def test_a_graph_in_a_cycle_returns_its_slabs(pool, shuttle):
+def test_a_graph_in_a_cycle_returns_its_slabs(pool, target):
     class Ring:
         pass
 
@@ -640,10 +643,10 @@ def test_a_graph_in_a_cycle_returns_its_slabs(pool, shuttle):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gc.collect()
-        assert_idle(pool, shuttle)
+        assert_idle(pool, target)
 
 
-def test_an_exception_in_forward_leaves_nothing_behind(pool, shuttle):
+def test_an_exception_in_forward_leaves_nothing_behind(pool, target):
     x = torch.randn(40, 40, requires_grad=True)
 
     offload = save_on_cpu(pool, min_bytes=KIB)
@@ -654,13 +657,13 @@ def test_an_exception_in_forward_leaves_nothing_behind(pool, shuttle):
 
     with pytest.raises(ZeroDivisionError):
         forward()
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
     copies = offload.stats().copies
     x.exp()
     assert offload.stats().copies == copies == 1
 
 
-def test_an_exception_in_backward_leaves_nothing_behind(pool, shuttle):
+def test_an_exception_in_backward_leaves_nothing_behind(pool, target):
     def fail(_):
         raise ZeroDivisionError
 
@@ -672,34 +675,34 @@ def test_an_exception_in_backward_leaves_nothing_behind(pool, shuttle):
     with pytest.raises(ZeroDivisionError):
         y.backward()
     del h, y
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
 
 
-def test_a_failed_copy_gives_its_slab_back(pool, monkeypatch, shuttle):
+def test_a_failed_copy_gives_its_slab_back(pool, monkeypatch, target):
     def fail(*_):
         raise ZeroDivisionError
 
     x = torch.randn(40, 40, requires_grad=True)
-    kind = type(shuttle) if shuttle is not None else ps._stage._shuttle.Shuttle
+    kind = type(target) if target is not None else ps._stage.Target
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "leave", fail)
+        patch.setattr(kind, "to_host", fail)
         with save_on_cpu(pool, min_bytes=KIB), pytest.raises(ZeroDivisionError):
             x.exp()
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
 
 
-def test_the_pool_can_close_while_a_graph_lives(make_pool, shuttle):
+def test_the_pool_can_close_while_a_graph_lives(make_pool, target):
     pool = make_pool(4 << 20)
     x = torch.randn(40, 40, requires_grad=True)
     with save_on_cpu(pool, min_bytes=KIB):
         y = x.exp().sin().sum()
-    if shuttle is not None:
-        shuttle.run_all()
+    if target is not None:
+        target.run_all()
     pool.close()
     y.backward()
     torch.testing.assert_close(x.grad, x.exp().cos() * x.exp())
     del y
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
 
 
 # -- blocks in blocks, threads -----------------------------------------------------------------------------------------
@@ -830,10 +833,10 @@ def test_any_graph_has_gradients_and_empties_the_pool(program, max_device_bytes,
 
     torch.manual_seed(0)
     x = torch.randn(30, 30, requires_grad=True)
-    late = None if lag is None else QueuedShuttle(*lag)
+    late = None if lag is None else QueuedTarget(*lag)
     with SlabPool(cap, memory=CountingMemory()) as pool, monkeypatch.context() as patch:
         if late is not None:
-            patch.setattr("pinstage.offload._saving.shuttle_for", lambda _: late)
+            patch.setattr("pinstage.offload._saving.shared_targets", known(late))
         expected = run(contextlib.nullcontext())
         offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=max_device_bytes)
         for _ in range(2):

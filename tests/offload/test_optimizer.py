@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from doubles import QueuedShuttle, assert_idle
+from doubles import QueuedTarget, assert_idle, known
 
 from pinstage.offload import optimizer_state
 
@@ -26,23 +26,23 @@ OPTIMIZERS = {
 
 
 @pytest.fixture(params=[None, (6, 6), (1000, 0), (0, 1000)], ids=str)
-def shuttle(request, monkeypatch):
+def target(request, monkeypatch):
     """Run a test with copies that are done at once, and with such as are late out, back, or both."""
     if request.param is None:
         yield None
         return
-    late = QueuedShuttle(*request.param)
-    monkeypatch.setattr("pinstage.offload._optimizer.shuttle_for", lambda _: late)
+    late = QueuedTarget(*request.param)
+    monkeypatch.setattr("pinstage.offload._optimizer.shared_targets", known(late))
     yield late
     late.run_all()
     assert late.lost == 0
 
 
 @pytest.fixture
-def pool(make_pool, shuttle):
+def pool(make_pool, target):
     pool = make_pool(1 << 20)
     yield pool
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
 
 
 def make(name):
@@ -170,7 +170,7 @@ def test_offload_undoes_an_onload(pool):
     offloaded.close()
 
 
-def test_what_does_not_fit_stays_and_is_counted(make_pool, shuttle):
+def test_what_does_not_fit_stays_and_is_counted(make_pool, target):
     pool = make_pool(20 * KIB)
     expected, plain = make("adam")
     train(expected, plain, 4)
@@ -180,18 +180,18 @@ def test_what_does_not_fit_stays_and_is_counted(make_pool, shuttle):
     assert_same_weights(model, expected)
     assert (offloaded.stats().host_bytes, offloaded.stats().stayed_at_cap_bytes) == (16 * KIB, 16 * KIB)
     offloaded.close()
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
 
 
-def test_the_pool_allocates_nothing_after_the_first_step(pool, shuttle):
+def test_the_pool_allocates_nothing_after_the_first_step(pool, target):
     model, optimizer = make("adam")
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     train(model, optimizer, 1)
-    if shuttle is not None:
-        shuttle.run_all()
+    if target is not None:
+        target.run_all()
     misses = pool.stats().misses
     train(model, optimizer, 4, 1)
-    if shuttle is None:  # late copies keep slabs in flight
+    if target is None:  # late copies keep slabs in flight
         assert pool.stats().misses == misses
     offloaded.close()
 
@@ -231,7 +231,7 @@ def test_lazily_conjugated_tensors_are_not_mistaken(pool):
         assert torch.equal(optimizer.state[parameter]["average"], state.conj())
 
 
-def test_a_dropped_optimizer_returns_its_slabs(pool, shuttle):
+def test_a_dropped_optimizer_returns_its_slabs(pool, target):
     model, optimizer = make("adam")
     torch.optim.lr_scheduler.ConstantLR(optimizer)  # makes a cycle of it
     optimizer_state(optimizer, pool, min_bytes=KIB)
@@ -239,7 +239,7 @@ def test_a_dropped_optimizer_returns_its_slabs(pool, shuttle):
     assert pool.stats().leased_slabs > 0
     del optimizer
     gc.collect()
-    assert_idle(pool, shuttle)
+    assert_idle(pool, target)
 
 
 def test_what_is_no_optimizer_is_refused(pool):

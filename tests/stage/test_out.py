@@ -305,6 +305,23 @@ def test_destinations_that_overlap_are_refused_by_both_paths(stager, places, say
     assert not BUFFER.any()
 
 
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_parameter_for_two_targets_is_refused(stager, method, count):
+    weight = torch.nn.Parameter(torch.zeros(3))
+    with torch.no_grad(), pytest.raises(LayoutError, match=r"out\[1\] .* out\[0\], and their sources differ"):
+        getattr(stager, method)([torch.ones(3) for _ in range(count)], out=[weight] * count)
+    assert not weight.any()
+
+
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+def test_frozen_parameters_are_packed(stager, method):
+    places = [torch.nn.Parameter(torch.zeros(3), requires_grad=False) for _ in range(40)]
+    getattr(stager, method)([torch.ones(3) for _ in places], out=places)
+    assert all(bool((place == 1).all()) for place in places)
+    assert stager.stats().passthrough_leaves == 0
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_strided_views_of_one_storage_keep_order(stager, order):
     found, expected = torch.zeros(6), torch.zeros(6)

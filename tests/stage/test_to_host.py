@@ -142,6 +142,22 @@ def test_tensors_requiring_grad_move_by_their_own_to(stager):
     assert torch.equal(fetched["x"], torch.ones(2))
 
 
+@pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
+@pytest.mark.parametrize("others", [[], [torch.ones(2)]], ids=["alone", "beside a tensor"])
+def test_a_repeated_object_is_moved_once(stager, others):
+    class Movable:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def to(self, device):
+            return Movable(self.tensor.to(device))
+
+    thing = Movable(torch.ones(3))
+    one, other, *_ = stager.to_host([thing, thing, *others])
+    assert one is other
+    assert one is not thing
+
+
 def test_an_object_hiding_a_tensor_is_an_error(stager):
     with pytest.raises(LayoutError, match=r"batch\['a'\]\[0\] holds tensors"):
         stager.to_host({"a": [{torch.ones(1)}]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar  # typing's has no default before Python 3.13
@@ -30,6 +30,9 @@ class NotABatch:
 
         def __iter__(self) -> NoReturn:
             raise TypeError(f"{_missing(self)}cannot be iterated over; call wait() for the batch")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns")
 
 
 def _missing(transfer: NotABatch) -> str:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -27,7 +28,6 @@ from .._batch import (
     Parts,
     RowKind,
     Structure,
-    Table,
     describe,
     fit_as_they_are,
     from_array,
@@ -51,7 +51,7 @@ NOTHING = take_apart([]).table
 """The offset table of no tensors: `out=` makes none."""
 
 _CPU = torch.device("cpu")
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ITEMSIZES = np.array([0 if dtype is None else dtype.itemsize for dtype in DTYPES])
 
 
 class Way(NamedTuple):
@@ -65,14 +65,14 @@ class Way(NamedTuple):
 class Direct(NamedTuple):
     """Leaves that are copied from the slab straight to their places."""
 
-    way: Way
+    parts: Parts
     blocks: Blocks
     leaves: list[int]
     """Their numbers in the batch."""
 
 
 class OutPlan(NamedTuple):
-    """How a batch gets into existing tensors. Everything is checked."""
+    """How a batch gets into existing tensors. Everything is checked. Lists have numbers of leaves."""
 
     parts: Parts
     leaves: list[Any]
@@ -80,15 +80,14 @@ class OutPlan(NamedTuple):
     plain: list[tuple[int, torch.Tensor, torch.Tensor]]
     """Leaf, destination and source of what goes by ``dst.copy_(src)``."""
     scratch: list[int]
-    """Leaves that go by way of scratch."""
+    """Leaves that go by way of scratch, to be cast or strided."""
     direct: list[int]
-    """Leaves that go straight to their places, unless their copies are many and small."""
-    whole: Direct | None = None
-    """All of these, if they are all that is packed."""
+    """Their bytes at the destination are those in the slab. They go straight there, unless their copies are many and
+    small."""
 
     def ways(self) -> tuple[list[int], Direct | None]:
         """Return the leaves that go by way of scratch, and the others."""
-        found = self.whole or self._direct(self.direct)
+        found = self._direct(self.direct)
         small = [] if found is None else found.blocks.small_copies(DIRECT_FROM_BYTES, _FEW_COPIES)
         if not small:
             return self.scratch, found
@@ -99,8 +98,8 @@ class OutPlan(NamedTuple):
     def _direct(self, chosen: list[int]) -> Direct | None:
         if not chosen:
             return None
-        way = self._way(chosen)
-        return Direct(way, into_tensors(way.parts.table, way.places, self.leaves[chosen[0]].is_cuda), chosen)
+        parts, places = self._way(chosen)
+        return Direct(parts, into_tensors(parts.table, places, self.leaves[chosen[0]].is_cuda), chosen)
 
     def _way(self, chosen: list[int]) -> Way:
         """Take some of the leaves apart, unless they are all that is packed."""
@@ -179,17 +178,6 @@ def writing(places: list[torch.Tensor]) -> Iterator[None]:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-class Checked(NamedTuple):
-    """Destinations that may be written. Lists have numbers of leaves."""
-
-    plain: list[tuple[int, torch.Tensor, torch.Tensor]]
-    """Leaf, destination and source of what goes by ``dst.copy_(src)``."""
-    direct: list[int]
-    """Their bytes at the destination are those in the slab."""
-    others: list[int]
-    """Other packed leaves, to be cast or strided."""
-
-
 def plan_for(parts: Parts, out: Any, device: torch.device) -> OutPlan:
     """Check existing tensors against a batch, and decide how each leaf of it gets there. Writes nothing.
 
@@ -204,54 +192,49 @@ def plan_for(parts: Parts, out: Any, device: torch.device) -> OutPlan:
         IsContainer: take the batch apart again.
     """
     places = in_order(parts.structure, out)
-    table = parts.table
-    if table.packed + table.others == len(places) and fit_as_they_are(table, places, device):
-        leaves = results(parts, places) if table.others else places
-        chosen = table.positions(*PACKED) if table.others else list(range(len(places)))
-        if not chosen:
-            return OutPlan(parts, leaves, [], [], [])
-        direct = Direct(Way(parts, leaves), into_tensors(table, leaves, leaves[chosen[0]].is_cuda), chosen)
-        return OutPlan(parts, leaves, [], [], chosen, direct)
-    readable = make_readable(parts, places)
-    if readable is not None:
-        parts = describe(readable, parts.structure, _CPU)
-    plain, same, scratch = check(parts, [parts.table], places, device)
-    return OutPlan(parts, results(parts, places), plain, scratch, same)
+    return check([make_readable(parts, places)], places, device)
 
 
-def check(parts: Parts, tables: list[Table], places: list[Any], device: torch.device) -> Checked:
+def check(by_device: list[Parts], places: list[Any], device: torch.device) -> OutPlan:
     """Check the destination of each tensor of a batch.
 
     Args:
-        parts: of the batch.
-        tables: of `parts`, first, and of its leaves on other devices; each leaf is packed in one of them at most.
+        by_device: the batch, and then the batch as other devices see it, on which some of its tensors are.
         places: the destinations, by leaf.
         device: where they have to be.
 
     Raises:
         LayoutError, IsContainer: as `plan_for`.
     """
-    structure, there = parts.structure, _described(parts, places, device)
-    count = structure.num_leaves
-    packed, checked, same = (np.zeros(count, dtype=np.bool) for _ in range(3))
-    for table in tables:
-        mine = np.zeros(count, dtype=np.bool)
-        mine[table.positions(*PACKED)] = True
-        packed |= mine
-        fits = mine & _fit(table, there)
-        checked |= fits
-        same |= fits & _have_same_bytes(table, there)
-    moved = np.zeros(count, dtype=np.bool)
-    moved[parts.table.positions(RowKind.MOVED)] = True
-    rest = ((packed | moved) & ~checked).nonzero()[0].tolist()
-    plain = [_by_itself(structure, parts.leaves, places, there, device, index) for index in rest]
-    _check_overlaps(structure, there, checked, same)
-    direct, others = (mask.nonzero()[0].tolist() for mask in (same, checked & ~same))
-    return Checked(plain, direct, others)
+    parts = by_device[0]
+    table, leaves = parts.table, results(parts, places)
+    if table.packed + table.others == len(places) and fit_as_they_are(table, places, device):
+        return OutPlan(parts, leaves, [], [], table.positions(*PACKED) if table.others else list(range(len(places))))
+    there = _described(parts, places, device)
+    rows, (_, steps) = there.table.rows, _memory(there)
+    is_dense = rows["kind"] == RowKind.RAW
+    is_expanded = ((steps == 0) & (rows["shape"] > 1)).any(1)
+    is_plain = is_dense | ((rows["kind"] == RowKind.STRIDED) & ~is_expanded)
+    fits, same = np.zeros((2, len(places)), dtype=np.bool)
+    for other in by_device:
+        mine = other.table.rows
+        width = min(mine["shape"].shape[1], rows["shape"].shape[1])
+        shape, is_packed = mine["shape"][:, :width], (mine["kind"] >= RowKind.RAW) & (mine["kind"] <= RowKind.LAZY)
+        alike = is_packed & (mine["ndim"] == rows["ndim"]) & (shape == rows["shape"][:, :width]).all(1)
+        strides = (mine["stride"][:, :width] == rows["stride"][:, :width]) | (shape < 2)
+        fits |= alike & is_plain
+        same |= alike & is_dense & (mine["dtype"] == rows["dtype"]) & strides.all(1)
+    rest = [index for index in table.positions(*PACKED, RowKind.MOVED) if not fits[index]]
+    plain = [_by_itself(parts, places, there, device, index) for index in rest]
+    same[_overlapping(parts.structure, places, there, fits)] = False
+    direct, scratch = (mask.nonzero()[0].tolist() for mask in (same, fits & ~same))
+    return OutPlan(parts, leaves, plain, scratch, direct)
 
 
 def results(parts: Parts, places: list[Any]) -> list[Any]:
     """Return what the leaves of a batch are then: the destinations of tensors, and the batch's other leaves."""
+    if not parts.table.others:
+        return places
     leaves = [leaf.obj if type(leaf) in WRAPPERS else leaf for leaf in parts.leaves]
     for index in parts.table.positions(*PACKED, RowKind.MOVED, RowKind.ALIAS):
         leaves[index] = places[index]
@@ -278,24 +261,37 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
     return [by_path[path] for path in paths]
 
 
-def make_readable(parts: Parts, places: list[Any]) -> list[Any] | None:
-    """Return the leaves of a batch to describe in place of its own, if some have to be packed that otherwise are not.
+def make_readable(parts: Parts, places: list[Any], device: torch.device = _CPU, *, arrays: bool = True) -> Parts:
+    """Describe the leaves of a batch again, if some have to be packed that otherwise are not.
 
     These are tensors that require grad, which are read detached, and a tensor that comes twice but goes to two places.
+
+    Args:
+        parts: of the batch.
+        places: the destinations, by leaf.
+        device: see `describe`.
+        arrays: see `describe`.
     """
-    leaves, rows = list(parts.leaves), parts.table.rows
-    changed = False
-    for index in parts.table.positions(RowKind.MOVED):
-        leaf = leaves[index]
-        if type(leaf) is torch.nn.Parameter or (type(leaf) is torch.Tensor and leaf.requires_grad):
-            leaves[index], changed = leaf.detach(), True
-    for index in parts.table.positions(RowKind.ALIAS):
-        first = int(rows["offset"][index])
+    table = parts.table
+    if table.packed + table.others == len(parts.leaves):
+        return parts
+    leaves = list(parts.leaves)
+    for index in table.positions(RowKind.MOVED):
+        leaves[index] = _plain(leaves[index])
+    first_of = table.rows["offset"]
+    for index in table.positions(RowKind.ALIAS):
+        first = int(first_of[index])
         if not _is_same_view(places[index], places[first]):
             leaf = leaves[first]
             leaves[index] = leaf.detach() if isinstance(leaf, torch.Tensor) else leaf.view()
-            changed = True
-    return leaves if changed else None
+    is_same = all(map(operator.is_, leaves, parts.leaves))
+    return parts if is_same else describe(leaves, parts.structure, device, arrays=arrays)
+
+
+def _plain(leaf: Any) -> Any:
+    """Return a parameter, or another tensor that requires grad, as a tensor of the same memory that does not."""
+    is_in_graph = type(leaf) is torch.nn.Parameter or (type(leaf) is torch.Tensor and leaf.requires_grad)
+    return leaf.detach() if is_in_graph else leaf
 
 
 def _is_same_view(one: Any, other: Any) -> bool:
@@ -313,48 +309,30 @@ def _described(parts: Parts, places: list[Any], device: torch.device) -> Parts:
     leaves: list[Any] = list(places)
     for index in parts.table.positions(RowKind.OTHER, RowKind.ALIAS):
         leaves[index] = None
-    there = describe(leaves, parts.structure, device, arrays=False)
-    changed = False
-    for index in there.table.positions(RowKind.MOVED):
-        leaf = leaves[index]
-        is_plain = type(leaf) in _PLAIN and leaf.layout is torch.strided and leaf.device == device
-        if is_plain and not (leaf.requires_grad and torch.is_grad_enabled()):
-            leaves[index], changed = leaf.detach(), True
-    return describe(leaves, parts.structure, device, arrays=False) if changed else there
+    for index, leaf in enumerate(leaves):
+        if type(leaf) is torch.Tensor and not leaf.requires_grad:
+            continue
+        if isinstance(leaf, torch.Tensor) and not (leaf.requires_grad and torch.is_grad_enabled()):
+            leaves[index] = _plain(leaf)
+    return describe(leaves, parts.structure, device, arrays=False)
 
 
-def _fit(table: Table, there: Parts) -> Any:
-    """Say which destinations are plain memory of their leaf's shape, each element at an address of its own."""
-    mine, theirs, steps = table.rows, there.table.rows, _steps(there)
-    kind, width = theirs["kind"], min(mine["shape"].shape[1], theirs["shape"].shape[1])
-    alike = (mine["ndim"] == theirs["ndim"]) & (mine["shape"][:, :width] == theirs["shape"][:, :width]).all(1)
-    expanded = (kind != RowKind.RAW) & ((steps[:, 1:] == 0) & (theirs["shape"] > 1)).any(1)
-    return (kind >= RowKind.RAW) & (kind <= RowKind.LAZY) & alike & ~expanded
-
-
-def _steps(there: Parts) -> Any:
+def _memory(there: Parts) -> tuple[Any, Any]:
     """Return the address of each destination, and its stride, which is of strided ones alone."""
     width = there.table.rows["shape"].shape[1]
-    return np.frombuffer(there.sources, dtype=np.int64).reshape(-1, 1 + width)
-
-
-def _have_same_bytes(table: Table, there: Parts) -> Any:
-    """Say which leaves have the same bytes in the slab as they have to have at their places."""
-    mine, theirs = table.rows, there.table.rows
-    width = min(mine["shape"].shape[1], theirs["shape"].shape[1])
-    steps = (mine["stride"][:, :width] == theirs["stride"][:, :width]) | (mine["shape"][:, :width] < 2)
-    return (theirs["kind"] == RowKind.RAW) & (mine["dtype"] == theirs["dtype"]) & steps.all(1)
+    found = np.frombuffer(there.sources, dtype=np.int64).reshape(-1, 1 + width)
+    return found[:, 0], found[:, 1:]
 
 
 def _by_itself(
-    structure: Structure, leaves: list[Any], places: list[Any], there: Parts, device: torch.device, index: int
+    parts: Parts, places: list[Any], there: Parts, device: torch.device, index: int
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Return a leaf that goes by ``dst.copy_(src)``, or say why its destination can't be written.
 
     The cases: `out` has no tensor there, or the batch has an object that is none; another shape or device; a tensor
     that requires grad; an expanded one; a repeated one. The rest is memory that only torch knows.
     """
-    source, place, path = leaves[index], places[index], structure.path(index)
+    source, place, path = parts.leaves[index], places[index], parts.structure.path(index)
     source = source.obj if type(source) in WRAPPERS else source
     if not isinstance(place, torch.Tensor):
         raise _refusal(path, f"is a {type(place).__name__}, and batch{path} a tensor", "pass a tensor there")
@@ -384,7 +362,7 @@ def _by_itself(
         )
     row = there.table.rows[index]
     if row["kind"] == RowKind.ALIAS:
-        raise _overlap(structure, int(row["offset"]), index, "is the same tensor as")
+        raise _overlap(parts.structure, int(row["offset"]), index, "is the same tensor as")
     return index, place, source.detach()
 
 
@@ -397,38 +375,33 @@ def _overlap(structure: Structure, one: int, other: int, how: str) -> LayoutErro
     return _refusal(second, f"{how} out{first}, and their sources differ", "pass tensors that don't overlap")
 
 
-def _check_overlaps(structure: Structure, there: Parts, checked: Any, same: Any) -> None:
-    """Refuse destinations that overlap; strided ones may, and are written in the order of the batch.
+def _overlapping(structure: Structure, places: list[Any], there: Parts, fits: Any) -> list[int]:
+    """Return the destinations that overlap, which are written in the order of the batch. Two dense ones may not.
 
     Args:
         structure: of the batch.
-        there: the destinations.
-        checked: which of them are looked at.
-        same: which of these are written directly; those that a strided one overlaps are taken out.
+        places: the destinations, by leaf.
+        there: their description.
+        fits: which of them to look at.
     """
-    rows, steps = there.table.rows, _steps(there)
-    chosen = (checked & (rows["nbytes"] > 0)).nonzero()[0]
-    starts = steps[chosen, 0]
-    ends = starts + rows["nbytes"][chosen]
-    for at in (rows["kind"][chosen] != RowKind.RAW).nonzero()[0].tolist():
-        row = rows[chosen[at]]
-        dtype = DTYPES[row["dtype"]]
-        assert dtype is not None
-        reach = int(((row["shape"] - 1) * steps[chosen[at], 1:])[: row["ndim"]].sum())
-        ends[at] = starts[at] + (reach + 1) * dtype.itemsize
+    chosen = (fits & (there.table.rows["nbytes"] > 0)).nonzero()[0]
+    rows, (starts, steps) = there.table.rows[chosen], (column[chosen] for column in _memory(there))
+    is_dense = rows["kind"] == RowKind.RAW
+    reach = ((rows["shape"] - 1) * steps).sum(1) + 1
+    ends = starts + np.where(is_dense, rows["nbytes"], reach * _ITEMSIZES[rows["dtype"]])
     order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], ends[order]
-    if not (starts[1:] < np.maximum.accumulate(ends)[:-1]).any():
-        return
-    before: list[tuple[int, int]] = []
-    for leaf, start, end in zip(chosen[order].tolist(), starts.tolist(), ends.tolist(), strict=True):
-        before = [(other, until) for other, until in before if until > start]
-        for other, _ in before:
-            one, two = rows[leaf], rows[other]
-            if one["kind"] == two["kind"] == RowKind.RAW:
+    if not (starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]).any():
+        return []
+    found = []
+    before: list[tuple[int, int, int, bool]] = []
+    for span in zip(*(column[order].tolist() for column in (starts, ends, chosen, is_dense)), strict=True):
+        start, _, leaf, leaf_is_dense = span
+        before = [other for other in before if other[1] > start]
+        for _, _, other, other_is_dense in before:
+            if leaf_is_dense and other_is_dense:
                 raise _overlap(structure, leaf, other, "overlaps")
-            is_same = one["dtype"] == two["dtype"] and (one["shape"] == two["shape"]).all()
-            if is_same and (steps[leaf] == steps[other]).all():
+            if _is_same_view(places[leaf], places[other]):
                 raise _overlap(structure, leaf, other, "is the same view as")
-            same[[leaf, other]] = False
-        before.append((leaf, end))
+            found += [leaf, other]
+        before.append(span)
+    return found

@@ -59,7 +59,7 @@ from ._device import AT_ONCE_BYTES, Targets, target_for
 from ._out import NOTHING, Direct, OutPlan, copy_through, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
-from ._to_host import HostTransfer, event_of, fetch, fetch_into
+from ._to_host import HostTransfer, fetch
 from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, written
 from ._weights import IncompatibleKeys, load_weights
 
@@ -553,22 +553,15 @@ class Stager:
         # A pool of no device in particular pins on the current one.
         if out is not None and not copy:
             raise ValueError("copy=False returns views of a slab, and out= names tensors that exist; pass one of them")
+        acquire, keep = partial(self._acquire, is_whole=True), self._keep_until
         with step("fetch"), self._target.selected():
-            transfer = self._fetch_into(tree, out) if out is not None else self._fetch(tree, copy)
+            if out is not None:
+                self._refuse_capture()
+            transfer = fetch(tree, self.device, acquire, self._targets, copy=copy, out=out, keep=keep)
         with self._lock:
             self._fetches += 1
             self._fetch_copies += transfer.copies
             self._fetched_bytes += transfer.nbytes
-        return transfer
-
-    def _fetch(self, tree: B, copy: bool) -> HostTransfer[B]:
-        return fetch(tree, self.device, partial(self._acquire, is_whole=True), self._targets, copy=copy)
-
-    def _fetch_into(self, tree: B, out: B) -> HostTransfer[B]:
-        self._refuse_capture()
-        acquire = partial(self._acquire, is_whole=True)
-        transfer, written = fetch_into(tree, out, self.device, acquire, self._targets)
-        self._keep_until(event_of(transfer), written)
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
@@ -864,7 +857,7 @@ class Stager:
                     copy_through(way, sent.blocks)
                     copies, scratches = copies + sent.copies, scratches + 1
                 if direct is not None:
-                    parts = direct.way.parts
+                    parts = direct.parts
                     if parts.table.nbytes >= SMALL_BYTES and target.stream is not None:
                         target.wait(target.record(stream), target.stream)
                         stream = target.stream

@@ -13,28 +13,28 @@ copies are done and the last view is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Generic, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, Generic, NamedTuple
 
 import torch
 
 from .._batch import (
     DTYPES,
     PACKED,
-    WRAPPERS,
     Gathering,
     IsContainer,
+    Parts,
     RowKind,
+    Sharing,
     Structure,
     Table,
     arrange,
-    cut,
     describe,
     duplicate,
     flat,
     gather,
-    view_of,
+    make_blocks,
     walk,
 )
 from .._compat.views import check_is_plain
@@ -44,34 +44,11 @@ from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
-from ._out import DIRECT_FROM_BYTES, check, copy_all, in_order, make_readable, results, writing
+from ._out import DIRECT_FROM_BYTES, OutPlan, check, copy_all, in_order, make_readable, writing
 from ._transfer import move
 
 _MOST_GATHERINGS = 16
 _CPU = torch.device("cpu")
-
-
-class Share(NamedTuple):
-    """The leaves of a tree that are on one device."""
-
-    device: torch.device
-    gathering: Gathering
-    kept: list[torch.Tensor]
-    """Objects to keep alive until the copies are under way."""
-
-    @property
-    def table(self) -> Table:
-        """With their places in this share's part of the host slab."""
-        return self.gathering.table
-
-    def without(self, chosen: Iterable[int]) -> Share:
-        """Return the share without some leaves, whose rows say then that they are moved."""
-        rows = self.table.rows.copy()
-        theirs = [index for index in chosen if rows["kind"][index] in PACKED]
-        if not theirs:
-            return self
-        rows["kind"][theirs] = RowKind.MOVED
-        return self._replace(gathering=arrange(self.table.moved_to(rows, self.table.nbytes)))
 
 
 class HostTransfer(NotABatch, Generic[B_co]):
@@ -86,10 +63,9 @@ class HostTransfer(NotABatch, Generic[B_co]):
         "_fetched",
         "_host",
         "_leaves",
-        "_nbytes",
         "_structure",
         "_tables",
-        "_writes",
+        "_written",
         "copies",
     )
 
@@ -98,21 +74,20 @@ class HostTransfer(NotABatch, Generic[B_co]):
         structure: Structure,
         leaves: list[Any],
         tables: list[Table],
-        host: torch.Tensor | None,
+        host: torch.Tensor,
         event: Fence | None,
         copies: int,
         *,
         copy: bool,
-        writes: list[Write] | None = None,
+        written: list[int] | None,
     ) -> None:
         self._structure = structure
-        self._writes = writes
+        self._written = written  # leaves that are existing tensors, filled from the slab; None without `out`
         self._leaves: list[Any] | None = leaves
         self._tables = tables
-        self._host = host
+        self._host: torch.Tensor | None = host
         self._event = event
         self._copy = copy
-        self._nbytes = sum(table.nbytes for table in tables)
         self._fetched: Any = None
         self.copies = copies
         """Device-to-host copies issued: one for each device's gathered tensors, and one for each large tensor."""
@@ -120,7 +95,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
     @property
     def nbytes(self) -> int:
         """Bytes that go through the host slab, padding included."""
-        return self._nbytes
+        return sum(table.nbytes for table in self._tables)
 
     def query(self) -> bool:
         """Say whether the bytes are on the host, so that `wait` will not block. Does not block."""
@@ -147,15 +122,15 @@ class HostTransfer(NotABatch, Generic[B_co]):
         if self._leaves is None:
             fetched = self._fetched
             return fetched
-        if self._writes is not None:
-            self._write(self._writes)
-            self._fetched = fetched = self._structure.rebuild(self._leaves)
-            self._leaves = self._host = self._writes = None
-            return fetched
         with step("views"):
             leaves = self._cut()  # before the wait: meanwhile the copy is on its way
         self.synchronize()
-        if self._copy:
+        if self._written is not None:
+            if self._written:
+                with step("unpack"):
+                    copy_all([self._leaves[i] for i in self._written], [leaves[i] for i in self._written])
+            leaves = self._leaves
+        elif self._copy:
             leaves = self._duplicated(leaves)
         with step("unflatten"):
             self._fetched = fetched = self._structure.rebuild(leaves)
@@ -165,23 +140,14 @@ class HostTransfer(NotABatch, Generic[B_co]):
     def _cut(self) -> list[Any]:
         """Cut the slab into the leaves. Not to be shown before `synchronize` has returned."""
         assert self._leaves is not None
+        assert self._host is not None
         leaves, start = self._leaves, 0
         for table in self._tables:
-            slab = torch.empty(0, dtype=torch.uint8, device="cpu")
-            if self._host is not None:
-                slab = self._host[start : start + table.nbytes]
             others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
-            leaves = cut(table, slab, others)
+            slab = self._host[start : start + table.nbytes]
+            leaves = make_blocks(table, Sharing.ONE, _CPU, slab).leaves(others)
             start += table.nbytes
         return leaves
-
-    def _write(self, writes: list[Write]) -> None:
-        """Fill existing tensors from the slab."""
-        self.synchronize()
-        host = self._host
-        if host is not None and writes:
-            with step("unpack"):
-                copy_all([place for place, _, _ in writes], [view_of(row, host[start:]) for _, row, start in writes])
 
     def _duplicated(self, leaves: list[Any]) -> list[Any]:
         """Give the copied leaves memory of their own."""
@@ -193,21 +159,8 @@ class HostTransfer(NotABatch, Generic[B_co]):
                 leaves[index] = leaves[int(first[index])]
         return leaves
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns")
-
     def __repr__(self) -> str:
-        return f"<HostTransfer nbytes={self._nbytes} copies={self.copies}{' done' if self.query() else ''}>"
-
-
-class Write(NamedTuple):
-    """A copy from the slab into an existing tensor."""
-
-    place: torch.Tensor
-    row: Any
-    """Of the offset table."""
-    start: int
-    """Where the slab of that table begins."""
+        return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{' done' if self.query() else ''}>"
 
 
 class Landing(NamedTuple):
@@ -260,6 +213,8 @@ def fetch(
     targets: Targets,
     *,
     copy: bool,
+    out: Any = None,
+    keep: Callable[[Fence | None, list[Any]], None] | None = None,
     hold: bool = True,
 ) -> HostTransfer[Any]:
     """Start the copies of a tree's tensors to the host; see `Stager.fetch`.
@@ -270,103 +225,119 @@ def fetch(
         acquire: leases a host slab of a number of bytes.
         targets: the stager's.
         copy: return ordinary tensors.
+        out: existing host tensors, or None. The device writes page-locked ones; `HostTransfer.wait` fills the others
+            from the slab.
+        keep: keeps objects until an event is done: the tensors that the device writes.
         hold: see `Target.to_host`.
     """
+    places: list[Any] = []
+    plan: OutPlan | None = None
     while True:
         with step("walk"):
             leaves, structure = walk(tree)
         try:
             with step("describe"):
-                shares, left, alone = _divide(leaves, structure, home, targets)
+                parts = describe(leaves, structure, home, arrays=False)
+                if out is not None:
+                    places = in_order(structure, out)
+                    parts = make_readable(parts, places, home, arrays=False)
+                by_device = _by_device(parts, home)
+            if out is not None:
+                with step("check"):
+                    plan = check(list(by_device.values()), places, _CPU)
             break
         except IsContainer:
             continue  # see `take_apart`
-    for index in alone:
-        thing = left[index]
-        if not isinstance(thing, torch.Tensor) or thing.device.type != "cpu":
-            left[index] = move(thing, _CPU, structure, index)
-    host, event, copies = _copy_out(shares, leaves, {}, acquire, targets, hold=hold)
-    return HostTransfer(structure, left, [share.table for share in shares], host, event, copies, copy=copy)
+    tables = {device: there.table for device, there in by_device.items()}
+    direct: dict[int, torch.Tensor] = {}
+    written = None
+    if plan is None:
+        left = _left(parts, [table for device, table in tables.items() if device != home])
+    else:
+        left = plan.leaves
+        for device, table in tables.items():
+            tables[device], found = _without_direct(table, plan)
+            direct |= found
+        written = sorted({*plan.direct, *plan.scratch} - direct.keys())
+        for _, place, source in plan.plain:
+            with writing([place]):
+                place.copy_(source)
+        torch.autograd.graph.increment_version(list(direct.values()))
+    shares = {device: _gathering(table, targets) for device, table in tables.items()}
+    host, event, copies = _copy_out(shares, parts.leaves, direct, acquire, targets, hold=hold)
+    if keep is not None:
+        keep(event, list(direct.values()))
+    arranged = [share.table for share in shares.values()]
+    return HostTransfer(structure, left, arranged, host, event, copies, copy=copy, written=written)
 
 
-def fetch_into(
-    tree: Any, out: Any, home: torch.device, acquire: Callable[[int], Lease], targets: Targets
-) -> tuple[HostTransfer[Any], list[torch.Tensor]]:
-    """Start the copies of a tree's tensors into host tensors that exist; see `Stager.fetch`.
+def _by_device(parts: Parts, home: torch.device) -> dict[torch.device, Parts]:
+    """Describe a tree again for each other GPU that has some of its tensors."""
+    found = {home: parts}
+    if parts.table.moved:
+        for leaf in parts.leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda" and leaf.device not in found:
+                found[leaf.device] = describe(parts.leaves, parts.structure, leaf.device, arrays=False)
+    return found
 
-    Page-locked destinations are written by the device. The others are filled from a slab by `HostTransfer.wait`.
 
-    Returns:
-        The transfer, and the destinations that the device writes: to be kept until its event is done.
+def _left(parts: Parts, elsewhere: list[Table]) -> list[Any]:
+    """Return the leaves that aren't copied from a device, on the host, in their places; the caller may free the others.
+
+    Those that cannot be packed are moved by their own ``.to()``.
+
+    Args:
+        parts: of the tree.
+        elsewhere: of the tree as other devices see it.
     """
-    while True:
-        leaves, structure = walk(tree)
-        places = in_order(structure, out)
-        try:
-            with step("describe"):
-                parts = describe(leaves, structure, home, arrays=False)
-                readable = make_readable(parts, places)
-                if readable is not None:
-                    leaves = readable
-                    parts = describe(leaves, structure, home, arrays=False)
-                shares, _, _ = _divide(leaves, structure, home, targets)
-            with step("check"):
-                tables = [share.table for share in shares if share.device != home]
-                plain, same, others = check(parts, [parts.table, *tables], places, _CPU)
-            break
-        except IsContainer:
-            continue
-    direct = {index: places[index] for share in shares for index in _direct_in(share, same, places)}
-    shares = [share.without(direct) for share in shares]
-    writes, start = [], 0
-    for share in shares:
-        rows, packed = share.table.rows, set(share.table.positions(*PACKED))
-        writes += [(index, Write(places[index], rows[index], start)) for index in (*same, *others) if index in packed]
-        start += share.table.nbytes
-    for _, place, source in plain:
-        with writing([place]):
-            place.copy_(source)
-    torch.autograd.graph.increment_version(list(direct.values()))
-    host, event, copies = _copy_out(shares, leaves, direct, acquire, targets, hold=True)
-    in_turn = [write for _, write in sorted(writes, key=lambda found: found[0])]
-    made: HostTransfer[Any] = HostTransfer(
-        structure,
-        results(parts, places),
-        [share.table for share in shares],
-        host,
-        event,
-        copies,
-        copy=False,
-        writes=in_turn,
-    )
-    return made, list(direct.values())
+    left: list[Any] = [None] * len(parts.leaves)
+    if parts.table.packed == len(left):
+        return left
+    for index, leaf in zip(parts.table.positions(RowKind.OTHER, RowKind.MOVED), parts.others(), strict=True):
+        left[index] = leaf
+    packed = {index for table in elsewhere for index in table.positions(*PACKED)}
+    for index in parts.table.positions(RowKind.MOVED):
+        leaf = left[index]
+        if index in packed:
+            left[index] = None
+        elif not isinstance(leaf, torch.Tensor) or leaf.device != _CPU:
+            left[index] = move(leaf, _CPU, parts.structure, index)
+    return left
 
 
-def _direct_in(share: Share, same: list[int], places: list[Any]) -> Iterator[int]:
-    """Yield the leaves of a share that the device can write to their places without a slab."""
-    rows = share.table.rows
-    for index in same:
-        if (
-            rows["kind"][index] == RowKind.RAW
-            and rows["nbytes"][index] >= DIRECT_FROM_BYTES
-            and pieces_of(places[index])
-        ):
-            yield index
+def _without_direct(table: Table, plan: OutPlan) -> tuple[Table, dict[int, torch.Tensor]]:
+    """Take leaves out of the slab that their device can write to their places; return these by leaf, too."""
+    rows = table.rows.copy()
+    is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
+    places = {index: plan.leaves[index] for index in plan.direct if is_large[index] and pieces_of(plan.leaves[index])}
+    rows["kind"][list(places)] = RowKind.MOVED
+    return table.moved_to(rows, table.nbytes), places
+
+
+def _gathering(table: Table, targets: Targets) -> Gathering:
+    """Arrange leaves for the host, as was done before if leaves like these were met."""
+    known = targets.gatherings
+    found = known.get(table)
+    if found is None:
+        if len(known) >= _MOST_GATHERINGS:
+            known.clear()  # all at once: other threads add some
+        found = known[table] = arrange(table)
+    return found
 
 
 def _copy_out(
-    shares: list[Share],
+    shares: dict[torch.device, Gathering],
     leaves: list[Any],
     direct: dict[int, torch.Tensor],
     acquire: Callable[[int], Lease],
     targets: Targets,
     *,
     hold: bool,
-) -> tuple[torch.Tensor | None, Fence | None, int]:
-    """Start the copies of all shares.
+) -> tuple[torch.Tensor, Fence | None, int]:
+    """Start the copies of all devices.
 
     Args:
-        shares: of the tree.
+        shares: how each device's leaves get into its part of the slab.
         leaves: of the tree.
         direct: destinations that are written without a slab, by leaf.
         acquire: leases a host slab of a number of bytes.
@@ -376,17 +347,18 @@ def _copy_out(
     Returns:
         The slab, the event behind the copies, and how many there are.
     """
-    nbytes = sum(share.table.nbytes for share in shares)
+    nbytes = sum(share.table.nbytes for share in shares.values())
     if not nbytes and not direct:
-        return None, None, 0
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0
     lease = acquire(nbytes) if nbytes else None
-    streams = [targets.of(share.device).out_stream for share in shares]
+    streams = [targets.of(device).out_stream for device, share in shares.items() if share.table.packed or direct]
     after: Any = EventGroup([stream for stream in streams if stream is not None])
     if lease is not None:
         guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
-    host = event = None
+    host: Any = None
+    event = None
     try:
-        host = None if lease is None else lease.tensor()
+        host = torch.empty(0, dtype=torch.uint8, device="cpu") if lease is None else lease.tensor()
         events, copies = _start(shares, leaves, direct, host, targets, hold)
         after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
     except BaseException as error:
@@ -403,64 +375,18 @@ def _copy_out(
     return host, event, copies
 
 
-def _divide(
-    leaves: list[Any], structure: Structure, home: torch.device, targets: Targets
-) -> tuple[list[Share], list[Any], set[int]]:
-    """Divide leaves by the device that they are on.
-
-    Returns:
-        Each device's share; the leaves that are in none, in their places; and which of those are tensors, or objects
-        that hold some.
-    """
-    left: list[Any] = [None] * len(leaves)  # the caller's copied tensors may go
-    shares: list[Share] = []
-    devices = [home]
-    on_their_own: set[int] = set()
-    for device in devices:  # grows when tensors of another one are met
-        parts = describe(leaves, structure, device, arrays=False)
-        table = parts.table
-        if table.packed:
-            shares.append(Share(device, _gathering(table, targets), parts.kept))
-        if device != home:
-            for index in table.positions(*PACKED):
-                on_their_own.discard(index)
-                left[index] = None
-        elif table.packed < len(leaves):
-            for index in table.positions(RowKind.OTHER, RowKind.MOVED, RowKind.ALIAS):
-                left[index] = leaf.obj if type(leaf := leaves[index]) in WRAPPERS else leaf
-            on_their_own = set(table.positions(RowKind.MOVED))
-            there = (left[i].device for i in on_their_own if isinstance(left[i], torch.Tensor))
-            devices += dict.fromkeys(device for device in there if device.type == "cuda")
-            if home in devices[1:]:  # of a tensor there that cannot be packed
-                devices.remove(home)
-    return shares, left, on_their_own
-
-
-def _gathering(table: Table, targets: Targets) -> Gathering:
-    """Arrange leaves for the host, as was done before if leaves like these were met."""
-    known = targets.gatherings
-    found = known.get(table)
-    if found is None:
-        if len(known) >= _MOST_GATHERINGS:
-            known.clear()  # all at once: other threads add some
-        found = known[table] = arrange(table)
-    return found
-
-
 def _start(
-    shares: list[Share],
+    shares: dict[torch.device, Gathering],
     leaves: list[Any],
     direct: dict[int, torch.Tensor],
-    host: torch.Tensor | None,
+    host: torch.Tensor,
     targets: Targets,
     hold: bool,
 ) -> tuple[list[Fence], int]:
-    """Start the copies of all shares; return their events, and how many copies there are."""
+    """Start the copies of all devices; return their events, and how many copies there are."""
     events: list[Fence] = []
     copies = start = 0
-    if host is None:
-        host = torch.empty(0, dtype=torch.uint8, device="cpu")
-    for device, gathering, _ in shares:
+    for device, gathering in shares.items():
         here = host[start : start + gathering.table.nbytes]
         check_is_plain(here)
         start += gathering.table.nbytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, Generic, NamedTuple
 
 import torch
 
@@ -143,9 +143,6 @@ class Transfer(NotABatch, Generic[B_co]):
         if self._leaves is None:
             with step("views"):
                 self._leaves = self._sent.blocks.leaves(self._others)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns")
 
     def __repr__(self) -> str:
         nbytes = self._table.nbytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
@@ -32,28 +32,27 @@ class IncompatibleKeys(NamedTuple):
     """Names that the module or dict doesn't have."""
 
 
-class Checkpoint(NamedTuple):
-    """Host tensors by name."""
+Shape: TypeAlias = tuple[int, ...] | None
+"""None for values that aren't tensors."""
 
-    shapes: dict[str, tuple[int, ...] | None] | None
-    """None where names aren't known beforehand, and for values that aren't tensors."""
-    read: Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
-    """Reads the tensors of names, or all where names aren't known."""
 
-    @classmethod
-    def of(cls, tensors: Any) -> Checkpoint:
-        if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
-            shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-            return cls(shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names))
-        if isinstance(tensors, Mapping):
-            shapes = {name: _shape_of(tensor) for name, tensor in tensors.items()}
-            return cls(shapes, lambda names: ((name, tensors[name]) for name in names))
-        if isinstance(tensors, Iterable):
-            return cls(None, lambda _: iter(tensors))
-        raise TypeError(
-            f"tensors must be a mapping, pairs of name and tensor, or safetensors' safe_open: a "
-            f"{type(tensors).__name__}. Pass for example torch.load(path, mmap=True)"
-        )
+def _opened(tensors: Any) -> tuple[dict[str, Shape] | None, Callable[[Iterable[str]], Iterable[tuple[str, Any]]]]:
+    """Return the shapes of a checkpoint's tensors, and what reads those of some names.
+
+    Where names aren't known beforehand there are no shapes, and all tensors are read.
+    """
+    if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
+        shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        return shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names)
+    if isinstance(tensors, Mapping):
+        shapes = {name: _shape_of(tensor) for name, tensor in tensors.items()}
+        return shapes, lambda names: ((name, tensors[name]) for name in names)
+    if isinstance(tensors, Iterable):
+        return None, lambda _: tensors
+    raise TypeError(
+        f"tensors must be a mapping, pairs of name and tensor, or safetensors' safe_open: a "
+        f"{type(tensors).__name__}. Pass for example torch.load(path, mmap=True)"
+    )
 
 
 class Destination:
@@ -74,9 +73,9 @@ class Destination:
                         "_load_from_state_dict of its own, a load hook or extra state. Use load_state_dict, or pass a "
                         "dict of its tensors"
                     )
-            self.tensors: dict[str, torch.Tensor] = target.state_dict(keep_vars=True)
-            buffers = target.named_buffers(remove_duplicate=False)
-            self._all = {**dict(target.named_parameters(remove_duplicate=False)), **dict(buffers)}
+            self.tensors: dict[str, Any] = target.state_dict(keep_vars=True)
+            parameters = target.named_parameters(remove_duplicate=False)
+            self._all: dict[str, Any] = dict((*parameters, *target.named_buffers(remove_duplicate=False)))
         elif isinstance(target, dict):
             for name, tensor in target.items():
                 if not isinstance(tensor, torch.Tensor):
@@ -86,7 +85,7 @@ class Destination:
             raise TypeError(f"load_weights loads a torch.nn.Module or a dict of tensors: {type(target).__name__}")
         self.keys = {name: _key_of(tensor) for name, tensor in self._all.items()}
 
-    def problem_of(self, name: str, shape: tuple[int, ...] | None) -> str | None:
+    def problem_of(self, name: str, shape: Shape) -> str | None:
         """Return why a tensor of this shape can't be loaded; None if it can."""
         tensor = self._all[name]
         if shape is None:
@@ -97,9 +96,8 @@ class Destination:
                 f"in current model is {tensor.shape}."
             )
         if _is_dtensor(tensor):
-            dtensor: Any = tensor
-            if not {type(placement).__name__ for placement in dtensor.placements} <= {"Shard", "Replicate"}:
-                return f"{name} has placements {dtensor.placements}; load_weights knows plain Shard and Replicate."
+            if not {type(placement).__name__ for placement in tensor.placements} <= {"Shard", "Replicate"}:
+                return f"{name} has placements {tensor.placements}; load_weights knows plain Shard and Replicate."
         elif tensor.is_meta and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return f"{name} is a {type(tensor).__name__} on meta; make it before."
         device = _local(tensor).device
@@ -135,7 +133,7 @@ class Destination:
 
     def part_of(self, name: str, source: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor of global shape."""
-        tensor: Any = self._all[name]
+        tensor = self._all[name]
         if _is_dtensor(tensor):
             mesh = tensor.device_mesh
             if mesh.get_coordinate() is None:  # this rank has no part
@@ -149,15 +147,13 @@ class Destination:
 
     def local(self, name: str) -> torch.Tensor:
         """Return the plain tensor to write to; one on meta is made first, for all names that share it."""
-        tensor = self._all[name]
-        if not tensor.is_meta:
-            return _local(tensor)
-        meta = _local(tensor)
-        made = part = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=self._device)
+        tensor, part = self._all[name], _local(self._all[name])
+        if not part.is_meta:
+            return part
+        made = part = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=self._device)
         if _is_dtensor(tensor):
-            dtensor: Any = tensor
-            made = type(dtensor).from_local(
-                part, dtensor.device_mesh, dtensor.placements, shape=tensor.shape, stride=tensor.stride()
+            made = type(tensor).from_local(
+                part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
             )
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -177,18 +173,18 @@ def load_weights(
     to_device: Callable[..., Any], device: torch.device, target: Any, tensors: Any, *, strict: bool
 ) -> IncompatibleKeys:
     """See `Stager.load_weights`."""
-    checkpoint, destination = Checkpoint.of(tensors), Destination(target, device, strict=strict)
-    shapes = checkpoint.shapes or {}
-    unexpected = [name for name in shapes if name not in destination.tensors]
-    known = {name: shape for name, shape in shapes.items() if name in destination.tensors}
+    shapes, read = _opened(tensors)
+    destination = Destination(target, device, strict=strict)
+    unexpected = [name for name in shapes or () if name not in destination.tensors]
+    known = {name: shape for name, shape in (shapes or {}).items() if name in destination.tensors}
     problems = [problem for name, shape in known.items() if (problem := destination.problem_of(name, shape))]
-    hoped = destination.tensors if checkpoint.shapes is None else known
+    hoped = destination.tensors if shapes is None else known
     destination.check({destination.keys[name] for name in hoped}, unexpected, problems)
     loaded: set[Any] = set()
     # Of names that share a tensor the module's last, as in `load_state_dict`; read in the checkpoint's order.
     last = {destination.keys[name]: name for name in destination.tensors if name in known}
     names = [name for name in known if last[destination.keys[name]] == name]
-    for wave in _waves(checkpoint.read(names), destination, unexpected, strict=strict):
+    for wave in _waves(read(names), destination, unexpected, strict=strict):
         to_device(wave, out={name: destination.local(name) for name in wave})
         loaded.update(destination.keys[name] for name in wave)
     destination.check(loaded, unexpected, [])
@@ -196,7 +192,7 @@ def load_weights(
 
 
 def _waves(
-    pairs: Iterator[tuple[str, torch.Tensor]], destination: Destination, unexpected: list[str], *, strict: bool
+    pairs: Iterable[tuple[str, Any]], destination: Destination, unexpected: list[str], *, strict: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield this rank's parts of tensors that have a place, by name; note other names."""
     wave: dict[Any, tuple[str, torch.Tensor]] = {}
@@ -224,10 +220,10 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Any) -> torch.Tensor:
     """Return a tensor, or this rank's part of a DTensor."""
-    dtensor: Any = tensor
-    return dtensor.to_local() if _is_dtensor(tensor) else tensor
+    local: torch.Tensor = tensor.to_local() if _is_dtensor(tensor) else tensor
+    return local
 
 
 def _key_of(tensor: torch.Tensor) -> Any:
@@ -238,5 +234,5 @@ def _key_of(tensor: torch.Tensor) -> Any:
     return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
-def _shape_of(value: object) -> tuple[int, ...] | None:
+def _shape_of(value: object) -> Shape:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
