@@ -179,7 +179,7 @@ class Reading:
     def _hand_over(self, read: tuple[Any, Any] | BaseException | None) -> bool:
         """Stage the batch that was read, and hand it over; say whether there may be more."""
         if read is None or isinstance(read, BaseException):
-            self._ready.put(read or Exhausted())
+            self._ready.put(Exhausted() if read is None else read)
             return False
         batch, said = read
         self._ready.put((self._stage(batch), said))
