@@ -152,7 +152,8 @@ class Reading:
     def read_here(self) -> bool:
         """Read and stage a batch in the calling thread; say whether there may be another one."""
         try:
-            stop_reading(self.source)
+            if _threads:
+                stop_reading(self.source)
             self._goes_on = self._hand_over(self._read())
         except Exception as error:  # noqa: BLE001 - raised when its turn comes
             self._goes_on = self._hand_over(error)
