@@ -69,7 +69,7 @@ class StageBatches:
         Yields:
             Batches as `Stager.to_device` returns them, for the stream that is current when each is requested.
         """
-        collate = _staging(collate_fn, self.stager)
+        collate = _collate_class(collate_fn)(collate_fn, self.stager)
         options = {"prefetch_batches": self._depth, **options}
         for transfer in shard.iter_torch_batches(collate_fn=collate, device="cpu", **options):
             yield transfer.wait()
@@ -78,23 +78,37 @@ class StageBatches:
         return vars(self) | {"_stager": None}
 
 
-def _staging(collate_fn: CollateFn[Any] | None, stager: ps.Stager) -> CollateFn[Any]:
-    """Return what collates and begins to send. Ray, which would send batches itself, leaves transfers alone.
+class _Collate:
+    """Collates and begins to send; what it returns is none of the batches that Ray would send itself."""
 
-    It is of the same class as `collate_fn`, by which Ray knows in what format to pass batches.
-    """
-    kind: Any = NumpyBatchCollateFn
-    if collate_fn is not None:
-        kinds = (ArrowBatchCollateFn, NumpyBatchCollateFn, PandasBatchCollateFn)
-        kind = next((kind for kind in kinds if isinstance(collate_fn, kind)), None)
-    if kind is None:
-        raise TypeError(
-            f"collate_fn is of no class that Ray has for it: {collate_fn!r}; make it a NumpyBatchCollateFn, "
-            "ArrowBatchCollateFn or PandasBatchCollateFn of ray.data.collate_fn"
-        )
+    def __init__(self, collate_fn: CollateFn[Any] | None, stager: ps.Stager) -> None:
+        self._collate_fn = collate_fn
+        self._stager = stager
 
-    class Staging(kind):
-        def __call__(self, batch: Any) -> ps.Transfer:
-            return stager.stage(batch if collate_fn is None else collate_fn(batch))
+    def __call__(self, batch: Any) -> ps.Transfer:
+        return self._stager.stage(batch if self._collate_fn is None else self._collate_fn(batch))
 
-    return Staging()
+
+class _OfArrow(_Collate, ArrowBatchCollateFn):
+    pass
+
+
+class _OfNumpy(_Collate, NumpyBatchCollateFn):
+    pass
+
+
+class _OfPandas(_Collate, PandasBatchCollateFn):
+    pass
+
+
+def _collate_class(collate_fn: CollateFn[Any] | None) -> type[_Collate]:
+    """Return which class it is by whose base Ray knows the format of the batches."""
+    if collate_fn is None:
+        return _OfNumpy
+    for kind in (_OfArrow, _OfNumpy, _OfPandas):
+        if isinstance(collate_fn, kind.__bases__[1]):
+            return kind
+    raise TypeError(
+        f"collate_fn is of no class that Ray has for it: {collate_fn!r}; make it a NumpyBatchCollateFn, "
+        "ArrowBatchCollateFn or PandasBatchCollateFn of ray.data.collate_fn"
+    )
