@@ -468,6 +468,25 @@ def test_waiting_batches_are_returned_when_abandoned(make_stager):
     assert len(kept) == 4
 
 
+def test_batches_before_an_error_are_dropped_with_the_pass(stager):
+    def read():
+        yield from numbered(3)
+        raise KeyError
+
+    batches = iter(stager.prefetch(read(), depth=3, background=True))
+    next(batches)
+    wait_until(lambda: not _background._threads)  # it has handed over its error
+    gc.collect()
+    gc.disable()
+    try:
+        before = len([thing for thing in gc.get_objects() if isinstance(thing, ps.Transfer)])
+        del batches
+        after = len([thing for thing in gc.get_objects() if isinstance(thing, ps.Transfer)])
+    finally:
+        gc.enable()
+    assert (before, after) == (2, 0)
+
+
 def test_a_new_pass_waits_for_the_source(stager, background):
     source = Held()
     leave_by_break(stager.prefetch(source, background=True), in_the_second(source))

@@ -37,195 +37,207 @@ _GRACE_SECONDS = 0.2
 Python 3.14 a thread that wants the interpreter lock during finalisation is ended where it is, and the C++ of a call of
 torch aborts the process then. A thread that sleeps, or waits for workers, is in C and can be left behind."""
 
-_threads: dict[Any, weakref.ref[Background]] = {}
-"""The threads that are there: their `Background`, by the lock that each holds until its end."""
+_threads: dict[Any, weakref.ref[Reading]] = {}
+"""The threads that are there: the pass of each, by the lock that it holds until its end."""
 
 
-class Surroundings:
-    """The calling thread's state, for a thread that does a part of its work.
+def surroundings_of(target: Target) -> Callable[..., None]:
+    """Return a function that calls another one in a thread that is as the calling thread is now.
 
     Only the current stream is another one: that of the target, on which all is sent then.
     """
+    device, grad = as_called_here(), torch.is_grad_enabled()
+    modes: list[AbstractContextManager[Any]] = [torch.inference_mode(torch.is_inference_mode_enabled())]
+    default = torch.get_default_device()
+    if default.type != "cpu":
+        modes.append(default)
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+            modes.append(torch.autocast(kind, dtype, cache_enabled=cache))
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._context = contextvars.copy_context()
-        self._device = as_called_here()
-        self._grad = torch.is_grad_enabled()
-        self._modes: list[AbstractContextManager[Any]] = [torch.inference_mode(torch.is_inference_mode_enabled())]
-        default = torch.get_default_device()
-        if default.type != "cpu":
-            self._modes.append(default)
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                dtype, cache = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-                self._modes.append(torch.autocast(kind, dtype, cache_enabled=cache))
-
-    def run(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function in a thread that is as the other one was."""
-        self._context.run(self._run, function, args)
-
-    def _run(self, function: Callable[..., None], args: Any) -> None:
+    def call(function: Callable[..., None], *args: Any) -> None:
         with ExitStack() as stack:
-            stack.enter_context(self._device())
-            self._target.use_own_stream()
-            for mode in self._modes:
+            stack.enter_context(device())
+            target.use_own_stream()
+            for mode in modes:
                 stack.enter_context(mode)
-            torch.set_grad_enabled(self._grad)
+            torch.set_grad_enabled(grad)
             function(*args)
 
+    context = contextvars.copy_context()
+    return lambda function, *args: context.run(call, function, *args)
 
-_STOPPED = object()
-"""Behind the last batch of a thread that ended before the source did."""
+
+class Exhausted(Exception):  # noqa: N818 - handed over behind the last batch
+    """There are no more batches."""
 
 
-class Background:
-    """One pass over a source in a thread.
+class _Stopped(Exception):  # noqa: N818
+    """Behind the last batch of a thread that ended before the source did."""
 
-    The thread refers to it only while it has something to do. Else a pass that is in a cycle of garbage would be kept
-    alive by its own thread.
+
+class Reading:
+    """One pass over a source: batches are read and staged ahead, and handed over in their turn.
+
+    They are read in the loop's thread, when it asks for a batch, or after `start` in a thread of their own. The thread
+    refers to the pass only while it has something to do. Else a pass that is in a cycle of garbage would be kept alive
+    by its own thread.
 
     Args:
         source: the iterable, which identifies other passes over it.
-        read: reads a batch; None at the end. This is the source's code.
+        read: reads a batch, and what the source says of itself then; None at the end. This is the source's code.
         stage: stages the batch.
-        depth: how many batches may wait. The first `advance` is for the batch that the loop has already.
+        depth: how many batches may wait.
     """
 
     thread = 0
     """Its identifier."""
 
-    def __init__(self, source: object, read: Callable[[], Any], stage: Callable[[Any], Any], depth: int) -> None:
+    def __init__(
+        self, source: object, read: Callable[[], tuple[Any, Any] | None], stage: Callable[[Any], Any], depth: int
+    ) -> None:
         self.source = source
-        self._read: Callable[[], Any] | None = read
+        self._read = read
         self._stage = stage
+        self._depth = self._most_waiting = depth
         self._ready = HandOver()
         self._room: SimpleQueue[Any] = SimpleQueue()
-        for _ in range(depth - 1):
-            self.advance()
+        self._goes_on = True
         self._is_stopped = self.is_left = False
-        self._pid = os.getpid()
+        self._pid: int | None = None  # of the process that has the thread
 
     # -- the loop's thread
 
-    def start(self, surroundings: Surroundings) -> bool:
-        """Start the thread; say whether it could be: a container's limits, or the end of the program, may forbid it."""
+    def start(self, call: Callable[..., None]) -> None:
+        """Start the thread, unless a container's limits, or the end of the program, forbid it.
+
+        Args:
+            call: what `surroundings_of` returned when the pass began.
+        """
         me, until_the_end = weakref.ref(self, self._room.put), _thread.allocate_lock()
         until_the_end.acquire()
         _threads[until_the_end] = me
         try:
-            self.thread = _thread.start_new_thread(_serve, (surroundings, me, self._room, until_the_end))
+            self.thread = _thread.start_new_thread(_serve, (call, me, self._room, until_the_end))
         except RuntimeError:
             del _threads[until_the_end]
-            return False
-        return True
+            return
+        self._pid = os.getpid()
+        for _ in range(self._depth - 1):  # one more when the loop has the batch that is there already
+            self.advance()
 
     def get(self) -> Any:
-        """Return the next batch; None at the end. Blocks until it is there.
+        """Return the next batch, staged, and what the source said of itself. Blocks until it is there.
 
         Raises:
             PinstageError: in a forked child.
-            BaseException: of the source or of staging, behind the batches before it.
+            BaseException: of the source or of staging, behind the batches before it; `Exhausted` behind the last one.
         """
-        if os.getpid() != self._pid:
-            raise PinstageError(
-                f"cannot go on with a pass of process {self._pid} in process {os.getpid()}: the thread that reads the "
-                f"{type(self.source).__name__} is not in a forked child; begin a pass with a stager of this process"
-            )
-        item = self._ready.get()
-        if item is not _STOPPED:
-            return item
-        self._ready.put(item)
-        assert self._read is not None
-        return read_here(self.source, self._read, self._stage)
+        if self._pid is not None:
+            if os.getpid() != self._pid:
+                raise PinstageError(
+                    f"cannot go on with a pass of process {self._pid} in process {os.getpid()}: the thread that reads "
+                    f"the {type(self.source).__name__} is not in a forked child; begin a pass with a stager of this "
+                    "process"
+                )
+            try:
+                return self._ready.get()
+            except _Stopped:
+                self._pid = None
+        while self._goes_on and self._ready.waiting() <= self._most_waiting:
+            self.read_here()
+        return self._ready.get()
+
+    def read_here(self) -> bool:
+        """Read and stage a batch in the calling thread; say whether there may be another one."""
+        try:
+            if _threads:
+                stop_reading(self.source)
+            self._goes_on = self._hand_over(self._read())
+        except Exception as error:  # noqa: BLE001 - raised when its turn comes
+            self._goes_on = self._hand_over(error)
+        return self._goes_on
 
     def advance(self) -> None:
-        """Note that the loop has a batch, so that another one may be staged."""
-        self._room.put(None)
+        """Note that the loop has a batch, so that the thread may stage another one."""
+        if self._pid is not None:
+            self._room.put(None)
 
     def stop(self) -> None:
         """Have the thread end when it has handed over what it reads now. The pass goes on without it."""
         self._is_stopped = True
-        self.advance()
+        self._room.put(None)
 
     def leave(self) -> None:
-        """Have the thread end, and drop what it has. Does not block; finalisers call it."""
+        """Drop the batches that wait, and have the thread end. Does not block; finalisers call it."""
         self.is_left = True
         self.stop()
+        self._ready = HandOver()
+
+    # -- either thread
+
+    def _hand_over(self, read: tuple[Any, Any] | BaseException | None) -> bool:
+        """Stage the batch that was read, and hand it over; say whether there may be more."""
+        if read is None or isinstance(read, BaseException):
+            self._ready.put(Exhausted() if read is None else read)
+            return False
+        batch, said = read
+        self._ready.put((self._stage(batch), said))
+        self._most_waiting = 0 if said.is_last else self._depth
+        return True
 
     # -- the thread
 
     def step(self) -> bool:
-        """Read a batch, stage it and hand it over; say whether there may be another one."""
+        """Read a batch, stage it and hand it over; say whether there may be another step."""
         if self._is_stopped:
-            self._end()
+            self._ready.put(_Stopped())
+            if self.is_left:
+                del self._read  # the last reference to a generator, perhaps, whose end is the source's code
             return False
-        item = None
+        read: tuple[Any, Any] | BaseException | None = None
         try:
-            assert self._read is not None
-            item = self._read()
+            read = self._read()
         except BaseException as error:  # noqa: BLE001 - raised when its turn comes
-            item = error
+            read = error
         while _ended:  # too late for anything
             time.sleep(_WAIT_SECONDS)
         running[self] = None
         try:
-            if self.is_left:
-                return True  # to its end
-            goes_on = not (item is None or isinstance(item, BaseException))
-            self._ready.put(self._stage(item) if goes_on else item)
-            return goes_on
+            return self.is_left or self._hand_over(read)
         except BaseException as error:  # noqa: BLE001 - raised when its turn comes
-            self._ready.put(error)
-            return self.is_left  # to its end
+            return self._hand_over(error) or self.is_left
         finally:
-            del item
+            if self.is_left:
+                self._ready = HandOver()
+            del read
             del running[self]
 
-    def _end(self) -> None:
-        if not self.is_left:
-            self._ready.put(_STOPPED)
-            return
-        running[self] = None
-        self._ready = HandOver()
-        del running[self]
-        self._read = None  # the last reference to a generator, perhaps, whose end is the source's code
 
-    def fail(self, error: BaseException) -> None:
-        """Let the loop have an error of the thread itself."""
-        self._ready.put(error)
-
-
-def _serve(surroundings: Surroundings, me: weakref.ref[Background], room: SimpleQueue[Any], until_the_end: Any) -> None:
+def _serve(call: Callable[..., None], me: weakref.ref[Reading], room: SimpleQueue[Any], until_the_end: Any) -> None:
     try:
-        surroundings.run(_work, me, room)
+        call(_work, me, room)
     except BaseException as error:  # noqa: BLE001 - of the surroundings; the loop waits
-        background = me()
-        if background is not None:
-            background.fail(error)
+        reading = me()
+        if reading is not None:
+            reading._hand_over(error)
     finally:
         _threads.pop(until_the_end, None)
         until_the_end.release()
 
 
-def _work(me: weakref.ref[Background], room: SimpleQueue[Any]) -> None:
-    give_up_waiting_if(lambda: (background := me()) is not None and background.is_left)
+def _work(me: weakref.ref[Reading], room: SimpleQueue[Any]) -> None:
+    give_up_waiting_if(lambda: (reading := me()) is not None and reading.is_left)
     while True:
         room.get()
-        background = me()
-        if background is None or not background.step():
+        reading = me()
+        if reading is None or not reading.step():
             return
-        del background
+        del reading
 
 
 # -- one thread at a time in a source ----------------------------------------------------------------------------------
-
-
-def read_here(source: object, read: Callable[[], Any], stage: Callable[[Any], Any]) -> Any:
-    """Read a batch in the calling thread and stage it; None at the end."""
-    stop_reading(source)
-    batch = read()
-    return None if batch is None else stage(batch)
 
 
 def stop_reading(source: object) -> None:
@@ -236,18 +248,22 @@ def stop_reading(source: object) -> None:
     Raises:
         PinstageError: it did not return within the loader's ``timeout``, or within a minute.
     """
-    for until_the_end, me in list(_threads.items()):
-        background = me()
-        if background is None or background.source is not source:
+    for until_the_end, reading in _readings():
+        if reading.source is not source:
             continue
-        background.stop()
+        reading.stop()
         seconds = float(source.timeout if isinstance(source, DataLoader) else 0) or _WAIT_SECONDS
         if not until_the_end.acquire(timeout=seconds):
             raise PinstageError(
                 f"cannot read the {type(source).__name__}: the thread of an earlier pass has not left it after "
-                f"{seconds:g} s{_place_of(background.thread)}; see what that waits for, or pass background=False"
+                f"{seconds:g} s{_place_of(reading.thread)}; see what that waits for, or pass background=False"
             )
         until_the_end.release()
+
+
+def _readings() -> list[tuple[Any, Reading]]:
+    """Return the passes that have a thread, each with its lock."""
+    return [(lock, reading) for lock, me in list(_threads.items()) if (reading := me()) is not None]
 
 
 def _place_of(thread: int) -> str:
@@ -265,15 +281,12 @@ _ended: list[bool] = []
 
 @atexit.register  # before the reaper's, which waits for running tasks
 def _end() -> None:
-    for me in list(_threads.values()):
-        background = me()
-        if background is not None:
-            background.stop()
+    for _, reading in _readings():
+        reading.stop()
     if _are_left() and sys.version_info < (3, 14):
-        for me in list(_threads.values()):
-            background = me()
-            if background is not None and background not in running:  # a loop over calls of torch ends between them
-                thread, error = ctypes.c_ulong(background.thread), ctypes.py_object(SystemExit)
+        for _, reading in _readings():
+            if reading not in running:  # a loop over calls of torch ends between them
+                thread, error = ctypes.c_ulong(reading.thread), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
         _are_left()
     _ended.append(True)

@@ -13,6 +13,7 @@ class HandOver:
         self._items: SimpleQueue[Any] = SimpleQueue()
         self._end: BaseException | None = None
         self.put = self._items.put
+        self.waiting = self._items.qsize
 
     def end(self, error: BaseException) -> None:
         """Raise an exception from now on, behind the items put so far: nothing else will come."""

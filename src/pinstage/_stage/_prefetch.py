@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, 
 from torch.utils.data import DataLoader
 
 from ..errors import PinstageError
-from ._background import Background, Surroundings, read_here, stop_reading
+from ._background import Exhausted, Reading, stop_reading, surroundings_of
 from ._device import Target
 from ._run_ahead import RunAhead
 from ._transfer import Transfer
@@ -102,86 +101,45 @@ class Prefetcher(Generic[T]):
         """
         stop_reading(self._source)
         active = _active_loader()
-        batches = iter(self._source)
+        read = partial(self._read, iter(self._source))
         self._place = place = _Place(self._target.consumer(None), _Said(self._state(), {}))
-        return self._pass(batches, place, active, Surroundings(self._target) if self._background else None)
+        call = surroundings_of(self._target) if self._background else None
+        return self._pass(Reading(self._source, read, self._stage, self._depth), place, active, call)
 
-    def _pass(
-        self, batches: Iterator[T], place: _Place, active: object, surroundings: Surroundings | None
-    ) -> Iterator[T]:
-        ahead: deque[tuple[Transfer, _Said]] = deque()
+    def _pass(self, reading: Reading, place: _Place, active: object, call: Callable[..., None] | None) -> Iterator[T]:
         run_ahead = RunAhead(self._target)
-        read = partial(self._read, batches)
-        fetch: Callable[[], Any] = partial(read_here, self._source, read, self._send)
-        depth = self._depth
-        background: Background | None = None
-        failure: Exception | None = None
-        is_over = False
         try:
-            first = read_here(self._source, read, partial(self._send_first, active))
-            if first is None:
-                is_over = True
-            else:
-                ahead.append(first)
-            del first
-            if surroundings is not None and not is_over:
-                background = Background(self._source, read, self._send, depth)
-                if background.start(surroundings):
-                    fetch, depth = background.get, 0
-            while ahead or not is_over:
-                if len(ahead) > depth or (ahead and (is_over or ahead[-1][1].is_last)):
-                    yield self._hand_out(place, background, *ahead.popleft())
-                    run_ahead.bound()
-                    continue
-                try:
-                    item = fetch()
-                    if item is None:
-                        is_over = True
-                    else:
-                        ahead.append(item)
-                    del item
-                except Exception as error:  # noqa: BLE001 - raised when its turn comes
-                    failure, is_over = error, True
+            if reading.read_here():
+                _refuse_hidden_loader(self._source, active)
+                if call is not None:
+                    reading.start(call)
+            while True:
+                yield self._hand_out(place, reading)
+                run_ahead.bound()
+        except Exhausted:
+            place.said = None  # the source is at its end, too
         finally:
-            if background is not None:
-                background.leave()
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # or its traceback and this frame would keep one another
-        place.said = None  # the source is at its end, too
+            reading.leave()
 
     def _read(self, batches: Iterator[T]) -> tuple[T, _Said] | None:
         batch = next(batches, _NO_MORE)
-        return None if batch is _NO_MORE else (batch, self._ask())
-
-    def _send(self, read: tuple[T, _Said]) -> tuple[Transfer, _Said]:
-        batch, said = read
-        return self._stage(batch), said
-
-    def _send_first(self, active: object, read: tuple[T, _Said]) -> tuple[Transfer, _Said]:
-        _refuse_hidden_loader(self._source, active)
-        return self._send(read)
-
-    def _ask(self) -> _Said:
-        """Return what the source says of itself now."""
-        source = self._source
-        flags = _FLAGS if _is_prepared(source) else ()
-        return _Said(self._state(), {name: getattr(source, name) for name in flags})
+        if batch is _NO_MORE:
+            return None
+        flags = _FLAGS if _is_prepared(self._source) else ()
+        return batch, _Said(self._state(), {name: getattr(self._source, name) for name in flags})
 
     def _state(self) -> Any:
         return None
 
-    def _hand_out(self, place: _Place, background: Background | None, transfer: Transfer, said: _Said) -> T:
+    def _hand_out(self, place: _Place, reading: Reading) -> T:
+        transfer, said = reading.get()
         batch: T = transfer.wait()
         if self._target.consumer(None) != place.consumer:
             transfer.wait(place.consumer)
         for name, value in said.flags.items():
             setattr(self._source, name, value)
         place.said = said
-        if background is not None:
-            background.advance()  # last, since the thread that it wakes wants the interpreter lock, too
+        reading.advance()  # last, since the thread that it wakes wants the interpreter lock, too
         return batch
 
     def __len__(self) -> int:
