@@ -20,7 +20,6 @@ from ._blocks import (
     fit_as_they_are,
     into_tensors,
     make_blocks,
-    make_publicly,
     sharing_of,
     view_of,
 )
@@ -39,7 +38,7 @@ __all__ = [
     "IsContainer", "Keeping", "Layout", "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode",
     "Structure", "Table", "WRAPPERS", "arrange", "borrow", "check_content", "check_own_storage", "content_of",
     "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "fit_as_they_are", "flat", "from_array",
-    "gather", "into_tensors", "is_atom", "make_blocks", "make_publicly", "most_threads", "moves_in_silence", "on_host",
+    "gather", "into_tensors", "is_atom", "make_blocks", "most_threads", "moves_in_silence", "on_host",
     "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
     "take_apart", "tensors_in", "view_of", "walk", "windows",
 ]  # fmt: skip

@@ -334,44 +334,52 @@ failed:
     return NULL;
 }
 
+/* Whether torch's C shim makes the tensors of a batch, or cuts this slab. */
+static bool goes_by_shim(PyObject *slab) {
+    int64_t start;
+    if (!makes_views()) return false;
+    if (slab == NULL) return true;
+    return Py_TYPE(slab) == torch.tensor && torch.storage_offset(handle_of(slab), &start) == 0 && start % ALIGNMENT == 0;
+}
+
+/* The blocks of a table, with tensors: by torch's C shim if `make` is NULL. NULL with an error, or without one where the shim
+ * finds no memory. */
+static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int device_type, int device_index, PyObject *slab,
+                             PyObject *make, PyObject *cut) {
+    Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
+    if (self == NULL) return NULL;
+    self->make = held(make);
+    self->view = held(cut);
+    bool is_good = true;
+    for (int64_t i = 0; i < self->count && is_good; i++) {
+        Block *block = &self->blocks[i];
+        is_good = slab == NULL   ? allocate(self, block, sharing, device_type, device_index)
+                  : make != NULL ? use_tensor(block, held(slab))
+                                 : use_slab(block, slab, self->header->nbytes);
+    }
+    if (is_good && find_runs(self, self->header, self->order, self->packed)) return (PyObject *)self;
+    Py_DECREF(self);
+    return NULL;
+}
+
 /* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors of a batch on torch's current
  * stream.
  *
  * sharing: 0 for one block, 1 for those of the table, 2 for one of each leaf. slab: a uint8 tensor to be used as the one block,
  * or None. make(dtype, shape, stride) and view(tensor, dtype, offset, shape, stride): torch's public functions, which are asked
- * if they are given. Without them it returns None where they are needed: in a mode, or where there is no memory, which they say
- * in torch's own words. */
+ * where its C shim can't be: in a mode, or where there is no memory, which they say in torch's own words. */
 static PyObject *blocks_of(PyObject *type, PyObject *args) {
     PyObject *table, *slab = NULL, *make = NULL, *cut = NULL;
     int sharing, device_type, device_index;
     if (!PyArg_ParseTuple(args, "Oiii|OOO:of", &table, &sharing, &device_type, &device_index, &slab, &make, &cut)) return NULL;
-    int64_t start;
     if (slab == Py_None) slab = NULL;
-    if (make == NULL) {
-        if (!makes_views() || (slab != NULL && Py_TYPE(slab) != torch.tensor)) Py_RETURN_NONE;
-        if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
-    }
     if (slab != NULL) sharing = ONE;
-    Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
-    if (self == NULL) return NULL;
-    self->make = held(make);
-    self->view = held(cut);
-    for (int64_t i = 0; i < self->count; i++) {
-        Block *block = &self->blocks[i];
-        bool is_made = slab == NULL   ? allocate(self, block, sharing, device_type, device_index)
-                       : make != NULL ? use_tensor(block, held(slab))
-                                      : use_slab(block, slab, self->header->nbytes);
-        if (!is_made && slab == NULL && make == NULL) {
-            Py_DECREF(self);
-            Py_RETURN_NONE;
-        }
-        if (!is_made) goto failed;
+    if (goes_by_shim(slab)) {
+        PyObject *made = blocks_with(type, table, sharing, device_type, device_index, slab, NULL, NULL);
+        if (made != NULL || PyErr_Occurred()) return made;
     }
-    if (!find_runs(self, self->header, self->order, self->packed)) goto failed;
-    return (PyObject *)self;
-failed:
-    Py_DECREF(self);
-    return NULL;
+    if (cut == NULL) return PyErr_Format(PyExc_RuntimeError, "torch's C shim makes no tensors here");
+    return blocks_with(type, table, sharing, device_type, device_index, slab, make, cut);
 }
 
 /* Take a tensor that was there before as the block of its leaf. */

@@ -23,7 +23,6 @@ from .._batch import (
     Sharing,
     Table,
     make_blocks,
-    make_publicly,
     pack,
 )
 from .._compat.calls import cuda_calls, ids_of
@@ -325,8 +324,7 @@ class CudaTarget(Target):
         try:
             if before != ids:
                 cuda.set_stream(*ids)
-            made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index, None)
-            return make_publicly(table, sharing, self.device) if made is None else made
+            return make_blocks(table, sharing, self.device)
         finally:
             if before != ids:
                 cuda.set_stream(*before)
