@@ -28,10 +28,9 @@ from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, duplicate, flat, ga
 from ._layout import Layout, Slot, check_content, content_of
 from ._leaves import ATOM_TYPES, WRAPPERS, from_array, is_atom, on_host, tensors_in
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
-from ._pack import HostSlab, borrow, most_threads, pack, reuses_places, start_packing
+from ._pack import HostSlab, borrow, most_threads, pack, reuses_places, start_packing, windows
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table
-from ._windows import windows
 
 __all__ = [
     "ALIGNMENT", "ATOM_TYPES", "Blocks", "COPIED_AS_THEY_ARE", "DTYPES", "Gathering", "HostSlab", "INTEGERS",
