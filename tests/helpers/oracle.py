@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pinstage._batch import ALIGNMENT, DTYPES, PACKED, RowKind, Table, walk
-from pinstage._batch._describe import Described, _describe_leaf
+from pinstage._batch import ALIGNMENT, DTYPES, PACKED, RowKind, Table, contiguous_stride, dense_stride, walk
+from pinstage._batch._describe import _describe_leaf
 from pinstage._batch._table import INTEGERS, MOST_DIMS, row_type
 
 HEADER = struct.Struct("=4q")  # magic, rows, width, nbytes
@@ -21,6 +21,19 @@ GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
 
 MOST_IN_BLOCK = (1024 * 1024, 4 * 1024 * 1024, 0)
 """Bytes that a block of each group has at most; a leaf of the third group is alone."""
+
+
+class Described(NamedTuple):
+    """A leaf, with its place in a slab but for the offset."""
+
+    kind: RowKind
+    dtype: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In the slab."""
+    nbytes: int
+    source: torch.Tensor | None
+    address: int
 
 
 class Whole(NamedTuple):
@@ -35,7 +48,7 @@ def take_apart(batch):
     """Describe the leaves of a batch and place them in a slab."""
     leaves, structure = walk(batch)
     device = torch.device("cpu")
-    described = [_describe_leaf(leaves, structure, device, True, leaf, index) for index, leaf in enumerate(leaves)]
+    described = [describe(leaves, structure, device, leaf, index) for index, leaf in enumerate(leaves)]
     rows, first = [], {}
     for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
         same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)
@@ -59,6 +72,19 @@ def take_apart(batch):
         rows[index] = (end, *row[1:5], block, *row[6:])
         before, end = key(row), end + -(-row[1] // ALIGNMENT) * ALIGNMENT
     return Whole(leaves, described, table_of(rows, end))
+
+
+def describe(leaves, structure, device, leaf, index):
+    """Describe a leaf, and decide how it is stored: dense ones from four dimensions on keep the order of these."""
+    kind, dtype, shape, stride, source, address = _describe_leaf(leaves, structure, device, True, leaf, index)
+    if source is None:
+        return Described(kind, dtype, (), (), 0, None, 0)
+    contiguous = contiguous_stride(shape)
+    if not source.numel() or (source.is_contiguous() and len(shape) < 4):
+        stride = contiguous
+    elif not dense_stride(shape, stride):
+        kind, stride = RowKind.STRIDED if kind is RowKind.RAW else kind, contiguous
+    return Described(kind, dtype, shape, stride, source.nbytes, source, address)
 
 
 def table_of(rows, nbytes):

@@ -146,7 +146,7 @@ static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     return 0;
 }
 
-/* See `pinstage._batch._describe.Described`. Objects to be kept alive go to `kept`. */
+/* See `pinstage._batch._describe.Described`. Tensors to be kept alive go to `kept`. */
 static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
     PyObject *number = PyLong_FromSsize_t(index);
     if (number == NULL) return -1;
@@ -154,24 +154,25 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     Py_DECREF(number);
     if (answer == NULL) return -1;
     int result = -1;
-    PyObject *shape, *stride, *source, *source_stride;
+    PyObject *sizes, *strides, *source;
     unsigned long long address;
-    long long nbytes;
-    if (!PyArg_ParseTuple(answer, "iiOOLOKO:described", &leaf->kind, &leaf->dtype, &shape, &stride, &nbytes, &source, &address,
-                          &source_stride))
-        goto done;
-    leaf->nbytes = nbytes;
+    int kind;
+    int64_t shape[MAX_DIMS], stride[MAX_DIMS];
+    if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) goto done;
     leaf->data = (const char *)(uintptr_t)address;
-    Py_ssize_t ndim = PySequence_Size(shape);
+    Py_ssize_t ndim = PySequence_Size(sizes);
     if (ndim < 0) goto done;
-    if (ndim > MAX_DIMS || leaf->kind < OTHER || leaf->kind > MOVED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
+    if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
         PyErr_SetString(PyExc_ValueError, "a leaf was described in a way that no table can have");
         goto done;
     }
     leaf->ndim = (int32_t)ndim;
-    if (read_sizes(shape, leaf->shape, leaf->ndim) || read_sizes(stride, leaf->stride, leaf->ndim)) goto done;
-    if (leaf->kind == STRIDED && read_sizes(source_stride, leaf->source_stride, leaf->ndim)) goto done;
-    if (source != Py_None && PyList_Append(kept, source) != 0) goto done;
+    if (read_sizes(sizes, shape, leaf->ndim) || read_sizes(strides, stride, leaf->ndim)) goto done;
+    bool is_data = kind == RAW || kind == LAZY;
+    if (is_data && arrange(leaf, shape, stride) != 0 && !fail(PyExc_OverflowError, "a leaf is larger than any memory"))
+        goto done;
+    if (kind != RAW) leaf->kind = kind; /* else that or STRIDED */
+    if (is_data && PyList_Append(kept, source) != 0) goto done;
     result = 0;
 done:
     Py_DECREF(answer);
