@@ -69,16 +69,11 @@ def arrange(table: Table) -> Gathering:
         elif kind == RowKind.RAW:
             # Permuted tensors are flattened: joined directly, they would lose their stride.
             contiguous = tuple(stride[:ndim]) == contiguous_stride(tuple(shape[:ndim]))
-            by_kind[dtype, tuple(shape[1:ndim]) if contiguous and ndim else (-1,)].append(index)
-    flat: defaultdict[int, list[int]] = defaultdict(list)
-    joined = {}
+            by_kind[dtype, tuple(shape[1:ndim]) if contiguous else ()].append(index)
+    joined: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for (dtype, trailing), members in by_kind.items():
-        if -1 in trailing or (trailing and len(members) < _ROW_GROUP) or 0 in trailing:
-            flat[dtype] += members
-        else:
-            joined[dtype, trailing] = members
-    for dtype, members in flat.items():
-        joined[dtype, ()] = [*joined.get((dtype, ()), ()), *members]
+        are_flat = len(members) < _ROW_GROUP or 0 in trailing
+        joined[dtype, () if are_flat else trailing] += members
 
     end = 0
     groups = []
@@ -111,7 +106,7 @@ def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
         pieces = [leaves[index] for index in members]
         if not trailing:
             pieces = [piece if piece.ndim == 1 else flat(piece) for piece in pieces]
-        _join(pieces, rows.view(-1, *trailing))
+        _join(pieces, rows.view(-1, *trailing) if trailing else rows)
     if gathering.strided:
         places = gathering.table.rows
         for index in gathering.strided:

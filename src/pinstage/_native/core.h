@@ -62,7 +62,7 @@ static inline bool add_row(Figures *sum, const Row *row) {
     return !is_packed(row) || !__builtin_add_overflow(sum->payload, row->nbytes, &sum->payload);
 }
 
-/* What `pinstage._batch._table.Table` is made of. */
+/* The fields of `pinstage._batch._table.Table`. */
 PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum);
 
 /* A table in a bytes-like object; false with an error if it is none. Rows are not looked at. */

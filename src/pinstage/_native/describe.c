@@ -221,7 +221,7 @@ static int64_t *source_at(const Growing *self, int64_t index) {
     return (int64_t *)(self->sources + source_bytes(self->table->width) * (size_t)index);
 }
 
-/* Make a table for so many rows and dimensions, and copy the rows that are filled. */
+/* Make a table of that many dimensions, and copy the rows that are filled. */
 static bool widen(Growing *self, int64_t rows, int64_t width) {
     Growing wide = {calloc(1, sizeof(Header) + row_bytes(width) * (size_t)rows), calloc((size_t)rows + 1, source_bytes(width)),
                     self->filled};
