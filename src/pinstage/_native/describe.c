@@ -160,6 +160,7 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     int64_t shape[MAX_DIMS], stride[MAX_DIMS];
     if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) goto done;
     leaf->data = (const char *)(uintptr_t)address;
+    leaf->nbytes = 0; /* `find_tensor` may have come to that */
     Py_ssize_t ndim = PySequence_Size(sizes);
     if (ndim < 0) goto done;
     if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
