@@ -360,8 +360,9 @@ static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int d
  * stream.
  *
  * sharing: 0 for one block, 1 for those of the table, 2 for one of each leaf. slab: a uint8 tensor to be used as the one block,
- * or None. make(dtype, shape, stride, device_type, device_index) and view(tensor, dtype, offset, shape, stride): torch's public functions, which are asked
- * where its C shim can't be: in a mode, or where there is no memory, which they say in torch's own words. */
+ * or None. make(dtype, shape, stride, device_type, device_index) and view(tensor, dtype, offset, shape, stride): torch's public
+ * functions, which are asked where its C shim can't be: in a mode, or where there is no memory, which they say in torch's own
+ * words. */
 static PyObject *blocks_of(PyObject *type, PyObject *args) {
     PyObject *table, *slab = NULL, *make = NULL, *cut = NULL;
     int sharing, device_type, device_index;
