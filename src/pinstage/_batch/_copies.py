@@ -49,13 +49,13 @@ def attribute_handler(cls: Any, is_leaf: Callable[[Any], bool] | None = None) ->
     base, has_items = builtin_base(cls), issubclass(cls, dict | list | tuple)
     if not has_items and not slots_of(cls) and cls.__dictoffset__:
         return partial(base.__new__, cls)
-    may_share = is_leaf is None or not issubclass(cls, dict | list)
-    duplicate = None if may_share else _way_to_copy(cls)
+    duplicate = _way_to_copy(cls)
 
     def flatten(obj: Any) -> tuple[Any, Any]:
         keys, items = _items_of(base, obj) if has_items else ((), ())
         stored = stored_attributes(obj)
-        if stored and not may_share and getattr(obj, "__dict__", None) is not obj:  # there are more than items
+        has_state = isinstance(obj, dict | list) and stored and getattr(obj, "__dict__", None) is not obj
+        if has_state and is_leaf is not None:
             made = None if duplicate is None else duplicate(obj)
             if type(made) is cls and made is not obj and base.__len__(made) == len(keys):
                 staged = {name: value for name, value in stored_attributes(made).items() if _is_staged(value)}
