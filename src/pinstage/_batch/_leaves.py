@@ -93,16 +93,20 @@ _FIRST_ITEMS, _LEVELS_OF_ITEMS = 16, 2
 """Number of items of an object that are read by its own ``__getitem__``, and of levels."""
 
 
+IS_ATOM: dict[type, bool] = {}
+"""Results of `is_atom`."""
+
 ATOM_TYPES: set[type] = set()
-"""Types of which `is_atom` is true, for the extension."""
+"""Those of them that are, for the extension."""
 
 
-@lru_cache(MOST_CLASSES)
 def is_atom(cls: type) -> bool:
     """Say whether objects of a type hold no tensor, whatever their value."""
-    found = issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
-    if found:
-        ATOM_TYPES.add(cls)
+    found = IS_ATOM.get(cls)
+    if found is None:
+        IS_ATOM[cls] = found = issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
+        if found:
+            ATOM_TYPES.add(cls)
     return found
 
 

@@ -22,7 +22,7 @@ from .._compat.probes import warn_once
 from ._attributes import builtin_base, has_attributes_only
 from ._copies import attribute_handler
 from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten, checked
-from ._leaves import ATOM_TYPES, OnHost, Whole, is_atom
+from ._leaves import ATOM_TYPES, IS_ATOM, OnHost, Whole, is_atom
 from ._libraries import is_of_library, library_functions, pytree_handler
 
 Rebuild = Callable[[torch.Tensor, dict[str, Any]], Any]
@@ -332,10 +332,10 @@ def forget_classes() -> None:
 
     Structures that have them go on: they hold what they need.
     """
-    if max(len(HANDLERS), len(ATOM_TYPES)) > MOST_CLASSES:
+    if max(len(HANDLERS), len(IS_ATOM)) > MOST_CLASSES:
         HANDLERS.clear()
         ATOM_TYPES.clear()  # before the other: a type that it has isn't added again
-        is_atom.cache_clear()
+        IS_ATOM.clear()
 
 
 def is_container(cls: type, *, look_again: bool = False) -> bool:
