@@ -333,7 +333,7 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         source[0] = (int64_t)(uintptr_t)leaf.data;
         if (leaf.kind == STRIDED) memcpy(source + 1, leaf.source_stride, sizeof(int64_t) * (size_t)leaf.ndim);
         has_lazy = has_lazy || leaf.kind == LAZY;
-        bool fits = is_counted && leaf.nbytes <= INT64_MAX / 4 && sum.payload <= INT64_MAX / 2;
+        bool fits = is_counted && leaf.nbytes <= INT64_MAX / 4 && sum.payload - leaf.nbytes <= INT64_MAX / 4;
         if (!fits && !fail(PyExc_OverflowError, "batch is larger than any memory")) goto done;
     }
     order = malloc(sizeof(int64_t) * (size_t)(sum.packed + 1));
