@@ -9,18 +9,31 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pinstage._batch import ALIGNMENT, DTYPES, PACKED, RowKind, Table, walk
-from pinstage._batch._describe import Described, _describe_leaf
+from pinstage._batch import ALIGNMENT, DTYPES, PACKED, RowKind, Table, contiguous_stride, dense_stride, walk
+from pinstage._batch._describe import _describe_leaf
 from pinstage._batch._table import INTEGERS, MOST_DIMS, row_type
 
-HEADER = struct.Struct("=9q")  # magic, rows, width, nbytes, payload, packed, moved, others, dtypes
-MAGIC = 0x70696E7374616703
+HEADER = struct.Struct("=4q")  # magic, rows, width, nbytes
+MAGIC = 0x70696E7374616704
 
 GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
 """The sizes of leaves at which the second and the third group begin; leaves of one block are of one group."""
 
 MOST_IN_BLOCK = (1024 * 1024, 4 * 1024 * 1024, 0)
 """Bytes that a block of each group has at most; a leaf of the third group is alone."""
+
+
+class Described(NamedTuple):
+    """A leaf, with its place in a slab but for the offset."""
+
+    kind: RowKind
+    dtype: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In the slab."""
+    nbytes: int
+    source: torch.Tensor | None
+    address: int
 
 
 class Whole(NamedTuple):
@@ -35,8 +48,8 @@ def take_apart(batch):
     """Describe the leaves of a batch and place them in a slab."""
     leaves, structure = walk(batch)
     device = torch.device("cpu")
-    described = [_describe_leaf(leaves, structure, device, True, leaf, index) for index, leaf in enumerate(leaves)]
-    rows, first, dtypes = [], {}, 0
+    described = [describe(leaves, structure, device, leaf, index) for index, leaf in enumerate(leaves)]
+    rows, first = [], {}
     for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
         same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)
         if same != index:
@@ -45,7 +58,6 @@ def take_apart(batch):
             rows.append((-1, 0, found.kind, found.dtype, 0, 0, (), ()))
         else:
             rows.append((-1, found.nbytes, found.kind, found.dtype, len(found.shape), 0, found.shape, found.stride))
-            dtypes |= 1 << found.dtype
 
     def key(row):
         return bisect_right(GROUPS_FROM, row[1]), row[3]
@@ -59,10 +71,23 @@ def take_apart(batch):
             block, start = block + 1, end
         rows[index] = (end, *row[1:5], block, *row[6:])
         before, end = key(row), end + -(-row[1] // ALIGNMENT) * ALIGNMENT
-    return Whole(leaves, described, table_of(rows, end, dtypes))
+    return Whole(leaves, described, table_of(rows, end))
 
 
-def table_of(rows, nbytes, dtypes):
+def describe(leaves, structure, device, leaf, index):
+    """Describe a leaf, and decide how it is stored: dense ones from four dimensions on keep the order of these."""
+    kind, dtype, shape, stride, source, address = _describe_leaf(leaves, structure, device, True, leaf, index)
+    if source is None:
+        return Described(kind, dtype, (), (), 0, None, 0)
+    contiguous = contiguous_stride(shape)
+    if not source.numel() or (source.is_contiguous() and len(shape) < 4):
+        stride = contiguous
+    elif not dense_stride(shape, stride):
+        kind, stride = RowKind.STRIDED if kind is RowKind.RAW else kind, contiguous
+    return Described(kind, dtype, shape, stride, source.nbytes, source, address)
+
+
+def table_of(rows, nbytes):
     """Write a table of rows: offset, nbytes, kind, dtype, ndim, block, shape, stride."""
     width = max((len(row[6]) for row in rows), default=1) or 1
     array = np.zeros(len(rows), dtype=row_type(width))
@@ -76,9 +101,8 @@ def table_of(rows, nbytes, dtypes):
         sum(kind in PACKED for kind in kinds),
         kinds.count(RowKind.MOVED),
         kinds.count(RowKind.OTHER),
-        dtypes,
     )
-    return Table(HEADER.pack(MAGIC, len(rows), width, *figures) + array.tobytes(), *figures)
+    return Table(HEADER.pack(MAGIC, len(rows), width, nbytes) + array.tobytes(), *figures)
 
 
 def pack(whole, slab):
@@ -113,23 +137,23 @@ def copy_elements(found, target):
 
 
 def figures_of(data):
-    """Return what a table from elsewhere says of itself, if all of it is true: ``nbytes`` to ``dtypes``.
+    """Return the sums of a table from elsewhere: ``nbytes`` to ``others``.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is none, or there are more bytes than an int64 counts.
     """
-    magic, count, width, nbytes, *figures = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
+    magic, count, width, nbytes = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
     if magic != MAGIC or not 1 <= width <= MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
         raise ValueError("its header or its length is wrong")
     if count < 0 or len(data) != HEADER.size + count * row_type(width).itemsize:
         raise ValueError("its header or its length is wrong")
-    payload = packed = moved = others = dtypes = 0
-    for index, row in enumerate(Table(data, *[0] * 6).entries()):
-        offset, size, kind, dtype = row[:4]
+    payload = packed = moved = others = 0
+    for index, row in enumerate(Table(data, *[0] * 5).entries()):
+        offset, size, kind, _ = row[:4]
         is_possible = True
         if kind in PACKED:
-            is_possible = lies_in_slab(row, nbytes)
-            payload, packed, dtypes = payload + size, packed + 1, dtypes | 1 << dtype
+            payload, packed = payload + size, packed + 1
+            is_possible = lies_in_slab(row, nbytes) and payload < 2**63
         elif kind == RowKind.ALIAS:
             is_possible = 0 <= offset < index
         elif kind == RowKind.MOVED:
@@ -139,9 +163,7 @@ def figures_of(data):
             others += 1
         if not is_possible:
             raise ValueError(f"row {index} leads outside of its {nbytes} bytes, or has an unknown kind or dtype")
-    if figures != [payload, packed, moved, others, dtypes]:
-        raise ValueError("its header says something else than its rows")
-    return (nbytes, *figures)
+    return nbytes, payload, packed, moved, others
 
 
 def lies_in_slab(row, nbytes):

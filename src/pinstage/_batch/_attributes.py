@@ -1,18 +1,13 @@
-"""Objects taken apart by what they store, and put together again as `copy.copy` would.
-
-A new instance is made without a call of ``__init__``; its stored attributes, ``__dict__`` and slots alike, are set
-underneath any property or frozen ``__setattr__``.
-"""
+"""Attributes that objects store: read and set underneath any property or frozen ``__setattr__``."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from functools import lru_cache, partial
+from collections.abc import Iterable
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-from ._handler import MOST_CLASSES, Handler
+from ._handler import MOST_CLASSES
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, as a rule
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: no class statement makes such a type
@@ -73,52 +68,3 @@ def builtin_base(cls: type) -> Any:
 def has_attributes_only(cls: type) -> bool:
     """Say whether an instance is no more than its stored attributes, and its items if it is a dict, list or tuple."""
     return builtin_base(cls) in (object, SimpleNamespace) or issubclass(cls, dict | list | tuple)
-
-
-def keys_of(base: Any, obj: Any) -> Any:
-    """Return the keys of a dict, or the indexes of a list or tuple, by methods of its builtin base."""
-    return tuple(base.keys(obj)) if isinstance(obj, dict) else range(base.__len__(obj))
-
-
-def attribute_steps(metadata: Any) -> list[str]:
-    """Return the path of each item, then of each attribute: keys and names come first in the metadata."""
-    return [*(f"[{key!r}]" for key in metadata[0]), *(f".{name}" for name in metadata[1])]
-
-
-def attribute_handler(cls: Any) -> Handler | Callable[[], Any]:
-    """Return how an instance is taken apart into its items, if it has any, and its stored attributes.
-
-    The usual case is a class that is no more than its ``__dict__``, of which the walk has to know no more than how an
-    empty one is made.
-    """
-    base, has_items = builtin_base(cls), issubclass(cls, dict | list | tuple)
-    if not has_items and not slots_of(cls) and cls.__dictoffset__:
-        return partial(base.__new__, cls)
-
-    def flatten(obj: Any) -> tuple[Any, Any]:
-        stored = stored_attributes(obj)
-        if not has_items:
-            return stored.values(), ((), tuple(stored), None)
-        items = base.values(obj) if isinstance(obj, dict) else base.__iter__(obj)
-        factory = obj.default_factory if isinstance(obj, defaultdict) else None
-        return (*items, *stored.values()), (keys_of(base, obj), tuple(stored), factory)
-
-    def unflatten(metadata: Any, children: Any) -> Any:
-        keys, names, factory = metadata
-        if not has_items:
-            obj = base.__new__(cls)
-            set_attributes(obj, names, children)
-            return obj
-        items = children[: len(keys)]
-        obj = base.__new__(cls, items) if issubclass(cls, tuple) else base.__new__(cls)
-        if isinstance(obj, defaultdict):
-            obj.default_factory = factory
-        set_attributes(obj, names, children[len(keys) :])
-        if isinstance(obj, list):
-            list.extend(obj, items)
-        elif isinstance(obj, dict):
-            for key, item in zip(keys, items, strict=True):
-                base.__setitem__(obj, key, item)
-        return obj
-
-    return Handler(flatten, unflatten, attribute_steps)

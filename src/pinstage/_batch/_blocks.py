@@ -1,13 +1,12 @@
 """Where the leaves of a batch live on a device: tensors of their own, or blocks that leaves of one dtype share.
 
-`make_blocks` makes these tensors from the offset table: in the extension, or, where that can't, by torch's public
-functions. A block is one tensor and one range of the host slab, so it is one copy.
+`make_blocks` makes these tensors from the offset table: by torch's C shim, or, where that can't (in a mode, say), by
+torch's public functions. A block is one tensor and one range of the host slab, so it is one copy.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -71,9 +70,10 @@ def make_blocks(table: Table, sharing: Sharing, device: torch.device, slab: torc
     Raises:
         torch.OutOfMemoryError: there is no room for them.
     """
+    if slab is not None and type(slab) is not torch.Tensor:
+        check_is_plain(slab)
     is_cuda, index = int(device.type == "cuda"), device.index or 0
-    made: Blocks | None = Blocks.of(table.data, sharing, is_cuda, index, slab)
-    return make_publicly(table, sharing, device, slab) if made is None else made
+    return Blocks.of(table.data, sharing, is_cuda, index, slab, _empty, _view)
 
 
 def into_tensors(table: Table, tensors: list[Any], is_cuda: bool) -> Blocks:
@@ -103,15 +103,8 @@ def fit_as_they_are(table: Table, tensors: list[Any], device: torch.device) -> b
     return _core.fits(table.data, tensors, 2 if device.type == "cuda" else 1, device.index or 0)
 
 
-def make_publicly(table: Table, sharing: Sharing, device: torch.device, slab: torch.Tensor | None = None) -> Blocks:
-    """Do what `make_blocks` does by torch's public functions: in a mode, say, or where there is no memory."""
-    if slab is not None:
-        check_is_plain(slab)
-    is_cuda, index = int(device.type == "cuda"), device.index or 0
-    return Blocks.of(table.data, sharing, is_cuda, index, slab, partial(_empty, device), _view)
-
-
-def _empty(device: torch.device, code: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+def _empty(code: int, shape: tuple[int, ...], stride: tuple[int, ...], is_cuda: int, index: int) -> torch.Tensor:
+    device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
     made = torch.empty_strided(shape, stride, dtype=DTYPES[code], device=device)
     check_is_plain(made)
     return made

@@ -1,20 +1,23 @@
-"""Subclasses of dict and list with state beside their items, which the staged object must not share with the original.
+"""Objects taken apart into their items and stored attributes, and put together again as `copy.copy` would.
 
-A sorted dict has an inner list of its keys, and bound methods of that list. A copy by attributes would have the same
-inner list. So an object whose class defines how it is copied is copied that way. Then its items, and those of its
-attributes that hold tensors, are set to the staged ones.
+A new instance is made without a call of ``__init__``. A subclass of dict or list may have state beside its items that
+the staged object must not share with the original: a sorted dict has an inner list of its keys, and bound methods of
+that list, and a copy by attributes would have the same inner list. So an object whose class defines how it is copied is
+copied that way. Then its items, and those of its attributes that hold tensors, are set to the staged ones.
 """
 
 from __future__ import annotations
 
 import copy
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ._attributes import attribute_steps, builtin_base, keys_of, set_attributes, stored_attributes
+from ._attributes import builtin_base, set_attributes, slots_of, stored_attributes
 from ._handler import Handler, WrongFunctionsError
 from ._leaves import OnHost, holds_tensor
 
@@ -33,44 +36,68 @@ def _way_to_copy(cls: type) -> Any:
     return None
 
 
-def unshared(cls: type, handler: Handler, is_leaf: Callable[[Any], bool]) -> Handler:
-    """Return how a subclass of dict or list is taken apart so that it shares no state with the original.
+def attribute_handler(cls: Any, is_leaf: Callable[[Any], bool] | None = None) -> Handler | Callable[[], Any]:
+    """Return how an instance is taken apart into its items, if it has any, and its stored attributes.
+
+    The usual case is a class that is no more than its ``__dict__``, of which the walk has to know no more than how an
+    empty one is made.
 
     Args:
         cls: the class.
-        handler: takes it apart by its attributes.
-        is_leaf: says whether an attribute is returned as the same object.
+        is_leaf: says whether an attribute is returned as the same object; None if a dict or list may share its state.
     """
-    base, duplicate = builtin_base(cls), _way_to_copy(cls)
+    base, has_items = builtin_base(cls), issubclass(cls, dict | list | tuple)
+    if not has_items and not slots_of(cls) and cls.__dictoffset__:
+        return partial(base.__new__, cls)
+    duplicate = _way_to_copy(cls)
 
     def flatten(obj: Any) -> tuple[Any, Any]:
+        keys, items = _items_of(base, obj) if has_items else ((), ())
         stored = stored_attributes(obj)
-        if not stored or getattr(obj, "__dict__", None) is obj:  # there is nothing but items
-            return handler.flatten(obj)  # type: ignore[no-any-return]
-        made = None if duplicate is None else duplicate(obj)
-        if type(made) is not cls or made is obj or base.__len__(made) != base.__len__(obj):
+        has_state = isinstance(obj, dict | list) and stored and getattr(obj, "__dict__", None) is not obj
+        if has_state and is_leaf is not None:
+            made = None if duplicate is None else duplicate(obj)
+            if type(made) is cls and made is not obj and base.__len__(made) == len(keys):
+                staged = {name: value for name, value in stored_attributes(made).items() if _is_staged(value)}
+                set_attributes(made, staged, [None] * len(staged))
+                _set_items(base, made, keys, [None] * len(keys))
+                return (*items, *staged.values(), OnHost(made)), (keys, tuple(staged))
             _check_shares_nothing(cls, stored, is_leaf)
-            return handler.flatten(obj)  # type: ignore[no-any-return]
-        keys = keys_of(base, obj)
-        values = tuple(base.values(obj) if isinstance(obj, dict) else base.__iter__(obj))
-        staged = {name: value for name, value in stored_attributes(made).items() if _is_staged(value)}
-        _fill(base, made, keys, [None] * len(keys), staged, [None] * len(staged))
-        return (*values, *staged.values(), OnHost(made)), (keys, tuple(staged))
+        factory = obj.default_factory if isinstance(obj, defaultdict) else None
+        return (*items, *stored.values()), (keys, tuple(stored), factory)
 
     def unflatten(metadata: Any, children: Any) -> Any:
-        if duplicate is None or len(metadata) != 2:
-            return handler.unflatten(metadata, children)
-        *values, kept = children
-        keys, names = metadata
-        made = duplicate(kept)  # again: a layout may unpack one batch twice
-        _fill(base, made, keys, values[: len(keys)], names, values[len(keys) :])
-        return made
+        keys, names, *factory = metadata
+        items, values = children[: len(keys)], children[len(keys) : len(keys) + len(names)]
+        if not factory:
+            obj = duplicate(children[-1])  # again: a layout may unpack one batch twice
+        else:
+            obj = base.__new__(cls, items) if issubclass(cls, tuple) else base.__new__(cls)
+            if isinstance(obj, defaultdict):
+                [obj.default_factory] = factory
+            elif isinstance(obj, list):
+                list.extend(obj, items)
+        set_attributes(obj, names, values)
+        if isinstance(obj, dict | list):
+            _set_items(base, obj, keys, items)
+        return obj
 
-    return Handler(flatten, unflatten, attribute_steps)
+    return Handler(flatten, unflatten, _steps)
 
 
-def _fill(base: Any, obj: Any, keys: Iterable[Any], items: Iterable[Any], names: Iterable[str], values: Any) -> None:
-    set_attributes(obj, names, values)
+def _steps(metadata: Any) -> list[str]:
+    """Return the path of each item, then of each attribute: keys and names come first in the metadata."""
+    return [*(f"[{key!r}]" for key in metadata[0]), *(f".{name}" for name in metadata[1])]
+
+
+def _items_of(base: Any, obj: Any) -> tuple[Any, Any]:
+    """Return the keys of a dict, or the indexes of a list or tuple, and its items, by methods of its builtin base."""
+    if isinstance(obj, dict):
+        return tuple(base.keys(obj)), base.values(obj)
+    return range(base.__len__(obj)), base.__iter__(obj)
+
+
+def _set_items(base: Any, obj: Any, keys: Iterable[Any], items: Iterable[Any]) -> None:
     for key, item in zip(keys, items, strict=True):
         base.__setitem__(obj, key, item)
 

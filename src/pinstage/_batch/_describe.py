@@ -86,9 +86,6 @@ _DLPACK = {"cpu": 1, "cuda": 2}
 
 _CPU = torch.device("cpu")
 
-_AMBIGUOUS_FROM = 4
-"""Dimensions from which a shape has more than one memory format (channels last)."""
-
 _MOST_BYTES = 2**61
 """Beyond, what a table counts does not fit into it."""
 
@@ -97,18 +94,16 @@ class Described(NamedTuple):
     """The description of a leaf."""
 
     kind: RowKind
+    """`RowKind.RAW` also for what may be strided."""
     dtype: int = 0
     """Its code."""
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
-    """In the slab, in elements."""
-    nbytes: int = 0
+    """In elements."""
     source: torch.Tensor | None = None
     """The tensor to read, kept until then."""
     address: int = 0
     """Of the source."""
-    source_stride: tuple[int, ...] = ()
-    """Of the source, in elements."""
 
 
 class Parts(NamedTuple):
@@ -251,17 +246,11 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
 
 def _describe_plain(structure: Structure, tensor: torch.Tensor, index: int) -> Described:
     """Describe a tensor that is packed."""
-    shape, stride = tuple(tensor.shape), tensor.stride()
+    shape = tuple(tensor.shape)
     if math.prod(shape) * tensor.itemsize >= _MOST_BYTES:
         raise too_large(structure, tensor, index)
-    kind, slab_stride = RowKind.RAW, stride
-    if not tensor.numel() or (tensor.is_contiguous() and len(shape) < _AMBIGUOUS_FROM):
-        slab_stride = contiguous_stride(shape)
-    elif not dense_stride(shape, stride):
-        kind, slab_stride = RowKind.STRIDED, contiguous_stride(shape)
-    if tensor.is_conj() or tensor.is_neg():
-        kind = RowKind.LAZY
-    return Described(kind, CODES[tensor.dtype], shape, slab_stride, tensor.nbytes, tensor, tensor.data_ptr(), stride)
+    kind = RowKind.LAZY if tensor.is_conj() or tensor.is_neg() else RowKind.RAW
+    return Described(kind, CODES[tensor.dtype], shape, tensor.stride(), tensor, tensor.data_ptr())
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

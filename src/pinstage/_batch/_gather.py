@@ -39,9 +39,7 @@ class Group(NamedTuple):
     trailing: tuple[int, ...]
     """The shape of a row."""
     members: list[int]
-    """Which leaves."""
-    folded: list[int]
-    """Which of the members have to be flattened first."""
+    """Which leaves. Without trailing dimensions they are joined flat."""
 
 
 class Gathering(NamedTuple):
@@ -71,16 +69,11 @@ def arrange(table: Table) -> Gathering:
         elif kind == RowKind.RAW:
             # Permuted tensors are flattened: joined directly, they would lose their stride.
             contiguous = tuple(stride[:ndim]) == contiguous_stride(tuple(shape[:ndim]))
-            by_kind[dtype, tuple(shape[1:ndim]) if contiguous and ndim else (-1,)].append(index)
-    flat: defaultdict[int, list[int]] = defaultdict(list)
-    joined = {}
+            by_kind[dtype, tuple(shape[1:ndim]) if contiguous else ()].append(index)
+    joined: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for (dtype, trailing), members in by_kind.items():
-        if -1 in trailing or (trailing and len(members) < _ROW_GROUP) or 0 in trailing:
-            flat[dtype] += members
-        else:
-            joined[dtype, trailing] = members
-    for dtype, members in flat.items():
-        joined[dtype, ()] = [*joined.get((dtype, ()), ()), *members]
+        are_flat = len(members) < _ROW_GROUP or 0 in trailing
+        joined[dtype, () if are_flat else trailing] += members
 
     end = 0
     groups = []
@@ -89,11 +82,10 @@ def arrange(table: Table) -> Gathering:
         for index in members:
             rows["offset"][index] = end
             end += int(rows["nbytes"][index])
-        folded = [] if trailing else [place for place, index in enumerate(members) if rows["ndim"][index] != 1]
         code = DTYPES[dtype]
         assert code is not None
         if end > start:
-            groups.append(Group(code, start, end - start, trailing, members, folded))
+            groups.append(Group(code, start, end - start, trailing, members))
         end = round_up(end, ALIGNMENT)
     gathered = lay_out(rows, strided, end)
     end = lay_out(rows, large, gathered)
@@ -109,11 +101,11 @@ def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
         leaves: of the tree.
         slab: uint8 ``[>= gathering.gathered_bytes]`` on the device that the leaves are on.
     """
-    for dtype, offset, nbytes, trailing, members, folded in gathering.groups:
+    for dtype, offset, nbytes, trailing, members in gathering.groups:
         rows = slab[offset : offset + nbytes].view(dtype)
         pieces = [leaves[index] for index in members]
-        for place in folded:
-            pieces[place] = flat(pieces[place])
+        if not trailing:
+            pieces = [piece if piece.ndim == 1 else flat(piece) for piece in pieces]
         _join(pieces, rows.view(-1, *trailing) if trailing else rows)
     if gathering.strided:
         places = gathering.table.rows

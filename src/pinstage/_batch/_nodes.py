@@ -19,8 +19,8 @@ import torch.utils.data
 from torch.nn.utils.rnn import PackedSequence
 
 from .._compat.probes import warn_once
-from ._attributes import attribute_handler, builtin_base, has_attributes_only
-from ._copies import unshared
+from ._attributes import builtin_base, has_attributes_only
+from ._copies import attribute_handler
 from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten, checked
 from ._leaves import ATOM_TYPES, IS_ATOM, OnHost, Whole, is_atom
 from ._libraries import is_of_library, library_functions, pytree_handler
@@ -372,9 +372,7 @@ def _find(cls: Any) -> Any:
     own: Any = getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None)
     handler: Any = checked(cls, *own) if all(map(callable, own)) else _sequence_handler(cls)
     if handler is None and _goes_by_attributes(cls) and has_attributes_only(cls):
-        handler = attribute_handler(cls)
-        if issubclass(cls, dict | list) and not issubclass(cls, _by_attributes()):
-            handler = unshared(cls, handler, _stays_the_same)
+        handler = attribute_handler(cls, None if issubclass(cls, _by_attributes()) else _stays_the_same)
     if handler is None:
         handler = pytree_handler(cls)
     if handler is not None:

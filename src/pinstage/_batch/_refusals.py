@@ -31,14 +31,10 @@ def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -
     try:
         tensor = from_array(array)
     except TypeError as error:
-        path = structure.path(index)
         masked = isinstance(array, np.ma.MaskedArray)
         remedy = "pass .filled(...) and .mask separately" if masked else "convert it to a dtype that torch has"
-        raise LayoutError(
-            f"batch{path} cannot be staged: numpy {type(array).__name__} {array.dtype} {list(array.shape)}: {error}; "
-            f"{remedy}",
-            path,
-        ) from error
+        what = f"numpy {type(array).__name__} {array.dtype} {list(array.shape)}"
+        raise _refusal(structure, index, f"cannot be staged: {what}: {error}; {remedy}") from error
     if tensor is not None:
         check_is_plain(tensor)
     return tensor
@@ -53,12 +49,12 @@ def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
     try:
         return holds_tensor(leaf)
     except OverflowError as error:
-        path, name = structure.path(index), type(leaf).__qualname__
-        raise LayoutError(
-            f"batch{path} isn't a known container, and too large to search for tensors: {name}, {error}; make it "
-            f"known with pinstage.register_node({name}), or pass it as pinstage.on_host(...)",
-            path,
-        ) from error
+        name = type(leaf).__qualname__
+        text = (
+            f"isn't a known container, and too large to search for tensors: {name}, {error}; make it known with "
+            f"pinstage.register_node({name}), or pass it as pinstage.on_host(...)"
+        )
+        raise _refusal(structure, index, text) from error
 
 
 def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> LayoutError:
@@ -127,20 +123,22 @@ def check_yields_no_batches(structure: Structure, leaf: Any, index: int) -> None
 
 def too_large(structure: Structure, tensor: torch.Tensor, index: int) -> LayoutError:
     """Return the error of a tensor that no memory has room for, since it repeats its elements."""
-    path = structure.path(index)
-    return LayoutError(
-        f"batch{path} is too large: {math.prod(tensor.shape) * tensor.itemsize} bytes of {list(tensor.shape)}; stage "
-        "it before you expand it",
-        path,
-    )
+    nbytes = math.prod(tensor.shape) * tensor.itemsize
+    text = f"is too large: {nbytes} bytes of {list(tensor.shape)}; stage it before you expand it"
+    return _refusal(structure, index, text)
 
 
 def without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
     """Return the error of a tensor whose storage is too small for it."""
-    path = structure.path(index)
-    return LayoutError(
-        f"batch{path} has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
+    text = (
+        f"has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
         f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
-        "fill it again",
-        path,
+        "fill it again"
     )
+    return _refusal(structure, index, text)
+
+
+def _refusal(structure: Structure, index: int, text: str) -> LayoutError:
+    """Return an error about a leaf."""
+    path = structure.path(index)
+    return LayoutError(f"batch{path} {text}", path)

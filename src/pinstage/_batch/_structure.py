@@ -117,11 +117,11 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
     key = (kind, len(batch) if kind in (dict, list, tuple) else 0)
     try:
         last = _last.get(key)
-        if last is not None:
-            leaves = last.leaves(batch, HANDLERS)
-            if leaves is not None:
-                return leaves, last
-        return _walk_anew(batch, key)
+        leaves = None if last is None else last.leaves(batch, HANDLERS)
+        if last is not None and leaves is not None:
+            return leaves, last
+        forget_classes()
+        structure, leaves = Structure.of(batch, HANDLERS)
     except RecursionError:
         raise LayoutError(
             "batch refers to itself, or is nested more than 1000 levels deep; stage the tensors without the back "
@@ -131,17 +131,10 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
     except WrongFunctionsError as error:
         path = _where(batch, error)
         raise LayoutError(f"batch{path} cannot be taken apart: {error}", path) from None
-
-
-def _walk_anew(batch: Any, key: tuple[type, int]) -> tuple[list[Any], Structure]:
-    """Take a batch apart whose structure is not that of the last one."""
-    forget_classes()
-    structure, leaves = Structure.of(batch, HANDLERS)
     if structure.is_native:  # others hold metadata, which may be as large as they like
         _last[key] = structure
         if len(_last) > _MOST_REMEMBERED:
-            for oldest in list(_last)[:-_MOST_REMEMBERED]:  # all at once: other threads add some
-                _last.pop(oldest, None)
+            _last.clear()
     return leaves, structure
 
 

@@ -68,7 +68,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-_HEADER = struct.Struct("=9q")
+_HEADER = struct.Struct("=4q")  # magic, rows, width, nbytes
 MOST_DIMS = 64
 """Of a leaf in a table; torch has no such limit, but for some of its functions."""
 
@@ -117,7 +117,7 @@ class Table(NamedTuple):
     """Where each leaf of a batch lives in a slab. Holds nothing of the batch. Equal if the buffers are."""
 
     data: bytes
-    """The buffer; what follows stands in its header, too."""
+    """The buffer; what follows can be read from it."""
     nbytes: int
     """Bytes of the slab that are used, padding included; a multiple of `ALIGNMENT`."""
     payload_bytes: int
@@ -128,8 +128,6 @@ class Table(NamedTuple):
     """Tensors that are moved by their own ``.to()``."""
     others: int
     """Leaves that aren't tensors."""
-    dtypes: int
-    """The codes of the dtypes of the packed leaves, as bits."""
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Table:
@@ -144,12 +142,11 @@ class Table(NamedTuple):
         try:
             if not isinstance(data, bytes):
                 raise ValueError(f"a {type(data).__name__}")
-            figures = _native.core.figures(data)
+            return cls(*_native.core.figures(data))
         except ValueError as error:
             raise LayoutError(
                 f"not an offset table of this version of pinstage: {error}; compute it again with Layout.of(batch)"
             ) from None
-        return cls(data, *figures)
 
     @property
     def rows(self) -> np.ndarray[Any, np.dtype[np.void]]:
@@ -181,8 +178,8 @@ class Table(NamedTuple):
             rows: a copy of `rows` with other offsets.
             nbytes: of the slab then.
         """
-        magic, count, width, _, *figures = _HEADER.unpack_from(self.data)
-        return Table(_HEADER.pack(magic, count, width, nbytes, *figures) + rows.tobytes(), nbytes, *figures)
+        magic, count, width, _ = _HEADER.unpack_from(self.data)
+        return self._replace(data=_HEADER.pack(magic, count, width, nbytes) + rows.tobytes(), nbytes=nbytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Table.of_bytes, (self.data,)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import PinstageError, StagingWarning
+from ..errors import StagingWarning
 
 WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, RuntimeError, OSError)
 """Errors of a private name that is gone, or does something else than it did."""
@@ -35,13 +35,3 @@ class Problem(NamedTuple):
 def in_this_torch(what: str) -> str:
     """Return the reason of a `Problem`."""
     return f"torch {torch.__version__} {what}"
-
-
-def refuse(what: str, reason: str | None, remedy: str) -> None:
-    """Raise an error if there is a reason.
-
-    Raises:
-        PinstageError: there is one.
-    """
-    if reason is not None:
-        raise PinstageError(f"{what} is not possible here: {reason}; {remedy}")

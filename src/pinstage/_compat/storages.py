@@ -6,7 +6,8 @@ from functools import cache
 
 import torch
 
-from .probes import WRONG, in_this_torch, refuse
+from ..errors import PinstageError
+from .probes import WRONG, in_this_torch
 
 
 @cache
@@ -30,8 +31,11 @@ def check_changes_are_seen() -> None:
     Raises:
         PinstageError: it cannot.
     """
-    remedy = "use torch.autograd.graph.save_on_cpu(pin_memory=True)"
-    refuse("save_on_cpu", why_changes_are_not_seen(), remedy)
+    reason = why_changes_are_not_seen()
+    if reason is not None:
+        raise PinstageError(
+            f"save_on_cpu is not possible here: {reason}; use torch.autograd.graph.save_on_cpu(pin_memory=True)"
+        )
 
 
 class Changes:

@@ -84,27 +84,26 @@ def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
 
 
 _FUNCTIONS = (
-    ("libtorch_cpu.so", "aoti_torch_get_storage_size"),
-    ("libtorch_cpu.so", "aoti_torch_get_storage_offset"),
-    ("libtorch_cpu.so", "aoti_torch_get_dtype"),
-    ("libtorch_cpu.so", "aoti_torch__reinterpret_tensor"),
-    ("libtorch_cpu.so", "aoti_torch__alloc_from_pool"),
-    ("libtorch_cpu.so", "aoti_torch_empty_strided"),
-    ("libtorch_cpu.so", "aoti_torch_get_data_ptr"),
-    ("libtorch_cpu.so", "aoti_torch_delete_tensor_object"),
-    ("libtorch_python.so", "_Z16THPVariable_WrapON2at10TensorBaseE"),
-    ("libtorch_cpu.so", "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE"),
-    ("libtorch_cpu.so", "_ZN2at25compositeimplicitautograd7is_conjERKNS_6TensorE"),
-    ("libc10.so", "_ZNK3c1010TensorImpl13requires_gradEv"),
+    "aoti_torch_get_storage_size",
+    "aoti_torch_get_storage_offset",
+    "aoti_torch_get_dtype",
+    "aoti_torch__reinterpret_tensor",
+    "aoti_torch__alloc_from_pool",
+    "aoti_torch_empty_strided",
+    "aoti_torch_get_data_ptr",
+    "aoti_torch_delete_tensor_object",
+    "_Z16THPVariable_WrapON2at10TensorBaseE",
+    "_ZN2at25compositeimplicitautograd6is_negERKNS_6TensorE",
+    "_ZN2at25compositeimplicitautograd7is_conjERKNS_6TensorE",
+    "_ZNK3c1010TensorImpl13requires_gradEv",
 )
-"""Functions of torch that the extension calls, with their libraries, in the order of ``_native/core.h``."""
+"""Functions of torch that the extension calls, in the order of ``_native/core.h``."""
 
 
-def _addresses() -> tuple[int, ...]:
-    folder = Path(torch.__file__).parent / "lib"
-    libraries = {name: ctypes.CDLL(str(folder / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW) for name, _ in _FUNCTIONS}
-    found = (ctypes.cast(getattr(libraries[library], name), ctypes.c_void_p).value for library, name in _FUNCTIONS)
-    return tuple(address or 0 for address in found)
+def _addresses() -> tuple[int | None, ...]:
+    path = Path(torch.__file__).parent / "lib" / "libtorch_python.so"
+    library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # finds those of its dependencies, too
+    return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS)
 
 
 def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:

@@ -39,9 +39,7 @@ typedef struct {
 
 typedef struct {
     PyObject_HEAD
-    Py_buffer table;
-    const Header *header;
-    int64_t *order, packed;
+    Table table;
     Block *blocks;
     int64_t count;
     int64_t *block_of; /* of each row */
@@ -179,12 +177,11 @@ static void blocks_dealloc(PyObject *object) {
         Py_XDECREF(self->blocks[i].tensor);
     }
     free(self->blocks);
-    free(self->order);
     free(self->block_of);
     free(self->runs);
     Py_XDECREF(self->make);
     Py_XDECREF(self->view);
-    if (self->header != NULL) PyBuffer_Release(&self->table);
+    table_end(&self->table);
     free_object(object);
 }
 
@@ -196,15 +193,15 @@ static bool begins(const Row *row, const Row *before, int sharing) {
 
 static void cut_table(Blocks *self, int sharing) {
     const Row *before = NULL;
-    for (int64_t i = 0; i < self->packed; i++) {
-        const Row *row = row_at(self->header, self->order[i]);
+    for (int64_t i = 0; i < self->table.packed; i++) {
+        const Row *row = row_at(self->table.header, self->table.order[i]);
         if (begins(row, before, sharing)) {
             self->blocks[self->count++] = (Block){.start = sharing == ONE ? 0 : row->offset, .end = row->offset, .first = i};
         }
         Block *block = &self->blocks[self->count - 1];
         if (row->offset + row->nbytes > block->end) block->end = row->offset + row->nbytes;
         block->last = i + 1;
-        self->block_of[self->order[i]] = self->count - 1;
+        self->block_of[self->table.order[i]] = self->count - 1;
         before = row;
     }
 }
@@ -238,7 +235,8 @@ static bool use_tensor(Block *block, PyObject *tensor) {
 static bool make_tensor(const Blocks *self, Block *block, int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype,
                         int device_type, int device_index) {
     if (self->make != NULL) {
-        PyObject *made = PyObject_CallFunction(self->make, "iNN", dtype, tuple_of(ndim, shape), tuple_of(ndim, stride));
+        PyObject *made = PyObject_CallFunction(self->make, "iNNii", dtype, tuple_of(ndim, shape), tuple_of(ndim, stride),
+                                               device_type, device_index);
         return use_tensor(block, made);
     }
     block->tensor = new_tensor(ndim, shape, stride, dtype, device_type, device_index, &block->address);
@@ -248,14 +246,14 @@ static bool make_tensor(const Blocks *self, Block *block, int64_t ndim, const in
 /* Make the tensor of a block. */
 static bool allocate(Blocks *self, Block *block, int sharing, int device_type, int device_index) {
     static const int64_t one = 1;
-    const Row *row = row_at(self->header, self->order[block->first]);
+    const Row *row = row_at(self->table.header, self->table.order[block->first]);
     block->is_leaf = sharing != ONE && block->last - block->first == 1;
     if (block->is_leaf) {
-        return make_tensor(self, block, row->ndim, row->sizes, row->sizes + self->header->width, row->dtype, device_type,
+        return make_tensor(self, block, row->ndim, row->sizes, row->sizes + self->table.header->width, row->dtype, device_type,
                            device_index);
     }
     int dtype = sharing == ONE ? torch.by_format['B'] : row->dtype;
-    int64_t size = sharing == ONE ? self->header->nbytes : (block->end - block->start) / torch.itemsize[dtype];
+    int64_t size = sharing == ONE ? self->table.header->nbytes : (block->end - block->start) / torch.itemsize[dtype];
     return make_tensor(self, block, 1, &size, &one, dtype, device_type, device_index);
 }
 
@@ -283,13 +281,13 @@ static bool is_one_memory(const Blocks *self, int64_t number, int64_t next, int6
 }
 
 /* Find which bytes of a host slab go where, from a table with the places that leaves have there. */
-static bool find_runs(Blocks *self, const Header *host, const int64_t *order, int64_t packed) {
-    Run *runs = malloc(sizeof(Run) * (size_t)(packed + 1));
+static bool find_runs(Blocks *self, const Table *host) {
+    Run *runs = malloc(sizeof(Run) * (size_t)(host->packed + 1));
     if (runs == NULL) return no_memory();
     int64_t count = 0;
-    for (int64_t i = 0; i < packed; i++) {
-        const Row *there = row_at(host, order[i]), *here = row_at(self->header, order[i]);
-        int64_t number = self->block_of[order[i]];
+    for (int64_t i = 0; i < host->packed; i++) {
+        int64_t index = host->order[i], number = self->block_of[index];
+        const Row *there = row_at(host->header, index), *here = row_at(self->table.header, index);
         if (there->nbytes == 0) continue;
         const Block *block = &self->blocks[number];
         Run next = {there->offset, there->offset + there->nbytes, block->address + (here->offset - block->start), number};
@@ -313,19 +311,15 @@ static bool find_runs(Blocks *self, const Header *host, const int64_t *order, in
 static Blocks *blocks_new(PyObject *type, PyObject *table, int sharing, bool is_cuda, bool by_shim) {
     Blocks *self = new_object(type);
     if (self == NULL) return NULL;
-    if (!table_of(table, &self->table, &self->header)) goto failed; /* which leaves the header at NULL */
+    if (!table_begin(&self->table, table)) goto failed;
     self->is_cuda = is_cuda;
-    self->order = rows_by_offset(self->header, &self->packed);
-    if (self->order == NULL) goto failed;
-    self->blocks = calloc((size_t)self->packed + 1, sizeof(Block));
-    self->block_of = malloc(sizeof(int64_t) * (size_t)(self->header->rows + 1));
+    self->blocks = calloc((size_t)self->table.packed + 1, sizeof(Block));
+    self->block_of = malloc(sizeof(int64_t) * (size_t)(self->table.header->rows + 1));
     if ((self->blocks == NULL || self->block_of == NULL) && !no_memory()) goto failed;
-    for (int64_t i = 0; i < self->packed; i++) {
-        const Row *row = row_at(self->header, self->order[i]);
-        if (!lies_in_slab(row, self->header->width, self->header->nbytes) || (by_shim && torch.scalar[row->dtype] < 0)) {
-            fail(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
+    for (int64_t i = 0; i < self->table.packed && by_shim; i++) {
+        bool is_known = torch.scalar[row_at(self->table.header, self->table.order[i])->dtype] >= 0;
+        if (!is_known && !fail(PyExc_ValueError, "the offset table names a dtype that torch's C shim doesn't know"))
             goto failed;
-        }
     }
     cut_table(self, sharing);
     return self;
@@ -334,44 +328,53 @@ failed:
     return NULL;
 }
 
-/* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors of a batch on torch's current
- * stream.
- *
- * sharing: 0 for one block, 1 for those of the table, 2 for one of each leaf. slab: a uint8 tensor to be used as the one block,
- * or None. make(dtype, shape, stride) and view(tensor, dtype, offset, shape, stride): torch's public functions, which are asked
- * if they are given. Without them it returns None where they are needed: in a mode, or where there is no memory, which they say
- * in torch's own words. */
-static PyObject *blocks_of(PyObject *type, PyObject *args) {
-    PyObject *table, *slab = NULL, *make = NULL, *cut = NULL;
-    int sharing, device_type, device_index;
-    if (!PyArg_ParseTuple(args, "Oiii|OOO:of", &table, &sharing, &device_type, &device_index, &slab, &make, &cut)) return NULL;
+/* Whether torch's C shim makes the tensors of a batch, or cuts this slab. */
+static bool goes_by_shim(PyObject *slab) {
     int64_t start;
-    if (slab == Py_None) slab = NULL;
-    if (make == NULL) {
-        if (!makes_views() || (slab != NULL && Py_TYPE(slab) != torch.tensor)) Py_RETURN_NONE;
-        if (slab != NULL && (torch.storage_offset(handle_of(slab), &start) || start % ALIGNMENT != 0)) Py_RETURN_NONE;
-    }
-    if (slab != NULL) sharing = ONE;
+    if (!makes_views()) return false;
+    if (slab == NULL) return true;
+    return Py_TYPE(slab) == torch.tensor && torch.storage_offset(handle_of(slab), &start) == 0 && start % ALIGNMENT == 0;
+}
+
+/* The blocks of a table, with tensors: by torch's C shim if `make` is NULL. NULL with an error, or without one where the shim
+ * finds no memory. */
+static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int device_type, int device_index, PyObject *slab,
+                             PyObject *make, PyObject *cut) {
     Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
     if (self == NULL) return NULL;
     self->make = held(make);
     self->view = held(cut);
-    for (int64_t i = 0; i < self->count; i++) {
+    bool is_good = true;
+    for (int64_t i = 0; i < self->count && is_good; i++) {
         Block *block = &self->blocks[i];
-        bool is_made = slab == NULL   ? allocate(self, block, sharing, device_type, device_index)
-                       : make != NULL ? use_tensor(block, held(slab))
-                                      : use_slab(block, slab, self->header->nbytes);
-        if (!is_made && slab == NULL && make == NULL) {
-            Py_DECREF(self);
-            Py_RETURN_NONE;
-        }
-        if (!is_made) goto failed;
+        is_good = slab == NULL   ? allocate(self, block, sharing, device_type, device_index)
+                  : make != NULL ? use_tensor(block, held(slab))
+                                 : use_slab(block, slab, self->table.header->nbytes);
     }
-    if (!find_runs(self, self->header, self->order, self->packed)) goto failed;
-    return (PyObject *)self;
-failed:
+    if (is_good && find_runs(self, &self->table)) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
+}
+
+/* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors of a batch on torch's current
+ * stream.
+ *
+ * sharing: 0 for one block, 1 for those of the table, 2 for one of each leaf. slab: a uint8 tensor to be used as the one block,
+ * or None. make(dtype, shape, stride, device_type, device_index) and view(tensor, dtype, offset, shape, stride): torch's public
+ * functions, which are asked where its C shim can't be: in a mode, or where there is no memory, which they say in torch's own
+ * words. */
+static PyObject *blocks_of(PyObject *type, PyObject *args) {
+    PyObject *table, *slab = NULL, *make = NULL, *cut = NULL;
+    int sharing, device_type, device_index;
+    if (!PyArg_ParseTuple(args, "Oiii|OOO:of", &table, &sharing, &device_type, &device_index, &slab, &make, &cut)) return NULL;
+    if (slab == Py_None) slab = NULL;
+    if (slab != NULL) sharing = ONE;
+    if (goes_by_shim(slab)) {
+        PyObject *made = blocks_with(type, table, sharing, device_type, device_index, slab, NULL, NULL);
+        if (made != NULL || PyErr_Occurred()) return made;
+    }
+    if (cut == NULL) return PyErr_Format(PyExc_RuntimeError, "torch's C shim makes no tensors here");
+    return blocks_with(type, table, sharing, device_type, device_index, slab, make, cut);
 }
 
 /* Take a tensor that was there before as the block of its leaf. */
@@ -401,12 +404,12 @@ static PyObject *blocks_into(PyObject *type, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO!p:into", &table, &PyList_Type, &leaves, &is_cuda)) return NULL;
     Blocks *self = blocks_new(type, table, EACH, is_cuda, false);
     if (self == NULL) return NULL;
-    bool is_good = PyList_Size(leaves) == self->header->rows ||
+    bool is_good = PyList_Size(leaves) == self->table.header->rows ||
                    fail(PyExc_ValueError, "there are not as many tensors as the offset table has leaves");
-    for (int64_t i = 0; is_good && i < self->packed; i++) {
-        is_good = use_existing(&self->blocks[i], PyList_GetItem(leaves, (Py_ssize_t)self->order[i]));
+    for (int64_t i = 0; is_good && i < self->table.packed; i++) {
+        is_good = use_existing(&self->blocks[i], PyList_GetItem(leaves, (Py_ssize_t)self->table.order[i]));
     }
-    if (is_good && find_runs(self, self->header, self->order, self->packed)) return (PyObject *)self;
+    if (is_good && find_runs(self, &self->table)) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
 }
@@ -476,12 +479,12 @@ static PyObject *blocks_small_copies(PyObject *object, PyObject *args) {
     if (!PyArg_ParseTuple(args, "LL", &least, &most)) return NULL;
     for (int64_t i = 0; i < self->run_count; i++) count += self->runs[i].end - self->runs[i].start < least;
     PyObject *rows = PyList_New(0);
-    for (int64_t i = 0, run = 0; rows != NULL && count > most && i < self->packed; i++) {
-        const Row *row = row_at(self->header, self->order[i]);
+    for (int64_t i = 0, run = 0; rows != NULL && count > most && i < self->table.packed; i++) {
+        const Row *row = row_at(self->table.header, self->table.order[i]);
         if (row->nbytes == 0) continue;
         while (run < self->run_count && self->runs[run].end <= row->offset) run++;
         if (run == self->run_count || self->runs[run].end - self->runs[run].start >= least) continue;
-        PyObject *index = PyLong_FromLongLong(self->order[i]);
+        PyObject *index = PyLong_FromLongLong(self->table.order[i]);
         if (index == NULL || PyList_Append(rows, index) != 0) Py_CLEAR(rows);
         Py_XDECREF(index);
     }
@@ -491,20 +494,15 @@ static PyObject *blocks_small_copies(PyObject *object, PyObject *args) {
 /* packed_as(table): take the places of another host slab, which may lack some of the leaves. */
 static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
     Blocks *self = (Blocks *)object;
-    Py_buffer buffer;
-    const Header *host;
-    if (!table_of(table, &buffer, &host)) return NULL;
-    bool is_done = false;
-    int64_t packed, *order = rows_by_offset(host, &packed);
-    bool is_alike = host->rows == self->header->rows;
-    for (int64_t i = 0; order != NULL && is_alike && i < packed; i++) {
-        const Row *there = row_at(host, order[i]), *here = row_at(self->header, order[i]);
-        is_alike = is_packed(here) && there->nbytes == here->nbytes && lies_in_slab(there, host->width, host->nbytes);
+    Table host;
+    if (!table_begin(&host, table)) return NULL;
+    bool is_alike = host.header->rows == self->table.header->rows;
+    for (int64_t i = 0; is_alike && i < host.packed; i++) {
+        const Row *there = row_at(host.header, host.order[i]), *here = row_at(self->table.header, host.order[i]);
+        is_alike = is_packed(here) && there->nbytes == here->nbytes;
     }
-    if (!is_alike) PyErr_SetString(PyExc_ValueError, "the offset table is of another batch");
-    if (order != NULL && is_alike) is_done = find_runs(self, host, order, packed);
-    free(order);
-    PyBuffer_Release(&buffer);
+    bool is_done = is_alike ? find_runs(self, &host) : fail(PyExc_ValueError, "the offset table is of another batch");
+    table_end(&host);
     if (!is_done) return NULL;
     Py_RETURN_NONE;
 }
@@ -549,11 +547,11 @@ static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
     unsigned long long host, stream;
     int is_page_locked;
     if (!PyArg_ParseTuple(args, "OKKp:pack_and_copy", &sources, &host, &stream, &is_page_locked)) return NULL;
-    Work work;
-    if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
+    Work work = {.leaves = NULL};
+    if (!work_begin(&work, &self->table, sources, self->table.header->nbytes, NULL, 0)) return NULL;
     char *slab = (char *)(uintptr_t)host;
     work_do(&work, slab);
-    return send_runs(self, slab, 0, self->header->nbytes, (void *)(uintptr_t)stream, is_page_locked);
+    return send_runs(self, slab, 0, self->table.header->nbytes, (void *)(uintptr_t)stream, is_page_locked);
 }
 
 /* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from page-locked memory of their own, where the
@@ -571,7 +569,7 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
         unsigned long long address;
         is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LLLK", &index, &start, &end, &address);
         if (!is_good) break;
-        const Row *row = index >= 0 && index < self->header->rows ? row_at(self->header, index) : NULL;
+        const Row *row = index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
         bool is_there = row != NULL && is_packed(row) && start >= 0 && start <= end && end <= row->nbytes;
         is_good = is_there || fail(PyExc_ValueError, "there are no such bytes of a leaf");
         if (!is_good) break;
@@ -593,16 +591,16 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     PyObject *sources;
     unsigned long long stream;
     if (!PyArg_ParseTuple(args, "OK:fill", &sources, &stream)) return NULL;
-    if (self->header->nbytes > AT_ONCE_BYTES) {
+    if (self->table.header->nbytes > AT_ONCE_BYTES) {
         return PyErr_Format(PyExc_ValueError, "the batch is too large to be sent from ordinary memory");
     }
-    Work work;
-    if (!work_begin(&work, self->table.obj, sources, self->header->nbytes, NULL, 0)) return NULL;
+    Work work = {.leaves = NULL};
+    if (!work_begin(&work, &self->table, sources, self->table.header->nbytes, NULL, 0)) return NULL;
     char *memory = malloc((size_t)work.nbytes + 1);
     if (memory != NULL) pack_all(work.leaves, work.count, memory, work.nbytes, false);
     work_end(&work);
     if (memory == NULL) return PyErr_NoMemory();
-    PyObject *result = send_runs(self, memory, 0, self->header->nbytes, (void *)(uintptr_t)stream, false);
+    PyObject *result = send_runs(self, memory, 0, self->table.header->nbytes, (void *)(uintptr_t)stream, false);
     free(memory);
     return result;
 }
@@ -611,7 +609,7 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
 
 /* Views share the block's storage, so that `record_stream` works, and each has a version counter of its own. */
 static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
-    int64_t width = self->header->width;
+    int64_t width = self->table.header->width;
     if (self->view != NULL) {
         return PyObject_CallFunction(self->view, "OiLNN", block->tensor, row->dtype, (long long)(row->offset - block->start),
                                      tuple_of(row->ndim, row->sizes), tuple_of(row->ndim, row->sizes + width));
@@ -629,10 +627,10 @@ static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
 static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
     Blocks *self = (Blocks *)object;
     if (!PyList_Check(others)) return PyErr_Format(PyExc_TypeError, "the leaves that are not packed are a list");
-    PyObject *leaves = PyList_New((Py_ssize_t)self->header->rows);
+    PyObject *leaves = PyList_New((Py_ssize_t)self->table.header->rows);
     Py_ssize_t other = 0;
-    for (int64_t i = 0; leaves != NULL && i < self->header->rows; i++) {
-        const Row *row = row_at(self->header, i);
+    for (int64_t i = 0; leaves != NULL && i < self->table.header->rows; i++) {
+        const Row *row = row_at(self->table.header, i);
         PyObject *leaf = NULL;
         if (is_packed(row)) {
             const Block *block = &self->blocks[self->block_of[i]];

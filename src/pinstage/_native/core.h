@@ -18,14 +18,14 @@
  * A header, then a row for each leaf of a batch, in its order; all of it int64. See `pinstage._batch._table`, which
  * reads the same with numpy. */
 
-#define TABLE_MAGIC INT64_C(0x70696e7374616703) /* "pinstag", version 3 */
+#define TABLE_MAGIC INT64_C(0x70696e7374616704) /* "pinstag", version 4 */
 enum { ALIGNMENT = 16 };
 enum { MOST_DTYPES = 63 };
 
 enum { OTHER, RAW, STRIDED, LAZY, MOVED, ALIAS }; /* kinds of rows */
 
 typedef struct {
-    int64_t magic, rows, width, nbytes, payload, packed, moved, others, dtypes;
+    int64_t magic, rows, width, nbytes;
 } Header;
 
 typedef struct {
@@ -37,7 +37,7 @@ typedef struct {
 } Row;
 
 _Static_assert(TABLE_MAGIC >> 8 == INT64_C(0x70696e73746167), "the last byte is the version");
-_Static_assert(sizeof(Header) == 72 && sizeof(Row) == 24 && offsetof(Row, kind) == 16 && offsetof(Row, block) == 20 &&
+_Static_assert(sizeof(Header) == 32 && sizeof(Row) == 24 && offsetof(Row, kind) == 16 && offsetof(Row, block) == 20 &&
                    offsetof(Row, sizes) == 24,
                "pinstage._batch._table reads them so; a change needs another version");
 
@@ -49,18 +49,42 @@ static inline Row *row_at(const Header *table, int64_t index) {
 
 static inline bool is_packed(const Row *row) { return row->kind == RAW || row->kind == STRIDED || row->kind == LAZY; }
 
+/* Sums of a table's rows: bytes of packed leaves, and leaves of each kind. */
+typedef struct {
+    int64_t payload, packed, moved, others;
+} Figures;
+
+/* Add a row; false if there are more bytes than can be counted. */
+static inline bool add_row(Figures *sum, const Row *row) {
+    sum->packed += is_packed(row);
+    sum->moved += row->kind == MOVED;
+    sum->others += row->kind == OTHER;
+    return !is_packed(row) || !__builtin_add_overflow(sum->payload, row->nbytes, &sum->payload);
+}
+
+/* The fields of `pinstage._batch._table.Table`. */
+PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum);
+
 /* A table in a bytes-like object; false with an error if it is none. Rows are not looked at. */
 bool table_of(PyObject *object, Py_buffer *buffer, const Header **table);
 
 /* Whether a packed row's leaf is dense, strides and all, and stays inside a slab of `nbytes`. */
 bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes);
 
-/* Give each packed row its place in the slab, and its block; return where the last one ends. `order` has room for all
- * packed rows. */
-int64_t place_rows(Header *table, char *rows, int64_t *order);
+/* Give each packed row its place in the slab, and its block, and the table the size of that. `order` has room for all packed
+ * rows. */
+void place_rows(Header *table, int64_t *order);
 
-/* The packed rows of a table in the order of their offsets, to be freed; how many there are. NULL with an error. */
-int64_t *rows_by_offset(const Header *table, int64_t *packed);
+/* A table whose packed rows stay inside its slab. */
+typedef struct {
+    Py_buffer buffer;
+    const Header *header;
+    int64_t *order, packed; /* the packed rows, in the order of their offsets */
+} Table;
+
+/* Take a table from Python; false with an error, and nothing to end. It may be ended twice. */
+bool table_begin(Table *self, PyObject *object);
+void table_end(Table *self);
 
 /* -- torch, as found when the extension was set up ------------------------------------------------------------------- */
 
@@ -171,14 +195,16 @@ int find_array(PyObject *object, Found *leaf);
 
 /* A batch about to be packed: its leaves in the order of their offsets. Holds its buffers until `work_end`. */
 typedef struct {
-    Py_buffer table, sources;
+    Table table; /* unless it is another's */
+    Py_buffer sources;
     Leaf *leaves;
     int64_t count, nbytes;
 } Work;
 
-/* `skip`: a byte for each row, `skips` of them, which is not 0 if the row is written elsewhere; or NULL. False with an
- * error. */
-bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips);
+/* Take the leaves of a table, which stays as long as the work. The work is all zeros, but for its own table. `skip`: a byte for
+ * each row, `skips` of them, which is not 0 if the row is written elsewhere; or NULL. False with an error, and nothing to end.
+ */
+bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips);
 void work_end(Work *work);
 
 /* Pack all leaves into a slab, in this thread, and end the work. */

@@ -146,7 +146,7 @@ static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     return 0;
 }
 
-/* See `pinstage._batch._describe.Described`. Objects to be kept alive go to `kept`. */
+/* See `pinstage._batch._describe.Described`. Tensors to be kept alive go to `kept`. */
 static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
     PyObject *number = PyLong_FromSsize_t(index);
     if (number == NULL) return -1;
@@ -154,24 +154,26 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     Py_DECREF(number);
     if (answer == NULL) return -1;
     int result = -1;
-    PyObject *shape, *stride, *source, *source_stride;
+    PyObject *sizes, *strides, *source;
     unsigned long long address;
-    long long nbytes;
-    if (!PyArg_ParseTuple(answer, "iiOOLOKO:described", &leaf->kind, &leaf->dtype, &shape, &stride, &nbytes, &source, &address,
-                          &source_stride))
-        goto done;
-    leaf->nbytes = nbytes;
+    int kind;
+    int64_t shape[MAX_DIMS], stride[MAX_DIMS];
+    if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) goto done;
     leaf->data = (const char *)(uintptr_t)address;
-    Py_ssize_t ndim = PySequence_Size(shape);
+    leaf->nbytes = 0; /* `find_tensor` may have come to that */
+    Py_ssize_t ndim = PySequence_Size(sizes);
     if (ndim < 0) goto done;
-    if (ndim > MAX_DIMS || leaf->kind < OTHER || leaf->kind > MOVED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
+    if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
         PyErr_SetString(PyExc_ValueError, "a leaf was described in a way that no table can have");
         goto done;
     }
     leaf->ndim = (int32_t)ndim;
-    if (read_sizes(shape, leaf->shape, leaf->ndim) || read_sizes(stride, leaf->stride, leaf->ndim)) goto done;
-    if (leaf->kind == STRIDED && read_sizes(source_stride, leaf->source_stride, leaf->ndim)) goto done;
-    if (source != Py_None && PyList_Append(kept, source) != 0) goto done;
+    if (read_sizes(sizes, shape, leaf->ndim) || read_sizes(strides, stride, leaf->ndim)) goto done;
+    bool is_data = kind == RAW || kind == LAZY;
+    if (is_data && arrange(leaf, shape, stride) != 0 && !fail(PyExc_OverflowError, "a leaf is larger than any memory"))
+        goto done;
+    if (kind != RAW) leaf->kind = kind; /* else that or STRIDED */
+    if (is_data && PyList_Append(kept, source) != 0) goto done;
     result = 0;
 done:
     Py_DECREF(answer);
@@ -209,50 +211,50 @@ static int64_t met_first(Met *met, PyObject *object, int64_t index) {
 /* -- the table ------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    char *rows, *sources;
-    int64_t width, count, room;
+    Header *table; /* with its rows behind it */
+    char *sources;
+    int64_t filled; /* rows */
 } Growing;
 
 static size_t source_bytes(int64_t width) { return sizeof(int64_t) * (size_t)(1 + width); }
 
-/* Make rows wider, for leaves of more dimensions. */
-static bool widen(Growing *table, int64_t width) {
-    char *rows = calloc((size_t)table->room + 1, row_bytes(width));
-    char *sources = calloc((size_t)table->room + 1, source_bytes(width));
-    if (rows == NULL || sources == NULL) {
-        free(rows);
-        free(sources);
+static int64_t *source_at(const Growing *self, int64_t index) {
+    return (int64_t *)(self->sources + source_bytes(self->table->width) * (size_t)index);
+}
+
+/* Make a table of that many dimensions, and copy the rows that are filled. */
+static bool widen(Growing *self, int64_t rows, int64_t width) {
+    Growing wide = {calloc(1, sizeof(Header) + row_bytes(width) * (size_t)rows), calloc((size_t)rows + 1, source_bytes(width)),
+                    self->filled};
+    if (wide.table == NULL || wide.sources == NULL) {
+        free(wide.table);
+        free(wide.sources);
         return no_memory();
     }
-    size_t kept = (size_t)table->width * sizeof(int64_t);
-    for (int64_t i = 0; i < table->count; i++) {
-        Row *from = (Row *)(table->rows + row_bytes(table->width) * (size_t)i),
-            *to = (Row *)(rows + row_bytes(width) * (size_t)i);
+    *wide.table = (Header){TABLE_MAGIC, rows, width, 0};
+    for (int64_t i = 0; i < self->filled; i++) {
+        const Row *from = row_at(self->table, i);
+        Row *to = row_at(wide.table, i);
+        size_t kept = (size_t)self->table->width * sizeof(int64_t);
         memcpy(to, from, sizeof(Row) + kept);
-        memcpy(to->sizes + width, from->sizes + table->width, kept);
-        memcpy(sources + source_bytes(width) * (size_t)i, table->sources + source_bytes(table->width) * (size_t)i,
-               source_bytes(table->width));
+        memcpy(to->sizes + width, from->sizes + self->table->width, kept);
+        memcpy(source_at(&wide, i), source_at(self, i), sizeof(int64_t) + kept);
     }
-    free(table->rows);
-    free(table->sources);
-    table->rows = rows;
-    table->sources = sources;
-    table->width = width;
+    free(self->table);
+    free(self->sources);
+    *self = wide;
     return true;
 }
 
-static PyObject *described(const Growing *table, const Header *header, PyObject *kept, bool has_lazy) {
-    size_t bytes = row_bytes(header->width) * (size_t)header->rows;
-    PyObject *data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof(Header) + bytes));
+static PyObject *described(const Growing *self, const Figures *sum, PyObject *kept, bool has_lazy) {
+    const Header *table = self->table;
+    size_t nbytes = sizeof(Header) + row_bytes(table->width) * (size_t)table->rows;
+    PyObject *data = PyBytes_FromStringAndSize((const char *)table, (Py_ssize_t)nbytes);
     if (data == NULL) return NULL;
-    PyObject *sources =
-        PyBytes_FromStringAndSize(table->sources, (Py_ssize_t)(source_bytes(header->width) * (size_t)header->rows));
-    char *to = PyBytes_AsString(data);
-    memcpy(to, header, sizeof(Header));
-    memcpy(to + sizeof(Header), table->rows, bytes);
-    return Py_BuildValue("((NLLLLLL)NON)", data, (long long)header->nbytes, (long long)header->payload,
-                         (long long)header->packed, (long long)header->moved, (long long)header->others,
-                         (long long)header->dtypes, sources, kept, PyBool_FromLong(has_lazy));
+    PyObject *figures = figures_of(data, table, sum);
+    Py_DECREF(data);
+    nbytes = source_bytes(table->width) * (size_t)table->rows;
+    return Py_BuildValue("(Ny#ON)", figures, self->sources, (Py_ssize_t)nbytes, kept, PyBool_FromLong(has_lazy));
 }
 
 /* Ask for the memory of leaves that come next: a batch's tensors are not in the caches, as a rule, and lie anywhere. */
@@ -276,16 +278,15 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         return NULL;
     bool are_plain = !may_be_dual();
     Py_ssize_t count = PyList_Size(leaves);
-    Growing table = {NULL, NULL, 0, 0, count};
+    Growing made = {NULL, NULL, 0};
     Met met = {NULL, NULL, 0};
     int64_t *order = NULL;
     PyObject *kept = PyList_New(0), *result = NULL;
     Found leaf;
     bool has_lazy = false;
-    Header header = {.magic = TABLE_MAGIC, .rows = count};
+    Figures sum = {0};
     if (kept == NULL) goto done;
-    if (!met_new(&met, count) || !widen(&table, 1)) goto done;
-    int64_t end = 0;
+    if (!met_new(&met, count) || !widen(&made, count, 1)) goto done;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *object = PyList_GetItem(leaves, i);
         if (object == NULL) goto done;
@@ -307,15 +308,14 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         }
         if (found == NOT_PLAIN) found = ask(plainly, object, i, kept, &leaf);
         if (found != 0) goto done;
-        if (leaf.ndim > table.width && !widen(&table, leaf.ndim)) goto done;
-        Row *row = (Row *)(table.rows + row_bytes(table.width) * (size_t)i);
-        int64_t *source = (int64_t *)(table.sources + source_bytes(table.width) * (size_t)i);
-        table.count = i + 1;
+        if (leaf.ndim > made.table->width && !widen(&made, count, leaf.ndim)) goto done;
+        Row *row = row_at(made.table, i);
+        int64_t *source = source_at(&made, i);
+        made.filled = i + 1;
         row->offset = -1;
         if (first != i) {
-            Row *same = (Row *)(table.rows + row_bytes(table.width) * (size_t)first);
-            if (same->kind == OTHER) { /* objects that aren't tensors may repeat */
-                header.others++;
+            if (row_at(made.table, first)->kind == OTHER) { /* objects that aren't tensors may repeat */
+                sum.others++;
             } else {
                 row->kind = ALIAS;
                 row->offset = first;
@@ -324,35 +324,29 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         }
         row->kind = (uint8_t)leaf.kind;
         row->dtype = (uint8_t)leaf.dtype;
-        header.others += leaf.kind == OTHER;
-        header.moved += leaf.kind == MOVED;
-        if (leaf.kind == OTHER || leaf.kind == MOVED) continue;
-        row->ndim = (uint8_t)leaf.ndim;
         row->nbytes = leaf.nbytes;
+        bool is_counted = add_row(&sum, row);
+        if (!is_packed(row)) continue;
+        row->ndim = (uint8_t)leaf.ndim;
         memcpy(row->sizes, leaf.shape, sizeof(int64_t) * (size_t)leaf.ndim);
-        memcpy(row->sizes + table.width, leaf.stride, sizeof(int64_t) * (size_t)leaf.ndim);
+        memcpy(row->sizes + made.table->width, leaf.stride, sizeof(int64_t) * (size_t)leaf.ndim);
         source[0] = (int64_t)(uintptr_t)leaf.data;
         if (leaf.kind == STRIDED) memcpy(source + 1, leaf.source_stride, sizeof(int64_t) * (size_t)leaf.ndim);
         has_lazy = has_lazy || leaf.kind == LAZY;
-        bool fits = leaf.nbytes <= INT64_MAX / 4 && end <= INT64_MAX / 4;
+        bool fits = is_counted && leaf.nbytes <= INT64_MAX / 4 && sum.payload - leaf.nbytes <= INT64_MAX / 4;
         if (!fits && !fail(PyExc_OverflowError, "batch is larger than any memory")) goto done;
-        header.packed++;
-        header.dtypes |= INT64_C(1) << leaf.dtype;
-        header.payload += leaf.nbytes;
-        end = (end + leaf.nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     }
-    header.width = table.width;
-    order = malloc(sizeof(int64_t) * (size_t)(header.packed + 1));
+    order = malloc(sizeof(int64_t) * (size_t)(sum.packed + 1));
     if (order == NULL && !no_memory()) goto done;
-    header.nbytes = place_rows(&header, table.rows, order);
-    result = described(&table, &header, kept, has_lazy);
+    place_rows(made.table, order);
+    result = described(&made, &sum, kept, has_lazy);
 done:
     Py_XDECREF(kept);
     free(order);
     free(met.objects);
     free(met.indexes);
-    free(table.rows);
-    free(table.sources);
+    free(made.table);
+    free(made.sources);
     return result;
 }
 

@@ -13,31 +13,27 @@ enum { ANSWER_MS = 20 };
 void work_end(Work *work) {
     free(work->leaves);
     PyBuffer_Release(&work->sources);
-    PyBuffer_Release(&work->table);
+    table_end(&work->table);
 }
 
-bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips) {
-    const Header *header;
-    int64_t *order = NULL, packed = 0, end = 0;
-    *work = (Work){.leaves = NULL};
-    if (!table_of(table, &work->table, &header)) return false;
-    if (PyObject_GetBuffer(sources, &work->sources, PyBUF_SIMPLE) != 0) goto failed;
+bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips) {
+    const Header *header = table->header;
     size_t source_bytes = sizeof(int64_t) * (size_t)(1 + header->width);
+    int64_t end = 0;
     work->nbytes = header->nbytes;
+    if (PyObject_GetBuffer(sources, &work->sources, PyBUF_SIMPLE) != 0) goto failed;
     if (header->nbytes > room || (size_t)work->sources.len != source_bytes * (size_t)header->rows ||
         (skip != NULL && skips != header->rows)) {
         fail(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
         goto failed;
     }
-    order = rows_by_offset(header, &packed);
-    if (order == NULL) goto failed;
-    work->leaves = malloc(sizeof(Leaf) * (size_t)(packed + 1));
+    work->leaves = malloc(sizeof(Leaf) * (size_t)(table->packed + 1));
     if (work->leaves == NULL && !no_memory()) goto failed;
-    for (; work->count < packed; work->count++) {
-        int64_t index = order[work->count];
+    for (; work->count < table->packed; work->count++) {
+        int64_t index = table->order[work->count];
         const Row *row = row_at(header, index);
-        if (row->offset < end || !lies_in_slab(row, header->width, header->nbytes)) {
-            PyErr_SetString(PyExc_ValueError, "the offset table leads outside of its slab");
+        if (row->offset < end) {
+            fail(PyExc_ValueError, "leaves of the offset table overlap");
             goto failed;
         }
         end = row->offset + row->nbytes;
@@ -53,10 +49,8 @@ bool work_begin(Work *work, PyObject *table, PyObject *sources, int64_t room, co
             .itemsize = torch.itemsize[row->dtype],
         };
     }
-    free(order);
     return true;
 failed:
-    free(order);
     work_end(work);
     return false;
 }
@@ -76,8 +70,8 @@ static PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     const char *skip = NULL;
     Py_ssize_t skips = 0;
     if (!PyArg_ParseTuple(args, "OOKL|z#:pack", &table, &sources, &address, &room, &skip, &skips)) return NULL;
-    Work work;
-    if (!work_begin(&work, table, sources, room, skip, skips)) return NULL;
+    Work work = {.leaves = NULL};
+    if (!table_begin(&work.table, table) || !work_begin(&work, &work.table, sources, room, skip, skips)) return NULL;
     work_do(&work, (char *)(uintptr_t)address);
     Py_RETURN_NONE;
 }
@@ -124,14 +118,15 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner, &most_threads, &reuses)) return NULL;
     JobObject *self = new_object((PyObject *)type);
     if (self == NULL) return NULL;
-    if (!work_begin(&self->work, table, sources, room, NULL, 0)) {
+    Work *work = &self->work;
+    if (!table_begin(&work->table, table) || !work_begin(work, &work->table, sources, room, NULL, 0)) {
         Py_DECREF(self);
         return NULL;
     }
     char *slab = (char *)(uintptr_t)address;
-    self->job = job_new(self->work.leaves, self->work.count, slab, self->work.nbytes, most_threads, reuses != 0);
+    self->job = job_new(work->leaves, work->count, slab, work->nbytes, most_threads, reuses != 0);
     if (self->job == NULL) {
-        work_end(&self->work);
+        work_end(work);
         Py_DECREF(self);
         return PyErr_NoMemory();
     }

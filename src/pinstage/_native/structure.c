@@ -111,29 +111,11 @@ static inline Py_ssize_t place_of(const Node *node, Py_ssize_t child) {
     return node->order == NULL ? child : node->order[child];
 }
 
-/* -- values of a dict, in the order in which it was filled ------------------------------------------------------------ */
+/* -- finding a structure out ----------------------------------------------------------------------------------------- */
 
 /* In a walk any object that is made may call the garbage collector, and any class that is looked up may have a `__hash__`
  * of its own. Both run Python, and other threads: they may change the batch and the handlers. Whatever comes from either is
  * held until the walk is done with it. */
-
-enum { FEW = 64 };
-
-/* Room for the children of a container: on the stack, if they are few. */
-static PyObject **children(Py_ssize_t count, PyObject **few) {
-    if (count <= FEW) return few;
-    PyObject **many = malloc(sizeof(PyObject *) * (size_t)count);
-    if (many == NULL) PyErr_NoMemory();
-    return many;
-}
-
-/* `count`: how many of them are held. */
-static void children_end(PyObject **all, Py_ssize_t count, PyObject **few) {
-    for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(all[i]);
-    if (all != few) free(all);
-}
-
-/* -- finding a structure out ----------------------------------------------------------------------------------------- */
 
 /* How deep a batch may be nested: each level takes more than 0.5 KiB of the stack, and a batch may have no end. Python's own
  * limit is the user's, and may be higher than any stack. */
@@ -189,21 +171,22 @@ static PyObject *dict_of(int32_t op, PyObject *object) {
 }
 
 static int find_dict(Walk *walk, int32_t op, PyObject *object, PyObject *type, PyObject *handler) {
-    PyObject *few[FEW], *key, *value, **values = NULL, *names = NULL, *dict = dict_of(op, object);
-    Py_ssize_t count = 0, node, at = 0, found = 0;
+    PyObject *key, *values = NULL, *names = NULL, *dict = dict_of(op, object);
+    Py_ssize_t count = 0, node, at = 0;
     bool is_text = true;
     int result = -1;
     if (dict == NULL) return -1;
-    do { /* making a tuple may run a finaliser that changes the dict */
+    do { /* making either may run a finaliser that changes the dict */
         Py_XDECREF(names);
+        Py_XDECREF(values);
         count = PyDict_Size(dict);
         names = PyTuple_New(count);
-    } while (names != NULL && PyDict_Size(dict) != count);
-    if (names == NULL || (values = children(count, few)) == NULL) goto done;
-    while (found < count && PyDict_Next(dict, &at, &key, &value)) {
+        values = names == NULL ? NULL : PyDict_Values(dict);
+    } while (values != NULL && PyList_Size(values) != count);
+    if (values == NULL) goto done;
+    for (Py_ssize_t i = 0; i < count && PyDict_Next(dict, &at, &key, NULL); i++) {
         is_text = is_text && Py_TYPE(key) == &PyUnicode_Type;
-        PyTuple_SetItem(names, found, held(key));
-        values[found++] = held(value);
+        PyTuple_SetItem(names, i, held(key));
     }
     if (op == DICT && !is_text) {
         PyObject *other = handler_of(walk->handlers, type);
@@ -215,10 +198,12 @@ static int find_dict(Walk *walk, int32_t op, PyObject *object, PyObject *type, P
     if (node < 0) goto done;
     result = 0;
     const int32_t *order = walk->self->nodes[node].order; /* the nodes may move */
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) result = find(walk, values[order == NULL ? i : order[i]]);
+    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
+        result = find(walk, PyList_GetItem(values, order == NULL ? i : order[i]));
+    }
 done:
     Py_XDECREF(names);
-    if (values != NULL) children_end(values, found, few);
+    Py_XDECREF(values);
     Py_DECREF(dict);
     return result;
 }
@@ -294,14 +279,16 @@ static PyObject *structure_of(PyObject *type, PyObject *args) {
 
 enum { FAILED = -1, UNKNOWN = 0, KNOWN = 1 };
 
+enum { FEW = 64 }; /* values of a dict that have room on the stack */
+
 static int follow(const Structure *self, Py_ssize_t *next, PyObject *object, PyObject *handlers, PyObject *leaves);
 
 static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers,
                        PyObject *leaves) {
-    PyObject *few[FEW], *key, *value, **values = NULL, *dict = dict_of(node->op, object);
     Py_ssize_t count = node->number, at = 0, found = 0;
+    PyObject *few[FEW], **values = count <= FEW ? few : malloc(sizeof(PyObject *) * (size_t)count);
+    PyObject *key, *value, *dict = values == NULL ? PyErr_NoMemory() : dict_of(node->op, object);
     int result = dict == NULL ? FAILED : PyDict_Size(dict) == count ? KNOWN : UNKNOWN;
-    if (result == KNOWN && (values = children(count, few)) == NULL) result = FAILED;
     while (result == KNOWN && found < count && PyDict_Next(dict, &at, &key, &value)) {
         PyObject *expected = PyTuple_GetItem(node->keys, found);
         if (key != expected &&
@@ -312,7 +299,8 @@ static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
         result = follow(self, next, values[place_of(node, i)], handlers, leaves);
     }
-    if (values != NULL) children_end(values, found, few);
+    for (Py_ssize_t i = 0; i < found; i++) Py_DECREF(values[i]);
+    if (values != few) free(values);
     Py_XDECREF(dict);
     return result;
 }

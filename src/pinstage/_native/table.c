@@ -55,12 +55,12 @@ static int group_of(const Row *row) { return row->nbytes < MEDIUM_FROM ? SMALL :
 static int key_of(const Row *row) { return group_of(row) << 8 | row->dtype; }
 
 /* Write the packed rows by size group and dtype; say how many there are. */
-static int64_t rows_by_key(const char *rows, size_t row_size, int64_t count, int64_t *order) {
+static int64_t rows_by_key(const Header *table, int64_t *order) {
     int64_t starts[GROUPS << 8], packed = 0;
     int last = 0;
     bool is_sorted = true;
-    for (int64_t i = 0; i < count; i++) {
-        const Row *row = (const Row *)(rows + row_size * (size_t)i);
+    for (int64_t i = 0; i < table->rows; i++) {
+        const Row *row = row_at(table, i);
         if (!is_packed(row)) continue;
         is_sorted = is_sorted && key_of(row) >= last;
         last = key_of(row);
@@ -68,8 +68,8 @@ static int64_t rows_by_key(const char *rows, size_t row_size, int64_t count, int
     }
     if (is_sorted) return packed;
     memset(starts, 0, sizeof starts);
-    for (int64_t i = 0; i < count; i++) {
-        const Row *row = (const Row *)(rows + row_size * (size_t)i);
+    for (int64_t i = 0; i < table->rows; i++) {
+        const Row *row = row_at(table, i);
         if (is_packed(row)) starts[key_of(row)]++;
     }
     for (int64_t key = 0, start = 0; key < GROUPS << 8; key++) {
@@ -77,20 +77,19 @@ static int64_t rows_by_key(const char *rows, size_t row_size, int64_t count, int
         starts[key] = start;
         start += here;
     }
-    for (int64_t i = 0; i < count; i++) {
-        const Row *row = (const Row *)(rows + row_size * (size_t)i);
+    for (int64_t i = 0; i < table->rows; i++) {
+        const Row *row = row_at(table, i);
         if (is_packed(row)) order[starts[key_of(row)]++] = i;
     }
     return packed;
 }
 
-int64_t place_rows(Header *table, char *rows, int64_t *order) {
-    size_t row_size = row_bytes(table->width);
-    int64_t packed = rows_by_key(rows, row_size, table->rows, order), end = 0, start = 0;
+void place_rows(Header *table, int64_t *order) {
+    int64_t packed = rows_by_key(table, order), end = 0, start = 0;
     uint32_t block = 0;
     for (int64_t i = 0; i < packed; i++) {
-        Row *row = (Row *)(rows + row_size * (size_t)order[i]);
-        const Row *before = i == 0 ? row : (Row *)(rows + row_size * (size_t)order[i - 1]);
+        Row *row = row_at(table, order[i]);
+        const Row *before = row_at(table, order[i == 0 ? 0 : i - 1]);
         if (key_of(row) != key_of(before) || (i > 0 && end + row->nbytes - start > MOST_IN_BLOCK[group_of(row)])) {
             block++;
             start = end;
@@ -99,7 +98,7 @@ int64_t place_rows(Header *table, char *rows, int64_t *order) {
         row->offset = end;
         end = (end + row->nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     }
-    return end;
+    table->nbytes = end;
 }
 
 /* The order of two rows of a table; an empty leaf comes before the one behind it. */
@@ -109,59 +108,64 @@ static int by_offset(const void *a, const void *b, void *table) {
     return one->nbytes < other->nbytes ? -1 : one->nbytes > other->nbytes;
 }
 
-int64_t *rows_by_offset(const Header *table, int64_t *packed) {
-    int64_t *order = malloc(sizeof(int64_t) * (size_t)(table->rows + 1));
-    if (order == NULL) return (int64_t *)PyErr_NoMemory();
-    *packed = rows_by_key((const char *)(table + 1), row_bytes(table->width), table->rows, order);
-    bool is_rising = true; /* as `place_rows` placed them */
-    for (int64_t i = 1; i < *packed && is_rising; i++) {
-        is_rising = row_at(table, order[i])->offset >= row_at(table, order[i - 1])->offset;
+bool table_begin(Table *self, PyObject *object) {
+    *self = (Table){.order = NULL};
+    if (!table_of(object, &self->buffer, &self->header)) return false;
+    const Header *header = self->header;
+    int64_t *order = self->order = malloc(sizeof(int64_t) * (size_t)(header->rows + 1));
+    bool is_good = order != NULL || no_memory(), is_rising = true; /* as `place_rows` placed them */
+    if (is_good) self->packed = rows_by_key(header, order);
+    for (int64_t i = 0; i < self->packed && is_good; i++) {
+        const Row *row = row_at(header, order[i]);
+        is_rising = is_rising && (i == 0 || row->offset >= row_at(header, order[i - 1])->offset);
+        is_good = lies_in_slab(row, header->width, header->nbytes) ||
+                  fail(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
     }
-    if (!is_rising) qsort_r(order, (size_t)*packed, sizeof(int64_t), by_offset, (void *)table);
-    return order;
+    if (!is_good) {
+        table_end(self);
+    } else if (!is_rising) {
+        qsort_r(order, (size_t)self->packed, sizeof(int64_t), by_offset, (void *)header);
+    }
+    return is_good;
+}
+
+void table_end(Table *self) {
+    free(self->order);
+    PyBuffer_Release(&self->buffer);
+    *self = (Table){.order = NULL};
+}
+
+PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum) {
+    return Py_BuildValue("(OLLLLL)", data, (long long)table->nbytes, (long long)sum->payload, (long long)sum->packed,
+                         (long long)sum->moved, (long long)sum->others);
 }
 
 static PyObject *figures(UNUSED PyObject *module, PyObject *object) {
     Py_buffer buffer;
     const Header *header;
     if (!table_of(object, &buffer, &header)) return NULL;
-    Header found = {header->magic, header->rows, header->width, header->nbytes, 0, 0, 0, 0, 0};
+    Figures sum = {0};
+    int64_t index = 0;
+    for (; index < header->rows; index++) {
+        const Row *row = row_at(header, index);
+        bool is_possible = is_packed(row)       ? lies_in_slab(row, header->width, header->nbytes)
+                           : row->kind == ALIAS ? row->offset >= 0 && row->offset < index
+                                                : row->kind == MOVED || row->kind == OTHER;
+        if (!is_possible || !add_row(&sum, row)) break;
+    }
     PyObject *result = NULL;
-    for (int64_t i = 0; i < header->rows; i++) {
-        const Row *row = row_at(header, i);
-        bool is_possible = true;
-        if (is_packed(row)) {
-            is_possible = lies_in_slab(row, header->width, header->nbytes) &&
-                          !__builtin_add_overflow(found.payload, row->nbytes, &found.payload);
-            found.packed++;
-            if (is_possible) found.dtypes |= INT64_C(1) << row->dtype;
-        } else if (row->kind == ALIAS) {
-            is_possible = row->offset >= 0 && row->offset < i;
-        } else if (row->kind == MOVED) {
-            found.moved++;
-        } else {
-            is_possible = row->kind == OTHER;
-            found.others++;
-        }
-        if (!is_possible) {
-            PyErr_Format(PyExc_ValueError, "row %lld leads outside of its %lld bytes, or has an unknown kind or dtype",
-                         (long long)i, (long long)header->nbytes);
-            goto done;
-        }
+    if (index == header->rows) {
+        result = figures_of(object, header, &sum);
+    } else {
+        PyErr_Format(PyExc_ValueError, "row %lld leads outside of its %lld bytes, or has an unknown kind or dtype",
+                     (long long)index, (long long)header->nbytes);
     }
-    if (memcmp(&found, header, sizeof found) != 0) {
-        PyErr_SetString(PyExc_ValueError, "its header says something else than its rows");
-        goto done;
-    }
-    result = Py_BuildValue("(LLLLLL)", (long long)header->nbytes, (long long)header->payload, (long long)header->packed,
-                           (long long)header->moved, (long long)header->others, (long long)header->dtypes);
-done:
     PyBuffer_Release(&buffer);
     return result;
 }
 
 PyMethodDef table_methods[] = {
     {"figures", figures, METH_O,
-     "figures(table): nbytes, payload, packed, moved, others, dtypes, if its rows agree with them."},
+     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows can be those of one."},
     {NULL, NULL, 0, NULL},
 };

@@ -23,7 +23,6 @@ from .._batch import (
     Sharing,
     Table,
     make_blocks,
-    make_publicly,
     pack,
 )
 from .._compat.calls import cuda_calls, ids_of
@@ -404,7 +403,8 @@ class CudaTarget(Target):
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
                 "device='cpu', or move batches by .to()"
             )
-        # Methods of others: a call each. No cycle: a forked child that collected events would be ended.
+        # Functions of others: no call more. No cycle: a forked child that collected events would be ended.
+        self.is_capturing = torch.cuda.is_current_stream_capturing  # type: ignore[method-assign]
         self.record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
         at_once = AtOnce(self.record)
         self.has_room, self.sent_at_once = at_once.has_room, at_once.add  # type: ignore[method-assign]
@@ -423,10 +423,6 @@ class CudaTarget(Target):
         """See `Target`."""
         with self.selected():
             self._cuda.set_stream(*ids_of(self.stream))
-
-    def is_capturing(self) -> bool:
-        """See `Target`."""
-        return torch.cuda.is_current_stream_capturing()
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
@@ -458,8 +454,7 @@ class CudaTarget(Target):
     def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:
         """See `Target`."""
         with _OnStream(stream) if stream is self.stream else NOTHING:
-            made: Blocks | None = _native.core.Blocks.of(table.data, sharing, 1, self.device.index, None)
-            return make_publicly(table, sharing, self.device) if made is None else made
+            return make_blocks(table, sharing, self.device)
 
     def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
