@@ -287,14 +287,14 @@ def _copy(held: Held, nbytes: int, device: str) -> float:
     return time.perf_counter() - began
 
 
-def run(allocate: Allocate, nbytes: int, device: str, repeats: int) -> dict[str, list[float]]:
-    """Measure some times, on an idle GPU and on a busy one; return the samples of each case."""
+def run(allocate: Allocate, nbytes: int, device: str, repeats: int, gpu: str) -> dict[str, list[float]]:
+    """Measure some times, with the GPU in each of some states; return the samples of each case."""
     samples: dict[str, list[float]] = {}
     cuda = torch.device(device).type == "cuda"
     states = {"idle": contextlib.nullcontext, "busy": partial(kernels, device)}
     with witnesses(device) if cuda else contextlib.nullcontext((float, float)) as others:
         for _ in range(repeats):
-            for state in states if cuda else ["idle"]:
+            for state in gpu.split(","):
                 with states[state]():
                     found = once(allocate, nbytes, device, *others)
                 for what, value in found.items():
@@ -307,7 +307,7 @@ def _cases(args: Any) -> list[Size]:
         return [Size(f"{what}, idle", args.nbytes) for what in (FIRST, LAST, RESIDENT, BACK)]
     return [
         Size(f"{what}, {state}", min(args.nbytes, COPIED_BYTES) if what == TO_DEVICE else args.nbytes)
-        for state in ("idle", "busy")
+        for state in args.gpu.split(",")
         for what in MEASURED
     ]
 
@@ -375,6 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 1 if a variant failed."""
     parser = script.parser(__doc__, repeats=1, repeats_help="runs of each way, on an idle GPU and on a busy one")
     parser.add_argument("--nbytes", type=int, default=48 * GIB, help="bytes to page-lock")
+    parser.add_argument("--gpu", default="idle,busy", help="idle, busy or both; without a GPU idle")
     parser.add_argument("--plot", type=Path, help="draw a PNG here, and one for dark pages beside it")
     parser.add_argument("--from", dest="source", type=Path, help="draw what this result file has; measure nothing")
     parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)
@@ -389,18 +390,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.smoke:
         args.nbytes = min(args.nbytes, 256 * MIB)
+    if torch.device(args.device).type != "cuda":
+        args.gpu = "idle"
     variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
     cases = _cases(args)
     if args.child:
         (variant,) = script.chosen(args.child, variants)
         harness.start_device(torch.device(args.device))
-        samples = run(variant.setup(args.device), args.nbytes, args.device, args.repeats)
+        samples = run(variant.setup(args.device), args.nbytes, args.device, args.repeats, args.gpu)
         harness.work(cases, lambda case: {"status": "ok", "detail": "", "total": samples[case.id]}, lambda: None)
         return 0
     variants = tuple(script.chosen(args.only, variants))
     if not args.smoke:
         torch.empty(args.nbytes, dtype=torch.uint8).zero_()
-    further = ["--nbytes", str(args.nbytes)]
+    further = ["--nbytes", str(args.nbytes), "--gpu", args.gpu]
     rows = script.collect("page_locking", __file__, variants, cases, args, further, judge=_share_resident)
     table.grid("idle and busy: ms, resident in %", rows, "median", "p10", "p90")
     status = script.finish("page_locking", rows, variants, args)

@@ -379,16 +379,18 @@ for name, module in {"DataLoader": "pinstage._loader", "audit": "pinstage.inspec
 
 
 def test_importing_pinstage_takes_little_longer_than_importing_torch():
-    # Seconds of the cpu: this machine may be busy with something else. A full garbage collection, which takes
-    # a tenth of a second with Python 3.13, would count for whatever is being imported.
+    # Seconds of the cpu, compared with torch's: this machine may be slow, or busy with something else. A full garbage
+    # collection, which takes a tenth of a second with Python 3.13, would count for whatever is being imported.
     code = """
-import gc, time, numpy, torch
+import gc, time
 gc.disable()
 began = time.process_time()
+import numpy, torch
+had_torch = time.process_time()
 import pinstage
-print(time.process_time() - began)
+print((time.process_time() - had_torch) / (had_torch - began))
 """
-    assert any(float(run_python(code)) <= 0.15 for _ in range(5))
+    assert any(float(run_python(code)) <= 0.12 for _ in range(5))
 
 
 def test_no_two_classes_share_a_name():

@@ -596,11 +596,11 @@ def test_batches_go_on_while_slabs_are_page_locked(monkeypatch):
     """A worker that has a slab goes on with that one."""
     take, taken, gate = ps.memory.SharedMemory._take, [], Gate()
 
-    def take_slowly(memory, nbytes):
+    def take_slowly(memory, nbytes, device):
         taken.append(nbytes)
         if len(taken) > 1:
             gate.pass_through()
-        return take(memory, nbytes)
+        return take(memory, nbytes, device)
 
     monkeypatch.setattr("pinstage.memory.SharedMemory._take", take_slowly)
     loader = make(num_workers=1, depth=0, timeout=PATIENCE_SECONDS / 2)
@@ -614,7 +614,7 @@ def test_batches_go_on_while_slabs_are_page_locked(monkeypatch):
 
 
 def test_refused_memory_warns_once_and_batches_arrive(monkeypatch):
-    def refuse(memory, nbytes):
+    def refuse(memory, nbytes, device):
         raise OSError("none left")
 
     monkeypatch.setattr("pinstage.memory.SharedMemory._take", refuse)

@@ -679,7 +679,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(pool, target):
 
 
 def test_a_failed_copy_gives_its_slab_back(pool, monkeypatch, target):
-    def fail(*_):
+    def fail(*_, **__):
         raise ZeroDivisionError
 
     x = torch.randn(40, 40, requires_grad=True)

@@ -468,7 +468,7 @@ def test_waiting_batches_are_returned_when_abandoned(make_stager):
     assert len(kept) == 4
 
 
-def test_batches_before_an_error_are_dropped_with_the_pass(stager):
+def test_batches_before_an_error_end_with_the_pass(stager):
     def read():
         yield from numbered(3)
         raise KeyError

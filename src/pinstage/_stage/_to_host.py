@@ -144,7 +144,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         leaves, start = self._leaves, 0
         for table in self._tables:
             others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
-            slab = self._host[start : start + table.nbytes]
+            slab = self._host[start : start + table.nbytes] if table.nbytes else None
             leaves = make_blocks(table, Sharing.ONE, _CPU, slab).leaves(others)
             start += table.nbytes
         return leaves
