@@ -57,7 +57,7 @@ class LoaderIterator:
         self._most_slabs = most_slabs
         slabs.iterators.add(self)
         self._counters = slabs.counters
-        self._run_ahead = RunAhead(slabs.target)
+        self._run_ahead = RunAhead()
         self._since: float | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -75,11 +75,11 @@ class LoaderIterator:
         Raises:
             PinstageError: the loader was closed meanwhile.
         """
-        began = time.perf_counter()
+        began, target = time.perf_counter(), self._slabs.target
         if self._is_closed_by_loader:
             raise PinstageError("cannot go on with this pass: its loader was closed; begin another one")
         try:
-            self._run_ahead.bound()
+            self._run_ahead.bound(target.record(target.consumer(None)))
             batch = self._next_batch()
             if self._counters.fallback_batches >= _ENOUGH_FALLBACKS:
                 self._warn_if_all_fell_back()

@@ -257,13 +257,17 @@ class Lease:
         return f"<Lease nbytes={self._nbytes} capacity={self._capacity} {state}>"
 
 
-def guard_until_release(lease: Lease, event: Fence | None) -> None:
-    """Name what the slab waits for should an interrupt prevent the release. `Lease.release` replaces it.
+def guard_until_release(lease: Lease, event: Fence | None) -> int:
+    """Name what the slab waits for should an interrupt prevent the release; return its address.
+
+    `Lease.release` replaces the event.
 
     Raises:
         LeaseError: the lease was released.
     """
-    lease._held("guard()").event = event
+    slab = lease._held("guard()")
+    slab.event = event
+    return slab.ptr
 
 
 def descriptor_of(lease: Lease) -> int | None:

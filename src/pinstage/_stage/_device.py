@@ -18,7 +18,6 @@ from .._batch import (
     WRAPPERS,
     Blocks,
     Gathering,
-    HostSlab,
     Parts,
     Sharing,
     Table,
@@ -282,14 +281,10 @@ class Target:
         copies = blocks.copy(*args)
         return copies if copies >= 0 else self._again(copies, blocks.copy, *args)
 
-    def pack_and_copy(self, blocks: Blocks, parts: Parts, lease: HostSlab, stream: Any, *, pinned: bool) -> int:
-        """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
-        host, nbytes = lease.data_ptr(), parts.table.nbytes
-        if parts.has_lazy:
-            pack(parts, lease)
-            return self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
+    def pack_and_copy(self, blocks: Blocks, parts: Parts, host: int, stream: Any, *, pinned: bool) -> int:
+        """Pack a small batch without lazy leaves into a host slab and copy it; otherwise as `copy`."""
         copies = blocks.pack_and_copy(parts.sources, host, getattr(stream, "cuda_stream", 0), pinned)
-        return copies if copies >= 0 else self.copy(blocks, host, 0, nbytes, stream, pinned=pinned)
+        return copies if copies >= 0 else self.copy(blocks, host, 0, parts.table.nbytes, stream, pinned=pinned)
 
     def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:
         """Copy ranges of leaves, as `Borrowed.leaves` has them, from page-locked memory; otherwise as `copy`."""

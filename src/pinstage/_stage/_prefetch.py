@@ -107,7 +107,7 @@ class Prefetcher(Generic[T]):
         return self._pass(Reading(self._source, read, self._stage, self._depth), place, active, call)
 
     def _pass(self, reading: Reading, place: _Place, active: object, call: Callable[..., None] | None) -> Iterator[T]:
-        run_ahead = RunAhead(self._target)
+        run_ahead, target = RunAhead(), self._target
         try:
             if reading.read_here():
                 _refuse_hidden_loader(self._source, active)
@@ -115,7 +115,7 @@ class Prefetcher(Generic[T]):
                     reading.start(call)
             while True:
                 yield self._hand_out(place, reading)
-                run_ahead.bound()
+                run_ahead.bound(target.record(target.consumer(None)))
         except Exhausted:
             place.said = None  # the source is at its end, too
         finally:

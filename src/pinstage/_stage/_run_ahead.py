@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 from .._pool import Fence
-from ._device import Target
 
 RUN_AHEAD = 3
 """Batches whose work the device may have before it: with two it is never idle, one more evens out the host's delays."""
@@ -43,23 +42,21 @@ class RunAhead:
     """Keeps a loop that never waits for the device from queueing work, and so taking device memory, without end.
 
     Args:
-        target: the device.
         most: batches whose work the device may have before it.
     """
 
-    def __init__(self, target: Target, most: int = RUN_AHEAD) -> None:
-        self._target = target
+    def __init__(self, most: int = RUN_AHEAD) -> None:
         self._most = most
         self._used: deque[Fence | None] = deque()  # what the consumer's streams had to do, batch by batch
 
-    def bound(self, event: Fence | None = None) -> None:
+    def bound(self, event: Fence | None) -> None:
         """Wait until the device has no more to do than the last batches; called once for each batch.
 
         Args:
-            event: behind this batch; None takes the work that the current stream has been given so far.
+            event: behind the work of this batch, or of those before it; None where there are no streams.
         """
         used = self._used
-        used.append(event or self._target.record(self._target.consumer(None)))
+        used.append(event)
         if len(used) > self._most:
             event = used.popleft()
             if event is not None and not event.query():  # asking lets go of no interpreter lock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -246,8 +246,10 @@ class Stager:
         self._threads = most_threads(pack_threads)
         self._borrow_pinned = borrow_pinned
         self._own_storage = check_own_storage(own_storage)
-        self._most_ahead = check_run_ahead(run_ahead)
-        self._run_ahead: dict[Any, RunAhead] = {}  # by the consumer's stream
+        most_ahead = check_run_ahead(run_ahead)
+        self._run_ahead: dict[Any, RunAhead] | None = None  # by the consumer's stream
+        if most_ahead is not None:
+            self._run_ahead = defaultdict(partial(RunAhead, most_ahead))
         self._keeping = None if keep_on_host is None else Keeping(keep_on_host)
         self._owns_pool = pool is None
         if pool is None:
@@ -675,15 +677,6 @@ class Stager:
             self._padding_bytes += nbytes - payload
             self._passthrough_leaves += passthrough
 
-    def _bound(self, consumer: Any, event: Fence | None = None) -> None:
-        """Wait while the device is too far behind; see `RunAhead`."""
-        if self._most_ahead is None or consumer is None:
-            return
-        run_ahead = self._run_ahead.get(consumer)
-        if run_ahead is None:
-            run_ahead = self._run_ahead.setdefault(consumer, RunAhead(self._target, self._most_ahead))
-        run_ahead.bound(event)
-
     def _send(
         self,
         parts: Parts,
@@ -716,11 +709,14 @@ class Stager:
                 sent = self._send_at_once(parts, make, stream, is_watched=is_watched)
                 if sent is not None:
                     return sent
-            if is_bounded and not is_small and not is_capturing:
-                self._bound(consumer)
+            run_ahead = None
+            if is_bounded and not is_capturing and consumer is not None and self._run_ahead is not None:
+                run_ahead = self._run_ahead[consumer]
+            if run_ahead is not None and not is_small:
+                run_ahead.bound(target.record(consumer))
             sent = self._send_through_slab(parts, make, stream, borrows)
-            if is_small:
-                self._bound(consumer, sent.event)
+            if run_ahead is not None and is_small:
+                run_ahead.bound(sent.event)
             return sent
 
     def _send_at_once(self, parts: Parts, make: Callable[[], Blocks], stream: Any, *, is_watched: bool) -> Sent | None:
@@ -752,9 +748,9 @@ class Stager:
         borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
         rest = parts if borrowed is None else borrowed.rest
         lease = self._acquire(rest.table.nbytes, into=into) if rest.table.nbytes else None
+        copies = host = 0
         if lease is not None:
-            guard_until_release(lease, stream)  # an interrupt may come before the release
-        copies = 0
+            host = guard_until_release(lease, stream)  # an interrupt may come before the release
         try:
             if borrowed is not None:
                 reaper.start()
@@ -768,10 +764,10 @@ class Stager:
             elif lease.nbytes < rest.table.nbytes:
                 blocks = make()
                 copies += self._copy_in_parts(rest, lease, blocks, stream)
-            elif borrowed is None and rest.table.nbytes < SMALL_BYTES:
+            elif borrowed is None and rest.table.nbytes < SMALL_BYTES and not rest.has_lazy:
                 blocks = make()
                 with step("pack"):
-                    copies = target.pack_and_copy(blocks, rest, lease, stream, pinned=self._is_pinned)
+                    copies = target.pack_and_copy(blocks, rest, host, stream, pinned=self._is_pinned)
             else:
                 blocks, packed = self._pack_and_copy(rest, lease, make, stream)
                 copies += packed
