@@ -98,7 +98,7 @@ def _region(device: str, **options: Any) -> Allocate:
         def release() -> None:
             full = _resident()
             region.close()  # and another thread frees it
-            while _resident() > full - 0.9 * nbytes:
+            while _resident() > full - 0.99 * nbytes:
                 time.sleep(0.001)
 
         return Held(region.synchronize, part, release)
