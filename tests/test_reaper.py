@@ -1,5 +1,8 @@
 """The thread that does what finalisers leave."""
 
+import subprocess
+import sys
+
 from doubles import ManualEvent, wait_until
 
 from pinstage._reaper import Reaper
@@ -32,3 +35,35 @@ def test_a_task_that_waits_holds_up_no_other():
         reaper.tasks.put(Counted(done))
     wait_until(lambda: len(done) == 2000)
     event.finish()
+
+
+AT_THE_END = """
+import atexit, time
+
+calls = []
+
+def count():  # after all others, since it is registered first
+    began = len(calls)
+    time.sleep(0.3)
+    print(began > 0, len(calls) - began)
+
+atexit.register(count)
+
+from pinstage._reaper import reaper
+
+class Polled:
+    def reap(self):
+        calls.append(self)
+        return False
+
+reaper.start()
+reaper.tasks.put(Polled())
+while not calls:
+    time.sleep(0.001)
+"""
+
+
+def test_no_task_begins_at_the_end_of_the_program():
+    """It would ask an event, and a call of CUDA that returns while Python ends aborts the program."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("True 0\n", "", 0)

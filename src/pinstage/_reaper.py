@@ -30,6 +30,20 @@ _EXIT_SECONDS = 10.0
 running: dict[Any, None] = {}
 """Tasks that our threads are doing now; written by these."""
 
+ending: list[bool] = []
+"""Not empty from when the end of the program has begun to wait for them."""
+
+
+def begin(task: Any) -> bool:
+    """Note that the calling thread does a task; say whether it may: not at the end of the program.
+
+    Noted first and asked then: so either the end of the program finds the task, or the task finds the end.
+    """
+    running[task] = None
+    if ending:
+        running.pop(task, None)
+    return not ending
+
 
 class Task(Protocol):
     """A task for the reaper."""
@@ -110,7 +124,8 @@ class Reaper:
             while not tasks or not self.tasks.empty():  # all of them: a task that waits must not delay others
                 tasks.append(self.tasks.get())
             while tasks:
-                running[self] = None
+                while not begin(self):
+                    time.sleep(_EXIT_SECONDS)
                 if not self._is_done(tasks[0]):
                     unfinished.append(tasks[0])
                 del tasks[0]  # the last reference to it, perhaps
@@ -140,6 +155,7 @@ def _forget() -> None:
     Things stay alive. The end of an event, or of page-locked memory, calls CUDA, which ends a forked child.
     """
     running.clear()
+    ending.clear()
     _of_parents.append(vars(reaper).copy())
     reaper.__init__()  # type: ignore[misc]
 
@@ -149,6 +165,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @atexit.register
 def _wait_for_the_last() -> None:
+    ending.append(True)
     deadline = time.monotonic() + _EXIT_SECONDS
     while running and time.monotonic() < deadline:
         time.sleep(0.001)

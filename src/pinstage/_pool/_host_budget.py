@@ -28,7 +28,7 @@ from typing import Any
 
 from .._compat.calls import ownership
 from .._memory import Block, MemoryResource, PageableMemory, as_called_here
-from .._reaper import running
+from .._reaper import begin, running
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
 
@@ -270,7 +270,8 @@ class LimitedMemory:
             pool = watched()
             if not self._held and (pool is None or pool.closed):
                 return self.end()
-            running[self] = None  # the end of the program waits for calls of CUDA
+            if not begin(self):
+                return None
             with contextlib.suppress(Exception), as_called_here()():  # users of the pool get such errors
                 self._look(pool)
             del pool, running[self]

@@ -11,7 +11,6 @@ The reaper calls `Chunks.reap` when the last view is gone.
 from __future__ import annotations
 
 import _thread
-import atexit
 import contextlib
 import os
 import threading
@@ -25,7 +24,7 @@ import torch
 
 from .._memory import REFUSALS, HostRange, disregard_captures, remedy
 from .._pool import Fence
-from .._reaper import reaper, running, warn
+from .._reaper import begin, ending, reaper, running, warn
 from .._sizes import format_bytes
 from ..errors import PinningError, StagingWarning
 
@@ -36,9 +35,6 @@ Progress = Callable[[int, int], object]
 
 _living: dict[int, Chunks] = {}
 """Those in use, by `id`, for stagers that meet a tensor."""
-
-_is_ending = threading.Event()
-atexit.register(_is_ending.set)
 
 
 class Chunks:
@@ -140,7 +136,7 @@ class Chunks:
                 chunks = list(pairwise(self.ends)) if self.ready < self.ends[-1] else []
                 touching = [ahead.submit(memory.touch, *chunk) for chunk in chunks[:1]]
                 for number, chunk in enumerate(chunks, 1):
-                    if self._stops or _is_ending.is_set():
+                    if self._stops or ending:
                         break
                     touching.pop().result()
                     touching += [ahead.submit(memory.touch, *following) for following in chunks[number : number + 1]]
@@ -214,8 +210,7 @@ class Chunks:
     def _free(self) -> None:
         if self.memory.device >= 0:
             disregard_captures()
-        if self._unregister():
-            running[self] = None
+        if self._unregister() and begin(self):
             self.memory.free()
             running.pop(self)
             self._on_end()
@@ -223,13 +218,12 @@ class Chunks:
     def _unregister(self) -> bool:
         """Unregister all chunks, with pauses; say whether the memory can be given back."""
         is_free = True
-        while self._registered and not _is_ending.is_set():
-            running[self] = None
+        while self._registered and begin(self):
             with contextlib.suppress(StagingWarning):  # made an error
                 is_free = self.memory.unregister(*self._registered.pop()) and is_free
             running.pop(self)
             time.sleep(_PAUSE_SECONDS)
-        return is_free and not _is_ending.is_set()
+        return is_free
 
 
 def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int]]:

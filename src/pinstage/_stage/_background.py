@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from .._memory import as_called_here
 from .._pool import give_up_waiting_if
-from .._reaper import running
+from .._reaper import begin, running
 from ..errors import PinstageError
 from ._device import Target
 from ._hand_over import HandOver
@@ -201,9 +201,8 @@ class Reading:
             read = self._read()
         except BaseException as error:  # noqa: BLE001 - raised when its turn comes
             read = error
-        while _ended:  # too late for anything
+        while not begin(self):  # too late for anything
             time.sleep(_WAIT_SECONDS)
-        running[self] = None
         try:
             return self.is_left or self._hand_over(read)
         except BaseException as error:  # noqa: BLE001 - raised when its turn comes
@@ -276,8 +275,6 @@ def _place_of(thread: int) -> str:
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 
-_ended: list[bool] = []
-
 
 @atexit.register  # before the reaper's, which waits for running tasks
 def _end() -> None:
@@ -289,7 +286,6 @@ def _end() -> None:
                 thread, error = ctypes.c_ulong(reading.thread), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
         _are_left()
-    _ended.append(True)
 
 
 def _are_left() -> bool:
