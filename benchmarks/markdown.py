@@ -577,6 +577,7 @@ def page_locking(result: dict[str, Any] | None = None) -> str:
         "own launch, ms": ("own launch, idle", 1),
         "beside a busy GPU, ms": ("own launch, busy", 1),
         "freed, s": ("given back, idle", 1e-3),
+        "freed beside a busy GPU, s": ("given back, busy", 1e-3),
     }
     ways = result["settings"]["variants"]
     lines = head([f"{nbytes / 2**30:g} GiB", *ways.values()])
