@@ -533,6 +533,20 @@ def test_wait_fills_destinations_from_the_slab(stager, held):
     assert stager.pool.stats().free_slabs == 1
 
 
+def test_a_failed_fetch_names_its_destinations(stager, monkeypatch):
+    def fail(*copies, **_):
+        del copies  # a frame that isn't pinstage's keeps what it has: views of the slab
+        raise RuntimeError("the copy failed")
+
+    monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
+    monkeypatch.setattr(Target, "to_host", fail)
+    tree = {"large": torch.ones(1 << 17), "small": torch.ones(3)}
+    with pytest.raises(RuntimeError, match="the copy failed") as caught:
+        stager.fetch(tree, out={name: torch.zeros_like(tensor) for name, tensor in tree.items()})
+    assert caught.value.__notes__ == ["may be written in part: out['large']"]
+    assert stager.pool.stats().free_slabs == 1
+
+
 def test_page_locked_destinations_need_no_slab(stager, held, monkeypatch):
     monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
     place = torch.zeros(100_000)

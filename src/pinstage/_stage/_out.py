@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -49,6 +49,9 @@ SCRATCH_BYTES = 64 << 20
 
 NOTHING = take_apart([]).table
 """The offset table of no tensors: `out=` makes none."""
+
+_MOST_PATHS = 8
+"""Paths that a note names."""
 
 _CPU = torch.device("cpu")
 _ITEMSIZES = np.array([0 if dtype is None else dtype.itemsize for dtype in DTYPES])
@@ -162,6 +165,14 @@ def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
                 integer = INTEGERS[place.itemsize]
                 places[at], sources[at] = place.view(integer), source.view(integer)
         copy_each(places, sources)
+
+
+def note_written(error: BaseException, structure: Structure, leaves: Iterable[int]) -> None:
+    """Note in the error of a call that failed which tensors of ``out`` it may have written."""
+    paths, written = structure.paths(), sorted(leaves)
+    if written:
+        shown = ", ".join(f"out{paths[index]}" for index in written[:_MOST_PATHS])
+        error.add_note(f"may be written in part: {shown}{', ...' if len(written) > _MOST_PATHS else ''}")
 
 
 @contextmanager

@@ -56,7 +56,7 @@ from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Targets, target_for
-from ._out import NOTHING, Direct, OutPlan, copy_through, plan_for, writing
+from ._out import NOTHING, Direct, OutPlan, copy_through, note_written, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, fetch
@@ -90,9 +90,6 @@ _LEAST_SLAB_BYTES = 1 << 20
 
 _LEAST_OF_CAP_BYTES = 4096
 """A cap below this size is too small for any batch."""
-
-_MOST_PATHS = 8
-"""Paths that a note names."""
 
 
 def _same(blocks: Blocks) -> Blocks:
@@ -886,10 +883,7 @@ class Stager:
             for stream in (target.consumer(None), target.stream):
                 if (event := target.record(stream)) is not None:
                     event.synchronize()
-        if begun:
-            paths = plan.parts.structure.paths()
-            shown = ", ".join(f"out{paths[index]}" for index in sorted(begun)[:_MOST_PATHS])
-            error.add_note(f"may be written in part: {shown}{', ...' if len(begun) > _MOST_PATHS else ''}")
+        note_written(error, plan.parts.structure, begun)
 
     def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
         """Do what `_pack_and_copy` does through a slab that is smaller than the batch.

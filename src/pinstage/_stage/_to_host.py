@@ -44,7 +44,7 @@ from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
-from ._out import DIRECT_FROM_BYTES, OutPlan, check, copy_all, in_order, make_readable, writing
+from ._out import DIRECT_FROM_BYTES, OutPlan, check, copy_all, in_order, make_readable, note_written, writing
 from ._transfer import move
 
 _MOST_GATHERINGS = 16
@@ -264,7 +264,7 @@ def fetch(
                 place.copy_(source)
         torch.autograd.graph.increment_version(list(direct.values()))
     shares = {device: _gathering(table, targets) for device, table in tables.items()}
-    host, event, copies = _copy_out(shares, parts.leaves, direct, acquire, targets, hold=hold)
+    host, event, copies = _copy_out(shares, parts, direct, acquire, targets, hold=hold)
     if keep is not None:
         keep(event, list(direct.values()))
     arranged = [share.table for share in shares.values()]
@@ -327,7 +327,7 @@ def _gathering(table: Table, targets: Targets) -> Gathering:
 
 def _copy_out(
     shares: dict[torch.device, Gathering],
-    leaves: list[Any],
+    parts: Parts,
     direct: dict[int, torch.Tensor],
     acquire: Callable[[int], Lease],
     targets: Targets,
@@ -338,7 +338,7 @@ def _copy_out(
 
     Args:
         shares: how each device's leaves get into its part of the slab.
-        leaves: of the tree.
+        parts: of the tree.
         direct: destinations that are written without a slab, by leaf.
         acquire: leases a host slab of a number of bytes.
         targets: the stager's.
@@ -359,13 +359,13 @@ def _copy_out(
     event = None
     try:
         host = torch.empty(0, dtype=torch.uint8, device="cpu") if lease is None else lease.tensor()
-        events, copies = _start(shares, leaves, direct, host, targets, hold)
+        events, copies = _start(shares, parts.leaves, direct, host, targets, hold)
         after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
     except BaseException as error:
         if direct:
             with suppress(Exception):  # of a device that has failed
                 after.synchronize()
-            error.add_note(f"{len(direct)} page-locked tensors of out may be written in part")
+            note_written(error, parts.structure, direct)
         clear_own_frames(error)  # who keeps the error must not keep views of the slab
         host = None
         raise
