@@ -63,7 +63,7 @@ while not calls:
 """
 
 
-def test_no_task_begins_at_the_end_of_the_program():
+def test_no_task_begins_while_the_program_ends():
     """It would ask an event, and a call of CUDA that returns while Python ends aborts the program."""
     done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("True 0\n", "", 0)
