@@ -145,7 +145,7 @@ class SlabBroker:
         return f"{'; '.join(workers)}; all workers hold {held} of {cap}; raise max_bytes"
 
     def close(self) -> None:
-        """Stop answering workers: those that wait for a slab fail. Nothing is released yet: they may still write."""
+        """Stop answering workers: the ones waiting for a slab fail. Nothing is released yet: they may still write."""
         self._closing = True
         for channel in self._channels:
             shut_down(channel)

@@ -70,7 +70,7 @@ def surroundings_of(target: Target) -> Callable[..., None]:
 
 
 class Exhausted(Exception):  # noqa: N818 - handed over behind the last batch
-    """There are no more batches."""
+    """All batches have been handed over."""
 
 
 class _Stopped(Exception):  # noqa: N818

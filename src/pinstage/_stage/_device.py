@@ -193,7 +193,7 @@ class Target:
 
     device = torch.device("cpu")
     stream: Any = None
-    """The stream of its own for copies to it, which is done when none is under way; None where there are no streams."""
+    """The stream of its own for copies to it, which is done when none is under way; None without streams."""
     out_stream: Any = None
     """The same for copies from it: the bus carries both directions at once."""
 
@@ -215,7 +215,7 @@ class Target:
         """Let all further work of this thread on the device go to `stream`."""
 
     def consumer(self, stream: Any) -> Any:  # noqa: ARG002
-        """Return the stream that is meant: the current one for None; None where there are no streams."""
+        """Return the stream that is meant: the current one for None; None without streams."""
         return None
 
     def is_default(self) -> bool:
@@ -223,7 +223,7 @@ class Target:
         return True
 
     def record(self, stream: Any) -> Fence | None:  # noqa: ARG002
-        """Mark this point of a stream; None where there are no streams."""
+        """Mark this point of a stream; None without streams."""
         return None
 
     def wait(self, event: Any, stream: Any) -> None:
@@ -398,7 +398,7 @@ class CudaTarget(Target):
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
                 "device='cpu', or move batches by .to()"
             )
-        # Functions of others: no call more. No cycle: a forked child that collected events would be ended.
+        # Set here, so that they take no second call. No cycle: a forked child that collected events would be ended.
         self.is_capturing = torch.cuda.is_current_stream_capturing  # type: ignore[method-assign]
         self.record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
         at_once = AtOnce(self.record)
@@ -420,7 +420,7 @@ class CudaTarget(Target):
             self._cuda.set_stream(*ids_of(self.stream))
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
-        """See `Target`. The last current stream is kept: making an object of it takes ten times as long."""
+        """See `Target`. The last current stream is kept: making an object of it is ten times slower."""
         if stream is not None:
             return stream
         ids = self._cuda.stream(self.device.index)
@@ -530,7 +530,7 @@ class Targets:
 
 
 shared_targets = Targets()
-"""Of the process, for those who need no streams of their own."""
+"""The targets of the process, for users that can share their streams."""
 
 
 def target_for(device: torch.device | str | int | None) -> Target:

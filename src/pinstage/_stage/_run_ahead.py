@@ -53,7 +53,7 @@ class RunAhead:
         """Wait until the device has no more to do than the last batches; called once for each batch.
 
         Args:
-            event: behind the work of this batch, or of those before it; None where there are no streams.
+            event: behind the work of this batch, or of those before it; None without streams.
         """
         used = self._used
         used.append(event)

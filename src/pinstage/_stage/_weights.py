@@ -37,9 +37,9 @@ Shape: TypeAlias = tuple[int, ...] | None
 
 
 def _opened(tensors: Any) -> tuple[dict[str, Shape] | None, Callable[[Iterable[str]], Iterable[tuple[str, Any]]]]:
-    """Return the shapes of a checkpoint's tensors, and what reads those of some names.
+    """Return the shapes of a checkpoint's tensors, and a function that reads tensors by name.
 
-    Where names aren't known beforehand there are no shapes, and all tensors are read.
+    If names aren't known beforehand, the shapes are empty and all tensors are read.
     """
     if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
         shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118

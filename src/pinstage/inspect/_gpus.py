@@ -87,7 +87,7 @@ def find_gpus(root: Path, smi: Smi) -> list[Gpu]:
 
 
 def find_links(smi: Smi) -> dict[str, Link]:
-    """Ask nvidia-smi for the PCIe links, by the UUIDs of their GPUs; those that it doesn't know are left out."""
+    """Ask nvidia-smi for the PCIe links, by the UUIDs of their GPUs; unknown ones are left out."""
     fields = "uuid,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
     printed = smi([f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     rows = re.findall(r"^GPU-(\S+), (\d+), (\d+), (\d+)\s*$", printed, re.MULTILINE)

@@ -177,7 +177,7 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def can_leave(tensor: torch.Tensor, pool: SlabPool) -> bool:
-    """Say whether a tensor's bytes are of use in a pool: not a parameter's or subclass's, nor where there is no bus."""
+    """Say whether a tensor's bytes are of use in a pool: not a parameter's or subclass's, nor without a bus between."""
     if type(tensor) is not torch.Tensor or not has_plain_memory(tensor):
         return False
     return tensor.is_cuda or (tensor.is_cpu and not pool.memory.is_pinned)
