@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import queue
 import random
 import sys
 import threading
@@ -166,20 +167,18 @@ def test_a_small_pool_serves_threads_in_turn(make_pool, background):
 
 def test_leases_and_views_may_end_in_any_thread(make_pool, memory, background):
     pool = make_pool(20_000)
-    parcels = deque()
+    parcels = queue.Queue(maxsize=30)
 
     def make():
         for step in range(150):
             lease = pool.acquire(100 + step, timeout=LONGEST_WAIT_SECONDS)
             view = lease.tensor()
             view.fill_(step)
-            parcels.append((lease, view, step))
-            wait_until(lambda: len(parcels) < 30)
+            parcels.put((lease, view, step), timeout=LONGEST_WAIT_SECONDS)
 
     def end():
         for _ in range(150):
-            wait_until(lambda: bool(parcels))
-            lease, view, step = parcels.popleft()
+            lease, view, step = parcels.get(timeout=LONGEST_WAIT_SECONDS)
             lease.release()
             assert torch.equal(view, torch.full_like(view, step))
             del view, lease
