@@ -53,13 +53,8 @@ docs: $(VENV)/.stamp-docs $(VENV)/.stamp-test ## check the words of the docs, bu
 bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENCH_ARGS)
 	$(BIN)/python benchmarks/comparison --out benchmarks/results/staging.json --plot docs/scaling.png $(BENCH_ARGS)
 
-bench-smoke: $(VENV)/.stamp-bench ## run the benchmarks in small, without a GPU (BENCH_ARGS)
-	$(BIN)/python benchmarks/comparison --smoke $(BENCH_ARGS)
-	$(BIN)/python benchmarks/loader.py --smoke
-	$(BIN)/python benchmarks/loops.py --smoke
-	$(BIN)/python benchmarks/to_host.py --smoke
-	$(BIN)/python benchmarks/offload.py --smoke
-	$(BIN)/python benchmarks/checkpoint.py --smoke
+bench-smoke: $(VENV)/.stamp-bench $(VENV)/.stamp-test ## run the benchmarks in small, without a GPU, and their tests (PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/benchmarks $(PYTEST_ARGS)
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,8 +17,6 @@ from pinstage._batch import _libraries
 from pinstage._compat import probes
 from pinstage.errors import LayoutError, StagingWarning
 
-pytestmark = pytest.mark.usefixtures("both_paths")
-
 
 @pytest.fixture(autouse=True)
 def told_anew():

@@ -7,17 +7,9 @@ import weakref
 from functools import partial
 
 import pytest
-from paths import on_path
 
 from pinstage import _native
 from pinstage._batch import _structure, walk
-
-
-@pytest.fixture(autouse=True)
-def with_the_extension():
-    with on_path("native"):
-        yield
-
 
 first_and_again = pytest.mark.parametrize("is_again", [False, True], ids=["first", "again"])
 

@@ -35,8 +35,6 @@ from pinstage import DataLoader, Layout, Stager, register_node
 from pinstage._batch import StagingNode, _leaves, _nodes
 from pinstage.errors import LayoutError
 
-pytestmark = pytest.mark.usefixtures("both_paths")
-
 
 def moved(ordered):
     ordered.move_to_end("b")

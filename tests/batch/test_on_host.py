@@ -7,8 +7,6 @@ from loader_data import Mapped
 import pinstage as ps
 from pinstage.errors import LayoutError
 
-pytestmark = pytest.mark.usefixtures("both_paths")
-
 
 class Untouchable:
     """Cannot be compared, hashed, or looked into."""

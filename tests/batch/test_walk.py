@@ -1,4 +1,4 @@
-"""A batch comes apart in the same way on both paths, whether or not others like it came before."""
+"""A batch comes apart in the same way, whether or not similar batches came before."""
 
 import gc
 import pickle
@@ -9,14 +9,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from paths import on_path
 from strategies import Record, assert_same, batches, through_slab
 
 from pinstage import register_node
 from pinstage._batch import WRAPPERS, _nodes, _structure, walk
 from pinstage.errors import LayoutError
 
-both_paths = pytest.mark.usefixtures("both_paths")
 many = settings(max_examples=3 * settings.default.max_examples)
 OFTEN = 3
 
@@ -72,7 +70,6 @@ alike = st.recursive(LEAVES, containers_of, max_leaves=6)
 """So small that two are often alike but for a detail."""
 
 
-@both_paths
 @many
 @given(alike, alike)
 @example({"a": 1, "b": 2}, {"b": 1, "a": 2})
@@ -92,7 +89,6 @@ def test_what_came_before_does_not_show(before, batch):
     assert_same(before, again(before), "cpu", copied=False)
 
 
-@both_paths
 @given(batches())
 def test_any_nesting_is_staged_the_same_each_time(batch):
     for _ in range(OFTEN):
@@ -112,7 +108,6 @@ def test_walking_again_finds_the_same(batch):
         assert other.matches(structure)
 
 
-@both_paths
 @many
 @given(alike, alike)
 @example({"a": 1, "b": 2}, {"b": 1, "a": 2})
@@ -132,7 +127,6 @@ def test_equal_structures_rebuild_alike(one, other):
         assert repr(first.rebuild(numbers)) != repr(second.rebuild(numbers))
 
 
-@both_paths
 @given(alike)
 def test_a_structure_that_was_pickled_rebuilds_the_batch(batch):
     leaves, structure = walk(batch)
@@ -270,31 +264,27 @@ def refuse(*arguments, **keywords):
     ids=["nested", "list", "tuple", "leaf", "empty"],
 )
 def test_a_similar_batch_is_compared_with_the_last(batch, monkeypatch):
-    with on_path("native"):
-        again(batch)
-        monkeypatch.setattr(_structure, "forget_classes", refuse)
-        assert_same(batch, again(batch), "cpu", copied=False)
+    again(batch)
+    monkeypatch.setattr(_structure, "forget_classes", refuse)
+    assert_same(batch, again(batch), "cpu", copied=False)
 
 
 def test_alternating_structures_are_compared_with_their_own_last(monkeypatch):
     train, validation = {"a": 1, "b": [2]}, {"a": 1}
-    with on_path("native"):
-        again(train)
-        again(validation)
-        monkeypatch.setattr(_structure, "forget_classes", refuse)
-        assert again(train) == train
-        assert again(validation) == validation
+    again(train)
+    again(validation)
+    monkeypatch.setattr(_structure, "forget_classes", refuse)
+    assert again(train) == train
+    assert again(validation) == validation
 
 
 def test_no_more_structures_are_remembered_than_are_useful():
     _structure._last.clear()
-    with on_path("native"):
-        for size in range(200):
-            again([1] * size)
+    for size in range(200):
+        again([1] * size)
     assert 1 <= len(_structure._last) <= 32
 
 
-@both_paths
 @pytest.mark.parametrize("key", [True, 1.0, Named("a"), (True, "a")], ids=repr)
 @pytest.mark.parametrize("before", [1, "a", (1, "a")], ids=repr)
 def test_equal_but_different_keys_are_kept(before, key):
@@ -303,7 +293,6 @@ def test_equal_but_different_keys_are_kept(before, key):
     assert list(map(type, again({key: 2}))) == [type(key)]
 
 
-@both_paths
 def test_a_repeated_dict_differs_from_two_dicts():
     shared = {"a": 1, "b": 2}
     for _ in range(OFTEN):
@@ -322,7 +311,6 @@ class Unspeakable:
 LEAF = Unspeakable()
 
 
-@both_paths
 @pytest.mark.parametrize(
     "other",
     [
@@ -354,7 +342,6 @@ def assert_same_structure(one, other):
         assert_same_structure(mine, theirs)
 
 
-@both_paths
 def test_a_class_registered_later_becomes_a_container():
     class Late:
         __slots__ = ("tensor",)
@@ -367,7 +354,6 @@ def test_a_class_registered_later_becomes_a_container():
     assert walk([late])[0] == [1]
 
 
-@both_paths
 def test_self_referring_batches_are_refused_after_similar_ones():
     for _ in range(OFTEN):
         again({"a": {"a": 1}})
@@ -377,7 +363,6 @@ def test_self_referring_batches_are_refused_after_similar_ones():
         walk(batch)
 
 
-@both_paths
 @pytest.mark.parametrize("make", [list, tuple, lambda items: dict.fromkeys(map(str, range(len(items))), items[0])])
 def test_a_structure_checks_its_number_of_leaves(make):
     _, structure = walk(make([1, 2, 3]))
@@ -386,7 +371,6 @@ def test_a_structure_checks_its_number_of_leaves(make):
             structure.rebuild([0] * count)
 
 
-@both_paths
 def test_nothing_keeps_leaves_after_their_batch():
     class Leaf:
         gone = 0

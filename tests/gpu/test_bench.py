@@ -11,7 +11,7 @@ OURS = ["pinstage", "pinstage_lease"]
 
 
 def test_every_installed_variant_stages_on_the_device(cuda_device):
-    pytest.importorskip("rich", reason="the extra bench is not installed")
+    pytest.importorskip("rich", reason="the group bench is not installed")
 
     result = measured(Settings(device=str(cuda_device), smoke=True))
 

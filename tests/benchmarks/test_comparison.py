@@ -22,8 +22,6 @@ from comparison.harness import Size, Variant
 from comparison.record import Row
 from comparison.run import Settings, chosen_shapes, run_bench
 
-pytest.importorskip("rich", reason="the extra bench is not installed")
-
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SMALL = "16x1KiB"

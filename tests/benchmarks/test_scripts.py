@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,33 +30,63 @@ def run(script, out, *arguments):
     return json.loads(out.read_text())
 
 
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """Return what runs a script in small, once, and returns its result."""
-    return cache(lambda script: run(script, tmp_path_factory.mktemp("smoke") / "rows.json"))
+def has_every_loop(result):
+    cases = {"detection", "images", "tokens"}
+    assert {(row["case"], row["status"]) for row in result["rows"] if not row["variant"].endswith("_pin")} == {
+        (case, "ok") for case in cases
+    }
+    assert all(("GPU idle" in row["detail"]) is (row["status"] == "ok") for row in result["rows"])
+
+
+def becomes_its_table(result, name, page, expected, folder, monkeypatch):
+    import markdown
+
+    table = markdown.TABLES[name](result)
+    assert "none" not in table.lower()
+    assert len([line for line in table.splitlines() if line.startswith(expected)]) in (1, 2)  # short, and unfolded
+    for line in table.splitlines():
+        assert not line.startswith("|") or line.count("|") >= 5
+
+    marker = f"<!-- table: {name} -->\n"
+    text = (BENCHMARKS.parent / "docs" / page).read_text()
+    assert marker in text
+    monkeypatch.setattr(markdown, "RESULTS", folder)
+    on_page = f"{marker}\n<!-- end -->"
+    (folder / f"{name}.json").write_text(json.dumps(result | {"machine": result["machine"] | {"gpu": "X"}}))
+    assert expected in markdown.filled(on_page)
+    (folder / f"{name}.json").write_text(json.dumps(result | {"incomplete": "3 of 4 processes"}))
+    with pytest.raises(ValueError, match=rf"^{name}\.json is incomplete: 3 of 4 processes; run it to its end"):
+        markdown.filled(on_page)
+    (folder / f"{name}.json").unlink()
+    assert markdown.filled(on_page) == on_page  # pages stand without the file
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("name", "page", "expected"),
     [
-        "memory_startup.py",
-        "page_locking.py",
-        "pool_latency.py",
-        "to_host.py",
-        "out.py",
-        "checkpoint.py",
-        "offload.py",
-        "frozen.py",
-        "weights.py",
-        "rounding_waste.py",
-        "refusals.py",
+        ("memory_startup", None, None),
+        ("page_locking", "guides/large_host_memory.md", "| first byte, s | **"),
+        ("pool_latency", None, None),
+        ("to_host", None, None),
+        ("out", "guides/fixed_addresses.md", "| 4MiB-weights | **"),
+        ("checkpoint", "guides/checkpoints.md", "| `CheckpointStager()` | **"),
+        ("offload", "guides/offload.md", "| `ps.offload.save_on_cpu(pool)` | **"),
+        ("frozen", "guides/frozen_modules.md", "| `ps.offload.frozen_module(module, pool)` | **"),
+        ("weights", "guides/weights.md", "| with pairs of a mapped file | **"),
+        ("rounding_waste", None, None),
+        ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | **"),
+        ("loops", "performance.md", "| tokens | "),
     ],
 )
-def test_the_scripts_write_the_same_schema(smoke, script):
-    result = smoke(script)
+def test_a_result_file_becomes_its_page_s_table(tmp_path, scripts, monkeypatch, name, page, expected):
+    result = run(f"{name}.py", tmp_path / "rows.json")
 
     check_schema(result)
     assert "ok" in {row["status"] for row in result["rows"]}
+    if name == "loops":
+        has_every_loop(result)
+    if page is not None:
+        becomes_its_table(result, name, page, expected, tmp_path, monkeypatch)
 
 
 def test_the_loader_benchmark_has_all_rows(tmp_path):
@@ -72,17 +101,6 @@ def test_the_loader_benchmark_has_all_rows(tmp_path):
     assert "ok" not in statuses["spdl"]  # it needs CUDA
     assert [row["case"].partition(":")[0] for row in result["rows"][:3]] == ["ready", "step", "decode"]
     assert "GPU idle" in result["rows"][1]["detail"]
-
-
-def test_the_loops_have_rows_and_idle_times(smoke):
-    result = smoke("loops.py")
-
-    check_schema(result)
-    cases = {"detection", "images", "tokens"}
-    assert {(row["case"], row["status"]) for row in result["rows"] if not row["variant"].endswith("_pin")} == {
-        (case, "ok") for case in cases
-    }
-    assert all(("GPU idle" in row["detail"]) is (row["status"] == "ok") for row in result["rows"])
 
 
 def test_the_table_of_loops_has_rates_and_utilisation(scripts):
@@ -113,43 +131,6 @@ def test_the_table_of_loops_has_rates_and_utilisation(scripts):
     }
     table = markdown.loops(result).splitlines()
     assert table[4] == "| images | 62.5, busy 60% | 100, busy 100% | **125**, busy 100% | 2.00 |"
-
-
-@pytest.mark.parametrize(
-    ("name", "page", "expected"),
-    [
-        ("checkpoint", "guides/checkpoints.md", "| `CheckpointStager()` | **"),
-        ("offload", "guides/offload.md", "| `ps.offload.save_on_cpu(pool)` | **"),
-        ("frozen", "guides/frozen_modules.md", "| `ps.offload.frozen_module(module, pool)` | **"),
-        ("weights", "guides/weights.md", "| with pairs of a mapped file | **"),
-        ("page_locking", "guides/large_host_memory.md", "| first byte, s | **"),
-        ("out", "guides/fixed_addresses.md", "| 4MiB-weights | **"),
-        ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | **"),
-        ("loops", "performance.md", "| tokens | "),
-    ],
-)
-def test_a_result_file_becomes_its_page_s_table(tmp_path, scripts, smoke, monkeypatch, name, page, expected):
-    import markdown
-
-    result = smoke(f"{name}.py")
-    table = markdown.TABLES[name](result)
-    assert "none" not in table.lower()
-    assert len([line for line in table.splitlines() if line.startswith(expected)]) in (1, 2)  # short, and unfolded
-    for line in table.splitlines():
-        assert not line.startswith("|") or line.count("|") >= 5
-
-    marker = f"<!-- table: {name} -->\n"
-    text = (BENCHMARKS.parent / "docs" / page).read_text()
-    assert marker in text
-    monkeypatch.setattr(markdown, "RESULTS", tmp_path)
-    on_page = f"{marker}\n<!-- end -->"
-    (tmp_path / f"{name}.json").write_text(json.dumps(result | {"machine": result["machine"] | {"gpu": "X"}}))
-    assert expected in markdown.filled(on_page)
-    (tmp_path / f"{name}.json").write_text(json.dumps(result | {"incomplete": "3 of 4 processes"}))
-    with pytest.raises(ValueError, match=rf"^{name}\.json is incomplete: 3 of 4 processes; run it to its end"):
-        markdown.filled(on_page)
-    (tmp_path / f"{name}.json").unlink()
-    assert markdown.filled(on_page) == on_page  # pages stand without the file
 
 
 def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, scripts, monkeypatch):
