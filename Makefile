@@ -1,7 +1,7 @@
-# `make help` lists the targets. Each one installs what it needs into .venv, once.
+# `make help` lists the targets. Each target installs what it needs into .venv, once.
 
 PYTHON ?= python3
-# `make test TORCH=2.15.0`, or TORCH=newest, takes another torch, in an environment of its own. pip brings CUDA with it, 5 GB.
+# `make test TORCH=2.15.0`, or TORCH=newest, uses another torch, in its own environment. pip installs CUDA with it, 5 GB.
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -53,18 +53,18 @@ docs: $(VENV)/.stamp-docs $(VENV)/.stamp-test ## check the words of the docs, bu
 bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENCH_ARGS)
 	$(BIN)/python benchmarks/comparison --out benchmarks/results/staging.json --plot docs/scaling.png $(BENCH_ARGS)
 
-bench-smoke: $(VENV)/.stamp-bench $(VENV)/.stamp-test ## run the benchmarks in small, without a GPU, and their tests (PYTEST_ARGS)
+bench-smoke: $(VENV)/.stamp-bench $(VENV)/.stamp-test ## run small benchmarks without a GPU, and their tests (PYTEST_ARGS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/benchmarks $(PYTEST_ARGS)
 
-clean: ## remove what was built; .venv stays
+clean: ## remove build outputs, but not .venv
 	rm -rf build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # The extension is compiled again when one of these files has changed.
 NATIVE := setup.py $(wildcard src/pinstage/_native/*.[ch])
 
-# One stamp per dependency group of pyproject.toml: a second call installs nothing. An extension compiled before is removed
-# first, so that it can't be of other sources. pip knows groups since 25.1. The demo has to be there soon: no bytecode.
+# One stamp per dependency group of pyproject.toml: a second call installs nothing. An existing extension is removed first,
+# since it may be outdated. pip supports groups since 25.1. The demo should start soon, so no bytecode is compiled.
 $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
 	@echo "Installing pinstage and its group $* into $(VENV), once. Most of it is torch: half a minute if pip has it in"
 	@echo "its cache, else minutes: 200 MB without CUDA, 3 GB with it. A C compiler builds the extension in seconds."
@@ -73,8 +73,8 @@ $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
 	@$(BIN)/python $(PIP_INSTALL) $(if $(filter demo,$*),--no-compile) -e . --group $*
 	@touch $@
 
-# The tests don't need what these depend on beside torch, or the group has it: a torch with CUDA, cloud storage, an older
-# numpy. Of torchvision its tv_tensors are tested; its binary does not load beside a torch without CUDA.
+# Of the dependencies of these, the tests need only torch and packages of the group; others are a torch with CUDA, cloud
+# storage and an older numpy. The tests use torchvision's tv_tensors; its binary doesn't load with a torch without CUDA.
 WITHOUT_DEPENDENCIES := torchrec fbgemm-gpu-cpu mosaicml-streaming
 
 $(FRAMEWORKS)/.stamp: pyproject.toml constraints.txt $(NATIVE)

@@ -1,7 +1,7 @@
-"""The extension in C, and the README as a package index shows it. All else is in pyproject.toml.
+"""The C extension, and the README for package indexes. Everything else is in pyproject.toml.
 
-An index has no folders beside the README. ``PINSTAGE_REPOSITORY``, the address of the repository, makes its links
-absolute; with ``PINSTAGE_SITE`` those to the docs lead to the pages of that site. ``make release`` sets them.
+An index doesn't have the files that the README links to. ``PINSTAGE_REPOSITORY``, the address of the repository, makes
+these links absolute; ``PINSTAGE_SITE`` points links to the docs at that site. ``make release`` sets both.
 """
 
 import os
@@ -26,7 +26,7 @@ if sysconfig.get_config_var("Py_GIL_DISABLED"):  # it has no limited API before 
 
 
 class BuildExtension(build_ext):
-    """Compile the extension, or say what that needs."""
+    """Compile the extension, or report what is missing."""
 
     def build_extension(self, ext: Extension) -> None:
         """Compile one extension."""
@@ -44,7 +44,7 @@ core = Extension(
     "pinstage._native._core",
     sources=sorted(map(str, NATIVE.glob("*.c"))),
     depends=["setup.py", *map(str, NATIVE.glob("*.h"))],
-    # No -march: what the cpu has is found out at run time, in pack.c.
+    # No -march: pack.c detects CPU features at run time.
     extra_compile_args=[
         "-std=gnu11",
         "-O3",
@@ -53,8 +53,8 @@ core = Extension(
         "-Wextra",
         "-Wno-missing-field-initializers",
     ],
-    libraries=["dl", "pthread"],  # parts of libc since glibc 2.34; wheels are for older ones too
-    py_limited_api=True,  # of the version that core.h says
+    libraries=["dl", "pthread"],  # parts of libc since glibc 2.34; wheels support older versions
+    py_limited_api=True,  # its version is in core.h
 )
 
 repository, site = (os.environ.get(name, "").rstrip("/") for name in ("PINSTAGE_REPOSITORY", "PINSTAGE_SITE"))

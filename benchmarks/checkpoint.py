@@ -1,21 +1,21 @@
-"""How long training stands still for an asynchronous checkpoint: by torch's stagers, and `CheckpointStager`.
+"""How long an asynchronous checkpoint blocks training, with torch's stagers and with `CheckpointStager`.
 
     python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json
 
-The state is 150 tensors of 50 MiB and 2,000 of 32 bytes on the device: 7.9 GB, in the two dicts of a model and of its
-optimizer. (Of a flat dict torch logs each entry, which took 40 to 90 ms more.) Its saves are real `async_save`s, to a
-writer that writes nothing, but looks at the first and the last element of each tensor, which every save changes.
+The state is 150 tensors of 50 MiB and 2,000 of 32 bytes on the device: 7.9 GB, in the two dicts of a model and its
+optimizer. (With a flat dict torch logs each entry, which took 40 to 90 ms more.) The saves are real `async_save` calls.
+Their writer writes nothing, but checks the first and the last element of each tensor, which change before every save.
 
-| case | what a sample is |
+| case | sample |
 |---|---|
 | `first` | the first save of a process: until all is on the host (`median`), and until `async_save` returned (`main`) |
-| `later` | the same of those after it |
-| `step` | a step beside which a save begins: work of 0.25 s for the device, then a change of all tensors |
+| `later` | the same for later saves |
+| `step` | a step during which a save begins: 0.25 s of device work, then a change of all tensors |
 
-In `step`, a stager that needs it is waited for before the change; `main` is until the call returned, and `none` saves
-nothing.
+In `step`, the loop waits before the change for stagers that need it; `main` is until the call returned, and `none`
+saves nothing.
 
-`detail` says what was page-locked: by the pool, by torch's host allocator, and by how much resident memory grew.
+`detail` has the bytes page-locked by the pool and by torch's host allocator, and the growth of resident memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ STEP_SECONDS = 0.25
 
 
 class LooksOnly(StorageWriter):
-    """Writes nothing; says which tensors do not hold what they should."""
+    """Writes nothing; lists the tensors with wrong values."""
 
     def __init__(self, saves: int) -> None:
         self._saves = saves
@@ -118,7 +118,7 @@ class Job:
         self.saves += 1
 
     def save(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Begin a save; return what waits until it is staged, and what waits for its end and looks what it saw."""
+        """Begin a save; return a function that waits until it is staged, and one that waits for its end and checks."""
         writer = LooksOnly(self.saves)
         response = dcp.async_save(self.state, storage_writer=writer, async_stager=self.stager, no_dist=True)
         is_future = not hasattr(response, "staging_completion")
@@ -145,7 +145,7 @@ class Job:
         return total - start, returned - start
 
     def sample_step(self, allow_change: Callable[[Callable[[], None]], None]) -> tuple[float, float]:
-        """Return the seconds of a step beside which a save begins, and those until the save's call returned."""
+        """Return the seconds of a step during which a save begins, and the seconds until the save's call returned."""
         self.synchronize()
         start = time.perf_counter()
         staged, end = self.save() if self.stager is not None else (lambda: None, lambda: None)
@@ -160,7 +160,7 @@ class Job:
 
 
 def _default(pinned: bool, shared: bool, in_thread: bool) -> Callable[[], Any]:
-    """Make torch's stager; copies that do not block need pinned memory."""
+    """Make torch's stager; non-blocking copies need pinned memory."""
 
     def make() -> DefaultStager:
         stager = DefaultStager(StagingOptions(pinned, shared, in_thread, pinned))
@@ -183,10 +183,10 @@ def _torchs(name: str, pinned: bool, shared: bool, in_thread: bool) -> Variant:
 
 
 class WithoutSave(Variant):
-    """A step with no save beside it."""
+    """A step without a save."""
 
     def suits(self, case: harness.Case) -> bool:
-        """Return whether there is anything to measure of it."""
+        """Return whether the case applies."""
         return case.id == "step"
 
 
@@ -218,7 +218,7 @@ def resident() -> int:
 
 
 def pinned_by(stager: Any, before: int) -> str:
-    """Say what was page-locked."""
+    """Return how much was page-locked, as text."""
     pool = getattr(stager, "pool", None)
     of_pool = f"{pool.stats().held_bytes / 1e9:.2f} GB by the pool, " if pool is not None else ""
     of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_initialized() else 0
@@ -236,7 +236,7 @@ class Run:
         self._id = variant.id
 
     def allow_change(self, staged: Callable[[], None]) -> None:
-        """Do what has to be done before the state may be changed."""
+        """Wait, if needed, until the state may change."""
         if self._id == "pinstage_step":
             self._job.stager.wait_before_change()  # what an optimizer's step does by itself
         elif self._id != "pinstage":
@@ -252,7 +252,7 @@ class Run:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or saved other bytes."""
+    """Run the comparison; return 1 if a variant failed or saved wrong bytes."""
     parser = script.parser(__doc__, repeats=3, repeats_help="saves and steps after the first save")
     parser.set_defaults(rounds=1)
     args = parser.parse_args(argv)
@@ -262,11 +262,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.repeats, args.rounds, nbytes = 2, 1, (4 * 1000 + 20 * SMALL_ELEMENTS) * 4
     cases = [Size(name, nbytes) for name in ("first", "later", "step")]
     if args.child:
-        warnings.simplefilter("ignore")  # torch says in each save that there is no process group
+        warnings.simplefilter("ignore")  # torch warns in each save that there is no process group
         (variant,) = script.chosen(args.child, VARIANTS)
         harness.start_device(torch.device(args.device))
         gc.collect()
-        gc.freeze()  # a collection in a save walks what the saves made, not torch
+        gc.freeze()  # so that collections during saves don't walk torch's objects
         harness.work(cases, Run(variant, args).measure, lambda: None)
         return 0
     variants = script.chosen(args.only, VARIANTS)

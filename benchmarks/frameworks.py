@@ -1,14 +1,14 @@
-"""Training loops of Lightning, Accelerate, transformers and PyG: `pin_memory=True` beside pinstage.
+"""Training loops of Lightning, Accelerate, transformers and PyG, with `pin_memory=True` and with pinstage.
 
     python benchmarks/frameworks.py --out benchmarks/results/frameworks.json
-    python benchmarks/frameworks.py --smoke                     # in small, on the CPU
+    python benchmarks/frameworks.py --smoke                     # a small run on the CPU
 
-Each loop trains one model with one seed in every variant. A sample of the time is that of a whole step, from the start
-of its work on the device to that of the next one. ``detail`` says for which share of the time the GPU had no step to
-work on, and what the losses were; a variant whose losses are not those of ``pin_memory``, bit for bit, is incorrect.
-``model`` has its batch on the device before the loop begins: its time is that of the model and the framework alone.
+Each loop trains one model with one seed in every variant. A sample is the time of a whole step, from the start of its
+work on the device to the start of the next one. ``detail`` has the share of the time in which the GPU was idle, and the
+losses; a variant whose losses differ from those of ``pin_memory`` in any bit is incorrect. ``model`` has its batch on
+the device before the loop begins: its time is that of the model and the framework alone.
 
-One fresh process for each variant. The losses are read when all is done, so no step waits for the one before.
+Each variant runs in a fresh process. The losses are read at the end, so that no step waits for the one before.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from comparison.record import Row
 
 FIELDS, WIDTH = 100, 256
 WARM_UPS = 16
-"""Steps that are not timed: until then ours takes its slabs, torch's its pinned memory."""
+"""Untimed steps, in which both loaders allocate their page-locked memory."""
 FEWEST = 4
 
 Batch = Any
 
 
 class Watch:
-    """Takes note of when the device begins and ends each step, and of its loss."""
+    """Records when the device begins and ends each step, and the step's loss."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,16 +65,16 @@ class Watch:
         return end - start if self._device.type != "cuda" else start.elapsed_time(end) / 1e3
 
     def begin(self) -> None:
-        """Call it when the batch is there."""
+        """Call this when the batch has arrived."""
         self._start = self._mark()
 
     def end(self, loss: torch.Tensor) -> None:
-        """Call it behind the optimizer's step."""
+        """Call this after the optimizer's step."""
         self._marks.append((self._start, self._mark()))
         self._losses.append(loss.detach())
 
     def outcome(self, warm_ups: int) -> Outcome:
-        """Return what was measured."""
+        """Return the results."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         marks = self._marks[warm_ups:]
@@ -87,7 +87,7 @@ class Watch:
 
 
 class Nested(Dataset[Batch]):
-    """Samples of many fields that lie in memory."""
+    """Samples of many fields, stored in memory."""
 
     def __init__(self, length: int, fields: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -119,7 +119,7 @@ class Dense(nn.Module):
 
 
 class Graphs(nn.Module):
-    """Passes messages along the edges, by operations that have a deterministic way."""
+    """Passes messages along the edges, with operations that have a deterministic implementation."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class OnDevice(Dataset[Batch]):
 
     def __init__(self, loader: Iterable[Batch], device: torch.device, length: int) -> None:
         self._batch = ps.Stager(device, own_storage=True).to_device(next(iter(loader)))
-        torch.empty((), dtype=torch.int64).random_()  # the seed that each further pass over a loader would draw
+        torch.empty((), dtype=torch.int64).random_()  # the seed that each new pass over a loader would draw
         self._length = length
 
     def __len__(self) -> int:
@@ -153,13 +153,13 @@ class OnDevice(Dataset[Batch]):
 
 
 def nested_loader(way: str, args: argparse.Namespace) -> Any:
-    """Return the loader of a variant, before the framework has it."""
+    """Return the loader of a variant, before the framework prepares it."""
     dataset = Nested(args.steps * args.batch_size, args.fields)
     return plain_loader(way, args, partial(DataLoader, dataset, args.batch_size))
 
 
 def plain_loader(way: str, args: argparse.Namespace, loader_class: Callable[..., Any]) -> Any:
-    """Return torch's or PyG's loader, as a variant needs it."""
+    """Return torch's or PyG's loader for a variant."""
     device = torch.device(args.device)
     if way == "model":
         return DataLoader(OnDevice(loader_class(), device, args.steps), batch_size=None)
@@ -173,7 +173,7 @@ def dense(args: argparse.Namespace) -> nn.Module:
 
 
 def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
-    """Train by a trainer of Lightning."""
+    """Train with Lightning's trainer."""
     import lightning
 
     from pinstage.integrations.lightning import StageBatches
@@ -239,7 +239,7 @@ def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
 
 
 def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
-    """Train by a `Trainer` of transformers."""
+    """Train with a `Trainer` of transformers."""
     import transformers
 
     from pinstage.integrations.transformers import StageInputs
@@ -269,7 +269,7 @@ def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     device = torch.device(args.device)
     plain = nested_loader(way, args)
     arguments = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(),  # where nothing is saved
+        output_dir=tempfile.mkdtemp(),  # nothing is saved there
         use_cpu=device.type == "cpu",
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
@@ -293,7 +293,7 @@ def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
 
 
 def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
-    """Train on graphs of PyG."""
+    """Train on PyG graphs."""
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader as GraphLoader
 
@@ -373,7 +373,7 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
 
 
 def check_losses(rows: Sequence[Row]) -> None:
-    """Call a row incorrect whose losses are not those of ``pin_memory``; ``model`` trains on one batch."""
+    """Mark rows as incorrect if their losses differ from those of ``pin_memory``; ``model`` trains on one batch."""
     losses = {(row.case, row.variant): row.detail.rpartition("; ")[2] for row in rows if row.status == "ok"}
     for row in rows:
         expected = losses.get((row.case, "pin_memory"))
@@ -388,15 +388,15 @@ def check_losses(rows: Sequence[Row]) -> None:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print the medians, and how idle the GPU was."""
-    table.grid("ms a step", rows, "median", "p10", "p90")
+    """Print the medians, and the share of the time in which the GPU was idle."""
+    table.grid("ms per step", rows, "median", "p10", "p90")
     table.show("said", ["loop", "said"], [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows])
     if any(row.vs_best_rival for row in rows):
-        table.grid("times faster than pin_memory", [row for row in rows if row.ours], "vs_best_rival")
+        table.grid("speed-up over pin_memory", [row for row in rows if row.ours], "vs_best_rival")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or trained to other losses."""
+    """Run the comparison; return 1 if a variant failed or trained to other losses."""
     parser = script.parser(__doc__, repeats=200, repeats_help="timed steps for each variant and loop")
     parser.add_argument("--loops", help=f"these, separated by commas: {', '.join(case.id for case in CASES)}")
     parser.add_argument("--workers", type=int, default=8, help="worker processes")
@@ -419,7 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # which fills what is overwritten anyway
+        torch.utils.deterministic.fill_uninitialized_memory = False  # all of it is overwritten anyway
         torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
         harness.start_device(torch.device(args.device))
         harness.work(cases, partial(measure, variant, args), lambda: None)

@@ -1,4 +1,4 @@
-"""Frozen modules: how long three modules of 2 GB take to the device and back, in each way.
+"""Frozen modules: how long each way takes to move three modules of 2 GB to the device and back.
 
     python benchmarks/frozen.py --out benchmarks/results/frozen.json
 
@@ -9,8 +9,8 @@
 | `offload` | one module, until its device memory is free |
 | `in turn` | all three, each used once, with the device memory of two |
 
-`bus` copies as many bytes from page-locked memory that is there already. Outputs are compared outside the timer,
-bit for bit, with those of the same weights copied one by one.
+`bus` copies as many bytes from memory that is already page-locked. Outputs are compared outside the timer, bit for
+bit, with outputs of the same weights copied one by one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Case:
 
 
 def cases_of(width: int, layers: int, tokens: int) -> tuple[Case, ...]:
-    """Return the cases for modules of a size."""
+    """Return the cases for modules of one size."""
     modules = {"first": MODULES, "onload": 1, "offload": 1, "in turn": MODULES}
     return tuple(Case(name, width, layers, tokens, count) for name, count in modules.items())
 
@@ -62,10 +62,10 @@ SMOKE_CASES = cases_of(64, 3, 4)
 
 
 class Way(NamedTuple):
-    """One way, for modules that are there."""
+    """One way, set up for existing modules."""
 
     onload: Callable[[int], object]
-    """Start to bring the module of this number."""
+    """Start copying the module with this number to the device."""
     offload: Callable[[int], object]
     use: Callable[[int, torch.Tensor], torch.Tensor] | None = None
     """Compute with a module and offload it, while the next one is copied; None: onload, compute, offload."""
@@ -180,7 +180,7 @@ WAYS = (
 
 
 class Measure:
-    """One variant's samples; the first case takes those of all."""
+    """One variant's samples; the first case measures all of them."""
 
     def __init__(self, variant: Variant, args: Any) -> None:
         self._variant, self._repeats, self._device = variant, args.repeats, torch.device(args.device)
@@ -227,13 +227,13 @@ class Measure:
                 y = self._in_turn(way, modules, x)
                 self._add("in turn", began)
         for name in ("onload", "offload", "in turn"):
-            del self._samples[name][0]  # allocations, kernels
+            del self._samples[name][0]  # made allocations and loaded kernels
         peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
         is_right = self._variant.id == "bus" or torch.equal(y, expected)
         self._outcome = {"status": "ok" if is_right else "incorrect", "detail": f"device peak {peak:.1f} GB"}
 
     def _turns(self) -> Iterator[int]:
-        """Yield once for the allocations and kernels, and for each sample: at least one, and no more after a while."""
+        """Yield once for the allocations and kernels, then for each sample: at least one, until the time is up."""
         began = time.perf_counter()
         for turn in range(1 + self._repeats):
             if turn < 2 or time.perf_counter() - began < SECONDS:
@@ -259,7 +259,7 @@ class Measure:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or gave other outputs."""
+    """Run the comparison; return 1 if a variant failed or gave other outputs."""
     parser = script.parser(__doc__, repeats=5, repeats_help="samples for each variant and case")
     args = parser.parse_args(argv)
     script.settle_device(args)

@@ -1,20 +1,20 @@
-"""Batches of a DataLoader until they are on the device: torch's ways, SPDL's, tensordict's and ours.
+"""Time until batches of a DataLoader are on the device: with torch, SPDL, tensordict and pinstage.
 
     python benchmarks/loader.py --out benchmarks/results/loader.json
     python benchmarks/loader.py --scenario ready --only torch_pin,pinstage
 
 Three scenarios, each for every variant, with `--workers` processes and torch's default collation:
 
-- ``ready``: samples lie ready in memory, and nobody uses the batches. A sample of the time is that of as many batches
-  as there are workers, over their number, each batch waited for on the device. ``main`` is the CPU time of the main
-  thread for one batch: `next` and, where it is not part of it, `.to()`; not what it takes to free the batch before.
-- ``step``: the same with a training step, a chain of matrix products of `--step-ms` on the GPU, launched and not waited
-  for. ``detail`` says for which share of the time the GPU had no step to work on; ``main`` is the time that the
-  loop stood in `next` and `.to()`.
-- ``decode``: workers decode JPEG images, so they are the bottleneck and little can be won.
+- ``ready``: samples are in memory, and the batches are not used. A time sample covers as many batches as there are
+  workers, divided by their number; the loop waits for each batch on the device. ``main`` is the CPU time of the main
+  thread per batch: `next` and, if separate, `.to()`, without freeing the previous batch.
+- ``step``: the same with a training step, a chain of matrix products of `--step-ms` on the GPU, which the loop doesn't
+  wait for. ``detail`` has the share of the time in which the GPU was idle; ``main`` is the time that the loop spent in
+  `next` and `.to()`.
+- ``decode``: workers decode JPEG images, so they are the bottleneck and there is little to gain.
 
-One fresh process for each variant. The first batch is compared bit for bit with what default collation makes of the
-same samples, outside the timer.
+Each variant runs in a fresh process. The first batch is compared bit for bit with the default collation of the same
+samples, outside the timer.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from comparison.harness import Outcome, Variant
 from comparison.record import Row
 
 KEPT = 128
-"""Samples in memory; the dataset begins again with the first. None comes twice in a batch."""
+"""Samples in memory; the dataset repeats them, but no batch has a sample twice."""
 STEP_SIZE = 4096
 FEWEST = 8
-"""Batches that are timed at least, and not timed before that."""
+"""The fewest timed batches, and the fewest untimed ones."""
 WARM_UPS = 12
-"""Batches of each worker that are not timed: until then ours takes its slabs, torch's its pinned memory."""
+"""Untimed batches per worker, in which both loaders allocate their page-locked memory."""
 WARM_UP_SECONDS = 4.0
-"""After which timing begins anyway. The largest slabs are 7.4 GB, which takes more than one of these to page-lock."""
+"""After this time, timing starts anyway. The largest slabs are 7.4 GB, and take longer than this to page-lock."""
 
 Sample = dict[str, torch.Tensor]
 Batches = Iterable[Sample]
 
 
 class Ready(Dataset[Sample]):
-    """Samples that lie in memory."""
+    """Samples stored in memory."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fields: int, length: int) -> None:
         self._length = length
@@ -63,7 +63,7 @@ class Ready(Dataset[Sample]):
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         rows = torch.randint(0, 120, (KEPT, fields, nbytes), dtype=torch.uint8, generator=generator)
         self._samples = [
-            # Each with a storage of its own: SPDL pickles the samples, and a tensor's pickle has all of its storage.
+            # Each has its own storage: SPDL pickles the samples, and a tensor's pickle contains its whole storage.
             {f"field_{i:03}": row.view(dtype).view(shape).clone() for i, row in enumerate(rows[k])}
             for k in range(KEPT)
         ]
@@ -76,7 +76,7 @@ class Ready(Dataset[Sample]):
 
 
 class Decoded(Dataset[Sample]):
-    """Images that are decoded for each sample; without Pillow, noise that is decompressed and scaled as long."""
+    """Images that are decoded for each sample; without Pillow, decompressed and scaled noise."""
 
     def __init__(self, side: int, length: int) -> None:
         self._length = length
@@ -188,7 +188,7 @@ def _tensordict(dataset: Any, batch_size: int, workers: int, device: torch.devic
 def _spdl(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Iterator[Batches]:
     import os
 
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # SPDL takes the device from here and nowhere else
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # the only place where SPDL looks for the device
     import spdl.io
     from spdl.dataloader import get_pytorch_dataloader
     from spdl.pipeline import PipelineBuilder
@@ -231,7 +231,7 @@ VARIANTS = (
 
 
 class Step:
-    """A chain of matrix products that takes about so many milliseconds on the device, and reads the batch."""
+    """A chain of matrix products that takes about `milliseconds` on the device, and reads the batch."""
 
     def __init__(self, device: torch.device, milliseconds: float) -> None:
         self._device = device
@@ -244,7 +244,7 @@ class Step:
         self.seconds = min(self._seconds() for _ in range(3))
 
     def run(self, batch: Any) -> None:
-        """Use a batch, and take note of when the device does so."""
+        """Use a batch, and record when the device does so."""
         if self._device.type != "cuda":
             self(batch)
             return
@@ -255,14 +255,14 @@ class Step:
         self._marks.append(marks)
 
     def forget(self) -> None:
-        """Begin anew to take notes."""
+        """Drop the recorded steps."""
         self._marks.clear()
 
     def idle(self, mean: float) -> float:
-        """Return for which share of the time the device had no step, of those noted.
+        """Return the share of the time in which the device was idle between the recorded steps.
 
         Args:
-            mean: seconds of a turn of the loop; all there is to go by without a GPU.
+            mean: seconds per iteration of the loop, used without a GPU.
         """
         if len(self._marks) < 2:
             return max(0.0, 1 - self.seconds / mean)
@@ -345,7 +345,7 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
 
 
 def differences(batch: Any, expected: Sample) -> str:
-    """Return how a batch differs from what it should be, or an empty string."""
+    """Return how a batch differs from the expected one, or an empty string."""
     if set(batch.keys()) != set(expected):
         return f"other keys: {sorted(batch.keys())[:3]}"
     for key, leaf in expected.items():
@@ -356,25 +356,25 @@ def differences(batch: Any, expected: Sample) -> str:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print the medians, what they cost the main thread, and how idle the GPU was."""
+    """Print the medians, the time of the main thread, and the share of the time in which the GPU was idle."""
     for scenario in dict.fromkeys(row.case.partition(":")[0] for row in rows):
         some = [row for row in rows if row.case.startswith(scenario)]
-        table.grid("ms a batch", some, "median", "p10", "p90")
-        table.grid("ms of the main thread a batch", some, "main_median")
+        table.grid("ms per batch", some, "median", "p10", "p90")
+        table.grid("ms of the main thread per batch", some, "main_median")
         if scenario != "ready":
             lines = [[f"{row.variant}, {row.case}", row.detail or "-"] for row in some]
             table.show(f"{scenario}", ["variant", "said"], lines)
     if any(row.vs_best_rival for row in rows):
-        table.grid("times faster than the best rival", [row for row in rows if row.ours], "vs_best_rival")
+        table.grid("speed-up over the best rival", [row for row in rows if row.ours], "vs_best_rival")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or gave wrong batches."""
+    """Run the comparison; return 1 if a variant failed or gave wrong batches."""
     parser = script.parser(__doc__, repeats=64, repeats_help="timed batches for each variant and case, at most")
     parser.add_argument("--scenario", help=f"these, separated by commas: {', '.join(SCENARIOS)}")
     parser.add_argument("--workers", type=int, default=8, help="worker processes")
     parser.add_argument("--step-ms", type=float, default=10.0, help="length of a training step on the GPU")
-    parser.add_argument("--seconds", type=float, default=0.6, help=f"stop after so long, once {FEWEST} are done")
+    parser.add_argument("--seconds", type=float, default=0.6, help=f"stop after this time, once {FEWEST} are done")
     args = parser.parse_args(argv)
     script.settle_device(args)
     if args.smoke:
@@ -388,13 +388,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = torch.device(args.device)
         harness.start_device(device)
         if device.type == "cpu":
-            torch.set_num_threads(1)  # else the step's threads wait for the workers' cpus
+            torch.set_num_threads(1)  # else the step's threads wait for the workers' CPUs
         harness.work(cases, partial(measure, variant, args), lambda: None)
         return 0
     variants = script.chosen(args.only, VARIANTS)
     further = ["--scenario", ",".join(wanted), "--workers", str(args.workers), "--step-ms", str(args.step_ms)]
     further += ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    judge = script.compare_on_a_gpu(args, "by_hand")  # which is no loader
+    judge = script.compare_on_a_gpu(args, "by_hand")  # which isn't a loader
     rows = script.collect("loader", __file__, variants, cases, args, further, judge=judge)
     report(rows)
     return script.finish("loader", rows, variants, args)

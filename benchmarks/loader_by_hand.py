@@ -1,9 +1,9 @@
-"""A loader by hand: what the main thread of any loader that sends batches itself cannot do without.
+"""A loader by hand: the least work for the main thread of any loader that sends batches itself.
 
-Straight-line code for batches of one shape, in order. Workers stack samples in slots of shared memory, made and
-page-locked once, and write a byte; the main thread reads it, copies, orders its stream behind the copy, and cuts. There
-is no sampler, no cap, no bound on what the device has to do, no answer to an error, and the end is not a clean one:
-something to compare with, not to use.
+Straight-line code for batches of one shape, in order. Workers stack samples in slots of shared memory, allocated and
+page-locked once, and write a byte. The main thread reads the byte, copies, orders its stream after the copy, and makes
+views. There is no sampler, no cap, no bound on queued device work, no error handling and no clean shutdown: use it for
+comparison only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 SLOTS = 3
-"""For each worker."""
+"""Slots per worker."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -37,8 +37,8 @@ class Shape:
         self.nbytes = sum(self._sizes)
 
     def cut(self, slab: torch.Tensor) -> Batch:
-        """Return the fields of a batch."""
-        if self._equal:  # as for most cases here: three calls for all of them
+        """Return the fields of a batch, as views of a slab."""
+        if self._equal:  # as in most cases here: three calls for all fields
             _, dtype, shape = self._fields[0]
             rows = slab.view(dtype).view(-1, *shape[1:])
             return dict(zip(self._keys, torch.unsafe_split_with_sizes(rows, [shape[0]] * len(self._keys)), strict=True))
@@ -50,7 +50,7 @@ class Shape:
 
 
 class Worker:
-    """A process, its slots, and a pipe each way: a byte from it is a batch, a byte to it a slot."""
+    """A process, its slots, and a pipe each way: a byte from it means a batch, a byte to it a free slot."""
 
     def __init__(self, dataset: Any, batch_size: int, numbers: Sequence[int], shape: Shape) -> None:
         self.slots = [torch.frombuffer(mmap.mmap(-1, shape.nbytes), dtype=torch.uint8) for _ in range(SLOTS)]

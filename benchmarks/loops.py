@@ -1,18 +1,18 @@
-"""Whole training loops: steps a second, and how busy the GPU is.
+"""Whole training loops: steps/s, and how busy the GPU is.
 
     python benchmarks/loops.py --out benchmarks/results/loops.json
     python benchmarks/loops.py --only torch_pin,pinstage
 
-Three loops, each with `--workers` processes and a model of a fixed time on the GPU (a chain of matrix products,
-launched and not waited for):
+Three loops, each with `--workers` processes and a model of a fixed time on the GPU (a chain of matrix products that the
+loop doesn't wait for):
 
-- ``detection``: 32 samples of an image, boxes, labels and masks, all of other sizes, handed on as a list of dicts.
+- ``detection``: 32 samples of an image, boxes, labels and masks, all of different sizes, as a list of dicts.
 - ``images``: 64 images of 3 x 224 x 224 floats, stacked by default collation.
 - ``tokens``: three tensors of 32 x 2048 integers.
 
-Samples lie in memory, so what differs is how batches come to the GPU. One fresh process for each way. `median` is the
-time of a step, from the first timed one to the end of the last; `detail` says for which share of it the GPU had none to
-work on. The first batch is compared with what collation makes of the same samples.
+Samples are in memory, so only the way of batches to the GPU differs. Each way runs in a fresh process. `median` is the
+mean time of a step, from the first timed one to the end of the last; `detail` has the share of that time in which the
+GPU was idle. The first batch is compared with the collation of the same samples.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from comparison.harness import Outcome, Variant
 from comparison.record import Row
 
 KEPT = 64
-"""Samples in memory; the dataset begins again with the first."""
+"""Samples in memory, which the dataset repeats."""
 WARM_UP_SECONDS = 4.0
-"""Or eight batches of each worker: until then ours takes its slabs, torch's its pinned memory."""
+"""Or eight batches per worker: in these steps both loaders allocate their page-locked memory."""
 
 
 def detection_sample(rng: torch.Generator, scale: int) -> Any:
-    """Return an image, and the boxes, labels and masks of what is to be seen in it."""
+    """Return an image, and the boxes, labels and masks of its objects."""
     height, width, objects = (int(torch.randint(*span, (), generator=rng)) for span in ((24, 40), (32, 48), (1, 12)))
     height, width = height * scale, width * scale
     return {
@@ -97,7 +97,7 @@ SMOKE_CASES = tuple(Case(case.id, case.make, 4, case.step_ms, case.collate, 1) f
 
 
 class Kept(Dataset[Any]):
-    """Samples that lie in memory."""
+    """Samples stored in memory."""
 
     def __init__(self, case: Case, length: int) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -151,7 +151,7 @@ def _thread(dataset: Any, case: Case, workers: int, device: torch.device) -> Ite
     left = threading.Event()
     copies = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
     with ps.Stager(device, max_bytes="4GiB") as stager:
-        # Workers are forked here: forked beside the loop's first calls into torch, they can inherit a lock of glibc's.
+        # Fork workers here: a fork during the loop's first calls into torch can copy a locked lock of glibc.
         source = iter(batches)
 
         def read() -> None:
@@ -227,7 +227,7 @@ class Model(loader.Step):
 
 
 def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
-    """Return one way's status on one loop, and the seconds of a step."""
+    """Return one way's status on one loop, and the seconds per step."""
     device = torch.device(args.device)
     warm_ups = 4 if args.smoke else 8 * max(args.workers, 1)
     dataset = Kept(case, (args.repeats + warm_ups) * case.batch_size)
@@ -256,16 +256,16 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print steps a second, and how busy the GPU was."""
-    table.grid("ms a step", rows, "median")
+    """Print the time per step, and how busy the GPU was."""
+    table.grid("ms per step", rows, "median")
     table.show("the GPU", ["way, loop", "said"], [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the loops; 1 if a way failed or gave wrong batches."""
+    """Run the loops; return 1 if a way failed or gave wrong batches."""
     parser = script.parser(__doc__, repeats=400, repeats_help="timed steps of each way and loop, at most")
     parser.add_argument("--workers", type=int, default=8, help="worker processes")
-    parser.add_argument("--seconds", type=float, default=3.0, help="stop after so long")
+    parser.add_argument("--seconds", type=float, default=3.0, help="stop after this time")
     args = parser.parse_args(argv)
     script.settle_device(args)
     if args.smoke:
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = torch.device(args.device)
         harness.start_device(device)
         if device.type == "cpu":
-            torch.set_num_threads(1)  # else the model's threads wait for the workers' CPUs
+            torch.set_num_threads(1)  # otherwise the model's threads wait for the workers' CPUs
         harness.work(cases, partial(measure, variant, args), lambda: None)
         return 0
     variants = script.chosen(args.only, VARIANTS)

@@ -1,4 +1,4 @@
-"""The tables of the README and the docs, from the result files: no figure is typed by hand.
+"""Write the tables of the README and the docs from the result files, so that no figure is typed by hand.
 
 python benchmarks/markdown.py            # prints them
 python benchmarks/markdown.py --write    # puts them between the markers `<!-- table: NAME -->` and `<!-- end -->`
@@ -46,13 +46,13 @@ BESIDE_KERNELS = "Milliseconds until the call returns while the GPU has 100 ms o
 
 
 def folded(short: list[str], whole: list[str], said: list[str]) -> str:
-    """Return a table that fits a narrow page, the whole of it to unfold, and what is said of both."""
+    """Return a table that fits a narrow page, the whole table to unfold, and the text about both."""
     unfold = ['<details markdown="1">', "<summary>Every way</summary>", "", *whole, "", "</details>"]
     return "\n".join([*short, "", *unfold, "", *said])
 
 
 def best_rival(rows: dict[str, dict[str, Any]], names: dict[str, str]) -> dict[str, Any]:
-    """Return the row of the quickest way that is not ours."""
+    """Return the row of the fastest way that isn't ours."""
     return min(
         (row for name, row in rows.items() if name in names and row["status"] == "ok"), key=lambda row: row["median"]
     )
@@ -62,7 +62,7 @@ def load(name: str) -> dict[str, Any]:
     """Read a result file.
 
     Raises:
-        ValueError: It is what a run left that was killed: a comparison with what is not there would be wrong.
+        ValueError: A killed run left the file, so comparisons with missing rows would be wrong.
     """
     result = json.loads((RESULTS / f"{name}.json").read_text())
     if "incomplete" in result:
@@ -78,7 +78,7 @@ def figure(value: float | None) -> str:
 
 
 def source(result: dict[str, Any]) -> str:
-    """Where figures come from."""
+    """Return the source of the figures: machine, versions, commit and date."""
     machine, versions = result["machine"], result["versions"]
     commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
     return (
@@ -92,9 +92,9 @@ def _device(machine: dict[str, Any]) -> str:
 
 
 def staging(result: dict[str, Any] | None = None) -> str:
-    """Every rival on every batch. A way that a file does not have, or that could not run, has no column."""
+    """Every rival on every batch. Ways that are missing from the file, or could not run, have no column."""
     result = result or load("staging")
-    shown = result["settings"].get("table")  # of a file that has a series too, only these
+    shown = result["settings"].get("table")  # if the file has a series too, only these
     rows = [row for row in result["rows"] if not shown or row["case"] in shown]
     ran = {row["variant"] for row in rows if row["status"] == "ok"}
     rivals, ours = ([name for name in names if name in ran] for names in (NAMES, OURS))
@@ -130,12 +130,12 @@ def staging(result: dict[str, Any] | None = None) -> str:
 
 
 def staging_busy() -> str:
-    """The same while other processes compute on half of the cpus."""
+    """The same while other processes compute on half of the CPUs."""
     return staging(load("staging_busy"))
 
 
 def staging_short() -> str:
-    """Of most batches `.to()`, the best rival, and ours: as many as fit a page."""
+    """`.to()`, the best rival, and ours on most batches, as many as fit a page."""
     result = load("staging")
     shown = (
         *("4x1KiB", "4x1KiB-ragged", "64x1KiB", "1000x256B", "1000x256B-ragged", "1000x16KiB"),
@@ -177,11 +177,11 @@ GAINS = {
         "microseconds either way: a call has a fixed cost",
     ),
 }
-"""Kinds of batches: which rows of `staging` are of that kind, by tensors and bytes per tensor, and why they gain."""
+"""Kinds of batches: the rows of `staging` of each kind, by tensors and bytes per tensor, and why they gain."""
 
 
 def gains() -> str:
-    """How much batches of several kinds gain: the range over the rows of `staging` that are of that kind."""
+    """The gain of each kind of batch: the range over its rows of `staging`."""
     result = load("staging")
     lines = head(["your batch", "speed-up over `.to()`", "over the best other way", "why"])
     for kind, (matches, why) in GAINS.items():
@@ -218,7 +218,7 @@ def native_threads() -> str:
 
 
 def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
-    """Say how fast a batch travels that was written into page-locked memory, so that nothing is packed."""
+    """Return the speed for a batch that was written into page-locked memory, so that nothing is packed."""
     ways = {"pinstage_lease": "copied from there", "pinstage": "by `Stager(borrow_pinned=True).to_device`"}
     parts = []
     for name, way in ways.items():
@@ -236,12 +236,12 @@ def scaling() -> str:
 
 
 def pictures(text: str, path: Path) -> str:
-    """Show a picture on light pages, and the one beside it on dark ones."""
+    """Show a picture on light pages, and its dark version on dark pages."""
     return f"![{text}]({path.name}#only-light)\n![{text}]({dark(path).name}#only-dark)"
 
 
 def waste() -> str:
-    """Host memory taken that nobody asked for."""
+    """Host memory that was allocated but not requested."""
     result = load("rounding_waste")
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
     lines = ["| percent | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
@@ -253,7 +253,7 @@ def waste() -> str:
 
 
 def startup() -> str:
-    """How long until 1 GiB is page-locked."""
+    """Time until 1 GiB is page-locked."""
     result = load("memory_startup")
     lines = ["| memory | 1 GiB ready, ms: first | again |", "|---|---|---|"]
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
@@ -263,7 +263,7 @@ def startup() -> str:
 
 
 def latency() -> str:
-    """What a lease costs."""
+    """The cost of a lease."""
     result = load("pool_latency")
     rows = result["rows"]
     cases = list(dict.fromkeys(row["case"] for row in rows))
@@ -275,7 +275,7 @@ def latency() -> str:
 
 
 def loader() -> str:
-    """Batches of a DataLoader, by every way of bringing them to the device."""
+    """Batches of a DataLoader, for every way of bringing them to the device."""
     result = load("loader")
     about = result["settings"]["variants"]
     rivals = {name: text for name, text in about.items() if name not in ("by_hand", "pinstage")}
@@ -298,7 +298,7 @@ def loader() -> str:
 
 
 def to_host() -> str:
-    """From the device to the host: milliseconds, and ours as a share of what the bus gives."""
+    """From the device to the host: milliseconds, and ours as a share of the speed of the bus."""
     result = load("to_host")
     rows = {(row["case"], row["variant"]): row for row in result["rows"]}
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
@@ -317,7 +317,7 @@ def to_host() -> str:
 
 
 def loops(result: dict[str, Any] | None = None) -> str:
-    """Training loops: steps/s, and the share of the time for which the GPU had one; nothing until measured."""
+    """Training loops: steps/s, and the share of the time for which the GPU was busy; nothing until measured."""
     result = result or measured("loops")
     if result is None:
         return ""

@@ -2,10 +2,10 @@
 
     python benchmarks/memory_startup.py --out benchmarks/results/memory_startup.json
 
-"first" is the first allocation of a fresh process that has its CUDA context; "again" follows once that was given back.
-Each of the `--rounds` processes gives one sample of the one and `--repeats` of the other. Before the first process, the
-parent touches more memory than will be asked for: a virtual machine may get its memory from the host on first touch,
-and the variant that comes first would pay for that.
+"first" is the first allocation of a fresh process that has its CUDA context; "again" follows after that one is freed.
+Each of the `--rounds` processes gives one sample of "first" and `--repeats` of "again". Before the first process, the
+parent touches more memory than the processes need: a virtual machine may get its memory from the host on first touch,
+and the first variant would pay for that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIB, GIB = 1 << 20, 1 << 30
 TOUCHED_FIRST = 4 * GIB
 
 Allocate = Callable[[int], Callable[[], Any]]
-"""Makes so many bytes ready, and returns what gives them back."""
+"""Makes the given number of bytes ready, and returns a function that frees them."""
 
 
 def _resource(name: str) -> Allocate:
@@ -58,7 +58,7 @@ def _torch_pin_memory() -> Allocate:
 def _cuda_host_alloc() -> Allocate:
     from cuda.bindings import runtime
 
-    runtime.cudaFree(0)  # this runtime meets the context now, not in the timer
+    runtime.cudaFree(0)  # this runtime finds the context now, not in the timer
 
     def allocate(nbytes: int) -> Callable[[], Any]:
         status, address = runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocPortable)
@@ -92,7 +92,7 @@ SMOKE_VARIANTS = (Variant("pageable_touched", _pageable_touched, "`torch.empty(n
 
 
 def measure(allocate: Allocate, repeats: int, case: harness.Case) -> Outcome:
-    """Return the samples of the first allocation, which has a case of its own and comes first, or of those after it."""
+    """Return the samples of the first allocation, whose case comes first, or of the later ones."""
     total = []
     for _ in range(1 if case.id.endswith("first") else repeats):
         start = time.perf_counter()
@@ -103,8 +103,8 @@ def measure(allocate: Allocate, repeats: int, case: harness.Case) -> Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed."""
-    parser = script.parser(__doc__, repeats=2, repeats_help="allocations of each process after its first")
+    """Run the comparison; return 1 if a variant failed."""
+    parser = script.parser(__doc__, repeats=2, repeats_help="later allocations of each process")
     parser.add_argument("--nbytes", type=int, default=GIB, help="bytes to make ready")
     parser.set_defaults(rounds=3)
     args = parser.parse_args(argv)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     further = ["--nbytes", str(args.nbytes)]
     rows = script.collect("memory_startup", __file__, variants, cases, args, further, judge=record.compare)
     table.grid("ms until the memory is ready", rows, "median", "p10", "p90")
-    table.grid("times faster than the best rival", [row for row in rows if row.ours], "vs_best_rival")
+    table.grid("speed-up over the best rival", [row for row in rows if row.ours], "vs_best_rival")
     return script.finish("memory_startup", rows, variants, args)
 
 

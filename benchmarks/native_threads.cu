@@ -1,8 +1,8 @@
-// Leaves in pageable memory to the device, in chunks, by native threads: what a packer without Python could reach.
+// Copy leaves from pageable memory to the device, in chunks, with native threads: the limit for a packer without Python.
 //
 // Prints a line for each case, way and number of threads: case, way, threads, then the milliseconds of each repetition.
-// Ways: "bus" copies what is packed already; the others pack as well. "spinning" threads wait for work awake, as OpenMP's
-// do; "sleeping" ones are woken for each batch; "non-temporal" ones sleep, and write past the caches.
+// Ways: "bus" copies packed bytes; the others also pack. "spinning" threads poll for work, as OpenMP's do; "sleeping"
+// threads are woken for each batch; "non-temporal" threads also sleep, and write with stores that bypass the caches.
 // Built and run by native_threads.py.
 
 #include <algorithm>
@@ -56,7 +56,7 @@ __attribute__((target("avx2"))) static void copy_past_caches(char *to, const cha
   _mm_sfence();
 }
 
-// Threads that take pieces one after the other, the calling one among them.
+// Threads, including the calling one, that take pieces one after the other.
 class Packer {
  public:
   Packer(int threads, Way way) : way_(way) {

@@ -1,9 +1,9 @@
-"""What native threads would reach in packing and copying large leaves, beside pinstage's: the limit of the hardware.
+"""Packing and copying large leaves with native threads, as the limit of the hardware, compared with pinstage.
 
     python benchmarks/native_threads.py --out benchmarks/results/native_threads.json
 
-Needs CUDA, and its compiler to build native_threads.cu, which says what its ways are; pinstage has nothing of it.
-Each native way is shown with the number of threads that it was quickest with.
+Needs CUDA and its compiler. native_threads.cu describes its ways; pinstage doesn't use that file. Each native way is
+shown with its fastest number of threads.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def native(repeats: int) -> Iterator[tuple[str, str, int, list[float]]]:
 
 
 def by_python(name: str, device: torch.device, repeats: int) -> Iterator[tuple[str, list[float]]]:
-    """Yield the seconds of each repetition of the ways that are not native."""
+    """Yield the seconds of each repetition of the Python ways."""
     leaves, nbytes = CASES[name]
     batch = [torch.randint(0, 100, (nbytes,), dtype=torch.uint8) for _ in range(leaves)]
 

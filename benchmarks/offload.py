@@ -1,17 +1,17 @@
-"""Activations and optimizer state on the host: a training step with each way to have room on the device.
+"""Activations and optimizer state on the host: a training step with each way to save device memory.
 
     python benchmarks/offload.py --out benchmarks/results/offload.json
 
-| case | what a sample is |
+| case | sample |
 |---|---|
 | `first step` | forward and backward of 12 blocks (LayerNorm, 4096, 16384, 4096), 8192 tokens, bf16, the first time |
 | `later steps` | the same, again and again |
 | `state out`, `state back` | an optimizer's state of 8 GB in 32 tensors, until all is on the host, or on the device |
 
-`bus` is what the hardware gives: copies between page-locked buffers that are there already and the device, of the
-bytes that are saved, out and then back. The detail of a row has the peak of the device's memory and the page-locked
-bytes; for ours, how many slabs were allocated after the first step. Gradients are compared outside the timer, bit for
-bit, with those of a plain step in the same process.
+`bus` is the limit of the hardware: the saved bytes are copied from the device to existing page-locked buffers, and then
+back. The detail of a row has the peak of device memory and the page-locked bytes; for ours, also the number of slabs
+allocated after the first step. Gradients are compared outside the timer, bit for bit, with those of a plain step in the
+same process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FEWEST_REPEATS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A model's sizes, or an optimizer's state, and which part of the time is meant."""
+    """A model's sizes or an optimizer's state, and the part of the time that is measured."""
 
     id: str
     blocks: int = 0
@@ -50,12 +50,12 @@ class Case:
 
     @property
     def saved(self) -> list[int]:
-        """Bytes of the tensors that a block saves, but for small ones."""
+        """Bytes of each tensor that a block saves, except small ones."""
         return [n * self.tokens * self.width * 2 for n in (1, 1, 4, 4)] * self.blocks
 
     @property
     def nbytes(self) -> int:
-        """Bytes that cross the bus: both ways, for a step."""
+        """Bytes that cross the bus; for a step, in both directions."""
         return 2 * sum(self.saved) + self.tensors * self.bytes_each
 
 
@@ -66,7 +66,7 @@ SMOKE_STATES = tuple(Case(case.id, tensors=3, bytes_each=4096) for case in STATE
 
 
 class Block(torch.nn.Module):
-    """A transformer's block without its attention: what it saves is known to the byte."""
+    """A transformer block without attention: the size of its saved tensors is known to the byte."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Training:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that the device was given."""
+    """Wait for all work of the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -134,7 +134,7 @@ def pinned_by_torch() -> int:
 Step = Callable[[], float]
 """Runs a step and returns its seconds."""
 Said = Callable[[], str]
-"""Says what there is to say at the end."""
+"""Returns the details at the end."""
 
 
 @contextmanager
@@ -229,7 +229,7 @@ WAYS = (
 
 
 class Steps:
-    """One variant's training, of which the cases show the first step and the later ones."""
+    """One variant's training; the cases show its first and its later steps."""
 
     def __init__(self, variant: Variant, args: Any) -> None:
         self._variant = variant
@@ -245,7 +245,7 @@ class Steps:
             return {"status": "ok" if self._is_right else "incorrect", "detail": detail, "total": self._later}
         device = torch.device(self._args.device)
         training = Training(case, device)
-        training.step(nullcontext(), training.forward)  # kernels are loaded, whatever the way
+        training.step(nullcontext(), training.forward)  # loads kernels, for every way
         with self._variant.setup(training, case) as (step, said):
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(device)
@@ -310,7 +310,7 @@ STATE_WAYS = (
 
 
 class States:
-    """One variant's state, which goes out and back in turn."""
+    """One variant's state, which is moved out and back in turn."""
 
     def __init__(self, variant: Variant, args: Any) -> None:
         self._variant = variant
@@ -337,10 +337,10 @@ class States:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or gave other gradients."""
+    """Run the comparison; return 1 if a variant failed or gave other gradients."""
     parser = script.parser(__doc__, repeats=20, repeats_help="later steps for each variant, at most")
     parser.add_argument(
-        "--seconds", type=float, default=4.0, help=f"stop after so long, once {FEWEST_REPEATS} are done"
+        "--seconds", type=float, default=4.0, help=f"stop after this time, once {FEWEST_REPEATS} are done"
     )
     args = parser.parse_args(argv)
     script.settle_device(args)

@@ -1,10 +1,10 @@
-"""How long until a batch is in tensors that exist: weights, what `to_device` returned, separate tensors.
+"""Time until a batch is in existing tensors: weights, tensors that `to_device` returned, or separate tensors.
 
     python benchmarks/out.py --out benchmarks/results/out.json
 
-`Stager.to_device(batch, out=static)` beside a loop of ``dst.copy_(src, non_blocking=True)``, the same from page-locked
-memory, and `to_device` without `out`. ``4GiB-weights`` goes through a cap of 256 MiB. Cases with ``pinned`` have
-page-locked sources, which pinstage borrows. One fresh process for each variant.
+Compares `Stager.to_device(batch, out=static)` with a loop of ``dst.copy_(src, non_blocking=True)``, with that loop from
+page-locked memory, and with `to_device` without `out`. ``4GiB-weights`` has a cap of 256 MiB. Cases with ``pinned``
+have page-locked sources, which pinstage borrows. Each variant runs in a fresh process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Write = Callable[[Tensors, Tensors], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """Leaves of one size, and where they go."""
+    """Leaves of one size, and their destinations."""
 
     id: str
     leaves: int
     leaf_bytes: int
     pinned: bool = False
     separate: bool = True
-    """Whether each destination has memory of its own; else they are what `to_device` returned."""
+    """Whether each destination has its own memory; otherwise `to_device` made them."""
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +48,7 @@ class Batch:
 
 
 class Way(NamedTuple):
-    """How sources are made ready, once, and written."""
+    """How sources are prepared, once, and written."""
 
     prepare: Callable[[Tensors], Tensors]
     write: Write
@@ -120,7 +120,7 @@ VARIANTS = (
 
 
 def measure(variant: Variant, repeats: int, device: torch.device, case: Batch) -> Outcome:
-    """Return the seconds that each write took, until the device had it."""
+    """Return the seconds of each write, until it is done on the device."""
 
     def settle() -> None:
         if device.type == "cuda":
@@ -160,7 +160,7 @@ def _places(device: torch.device, case: Batch, sources: Tensors) -> Tensors:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or brought a wrong byte."""
+    """Run the comparison; return 1 if a variant failed or delivered a wrong byte."""
     parser = script.parser(__doc__, repeats=50, repeats_help="writes for each variant and case; 5 of the largest")
     args = parser.parse_args(argv)
     script.settle_device(args)

@@ -1,12 +1,12 @@
-"""Page-lock a large range: how long, how exactly, and what others suffer meanwhile.
+"""Page-lock a large range: its time, its resident memory, and the delay of other processes and threads.
 
     python benchmarks/page_locking.py --out benchmarks/results/page_locking.json --plot docs/images/page_locking.png
     python benchmarks/page_locking.py --from benchmarks/results/page_locking.json --plot docs/images/page_locking.png
 
-Each way runs in a fresh process, `--repeats` times in turn with an idle GPU and beside kernels of 20 ms. Meanwhile
-another process calls ``cudaMemGetInfo``, and another thread launches kernels; the worst of these calls counts. Resident
-memory is VmRSS and HugetlbPages together. Before the first process, the parent touches as much memory: a virtual
-machine may get it from its host on first touch.
+Each way runs in a fresh process, `--repeats` times in turn with an idle GPU and with kernels of 20 ms running.
+Meanwhile another process calls ``cudaMemGetInfo``, and another thread launches kernels; the longest of these calls
+counts. Resident memory is VmRSS and HugetlbPages together. Before the first process, the parent touches as much memory:
+a virtual machine may get it from its host on first touch.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ MEASURED = (FIRST, LAST, NEIGHBOUR, LAUNCH, RESIDENT, TO_DEVICE, BACK, LAUNCH_BA
 
 
 class Held(NamedTuple):
-    """Memory that is being made ready."""
+    """Memory that is being page-locked."""
 
     wait: Callable[[], object]
     """Returns when the last byte is ready."""
     part: Callable[[int], torch.Tensor]
-    """Returns the bytes of a chunk by its number."""
+    """Returns a chunk's memory by its number."""
     release: Callable[[], object]
     """Gives the memory back."""
 
@@ -146,7 +146,7 @@ def _resident() -> int:
 
 
 class Worst:
-    """The longest call since it was asked last."""
+    """The longest call since the last `take`."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -158,13 +158,13 @@ class Worst:
         self._seconds = max(self._seconds, time.perf_counter() - began)
 
     def take(self) -> float:
-        """Return the longest, and begin again."""
+        """Return the longest, and reset it."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 def neighbour(device: str) -> None:
-    """Be the other process: call ``cudaMemGetInfo``, and answer each line with the longest call so far."""
+    """Run as the other process: call ``cudaMemGetInfo``, and answer each line with the longest call so far."""
     torch.zeros(1, device=device)
     worst, asked = Worst(), threading.Event()
     threading.Thread(target=lambda: [asked.set() for _ in sys.stdin] and None, daemon=True).start()
@@ -178,7 +178,7 @@ def neighbour(device: str) -> None:
 
 @contextlib.contextmanager
 def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
-    """Have a neighbour and a thread of our own call CUDA meanwhile; yield what returns the worst call of each."""
+    """Let a neighbour and our own thread call CUDA meanwhile; yield functions that return the worst call of each."""
     command = [sys.executable, __file__, "--device", device, "--neighbour"]
     over, worst = threading.Event(), Worst()
 
@@ -256,7 +256,7 @@ def kernels(device: str) -> Iterator[None]:
 def once(
     allocate: Allocate, nbytes: int, device: str, neighbours: Callable[[], float], launches: Callable[[], float]
 ) -> dict[str, float]:
-    """Make memory ready and give it back; return the seconds of each part, and the resident share."""
+    """Page-lock memory and free it; return the seconds of each part, and the resident share."""
     found: dict[str, float] = {}
     neighbours()
     launches()
@@ -288,7 +288,7 @@ def _copy(held: Held, nbytes: int, device: str) -> float:
 
 
 def run(allocate: Allocate, nbytes: int, device: str, repeats: int, gpu: str) -> dict[str, list[float]]:
-    """Measure some times, with the GPU in each of some states; return the samples of each case."""
+    """Measure `repeats` times in each state of the GPU; return the samples of each case."""
     samples: dict[str, list[float]] = {}
     cuda = torch.device(device).type == "cuda"
     states = {"idle": contextlib.nullcontext, "busy": partial(kernels, device)}
@@ -313,7 +313,7 @@ def _cases(args: Any) -> list[Size]:
 
 
 def _share_resident(rows: list[Row]) -> None:
-    """Write resident memory as percent of what was asked, and no rate for what isn't a copy or a start."""
+    """Convert resident memory to percent of the requested bytes, and remove rates from rows that have none."""
     for row in rows:
         what = row.case.partition(",")[0]
         if what == RESIDENT and row.unit == "ms" and row.median is not None:
@@ -363,7 +363,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def draw_both(result: dict[str, Any], path: Path) -> None:
-    """Draw for bright and for dark pages."""
+    """Draw for light and for dark pages."""
     from matplotlib import rc_context
 
     draw(result, path)
@@ -372,17 +372,17 @@ def draw_both(result: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed."""
+    """Run the comparison; return 1 if a variant failed."""
     parser = script.parser(__doc__, repeats=1, repeats_help="runs of each way, on an idle GPU and on a busy one")
     parser.add_argument("--nbytes", type=int, default=48 * GIB, help="bytes to page-lock")
     parser.add_argument("--gpu", default="idle,busy", help="idle, busy or both; without a GPU idle")
     parser.add_argument("--plot", type=Path, help="draw a PNG here, and one for dark pages beside it")
-    parser.add_argument("--from", dest="source", type=Path, help="draw what this result file has; measure nothing")
+    parser.add_argument("--from", dest="source", type=Path, help="draw from this result file; measure nothing")
     parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     script.settle_device(args)
     plot, source, is_neighbour = args.plot, args.source, args.neighbour
-    del args.plot, args.source, args.neighbour  # no settings
+    del args.plot, args.source, args.neighbour  # not settings of the result
     if is_neighbour:
         neighbour(args.device)
     if source:

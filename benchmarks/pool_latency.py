@@ -1,9 +1,9 @@
-"""What a lease costs: acquire, `tensor()` and release on one thread, beside torch's own warm allocators.
+"""The cost of a lease: acquire, `tensor()` and release on one thread, compared with torch's own warm allocators.
 
     python benchmarks/pool_latency.py --out benchmarks/results/pool_latency.json
 
-Each cycle is timed by itself, on a pool (or a cache of torch's) that holds the slab already. One fresh process for each
-variant.
+Each cycle is timed by itself, on a pool (or torch's cache) that already holds the memory. Each variant runs in a fresh
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_UPS = 200
 CASES = (Size("4KiB", 4 * KIB), Size("1MiB", MIB), Size("64MiB", 64 * MIB))
 
 Cycle = Callable[[int], None]
-"""Takes so many bytes and gives them back."""
+"""Allocates the given number of bytes and frees them."""
 
 
 @contextmanager
@@ -82,13 +82,13 @@ def measure(variant: Variant, repeats: int, case: harness.Case) -> Outcome:
 
 
 def forget_rates(rows: list[Row]) -> None:
-    """Take out what the bytes suggest, as nothing moves."""
+    """Remove the GB/s, since nothing is copied."""
     for row in rows:
         row.gb_per_s = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed."""
+    """Run the comparison; return 1 if a variant failed."""
     parser = script.parser(__doc__, repeats=5000, repeats_help="cycles for each variant and size")
     args = parser.parse_args(argv)
     script.settle_device(args)
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     variants = script.chosen(args.only, VARIANTS)
     rows = script.collect("pool_latency", __file__, variants, CASES, args, unit="us", judge=forget_rates)
-    table.grid("us for a cycle: take, make a tensor, give back", rows, "median", "p10", "p90")
+    table.grid("us per cycle: acquire, make a tensor, release", rows, "median", "p10", "p90")
     return script.finish("pool_latency", rows, variants, args)
 
 

@@ -1,9 +1,9 @@
-"""How fast batches travel where the platform refuses to page-lock most of what they need.
+"""How fast staging is where the platform refuses to page-lock most of the memory that batches need.
 
     python benchmarks/refusals.py --out benchmarks/results/refusals.json
 
-Batches are staged by `ps.Stager` over memory that refuses beyond a wall: none, 20% and 5% of what the loop page-locks
-when nobody refuses, and nothing at all, which is pageable memory. One fresh process for each variant.
+`ps.Stager` stages batches over memory with a limit: none, 20% and 5% of what the loop page-locks without a limit, and
+zero, which is pageable memory. Each variant runs in a fresh process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIB = 1 << 20
 CASES = (Size("64MiB", 64 * MIB), Size("512MiB", 512 * MIB))
 SMOKE_CASES = (Size("2MiB", 2 * MIB), Size("8MiB", 8 * MIB))
 AHEAD = 4
-"""Batches that the loop would hold page-locked."""
+"""Batches in page-locked memory at once, without a limit."""
 LEAVES = 16
 
 Stage = Any
@@ -73,7 +73,7 @@ VARIANTS = (_variant("all", 1.0), _variant("a_fifth", 0.2), _variant("a_twentiet
 
 
 def measure(variant: Variant, repeats: int, device: torch.device, case: harness.Case) -> Outcome:
-    """Return the seconds that each run of `AHEAD` batches took, by batch."""
+    """Return the seconds per batch of each run of `AHEAD` batches."""
     leaf = case.nbytes // LEAVES // 4
     batch = [torch.arange(leaf, dtype=torch.int32).add_(i) for i in range(LEAVES)]
     setup: AbstractContextManager[Stage] = variant.setup(device, case.nbytes)
@@ -87,7 +87,7 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: harness.
                     got = stager.to_device(batch)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-                if repeat:  # the first one makes slabs, or is refused them
+                if repeat:  # the first run allocates slabs, or is refused them
                     total.append((time.perf_counter() - start) / AHEAD)
             right = all(torch.equal(there.cpu(), here) for there, here in zip(got, batch, strict=True))
             refused = stager.stats().fallback_batches
@@ -96,7 +96,7 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: harness.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or brought a wrong byte."""
+    """Run the comparison; return 1 if a variant failed or delivered a wrong byte."""
     parser = script.parser(__doc__, repeats=20, repeats_help="runs of four batches for each variant and size")
     args = parser.parse_args(argv)
     script.settle_device(args)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = script.chosen(args.only, VARIANTS)
     further = ["--smoke"] if args.smoke else []
     rows = script.collect("refusals", __file__, variants, cases, args, further)
-    table.grid("ms for a batch", rows, "median", "p10", "p90")
+    table.grid("ms per batch", rows, "median", "p10", "p90")
     return script.finish("refusals", rows, variants, args)
 
 

@@ -1,11 +1,11 @@
-"""How much of the host memory that a batch takes nobody asked for: the pool's slabs beside torch's pinned allocator.
+"""Host memory that a batch wastes by rounding: the pool's slabs compared with torch's pinned allocator.
 
     python benchmarks/rounding_waste.py --out benchmarks/results/rounding_waste.json
 
-The batches are the demo's: a year of weather and flights, eight hours each, hundreds of ragged leaves. What was asked
-for is what the size of the slab is chosen for: the layout's bytes, or where each leaf is pinned by itself, the leaves'.
-`pinstage_padding` counts the padding between the leaves of a slab as waste too. Percent of what was taken:
-`all batches` together, the `mean batch` and the `worst batch`. Nothing is timed.
+The batches are the demo's: a year of weather and flights, eight hours each, hundreds of ragged leaves. The requested
+bytes are the layout's or, where each leaf is pinned by itself, the leaves'. `pinstage_padding` counts the padding
+between the leaves of a slab as waste too. Results are in percent of the allocated bytes: `all batches` together, the
+`mean batch` and the `worst batch`. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES = tuple(Size(name, 0) for name in ("all batches", "mean batch", "worst bat
 BATCH_SIZE, SEED, SMOKE_BATCHES = 8, 0, 20  # of the demo
 
 Taken = Callable[[Any], tuple[int, int]]
-"""Stages a batch and returns the bytes that were asked for, and those that were taken."""
+"""Stages a batch and returns the requested and the allocated bytes."""
 
 
 @contextmanager
@@ -85,7 +85,7 @@ VARIANTS = (
 
 @cache
 def shares(variant: Variant, device: torch.device, limit: int | None) -> tuple[float, list[float]]:
-    """Return the share of all bytes taken that nobody asked for, and that of each batch."""
+    """Return the wasted share of all allocated bytes, and of each batch."""
     asked_in_all = taken_in_all = 0
     of_batches = []
     with variant.setup(device) as taken:
@@ -104,8 +104,8 @@ def measure(variant: Variant, device: torch.device, limit: int | None, case: har
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed."""
-    parser = script.parser(__doc__, repeats=1, repeats_help="has no meaning here")
+    """Run the comparison; return 1 if a variant failed."""
+    parser = script.parser(__doc__, repeats=1, repeats_help="has no effect here")
     args = parser.parse_args(argv)
     script.settle_device(args)
     if args.child:
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = script.chosen(args.only, VARIANTS)
     further = ["--smoke"] if args.smoke else []
     rows = script.collect("rounding_waste", __file__, variants, CASES, args, further, unit="%")
-    table.grid("percent of the host memory taken that nobody asked for", rows, "median")
+    table.grid("percent of the allocated host memory that is wasted", rows, "median")
     return script.finish("rounding_waste", rows, variants, args)
 
 

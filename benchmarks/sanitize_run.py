@@ -2,8 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/sanitize_run.py
 
-Without torch's caching allocator every device slab is an allocation of its own, so that memcheck sees a copy that ends
-behind it. `--baseline` does the same by `.to()`: what memcheck reports there is torch's, not ours.
+Without torch's caching allocator every device slab is its own allocation, so that memcheck sees a copy beyond its end.
+`--baseline` does the same with `.to()`: what memcheck reports there is torch's, not ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHAPES = (BatchShape(64, KIB), BatchShape(132, 284), BatchShape(5, 3 * MIB))
 
 
 def mixed(seed: int) -> batches.Batch:
-    """Return a batch of several dtypes, odd sizes, an empty leaf and a 0-d one."""
+    """Return a batch of several dtypes and odd sizes, with an empty and a 0-d leaf."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ def mixed(seed: int) -> batches.Batch:
 
 
 def runs() -> Iterator[list[batches.Batch]]:
-    """Yield lists of batches; those of one list are staged back to back."""
+    """Yield lists of batches; batches of one list are staged back to back."""
     for shape in SHAPES:
         yield [batches.build(shape, seed) for seed in range(3)]
     yield [mixed(seed) for seed in range(3)]
@@ -53,7 +53,7 @@ def main() -> int:
     """Stage everything, on the current stream and on another one, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--baseline", action="store_true", help="stage by .to() instead")
+    parser.add_argument("--baseline", action="store_true", help="stage with .to() instead")
     args = parser.parse_args()
     device = torch.device(args.device)
     wrong: list[str] = []
@@ -69,7 +69,7 @@ def main() -> int:
         if device.type == "cuda":
             from cuda.bindings import driver
 
-            driver.cuInit(0)  # what loading cuda-python alone does
+            driver.cuInit(0)  # as loading cuda-python does
         for sources in runs():
             compare(sources, [to_device(source, device) for source in sources])
     else:

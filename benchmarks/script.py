@@ -1,4 +1,4 @@
-"""What the scripts of this folder have in common: their arguments, and how they begin and end."""
+"""Shared parts of the scripts in this folder: their arguments, and how they begin and end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parser(description: str | None, *, repeats: int, repeats_help: str) -> argpa
     arguments.add_argument("--only", help="these variants, separated by commas")
     arguments.add_argument("--repeats", type=int, default=repeats, help=repeats_help)
     arguments.add_argument(
-        "--rounds", type=int, default=1, help="processes for each variant; each second round backwards"
+        "--rounds", type=int, default=1, help="processes per variant; every second round runs backwards"
     )
     arguments.add_argument("--timeout", type=float, default=240.0, help="seconds that one process may take")
     arguments.add_argument("--smoke", action="store_true", help="small and short, on the CPU by default")
@@ -33,14 +33,14 @@ def parser(description: str | None, *, repeats: int, repeats_help: str) -> argpa
 
 
 def settle_device(args: argparse.Namespace) -> None:
-    """Fill in the device that was not named, and the index that was not given."""
+    """Fill in a missing device, and a missing index."""
     if args.device is None:
         args.device = "cuda:0" if torch.cuda.is_available() and not args.smoke else "cpu"
     args.device = "cuda:0" if args.device == "cuda" else args.device
 
 
 def chosen(names: str | None, known: Sequence[Variant]) -> list[Variant]:
-    """Return the variants of these ids, all of them for None; exit where there is no such variant."""
+    """Return the variants with these ids, all of them for None; exit if an id is unknown."""
     try:
         return harness.chosen(names, known, "variant")
     except BenchError as error:
@@ -59,8 +59,8 @@ def collect(
 ) -> list[Row]:
     """Run the script at `path` as the child of each variant, and return a row for each variant and case.
 
-    After each process what there is goes into the result file, which says that it is incomplete: so a run that is
-    killed leaves what it has measured. `judge` compares rows with one another, of the whole and of such a part.
+    After each process the rows so far are written to the result file, marked as incomplete, so that a killed run keeps
+    what it has measured. `judge` compares the rows with one another, also the partial ones.
     """
 
     def keep(rows: list[Row], incomplete: str) -> None:
@@ -87,7 +87,7 @@ def collect(
 
 
 def finish(benchmark: str, rows: Sequence[Row], variants: Sequence[Variant], args: argparse.Namespace) -> int:
-    """Print what failed, write the result file if one is wanted, and return the exit status."""
+    """Print the failures, write the result file if `args` names one, and return the exit status."""
     failed = [row for row in rows if row.status in ("error", "incorrect")]
     for row in failed:
         print(f"{row.variant} on {row.case}: {row.status}: {row.detail}")
@@ -110,7 +110,7 @@ def _save(
 
 
 def compare_on_a_gpu(args: argparse.Namespace, *left_out: str) -> Callable[[list[Row]], None]:
-    """Return what compares all variants but these, where there is a race: on the CPU `.to()` moves nothing."""
+    """Return a function that compares all variants except these, on a GPU only: on the CPU `.to()` moves nothing."""
 
     def judge(rows: list[Row]) -> None:
         if torch.device(args.device).type == "cuda":

@@ -2,18 +2,18 @@
 
     python benchmarks/to_host.py --out benchmarks/results/to_host.json
 
-| case | what a sample is |
+| case | sample |
 |---|---|
 | `1000x256B` | 1000 tensors of 64 floats on the host |
 | `64MiB`, `512MiB` | one tensor on the host |
-| `8x64MiB` | eight, two of them on their way at a time |
-| `256MiB both ways` | one tensor on the host while a copy of that size to the device runs beside it |
+| `8x64MiB` | eight tensors, two of them in flight at a time |
+| `256MiB both ways` | one tensor on the host, during a copy of the same size to the device |
 | `frames` | batches of ten frames of 3 x 3840 x 2160 floats to the device, one operation, and back, in the manner of
   the forum's round-trip script; time and bytes of one batch, both ways |
 
-`bus` is what the hardware gives: page-locked buffers that are there already, no packing and nothing to return. On large
-tensors a figure of ours in the last table is a share of the bus. Bits are checked outside the timer; in the round trip
-some elements of each frame are looked at in each batch, so that a buffer that is used again too early is seen.
+`bus` is the limit of the hardware: existing page-locked buffers, no packing and nothing to return. On large tensors our
+figure in the last table is a share of the bus. Bits are checked outside the timer. The round trip checks some elements
+of each frame in each batch, so that it detects a buffer that is reused too early.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ IN_FLIGHT = 2
 FRAMES_OF_A_BATCH, BATCHES = 10, 4
 
 Sample = Callable[[], Any]
-"""What is timed: returns when everything is on the host, and gives it for the check."""
+"""The timed work: returns everything for the check, once it is on the host."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors of so many float32 each, and what is done with them."""
+    """Tensors of one size in float32, and what is done with them."""
 
     id: str
     kind: str
@@ -55,7 +55,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a sample, of both directions where there are two."""
+        """Bytes of a sample, in both directions if there are two."""
         return self.leaves * self.elements * 4 * (2 if self.kind in ("both", "frames") else 1)
 
 
@@ -88,7 +88,7 @@ class Device:
             torch.cuda.synchronize(self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any = None) -> Any:
-        """Copy on a stream, behind an event, and return the event behind it."""
+        """Copy on a stream, after an event, and return the event after the copy."""
         if not self.cuda:
             target.copy_(source)
             return None
@@ -111,7 +111,7 @@ class Device:
 
 
 def on_device(case: Case, device: torch.device) -> list[torch.Tensor]:
-    """Return the tensors that are fetched; no two are alike. Made on the CPU: a GPU's large floats differ."""
+    """Return the tensors to fetch, all different; made on the CPU, since a GPU's large floats differ."""
     first = torch.arange(case.elements, dtype=torch.float32)
     return [(first + i).to(device) for i in range(case.leaves)]
 
@@ -122,7 +122,7 @@ def frame_batches(case: Case) -> list[list[torch.Tensor]]:
 
 
 def seen(batch: int, fetched: Sequence[torch.Tensor]) -> None:
-    """Look at some elements of a batch of frames that came back, one larger than it went."""
+    """Check some elements of a returned batch of frames, each one larger than it was sent."""
     for i, frame in enumerate(fetched):
         expected = float(10 * (batch % 2) + i + 1)
         if {float(frame[0]), float(frame[frame.numel() // 2]), float(frame[-1])} != {expected}:
@@ -156,7 +156,7 @@ def _cpu_each(device: Device, case: Case) -> Iterator[Sample]:
 
 @contextmanager
 def _pinned_each(device: Device, case: Case) -> Iterator[Sample]:
-    """Pinned targets of torch's, made in each call as their owner keeps them; one synchronise."""
+    """Pinned torch targets, made in each call since the caller keeps them; one synchronise."""
     if case.kind == "frames":
         batches = frame_batches(case)
 
@@ -188,7 +188,7 @@ def _to_pinned(device: Device, tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _bus(device: Device, case: Case) -> Iterator[Sample]:
-    """Buffers that are there already; nothing is packed. The small tensors are one tensor here."""
+    """Existing buffers; nothing is packed. The small tensors are one tensor here."""
     back = device.stream()
     if case.kind == "frames":
         yield _frames_by_hand(device, case, pack=False)
@@ -222,7 +222,7 @@ def _bus(device: Device, case: Case) -> Iterator[Sample]:
 
 @contextmanager
 def _by_hand(device: Device, case: Case) -> Iterator[Sample]:
-    """What a careful programmer writes: buffers made once, two of each, events before each is used again."""
+    """Careful code by hand: buffers made once, two of each, and an event before each reuse."""
     if case.kind == "frames":
         yield _frames_by_hand(device, case, pack=True)
         return
@@ -262,7 +262,7 @@ def _frames_by_hand(device: Device, case: Case, *, pack: bool) -> Sample:
         for number in range(BATCHES):
             turn = number % 2
             if len(returned) == IN_FLIGHT:
-                look()  # and with it this turn's slab and buffers are free
+                look()  # after it, this turn's slab and buffers are free
             if pack:
                 device.wait(arrived[turn])
                 for part, frame in zip(sent[turn].split(case.elements), batches[turn], strict=True):
@@ -324,7 +324,7 @@ def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sam
 
 @contextmanager
 def _beside(device: Device, case: Case) -> Iterator[Callable[[], None]]:
-    """Give what starts a copy to the device, for the case of both ways; else nothing."""
+    """Yield a function that starts a copy to the device in the case of both ways, and otherwise does nothing."""
     if case.kind != "both":
         yield lambda: None
         return
@@ -348,7 +348,7 @@ VARIANTS = (
 
 
 def measure(variant: Variant, args: Any, case: Case) -> Outcome:
-    """Return the samples of one variant on one case, in seconds; of the frames, for one batch."""
+    """Return the samples of one variant on one case, in seconds; for the frames, per batch."""
     device = Device(torch.device(args.device))
     with variant.setup(device, case) as sample:
         result = sample()
@@ -367,14 +367,14 @@ def measure(variant: Variant, args: Any, case: Case) -> Outcome:
                 break
             start = time.perf_counter()
             kept = sample()
-            device.synchronize()  # of the copy beside it, where there is one
+            device.synchronize()  # also waits for the other direction
             total.append((time.perf_counter() - start) / (BATCHES if case.kind == "frames" else 1))
             del kept
     return {"status": "ok", "detail": "", "total": total}
 
 
 def forget(device: torch.device) -> None:
-    """Give all memory back, so that each case starts alike."""
+    """Free cached memory, so that all cases start from the same state."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -383,10 +383,10 @@ def forget(device: torch.device) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or gave wrong bits."""
+    """Run the comparison; return 1 if a variant failed or gave wrong bits."""
     parser = script.parser(__doc__, repeats=100, repeats_help="samples for each variant and case, at most")
     parser.add_argument(
-        "--seconds", type=float, default=0.4, help=f"stop after so long, once {FEWEST_REPEATS} are done"
+        "--seconds", type=float, default=0.4, help=f"stop after this time, once {FEWEST_REPEATS} are done"
     )
     parser.set_defaults(rounds=1)
     args = parser.parse_args(argv)
@@ -406,7 +406,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = script.collect("to_host", __file__, variants, cases, args, further, judge=judge)
     table.grid("median ms until all is on the host (frames: for a batch, there and back)", rows, "median")
     table.grid("GB/s", rows, "gb_per_s")
-    table.grid("times as fast as the best rival; on large tensors, the share of the bus", rows, "vs_best_rival")
+    table.grid("speed-up over the best rival; on large tensors, the share of the bus", rows, "vs_best_rival")
     return script.finish("to_host", rows, variants, args)
 
 

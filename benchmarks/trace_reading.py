@@ -1,9 +1,9 @@
-"""How long `pinstage trace` takes to read a large trace, and how much memory: a generated one, removed afterwards.
+"""Time and memory that `pinstage trace` needs to read a large trace, which is generated and removed afterwards.
 
     python benchmarks/trace_reading.py --megabytes 500
 
-The events are written as the profiler writes them: steps of 300 copies with their calls and operators, and 900 kernels
-with theirs.
+The events are written as the profiler writes them: each step has 300 copies with their calls and operators, and 900
+kernels with theirs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KERNEL = "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_1
 
 
 def main() -> None:
-    """Write the trace, read it, print what that took."""
+    """Write the trace, read it, print the time and memory."""
     parser = argparse.ArgumentParser(description="Measure how fast a large trace is read.")
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--out", type=Path, help="write the row here, as JSON")
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def write(path: Path, nbytes: int) -> int:
-    """Write events until the file is so large; return their number."""
+    """Write events until the file has this size; return their number."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         file.write('{"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "traceEvents": [\n')

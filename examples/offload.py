@@ -2,8 +2,8 @@
 
     python examples/offload.py
 
-Both runs print the peak of device memory. The pool is the only page-locked memory, and its cap holds. Without a GPU the
-model is smaller, and "device" means pageable memory: the weights can be compared, the peak can't.
+Both runs print the peak of device memory. The pool has all page-locked memory, within its cap. Without a GPU the model
+is smaller, and "device" means pageable memory: the weights can be compared, the peak can't.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pinstage as ps
 
 
 class Block(torch.nn.Module):
-    """A transformer's block: attention, and two layers behind it."""
+    """A transformer block: attention, then two linear layers."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(torch.nn.Module):
         self.wide, self.back = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[batch, tokens, width]``, as it comes."""
+        """Return ``[batch, tokens, width]``, the shape of the input."""
         q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
         x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
@@ -37,7 +37,7 @@ class Block(torch.nn.Module):
 
 
 def train(args: argparse.Namespace, pool: ps.SlabPool | None) -> tuple[list[torch.Tensor], str]:
-    """Train, with what can lie on the host in slabs of a pool; return the weights and what there is to say."""
+    """Train, offloading to the slabs of a pool if there is one; return the weights and a summary."""
     device = torch.device(args.device)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Block(args.width, heads=4) for _ in range(args.blocks))).to(device)

@@ -1,12 +1,12 @@
 """A paged cache of keys and values: blocks go to the host when the device is full, and return when they are needed.
 
-    python examples/paged_cache.py                              # small, on the CPU where there is no GPU
+    python examples/paged_cache.py                              # small; on the CPU without a GPU
     python examples/paged_cache.py --host 48GiB --device cuda:0
 
-A serving engine keeps the keys and values of a conversation in blocks. The host's part is a `ps.HostRegion`, a block a
-row. It is usable at once, and page-locked in the background while the engine starts. The same is done with a
-page-locked tensor of torch, for comparison: the time until the first block can be swapped and until all can, the
-memory that is resident, and the longest time that another thread was held up meanwhile.
+A serving engine keeps the keys and values of a conversation in blocks. The host's part is a `ps.HostRegion`, one block
+per row. It is usable at once, and page-locked in the background while the engine starts. The script repeats this with a
+page-locked torch tensor, and compares the time until the first swap and until all blocks are ready, the resident
+memory, and the longest delay of another thread.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class PagedCache:
     def __init__(self, device: torch.device, host: torch.Tensor, device_blocks: int) -> None:
         self.host = host
         self.there = torch.zeros((device_blocks, *host.shape[1:]), dtype=host.dtype, device=device)
-        self._stager = ps.Stager(device, max_bytes="256MiB", borrow_pinned=True)  # blocks are read where they are
+        self._stager = ps.Stager(device, max_bytes="256MiB", borrow_pinned=True)  # blocks are read in place
 
     def swap_out(self, blocks: dict[int, int]) -> None:
-        """Copy blocks of the device, by number, to blocks of the host; return when they are there."""
+        """Copy device blocks to host blocks, by number; return when the copies are done."""
         self._stager.to_host([self.there[i] for i in blocks], out=[self.host[j] for j in blocks.values()])
 
     def swap_in(self, blocks: dict[int, int]) -> None:
-        """Copy blocks of the host, by number, to blocks of the device, in the order of its current stream."""
+        """Copy host blocks to device blocks, by number, in the order of the device's current stream."""
         self._stager.to_device([self.host[i] for i in blocks], out=[self.there[j] for j in blocks.values()])
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class PagedCache:
 
 
 class Bar:
-    """Shows how much of a region is page-locked, at which rate, and how long the rest takes."""
+    """Shows how much of a region is page-locked, the rate and the remaining time."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -74,22 +74,22 @@ class Bar:
 
 
 def make_region(device: torch.device, shape: Sequence[int]) -> tuple[torch.Tensor, HostRegion]:
-    """Return the host's blocks in a region, and the region. Blocks may be used on the CPU at once."""
+    """Return the host's blocks in a region, and the region. The CPU can use the blocks at once."""
     row = math.prod(shape[1:]) * torch.bfloat16.itemsize
     region = HostRegion(shape[0] * row, row_bytes=row, device=device, progress=Bar())
     return region.tensor(tuple(shape), torch.bfloat16), region
 
 
 def make_pinned(device: torch.device, shape: Sequence[int]) -> tuple[torch.Tensor, None]:
-    """Return the host's blocks in a tensor of torch, page-locked if the device is a GPU."""
+    """Return the host's blocks in a torch tensor, page-locked if the device is a GPU."""
     return torch.zeros(tuple(shape), dtype=torch.bfloat16, pin_memory=device.type == "cuda"), None
 
 
 def swap(cache: PagedCache, rounds: int, among: int) -> float:
-    """Swap random blocks out to some of the host's, and in again; see that none has changed.
+    """Swap random blocks out to the first host blocks and back in; check that none has changed.
 
     Returns:
-        The seconds that this took, until the blocks were on the device again.
+        The seconds that the swaps took, until the blocks were on the device again.
     """
     chance, number, seconds = random.Random(0), 0, 0.0
     for _ in range(rounds):
@@ -110,7 +110,7 @@ def swap(cache: PagedCache, rounds: int, among: int) -> float:
         wait(cache.there.device)
         seconds += time.perf_counter() - began
         if not torch.equal(cache.there, expected):
-            raise AssertionError("a block has changed on the way")
+            raise AssertionError("a block changed during a swap")
     return seconds
 
 
@@ -127,14 +127,14 @@ def resident() -> int:
 
 
 class Heartbeat(threading.Thread):
-    """Another thread of the engine, which launches something all the time; remembers the longest launch."""
+    """Another thread of the engine, which keeps launching kernels; records the longest launch."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.longest, self._device, self._over = 0.0, device, threading.Event()
 
     def run(self) -> None:
-        """Launch until the end."""
+        """Launch kernels until the block ends."""
         ones = torch.ones(1024, device=self._device)
         ones.add_(1)
         while not self._over.wait(0.0005):
@@ -158,12 +158,12 @@ def measure(
     device_blocks: int,
     rounds: int,
 ) -> dict[str, Any]:
-    """Make a cache, swap, and return what it took."""
+    """Make a cache, swap, and return the figures."""
     before, began = resident(), time.perf_counter()
     with Heartbeat(device) as heartbeat:
         host, region = make(device, shape)
         cache = PagedCache(device, host, device_blocks)
-        swap(cache, 1, among=device_blocks)  # the first chunk of the host's is enough
+        swap(cache, 1, among=device_blocks)  # needs only the first host blocks
         first = time.perf_counter() - began
         if region is not None:
             region.synchronize()
@@ -183,11 +183,11 @@ def measure(
 
 
 def main() -> None:
-    """Measure both."""
+    """Measure both kinds of memory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--host", default="64MiB", help="size of the host's part, such as 48GiB")
-    parser.add_argument("--block", default="1MiB", help="size of a block of all layers")
+    parser.add_argument("--host", default="64MiB", help="size of the cache on the host, such as 48GiB")
+    parser.add_argument("--block", default="1MiB", help="size of a block, all layers included")
     parser.add_argument("--device-blocks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")

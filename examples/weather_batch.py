@@ -1,11 +1,11 @@
-"""A loader that pins already, and a nested batch that stays pageable: the audit, the fix, and both in a profile.
+"""A loader with pinning, and a nested batch that stays pageable: the audit, the fix, and profiles of both.
 
     python examples/weather_batch.py --out weather_batch.json --traces traces
 
-The batches are those of the demo: hours of weather and flights, in classes of their own. The same model trains
-on them twice, from a DataLoader with `pin_memory=True`; what differs is the line that brings a batch to the device.
-Each time a few steps are recorded by torch's profiler, and read by `pinstage trace`. The losses must be equal bit for
-bit. Without a GPU nothing crosses a bus: the audit and the losses are real, and there is nothing to compare.
+The batches are the demo's: hours of weather and flights in custom classes. The same model trains on them twice, from a
+DataLoader with `pin_memory=True`; only the line that brings a batch to the device differs. torch's profiler records a
+few steps of each run, and `pinstage trace` reads them. The losses must be equal bit for bit. Without a GPU nothing
+crosses a bus: the audit and the losses are real, but there are no times to compare.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from comparison.record import Row
 
 WAIT, WARM_UP = 3, 3
 FIGURES = {"staging": "staging_seconds", "GPU waits for staging": "stall_seconds", "step, profiled": "seconds"}
-"""Of each step, what `pinstage trace` calls it."""
+"""Figures of a step, and their names in the JSON of `pinstage trace`."""
 
 Bring = Callable[[Any, torch.device], Iterator[RaggedBatch]]
 
@@ -62,7 +62,7 @@ WAYS: dict[str, Bring] = {"before": before, "after": after}
 
 
 def train(bring: Bring, batches: list[RaggedBatch], device: torch.device, stepped: Callable[[], Any]) -> list[float]:
-    """Train for a step on each batch, from the same weights each time; return the losses."""
+    """Train one step per batch, starting from the same weights every time; return the losses."""
     loader: Any = DataLoader(batches, batch_size=None, pin_memory=device.type == "cuda")  # type: ignore[arg-type]
     torch.manual_seed(0)
     model = DelayModel().to(device)
@@ -79,14 +79,14 @@ def train(bring: Bring, batches: list[RaggedBatch], device: torch.device, steppe
 
 
 def timed(bring: Bring, batches: list[RaggedBatch], device: torch.device) -> tuple[list[float], list[float]]:
-    """Return the losses, and the seconds of each step but the first ones."""
+    """Return the losses, and the seconds of each step after the warm-up."""
     ends: list[float] = []
     losses = train(bring, batches, device, lambda: ends.append(time.perf_counter()))
     return losses, [end - start for start, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
 
 
 def traced(bring: Bring, batches: list[RaggedBatch], device: torch.device, path: Path) -> None:
-    """Write the profiler's trace of the steps on these batches but the first ones."""
+    """Write the profiler's trace of the steps on these batches, except the first ones."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     plan = schedule(wait=WAIT, warmup=WARM_UP, active=len(batches) - WAIT - WARM_UP, repeat=1)
     with profile(activities=activities, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as p:
@@ -94,7 +94,7 @@ def traced(bring: Bring, batches: list[RaggedBatch], device: torch.device, path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return what `pinstage trace` says of a trace."""
+    """Return the report of `pinstage trace` on a trace."""
     command = [sys.executable, "-m", "pinstage", "trace", str(path), "--json"]
     found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return found
@@ -118,7 +118,7 @@ def rows_of(way: str, steps: list[float], report: dict[str, Any] | None) -> list
 
 
 def compare(rows: list[Row], reports: dict[str, dict[str, Any]]) -> Row:
-    """Print both ways side by side; return the saving of a step that the first trace predicts, as a row."""
+    """Print both ways side by side; return the saving per step that the first trace predicts, as a row."""
     table.grid("ms, medians of a step", rows, "median")
     for way, report in reports.items():
         print(f"\n{way}: {report['verdict']}")
@@ -130,12 +130,12 @@ def compare(rows: list[Row], reports: dict[str, dict[str, Any]]) -> Row:
 
 
 def main() -> int:
-    """Audit, train both ways, compare; 1 if the losses differ."""
+    """Audit, train both ways, compare; return 1 if the losses differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the rows here, as JSON")
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="a folder for before and after")
+    parser.add_argument("--traces", type=Path, default=Path("traces"), help="folder for the two traces")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=60, help="that are timed without the profiler")
+    parser.add_argument("--steps", type=int, default=60, help="steps timed without the profiler")
     parser.add_argument("--traced-steps", type=int, default=10)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -149,10 +149,10 @@ def main() -> int:
     with deterministic(device):
         for way, bring in WAYS.items():
             losses[way], steps[way] = timed(bring, batches[:timed_steps], device)
-        # Only now: what the profiler puts into the driver may stay there, and make every later call slower.
+        # After all timing: the profiler's hooks may stay in the driver and slow down every later call.
         for way, bring in WAYS.items():
             path = args.traces / f"{way}.json.gz"
-            traced(bring, batches[timed_steps:], device, path)  # other batches: no layout is met twice
+            traced(bring, batches[timed_steps:], device, path)  # other batches, so that no layout repeats
             if device.type == "cuda":
                 reports[way] = read(path)
             rows += rows_of(way, steps[way], reports.get(way))

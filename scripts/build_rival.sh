@@ -1,21 +1,20 @@
 #!/usr/bin/env bash
-# Build NVIDIA's multi_tensor_copier (ACCV-Lab, Apache-2.0), the C++ rival of the benchmarks, by torch's extension loader.
+# Build NVIDIA's multi_tensor_copier (ACCV-Lab, Apache-2.0), the C++ rival of the benchmarks, with torch's extension loader.
 #
 #     ACCV_LAB=<checkout of https://github.com/NVIDIA/ACCV-Lab> scripts/build_rival.sh
 #     PYTHONPATH=/tmp/rival python benchmarks/comparison
 #
-# It is built twice at a time, in under a minute. `accvlab` has the flags of its own setup.py. Its documentation says that
-# staging is parallel, but that setup.py does not pass -fopenmp, without which at::parallel_for of torch's headers is a
-# loop on one thread; `accvlab_openmp` has the flag. The benchmark measures both.
+# Two builds run in parallel, in under a minute. `accvlab` has the flags of the rival's setup.py. Its documentation says
+# that staging is parallel, but its setup.py does not pass -fopenmp, without which torch's at::parallel_for is a loop on
+# one thread; `accvlab_openmp` has the flag. The benchmark measures both.
 #
-# Needs a torch with CUDA, the headers of its toolkit, a C++ compiler and ninja; no GPU, so that it can be built elsewhere
-# and carried. Nothing is written into the checkout or into this repository: the packages go to $RIVAL_SITE, and one that
-# is there and imports is left as it is. Settings: ACCV_LAB, ACCV_LAB_COMMIT (where the source has no .git), RIVAL_SITE
-# (/tmp/rival), PYTHON (python3).
+# Needs a torch with CUDA, the headers of its toolkit, a C++ compiler and ninja, but no GPU: you can build it elsewhere and
+# copy it. The packages are written to $RIVAL_SITE, nothing to the checkout. An existing package that imports is kept.
+# Settings: ACCV_LAB, ACCV_LAB_COMMIT (if the source has no .git), RIVAL_SITE (/tmp/rival), PYTHON (python3).
 #
-# Where the toolkit or some of its headers are missing, pip has them: beside a torch of CUDA 13 install nvidia-cuda-crt
-# and nvidia-cuda-cccl of the same version, let CUDA_HOME be <site-packages>/nvidia/cu13, CPATH its include and
-# include/cccl, LIBRARY_PATH its lib, and name its libcudart.so.13 libcudart.so as well.
+# pip has the toolkit's headers too: for a torch with CUDA 13, install nvidia-cuda-crt and nvidia-cuda-cccl of the same
+# version. Set CUDA_HOME to <site-packages>/nvidia/cu13, CPATH to its include and include/cccl, and LIBRARY_PATH to its
+# lib, and link its libcudart.so.13 as libcudart.so.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python3}
@@ -25,7 +24,7 @@ source=${ACCV_LAB:?set it to a checkout of https://github.com/NVIDIA/ACCV-Lab}/p
   echo "$0: there is no $source/csrc/multi_tensor_copier.cpp; ACCV_LAB has to be a checkout of ACCV-Lab" >&2
   exit 2
 }
-# There is no device code in it; without this, torch looks for a GPU to know the architecture.
+# It has no device code, but without this torch looks for a GPU to choose the architecture.
 export TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0}
 commit=${ACCV_LAB_COMMIT:-$(git -C "$ACCV_LAB" rev-parse --short HEAD 2>/dev/null || echo unknown)}
 
@@ -52,7 +51,7 @@ built = load("_ext", [source], extra_cflags=flags, extra_ldflags=flags, build_di
 shutil.copy(built.__file__, target)
 PY
   imports "$1"
-  # So that result files know what they measured.
+  # The benchmarks record this version in result files.
   local info=$RIVAL_SITE/$1.multi_tensor_copier-0.0.0.dist-info
   mkdir -p "$info"
   printf 'Metadata-Version: 2.1\nName: %s.multi_tensor_copier\nVersion: 0.0.0+%s\n' "$1" "$commit" >"$info/METADATA"

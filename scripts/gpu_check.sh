@@ -1,24 +1,23 @@
 #!/usr/bin/env bash
-# What CI cannot do: the GPU tests, compute-sanitizer, the benchmarks and the demo, on a machine
-# with a CUDA device.
+# Run what CI cannot: the GPU tests, compute-sanitizer, the benchmarks and the demo, on a machine with a CUDA device.
 #
 #     scripts/gpu_check.sh [tests] [sanitize] [bench] [demo]        # all four without arguments
-#     scripts/gpu_check.sh loader to_host                           # some of the benchmarks: a step each, see below
+#     scripts/gpu_check.sh loader to_host                           # some benchmarks, one step each, see below
 #     scripts/gpu_check.sh distributed                              # needs two devices
-#     scripts/gpu_check.sh series                                   # how times grow: minutes more, and a picture
+#     scripts/gpu_check.sh series                                   # how times grow with the batch; takes minutes, draws a picture
 #     scripts/gpu_check.sh frameworks                               # training loops; needs Lightning, Accelerate and PyG
 #     scripts/gpu_check.sh cases                                    # the case studies of the docs, and their traces
-#     scripts/gpu_check.sh doctor                                   # what pinstage doctor says here, and its picture
-#     scripts/gpu_check.sh promises                                 # what pinstage trace promises, and what is saved
+#     scripts/gpu_check.sh doctor                                   # the output of pinstage doctor, and its picture
+#     scripts/gpu_check.sh promises                                 # savings that pinstage trace promises, and measured ones
 #
-# Logs and results go to $OUT (default: out); with PACK=1 the results as one file, results.tar.gz, which is written every
-# 15 seconds: for places that take few files back, and end a command that takes too long. All benchmarks together take
-# more than 20 minutes. Every step runs whatever became of the one before; the exit status is 1 if any failed. Python packages
-# that the machine lacks are taken from wheels in .whl, where there are some (scripts/wheels.sh); what the machine has of
-# its own is never replaced. The extension is compiled for it first; one that was carried serves where that fails.
-# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (seconds for each step, at the most), BENCH_ARGS, LOADER_ARGS,
+# Logs and results are written to $OUT (default: out). With PACK=1 the results are one file, results.tar.gz, rewritten every
+# 15 seconds: for machines that return few files, and kill a command that takes too long. All benchmarks together take
+# more than 20 minutes. A failed step doesn't stop the others; the exit status is 1 if any failed. Missing Python packages
+# are installed from wheels in .whl, if there are any (scripts/wheels.sh); packages of the machine are never replaced. The
+# extension is compiled first; if that fails, an existing binary is used.
+# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (most seconds per step), BENCH_ARGS, LOADER_ARGS,
 # FRAMEWORKS_ARGS, PAGE_LOCKING_ARGS, DEMO_ARGS, PINSTAGE_COMMIT, PYTEST_ARGS: '-n 7 --dist worksteal' runs the tests in 100 s on 16 CPUs.
-# The C++ rival is taken from $RIVAL_SITE (.rival or /tmp/rival), and built there by scripts/build_rival.sh if ACCV_LAB is set.
+# The C++ rival is in $RIVAL_SITE (.rival or /tmp/rival). If ACCV_LAB is set, scripts/build_rival.sh builds it there.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -42,7 +41,7 @@ say() { echo "$*" | tee -a "$summary"; }
 pack() { tar -czf "$RESULTS.tar.gz" -C "$RESULTS" . && mv "$RESULTS.tar.gz" "$OUT/results.tar.gz"; }
 
 if [ -n "${PACK:-}" ]; then
-  while sleep 15; do pack; done >/dev/null 2>&1 & # or its sleep keeps our output open
+  while sleep 15; do pack; done >/dev/null 2>&1 & # otherwise its sleep keeps our output open
   trap "kill $!; pack" EXIT
 fi
 
@@ -73,7 +72,7 @@ install() {
     --upgrade --target "$SITE" "${wheels[@]}"
 }
 
-# By the compiler alone: what a machine has of setuptools may be older than pyproject.toml needs.
+# Calls the compiler directly: the machine's setuptools may be older than pyproject.toml needs.
 extension() {
   local folder=src/pinstage/_native include
   include=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')
@@ -82,12 +81,12 @@ extension() {
     mv "$folder/_core.new" "$folder/_core.abi3.so"
     say "extension: compiled here"
   elif [ -f "$folder/_core.abi3.so" ]; then
-    say "extension: the one that was carried"
+    say "extension: the existing binary"
   fi
   "$PYTHON" -c 'from pinstage._compat.problems import problems; raise SystemExit(problems() or None)' 2>&1 | tee -a "$OUT/extension.log"
 }
 
-# step LOG NAME SECONDS COMMAND...: run it, append its output to $OUT/LOG.log, note how it went.
+# step LOG NAME SECONDS COMMAND...: run it, append its output to $OUT/LOG.log, record its status and time.
 failed=0
 step() {
   local log=$OUT/$1.log name=$2 limit=$3 began=$SECONDS status
@@ -105,7 +104,7 @@ tests() {
   step tests tests 540 "$PYTHON" -m pytest tests/gpu -p no:cacheprovider -p no:benchmark --durations=10 ${PYTEST_ARGS:-}
 }
 
-# Two GPUs: a missing one fails. Steps of the others skip these tests where there is one.
+# Needs two GPUs, and fails without them. The other steps skip these tests on a single GPU.
 distributed() {
   # shellcheck disable=SC2086
   PINSTAGE_REQUIRE_GPU=2 step distributed distributed 500 "$PYTHON" -m pytest tests/gpu/test_distributed.py \
@@ -120,8 +119,8 @@ sanitize() {
   step sanitize sanitize 180 "${memcheck[@]}"
   unset PYTORCH_NO_CUDA_MEMORY_CACHING
   grep 'ERROR SUMMARY' "$OUT/sanitize.log" | tee -a "$summary"
-  # cuda-python asks the driver for functions that are newer than it when it is loaded, and memcheck reports each refusal.
-  # Anything else is an error.
+  # While it loads, cuda-python asks for functions that an older driver lacks, and memcheck reports each refusal. Anything
+  # else is an error.
   if grep -E '^========= (Invalid|Leaked|Program hit)' "$OUT/sanitize.log" | grep -v 'cuGetProcAddress'; then
     say "memcheck found errors"
     failed=1
@@ -151,7 +150,7 @@ staging() {
 
 staging_busy() {
   rival
-  # `pin_to`, which comes last, took 225 s: up to 8 ms a leaf.
+  # `pin_to`, which comes last, took 225 s: up to 8 ms per leaf.
   comparison staging_busy 560 --busy $(($(nproc) / 2)) --seconds 0.1 \
     --only to,pin_to,multi_tensor_copier,multi_tensor_copier_openmp,pinstage
 }
@@ -174,7 +173,7 @@ weights() { benchmark weights 180; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 # shellcheck disable=SC2086
-frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # by name only: needs lightning, accelerate and PyG
+frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # not part of bench: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
   staging staging_busy memory_startup page_locking pool_latency loader loops to_host out checkpoint offload frozen
@@ -186,7 +185,7 @@ bench() {
   for one in "${BENCHMARKS[@]}"; do "$one"; done
 }
 
-# Without the ways that are slower than another of the same package.
+# Without the ways that are slower than another way of the same package.
 series() {
   rival
   # shellcheck disable=SC2086
@@ -217,7 +216,7 @@ for name; do
   case $name in
     tests | distributed | sanitize | demo | cases | doctor | promises) rm -f "$OUT/$name.log" ;;
     bench) rm -f "$OUT/bench.log" ;;
-    series | frameworks) ;; # they and each benchmark by itself add to the log of bench
+    series | frameworks) ;; # these and single benchmarks append to the log of bench
     *)
       [[ " ${BENCHMARKS[*]} " == *" $name "* ]] || {
         echo "$0: no such step: $name; there are tests, distributed, sanitize, bench (${BENCHMARKS[*]}), demo, cases, doctor, promises, series, frameworks" >&2

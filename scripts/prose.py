@@ -1,7 +1,7 @@
 """Check pages, docstrings, comments and messages for words that readers stumble over, and pages for long sentences.
 
-proselint has the rules of style, without those for typography. `INSTEAD` has the patterns of this project, `HEADLESS`
-those of sentences. Code and names in backticks are left out.
+proselint checks style, except typography. `INSTEAD` has the patterns of this project, `HEADLESS` patterns of incomplete
+sentences. Code and names in backticks are ignored.
 """
 
 import ast
@@ -19,7 +19,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md", *sorted((R
 MODULES = sorted(path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py"))
 EXTENSION = sorted((ROOT / "src").rglob("*.[ch]"))
 MOST_WORDS = 42
-"""Of a sentence of a page."""
+"""Limit for a sentence on a page."""
 
 UNITS = r"(?:[mun]s|[KMG]i?B|s|bytes|copies|steps|batches|calls|times|leaves|figures|line)"
 INSTEAD = {
@@ -65,7 +65,7 @@ QUOTED = r"(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|\.c?g?pu\(\)|--\w+"
 
 
 def blanked(text: str, *patterns: str) -> str:
-    """Return a text in which the patterns are spaces, its lines at their numbers."""
+    """Return a text with the patterns replaced by spaces, which keeps line numbers."""
     for pattern in patterns:
         text = re.sub(pattern, lambda found: re.sub(r"[^\n]", " ", found[0]), text, flags=re.MULTILINE | re.DOTALL)
     return text
@@ -90,7 +90,7 @@ def words(text: str, first: int = 1) -> list[tuple[int, str]]:
 
 
 def long_sentences(page: str) -> list[tuple[int, str]]:
-    """Return the sentences of a page that have too many words; what stands in backticks counts as one."""
+    """Return the sentences of a page that have too many words; code in backticks counts as one word."""
     text = re.sub(
         CODE, lambda found: "x" * len(found[0]), blanked(page, r"^(```|~~~).*?^\1$", "<!--.*?-->", r"^\|.*?$")
     )
@@ -103,7 +103,7 @@ def long_sentences(page: str) -> list[tuple[int, str]]:
 
 
 def findings(page: Path) -> list[str]:
-    """Return what is wrong with a page, a line each."""
+    """Return the findings on a page, one per line."""
     text = prose(page.read_text())
     name = page.relative_to(ROOT)
     result = LintFile(str(name), text).lint({"max_errors": 1000, "checks": LEFT_OUT | DEFAULT["checks"] | LEFT_OUT})
@@ -113,7 +113,7 @@ def findings(page: Path) -> list[str]:
 
 
 def findings_in_docstrings(module: Path) -> list[str]:
-    """Return what `words` finds in a module's docstrings, comments and messages, a line each."""
+    """Return what `words` finds in a module's docstrings, comments and messages, one per line."""
     text = module.read_text()
     found = []
     for node in ast.walk(ast.parse(text)):
@@ -126,7 +126,7 @@ def findings_in_docstrings(module: Path) -> list[str]:
 
 
 def findings_in_c(source: Path) -> list[str]:
-    """Return what `words` finds in the comments of a C file, a line each."""
+    """Return what `words` finds in the comments of a C file, one per line."""
     text = source.read_text()
     found = []
     for match in re.finditer(r"/\*\s*(.*?)\*/", text, re.DOTALL):

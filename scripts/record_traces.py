@@ -1,13 +1,13 @@
-"""Record what `pinstage trace` promises beside what is then saved: loops of different kinds, on a machine with a GPU.
+"""Compare the savings that `pinstage trace` predicts with measured ones, for several loops on a machine with a GPU.
 
     python scripts/record_traces.py --out tests/traces/loops          # about two minutes of an idle GPU
-    python scripts/record_traces.py --out /tmp/loops --smoke          # small, without a GPU: does the script work?
-    python scripts/record_traces.py --check tests/traces/loops        # the table again, from what was recorded
+    python scripts/record_traces.py --out /tmp/loops --smoke          # a small run on the CPU, to test the script
+    python scripts/record_traces.py --check tests/traces/loops        # print the table from recorded files
 
-Each loop is timed with its own line (`.to()` on each leaf) and with `Stager.to_device` in its place, in turn, without
-the profiler. Half-way through, another process records a trace of its own line: a host's pace differs from minute to
-minute, and what the profiler puts into the driver stays there. ``loops.json`` has the times, and what staging costs on
-this machine. Two loops are kept out of any fit.
+Each loop is timed with its own line (`.to()` on each leaf) and with `Stager.to_device` instead, in turn, without the
+profiler. Half-way through, another process records a trace of the loop's own line: a host's speed varies from minute to
+minute, and the profiler's hooks stay in the driver. ``loops.json`` has the times, and the cost of staging on this
+machine. Two loops are excluded from any fit.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from pinstage.inspect._trace import trace_report
 Batch = dict[str, list[torch.Tensor]]
 BATCHES, WARM_UP, ROUNDS, TRACED = 8, 5, 11, 6
 NEAR, NEAR_SECONDS = 0.2, 0.2e-3
-"""A promise is kept if it is as near as either of these to what was saved."""
+"""A promise is kept if it is within either of these of the measured saving."""
 SMALL_BATCH, MANY_LEAVES, LARGE_BATCH = (4, 8192), (512, 64), (8, 1 << 20)
-"""Leaves, and float32 elements of each: all take a slab."""
+"""Leaves, and float32 elements per leaf; all these batches take a slab."""
 KEPT_CATEGORIES = {"gpu_memcpy", "gpu_memset", "kernel", "cuda_runtime", "cuda_driver", "cpu_op", "user_annotation"}
 NAMED_OPS = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::pin_memory", "aten::_pin_memory", "aten::cuda")
 NAMED_OPS += ("aten::cpu", "aten::item", "aten::_local_scalar_dense")
@@ -51,17 +51,17 @@ class Loop:
 
     name: str
     make: Callable[[torch.Generator, float], Batch]
-    page_locked: bool = False  # its batches, before they are needed
+    page_locked: bool = False  # the batches, before the loop starts
     non_blocking: bool = False
     workers: int = 0
-    waits: bool = True  # for the loss, in each step
-    rows: int = 512  # of the model's input, of 2048 columns: 30 us a layer on an H200
+    waits: bool = True  # for the loss, in every step
+    rows: int = 512  # of the model's input, with 2048 columns: 30 us per layer on an H200
     layers: int = 12  # of the model
     kept_out: bool = False
 
 
 def leaves_of(count: int, elements: int) -> Callable[[torch.Generator, float], Batch]:
-    """Return what makes batches of leaves of one size."""
+    """Return a function that makes batches of leaves of one size."""
 
     def make(generator: torch.Generator, scale: float) -> Batch:
         size = max(1, int(elements * scale))
@@ -126,8 +126,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--check", type=Path, metavar="FOLDER")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--steps", type=int, default=40, help="in each round of each loop")
-    parser.add_argument("--smoke", action="store_true", help="small, on the CPU")
+    parser.add_argument("--steps", type=int, default=40, help="steps per round and loop")
+    parser.add_argument("--smoke", action="store_true", help="a small run on the CPU")
     options = parser.parse_args()
     if options.check is None:
         if options.out is None:
@@ -143,11 +143,11 @@ def main() -> None:
 
 
 def check(folder: Path) -> tuple[list[str], list[str]]:
-    """Return a table of what is promised and what was saved, in ms, and the loops whose promise is not kept.
+    """Return a table of promised and measured savings, in ms, and the loops with a broken promise.
 
-    It is kept if the likely saving, from the trace and the time of a step without the profiler, is near the measured
-    one. Where pinstage would be slower, nothing is the right promise. A loop is not decided if it is as near as its own
-    rounds are to one another. What the trace alone promises is a range, and shown beside that.
+    A promise is kept if the likely saving, from the trace and the step time without the profiler, is near the measured
+    one. Where pinstage would be slower, the right promise is zero. A loop is "not decided" if its error is within the
+    spread of its own rounds. The range that the trace alone promises has its own column.
     """
     about = json.loads((folder / "loops.json").read_text())
     cost = Cost(**about["cost"])
@@ -173,12 +173,12 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def ms(seconds: float) -> str:
-    """Return milliseconds as text."""
+    """Return seconds as text, in milliseconds."""
     return f"{seconds * 1e3:.2f}"
 
 
 def record_all(out: Path, device: torch.device, steps: int, smoke: bool) -> None:
-    """Time all loops, and let another process record them meanwhile."""
+    """Time all loops; another process records their traces meanwhile."""
     out.mkdir(parents=True, exist_ok=True)
     steps, rounds, scale = (3, 1, 0.05) if smoke else (steps, ROUNDS, 1.0)
     model = model_of(device, smoke)
@@ -215,7 +215,7 @@ def record_all(out: Path, device: torch.device, steps: int, smoke: bool) -> None
 
 
 def measure_cost(device: torch.device) -> Cost:
-    """Measure what staging costs, with a step of a small model between two batches; about a second."""
+    """Measure the cost of staging, with a step of a small model between batches; takes about a second."""
     with ps.Stager(device) as stager:
         small, many, large = (
             stage_seconds(stager, device, *shape) for shape in (SMALL_BATCH, MANY_LEAVES, LARGE_BATCH)
@@ -228,7 +228,7 @@ def measure_cost(device: torch.device) -> Cost:
 
 
 def stage_seconds(stager: ps.Stager, device: torch.device, leaves: int, elements: int) -> float:
-    """Return the median until a batch is on the device; ragged batches, in turn."""
+    """Return the median time until a batch is on the device, over several ragged batches in turn."""
     batches = [{f"leaf{i}": torch.ones(elements + (i + shift) % 7) for i in range(leaves)} for shift in range(BATCHES)]
     width = 1024 if device.type == "cuda" else 32
     weights = torch.eye(width, device=device)
@@ -252,14 +252,14 @@ def loops(smoke: bool) -> list[Loop]:
 
 
 def model_of(device: torch.device, smoke: bool) -> torch.Tensor:
-    """Return the weights of every layer; of a smoke run it takes one thread, which a loaded machine has."""
+    """Return the weights that all layers share. A smoke run uses one thread, which is fast on a busy machine too."""
     if smoke:
         torch.set_num_threads(1)
     return torch.randn(64 if smoke else 2048, 64 if smoke else 2048, device=device) / 45
 
 
 def make_batches(loop: Loop, device: torch.device, scale: float) -> list[Batch]:
-    """Return a few batches, each other than those before it."""
+    """Return a few batches, all different."""
     batches = [loop.make(torch.Generator().manual_seed(seed), scale) for seed in range(BATCHES)]
     if not loop.page_locked or loop.workers or device.type != "cuda":
         return batches
@@ -267,7 +267,7 @@ def make_batches(loop: Loop, device: torch.device, scale: float) -> list[Batch]:
 
 
 def own_line(loop: Loop, device: torch.device) -> Callable[[Batch], Batch]:
-    """Return the line that is changed."""
+    """Return the loop's own line, which `Stager.to_device` replaces."""
 
     def move(batch: Batch) -> Batch:
         flag = loop.non_blocking
@@ -301,7 +301,7 @@ def stepping(
 def seconds_a_step(
     loop: Loop, batches: list[Batch], move: Callable[[Batch], Batch], model: torch.Tensor, steps: int
 ) -> float:
-    """Return the mean of so many steps, after a few others; all work on the device is done at both ends."""
+    """Return the mean time of some steps, after a warm-up; the device is idle at the start and the end."""
     running = stepping(loop, batches, move, model, WARM_UP + steps)
     for _ in range(WARM_UP):
         next(running)
@@ -322,7 +322,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def record(path: Path, name: str, device_name: str, scale: float, smoke: bool) -> None:
-    """Write the trace of some steps of a loop as it is, without what `pinstage trace` does not read."""
+    """Write the trace of some steps of the unchanged loop, reduced to the events that `pinstage trace` reads."""
     device = torch.device(device_name)
     loop = next(loop for loop in loops(smoke) if loop.name == name)
     batches, model = make_batches(loop, device, scale), model_of(device, smoke)
@@ -337,7 +337,7 @@ def record(path: Path, name: str, device_name: str, scale: float, smoke: bool) -
 
 
 def slim(source: Path, target: Path) -> None:
-    """Write a trace again, as small as it can be: the figures of `pinstage trace` stay as they are."""
+    """Rewrite a trace as small as possible; the figures of `pinstage trace` stay the same."""
     opener: Any = gzip.open if source.suffix == ".gz" else open
     with opener(source, "rt") as file:
         trace = json.load(file)
@@ -352,7 +352,7 @@ def slim(source: Path, target: Path) -> None:
 
 
 def slim_event(event: dict[str, Any], first: float, thread: int) -> dict[str, Any]:
-    """Return an event without what is not read."""
+    """Return an event with only the fields that are read."""
     category, name = event["cat"], event["name"]
     if category in ("kernel", "gpu_memset"):
         name = "k"

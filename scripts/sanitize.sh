@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The extension under gcc's sanitizers. `make sanitize` calls it:
+# Test the extension under gcc's sanitizers. `make sanitize` calls it:
 #
 #     scripts/sanitize.sh                  # with the tests of layouts, containers and copying
-#     scripts/sanitize.sh TEST...          # with other ones: arguments of pytest
+#     scripts/sanitize.sh TEST...          # with other tests: arguments of pytest
 #
-# 1. tests/native/pack_stress.c, which is packing without Python: as it is, under ASan with UBSan and LSan, under TSan.
+# 1. tests/native/pack_stress.c, packing without Python: plain, under ASan with UBSan and LSan, and under TSan.
 # 2. The whole extension under ASan with UBSan, in a copy of the package in build/sanitize: tests/helpers/smoke.py, then pytest.
-#    Leaks are not looked for there: CPython and torch keep memory to their end.
+#    Leaks are not checked there: CPython and torch keep memory until they exit.
 #
-# What they find, here or in a process that a test has started, is printed at the end, and makes this fail.
+# Findings, also in processes that tests start, are printed at the end, and make the script fail.
 #
-# A warning of the compiler is an error, and so is a sanitizer that it lacks. Settings: PYTHON (.venv/bin/python), CC (cc).
+# Compiler warnings are errors, and so is a missing sanitizer. Settings: PYTHON (.venv/bin/python), CC (cc).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -37,7 +37,7 @@ finish() {
 }
 trap finish EXIT
 
-# stress NAME ROUNDS FLAG...: other batches each time; `pack_stress-NAME ROUNDS SEED` repeats them.
+# stress NAME ROUNDS FLAG...: random batches; `pack_stress-NAME ROUNDS SEED` repeats them.
 stress() {
   local program=$build/pack_stress-$1 seed=$RANDOM$RANDOM began=$SECONDS
   "$CC" -std=gnu11 -Wall -Wextra -Werror "${@:3}" tests/native/pack_stress.c src/pinstage/_native/pack.c -o "$program" -lpthread
@@ -52,16 +52,16 @@ stress threads 10 -O1 -g -fsanitize=thread
 
 began=$SECONDS
 echo "== the extension, with ${memory[*]}"
-# UBSan in the extension itself, hidden: as a library it would call ASan's functions of the same names, and set ASan's file
-# for reports in place of its own.
+# UBSan is linked statically and hidden: as a library it would call ASan's functions of the same names, and set ASan's
+# report file instead of its own.
 CFLAGS="-Werror ${memory[*]} -static-libubsan -Wl,--exclude-libs,ALL" "$PYTHON" setup.py -q build --build-base "$build"
-# Both before all else in a process. libstdc++: ASan looks for its functions when it begins, before torch brings it.
+# Both libraries are loaded first. ASan looks up functions of libstdc++ when it starts, before torch loads it.
 libraries=$("$CC" -print-file-name=libasan.so):$("$CC" -print-file-name=libstdc++.so.6)
 package=$(echo "$PWD/$build"/lib.*)
 nm -D "$package"/pinstage/_native/_core.abi3.so | grep __asan_init >/dev/null || { echo "$0: setup.py has built it without the sanitizers" >&2; exit 1; }
-# In files: pytest keeps what is written to stderr, and dies with it.
+# Reports go to files: pytest captures stderr, and a crash would lose it.
 log=log_path=$PWD/$build/report
-# PYTHONMALLOC: so that ASan sees the ends of objects of Python.
+# PYTHONMALLOC lets ASan see the bounds of Python's objects.
 sanitized=(env LD_PRELOAD="$libraries" ASAN_OPTIONS="detect_leaks=0:handle_abort=1:$log" UBSAN_OPTIONS="$UBSAN_OPTIONS:$log"
   PYTHONMALLOC=malloc PYTHONPATH="$package" "$PYTHON")
 "${sanitized[@]}" tests/helpers/smoke.py "$package"

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the site's name has the version."""
+"""An mkdocs hook that adds the version to the site's name."""
 
 import re
 from pathlib import Path

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Tag a release; publish nothing.
 #
-#     scripts/tag.sh                  # dates the changelog if need be, commits that, and tags the commit
-#     scripts/tag.sh --check v0.3.0   # only checks that everything names this version; for the workflow
+#     scripts/tag.sh                  # dates and commits the changelog if needed, then tags the commit
+#     scripts/tag.sh --check v0.3.0   # only checks that all files have this version; for the workflow
 #
-# The version is that of src/pinstage/__init__.py. The message of the tag is the version's section of CHANGELOG.md.
+# The version is read from src/pinstage/__init__.py. The tag's message is the version's section of CHANGELOG.md.
 # docs/releases.md says what happens after `git push`.
 set -euo pipefail
 cd "$(dirname "$0")/.."

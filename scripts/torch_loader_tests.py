@@ -2,12 +2,13 @@
 
     python scripts/torch_loader_tests.py CHECKOUT [--slow] [--torch] [pytest's arguments, such as -k sampler]
 
-CHECKOUT is one of https://github.com/pytorch/data (BSD-3-Clause): torch's package does not have its tests, and
-torchdata's repository has a copy of them, for a loader class of its own. Here that class is `pinstage.DataLoader`, on
-the CPU. Nothing is fetched, and nothing is written into the checkout. The tests import expecttest, psutil and dill.
+CHECKOUT is a checkout of https://github.com/pytorch/data (BSD-3-Clause): torch's package doesn't contain its tests, and
+torchdata's repository has a copy of them for its own loader class. This script replaces that class by
+`pinstage.DataLoader`, on the CPU. It fetches nothing, and writes nothing into the checkout. The tests import
+expecttest, psutil and dill.
 
-Each test that fails has to be in `EXPECTED`, with the reason, and each test there has to fail: the rest is a difference
-that nobody knew of. With ``--torch`` torch's own loader is tested in the same way, to see what fails for other reasons.
+Each failing test must be in `EXPECTED`, with the reason, and each test in it must fail; anything else is a new
+difference. ``--torch`` tests torch's own loader in the same way, to show what fails for other reasons.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ EXPECTED: dict[str, str] = {}
 EXPECTED_OF_TORCH = {
     "*.test_get_worker_info": "torch's WorkerInfo is a frozen dataclass by now, whose error is no RuntimeError",
 }
-"""Those that fail with torch's own loader, too."""
+"""Tests that fail with torch's own loader too, as patterns, and why."""
 
 
 def main() -> int:
     """Run them; return the exit status."""
     parser = argparse.ArgumentParser(description="Run torch's own tests of its loader against pinstage.DataLoader.")
-    parser.add_argument("checkout", type=Path, help="of https://github.com/pytorch/data")
-    parser.add_argument("--slow", action="store_true", help="also those that torch marks as slow")
+    parser.add_argument("checkout", type=Path, help="checkout of https://github.com/pytorch/data")
+    parser.add_argument("--slow", action="store_true", help="also run tests that torch marks as slow")
     parser.add_argument("--torch", action="store_true", help="test torch's own loader instead")
     options, more = parser.parse_known_args()
     tests = options.checkout.resolve() / TESTS
@@ -62,12 +63,12 @@ def main() -> int:
 
 
 def run(tests: Path, folder: Path, *, slow: bool, loader: dict[str, object], more: list[str]) -> dict[str, str]:
-    """Run the tests; return what became of each."""
+    """Run the tests; return the outcome of each."""
     package = folder / "torchdata" / "stateful_dataloader"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").write_text(STAND_IN.format_map(loader))
-    (folder / "pytest.ini").write_text("[pytest]\n")  # whatever the checkout says
+    (folder / "pytest.ini").write_text("[pytest]\n")  # overrides the checkout's own
     found = folder / "outcomes.xml"
     command = [
         sys.executable,
@@ -96,7 +97,7 @@ def run(tests: Path, folder: Path, *, slow: bool, loader: dict[str, object], mor
 
 
 def outcome_of(case: ET.Element) -> str:
-    """Return what became of a test."""
+    """Return the outcome of a test."""
     for kind in ("failure", "error", "skipped"):
         found = case.find(kind)
         if found is not None:
@@ -105,19 +106,19 @@ def outcome_of(case: ET.Element) -> str:
 
 
 def report(outcomes: dict[str, str], expected: dict[str, str]) -> int:
-    """Say what differs from what is expected."""
+    """Print the differences from the expected outcomes."""
     failed = {test: text for test, text in outcomes.items() if not text.startswith(("passed", "skipped"))}
     unknown = {test: text for test, text in failed.items() if not any(fnmatch.fnmatch(test, name) for name in expected)}
     gone = [name for name in expected for test in fnmatch.filter(outcomes, name) if outcomes[test] == "passed"]
     for test, text in unknown.items():
         print(f"UNEXPECTED {test}: {text}")  # noqa: T201
     for name in gone:
-        print(f"NO DIFFERENCE ANY MORE {name}")  # noqa: T201
+        print(f"NO LONGER FAILS {name}")  # noqa: T201
     for name, reason in expected.items():
         print(f"expected: {len(fnmatch.filter(failed, name))} failed: {name}: {reason}")  # noqa: T201
     passed = sum(text == "passed" for text in outcomes.values())
     skipped = len(outcomes) - passed - len(failed)
-    print(f"{passed} passed, {skipped} skipped, {len(failed)} failed, {len(unknown)} of them unexpectedly")  # noqa: T201
+    print(f"{passed} passed, {skipped} skipped, {len(failed)} failed, {len(unknown)} unexpectedly")  # noqa: T201
     return 1 if unknown or gone else 0
 
 

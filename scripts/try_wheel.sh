@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install the wheel of dist/ for this machine into a fresh environment and run tests/helpers/smoke.py there.
 #
-#     scripts/try_wheel.sh PYTHON...     # such as python3.11 python3.14; one environment after the other
+#     scripts/try_wheel.sh PYTHON...     # such as python3.11 python3.14; each in its own environment
 set -euo pipefail
 cd "$(dirname "$0")/.."
 [ $# -gt 0 ] || { echo "$0: missing PYTHON, such as python3.11" >&2; exit 2; }

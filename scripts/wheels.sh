@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Gathers in .whl what the GPU tests and benchmarks need on a machine that reaches no package index: wheels for its Python
-# of all that .venv has for the group `test`, but what the machine has of its own. Run `make test` first, which fills .venv.
+# Collect in .whl the wheels that the GPU tests and benchmarks need on a machine without a package index: the packages of the
+# group `test` in .venv, for that machine's Python, except those that it has. Run `make test` first, which fills .venv.
 #
 #     scripts/wheels.sh [PYTHON_VERSION]        # default: 3.12
 #     VENV=.venv-frameworks WANTED="lightning accelerate torch-geometric" scripts/wheels.sh    # for benchmarks/frameworks.py
 #
-# WANTED: the packages, with all that they need, and @GROUP for a dependency group; VENV: the environment that has them.
-# HAVE: what the machine has, with all that those need; nothing of it is gathered.
+# WANTED: packages, or @GROUP for a dependency group, with their dependencies. VENV: the environment that has them.
+# HAVE: packages that the machine has, with their dependencies; these are left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from packaging.dependency_groups import resolve_dependency_groups
-from packaging.requirements import Requirement  # a part of .venv for the tests' sake
+from packaging.requirements import Requirement  # in .venv for the tests
 
 
 def closure(names: list[str]) -> dict[str, str]:
@@ -65,6 +65,6 @@ mkdir .whl
 for package in $wanted; do
   "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary=:all: --python-version "$version" \
     --implementation cp "${platforms[@]}" -d .whl "$package" 2>/dev/null ||
-    "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w .whl "$package" # a pure one without a wheel
+    "$python" -m pip wheel -q --disable-pip-version-check --no-deps -w .whl "$package" # a pure package without a wheel
 done
 du -sh .whl

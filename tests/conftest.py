@@ -1,4 +1,4 @@
-"""Fixtures of many tests. Whatever a test makes through those of the pool must be given back by its end."""
+"""Shared fixtures. Everything that a test takes through the pool fixtures must be returned at its end."""
 
 import concurrent.futures
 import contextlib
@@ -16,9 +16,9 @@ from paths import PATHS, on_path
 from pinstage import SlabPool, Stager
 from pinstage._memory import _cuda, _resource
 
-# How long an example may take is not asked: the machine may be busy.
+# No deadline per example: the machine may be busy.
 _always = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# The same examples in each run. .ci/run is thorough.
+# The same examples in each run; .ci/run uses `thorough`.
 settings.register_profile("quick", _always, derandomize=True)
 settings.register_profile("thorough", _always, derandomize=True, max_examples=300)
 settings.register_profile("random", _always, max_examples=300, print_blob=True)
@@ -27,7 +27,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(params=PATHS)
 def both_paths(request):
-    """Run a test twice: with torch's own functions, and with its public ones, as where a probe of those fails."""
+    """Run a test twice: with torch's private functions, and with public ones, as if a probe had failed."""
     with on_path(request.param):
         yield
 
@@ -46,15 +46,15 @@ def nothing_left_behind():
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_collections():
-    """Keep what was imported out of the collections, of which many tests need a few."""
+    """Keep imported objects out of collections, since many tests need some."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """Let torch compute in one thread, here and in programs that are started: on busy CPUs its threads wait for one
-    another, and some tests took ten times as long.
+    """Let torch compute in one thread, here and in started programs: on busy CPUs its threads wait for one another, and
+    some tests took ten times as long.
     """
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +72,7 @@ def own_folder(tmp_path_factory):
 
 @pytest.fixture
 def interruptible():
-    """Let SIGINT interrupt, here and in programs that are started meanwhile, also where our parent ignores it."""
+    """Let SIGINT interrupt this process and programs that it starts, even if our parent ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -80,7 +80,7 @@ def interruptible():
 
 @pytest.fixture
 def tree(tmp_path):
-    """Write files, ``{path: text}``, below a root that stands for a machine's; return the root."""
+    """Write files, ``{path: text}``, below a fake root directory; return the root."""
 
     def write(contents):
         for path, content in contents.items():
@@ -107,7 +107,7 @@ def background():
 @pytest.fixture
 def make_pool(background, memory):
     """Make pools over `memory` that close at the end of the test, and fail it if a slab is still in use then."""
-    # After `background`, so that a thread that still waits in a pool is woken before it is joined.
+    # After `background`, so that a thread that waits in a pool is woken before it is joined.
     pools = []
 
     def make(max_bytes=1000, *, memory=memory):
@@ -131,7 +131,7 @@ def pool(make_pool):
 
 @pytest.fixture
 def make_stager(make_pool):
-    """Make stagers to the CPU, each over a pool of its own that `make_pool` makes."""
+    """Make stagers to the CPU, each with its own pool from `make_pool`."""
 
     def make(max_bytes="1MiB", **options):
         return Stager("cpu", pool=make_pool(max_bytes), **options)
@@ -148,7 +148,7 @@ def stager():
 
 @pytest.fixture(params=[False, True], ids=["here", "in a thread"])
 def prefetch(request, stager):
-    """Prefetch with a thread and without one. Where there can be none, at a depth of 0, without one."""
+    """Prefetch with a thread and without one. At a depth of 0 there is never a thread."""
 
     def prefetch(source, *, depth=2, stager=stager):
         return stager.prefetch(source, depth=depth, background=request.param and depth > 0)
@@ -158,14 +158,14 @@ def prefetch(request, stager):
 
 @pytest.fixture
 def slabs_for_all(monkeypatch):
-    """Let small batches take a slab too, rather than travel from ordinary memory."""
+    """Let small batches take a slab too, instead of being copied from pageable memory."""
     monkeypatch.setattr("pinstage._stage._stager.AT_ONCE_BYTES", 0)
     monkeypatch.setattr("pinstage._stage._stager._FEW_LEAVES", -1)
 
 
 @pytest.fixture
 def growing_again(monkeypatch):
-    """Let a pool that was refused memory ask again at once, rather than after a minute."""
+    """Let a pool that was refused memory ask again at once, instead of after a minute."""
     monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
 
 

@@ -1,4 +1,4 @@
-"""The arrows between the rooms, read from the imports of every module under ``src/pinstage``."""
+"""Allowed imports between the subpackages, checked in every module under ``src/pinstage``."""
 
 import ast
 import subprocess
@@ -14,7 +14,7 @@ from pinstage._compat.loader import _ITERATOR_HAS
 
 SRC = Path(__file__).parents[1] / "src" / "pinstage"
 
-# What each room may import of pinstage. PUBLIC stands for the names of `pinstage` itself.
+# The parts of pinstage that each subpackage may import. PUBLIC stands for the names of `pinstage` itself.
 PUBLIC = "pinstage"
 FACTS = {"_sizes", "_host"}
 COMMON = FACTS | {"errors", "_compat", "_steps"}
@@ -46,7 +46,7 @@ MAY_SEE["__main__"] = {"_cli"}
 
 
 def imported_names(path: Path, package: str) -> Iterator[str]:
-    """Yield what a module imports, as absolute dotted names; ``from a import b`` is ``a.b``."""
+    """Yield the imports of a module, as absolute dotted names; ``from a import b`` is ``a.b``."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -56,7 +56,7 @@ def imported_names(path: Path, package: str) -> Iterator[str]:
 
 
 def violations(src: Path) -> list[str]:
-    """List the imports under ``src`` that no arrow allows, as ``module: imported name``."""
+    """List the forbidden imports under ``src``, as ``module: imported name``."""
     found = []
     for path in sorted(src.rglob("*.py")):
         parts = path.relative_to(src).with_suffix("").parts
@@ -106,7 +106,7 @@ def test_shapes_and_the_pool_are_independent(room):
 
 
 def imports(src: Path) -> dict[str, set[str]]:
-    """Return which files import which, as dotted names; what is imported for a type checker counts, too."""
+    """Return which files import which, as dotted names; imports for type checkers count too."""
     names = {path: ".".join(["pinstage", *path.relative_to(src).with_suffix("").parts]) for path in src.rglob("*.py")}
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     found = {}
@@ -118,13 +118,13 @@ def imports(src: Path) -> dict[str, set[str]]:
             while target and target not in names.values():
                 target = target.rpartition(".")[0]
             targets.add(target)
-        # What is seen through the front door of the package is loaded when it is first asked for.
+        # Public names of the package are loaded on first use.
         found[module] = targets - {"", module, PUBLIC}
     return found
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return each group of files of which every one leads to every other."""
+    """Return each group of files that all import each other, directly or not."""
     reached = {}
     for start in graph:
         seen, todo = set(), [start]
@@ -157,17 +157,17 @@ def test_the_checker_finds_files_that_import_each_other(tmp_path, back):
     assert cycles(imports(tmp_path)) == [[*both, "pinstage._room._c"] if "_c" in back else both]
 
 
-# -- programs beside the package ---------------------------------------------------------------------------------------
+# -- programs outside the package --------------------------------------------------------------------------------------
 
 INSIDE = {
     "benchmarks/markdown.py": {"pinstage.inspect._bus", "pinstage.inspect._doctor"},
     "benchmarks/trace_reading.py": {"pinstage.inspect._trace"},
 }
-"""Programs that measure or draw what no public name does."""
+"""Programs that measure or draw something without a public name."""
 
 
 def private_names_of_ours(folder: Path) -> dict[str, set[str]]:
-    """Return which modules each program of a folder imports of pinstage that are private."""
+    """Return the private modules of pinstage that each program of a folder imports."""
     found = {}
     for path in sorted(folder.rglob("*.py")):
         private = set()
@@ -197,7 +197,7 @@ def test_the_checker_finds_private_names_in_programs(tmp_path):
     assert private_names_of_ours(tmp_path) == found
 
 
-# -- private names of others -------------------------------------------------------------------------------------------
+# -- private names of other packages -----------------------------------------------------------------------------------
 
 PRIVATE_BUT_DOCUMENTED = {
     "_asdict",
@@ -209,20 +209,20 @@ PRIVATE_BUT_DOCUMENTED = {
 }  # of named tuples, os, sys
 
 OF_TORCHS_LOADER = frozenset(_ITERATOR_HAS) | {"_iterator", "_get_iterator"}
-"""Names that ours have in common with torch's."""
+"""Names that both pinstage's and torch's objects have."""
 
 BESIDE_TORCH = {
-    # What the loader does with torch's iterator after `why_loader_cannot_be_taken_over` has looked at all of it.
+    # Names of torch's iterator that the loader uses after `why_loader_cannot_be_taken_over` has checked them.
     "_loader._iterator": {"_data_queue", "_rcvd_idx", "_reset", "_send_idx"},
     "_loader._loader": {"_get_iterator", "_iterator"},
     "_loader._sending": {"_in_order", "_rcvd_idx"},
-    # Accelerate's mark of what it has prepared. Where it has another one, it would prepare a loader of ours again.
+    # Accelerate's mark on prepared loaders. If it changed, Accelerate would prepare a loader of ours again.
     "integrations.accelerate": {"_is_accelerate_prepared", "_slabs"},
-    # Lightning's one place that knows a loader's stage. The loader's settings and counters.
+    # The only place where Lightning has a loader's stage. The loader's settings and counters.
     "integrations.lightning": {"_data_connector", "_prepare_dataloader"},
     "integrations._trainer_loaders": {"_settings", "_slabs"},
 }
-"""Where such names are used beside `_compat`."""
+"""Uses of such names outside `_compat`."""
 
 
 def is_private(name: str) -> bool:
@@ -230,7 +230,7 @@ def is_private(name: str) -> bool:
 
 
 def defined_names(tree: ast.Module) -> Iterator[str]:
-    """Yield what a module defines, attributes of its objects included."""
+    """Yield the names that a module defines, including attributes of its objects."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
@@ -244,9 +244,9 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
 
 
 def foreign_private_names(src: Path) -> dict[str, set[str]]:
-    """Return the private names of others that each module outside `_compat` uses."""
+    """Return the private names of other packages that each module outside `_compat` uses."""
     trees = {path.relative_to(src): ast.parse(path.read_text(encoding="utf-8")) for path in src.rglob("*.py")}
-    ours: dict[str, set[str]] = {}  # by room
+    ours: dict[str, set[str]] = {}  # by subpackage
     for path, tree in trees.items():
         ours.setdefault(path.parts[0], set()).update(defined_names(tree))
     found = {}
@@ -379,8 +379,8 @@ for name, module in {"DataLoader": "pinstage._loader", "audit": "pinstage.inspec
 
 
 def test_importing_pinstage_takes_little_longer_than_importing_torch():
-    # Seconds of the cpu, compared with torch's: this machine may be slow, or busy with something else. A full garbage
-    # collection, which takes a tenth of a second with Python 3.13, would count for whatever is being imported.
+    # CPU seconds, relative to torch's, since the machine may be slow or busy. A full garbage collection, which takes a
+    # tenth of a second with Python 3.13, would count towards the current import.
     code = """
 import gc, time
 gc.disable()
@@ -401,7 +401,7 @@ def test_no_two_classes_share_a_name():
 
 
 def test_every_public_name_has_a_docstring():
-    # ruff takes what is defined in a private module for private, and so asks for no docstrings there.
+    # ruff treats everything in a private module as private, and doesn't ask for docstrings there.
     bare = []
     for name in pinstage.__all__:
         public = getattr(pinstage, name)

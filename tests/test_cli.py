@@ -1,4 +1,4 @@
-"""The command's claims: it teaches, it fails with a message, and it costs an importer of the package nothing."""
+"""The command: helpful texts, one message per failure, and no cost when the package is imported."""
 
 from __future__ import annotations
 

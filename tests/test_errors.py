@@ -1,4 +1,4 @@
-"""The types that carry the numbers."""
+"""Error types and their numbers."""
 
 import copy
 import pickle
@@ -180,7 +180,7 @@ def test_a_failed_call_leaves_the_pool_unchanged(busy_pool, memory, verb):
     assert (memory.allocations, memory.deallocations) == (allocations, 0)
 
 
-# -- what is no pool
+# -- arguments that aren't pools
 
 
 @pytest.mark.parametrize(

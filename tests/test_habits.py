@@ -1,4 +1,4 @@
-"""Interfaces as habits expect them: what a wrong call says, and what objects look like when they are printed."""
+"""Interfaces behave as users expect: messages for wrong calls, and the `repr` of objects."""
 
 import ast
 import inspect
@@ -72,7 +72,7 @@ def test_a_transfer_used_as_a_batch_says_wait(stager, make):
     with pytest.raises(AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call wait\(\)"):
         transfer.items()
     assert not hasattr(transfer, "shape")
-    assert transfer  # it is no empty container
+    assert transfer  # not an empty container
     assert transfer.wait()["x"].tolist() == [1, 1, 1]
 
 

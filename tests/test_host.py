@@ -1,4 +1,4 @@
-"""What is read of a host, from trees of files that stand for machines."""
+"""Facts about a host, read from trees of files that stand for machines."""
 
 import os
 
@@ -14,7 +14,7 @@ GPU = "0000:3b:00.0"
 
 @pytest.fixture
 def eight_cpus(monkeypatch):
-    """Let the process seem to have 8 of 16 cpus."""
+    """Let the process seem to have 8 of 16 CPUs."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
 
@@ -34,7 +34,7 @@ def test_what_is_not_told_is_none_or_empty(tmp_path):
     assert _host.number(tmp_path / "x") is None
 
 
-# -- cpus --------------------------------------------------------------------------------------------------------------
+# -- CPUs --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pools' figures in Prometheus's own words, read back by its own parser."""
+"""Figures of pools in Prometheus's format, read by its own parser."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The public surface: names, where they are found, and their signatures."""
+"""The public API: names, their modules, and their signatures."""
 
 import difflib
 import subprocess
@@ -30,7 +30,7 @@ def test_unknown_names_are_attribute_errors():
 
 
 def test_public_signatures_are_those_decided_upon():
-    """If the change is meant, write the page again: ``python tests/helpers/public_api.py``."""
+    """If a change is intended, run ``python tests/helpers/public_api.py``."""
     kept, now = public_api.PAGE.read_text().splitlines(), list(public_api.surface())
     changes = [line for line in difflib.unified_diff(kept, now, "kept", "now", n=0, lineterm="") if line[0] in "+-"]
     assert changes == []

@@ -1,4 +1,4 @@
-"""The thread that does what finalisers leave."""
+"""The thread that does deferred work of finalisers."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_a_task_that_waits_holds_up_no_other():
     reaper.start()
     reaper.tasks.put(Waiting(event))
     wait_until(lambda: event.queries)
-    for _ in range(2000):  # one at each poll would take 40 s
+    for _ in range(2000):  # one per poll would take 40 s
         reaper.tasks.put(Counted(done))
     wait_until(lambda: len(done) == 2000)
     event.finish()
@@ -64,6 +64,6 @@ while not calls:
 
 
 def test_no_task_begins_while_the_program_ends():
-    """It would ask an event, and a call of CUDA that returns while Python ends aborts the program."""
+    """A task queries an event, and a CUDA call that returns while Python exits aborts the program."""
     done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("True 0\n", "", 0)

@@ -100,6 +100,6 @@ def test_printed_sizes_are_read_back_nearly_exactly(nbytes):
 
 
 def _exact(text):
-    # Two decimals of a binary unit are seldom whole bytes: read the number of hundredths.
+    # Two decimals of a binary unit are rarely whole bytes: compare hundredths.
     number, unit = text.split()
     return str(round(float(number) * parse_bytes(f"1{unit}")))

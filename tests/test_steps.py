@@ -1,4 +1,4 @@
-"""What staging spends its time on, as users and torch's profiler see it."""
+"""The steps of staging and their times, as users and torch's profiler see them."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ def test_a_small_batch_takes_no_slab(stager):
     if _native.core is not None:
         assert set(steps.times) == {"walk", "stage"}
     with ps.inspect.step_times() as steps:
-        stager.to_device([torch.ones(3)] * 2)  # one of two leaves of one tensor
+        stager.to_device([torch.ones(3)] * 2)  # two leaves that are the same tensor
     assert set(steps.times) == {*PARTS, "stage", "hand_over"} - {"acquire"}
 
 
@@ -51,7 +51,7 @@ def test_a_chunked_batch_has_one_step_per_chunk():
             transfer = stager.stage(large)
     assert transfer.copies > 1
     assert steps.times["copy"].calls == transfer.copies
-    assert steps.times["pack"].calls == transfer.copies + 1  # it begins, and is waited for
+    assert steps.times["pack"].calls == transfer.copies + 1  # its start, and the waits
 
 
 def test_the_way_back_is_timed_too():

@@ -1,4 +1,4 @@
-"""Private names of torch and CPython, taken away one by one: what is left works, or refuses, and says so."""
+"""Without each private name of torch and CPython in turn, pinstage works or refuses, with a message."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from pinstage.errors import PinstageError, StagingWarning
 
 @pytest.fixture(scope="module")
 def found():
-    """What came of each case, read from the program as it goes on."""
+    """The results of each case, read from the running program."""
     program = Path(__file__).parent / "helpers" / "torch_names.py"
     results = {}
     with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as process:
@@ -59,7 +59,7 @@ def test_the_doctor_names_each_missing_name(found, name):
     assert ", ".join(sorted(set(here) - set(usually))) == (CASES[name].doctor or "")
 
 
-# -- streams: a stand-in for torch.cuda, which the machine need not have -----------------------------------------------
+# -- streams: a stand-in for torch.cuda, so that no GPU is needed ------------------------------------------------------
 
 
 class Stream:
@@ -130,7 +130,7 @@ def test_without_them_public_functions_set_streams(cuda, monkeypatch, name, othe
     assert cuda[0].stream_id == 5
 
 
-# -- what no probe can try ---------------------------------------------------------------------------------------------
+# -- names that no probe can test --------------------------------------------------------------------------------------
 
 
 def test_mode_tensors_do_not_count_as_memory():

@@ -1,10 +1,10 @@
 """The batch shapes that every variant stages, from many tiny leaves to a few large ones.
 
-A batch is a dict of samples, each a dict of streams, each a dict of float32 tensors: dicts alone, because a TensorDict
-knows no lists and every rival takes such a batch as it is. All leaves of a shape have one size, so the figures read as
-cost for each leaf or as bandwidth; those of a ragged one differ from half of it to one and a half, and in each batch
-anew. Those of a mixed one have three dtypes. Content is random and differs for each leaf: a leaf in the wrong place is
-seen.
+A batch is a dict of samples, each a dict of streams, each a dict of float32 tensors. It has only dicts, since a
+TensorDict has no lists, and all rivals take such a batch directly. All leaves of a shape have one size, so the figures
+read as cost per leaf or as bandwidth; leaves of a ragged shape have 0.5 to 1.5 times the size, drawn for each batch.
+Leaves of a mixed shape have three dtypes. Content is random and differs for each leaf, so that a misplaced leaf is
+detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.int64, torch.uint8)
 FIELDS = ("values", "times", "position", "extra")
 STREAMS_PER_SAMPLE = 2
 
-# Instances of a shape are rotated so that the source of a call is not what the last call left in a cache.
+# Instances of a shape are rotated, so that the source of a call isn't in a cache from the last call.
 ROTATED_BYTES = 128 * MIB
 FEWEST_INSTANCES, MOST_INSTANCES = 3, 16
 MOST_LEAVES = 200_000  # of all instances: a million tensors would take longer to make than to stage
@@ -31,16 +31,16 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class BatchShape:
-    """So many float32 leaves of so many bytes each."""
+    """A number of float32 leaves of one size."""
 
     leaves: int
     leaf_bytes: int
     ragged: bool = False
-    """Whether leaves have from half to one and a half of these bytes, drawn anew for each batch."""
+    """Whether leaves have 0.5 to 1.5 times this size, drawn for each batch."""
     in_place: bool = False
-    """Whether the leaves were written into page-locked memory in the first place, so that nothing has to be packed."""
+    """Whether the leaves are written directly into page-locked memory, so that nothing has to be packed."""
     mixed: bool = False
-    """Whether they are of three dtypes in turn, all of random bytes."""
+    """Whether leaves have three dtypes in turn, all with random bytes."""
 
     @property
     def id(self) -> str:
@@ -55,17 +55,17 @@ class BatchShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one batch, about so many if it is ragged."""
+        """Bytes of one batch, approximate if it is ragged."""
         return self.leaves * self.leaf_bytes
 
     @property
     def most_slab_bytes(self) -> int:
-        """Bytes that no batch's slab exceeds, each leaf at a multiple of 64 bytes."""
+        """Upper bound on the bytes of a batch's slab, with each leaf at a multiple of 64 bytes."""
         return self.leaves * (self.leaf_bytes * 3 // 2 // 64 * 64 + 64)
 
     @property
     def instances(self) -> int:
-        """How many distinct batches are rotated."""
+        """Number of distinct batches in rotation."""
         return max(FEWEST_INSTANCES, min(MOST_INSTANCES, ROTATED_BYTES // self.nbytes, MOST_LEAVES // self.leaves))
 
 
@@ -113,11 +113,11 @@ SMOKE_SHAPES = (
     BatchShape(1, 64 * KIB, in_place=True),
 )
 SMOKE_POINTS = 3
-"""Of each series, the first so many are small."""
+"""Number of small shapes at the start of each series."""
 
 
 def every_shape() -> list[BatchShape]:
-    """Return all shapes that have a name here, each once."""
+    """Return all shapes of this module, each once."""
     return list(dict.fromkeys([*SHAPES, *SMOKE_SHAPES, *(shape for series in SERIES.values() for shape in series)]))
 
 
@@ -140,12 +140,12 @@ def build(shape: BatchShape, seed: int) -> Batch:
 
 
 def build_instances(shape: BatchShape) -> list[Batch]:
-    """Return the distinct batches of a shape that are rotated."""
+    """Return the distinct batches of a shape."""
     return [build(shape, seed) for seed in range(shape.instances)]
 
 
 def map_leaves(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return a batch of the same structure whose leaves are what `move` makes of them."""
+    """Return a batch of the same structure with `move` applied to each leaf."""
     return {key: map_leaves(value, move) if isinstance(value, dict) else move(value) for key, value in batch.items()}
 
 

@@ -18,9 +18,9 @@ PROGRAM = "python benchmarks/comparison"
 ABOUT = f"""
 Stage batches of many shapes with pinstage and with every rival that is installed, and compare the times.
 
-Packing is inside the timer for everybody, results are compared bit for bit outside of it, and each way has a fresh
-process. The table has medians in ms and, on a GPU, the best rival's time over each. It takes some minutes and wants an
-idle machine. Rivals that are not installed are named: pip install -e . --group bench brings those that pip has.
+All timings include packing, results are compared bit for bit outside the timer, and each way runs in a fresh process.
+The table has medians in ms and, on a GPU, the best rival's time over each. A run takes some minutes and needs an idle
+machine. The output names missing rivals; pip install -e . --group bench installs the ones on PyPI.
 
     {PROGRAM} --out staging.json
     {PROGRAM} --only to,pin_to,pinstage --batches 1000x256B,300x1MiB --rounds 3
@@ -32,7 +32,7 @@ BROUGHT_BY_THE_EXTRA = ("rich", "matplotlib")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 0, 1 if a variant failed or gave wrong bits, 2 for a mistake, said in one line."""
+    """Run the comparison; return 0, 1 if a variant failed or gave wrong bits, 2 for a usage error."""
     args = parser().parse_args(arguments)
     child = args.__dict__.pop("child")
     if child is not None:
@@ -60,9 +60,9 @@ def parser() -> argparse.ArgumentParser:
     add("--device", default=known.device, help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one')
     add("--only", help="these ways, separated by commas: to,pinstage")
     add("--batches", help="these batches, leaves x size, separated by commas: 64x1KiB,1000x256B")
-    add("--series", help="how time grows with the leaves or the bytes: leaves, bytes or all")
-    add("--plot", type=Path, help="draw the series into this file; measures them too if need be")
-    add("--out", type=Path, help="write what was measured into this JSON file")
+    add("--series", help="measure how time grows with leaves or bytes: leaves, bytes or all")
+    add("--plot", type=Path, help="draw the series into this file; measures them if needed")
+    add("--out", type=Path, help="write the results to this JSON file")
     add(
         "--from",
         dest="read",
@@ -70,14 +70,14 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         action="append",
         default=[],
-        help="show such a file, and measure nothing; can be repeated",
+        help="show a result file, and measure nothing; can be repeated",
     )
-    add("--rounds", type=positive, default=known.rounds, help="processes for each way, every second round backwards")
+    add("--rounds", type=positive, default=known.rounds, help="processes per way; every second round runs backwards")
     add("--repeats", type=positive, default=known.repeats, help="timed calls of each way and batch, at most")
-    add("--seconds", type=float, default=known.seconds, help="time for these, once a few are done")
+    add("--seconds", type=float, default=known.seconds, help="time limit for these, once a few are done")
     add("--timeout", type=float, default=known.timeout, help="seconds that one process may take")
-    add("--busy", type=int, default=known.busy, help="other processes that compute meanwhile, a cpu each")
-    add("--smoke", action="store_true", help="small and short, on the CPU; to see that it works")
+    add("--busy", type=int, default=known.busy, help="other processes that compute meanwhile, one CPU each")
+    add("--smoke", action="store_true", help="a small, short run on the CPU, to test the program")
     add("--child", help=argparse.SUPPRESS)
     return found
 
@@ -91,7 +91,7 @@ def positive(text: str) -> int:
 
 
 def work(variant_id: str, device: torch.device, shape_ids: str, repeats: int, seconds: float) -> None:
-    """In the child: measure what the parent asked for, an outcome a line on stdout."""
+    """In the child: measure what the parent asked for, one outcome per line on stdout."""
     (variant,) = harness.chosen(variant_id, rivals.VARIANTS, "variant")
     shapes = harness.chosen(shape_ids, batches.every_shape(), "batch")
     harness.start_device(device)

@@ -1,4 +1,4 @@
-"""What can go wrong before anything is measured, as a type."""
+"""The error for problems before the first measurement."""
 
 from __future__ import annotations
 

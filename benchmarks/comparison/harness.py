@@ -1,8 +1,7 @@
-"""Measure each variant in a fresh process, and make rows of what comes back.
+"""Measure each variant in a fresh process, and make rows of the results.
 
-No variant sees another's warm allocator, threads, streams or imported packages, and one that crashes takes only its
-own rows along. A benchmark calls `collect` in the parent, which starts a command with `--child VARIANT`, which calls
-`work`.
+No variant sees another's warm allocator, threads, streams or imported packages, and a crash loses only the variant's
+own rows. A benchmark calls `collect` in the parent, which starts a command with `--child VARIANT`, which calls `work`.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from comparison.record import Row
 
 MARK = "@outcome "
 SMOKE_AT_ONCE = 2
-"""Processes at a time in a smoke run, which is to be short on two cores."""
+"""Processes at a time in a smoke run, which should be short on two cores."""
 Outcome = dict[str, Any]
-"""`status`, `detail`, and where it is "ok" the samples in seconds: `total`, `main` until the call returned, and `busy`
-until it returned beside a busy GPU."""
+"""`status`, `detail`, and for "ok" the samples in seconds: `total`, `main` until the call returned, and `busy` until it
+returned with a busy GPU."""
 
 
 class Named(Protocol):
-    """What a user can choose by its id."""
+    """Something that a user can choose by its id."""
 
     @property
     def id(self) -> str: ...
 
 
 class Case(Named, Protocol):
-    """What variants are measured on."""
+    """The data or operation that variants are measured on."""
 
     @property
     def nbytes(self) -> int: ...
@@ -56,7 +55,7 @@ ACase = TypeVar("ACase", bound=Case)
 
 @dataclass(frozen=True)
 class Size:
-    """The case of a benchmark that knows bytes only."""
+    """A case that is only a number of bytes."""
 
     id: str
     nbytes: int
@@ -64,25 +63,25 @@ class Size:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of doing what a benchmark measures: what it needs, and how to set it up."""
+    """One way of doing what a benchmark measures: its requirements, and its set-up."""
 
     id: str
     setup: Callable[..., Any]
     about: str
     package: str | None = None
-    """The module to import; None where torch alone will do."""
+    """The module to import; None if torch is enough."""
     needs_cuda: bool = False
     ours: bool = False
     prepare: Callable[[Any], Any] | None = None
     """Applied to a batch before the timer starts."""
     in_place: Callable[..., Any] | None = None
-    """Set-up for a case whose data is written in place; None where `setup` takes torch's page-locked tensors."""
+    """Set-up for a case whose data is written in place; None if `setup` takes torch's page-locked tensors."""
     only_in_place: bool = False
     sized: bool = False
-    """Whether `setup` is also given how many bytes a slab has to have."""
+    """Whether `setup` also takes the size of a slab in bytes."""
 
     def suits(self, case: Case) -> bool:
-        """Return whether there is anything to measure of this variant on a case."""
+        """Return whether this variant applies to a case."""
         return not self.only_in_place or getattr(case, "in_place", False)
 
     def obstacle(self, device: torch.device) -> str | None:
@@ -95,14 +94,14 @@ class Variant:
 
 
 class Watcher(Protocol):
-    """Who is told how far `collect` is."""
+    """Receives the progress of `collect`."""
 
     def case_done(self, variant: str) -> None:
-        """Take note of one case of a variant."""
+        """Record that a case of a variant is done."""
         ...
 
     def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:
-        """Take note of a process that has ended, and missed so many cases; `failure` is empty where all went well."""
+        """Record the end of a process that missed `missed` cases; `failure` is empty on success."""
         ...
 
 
@@ -110,16 +109,16 @@ class Lines:
     """A line on stderr for each process."""
 
     def case_done(self, variant: str) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
     def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:  # noqa: ARG002
-        """Say how long it took, and what failed."""
+        """Print the time, and what failed."""
         sys.stderr.write(f"{variant}: {seconds:.1f} s {failure}".rstrip() + "\n")
         sys.stderr.flush()
 
 
 def importable(module: str) -> bool:
-    """Return whether a module is there, without importing it."""
+    """Return whether a module is installed, without importing it."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:
@@ -127,7 +126,7 @@ def importable(module: str) -> bool:
 
 
 def chosen(names: str | None, known: Sequence[ANamed], what: str) -> list[ANamed]:
-    """Return those of `known` whose ids are in the comma-separated `names`, all of them for None.
+    """Return the items of `known` whose ids are in the comma-separated `names`, all of them for None.
 
     Raises:
         BenchError: There is no such id.
@@ -157,21 +156,21 @@ def collect(
 ) -> list[Row]:
     """Run every variant `rounds` times, each in a fresh process, and return a row for each variant and case.
 
-    Ours come first: a run that is ended too early then lacks a rival or two.
+    Our variants run first, so that a run that ends early only lacks a rival or two.
 
     Args:
         benchmark: Its name in the rows.
-        command: What starts a child process; `--child VARIANT` is appended.
-        variants: What to run.
-        cases: What the child measures, which `command` has to tell it.
-        device: Where; a variant that cannot run there has rows that say so.
-        rounds: Processes for each variant; each second round runs backwards.
+        command: The command of a child process; `--child VARIANT` is appended.
+        variants: The variants to run.
+        cases: The cases that the child measures; `command` must name them.
+        device: The device; the rows of variants that cannot run there give the reason.
+        rounds: Processes per variant; every second round runs backwards.
         timeout: Seconds that one process may take.
-        at_once: Processes that run at a time: more than one where times mean nothing.
-        unit: Of the times in the rows: "s", "ms" or "us".
-        watcher: Is told how far this is.
-        keep: Is given the rows so far after each process but the last, and says how many of them that is: what a run
-            that is killed leaves.
+        at_once: Processes that run at a time; use more than one only if times don't matter.
+        unit: Unit of the times in the rows: "s", "ms" or "us".
+        watcher: Receives the progress.
+        keep: Called after each process except the last, with the rows so far and the progress as text, so that a killed
+            run keeps them.
     """
     told = watcher or Lines()
 
@@ -199,7 +198,7 @@ def collect(
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
     done = 0
     for turn in range(rounds):
-        order = ours_first if turn % 2 == 0 else ours_first[::-1]  # what drifts on the machine then touches all alike
+        order = ours_first if turn % 2 == 0 else ours_first[::-1]  # a drift of the machine then affects all alike
         with ThreadPoolExecutor(at_once) as executor:
             run = map if at_once == 1 else executor.map
             for variant, found in zip(order, run(outcomes_of, order), strict=True):
@@ -211,7 +210,7 @@ def collect(
 
 
 def _row(benchmark: str, variant: Variant, case: Case, outcomes: Sequence[Outcome], unit: str) -> Row:
-    """Return the row of a variant's outcomes on a case, one of each round."""
+    """Return the row of a variant's outcomes on a case, one per round."""
     first = next((outcome for outcome in outcomes if outcome["status"] != "ok"), outcomes[0])
     row = Row(benchmark, case.id, variant.id, first["status"], first["detail"], variant.ours)
     row.nbytes, row.leaves, row.unit = case.nbytes, getattr(case, "leaves", None), unit
@@ -223,7 +222,7 @@ def _row(benchmark: str, variant: Variant, case: Case, outcomes: Sequence[Outcom
 
 @contextmanager
 def busy_cpus(processes: int) -> Iterator[None]:
-    """Meanwhile so many other processes compute, each as much as one cpu can, like the workers of a DataLoader."""
+    """Run other processes meanwhile, each computing on one CPU, like the workers of a DataLoader."""
     command = [sys.executable, "-c", "import numpy as np\nones = np.ones(1 << 20)\nwhile True: ones * 1.5"]
     running: list[subprocess.Popen[bytes]] = []
     try:
@@ -256,7 +255,7 @@ def work(cases: Sequence[ACase], measure: Callable[[ACase], Outcome], between: C
 
 
 def _kill(pid: int) -> None:
-    """Kill a process and the workers that it forked, which would hold its stdout open."""
+    """Kill a process and its forked workers, which would keep its stdout open."""
     with suppress(FileNotFoundError, ProcessLookupError):
         workers = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
         os.kill(pid, signal.SIGKILL)
@@ -265,11 +264,11 @@ def _kill(pid: int) -> None:
 
 
 def _run_fresh(command: Sequence[str], timeout: float, on_outcome: Callable[[], None]) -> tuple[list[Outcome], str]:
-    """Run a command and return the outcomes that it emitted, and what went wrong or an empty string."""
+    """Run a command and return the outcomes that it emitted, and the error or an empty string."""
     outcomes: list[Outcome] = []
     timed_out = threading.Event()
     with (
-        tempfile.TemporaryFile("w+") as errors,  # a pipe that nobody reads while stdout is read could fill up
+        tempfile.TemporaryFile("w+") as errors,  # a pipe could fill up while only stdout is read
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
 
@@ -286,7 +285,7 @@ def _run_fresh(command: Sequence[str], timeout: float, on_outcome: Callable[[], 
                     outcomes.append(json.loads(line[len(MARK) :]))
                     on_outcome()
             process.wait()
-        except BaseException:  # Ctrl-C: nothing may go on computing
+        except BaseException:  # Ctrl-C: no process may keep computing
             _kill(process.pid)
             raise
         finally:

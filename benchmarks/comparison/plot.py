@@ -24,7 +24,7 @@ LABELS = {
 }
 OURS = ("#e41a1c",)
 RIVALS = ("#4c9be8", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#e377c2", "#7f7f7f", "#bcbd22", "#1f5fa8")
-"""Told apart in light and in dark, also by who sees no red or green: markers differ, too."""
+"""Distinct on light and dark pages. For colour-blind readers the markers differ too."""
 DARK: Any = {  # Any: matplotlib names each key in its type
     "figure.facecolor": "#1e2129",
     "axes.facecolor": "#1e2129",
@@ -40,11 +40,11 @@ MARKERS = "osv^D<>PhX*p"
 
 
 def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
-    """Draw a panel for each series that was measured, and write the picture, for light pages and for dark ones.
+    """Draw a panel for each measured series, and write the picture for light and for dark pages.
 
     Args:
-        results: Result files that were read; a series may be in one of them, or its variants in several.
-        out: The file; its suffix says which kind of picture. The dark one has ``-dark`` behind its stem.
+        results: Contents of result files; one file may have a whole series, or several files its variants.
+        out: The file; its suffix sets the format. The dark one has ``-dark`` after its stem.
 
     Raises:
         BenchError: No series was measured.
@@ -60,15 +60,15 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
 
 
 def dark(out: Path) -> Path:
-    """Return where the picture for dark pages is."""
+    """Return the path of the picture for dark pages."""
     return out.with_stem(f"{out.stem}-dark")
 
 
 def _draw(series: dict[str, list[Row]], title: str, out: Path) -> None:
-    from matplotlib.figure import Figure  # without pyplot: no display is looked for, no state is left
+    from matplotlib.figure import Figure  # without pyplot: needs no display, leaves no state
 
     style = _styles([row for rows in series.values() for row in rows])
-    figure = Figure(figsize=(7.2, 4.6 * len(series) + 1), layout="constrained")  # one below the other, for telephones
+    figure = Figure(figsize=(7.2, 4.6 * len(series) + 1), layout="constrained")  # stacked, for phones
     axes = figure.subplots(len(series), 1, squeeze=False)[:, 0]
     for axis, (name, rows) in zip(axes, series.items(), strict=True):
         _panel(axis, rows, style, by_leaves=name == "leaves")
@@ -82,7 +82,7 @@ def _draw(series: dict[str, list[Row]], title: str, out: Path) -> None:
 
 
 def described(result: dict[str, Any]) -> str:
-    """Say what was measured on."""
+    """Return the machine, versions and commit as text."""
     machine, versions = result["machine"], result["versions"]
     commit, _, changed = result["commit"].partition("-")
     return (
@@ -120,7 +120,7 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _panel(axis: Any, rows: Sequence[Row], styles: dict[str, dict[str, Any]], *, by_leaves: bool) -> None:
-    """Draw the median of each variant, and between which times eight of ten calls of ours were."""
+    """Draw the median of each variant, and the range of 80% of our calls."""
     field = "leaves" if by_leaves else "nbytes"
     for variant, style in styles.items():
         line = sorted((row for row in rows if row.variant == variant), key=lambda row: getattr(row, field))

@@ -1,4 +1,4 @@
-"""How far a benchmark is: a bar on a terminal, lines elsewhere."""
+"""The progress of a benchmark: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from comparison.harness import Lines, Watcher
 
 
 class Bar:
-    """A bar that counts cases; a process that fails says so above it."""
+    """A bar that counts cases; failures are printed above it."""
 
     def __init__(self, bar: Progress, total: int) -> None:
         self._bar = bar
@@ -24,7 +24,7 @@ class Bar:
         self._bar.update(self._task, advance=1, description=variant)
 
     def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:  # noqa: ARG002
-        """Advance by the cases that a process did not come to; the bar has the time."""
+        """Advance by the cases that a process missed; the bar shows the time."""
         if failure:
             self._bar.console.print(f"{variant}: {failure}", markup=False, highlight=False)
         self._bar.update(self._task, advance=missed, description=variant)
@@ -32,7 +32,7 @@ class Bar:
 
 @contextmanager
 def watching(total: int) -> Iterator[Watcher]:
-    """Show on stderr how far the body is, which measures `total` cases of all variants and rounds."""
+    """Show on stderr the progress of the body, which measures `total` cases of all variants and rounds."""
     if not sys.stderr.isatty():
         yield Lines()
         return

@@ -1,4 +1,4 @@
-"""What a benchmark writes down: rows of one schema, and the machine, versions and commit they were measured on."""
+"""The results of a benchmark: rows of one schema, with the machine, versions and commit of the measurement."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Row:
     p10: float | None = None
     p90: float | None = None
     main_median: float | None = None
-    """The time until the call returned: what the main thread loses."""
+    """The time until the call returned, which the main thread loses."""
     main_p10: float | None = None
     main_p90: float | None = None
     busy_median: float | None = None
@@ -49,10 +49,10 @@ class Row:
     gb_per_s: float | None = None
     """nbytes over the median."""
     vs_best_rival: float | None = None
-    """The best rival's median over this one: above 1 is faster than every rival."""
+    """The best rival's median over this one; above 1, this variant is faster than every rival."""
 
     def fill(self, samples: Sequence[float], main: Sequence[float] = (), busy: Sequence[float] = ()) -> None:
-        """Set the figures from the samples, which are in seconds, or shares of one where the unit is "%"."""
+        """Set the figures from the samples, which are in seconds, or fractions if the unit is "%"."""
         scale = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0}[self.unit]
         self.repeats = len(samples)
         self.p10, self.median, self.p90 = (quantile(samples, q) * scale for q in (0.1, 0.5, 0.9))
@@ -74,7 +74,7 @@ def quantile(samples: Sequence[float], q: float) -> float:
 
 
 def best_rival(rows: Sequence[Row], case: str) -> Row | None:
-    """Return the fastest measured row of a case that is not ours."""
+    """Return the fastest measured row of a case that isn't ours."""
     rivals = [row for row in rows if row.case == case and row.status == "ok" and not row.ours]
     return min(rivals, key=lambda row: row.median or 0.0, default=None)
 
@@ -99,7 +99,7 @@ def environment() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the figures depend on: GPU and driver, CUDA, CPU and its cores, memory, kernel, glibc's settings."""
+    """Return the facts that affect the figures: GPU, driver, CUDA, CPU and cores, memory, kernel, glibc's settings."""
     gpu, driver = _first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition(", ")[
         ::2
     ]
@@ -120,7 +120,7 @@ def machine() -> dict[str, Any]:
 
 
 def version(package: str) -> str:
-    """Return a package's version, "not installed", or "source tree" where it is importable but was not installed."""
+    """Return a package's version, "not installed", or "source tree" if it can be imported but isn't installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -132,19 +132,19 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit measured: git's answer, or PINSTAGE_COMMIT where the tree travels without its repository."""
+    """Return the measured commit, from git or, for a tree without its repository, from PINSTAGE_COMMIT."""
     if os.environ.get("PINSTAGE_COMMIT"):
         return os.environ["PINSTAGE_COMMIT"]
     here = str(Path(__file__).parent)
     if not _first_line("git", "-C", here, "ls-files", Path(__file__).name):
-        return "unknown"  # installed; a repository around it is another one
+        return "unknown"  # installed: a repository around it is unrelated
     head = _first_line("git", "-C", here, "rev-parse", "HEAD")
     changed = _first_line("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
     return (head + ("-dirty" if changed else "")) if head else "unknown"
 
 
 def rows_of(result: dict[str, Any]) -> list[Row]:
-    """Return the rows of a result file that was read; a field that it does not know has its default."""
+    """Return the rows of a result file; fields that it lacks have their defaults."""
     known = {field.name for field in fields(Row)}
     return [Row(**{key: value for key, value in row.items() if key in known}) for row in result["rows"]]
 
@@ -152,7 +152,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
 def result_of(
     benchmark: str, settings: dict[str, Any], rows: Sequence[Row], incomplete: str | None = None
 ) -> dict[str, Any]:
-    """Return what a result file holds; `incomplete` says how much of it was measured, where that is not all."""
+    """Return the content of a result file; `incomplete` says how much was measured, if that isn't all."""
     said = {} if incomplete is None else {"incomplete": incomplete}
     rounded = [_rounded(row) for row in rows]
     return {"benchmark": benchmark, **said, **environment(), "settings": settings, "rows": rounded}

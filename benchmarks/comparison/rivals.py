@@ -1,8 +1,8 @@
-"""The ways to bring a nested batch to a device, one id each, all behind one signature.
+"""The ways to bring a nested batch to a device, each with an id, all with one signature.
 
-`variant.setup(device)` is a context manager that gives `stage(batch) -> staged batch`. Packing is part of the call for
-everybody, and so is building a rival's own container from the plain nested batch; the one variant that leaves that out
-is named `_prebuilt`. Each rival is used the way its own documentation says is best; `about` says what is called.
+`variant.setup(device)` is a context manager that yields `stage(batch) -> staged batch`. Each call includes packing, and
+building a rival's own container from the plain nested batch; the one variant without that is named `_prebuilt`. Each
+rival is used as its own documentation recommends; `about` has the call.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def _pin_to(device: torch.device) -> Iterator[Stage]:
 def _tensordict(batch: Any) -> Any:
     from tensordict import TensorDict
 
-    return TensorDict(batch, batch_size=[])  # its fastest constructor for a nested dict: from_dict takes 1.5 x as long
+    return TensorDict(batch, batch_size=[])  # its fastest constructor for a nested dict: from_dict takes 1.5x as long
 
 
 @contextmanager
 def _tensordict_consolidate(device: torch.device) -> Iterator[Stage]:
-    pin = device.type == "cuda"  # without CUDA there is nothing to pin; the smoke run takes the same path otherwise
+    pin = device.type == "cuda"  # without CUDA nothing can be pinned; the smoke run takes the same path otherwise
     yield lambda batch: _tensordict(batch).consolidate(pin_memory=pin).to(device, non_blocking=True)
 
 
@@ -78,18 +78,18 @@ def _tensordict_non_blocking_pin(device: torch.device) -> Iterator[Stage]:
 
 @contextmanager
 def _spdl_transfer(device: torch.device) -> Iterator[Stage]:
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # SPDL takes the device from here and nowhere else
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # the only place where SPDL looks for the device
     import spdl.io
 
-    # transfer_tensor is the name up to 0.7; since 0.8 it warns on each call and calls transfer_tensor_h2d
+    # named transfer_tensor up to 0.7; since 0.8 that name warns on each call
     yield getattr(spdl.io, "transfer_tensor_h2d", None) or spdl.io.transfer_tensor
 
 
 @contextmanager
 def _multi_tensor_copier(package: str, device: torch.device) -> Iterator[Stage]:
     start_copy = import_module(package).start_copy
-    # All that its documentation offers (packing, pinned staging, a thread of its own) is on by default, and its own
-    # evaluation calls it like this. The number of threads is torch's, where it was built to have any.
+    # All documented features (packing, pinned staging, its own thread) are on by default, and its own evaluation calls
+    # it like this. The number of threads is torch's, if it was built with threads.
     yield lambda batch: start_copy(batch, device).get()
 
 
@@ -122,17 +122,17 @@ def _lease(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
     def stage(batch: Any) -> Any:
         staged = map_leaves(batch, move)
         if device.type == "cuda":
-            torch.cuda.current_stream(device).record_event()  # what a user would release the lease after
+            torch.cuda.current_stream(device).record_event()  # a user would release the lease after this event
         return staged
 
     with ps.SlabPool(max_bytes="8GiB") as pool, ExitStack() as leases:
         yield stage, partial(_into_leases, pool, leases)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # before the leases go back
+            torch.cuda.synchronize(device)  # before the leases are released
 
 
 def _into_leases(pool: ps.SlabPool, leases: ExitStack, batch: Any) -> Any:
-    """Write each leaf into a lease of its own, which is held until the shape is done."""
+    """Write each leaf into its own lease, which is held until the shape is done."""
 
     def write(leaf: torch.Tensor) -> torch.Tensor:
         view = leases.enter_context(pool.acquire(leaf.nbytes)).tensor(leaf.shape, leaf.dtype)

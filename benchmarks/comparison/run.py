@@ -1,4 +1,4 @@
-"""The comparison from first line to last: choose what to measure, measure it, print the table, write the files."""
+"""The whole comparison: choose what to measure, measure it, print the table, write the files."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may choose.
+    """The options.
 
     Attributes:
         device: `"auto"`, `"cpu"`, `"cuda"` or `"cuda:1"`.
         only: Ids of variants, separated by commas; None for all.
-        batches: Ids of batch shapes, separated by commas; None for those of the table.
+        batches: Ids of batch shapes, separated by commas; None for the table's shapes.
         series: Measure this series of shapes, or `"all"`, instead of the table's.
-        plot: A picture of the series to write; both are measured for it beside the table if `series` is None.
+        plot: A picture of the series to write; if `series` is None, both series are measured for it, after the table.
         out: A result file to write, as JSON.
         read: Result files to show and draw; then nothing is measured.
         rounds: Processes for each variant.
         repeats: Timed calls for each variant and shape in a process, at most.
-        seconds: After so many no further call is timed, once a few are.
+        seconds: Time limit for these calls, once a few are done.
         timeout: Seconds that one process may take.
         busy: Other processes that compute meanwhile.
         smoke: Small and short, on the CPU unless another device is named.
@@ -59,7 +59,7 @@ def run_bench(settings: Settings) -> int:
     """Run the comparison, or read one; return the exit status: 1 if a variant failed or gave wrong bits.
 
     Raises:
-        BenchError: Something asked for is not there, or a file cannot be read or written.
+        BenchError: An option names something unknown or missing, or a file cannot be read or written.
     """
     _check_targets(settings)
     results = [_read(path) for path in settings.read] or [measured(settings)]
@@ -78,7 +78,7 @@ def run_bench(settings: Settings) -> int:
 
 
 def measured(settings: Settings) -> dict[str, Any]:
-    """Measure, and return what a result file holds; after each process, write what there is."""
+    """Measure, and return the content of a result file; write the rows so far after each process."""
     from comparison.progress import watching
 
     device = choose_device(settings.device, smoke=settings.smoke)
@@ -126,7 +126,7 @@ def measured(settings: Settings) -> dict[str, Any]:
 
 
 def chosen_shapes(settings: Settings) -> tuple[list[BatchShape], dict[str, list[BatchShape]]]:
-    """Return the shapes of the table, and those of each series.
+    """Return the shapes of the table, and the shapes of each series.
 
     Raises:
         BenchError: There is no such shape or series.
@@ -152,7 +152,7 @@ def choose_device(text: str, *, smoke: bool = False) -> torch.device:
     """Return the device to measure on; for "auto" a GPU if there is one, but not in a smoke run.
 
     Raises:
-        BenchError: The device is not known, or not there.
+        BenchError: The device is unknown or missing.
     """
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if text == "auto":
@@ -172,7 +172,7 @@ def choose_device(text: str, *, smoke: bool = False) -> torch.device:
 
 
 def _check_targets(settings: Settings) -> None:
-    """Find out before minutes of measuring what would be in the way of writing after them."""
+    """Check before minutes of measuring that the results can be written afterwards."""
     if settings.read and settings.out:
         raise BenchError("--out writes what was measured, and with --from nothing is: leave one of them out")
     for path in filter(None, (settings.out, settings.plot)):
@@ -198,12 +198,12 @@ def _read(path: Path) -> dict[str, Any]:
         raise BenchError(f"{path} is not JSON: {error}") from error
     if not isinstance(result, dict) or result.get("benchmark") != "staging":
         raise BenchError(f"{path} is not a result of this comparison")
-    known = {variant.id for variant in rivals.VARIANTS}  # older files have ways that are gone
+    known = {variant.id for variant in rivals.VARIANTS}  # older files have ways that were removed
     return result | {"rows": [row for row in result["rows"] if row["variant"] in known]}
 
 
 def _rows_of_table(result: dict[str, Any]) -> Sequence[record.Row]:
-    """Return the rows of the table; those of a series where nothing else was measured."""
+    """Return the rows of the table, or of a series if nothing else was measured."""
     rows = record.rows_of(result)
     shown = result["settings"].get("table")
     return [row for row in rows if row.case in shown] if shown else rows

@@ -1,14 +1,14 @@
-"""What a child process does: stage the shapes with one variant, check the bits, time the calls.
+"""The work of a child process: stage the shapes with one variant, check the bits, time the calls.
 
-One fresh process for each variant, which runs all shapes: a process for each pair would cost as many starts of torch
-and CUDA, more than the measurement itself. Between shapes the variant is closed and set up again and torch's caches are
+Each variant has a fresh process, which runs all shapes: with a process per pair, starting torch and CUDA would take
+longer than the measurement itself. Between shapes the variant is closed and set up again, and torch's caches are
 emptied, so that no shape sees another's slabs.
 
 A sample is the time from the call until every leaf is ready on the device: the call, then a device synchronise. The
-time until the call returned is kept beside it, and on a GPU also that time while 100 ms of kernels are queued on the
-current stream, as in a training loop: a call that waits for the device takes all of these. Before the timer starts, a
-few batches are staged back to back and compared bit for bit. A staged batch is dropped before the next call, outside
-the timer.
+time until the call returned is recorded too. On a GPU it is also recorded with 100 ms of kernels queued on the current
+stream, as in a training loop: a call that waits for the device then takes 100 ms longer. Before the timer starts, a few
+batches are staged back to back and compared bit for bit. A staged batch is dropped before the next call, outside the
+timer.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def measure(variant: Variant, device: torch.device, repeats: int, seconds: float
     """Return one variant's status on one shape, and its samples in seconds.
 
     Args:
-        variant: How to stage.
-        device: Where to.
-        repeats: Timed calls at most.
-        seconds: After so long no further call is timed, once `FEWEST_REPEATS` are.
-        shape: What to stage.
+        variant: The way to stage.
+        device: The target.
+        repeats: The most timed calls.
+        seconds: Time limit for these calls, once `FEWEST_REPEATS` are done.
+        shape: The batches to stage.
     """
     instances = batches.build_instances(shape)
     gc.collect()
-    gc.freeze()  # a collection during a call shall not walk the benchmark's own batches
+    gc.freeze()  # so that a collection during a call doesn't walk the benchmark's own batches
     try:
         with set_up(variant, device, shape) as (stage, place):
             placed = [place(batch) for batch in instances]
@@ -57,7 +57,7 @@ def measure(variant: Variant, device: torch.device, repeats: int, seconds: float
                 return {"status": "incorrect", "detail": wrong}
             total, main_thread = timed(stage, sources, synchronizer(device), repeats, seconds)
             busy = timed_beside_kernels(stage, sources, device) if device.type == "cuda" else []
-            del placed, sources  # views of leases keep their slabs from going back
+            del placed, sources  # views of leases keep their slabs in use
     finally:
         gc.unfreeze()
     return {"status": "ok", "detail": "", "total": total, "main": main_thread, "busy": busy}
@@ -65,7 +65,7 @@ def measure(variant: Variant, device: torch.device, repeats: int, seconds: float
 
 @contextmanager
 def set_up(variant: Variant, device: torch.device, shape: batches.BatchShape) -> Iterator[tuple[Stage, Stage]]:
-    """Give what stages a batch, and what puts it before where the shape says that it lies."""
+    """Yield a function that stages a batch, and one that first puts it where the shape has it."""
     if shape.in_place and variant.in_place:
         with variant.in_place(device) as both:
             yield both
@@ -119,7 +119,7 @@ def timed_beside_kernels(stage: Stage, sources: Sequence[Any], device: torch.dev
     """Return samples of the time until the call returned while the current stream has kernels to run before it."""
     synchronize = synchronizer(device)
     run_kernel: Callable[[int], None] = torch.cuda._sleep
-    for cycles in (1000, 10_000_000):  # the first one loads the kernel
+    for cycles in (1000, 10_000_000):  # the first turn loads the kernel
         began = time.perf_counter()
         run_kernel(cycles)
         synchronize()
@@ -138,18 +138,18 @@ def timed_beside_kernels(stage: Stage, sources: Sequence[Any], device: torch.dev
 
 
 def synchronizer(device: torch.device) -> Callable[[], None]:
-    """Return what waits for the device."""
+    """Return a function that waits for the device."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: None
 
 
 def empty_caches(device: torch.device) -> None:
-    """Give torch's cached device and page-locked memory back, so that each shape starts alike."""
+    """Free torch's cached device and page-locked memory, so that all shapes start from the same state."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        # In torch 2.11 only its private name is there.
+        # torch 2.11 has only its private name.
         private = getattr(torch._C, "_host_emptyCache", lambda: None)
         getattr(torch.accelerator, "empty_host_cache", private)()

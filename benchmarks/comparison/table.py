@@ -1,4 +1,4 @@
-"""Rows as tables: by rich on a terminal, as plain text elsewhere."""
+"""Rows as tables: with rich on a terminal, as plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> N
 
 
 def grid(title: str, rows: Sequence[Row], field: str, *spread: str) -> None:
-    """Print a line for each variant and a column for each case: one figure, and its spread in brackets."""
+    """Print a table with a line per variant and a column per case: one figure, and its spread in brackets."""
     cases = list(dict.fromkeys(row.case for row in rows))
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -44,21 +44,21 @@ def grid(title: str, rows: Sequence[Row], field: str, *spread: str) -> None:
 
 
 def cell(row: Row, field: str) -> str:
-    """Return a figure of a row to three digits, or the row's status where it has no figures."""
+    """Return a figure of a row to three digits, or the row's status if it has no figures."""
     return row.status if row.status != "ok" else digits(getattr(row, field))
 
 
 def digits(value: float | None) -> str:
-    """Return a figure to three digits: all that a median on a shared machine is worth."""
+    """Return a figure to three digits; a median on a shared machine isn't more precise."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def comparison(rows: Sequence[Row]) -> None:
-    """Print the one table of a comparison: a line for each way, its median on each case, the best rival's over it.
+    """Print the table of a comparison: a line per way, with its median on each case and the best rival's over it.
 
-    Ways that could not run are named below it, with the reason, and so is what failed.
+    Ways that could not run, and failures, are listed below the table with the reason.
     """
     ran = list(dict.fromkeys(row.variant for row in rows if row.status not in ("not installed", "needs CUDA")))
     by_pair = {(row.case, row.variant): row for row in rows}

@@ -2,5 +2,5 @@
 
 It is written as a user's program: a team's own batch classes (`batch`), their data (`data`), their model (`model`),
 four ways to bring a batch to the device (`ways`), a training loop that times them (`train`) and the output
-(`report`); `run` puts them in order, behind the options of `command`. Of pinstage it uses the public names only.
+(`report`). `run` calls them in order, with the options of `command`. The demo uses only public names of pinstage.
 """

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Python puts the folder that it runs here; its modules are found as those of the package `demo`.
+    # Python puts this folder here; its parent makes the modules importable as the package `demo`.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
     from demo.command import main

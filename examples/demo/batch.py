@@ -1,8 +1,8 @@
 """The demo's own batch classes, as a team would write them: nested, ragged, custom, half torch and half numpy.
 
 `ObservationStream` is a dataclass and needs nothing to be staged. `HourSample` and `RaggedBatch` are plain classes:
-one `ps.register_node` line each is all that pinstage asks for. `map_tensors` is what such teams write by hand
-today, and what the two rivals of the demo use.
+pinstage needs one `ps.register_node` line for each. Teams write functions like `map_tensors` by hand today; the two
+rivals of the demo use it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ObservationStream:
     Attributes:
         source: Airport or carrier code.
         values: float32 `[n, channels]`, NaN where nothing was observed.
-        observed: bool `[n, channels]`, which of `values` to believe.
+        observed: bool `[n, channels]`, which of `values` are valid.
         coordinates: float64 `[n, 2]` (numpy), latitude and longitude in degrees, NaN where unknown.
         times: int64 `[n]` (numpy), seconds since 1970 UTC.
         ids: int32 `[n]`, row number in the weather table, or flight number.
@@ -69,11 +69,11 @@ class HourSample:
         hour: The hour in ISO 8601, UTC.
         time: int64 `[]`, the same in seconds since 1970.
         weather: The last hours of each airport's station; None where the station was silent.
-        departures: Scheduled departures of this hour, one stream a carrier; an empty list at night.
-        recent: Flights of the preceding hours, one stream an airport, with the known delays.
+        departures: Scheduled departures of this hour, one stream per carrier; an empty list at night.
+        recent: Flights of the preceding hours, one stream per airport, with the known delays.
         calendar: float64 `[4]` (numpy), time of day and of year as sines and cosines.
         target: float32 `[3]`, mean departure delay of this hour at each airport, in half hours.
-        target_mask: bool `[3]`, the airports from which something did depart.
+        target_mask: bool `[3]`, the airports that had departures.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class HourSample:
         self.target_mask = target_mask
 
     def streams(self) -> dict[str, list[ObservationStream]]:
-        """Return the streams that are there, by kind, in a fixed order."""
+        """Return the existing streams by kind, in a fixed order."""
         return {
             "weather": [stream for stream in self.weather.values() if stream is not None],
             "departures": self.departures,
@@ -128,7 +128,7 @@ class RaggedBatch:
     Attributes:
         samples: The hours.
         segments: int64 `[rows]` by kind of stream: the sample to which each row belongs.
-        metadata: Where the batch comes from; text.
+        metadata: The origin of the batch; text.
     """
 
     def __init__(self, samples: list[HourSample], segments: dict[str, Array], metadata: dict[str, str]) -> None:
@@ -138,7 +138,7 @@ class RaggedBatch:
 
     @classmethod
     def collate(cls, samples: list[HourSample], metadata: dict[str, str]) -> RaggedBatch:
-        """Put samples side by side and note which rows are whose."""
+        """Collect samples, and record which rows belong to which sample."""
         by_sample = [sample.streams() for sample in samples]
         segments: dict[str, Array] = {}
         for kind in by_sample[0]:

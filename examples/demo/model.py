@@ -2,8 +2,8 @@
 
 Two properties matter more here than its accuracy. It reads every leaf of the batch, so that one wrong byte changes
 the loss. And it is the same to the last bit on every run: pooling is a matrix product and not an atomic scatter, ids
-are one-hot comparisons and not embedding gathers, and leaves are concatenated before any arithmetic, so that where a
-leaf happened to lie in memory cannot choose a kernel.
+are one-hot comparisons and not embedding gathers, and leaves are concatenated before any arithmetic, so that the
+address of a leaf cannot affect the choice of a kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHANNELS = {
     "recent": len(RECENT_CHANNELS),
 }
 CENTRE = (40.7, -74.0)
-"""New York in degrees; coordinates are taken relative to it, ten degrees being one."""
+"""New York in degrees; coordinates are relative to it, in units of ten degrees."""
 CUBLAS_WORKSPACE = ":4096:8"
 """The setting that makes cuBLAS deterministic (cuBLAS manual, "Results Reproducibility")."""
 
@@ -104,16 +104,16 @@ def _one_hot(classes: Tensor, count: int) -> Tensor:
 
 
 def _tensor(leaf: Array) -> Tensor:
-    """Say that a leaf has been staged: whatever it was before, it is a tensor now."""
+    """Return a leaf as a tensor for type checkers: once staged, it always is one."""
     return cast(Tensor, leaf)
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Make training repeatable to the last bit, and put everything back afterwards.
+    """Make training repeatable to the last bit, and restore all settings afterwards.
 
-    On the CPU that is one thread, so that no sum depends on how the work was divided. `empty` tensors are not filled,
-    as torch would do in this mode: it would charge a fill to every copy that is timed.
+    The CPU uses one thread, so that no sum depends on how the work was divided. `empty` tensors are not filled, as
+    torch would do in this mode: the fill would be timed with every copy.
     """
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 ON_A_GPU = ROOT / "benchmarks" / "results" / "demo.txt"
 """The demo's output on a GPU."""
 REFRESH_EVERY = 16
-"""Batches between two steps of the progress bar: drawing it must not be measured."""
+"""Batches per update of the progress bar, so that drawing it hardly affects the times."""
 
 
 class Report:
@@ -99,7 +99,7 @@ class Report:
             yield advance
 
     def table(self, outcomes: Sequence[Outcome]) -> None:
-        """Print the one table."""
+        """Print the table."""
         on_gpu = any(outcome.copies_profiled for outcome in outcomes)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("", no_wrap=True)
@@ -144,7 +144,7 @@ class Report:
         self.line(f"  {os.path.relpath(sys.executable)} -m pinstage audit {target}:make_batch")
 
     def _without_a_gpu(self) -> None:
-        """Print what a CPU can't show: figures of a GPU, and the verdict on the trace that comes with pinstage."""
+        """Print recorded figures of a GPU, and the verdict on the trace that comes with pinstage."""
         about, _, printed = ON_A_GPU.read_text().partition("\n")
         gpu = re.search(r"^GPU: (.*?) \(", printed, re.MULTILINE)
         times = re.search(r"^ *staging alone, ms \w+ batch +(.*)$", printed, re.MULTILINE)

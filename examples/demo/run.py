@@ -31,11 +31,11 @@ class Settings:
 
     Attributes:
         device: `"auto"`, `"cpu"`, `"cuda"` or `"cuda:1"`.
-        batch_size: Hours a batch.
-        batches: How many batches to make of the year; None for all.
-        epochs: How often to go through them.
+        batch_size: Hours per batch.
+        batches: Number of batches; None for the whole year.
+        epochs: Passes over the batches.
         seed: Fixes the order of the hours and the weights of the model.
-        max_bytes: The Stager's cap on the memory that it holds.
+        max_bytes: Cap on the Stager's memory.
     """
 
     device: str = "auto"
@@ -50,7 +50,7 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
     """Run the demo and print it.
 
     Raises:
-        DemoError: The device is not there, or the data is not installed.
+        DemoError: The device is missing, or the data is not installed.
         LossMismatchError: The ways did not train to the same losses.
     """
     report = report or Report()
@@ -66,7 +66,7 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
         batches = make_batches(
             archive, batch_size=settings.batch_size, seed=settings.seed, limit=settings.batches, on_batch=on_batch
         )
-        # From another shuffle: batches that no way has met when it is timed.
+        # From another shuffle, so that these batches are new to every way when it is timed.
         others = make_batches(
             archive,
             batch_size=settings.batch_size,
@@ -79,7 +79,7 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
     with ExitStack() as stack:
         stack.enter_context(deterministic(device))
         ways = make_ways(device, settings.max_bytes, stack)
-        # The batches are a million objects that live until the end: the collector need not look at them meanwhile.
+        # The batches are a million objects that are kept to the end: keep the collector from walking them.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
@@ -106,7 +106,7 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
 
 
 def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequence[Way]:
-    """Return the four ways, ours last; `stack` closes what has to be closed.
+    """Return the four ways, ours last; `stack` closes them.
 
     Raises:
         DemoError: `max_bytes` isn't a size.
@@ -119,10 +119,10 @@ def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequenc
 
 
 def choose_device(text: str) -> torch.device:
-    """Return the device to run on: a GPU if there is one, unless told otherwise.
+    """Return the device to run on: for "auto", a GPU if there is one.
 
     Raises:
-        DemoError: The device is not known, or not there.
+        DemoError: The device is unknown or missing.
     """
     if text == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

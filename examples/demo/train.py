@@ -1,9 +1,9 @@
 """Train for an epoch with one way of staging, and measure that way.
 
-Three separate measurements, so that none disturbs another: the epoch (the device is waited for at its start and at
-its end only), the time of a batch from host to arrived (alone, the median of many), and the copies (under a
-profiler). Whatever is timed has not been staged before by that way: no two of these ragged batches have the same
-layout, and a second meeting would flatter a stager that remembers layouts.
+Three separate measurements, so that none disturbs another: the epoch (which waits for the device only at its start and
+end), the time until a batch has arrived (alone, the median of many), and the copies (under a profiler). Each way is
+timed on batches that it hasn't staged before: no two of these ragged batches have the same layout, and a repeated
+layout would favour a stager that caches layouts.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Outcome:
         losses: float32 `[batches]` on the host, in order.
         epoch_seconds: The whole epoch, training included.
         call_seconds: The part of it that the host spent in staging calls.
-        batch_seconds: Staging alone: median over batches, from the call until the batch has arrived; of a way that
+        batch_seconds: Staging alone: median over batches, from the call until the batch has arrived; for a way that
             works ahead, the mean.
         leaf_seconds: The same for each leaf: median over batches of time over leaves.
         copies: Host-to-device copies per batch, median.
-        copies_profiled: Whether `copies` was seen by a profiler, or is what the calls amount to.
+        copies_profiled: Whether a profiler counted `copies`; otherwise they are the requested ones.
         nbytes: Bytes per batch copied to the device, median.
         memory: The memory held at the end of the epoch.
     """
@@ -92,9 +92,9 @@ def measure(
 
 
 def profile_copies(outcome: Outcome, batches: Sequence[RaggedBatch], device: torch.device) -> Outcome:
-    """Replace the copies that were asked for by those that the GPU carried out, where a profiler can see them.
+    """Replace the number of requested copies with the number that the GPU made, where a profiler can count them.
 
-    Call it when nothing is left to be timed: the profiler's hooks stay in the driver once it has been started.
+    Call it after all timing: the profiler's hooks stay in the driver once it has been started.
     """
     seen = _profiled_copies(outcome.way, batches[:PROFILED_BATCHES], device)
     return replace(outcome, copies=median(seen), copies_profiled=True) if seen else outcome
@@ -175,7 +175,7 @@ def _staging_alone(way: Way, batches: Sequence[RaggedBatch], device: torch.devic
 
 
 def _profiled_copies(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> list[int]:
-    """Count the host-to-device copies that the GPU carried out, batch by batch; empty where no profiler can see."""
+    """Count the host-to-device copies that the GPU made, batch by batch; empty where no profiler can count."""
     if device.type != "cuda":
         return []
     counts = []

@@ -1,8 +1,8 @@
 """Four ways to bring batches to the device, behind one small interface.
 
-All take the same host batches and give the same nested batches on the device; what differs is how many copies that
-takes, what memory it pins, how long it lasts, and who does it: for `Loaded`, worker processes. Without CUDA the two
-rivals do the nearest comparable work, and their titles say so.
+All take the same host batches and give the same nested batches on the device. They differ in the number of copies, the
+memory that they pin, the time, and the processes that pack: `Loaded` uses workers. Without CUDA the two rivals do the
+nearest comparable work, and their titles say so.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class HostMemory:
 
     Attributes:
         held_bytes: Bytes held for staging; page-locked if `pinned`.
-        max_bytes: The cap on them; None if there is none.
-        pinned: Whether they are page-locked.
+        max_bytes: The cap on these bytes; None if there isn't one.
+        pinned: Whether these bytes are page-locked.
     """
 
     held_bytes: int
@@ -39,12 +39,12 @@ class Way(Protocol):
 
     @property
     def title(self) -> str:
-        """The head of its column."""
+        """The heading of its column."""
         ...
 
     @property
     def note(self) -> str:
-        """A note for comparing it; may be empty."""
+        """A note for the comparison; may be empty."""
         ...
 
     @property
@@ -61,11 +61,11 @@ class Way(Protocol):
         ...
 
     def issued(self, batch: RaggedBatch) -> tuple[int, int]:
-        """Return the copies that staging this batch issues and the bytes that they carry."""
+        """Return the number of copies that staging this batch issues, and their bytes."""
         ...
 
     def memory(self) -> HostMemory:
-        """Return what it holds now."""
+        """Return the memory held now."""
         ...
 
 
@@ -108,7 +108,7 @@ class PlainTo(_OneByOne):
 
 
 class PinThenTo(_OneByOne):
-    """`pin_memory()` on each leaf, then `.to(device, non_blocking=True)`; torch's pinned allocator lends the memory."""
+    """`pin_memory()` on each leaf, then `.to(device, non_blocking=True)`; in memory of torch's pinned allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -157,7 +157,7 @@ class Staged(_OneByOne):
         self._stager.close()
 
     def stage(self, batch: RaggedBatch) -> RaggedBatch:
-        """Pack into one slab, copy it once, give views of it."""
+        """Pack into one slab, copy it, and return the batch on the device."""
         staged: RaggedBatch = self._stager.to_device(batch)
         return staged
 
@@ -194,7 +194,7 @@ class Loaded:
         return staged
 
     def staged(self, batches: Sequence[RaggedBatch]) -> Iterator[RaggedBatch]:
-        """Let workers pack the batches, which they inherit; the next ones are copied while one is used."""
+        """Let workers pack the batches, which they inherit; copy the next ones while one is used."""
         if self._loader is None or self._batches is not batches:
             self._batches = batches
             self._loader = ps.DataLoader(
@@ -208,7 +208,7 @@ class Loaded:
         return iter(self._loader)
 
     def issued(self, batch: RaggedBatch) -> tuple[int, int]:  # noqa: ARG002 - a pass is counted as a whole
-        """Return the averages of the batches that were loaded last, which the loader itself counted."""
+        """Return the averages over the loader's batches, from the loader's own counters."""
         assert self._loader is not None
         stats = self._loader.stats()
         return round(stats.copies / stats.batches), round(stats.packed_bytes / stats.batches)

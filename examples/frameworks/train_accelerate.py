@@ -1,4 +1,4 @@
-"""Trains with Accelerate: accumulates gradients over three batches, and goes on in the middle of an epoch.
+"""Trains with Accelerate: accumulates gradients over three batches, and can resume in the middle of an epoch.
 
 python examples/frameworks/train_accelerate.py
 python examples/frameworks/train_accelerate.py --way plain                # Accelerate's own way, same losses
@@ -20,7 +20,7 @@ import pinstage.integrations.accelerate as staging
 
 
 def train(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train, and return what this rank saw."""
+    """Train, and return this rank's results."""
     config = DataLoaderConfiguration(
         dispatch_batches=arguments.dispatch_batches or None,
         split_batches=arguments.split_batches,
@@ -65,7 +65,7 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     parser = options("Trains with Accelerate.", "pinstage")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--samples", type=int, default=60)
-    parser.add_argument("--skip", type=int, default=0, help="batches of the first epoch to leave out")
+    parser.add_argument("--skip", type=int, default=0, help="batches to skip in the first epoch")
     for name in ("dispatch-batches", "split-batches", "uneven-batches", "use-stateful-dataloader"):
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args(words)

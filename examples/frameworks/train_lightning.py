@@ -1,4 +1,4 @@
-"""Trains with Lightning, on one process or several: `StageBatches` stages what the trainer would have moved.
+"""Trains with Lightning, on one process or several: `StageBatches` stages what the trainer would move.
 
 python examples/frameworks/train_lightning.py
 python examples/frameworks/train_lightning.py --way plain                 # Lightning's own way, same losses
@@ -18,7 +18,7 @@ from pinstage.integrations.lightning import StageBatches
 
 
 class Module(LightningModule):
-    """The model, what it trains on, and the losses that it saw."""
+    """The model, the samples that it trained on, and the losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,11 +34,11 @@ class Module(LightningModule):
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Note the loss."""
+        """Log the loss."""
         self.log("loss", self.model(**batch), batch_size=len(batch["labels"]))
 
     def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Return which samples there were."""
+        """Return the indices of the samples."""
         return batch["index"].cpu()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -79,7 +79,7 @@ def main() -> None:
     batches = 0
     if arguments.way == "callback":
         batches = stage.stats().batches
-    if arguments.way == "loader":  # Lightning made one of its own, with another sampler: this one counts
+    if arguments.way == "loader":  # Lightning made a new loader with its own sampler: this one has the stats
         batches = trainer.train_dataloader.stats().batches
     report(arguments.out, trainer.global_rank, losses=module.losses, samples=module.samples, batches=batches)
 

@@ -1,9 +1,9 @@
-"""Trains on a pipeline of torchdata.nodes, staged by its last node; can stop in the middle and go on where it was.
+"""Trains on a pipeline of torchdata.nodes, staged by its last node; can stop in the middle and resume.
 
 python examples/frameworks/train_nodes.py
 python examples/frameworks/train_nodes.py --way plain                     # same losses
 python examples/frameworks/train_nodes.py --steps 5 --checkpoint /tmp/c   # stop after 5 steps ...
-python examples/frameworks/train_nodes.py --checkpoint /tmp/c             # ... and go on
+python examples/frameworks/train_nodes.py --checkpoint /tmp/c             # ... and resume
 torchrun --nproc-per-node 2 examples/frameworks/train_nodes.py
 """
 
@@ -24,8 +24,8 @@ from pinstage.integrations.torchdata import Stage
 def main() -> None:
     """Run one rank."""
     parser = options("Trains on a pipeline of torchdata.nodes.", "pinstage")
-    parser.add_argument("--steps", type=int, help="stop after that many steps of this run")
-    parser.add_argument("--checkpoint", type=Path, help="a folder to go on from, and to save to")
+    parser.add_argument("--steps", type=int, help="stop this run after this many steps")
+    parser.add_argument("--checkpoint", type=Path, help="folder to resume from and to save to")
     arguments = parser.parse_args()
     with ranks() as (rank, count, device):
         torch.manual_seed(0)

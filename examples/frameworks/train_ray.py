@@ -27,7 +27,7 @@ from pinstage.integrations.ray import StageBatches
 
 
 class Nested(NumpyBatchCollateFn):
-    """Makes nested batches of the columns."""
+    """Makes nested batches from the columns."""
 
     def __call__(self, batch: dict[str, np.ndarray]) -> Batch:
         """Return a batch as `visits.collate` would."""
@@ -42,7 +42,7 @@ class Nested(NumpyBatchCollateFn):
 def batches_of(way: str, stage: StageBatches, epoch: int) -> Iterator[Batch]:
     """Yield one epoch of this worker's batches on its device."""
     device = get_device()
-    if way in ("pinstage", "plain"):  # of Ray Data
+    if way in ("pinstage", "plain"):  # batches from Ray Data
         shard = ray.train.get_dataset_shard("train")
         if way == "pinstage":
             yield from stage.iter_torch_batches(shard, batch_size=4, collate_fn=Nested())
@@ -90,7 +90,7 @@ def rows(samples: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """Start a small cluster of this machine, and end it."""
+    """Run a small cluster on this machine."""
     found = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     ray.init(
         num_cpus=3,
@@ -106,8 +106,8 @@ def cluster() -> Iterator[None]:
 
 
 def fit(ways: list[str], epochs: int, max_bytes: int | str, out: Path | None) -> None:
-    """Train on the cluster that there is."""
-    DataContext.get_current().execution_options.preserve_order = True  # else chance decides which worker has what
+    """Train on the running cluster."""
+    DataContext.get_current().execution_options.preserve_order = True  # otherwise each run splits differently
     settings = {"ways": ways, "epochs": epochs, "out": out, "stage": StageBatches(max_bytes=max_bytes)}
     TorchTrainer(
         train,

@@ -1,4 +1,4 @@
-"""Trains torchrec's DLRM by `TrainPipelineSparseDist`, whose batches are staged ahead.
+"""Trains torchrec's DLRM with `TrainPipelineSparseDist`, whose batches are staged ahead.
 
 python examples/frameworks/train_torchrec.py
 python examples/frameworks/train_torchrec.py --way plain                  # same losses

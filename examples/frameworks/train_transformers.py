@@ -1,4 +1,4 @@
-"""Trains with transformers' `Trainer`: `StageInputs` before its class stages what it trains and evaluates on.
+"""Trains with transformers' `Trainer`: the mixin `StageInputs` stages its training and evaluation batches.
 
 python examples/frameworks/train_transformers.py
 python examples/frameworks/train_transformers.py --way plain              # the Trainer's own way, same losses
@@ -22,7 +22,7 @@ class StagingTrainer(StageInputs, Trainer):
 
 
 class Returns(nn.Module):
-    """The model, which returns what a Trainer wants, and notes what it saw while it trained."""
+    """The model; returns what a Trainer expects, and records training losses and samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +42,18 @@ class Returns(nn.Module):
 
 
 class Weights(TrainerCallback):
-    """Notes the weights after each step."""
+    """Records the weights after each step."""
 
     def __init__(self) -> None:
         self.steps: list[list[float]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
-        """Note them."""
+        """Record them."""
         self.steps.append([weight.double().sum().item() for weight in model.parameters()])
 
 
 def train(arguments: argparse.Namespace, **further: Any) -> dict[str, Any]:
-    """Train and evaluate, and return what this rank saw."""
+    """Train and evaluate, and return this rank's results."""
     settings = TrainingArguments(
         output_dir=arguments.folder or tempfile.mkdtemp(),
         num_train_epochs=arguments.epochs,
@@ -96,8 +96,8 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--pack-in", choices=["workers", "main"], default="workers")
     parser.add_argument("--samples", type=int, default=60)
-    parser.add_argument("--folder", help="where checkpoints go")
-    parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--folder", help="folder for checkpoints")
+    parser.add_argument("--resume", help="checkpoint to resume from")
     return parser.parse_args(words)
 
 

@@ -20,7 +20,7 @@ import pinstage as ps
 
 
 def write(folder: Path, shards: int = 4, samples: int = 16) -> str:
-    """Write shards, and return their name for webdataset."""
+    """Write shards, and return their URL pattern for webdataset."""
     for shard in range(shards):
         with wds.TarWriter(str(folder / f"{shard}.tar")) as file:
             for index in range(shard * samples, (shard + 1) * samples):
@@ -32,7 +32,7 @@ def write(folder: Path, shards: int = 4, samples: int = 16) -> str:
 
 
 def nested(sample: dict[str, Any]) -> Batch:
-    """Return a sample as that of `visits`."""
+    """Return a sample in the form that `visits` uses."""
     age, label = torch.tensor(sample["rest.npy"])
     codes = torch.tensor(sample["codes.npy"])
     assert len(codes) == CODES

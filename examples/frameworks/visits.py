@@ -1,4 +1,4 @@
-"""Shared parts of the programs beside this file: small nested data, a model, their options and reports."""
+"""Shared parts of the programs in this folder: small nested data, a model, options and reports."""
 
 import argparse
 import json
@@ -15,11 +15,11 @@ from torch.utils.data import Dataset, default_collate
 
 Batch = dict[str, Any]
 CODES = 6
-"""Codes of a visit; fewer are filled up with 0."""
+"""Codes per visit; shorter lists are padded with 0."""
 
 
 class Visits(Dataset[Batch]):
-    """A number of samples, each a nested dictionary of tensors that its index decides."""
+    """Samples that are nested dictionaries of tensors, determined by their index."""
 
     def __init__(self, length: int = 64) -> None:
         self.length = length
@@ -36,13 +36,13 @@ class Visits(Dataset[Batch]):
 
 
 def collate(samples: list[Batch]) -> Batch:
-    """Stack samples; a function of the module, so that workers can be spawned."""
+    """Stack samples; at module level, so that workers can be spawned."""
     batch: Batch = default_collate(samples)
     return batch
 
 
 class Model(nn.Module):
-    """Says how long a visit takes."""
+    """Predicts how long a visit takes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 @contextmanager
 def ranks() -> Iterator[tuple[int, int, torch.device]]:
-    """Join the processes that torchrun started, if it did: this one's rank, how many there are, this one's device."""
+    """Join torchrun's processes, if there are any; yield the rank, the number of ranks and the device."""
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
@@ -91,7 +91,7 @@ def options(description: str, *ways: str) -> argparse.ArgumentParser:
 
 
 def report(out: Path | None, rank: int, **found: Any) -> None:
-    """Print what a rank found, and save it."""
+    """Print a rank's results, and save them."""
     print(f"rank {rank}: {found}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

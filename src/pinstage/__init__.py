@@ -1,6 +1,6 @@
 """pinstage: a reusable pool of page-locked staging buffers for PyTorch.
 
-One line moves any nested batch to the device at the speed of the bus, and page-locks at most `max_bytes`:
+One line copies any nested batch to the device, asynchronously, and page-locks at most `max_bytes`:
 
     import pinstage as ps
 
@@ -73,7 +73,7 @@ _LATER = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker would accept every name
+if not TYPE_CHECKING:  # else a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
         if name not in _LATER:

@@ -7,7 +7,7 @@ Any nested batch is packed into one page-locked slab and sent to the GPU asynchr
     for batch in loader:
         batch = stager.to_device(batch)
 
-The commands find out why a program is slow, before you change it.
+The commands show why a program is slow, before you change it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BUS = 'another machine\'s bus: GB/s, and microseconds per call, as in "pageable
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 misused or something isn't installed.
+    """Run the command line and exit: 0 for success, 1 for failure, 2 for wrong usage or a missing package.
 
     Errors are one line on stderr; set PINSTAGE_TRACEBACK=1 to see where an error came from.
     """
@@ -44,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(status)
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader, `head` say, has had enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)
-    except Exception as error:  # the last frame: whatever it is, the user gets a message
+    except Exception as error:  # the user gets a message for any error
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         if isinstance(error, ps.errors.TargetError | ps.errors.TraceError):
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Folds the paragraphs of a description, and keeps its indented examples."""
+    """Wraps the paragraphs of a description, and keeps its indented examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(
@@ -93,15 +93,15 @@ def build_parser() -> argparse.ArgumentParser:
     add = command(audit)
     add("target", metavar="TARGET", help="module:callable or file.py:callable")
     add("--bus", type=_bus, help=_BUS)
-    add("--all", action="store_true", help="show all leaves, not the first 40")
+    add("--all", action="store_true", help="show all leaves, not only the first 40")
     add = command(doctor)
     add("--device", help="the GPU to measure, such as cuda:1")
-    add("--measure", action=argparse.BooleanOptionalAction, default=True, help="measure copies, where there is a GPU")
+    add("--measure", action=argparse.BooleanOptionalAction, default=True, help="measure copies if there is a GPU")
     add("--plot", type=Path, metavar="FILE", help="draw the bandwidth into this PNG file")
     add = command(trace)
     add("path", metavar="PATH", nargs="?", type=Path, help="a .json or .json.gz file of the profiler")
     add("--bus", type=_bus, help=_BUS)
-    add("--step-ms", type=float, metavar="MS", help="milliseconds of a step without the profiler; else estimated")
+    add("--step-ms", type=float, metavar="MS", help="milliseconds per step without the profiler; estimated by default")
     add("--example", action="store_true", help="read the trace that comes with pinstage")
     add = command(top)
     add("--once", action="store_true", help="print it once, as plain text")
@@ -109,7 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _bus(text: str) -> Any:
-    """Read ``"pageable=8,pinned=55"``, with ``call=7.5`` if one likes."""
+    """Read ``"pageable=8,pinned=55"``, optionally with ``call=7.5``."""
     from .inspect import Bus
 
     try:
@@ -122,7 +122,7 @@ def _bus(text: str) -> Any:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Show what a batch is made of, what pin_memory=True would really pin of it, and what copying it costs.
+    """Show what a batch is made of, how much of it pin_memory=True really pins, and what copying it costs.
 
     TARGET is module:callable, or path/to/file.py:callable. It is called without arguments and returns a batch, or a
     DataLoader or other iterable, whose first batch is taken. Nothing is moved or changed.
@@ -141,8 +141,8 @@ def audit(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """Check this machine: CUDA, driver, PCIe, page-locked memory, limits of memory and CPUs.
 
-    Where there is a GPU, copies are measured by size, direction and kind of memory, which takes some seconds and wants
-    an idle machine. Each line is ok, info, WARNING or PROBLEM. The exit status is 1 if anything is a PROBLEM.
+    If there is a GPU, copies are measured by size, direction and kind of memory. That takes a few seconds and needs an
+    idle machine. Each line is ok, info, WARNING or PROBLEM. The exit status is 1 if anything is a PROBLEM.
 
         pinstage doctor --plot bandwidth.png
         pinstage doctor --json
@@ -152,20 +152,20 @@ def doctor(options: argparse.Namespace) -> int:
     match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
     if match is None:
         _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1", 2)
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:  # before seconds of measuring
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:  # before measuring
         _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
     found = _doctor.diagnose(device=options.device and int(match[1] or 0), measuring=options.measure)
     _report.show(found.to_dict() if options.json else found.sections())
     if options.plot is not None:
         if found.gpu is None:
-            _exit(f"nothing was measured, so {options.plot} is not drawn; that takes a GPU, and no --no-measure", 2)
+            _exit(f"nothing was measured, so {options.plot} is not drawn; that needs a GPU, and no --no-measure", 2)
         _doctor.save_plot(found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate)
         sys.stderr.write(f"written: {options.plot}\n")
     return int(found.has_problem)
 
 
 def trace(options: argparse.Namespace) -> int:
-    """Read a trace of the PyTorch profiler, and say what copies between host and device cost.
+    """Read a trace of the PyTorch profiler, and show what copies between host and device cost.
 
     A trace is recorded like this:
 
@@ -178,13 +178,13 @@ def trace(options: argparse.Namespace) -> int:
                 profiler.step()             # so that the trace knows the steps
 
         pinstage trace trace.json.gz
-        pinstage trace trace.json.gz --step-ms 1.7    what a step takes without the profiler: a closer estimate
+        pinstage trace trace.json.gz --step-ms 1.7    with the time of a step without the profiler: a better estimate
         pinstage trace --example                      a trace that comes with pinstage
     """
     from .inspect import _report, _trace
 
     if options.example == (options.path is not None):
-        _exit("PATH and --example, which is another trace" if options.example else "missing PATH, or --example", 2)
+        _exit("PATH and --example exclude each other" if options.example else "missing PATH, or --example", 2)
     if options.step_ms is not None and not options.step_ms > 0:
         _exit(f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without the profiler", 2)
     path = options.path or Path(__file__).with_name("inspect") / "example.json.gz"
@@ -194,9 +194,9 @@ def trace(options: argparse.Namespace) -> int:
 
 
 def top(options: argparse.Namespace) -> int:
-    """Show who holds what of each HostBudget on this host: process, pool, owner, bytes, waits.
+    """Show each HostBudget of this host: the bytes and waits of its processes, pools and owners.
 
-    On a terminal the picture is drawn again each second, until Ctrl-C. Into a pipe it is printed once.
+    On a terminal, the table is redrawn every second until Ctrl-C. Into a pipe, it is printed once.
 
         pinstage top
         pinstage top --once

@@ -1,10 +1,10 @@
 """Facts about this host: CPUs, memory, control groups, NUMA nodes, limits.
 
-The one reader of the kernel's files for such facts. The pool, the threads and the doctor ask here, so that all go by
-the same figures; what to make of a figure is theirs to decide.
+Only this module reads these facts from the kernel's files, so the pool, the threads and the doctor all use the same
+figures. Each caller decides how to use them.
 
-Files are read below ``root``, which a test replaces by a tree of its own. Facts that the kernel doesn't report are None
-or empty, not errors. Each answer is a snapshot: a virtual machine whose memory grows on demand reports its present
+Files are read below ``root``, which tests replace with a tree of their own. Facts that the kernel doesn't report are
+None or empty, not errors. Each answer is a snapshot: a virtual machine whose memory grows on demand reports its current
 size.
 """
 
@@ -24,16 +24,16 @@ class Headroom(NamedTuple):
     """A control group's memory, in bytes."""
 
     limit: int
-    """Bytes that its processes may have."""
+    """Bytes that its processes may use."""
     left: int
-    """Bytes of that they do not have yet; negative where they have more, as ``memory.high`` lets them."""
+    """Bytes of the limit that they don't use yet; negative if they use more, which ``memory.high`` allows."""
 
 
 # -- CPUs --------------------------------------------------------------------------------------------------------------
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Return how many threads are worth starting here: by the affinity, and by the quota (`threads_within`)."""
+    """Return how many threads can run at once in this process, by its CPU affinity and its quota (`threads_within`)."""
     return threads_within(len(affinity()), cpu_quota(root))
 
 
@@ -59,7 +59,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
             quota, _, period = text(group / "cpu.max").partition(" ")
         else:
             quota, period = text(group / "cpu.cfs_quota_us"), text(group / "cpu.cfs_period_us")
-        if quota.isdecimal() and period.isdecimal() and int(period):  # "max", -1: no limit
+        if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1 mean no limit
             found.append(int(quota) / int(period))
     return min(found, default=None)
 
@@ -76,8 +76,8 @@ def meminfo(key: str, root: Path = Path("/")) -> int | None:
 def cgroup_memory(root: Path = Path("/")) -> list[Headroom]:
     """Return the memory of each limited control group above this process, its own first.
 
-    Version 2: the smaller of ``memory.max`` and ``memory.high``; version 1: ``memory.limit_in_bytes``. Pages of files
-    that the kernel would drop first count as left, as they do for Kubernetes.
+    Version 2: the smaller of ``memory.max`` and ``memory.high``; version 1: ``memory.limit_in_bytes``. Inactive file
+    pages, which the kernel drops first, count as left, as in Kubernetes.
     """
     found = []
     for group, version in _groups("memory", root):
@@ -102,7 +102,7 @@ def locked_limit(root: Path = Path("/")) -> int | None:
 
 
 def shm_bytes(root: Path = Path("/")) -> int | None:
-    """Return the size of ``/dev/shm``; None if there is none."""
+    """Return the size of ``/dev/shm``; None if it doesn't exist."""
     try:
         found = os.statvfs(root / "dev/shm")
     except OSError:
@@ -111,9 +111,9 @@ def shm_bytes(root: Path = Path("/")) -> int | None:
 
 
 def huge_pages(root: Path = Path("/"), setting: str = "enabled") -> str:
-    """Return the chosen word of a setting of transparent huge pages; empty if unknown.
+    """Return the selected value of a setting of transparent huge pages; empty if unknown.
 
-    ``enabled`` is ``always``, ``madvise`` or ``never``; ``shmem_enabled``, of shared memory, has other words, too.
+    ``enabled`` is ``always``, ``madvise`` or ``never``; ``shmem_enabled``, for shared memory, has other values, too.
     """
     match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage" / setting))
     return match[1] if match else ""
@@ -123,7 +123,7 @@ def huge_pages(root: Path = Path("/"), setting: str = "enabled") -> str:
 
 
 def numa_nodes(root: Path = Path("/")) -> frozenset[int]:
-    """Return the NUMA nodes; empty where the kernel knows of none."""
+    """Return the NUMA nodes; empty if the kernel reports none."""
     return _numbers(root / "sys/devices/system/node/online")
 
 
@@ -133,12 +133,12 @@ def node_cpus(node: int, root: Path = Path("/")) -> frozenset[int]:
 
 
 def pci_device(address: str, root: Path = Path("/")) -> Path:
-    """Return the folder that tells of a PCI device, by its address, as in ``"0000:1b:00.0"``."""
+    """Return the sysfs folder of the PCI device at an address, such as ``"0000:1b:00.0"``."""
     return root / "sys/bus/pci/devices" / address.lower()
 
 
 def pci_node(address: str, root: Path = Path("/")) -> int | None:
-    """Return the NUMA node of a PCI device; None if the firmware does not tell."""
+    """Return the NUMA node of a PCI device; None if the firmware doesn't report it."""
     node = number(pci_device(address, root) / "numa_node")
     return None if node is None or node < 0 else node
 
@@ -152,16 +152,16 @@ def pci_cpus(address: str, root: Path = Path("/")) -> frozenset[int]:
 
 
 def is_wsl(root: Path = Path("/")) -> bool:
-    """Whether this is Linux under Windows, as its kernel's name tells."""
+    """Return whether this is Linux under Windows (WSL), by the name of its kernel."""
     return "microsoft" in text(root / "proc/sys/kernel/osrelease").lower()
 
 
 def process_exists(pid: int) -> bool:
-    """Return whether there is such a process, ended ones included that aren't waited for yet."""
+    """Return whether a process exists. A process that has ended exists until its parent has waited for it."""
     try:
         os.kill(pid, 0)
     except OSError as error:
-        return not isinstance(error, ProcessLookupError)  # another user's: PermissionError
+        return not isinstance(error, ProcessLookupError)  # PermissionError: it is another user's
     return True
 
 
@@ -190,7 +190,7 @@ def _numbers(path: Path) -> frozenset[int]:
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folders of the control groups above this process, its own first, and the version of each."""
-    # A sandbox may have the groups and not say in which of them the process is: then it is in the top one.
+    # A sandbox may have the groups without saying which one the process is in. Then it is in the top one.
     for line in text(root / "proc/self/cgroup").splitlines() or ["0::/"]:
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -203,7 +203,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
         # Inside a container the path may be the host's, which is not visible here: then only the mount's own folder
         # is found, and that is the container's group.
         own = PurePosixPath(path.lstrip("/"))
-        for mount in dict.fromkeys(mounts):  # a controller that is alone gives the same twice
+        for mount in dict.fromkeys(mounts):  # both are the same if a controller is mounted alone
             for group in (own, *own.parents):
                 if ".." not in group.parts and (root / mount / group).is_dir():
                     yield root / mount / group, version

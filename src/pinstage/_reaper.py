@@ -1,8 +1,8 @@
-"""Tasks that finalisers leave, and the thread that does them.
+"""Tasks that finalisers hand over, and the thread that runs them.
 
-A finaliser may run at any point of any thread: inside a lock, in the middle of a graph capture, or ended half-way by an
-interrupt. So it never waits, calls CUDA or frees memory. It hands over by one call of C, ``reaper.tasks.put``, which is
-the callback of a weak reference.
+A finaliser may run at any point in any thread: inside a lock, or in the middle of a graph capture. An interrupt may end
+it half-way. So a finaliser never waits, calls CUDA or frees memory. It hands the work over with a single C call,
+``reaper.tasks.put``, as the callback of a weak reference.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _POLL_SECONDS = 0.02
 """Poll interval for tasks that aren't done yet, such as waiting for a copy. Without tasks the reaper sleeps."""
 
 _EXIT_SECONDS = 10.0
-"""Seconds that the end of the program waits for our threads: a later return from CUDA would abort it."""
+"""Seconds for which the program's exit waits for our threads: a return from CUDA after the exit would abort the
+process."""
 
 running: dict[Any, None] = {}
-"""Tasks that our threads are doing now; written by these."""
+"""Tasks that our threads are running now. The threads add and remove them."""
 
 ending: list[bool] = []
-"""Not empty from when the end of the program has begun to wait for them."""
+"""Not empty once the program's exit has begun to wait for the running tasks."""
 
 
 def begin(task: Any) -> bool:
-    """Note that the calling thread does a task; say whether it may: not at the end of the program.
+    """Record that the calling thread starts a task; return False if the program is exiting, so that it must not.
 
-    Noted first and asked then: so either the end of the program finds the task, or the task finds the end.
+    The task is recorded before `ending` is checked, so either the exit sees the task, or the task sees the exit.
     """
     running[task] = None
     if ending:
@@ -49,7 +50,7 @@ class Task(Protocol):
     """A task for the reaper."""
 
     def reap(self) -> bool:
-        """Do the work; say whether that was all. If not, it is called again a moment later."""
+        """Do the work; return whether it is finished. If not, `reap` is called again a moment later."""
         ...
 
 
@@ -59,12 +60,12 @@ class Death(weakref.ref[Any]):
     __slots__ = ("reap",)
 
     reap: Callable[[], bool]
-    __eq__ = object.__eq__  # else those of what it refers to, and an array has none
+    __eq__ = object.__eq__  # by identity: a weak reference uses its object's, and arrays can't be hashed
     __hash__ = object.__hash__
 
 
 def warn(text: str) -> None:
-    """Warn from one of our threads, where a warning that is made an error has no caller."""
+    """Warn from one of our threads. A warning that is turned into an error is suppressed, since it has no caller."""
     with contextlib.suppress(StagingWarning):
         warnings.warn(text, StagingWarning, stacklevel=2)
 
@@ -79,22 +80,22 @@ class _Buried:
 
 
 class Reaper:
-    """Does tasks in a thread of its own, one after the other.
+    """Runs tasks in its own thread, one after the other.
 
     Attributes:
-        tasks: to be done.
+        tasks: the queue of tasks to run.
     """
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task] = SimpleQueue()
-        self._deaths: set[Any] = set()  # a weak reference in a cycle of garbage would never be called back
+        self._deaths: set[Any] = set()  # kept here: a weak reference that is garbage itself is never called back
         self._is_running = False
 
     def watch(self, thing: Any, reap: Callable[[], bool]) -> None:
-        """Add a task for when an object is gone. It must not keep the object alive.
+        """Run a task when an object is gone. The task must not keep the object alive.
 
-        Of an object that may be in a cycle of garbage the collector says so before it calls the finalisers there, which
-        may still use the object. Objects that hold numpy's arrays are safe: the collector doesn't track these.
+        In a garbage cycle, the collector calls weak references back before finalisers, which may still use the object.
+        So watch a numpy array that the object holds: the collector doesn't track arrays.
         """
         death = Death(thing, self.tasks.put)
         death.reap = reap
@@ -102,18 +103,18 @@ class Reaper:
         self.start()
 
     def bury(self, thing: object) -> None:
-        """Let an object end in the reaper's thread: its finalisers are not ours, and an interrupt would end them."""
+        """Drop an object in the reaper's thread, where no interrupt can cut its finalisers short."""
         self.tasks.put(_Buried(thing))
 
     def start(self) -> None:
-        """See that the thread is there.
+        """Start the thread, unless it is running.
 
         Raises:
-            RuntimeError: the interpreter is about to end.
+            RuntimeError: the interpreter is shutting down.
         """
         if not self._is_running:
             _thread.start_new_thread(self._serve, ())
-            self._is_running = True  # twice at the worst, of two threads at once; the tasks are shared then
+            self._is_running = True  # two callers at once may start two threads, which share the tasks
 
     def _serve(self) -> None:
         unfinished: list[Task] = []
@@ -121,14 +122,14 @@ class Reaper:
             if unfinished:
                 time.sleep(_POLL_SECONDS)
             tasks, unfinished = unfinished, []
-            while not tasks or not self.tasks.empty():  # all of them: a task that waits must not delay others
+            while not tasks or not self.tasks.empty():  # take all tasks: a waiting task must not delay others
                 tasks.append(self.tasks.get())
             while tasks:
                 while not begin(self):
                     time.sleep(_EXIT_SECONDS)
                 if not self._is_done(tasks[0]):
                     unfinished.append(tasks[0])
-                del tasks[0]  # the last reference to it, perhaps
+                del tasks[0]  # perhaps the last reference to it
                 del running[self]
 
     def _is_done(self, task: Task) -> bool:
@@ -143,16 +144,16 @@ class Reaper:
 
 
 reaper = Reaper()
-"""The process's."""
+"""The reaper of this process."""
 
 
 _of_parents: list[Any] = []
 
 
 def _forget() -> None:
-    """In a forked child: the threads are not there, and what they had to do is the parent's affair.
+    """Start afresh in a forked child, which has neither the threads nor their tasks.
 
-    Things stay alive. The end of an event, or of page-locked memory, calls CUDA, which ends a forked child.
+    The parent's objects stay alive: the end of an event or of page-locked memory calls CUDA, which ends a forked child.
     """
     running.clear()
     ending.clear()

@@ -23,7 +23,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def parse_bytes(size: SupportsIndex | float | str) -> int:
     """Read a size in bytes.
 
-    ``KiB, MiB, GiB, TiB, PiB`` are powers of 1024; ``kB, MB, GB, TB, PB`` powers of 1000; in any case.
+    ``KiB, MiB, GiB, TiB, PiB`` are powers of 1024; ``kB, MB, GB, TB, PB`` are powers of 1000. Case doesn't matter.
 
     Args:
         size: bytes as a whole number, or text such as ``"512MiB"``, ``"1.5 GiB"``, ``"4096"``.
@@ -33,7 +33,7 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
 
     Raises:
         TypeError: ``size`` is neither a number nor text. A bool doesn't count as a number.
-        ValueError: negative, not a number with a known unit, or not a whole number of bytes.
+        ValueError: ``size`` is negative, not a number with a known unit, or not a whole number of bytes.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
@@ -63,7 +63,7 @@ def format_bytes(nbytes: float) -> str:
         nbytes: bytes; may be negative, as a difference is, or a fraction, as a median is.
 
     Returns:
-        The text. It is rounded, so ``parse_bytes`` does not bring every number back.
+        The text. It is rounded, so ``parse_bytes`` may read another number.
     """
     value, unit = float(abs(nbytes)), 0
     while round(value, 2) >= 1024 and unit < len(_BINARY) - 1:
@@ -73,7 +73,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def size_to_paste(nbytes: int) -> str:
-    """Write a size that is at least so large as `parse_bytes` reads it, in KiB or more: ``"9MiB"``."""
+    """Write a size for `parse_bytes`, rounded up to whole KiB or a larger unit: ``"9MiB"``."""
     power = max((power for power in range(1, len(_BINARY)) if nbytes >= 8 << 10 * power), default=1)
     return f"{-(-nbytes // (1 << 10 * power))}{_BINARY[power]}"
 

@@ -1,6 +1,6 @@
-"""The steps of staging, as torch's profiler shows them and as `step_times` times them.
+"""The steps of staging, which torch's profiler shows and `step_times` times.
 
-While neither looks, the overhead is negligible.
+The overhead is negligible while neither is in use.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from . import _native
 from ._compat.calls import is_profiling
 
 NOTHING: AbstractContextManager[Any] = _native.core.Nothing()
-"""A context that does nothing, again and again."""
+"""A reusable context that does nothing."""
 _open: dict[StepTimes, None] = {}
-"""Blocks that time steps now, in the order in which they began."""
+"""The open blocks of `step_times`, in the order in which they began."""
 _lock = threading.RLock()  # a finaliser may end a step, too
 
 
@@ -50,7 +50,7 @@ class StepTime:
 
 
 class StepTimes:
-    """Time spent in each step, by the clock of the host; see `step_times`.
+    """Time spent in each step, by the host's clock; see `step_times`.
 
     ``stage``, ``hand_over`` and ``fetch`` are whole calls, the others are parts of these: ``walk`` takes a batch apart,
     ``describe`` finds its offset table, ``acquire`` takes a slab, ``pack`` moves bytes (and issues the copies of a
@@ -61,7 +61,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.times: dict[str, StepTime] = {}
-        """Each step that ran, in the order in which they first ended."""
+        """The steps that ran, in the order in which they first ended."""
 
     def to_dict(self) -> dict[str, dict[str, float]]:
         """Return calls and seconds of each step, for programs."""

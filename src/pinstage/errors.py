@@ -62,7 +62,7 @@ class ForkedPoolError(PoolError, RuntimeError):
 
 
 class PinningError(PinstageError, RuntimeError):
-    """Memory can't be page-locked or freed, or a `HostRegion` is closed or another process's. A `RuntimeError`.
+    """Memory can't be page-locked or freed, or a `HostRegion` is closed or another process owns it. A `RuntimeError`.
 
     Also a `MemoryError` if there is too little memory. A failed call leaves nothing behind.
 
@@ -88,14 +88,14 @@ class HostBudgetError(PinstageError, RuntimeError):
 
 
 class LeaseError(PinstageError, RuntimeError):
-    """A lease was used after its release, released twice, or its block left while a graph is captured.
+    """A lease was used after its release or released twice, or its block ended while a graph was being captured.
 
     A `RuntimeError`.
     """
 
 
 class LayoutError(PinstageError, TypeError):
-    """A leaf or object that cannot be staged, or a batch that does not match a layout. A `TypeError`.
+    """A leaf or object cannot be staged, or a batch does not match a layout. A `TypeError`.
 
     Attributes:
         path: where it is, as you would write it after the batch's name, for example ``['obs'][3].raw``. Empty for the
@@ -116,7 +116,7 @@ class TargetError(PinstageError, ImportError):
 
 
 class StagingWarning(RuntimeWarning):
-    """Staging works, but more slowly or with more memory than it should. Make it an error to find out in a test run."""
+    """Staging works, but more slowly or with more memory than it should. Turn it into an error in tests."""
 
 
 class UnreleasedLeaseWarning(ResourceWarning):

@@ -1,6 +1,6 @@
 """Memory resources: where the slabs of a pool come from.
 
-For a resource of your own, implement `MemoryResource`, and make each `Block` by ``Block(ptr, nbytes)``.
+To write your own resource, implement `MemoryResource`, and return each block as ``Block(ptr, nbytes)``.
 """
 
 from ._memory import (

@@ -14,15 +14,15 @@ from .errors import ForkedPoolError
 
 
 class PoolCollector(Collector):
-    """Reports to Prometheus what pools hold, who holds it, and who waited.
+    """Reports to Prometheus what pools hold, by owner, and how long owners waited.
 
-    Register it by ``REGISTRY.register(PoolCollector(pool))``. It reads `SlabPool.stats` when Prometheus asks. For a
-    closed pool it reports the bytes still held; in a forked child it reports nothing. A registry takes one of them, to
-    which further pools are added.
+    Register it with ``REGISTRY.register(PoolCollector(pool))``. It reads `SlabPool.stats` whenever Prometheus collects.
+    For a closed pool it reports the bytes still held; in a forked child it reports nothing. A registry takes one
+    `PoolCollector`; `add` further pools to it.
 
     Args:
         pool: the first pool.
-        name: the label ``pool`` of each of its metrics, which distinguishes the pools.
+        name: the value of the label ``pool``, which distinguishes the pools.
 
     Raises:
         TypeError: `pool` is not a `SlabPool`.
@@ -37,7 +37,7 @@ class PoolCollector(Collector):
 
         Raises:
             TypeError: `pool` is not a `SlabPool`.
-            ValueError: there is a pool of this name.
+            ValueError: another pool has this name.
         """
         if not isinstance(pool, SlabPool):
             raise TypeError(f"a PoolCollector needs a SlabPool: {pool!r}; the pool of a Stager is stager.pool")
@@ -63,11 +63,11 @@ class PoolCollector(Collector):
 
 
 _Sample = tuple[str, list[str], float]
-"""Of which metric, its labels after that of the pool, and its value."""
+"""The name of the metric, its labels after that of the pool, and its value."""
 
 
 def _families() -> dict[str, Any]:
-    """Return the metrics without figures. In the formats of Prometheus, each may come once, with all that is in it."""
+    """Return the metrics without figures. Prometheus's formats allow each metric once, with all of its samples."""
     pool, owner = ["pool"], ["pool", "owner"]
     families = (
         GaugeMetricFamily("pinstage_pool_bytes", "Bytes of slabs that the pool holds.", labels=[*pool, "state"]),
@@ -75,11 +75,11 @@ def _families() -> dict[str, Any]:
         GaugeMetricFamily("pinstage_pool_max_bytes", "The cap on the bytes held.", labels=pool),
         GaugeMetricFamily("pinstage_pool_peak_bytes", "The most bytes that were held at once.", labels=pool),
         GaugeMetricFamily("pinstage_owner_bytes", "Bytes of slabs in use, by owner.", labels=[*owner, "state"]),
-        CounterMetricFamily("pinstage_pool_hits", "Leases served by a slab that was there.", labels=pool),
+        CounterMetricFamily("pinstage_pool_hits", "Leases served by an existing slab.", labels=pool),
         CounterMetricFamily("pinstage_pool_misses", "Leases that needed an allocation.", labels=pool),
         CounterMetricFamily("pinstage_pool_trims", "Idle slabs given back to the system.", labels=pool),
         CounterMetricFamily("pinstage_owner_waits", "Requests that had to wait, by owner.", labels=owner),
-        CounterMetricFamily("pinstage_owner_wait_seconds", "Seconds that they waited, by owner.", labels=owner),
+        CounterMetricFamily("pinstage_owner_wait_seconds", "Seconds that requests waited, by owner.", labels=owner),
     )
     return {family.name: family for family in families}
 

@@ -1,6 +1,6 @@
-"""Batches that are page-locked already: leaves copied from where they lie, and leases sent as they are.
+"""Batches that are already page-locked: leaves are copied in place, and leases are sent unchanged.
 
-Nothing is page-locked without a GPU, so a double says here which tensors are; the copies are the real ones.
+Nothing is page-locked without a GPU, so a double reports some tensors as page-locked; the copies are real.
 """
 
 import gc
@@ -24,7 +24,7 @@ LARGE = 256 * 1024
 
 @pytest.fixture
 def page_locked(monkeypatch):
-    """Say of some tensors that they are page-locked, by the addresses of their first bytes."""
+    """Report some tensors as page-locked, by the addresses of their first bytes."""
     found = set()
 
     def pieces_of(tensor):
@@ -103,7 +103,7 @@ def test_arrays_permuted_tensors_and_aliases_are_borrowed(page_locked):
         assert staged[1] is staged[2]
 
 
-# -- leases that are sent as they are ----------------------------------------------------------------------------------
+# -- leases that are sent unchanged ------------------------------------------------------------------------------------
 
 
 def test_a_lease_is_sent_directly_and_released():
@@ -117,7 +117,7 @@ def test_a_lease_is_sent_directly_and_released():
         assert (transfer.copies, transfer.passthrough_leaves) == (1, 1)
         assert_same(batch, transfer.wait(), "cpu")
         assert stager.stats().pool.leased_slabs == 0
-        assert pool.stats().hits + pool.stats().misses == 1  # no other slab was asked for
+        assert pool.stats().hits + pool.stats().misses == 1  # no other slab was requested
 
 
 def test_a_sent_lease_keeps_guards_and_waits():
@@ -171,7 +171,7 @@ def test_lenders_are_kept_until_their_copy_is_done(page_locked):
 
 
 def test_a_forked_child_ends_no_waiting_copy():
-    """The end of page-locked memory may call CUDA, which aborts a forked child."""
+    """Freeing page-locked memory may call CUDA, which aborts a forked child."""
 
     class Waiting:
         def reap(self):

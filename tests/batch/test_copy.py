@@ -1,4 +1,4 @@
-"""How bytes get into a slab: by one thread or several, in chunks, and what happens when it is cut short."""
+"""How bytes are copied into a slab: with one thread or several, in chunks, and when the copy is interrupted."""
 
 import concurrent.futures
 import contextlib
@@ -29,12 +29,12 @@ GUARD = 64
 
 
 def bytes_of(*sizes, skipped=0):
-    """Return leaves of so many bytes, which begin at odd addresses if some are `skipped`."""
+    """Return leaves of these sizes in bytes, at odd addresses if some bytes are `skipped`."""
     return [tensor_of(torch.uint8, (size + skipped,), seed % 7)[skipped:] for seed, size in enumerate(sizes)]
 
 
 def strided_leaves():
-    """Leaves whose elements are not side by side, some of megabytes, one lazily conjugated, one empty."""
+    """Non-contiguous leaves, some of megabytes, one lazily conjugated, one empty."""
     return [
         tensor_of(torch.uint8, (3, 2000, 1001), 1)[:, :, :1000],
         tensor_of(torch.bfloat16, (1, 1, 1500, 3000), 2)[..., ::2],
@@ -66,7 +66,7 @@ BATCHES = {
 
 @pytest.fixture(scope="module", params=BATCHES)
 def batch(request):
-    """A batch, and what its slab has to be: padding is zero."""
+    """A batch, and the expected content of its slab, with zeros as padding."""
     leaves = BATCHES[request.param]()
     table = take_apart(leaves).table
     expected = np.zeros(table.nbytes, dtype=np.uint8)
@@ -79,7 +79,7 @@ def batch(request):
 
 @contextlib.contextmanager
 def guarded(nbytes):
-    """Give a slab of memory that was used before, and fail if anything beside it is written."""
+    """Yield a slab of used memory, and fail if anything around it is written."""
     memory = torch.full((nbytes + 2 * GUARD,), 0xEE, dtype=torch.uint8)
     yield memory[GUARD : GUARD + nbytes]
     assert memory[:GUARD].eq(0xEE).all(), "wrote before the slab"
@@ -87,7 +87,7 @@ def guarded(nbytes):
 
 
 def packed(leaves, threads):
-    """Pack leaves; return the slab, and where chunks ended."""
+    """Pack leaves; return the slab, and the ends of chunks."""
     parts = take_apart(leaves)
     with guarded(parts.table.nbytes) as slab:
         job = start_packing(parts, slab, threads)
@@ -102,7 +102,7 @@ def packed(leaves, threads):
 
 
 def ends_of(sizes):
-    """Return where the chunks of a batch of leaves end. All of them lie in one place."""
+    """Return the ends of a batch's chunks, all in one place."""
     source = torch.zeros(max(sizes), dtype=torch.uint8)
     parts = take_apart([source[:size] for size in sizes])
     slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
@@ -207,10 +207,10 @@ def test_there_is_nothing_behind_the_last_chunk(chunk):
 
 
 def through_places(leaves, threads, held):
-    """Pack leaves. Each chunk has travelled when so many later ones are packed.
+    """Pack leaves. Each chunk has been sent when `held` later chunks are packed.
 
     Returns:
-        What travelled, and for each chunk where it lay, and where it begins in the batch.
+        The bytes sent, and each chunk's place and its start in the batch.
     """
     parts = take_apart(leaves)
     travelled, places = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8), []
@@ -222,7 +222,7 @@ def through_places(leaves, threads, held):
             travelled[start:end] = slab[places[-1] : places[-1] + end - start]
             if chunk >= held:
                 gone = chunk - held
-                slab[places[gone] : places[gone] + starts[gone + 1] - starts[gone]] = 0xDD  # nobody counts on it
+                slab[places[gone] : places[gone] + starts[gone + 1] - starts[gone]] = 0xDD  # no longer needed
                 job.reuse(gone)
     return travelled, places, starts
 
@@ -274,7 +274,7 @@ def threads_that_pack():
 def test_threads_persist_and_aren_t_python_s():
     packed(bytes_of(8 * MIB), 3)
     before, ours, of_python = len(tasks()), threads_that_pack(), threading.active_count()
-    assert ours >= 2  # the third is the calling one
+    assert ours >= 2  # the third is the calling thread
     for _ in range(20):
         packed(bytes_of(8 * MIB), 3)
     assert (threads_that_pack(), threading.active_count()) == (ours, of_python)
@@ -298,7 +298,7 @@ def test_several_threads_pack_at_once():
 
 
 def slow_leaves():
-    """Leaves that take a tenth of a second or more, of little memory."""
+    """Leaves of little memory that take a tenth of a second or more to copy."""
     return [tensor_of(torch.uint8, (2 * KIB,), 3).expand(64 * KIB, 2 * KIB)[:, ::2]]
 
 
@@ -344,7 +344,7 @@ def test_an_abandoned_job_writes_no_more(wait_for, end):
                 raise ZeroDivisionError
         del job
         slab.zero_()
-        packed(bytes_of(4 * MIB), 4)  # the threads are there for others
+        packed(bytes_of(4 * MIB), 4)  # the threads are free again
         assert not slab.any(), "written after its end"
 
 
@@ -353,7 +353,7 @@ def test_a_job_writes_nothing_before_its_block():
     slab = torch.zeros(parts.table.nbytes, dtype=torch.uint8)
     packed(bytes_of(4 * MIB), 4)  # the threads are there
     jobs = [start_packing(parts, slab, 4) for _ in range(5)]
-    packed(bytes_of(32 * MIB), 4)  # long enough for those that wait in line before it
+    packed(bytes_of(32 * MIB), 4)  # long enough for the jobs before it in the queue
     assert not slab.any()
     with jobs[0] as job:
         job.wait(len(job.ends) - 1)
@@ -427,8 +427,8 @@ def test_a_child_forked_midway_doesn_t_wait():
             said = 1
             try:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(int(PATIENCE_SECONDS))  # rather than hang
-                torch.set_num_threads(1)  # OpenMP's are the parent's, too, and torch would wait for them
+                signal.alarm(int(PATIENCE_SECONDS))  # fail instead of hanging
+                torch.set_num_threads(1)  # torch would wait for OpenMP threads, which only the parent has
                 try:
                     job.wait(len(job.ends) - 1)
                 except RuntimeError as error:

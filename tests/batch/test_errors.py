@@ -1,4 +1,4 @@
-"""Classes that are taken apart wrongly, or not known: what is said of them. And dicts whose keys are tensors."""
+"""Error messages about unknown classes, wrong flatten functions, and dicts whose keys are tensors."""
 
 import collections
 import dataclasses

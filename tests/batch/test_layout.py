@@ -1,4 +1,4 @@
-"""The offset table: what a slot says, which leaves are packed and how, what does not match."""
+"""The offset table: the fields of a slot, which leaves are packed and how, and mismatches."""
 
 import gc
 import warnings
@@ -208,7 +208,7 @@ def test_a_layout_from_a_damaged_pickle_fails():
         with pytest.raises(LayoutError, match=r"not a layout: .*; compute the layout again"):
             restore(*contents)
     rows = table.rows.copy()
-    rows["offset"][1] = 0  # where the other one is
+    rows["offset"][1] = 0  # the offset of the other leaf
     moved = restore(structure, table.moved_to(rows, table.nbytes))
     with pytest.raises(LayoutError, match="have other places in the slab; make a layout with"):
         moved.others(batch)
@@ -277,7 +277,7 @@ def test_changing_a_leaf_keeps_others_valid_for_autograd():
 
 
 class Reticent(torch.Tensor):
-    """Has no strides to speak of."""
+    """Has no usable strides."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -312,7 +312,7 @@ unusual = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("kind", NOT_PACKED)
 def test_an_unpackable_tensor_has_no_slot(kind):
     tensor, plain = NOT_PACKED[kind](), torch.randn(3)
-    for _ in range(3):  # also in the place of a plain one, after batches of that structure
+    for _ in range(3):  # also in place of a plain tensor, after batches of that structure
         assert_same([plain, plain.clone()], through_slab([plain, plain.clone()]), "cpu")
         staged = through_slab([plain, tensor])
         assert [slot.path for slot in Layout.of([plain, tensor]).slots] == ["[0]"]
@@ -348,13 +348,13 @@ def test_without_memory_from_torch_nothing_is_silently_read(allow):
         with pytest.raises(ValueError, match=r"src must be .*: FakeTensor"):
             layout.unpack(fake)
         message = "leave the mode" if allow else "convert all Tensors to FakeTensors"
-        error = PinstageError if allow else AssertionError  # of torch's own
+        error = PinstageError if allow else AssertionError  # torch's own
         with pytest.raises(error, match=message):
             layout.pack(real, slab)
         with pytest.raises(PinstageError, match="leave the mode"):
             layout.unpack(slab)
         with pytest.raises(PinstageError, match="leave the mode"):
-            Layout.of(np.ones(3)[::-1])  # which torch would have to copy
+            Layout.of(np.ones(3)[::-1])  # torch would have to copy it
 
 
 # -- leaves that are arrays --------------------------------------------------------------------------------------------
@@ -527,10 +527,10 @@ def test_a_slab_without_its_storage_is_refused(batch, nbytes):
     slab = slab_for(layout)
     slab.untyped_storage().resize_(nbytes)
     with pytest.raises(
-        ValueError, match=rf"dst has not the memory .*: 80 bytes in a storage of {nbytes}; .* pass another"
+        ValueError, match=rf"dst lacks the memory .*: 80 bytes in a storage of {nbytes}; .* pass another"
     ):
         layout.pack(batch, slab)
-    with pytest.raises(ValueError, match="src has not the memory"):
+    with pytest.raises(ValueError, match="src lacks the memory"):
         layout.unpack(slab, layout.others(batch))
 
 
@@ -546,11 +546,11 @@ def test_packing_into_a_device_is_refused(batch):
         (lambda t: [t, t.clone()], lambda t: [t, t.double()], "[1]", r"float64 \[2, 3\] instead of float32 \[2, 3\]"),
         (lambda t: [t, t.clone()], lambda t: [t, t[:1]], "[1]", r"float32 \[1, 3\] instead of .*; make a layout"),
         (lambda t: [t, t.t()], lambda t: [t, t.t().contiguous()], "[1]", "float32 .* instead of .* with stride"),
-        (lambda t: [t, "text"], lambda t: [t, t.clone()], "[1]", "float32 .* instead of no tensor"),
-        (lambda t: [t, t.clone()], lambda t: [t, "text"], "[1]", "no tensor instead of float32"),
+        (lambda t: [t, "text"], lambda t: [t, t.clone()], "[1]", "float32 .* instead of a leaf that isn't a tensor"),
+        (lambda t: [t, t.clone()], lambda t: [t, "text"], "[1]", "a leaf that isn't a tensor instead of float32"),
         (lambda t: [t, t.clone()], lambda t: [t, t.to_sparse()], "[1]", "a tensor that cannot be packed instead of"),
-        (lambda t: [t, t], lambda t: [t, t.clone()], "[1]", r"float32 \[2, 3\] instead of the very object of leaf"),
-        (lambda t: [t, t.clone()], lambda t: [t, t], "[1]", "the very object of leaf number 0 instead of float32"),
+        (lambda t: [t, t], lambda t: [t, t.clone()], "[1]", r"float32 \[2, 3\] instead of the same object as leaf"),
+        (lambda t: [t, t.clone()], lambda t: [t, t], "[1]", "the same object as leaf number 0 instead of float32"),
         (lambda t: [t, None], lambda t: [t, t], "", "another structure"),
         (lambda t: {"a": t}, lambda t: {"b": t}, "", "another structure"),
     ],

@@ -1,4 +1,4 @@
-"""What holds for every batch, however nested, on both paths."""
+"""Properties of every batch, however nested, on both paths."""
 
 import pickle
 

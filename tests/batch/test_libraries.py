@@ -1,4 +1,4 @@
-"""Classes that others know: a library's module, an entry point, torch's pytree, or a ``.to()`` of their own."""
+"""Classes supported through a library's module, an entry point, torch's pytree, or their own ``.to()``."""
 
 import dataclasses
 import importlib
@@ -73,7 +73,7 @@ def test_a_dataclass_is_not_taken_from_pytree(stager):
     assert stager.to_device(made(torch.ones(1))).value.tolist() == [1]
 
 
-# -- .to() of their own ------------------------------------------------------------------------------------------------
+# -- their own .to() ---------------------------------------------------------------------------------------------------
 
 
 class Movable(Box):
@@ -158,7 +158,7 @@ def test_torchs_own_pin_memory_is_nothing_to_tell(stager):
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A library, and a package beside it that knows its classes, installed as far as `importlib.metadata` sees."""
+    """A library, and a package that supports its classes, both installed as far as `importlib.metadata` sees."""
     (tmp_path / "somebatches.py").write_text(
         textwrap.dedent(
             """
@@ -217,7 +217,7 @@ def test_an_entry_point_is_loaded_when_needed(library, stager):
 
 def test_a_broken_entry_point_warns_once(library, stager):
     lost = type("Lost", (Box,), {"__module__": "broken.inside"})
-    text = r"classes of broken are not known as such: ModuleNotFoundError.*register_node"
+    text = r"classes of broken are not recognised: ModuleNotFoundError.*register_node"
     with pytest.warns(StagingWarning, match=text):
         stager.to_device([lost("no tensor")])
     for _ in range(2):

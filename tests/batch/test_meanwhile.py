@@ -1,4 +1,4 @@
-"""What changes while a batch is walked: the collector, a class's `__hash__` and other threads may run in the middle."""
+"""Changes during the walk of a batch: the collector, a class's `__hash__` and other threads may run in the middle."""
 
 import concurrent.futures
 import gc
@@ -15,7 +15,7 @@ first_and_again = pytest.mark.parametrize("is_again", [False, True], ids=["first
 
 
 class Hashed(type):
-    """Of classes that do something when they are looked up, once."""
+    """Metaclass of classes that do something, once, when they are looked up."""
 
     meanwhile = None
 
@@ -39,7 +39,7 @@ class Leaf:
 
 
 def leaves_of(batch, is_again, meanwhile):
-    """Walk a batch while `meanwhile` is called, when the walk comes to its first `Odd`."""
+    """Walk a batch, and call `meanwhile` when the walk reaches its first `Odd`."""
     handlers = {Odd: None, Leaf: None}
     structure = _native.core.Structure.of(batch, handlers)[0]
     Odd.meanwhile = meanwhile
@@ -77,7 +77,7 @@ def test_a_class_forgotten_during_the_walk_is_rebuilt():
     spare = []
 
     def meanwhile():
-        # None is left of the tuples and dicts that Python keeps: the next one is made anew, and the collector is due.
+        # Empty Python's free lists of tuples and dicts, so that the next allocation runs the collector, which is due.
         spare.extend((number,) for number in range(3000))
         spare.extend({} for _ in range(200))
         gc.enable()
@@ -93,7 +93,7 @@ def test_a_class_forgotten_during_the_walk_is_rebuilt():
     finally:
         gc.callbacks.remove(forget)
         gc.enable()
-    # Later ones collect between two instructions of Python's, and the walk has none.
+    # Later versions collect between two Python instructions, and the walk has none.
     assert not handlers or sys.version_info >= (3, 12)
     handlers.clear()
     assert alive() is not None

@@ -1,4 +1,4 @@
-"""Whatever has a slab, or the right to one, is not copied: two of it would give the slab back twice."""
+"""Objects that own a slab, or the right to one, can't be copied: two copies would return the slab twice."""
 
 import copy
 import pickle

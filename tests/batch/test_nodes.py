@@ -1,4 +1,4 @@
-"""Containers: which objects are taken apart, how they are put together again, and what is refused."""
+"""Containers: which objects are taken apart, how they are rebuilt, and what is refused."""
 
 import array
 import collections
@@ -434,7 +434,7 @@ def test_register_node_works_as_a_decorator():
         value = leaf(3)
 
     assert isinstance(Bare, type)
-    assert len(Layout.of(Bare()).slots) == 0  # what a class stores is no attribute of the object
+    assert len(Layout.of(Bare()).slots) == 0  # class attributes aren't attributes of the object
     assert len(Layout.of(Called()).slots) == 1
     assert len(Layout.of(Told()).slots) == 1
     assert isinstance(through_slab(Told()), Told)
@@ -677,7 +677,7 @@ def scripted(value):
 
 
 class FromC:
-    """Has items, and keeps them where Python cannot look."""
+    """Has items, and stores them where Python can't look."""
 
     def __init__(self, *items):
         self.__class__._kept[id(self)] = items

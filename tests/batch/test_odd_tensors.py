@@ -1,6 +1,6 @@
-"""Tensors that are not what they seem, wherever a batch goes: none ends the process, none is read out of its bounds.
+"""Tensors with misleading metadata, in every way of a batch: none ends the process or is read out of bounds.
 
-Each comes in the place of a plain one, after some batches of that structure.
+Each tensor replaces a plain one, after some batches of that structure.
 """
 
 import contextlib
@@ -35,20 +35,20 @@ def staging_by(name):
 
 @pytest.fixture(params=["stage", "to_host"])
 def staging(request):
-    """Every way by a stager."""
+    """Every way through a stager."""
     with staging_by(request.param) as function:
         yield function
 
 
 @pytest.fixture(params=["layout", "stage", "to_host"])
 def way(request):
-    """Every way that a batch can go on a machine without a GPU."""
+    """Every way of a batch on a machine without a GPU."""
     with contextlib.nullcontext(through_slab) if request.param == "layout" else staging_by(request.param) as function:
         yield function
 
 
 def after_plain_ones(way, leaf):
-    """Stage a leaf where plain ones stood before; see that plain ones are staged afterwards."""
+    """Stage a leaf in place of earlier plain ones; check that plain leaves are staged afterwards."""
     for seed in range(4):
         assert_same([plain(seed), plain(9)], way([plain(seed), plain(9)]), "cpu")
     try:
@@ -107,7 +107,7 @@ def test_a_tensor_lacking_memory_is_an_error(way, nbytes, change):
     leaf = change(plain())
     leaf.untyped_storage().resize_(nbytes)
     with pytest.raises(
-        LayoutError, match=rf"batch\[0\] has not the memory .* in a storage of {nbytes}; it was freed"
+        LayoutError, match=rf"batch\[0\] lacks the memory .* in a storage of {nbytes}; it was freed"
     ) as caught:
         after_plain_ones(way, leaf)
     assert caught.value.path == "[0]"
@@ -135,14 +135,14 @@ def test_fake_tensors_pass_and_real_ones_fail(staging, allow):
 
 
 def nested_at_last(index):
-    """Plain samples, then one that is nested and strided."""
+    """Plain samples, then a nested, strided one."""
     if index < 6:
         return {"x": torch.full((2, 3), float(index))}
     return {"x": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]).transpose(1, 2)}
 
 
 def taken_from(loader):
-    """Return what a loader yields, written out, and the error that it ends with."""
+    """Return the batches of a loader as plain values, and its final error."""
     found = []
     try:
         found.extend(repr(batch) for batch in loader)

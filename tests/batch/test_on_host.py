@@ -1,4 +1,4 @@
-"""What stays on the host: `on_host` in a batch, and ``Stager(keep_on_host=...)``."""
+"""Leaves that stay on the host: `on_host` in a batch, and ``Stager(keep_on_host=...)``."""
 
 import pytest
 import torch

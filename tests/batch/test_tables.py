@@ -1,4 +1,4 @@
-"""Offset tables: the extension writes those of plain Python, and one from elsewhere never leads outside of its slab."""
+"""Offset tables: the extension writes the same ones as plain Python, and no foreign table leads outside its slab."""
 
 import contextlib
 import ctypes
@@ -32,7 +32,7 @@ LARGEST = 2**63 - 1
 
 @contextlib.contextmanager
 def guarded(nbytes, filling=0xEE):
-    """Give a slab inside of a larger buffer, and fail if what is around it was changed."""
+    """Yield a slab inside a larger buffer, and fail if bytes around it were changed."""
     memory = torch.full((nbytes + 2 * GUARD,), 0xEE, dtype=torch.uint8)
     slab = memory[GUARD : GUARD + nbytes]
     slab.fill_(filling)
@@ -44,7 +44,7 @@ def guarded(nbytes, filling=0xEE):
 # -- plain Python ------------------------------------------------------------------------------------------------------
 
 _memory = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
-_memory[_memory == 255] = 1  # of any dtype, none of it is a NaN that cannot be compared
+_memory[_memory == 255] = 1  # in no dtype a NaN, which can't be compared
 
 
 def _forms(draw, most_dims):
@@ -54,7 +54,7 @@ def _forms(draw, most_dims):
 
 @st.composite
 def strided_tensors(draw):
-    """Tensors of any shape and stride: with gaps, overlaps, strides of no sense in dimensions of one element."""
+    """Tensors of any shape and stride: with gaps, overlaps, and meaningless strides in dimensions of one element."""
     dtype = draw(st.sampled_from(DTYPES))
     shape, stride = _forms(draw, 8)
     base = torch.from_numpy(_memory).view(dtype)
@@ -87,7 +87,7 @@ odd_leaves = st.one_of(strided_tensors(), strided_arrays(), of_many_dimensions()
 
 
 def facts(leaf, others, slab):
-    """Say what there is to know of a leaf that came out of a slab, or beside it."""
+    """Return all facts about an unpacked leaf, from the slab or from `others`."""
     if any(leaf is other for other in others):
         return id(leaf)
     assert leaf.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
@@ -150,7 +150,7 @@ def test_blocks_have_the_slab_s_bytes_however_sent(batch, sharing, cuts, data):
 # -- tables from elsewhere ---------------------------------------------------------------------------------------------
 
 SOURCE = torch.zeros(1 << 20, dtype=torch.uint8)
-"""What is read: enough for any leaf that a slab has room for."""
+"""Bytes of the source: enough for any leaf that fits a slab."""
 
 numbers = st.one_of(
     st.sampled_from([-1, 0, 1, 2, 15, 16, 2**31, 2**32, 2**32 + 1, 2**60, 2**61, 2**62, LARGEST, -LARGEST - 1]),
@@ -187,7 +187,7 @@ def rows_of_any_numbers(draw):
 
 @st.composite
 def changed_rows(draw):
-    """A true table, but for some numbers."""
+    """A valid table with some changed numbers."""
     table = take_apart(draw(st.lists(strided_tensors(), min_size=1, max_size=4))).table
     width = table.rows["shape"].shape[1]
     rows = [list(row) for row in table.entries()]
@@ -204,7 +204,7 @@ def changed_rows(draw):
 
 @st.composite
 def changed_bytes(draw):
-    """A true table, of which some bytes are others, or missing, or too many."""
+    """A valid table with some bytes changed, missing or added."""
     data = bytearray(take_apart(draw(st.lists(strided_tensors(), max_size=4))).table.data)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data) - 1))
@@ -273,7 +273,7 @@ def test_a_small_slab_is_refused_for_a_table():
 
 
 def read(data):
-    """Return the table, or why there is none."""
+    """Return the table, or the reason for refusing it."""
     try:
         return Table.of_bytes(data)
     except LayoutError as error:
@@ -307,7 +307,7 @@ def test_checked_tables_have_views_inside_their_slab(data):
 
 
 def write_all(leaves, slab):
-    """Write wherever views lead to; fail if that is not in the slab."""
+    """Write through all views; fail if one leads outside the slab."""
     for leaf in leaves:
         if leaf is None or not leaf.numel():
             continue
@@ -319,7 +319,7 @@ def write_all(leaves, slab):
 
 
 def sources_for(data):
-    """Return what the extension would be told of the leaves of a table: addresses, and strides of the sources."""
+    """Return the extension's arguments for the leaves of a table: addresses, and strides of the sources."""
     if len(data) < HEADER.size:
         return b""
     _, rows, width, *_ = HEADER.unpack_from(data)
@@ -329,7 +329,7 @@ def sources_for(data):
 
 
 def outcome_of(function, *arguments):
-    """Call a function that may refuse: torch has no views of no elements whose shape is beyond all numbers, say."""
+    """Call a function that may refuse: torch can't make an empty view with a huge shape, for example."""
     try:
         return function(*arguments)
     except (ValueError, RuntimeError, OverflowError):

@@ -1,4 +1,4 @@
-"""Tensors of other classes: `register_tensor` has them packed with the rest."""
+"""Tensors of other classes: after `register_tensor` they are packed with the rest."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("both_paths")
 
 
 class Marked(torch.Tensor):
-    """Puts itself, and its mark, around whatever torch returns."""
+    """Wraps all results of torch in its class, with its mark."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -29,7 +29,7 @@ class Child(Marked):
 
 
 class Pair(torch.Tensor):
-    """Has its tensors inside."""
+    """Contains two tensors."""
 
     @staticmethod
     def __new__(cls, one, other, note):
@@ -165,7 +165,7 @@ def test_a_path_leads_to_the_tensor_itself():
 def test_a_freed_registered_tensor_is_an_error():
     tensor = marked()
     tensor.untyped_storage().resize_(0)
-    with pytest.raises(LayoutError, match="has not the memory") as caught:
+    with pytest.raises(LayoutError, match="lacks the memory") as caught:
         ps.Layout.of({"x": tensor})
     assert caught.value.path == "['x']"
 

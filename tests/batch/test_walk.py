@@ -1,4 +1,4 @@
-"""A batch comes apart in the same way, whether or not similar batches came before."""
+"""A batch is taken apart in the same way, whether or not similar batches were staged before."""
 
 import gc
 import pickle
@@ -22,11 +22,11 @@ Pair = namedtuple("Pair", "a b")
 
 
 class Items(list):
-    """Nothing but another type."""
+    """Only a different type."""
 
 
 class Named(str):
-    """Nothing but another type, and what shows it."""
+    """Only a different type, with its own `repr`."""
 
     __slots__ = ()
 
@@ -36,7 +36,7 @@ class Named(str):
 
 @pytest.fixture(autouse=True)
 def forgotten():
-    """Nothing is remembered from other tests."""
+    """Forget the structures of other tests."""
     _structure._last.clear()
 
 
@@ -67,7 +67,7 @@ def containers_of(child):
 
 LEAVES = st.sampled_from([torch.tensor(1), torch.tensor([2.0]), 3, "four", None])
 alike = st.recursive(LEAVES, containers_of, max_leaves=6)
-"""So small that two are often alike but for a detail."""
+"""Small enough that two are often equal except for a detail."""
 
 
 @many
@@ -123,7 +123,7 @@ def test_equal_structures_rebuild_alike(one, other):
     if first == second:
         assert hash(first) == hash(second)
         assert_same(first.rebuild(numbers), second.rebuild(numbers), "cpu")
-    elif first.matches(second):  # but for the order of keys, or their types
+    elif first.matches(second):  # except for the order of keys, or their types
         assert repr(first.rebuild(numbers)) != repr(second.rebuild(numbers))
 
 
@@ -302,7 +302,7 @@ def test_a_repeated_dict_differs_from_two_dicts():
 
 
 class Unspeakable:
-    """Stands for a tensor on a device: writing it out would wait for the device."""
+    """Stands for a tensor on a device: printing it would wait for the device."""
 
     def __repr__(self):
         pytest.fail("the batch was written out")

@@ -1,4 +1,4 @@
-"""The comparison: one table beside every rival that is installed, a result file, a picture, errors in one line."""
+"""The comparison: one table with every installed rival, a result file, a picture, errors in one line."""
 
 import io
 import json
@@ -348,7 +348,7 @@ def test_a_commit_is_of_the_file_s_repository(tmp_path, monkeypatch):
     installed = tmp_path / "record.py"
     installed.write_text("")
     monkeypatch.setattr(record, "__file__", str(installed))
-    assert record.commit() == "unknown"  # installed into somebody's repository
+    assert record.commit() == "unknown"  # installed inside another repository
     subprocess.run(["git", "-C", str(tmp_path), "add", "record.py"], check=True)
     assert re.fullmatch(r"[0-9a-f]{40}-dirty", record.commit())
 
@@ -391,7 +391,7 @@ def test_without_matplotlib_nothing_is_measured_for_a_picture(tmp_path, monkeypa
 
 def test_without_rich_the_remedy_is_one_line(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
-    monkeypatch.setitem(sys.modules, "rich.console", None)  # what the import system reads as "not installed"
+    monkeypatch.setitem(sys.modules, "rich.console", None)  # the import system reads None as "not installed"
     assert main(["--smoke", "--only", "to"]) == 2
     assert capsys.readouterr().err == "comparison: rich is not installed; run: pip install -e . --group bench\n"
 

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ run in small, without a GPU; their result files have the schema of the comparison."""
+"""The scripts of benchmarks/ run with small data, without a GPU; their result files have the comparison's schema."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Make the modules of benchmarks/ importable for one test, and forget them after it."""
+    """Make the modules of benchmarks/ importable for one test, and unload them afterwards."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield

@@ -1,4 +1,4 @@
-"""`CheckpointStager`: what it stages is a copy of everything as it was, in one slab, which comes back."""
+"""`CheckpointStager`: it stages a copy of the whole state at the call, in one slab, which is returned."""
 
 import copy
 import gc
@@ -30,21 +30,21 @@ def stager(pool):
 
 
 class Opaque:
-    """No container that anybody knows."""
+    """Not a known container."""
 
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
 
 
 class CopiesItself:
-    """Says itself what its copy is."""
+    """Defines its own copy."""
 
     def __deepcopy__(self, memo):
         return "a copy"
 
 
 def in_use(pool):
-    """Return the bytes of a pool that somebody has."""
+    """Return the bytes of a pool that are in use."""
     gc.collect()
     stats = pool.stats()
     return stats.leased_bytes + stats.in_flight_bytes
@@ -246,7 +246,7 @@ def test_a_state_above_the_cap_is_refused_early():
 
 
 def written(staging, left):
-    """Take a state in a thread that ends, as the checkpointers' do, and leave it behind."""
+    """Take a state in a thread that ends, as checkpointers do, and leave it behind."""
     thread = threading.Thread(target=lambda: left.append(staging.result()))
     thread.start()
     thread.join()
@@ -257,7 +257,7 @@ def test_tensors_left_behind_never_block_forever():
         stager = CheckpointStager(pool=pool)
         state = {"p": torch.ones(100_000)}
         left = []
-        for _ in range(2):  # two have room
+        for _ in range(2):  # there is room for two
             written(stager.stage(state), left)
         assert pool.stats().held_slabs == 2
         with pytest.raises(AcquireTimeoutError) as error:

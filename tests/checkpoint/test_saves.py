@@ -1,4 +1,4 @@
-"""Checkpoints that are really written and read: by torch's writers in a thread and in a process, and on two ranks."""
+"""Checkpoints that are really written and read: with torch's writers in a thread and a process, and on two ranks."""
 
 import contextlib
 import gc
@@ -52,7 +52,7 @@ def stager():
 
 
 def end_writer():
-    """Forget the process that writes, as whoever lost it has to; a living one is ended."""
+    """Forget the writer process, as a program must that has lost it; end it if it is alive."""
     processes._CHECKPOINT_PROCESS = None
     gc.collect()
 
@@ -72,13 +72,13 @@ def loaded(path, like):
 
 
 def settled(pool):
-    """Wait until nobody has anything of the pool: the thread that wrote ends after its future is done."""
+    """Wait until the pool is idle: the writer thread ends after its future is done."""
     wait_until(lambda: (stats := pool.stats()).in_flight_bytes + stats.leased_bytes == 0)
     return pool.stats()
 
 
 def change(state):
-    """Do what training does."""
+    """Change values, as training does."""
     for tensor in state["model"].values():
         tensor.add_(1)
     for values in state["optimizer"]["state"].values():
@@ -179,7 +179,7 @@ def test_a_writer_process_maps_the_slab_without_copying(tmp_path, stager):
 
 
 @pytest.mark.usefixtures("alone")
-# torch tells a process that is gone to end.
+# torch asks a dead process to end.
 @pytest.mark.filterwarnings(r"ignore:(?s).*_AsyncCheckpointProcess\.__del__:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("holds_the_future", [False, True])
 def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_future):
@@ -198,7 +198,7 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
         )
         time.sleep(delay)
         os.kill(writer, signal.SIGKILL)
-        with contextlib.suppress(RuntimeError, OSError):  # it may have been done
+        with contextlib.suppress(RuntimeError, OSError):  # the save may have finished before
             response.upload_completion.result()
         if holds_the_future:
             kept.append(response)

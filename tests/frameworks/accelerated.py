@@ -1,4 +1,4 @@
-"""Trains by Accelerate, with accumulation over three batches: what tests of prefetchers and of loaders compare."""
+"""Trains with Accelerate, accumulating over three batches, for tests of prefetchers and loaders."""
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
@@ -11,10 +11,10 @@ def samples(count=32):
 
 
 def train(wrap, *, dataset=samples, batch_size=4, shuffle=False, workers=0, skipped=0, **options):
-    """Train for two epochs on what `wrap` makes of the prepared loader.
+    """Train for two epochs on the prepared loader, wrapped by `wrap`.
 
     Returns:
-        The weights after each step, what was gathered of each batch, and the loader.
+        The weights after each step, the gathered values of each batch, and the loader.
     """
     torch.manual_seed(0)
     configuration = DataLoaderConfiguration(**options)

@@ -1,4 +1,4 @@
-"""One rank of torchrun's: trains by a program of examples/frameworks in each case, its framework's way and ours."""
+"""One rank of torchrun: runs a program of examples/frameworks in each case, in the framework's way and in ours."""
 
 import importlib
 import json

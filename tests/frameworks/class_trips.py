@@ -1,4 +1,4 @@
-"""Every way of a batch of a library's class, and what is compared at its end: the library's own ``.to()``."""
+"""Send batches of libraries' classes in every way, and compare with the library's own ``.to()``."""
 
 import dataclasses
 import os
@@ -16,10 +16,10 @@ from pinstage._batch import stored_attributes
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WAYS = ["stager", "loader", "to_host"]
 RAGGED = 4
-"""Batches in a row, no two of the same shapes."""
+"""Successive batches, all of different shapes."""
 
 IGNORED = {"_cache", "_last_op", "_locked_schema", "_cached_attr", "_is_initialized", "_handler"}
-"""What libraries remember of earlier calls, of how an object was made, and the file that one is over."""
+"""Attributes that libraries use as caches, as a record of how an object was made, and for its file."""
 
 
 def own_to(batch, device):
@@ -31,10 +31,10 @@ class Case:
     """A class of batches.
 
     Attributes:
-        make: returns the batch of a number; at module level, so that a spawned worker finds it.
-        to: what the library does to move it.
-        passthrough: tensors, or objects, of a batch that go by a ``.to()`` of their own.
-        stays: whether there are tensors that the library leaves where they are.
+        make: returns the batch with a number; at module level, so that a spawned worker finds it.
+        to: the library's own move.
+        passthrough: number of tensors or objects of a batch that move with their own ``.to()``.
+        stays: whether the library leaves some tensors where they are.
     """
 
     make: Callable[[int], Any]
@@ -64,7 +64,7 @@ def by_device_and_start_method(function):
 
 
 class Made(torch.utils.data.Dataset):
-    """Whole batches, made by functions of the number."""
+    """Whole batches, made by functions of their number."""
 
     def __init__(self, cases):
         self.makes = [case.make for case in cases]
@@ -81,7 +81,7 @@ def whole(batch):
 
 
 def check(case, way, device):
-    """Send ragged batches in a row on one way; compare each with what the library makes of it."""
+    """Send successive ragged batches in one way; compare each with the library's own result."""
     device = target(device)
     if way == "loader":
         check_loader([case], device, {})
@@ -100,7 +100,7 @@ def check(case, way, device):
 
 
 def memory_of(tree):
-    """Return where tensors are, however deep in attributes."""
+    """Return the addresses of tensors, however deep in attributes."""
     met = {}
     assert_alike(tree, tree, met=met)
     tensors = [mine for mine, _ in met.values() if isinstance(mine, torch.Tensor)]
@@ -125,7 +125,7 @@ def check_loader(cases, device, options):
 
 
 def compare(cases, result, device, number):
-    """Compare with what the library makes of such batches, on a device; None: with the batches as they are made."""
+    """Compare with the library's own move to a device; for None, with the batches as they were made."""
     expected = [case.make(number) for case in cases]
     if device is not None:
         expected = [case.to(batch, device) for case, batch in zip(cases, expected, strict=True)]

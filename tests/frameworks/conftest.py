@@ -1,6 +1,6 @@
-"""The tests with frameworks: `make test-frameworks` runs them, in an environment that has them all.
+"""The tests with frameworks: `make test-frameworks` runs them in an environment with all frameworks.
 
-None is skipped, but those that need a CUDA device where there is none.
+Only tests that need a CUDA device are skipped, on a machine without one.
 """
 
 import sys
@@ -13,7 +13,7 @@ import pytest
 def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            # Those of the frameworks are theirs. The last one that matches counts.
+            # Warnings of the frameworks are their own. The last matching filter counts.
             item.add_marker(pytest.mark.filterwarnings("ignore", "error:.*(pinstage|ps\\.)"), append=False)
 
 
@@ -29,7 +29,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True)
 def no_accelerator():
-    """Let no test find the accelerator of another one, which Accelerate keeps in classes."""
+    """Hide the accelerators of other tests, which Accelerate keeps in classes."""
     yield
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(True)

@@ -210,7 +210,7 @@ def kjt_of_variable_strides(number):
 
 
 def kjt_to(made, device):
-    """Do what torchrec does, but leave what it remembers of tensors behind."""
+    """Move as torchrec does, without its cached tensors."""
     moved = made.to(device)
     moved._jt_dict = None
     return moved
@@ -299,7 +299,7 @@ def frozen_model(number):
 
 
 def tv_tensors():
-    """Return torchvision's own module, from the package without its binary, which wants the torch of its index."""
+    """Return torchvision's own module, from the package without its binary, which needs another build of torch."""
     if "torchvision" not in sys.modules:
         folder = Path(os.environ.get("PINSTAGE_TORCHVISION", Path(sys.prefix) / "torchvision-source"))
         package = folder / "torchvision"
@@ -316,7 +316,7 @@ def tv_tensors():
 
 
 def detection(number):
-    """Return a batch of 34 leaves, 16 of them of torchvision's classes."""
+    """Return a batch of 34 leaves, 16 of them in torchvision's classes."""
     tv = tv_tensors()
     size = (8 + number, 9)
     images = [tv.Image(torch.arange(3 * size[0] * 9).view(3, *size) % 255) for _ in range(4)]

@@ -26,9 +26,9 @@ def reports(name, out, *options, ranks=2):
 
 
 def both_ways(name, out, cases):
-    """Train by a program, in two processes, in each case, ``{case: options}``; return each rank's results by case.
+    """Train with a program, in two processes, in each case, ``{case: options}``; return each rank's results by case.
 
-    All by one start of the processes, which takes longer than the training.
+    The processes start only once, since that takes longer than the training.
     """
     torchrun(Path(__file__).parent / "both_ways.py", name, out, json.dumps(cases))
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]

@@ -32,7 +32,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two processes saw, by case and way."""
+    """The results of each of two processes, by case and way."""
     return both_ways("train_accelerate", tmp_path_factory.mktemp("accelerate"), CASES)
 
 
@@ -99,7 +99,7 @@ def test_a_saved_state_resumes_at_the_right_sample(tmp_path, workers):
     accelerator, loader = staged()
     accelerator.load_state(tmp_path)
     assert firsts(loader) == [12, 16, 20, 24, 28]
-    ahead = 2 if workers else 0  # of the pass that Accelerate begins in `prepare`, by asking for a state
+    ahead = 2 if workers else 0  # from the pass that Accelerate begins in `prepare`, when it asks for a state
     assert 5 <= loader.stats().batches <= 5 + ahead
     assert firsts(loader) == list(range(0, 32, 4))
 
@@ -192,5 +192,5 @@ def test_a_loader_and_its_rest_share_slabs():
 
 @pytest.mark.parametrize("make", [made, lambda: Accelerator(cpu=True).prepare(made())], ids=["torch's", "prepared"])
 def test_skipping_batches_of_an_unstaged_loader_is_refused(make):
-    with pytest.raises(TypeError, match=r"cannot skip batches of this DataLoader.* and stage the rest: it is not of"):
+    with pytest.raises(TypeError, match=r"cannot skip batches of this DataLoader.* and stage the rest: it is not the"):
         skip_first_batches(make(), 2)

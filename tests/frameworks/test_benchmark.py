@@ -1,4 +1,4 @@
-"""The benchmark of frameworks runs in small, and its variants train to the same losses."""
+"""The benchmark of frameworks runs with small data, and its variants train to the same losses."""
 
 import importlib
 import json

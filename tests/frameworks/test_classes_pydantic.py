@@ -1,4 +1,4 @@
-"""pydantic's models are staged without a line, and validated once: when they were made."""
+"""pydantic's models are supported out of the box, and validated only when they are made."""
 
 import library_batches as made
 import pytest

@@ -1,4 +1,4 @@
-"""tensordict's classes are staged without a line."""
+"""tensordict's classes are supported out of the box."""
 
 import library_batches as made
 import pytest

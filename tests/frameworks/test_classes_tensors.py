@@ -1,4 +1,4 @@
-"""Tensors of other libraries' classes are packed with the rest, and arrive in their class."""
+"""Tensors of other libraries' classes are packed with the rest, and keep their class."""
 
 import sys
 
@@ -33,7 +33,7 @@ def memory_mapped_to(batch, device):
 
 @pytest.fixture(autouse=True, scope="module")
 def without_torchvision_afterwards():
-    """Other libraries look whether there is a torchvision, and would take the stand-in for the whole."""
+    """Remove the stand-in: other libraries would take it for the whole torchvision."""
     import monai.data  # noqa: F401 - before the stand-in is there
 
     yield
@@ -56,7 +56,7 @@ def test_a_batch_arrives_as_by_its_own_to(case, way, device):
 
 @by_device_and_start_method
 def test_worker_batches_arrive_as_by_to(method, device):
-    # monai orders the keys of collated metadata by chance, anew in each process.
+    # monai orders the keys of collated metadata at random in each process.
     check_workers([case for case in CASES if case.make is not made.batch_of_meta_tensors], method, device)
 
 

@@ -1,4 +1,4 @@
-"""PyG's data objects are staged without a line, and sent by workers."""
+"""PyG's data objects are supported out of the box, also in workers."""
 
 import copy
 import gc

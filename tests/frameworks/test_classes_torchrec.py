@@ -1,4 +1,4 @@
-"""torchrec's jagged and keyed tensors are staged without a line."""
+"""torchrec's jagged and keyed tensors are supported out of the box."""
 
 import library_batches as made
 from class_trips import Case, by_device_and_start_method, by_device_and_way, check, check_workers

@@ -1,4 +1,4 @@
-"""transformers' caches, outputs and encodings are staged without a line."""
+"""transformers' caches, outputs and encodings are supported out of the box."""
 
 import library_batches as made
 import pytest
@@ -18,7 +18,7 @@ import pinstage as ps
 
 
 def cache_to(cache, device):
-    """Do what a cache does when it is filled there; caches have no ``to`` of their own."""
+    """Move a cache as if it had been filled on the device; caches have no ``to``."""
     for layer in cache.layers:
         layer.keys, layer.values, layer.device = layer.keys.to(device), layer.values.to(device), device
     return cache

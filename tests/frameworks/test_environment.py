@@ -1,4 +1,4 @@
-"""What `make test-frameworks` installs is what `constraints.txt` pins, and nothing is left out."""
+"""`make test-frameworks` installs what `constraints.txt` pins; skipped tests and warnings fail."""
 
 import re
 import subprocess

@@ -39,7 +39,7 @@ def module():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What the ranks of two processes reported, by way."""
+    """The reports of two processes, by way."""
     out = tmp_path_factory.mktemp("lightning")
     ways = ("plain", "callback", "loader")
     return {way: reports("train_lightning.py", out / way, "--way", way, "--workers", "1") for way in ways}
@@ -68,7 +68,7 @@ def test_each_process_trains_on_half_of_the_samples(ranks):
     assert not first & second
 
 
-# -- what a trainer does -----------------------------------------------------------------------------------------------
+# -- features of a trainer ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[True, False], ids=["workers", "main process"])
@@ -108,7 +108,7 @@ def test_batches_of_every_stage_are_staged(in_workers, workers):
 
 
 class Reloaded(LightningDataModule):
-    """Makes loaders of a kind for each epoch."""
+    """Makes new loaders of one kind for each epoch."""
 
     def __init__(self, make):
         super().__init__()
@@ -216,7 +216,7 @@ def test_running_loaders_are_staged_in_the_main_process():
 def test_predictions_are_in_order_and_of_every_sample():
     for make in (loader, lambda samples, **options: ps.DataLoader(Visits(samples), 4, device="cpu", **options)):
         predicted = trainer(StageBatches()).predict(module(), make(14, drop_last=True, num_workers=1))
-        assert torch.cat(predicted).tolist() == list(range(14))  # Lightning takes drop_last back
+        assert torch.cat(predicted).tolist() == list(range(14))  # Lightning undoes drop_last
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("min_size", 4), ("max_size_cycle", 8)])

@@ -1,6 +1,6 @@
 """PyG's loaders of sampled neighbourhoods.
 
-`NeighborLoader` is `NodeLoader` with a compiled sampler, of which few versions of torch have a wheel. This is
+`NeighborLoader` is `NodeLoader` with a compiled sampler, which has wheels for few versions of torch. These tests use
 `NodeLoader` with a sampler in Python.
 """
 
@@ -34,7 +34,7 @@ def neighbours(edges, nodes):
 
 
 def numbered(nodes):
-    """Return nodes without repetition, in the order in which they were met, and the place of each."""
+    """Return nodes without repetition, in their first order, and the position of each."""
     places = {}
     for node in nodes.tolist():
         places.setdefault(node, len(places))

@@ -1,4 +1,4 @@
-"""The snippets of the pages about frameworks run as they stand, and name programs that there are."""
+"""The snippets of the pages about frameworks run unchanged, and name existing programs."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ def blocks(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
 def test_a_page_s_snippets_run_in_order(page, tmp_path):
-    """In a process of their own: frameworks keep much of a process for themselves."""
+    """In their own process: frameworks keep global state."""
     of_a_launcher = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     variables = {
         name: value for name, value in environment().items() if name not in of_a_launcher

@@ -1,4 +1,4 @@
-"""Frameworks that need no module of ours: webdataset's loader, and torchrec's pipeline."""
+"""Frameworks that need no pinstage module: webdataset's loader, and torchrec's pipeline."""
 
 import pytest
 import torch

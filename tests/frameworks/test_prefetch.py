@@ -1,4 +1,4 @@
-"""`Stager.prefetch` over what people train with trains as the plain loop does, and resumes where it was."""
+"""`Stager.prefetch` over framework loaders trains as the plain loop does, and resumes where it stopped."""
 
 import itertools
 import sys
@@ -72,7 +72,7 @@ def test_validation_within_an_epoch_doesn_t_end_it(stager):
         for _ in stager.prefetch(validation):
             assert accelerator.gradient_state.active_dataloader is validation
         for _ in stager.prefetch(validation):
-            break  # Accelerate takes it for the active one from then on
+            break  # from then on Accelerate treats it as the active loader
         validation.end()
         assert accelerator.gradient_state.active_dataloader is training
         seen.append(accelerator.gradient_state.end_of_dataloader)
@@ -143,7 +143,7 @@ def test_a_state_after_three_batches_says_twelve_samples(stager, make, backgroun
 
 @pytest.fixture(scope="module")
 def streaming():
-    """The package. For its vision datasets, which have no part in this, it imports torchvision."""
+    """The package. It imports torchvision for its vision datasets, which are not used here."""
     import transformers  # noqa: F401 - it looks for torchvision, too
 
     names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")

@@ -1,4 +1,4 @@
-"""Ray Data and Ray Train on a real cluster of this machine, which the tests start and end."""
+"""Ray Data and Ray Train on a real cluster on this machine, which the tests start and stop."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """What each of two workers reported, by way."""
+    """The reports of two workers, by way."""
     out = tmp_path_factory.mktemp("ray")
     train_ray.fit(WAYS, 2, "8MiB", out)
     return {way: [json.loads((out / way / f"rank{rank}.json").read_text()) for rank in range(2)] for way in WAYS}
@@ -55,7 +55,7 @@ def test_two_workers_train_to_ray_s_losses(trained, ours, plain):
 
 @ray.remote
 class Reader:
-    """Reads its shard in a process of its own."""
+    """Reads its shard in its own process."""
 
     def read(self, stage, shard, passes=1):
         found = []

@@ -1,4 +1,4 @@
-"""transformers' Trainer with `StageInputs` before its class."""
+"""transformers' Trainer with the mixin `StageInputs`."""
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def test_what_accelerate_dispatches_trains_the_same(tmp_path):
 
 
 class Streamed(torch.utils.data.IterableDataset):
-    """What Accelerate dispatches if nobody says otherwise."""
+    """Accelerate dispatches its batches by default."""
 
     def __iter__(self):
         return iter(Visits(32)[index] for index in range(32))

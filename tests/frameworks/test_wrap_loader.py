@@ -1,4 +1,4 @@
-"""`DataLoader` and `wrap_loader` stage in the frameworks that take loaders, and say so where they cannot."""
+"""`DataLoader` and `wrap_loader` stage in the frameworks that take loaders, and report where they can't."""
 
 import gc
 import itertools
@@ -126,8 +126,8 @@ ALL = sorted(samples().tensors[0][:, 0].tolist() * 2)
 
 @pytest.fixture
 def distributed():
-    """A trainer of one process that is told to be distributed: Lightning makes loaders anew, with its own sampler."""
-    os.environ.pop("MASTER_PORT", None)  # Lightning leaves it there: that of another test may still be taken
+    """A distributed trainer of one process: Lightning makes new loaders with its own sampler."""
+    os.environ.pop("MASTER_PORT", None)  # Lightning leaves it set: another test's port may still be in use
     yield trainer(strategy="ddp", devices=1)
     os.environ.pop("MASTER_PORT", None)
     if torch.distributed.is_initialized():

@@ -1,4 +1,4 @@
-"""A process that shares a `HostBudget` on a device, for `test_host_budget.py`. Says things in JSON, a line for each.
+"""A process that shares a `HostBudget` on a device, for `test_host_budget.py`. Prints messages in JSON, one per line.
 
 python budget_rank.py DEVICE hold NBYTES
 python budget_rank.py DEVICE want NBYTES
@@ -29,8 +29,8 @@ class TruthfulRegistered(Truthful, ps.memory.RegisteredMemory):
 
 
 def hold(device, nbytes):
-    """Have memory in use until the end of the input."""
-    torch.cuda.init()  # before, torch takes no memory for page-locked
+    """Use memory until the end of the input."""
+    torch.cuda.init()  # before this, torch treats no memory as page-locked
     with (
         ps.SlabPool(budget=BUDGET, memory=ps.memory.default_memory(device)) as pool,
         pool.acquire(int(nbytes)) as lease,
@@ -40,12 +40,12 @@ def hold(device, nbytes):
 
 
 def want(device, nbytes):
-    """Wait for memory that another process has; say when it came, and stage by it."""
+    """Wait for memory that another process has; report when it is available, and stage with it."""
     with (
         ps.SlabPool(budget=BUDGET, memory=ps.memory.default_memory(device)) as pool,
         ps.Stager(device, pool=pool) as stager,
     ):
-        stager.to_device(torch.ones(3))  # the context is not what is timed
+        stager.to_device(torch.ones(3))  # so that making the context isn't timed
         say(ready=True)
         with pool.acquire(int(nbytes), timeout=60) as lease:
             say(at=time.monotonic(), is_pinned=lease.tensor().is_pinned())
@@ -54,7 +54,7 @@ def want(device, nbytes):
 
 
 def stage(device, truth, place, seconds):
-    """Stage batches of many sizes beside another process that does the same; return what came of it."""
+    """Stage batches of many sizes while another process does the same; return the results."""
     chance, end = random.Random(place), time.monotonic() + float(seconds)
     kind, owner = (TruthfulPageable, ()) if device == "cpu" else (TruthfulRegistered, (device,))
     memory = kind(Truth(truth), int(place), BUDGET.max_bytes, *owner)

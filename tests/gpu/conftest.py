@@ -1,4 +1,4 @@
-"""What a GPU test needs: a device, or a clear word that there is none, and a latch that makes races deterministic."""
+"""Fixtures for GPU tests: a device, or a clear message without one, and a latch that makes races deterministic."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ from pinstage._region._chunks import Chunks
 
 
 def _need(devices: int) -> None:
-    """Skip the test where there are fewer devices; fail it where PINSTAGE_REQUIRE_GPU says that there are as many."""
+    """Skip the test if there are fewer devices; fail it if PINSTAGE_REQUIRE_GPU asks for as many."""
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found >= devices:
         return
@@ -46,11 +46,11 @@ def two_devices() -> Iterator[tuple[torch.device, torch.device]]:
 
 
 def _wait_until_all_is_freed() -> None:
-    """Wait for threads that free page-locked memory: one that does so while the next test holds a stream never ends."""
+    """Wait for threads that free page-locked memory: freeing would hang while the next test holds a stream."""
     gc.collect()
     last = np.empty(0)
     is_there = weakref.ref(last)
-    reaper.bury(last)  # behind all that it was given before
+    reaper.bury(last)  # after all earlier tasks
     reaper.start()
     del last
     wait_until(lambda: is_there() is None)
@@ -59,7 +59,7 @@ def _wait_until_all_is_freed() -> None:
 
 @pytest.fixture
 def latch(cuda_device: torch.device) -> Iterator[Latch]:
-    """A latch that is open, at the latest, when the test ends."""
+    """A latch that opens at the end of the test at the latest."""
     latch = Latch(cuda_device)
     yield latch
     latch.open()

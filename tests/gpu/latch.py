@@ -1,8 +1,7 @@
-"""Holds a CUDA stream until the test says go: work behind it cannot have started before.
+"""Holds a CUDA stream until the test opens the latch: later work on the stream can't start before.
 
-Two things wait for the whole device, and so for ever while a stream is held: freeing page-locked memory, and loading a
-kernel that was not used before. So a test leaves the latch before it closes a pool, and uses its kernels once
-beforehand.
+Two operations wait for the whole device, and so forever while a stream is held: freeing page-locked memory, and the
+first use of a kernel. So a test opens the latch before it closes a pool, and uses its kernels once beforehand.
 """
 
 from types import TracebackType
@@ -20,7 +19,7 @@ class Latch:
         self._word = torch.zeros(1, dtype=torch.int32).pin_memory()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let nothing that is put on the stream from now on start before `open`."""
+        """Keep later work on the stream from starting before `open`."""
         with torch.cuda.device(self._device):
             (result,) = driver.cuStreamWaitValue32(
                 stream.cuda_stream,
@@ -31,7 +30,7 @@ class Latch:
         assert result == driver.CUresult.CUDA_SUCCESS, result
 
     def open(self) -> None:
-        """Let the held streams go on."""
+        """Let the held streams continue."""
         self._word[0] = 1
 
     def __enter__(self) -> "Latch":

@@ -1,7 +1,7 @@
-"""Uses cuda:1 alone, in each way there is, and prints after each on which of two devices there is a context.
+"""Uses only cuda:1, in every way, and prints after each which of two devices have a context.
 
-A process of its own, since a context that is there once stays. The current device is cuda:0 all the time: the harder
-case, and what a program has that only writes ``device="cuda:1"``.
+It is a separate process, since a context is never removed. The current device is always cuda:0: this is the harder
+case, and the case of a program that only writes ``device="cuda:1"``.
 """
 
 import json
@@ -16,7 +16,7 @@ import pinstage as ps
 
 DEVICE = torch.device("cuda", 1)
 SLEEP_CYCLES = 200_000_000
-"""About 0.1 s: long enough that an event behind it is still open when another thread asks."""
+"""About 0.1 s: long enough that an event after it isn't done when another thread queries it."""
 
 
 def contexts() -> list[bool]:
@@ -37,7 +37,7 @@ def in_a_fresh_thread(work: Callable[[], object]) -> None:
 
 
 def hold_copies(stager: ps.Stager) -> None:
-    """Put something before the next copies. Nor may the test itself make a context on cuda:0."""
+    """Delay the next copies, without a context on cuda:0."""
     with torch.cuda.device(DEVICE), torch.cuda.stream(stager._target.stream):
         torch.cuda._sleep(SLEEP_CYCLES)
 

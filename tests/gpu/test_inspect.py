@@ -1,4 +1,4 @@
-"""What only a GPU can tell: the measured bus, the doctor's measurement, and a trace that was recorded just now."""
+"""Inspection that needs a GPU: the measured bus, the doctor's measurement, and a freshly recorded trace."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_the_doctor_measures(cuda_device):
 def test_without_measuring_the_doctor_copies_nothing(cuda_device):
     found = diagnose(measuring=False)
     assert found.points == ()
-    assert any(check.found == "not measured: as asked" for check in found.checks)
+    assert any(check.found == "not measured: as requested" for check in found.checks)
 
 
 def test_small_copies_are_far_from_the_bus(cuda_device):
@@ -96,7 +96,7 @@ def test_a_recorded_loop_is_read_as_it_was(cuda_device, tmp_path):
 def test_steps_are_nvtx_ranges_under_emit_nvtx(cuda_device):
     batch = {"x": torch.ones(8)}
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager, torch.autograd.profiler.emit_nvtx():
-        # in this mode of torch's profiler a record_function pushes and pops an NVTX range, whoever collects them
+        # in this mode of torch's profiler each record_function pushes and pops an NVTX range
         assert torch._C._autograd._profiler_type() == torch._C._profiler.ActiveProfilerType.NVTX
         assert _steps.step("pack")._range is not None
         assert torch.equal(stager.to_device(batch)["x"].cpu(), batch["x"])

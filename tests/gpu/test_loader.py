@@ -1,4 +1,4 @@
-"""`DataLoader` on the device: what torch's yields, copies beside kernels, no slab written too early, bounded memory."""
+"""`DataLoader` on the device: torch's batches, copies during kernels, no slab written too early, bounded memory."""
 
 import gc
 import multiprocessing
@@ -25,7 +25,7 @@ SLAB = 212_992
 
 
 class Large(torch.utils.data.Dataset):
-    """Samples of so many MiB, each filled with its number."""
+    """Samples of a size in MiB, each filled with its number."""
 
     def __init__(self, size, mebibytes):
         self.size = size
@@ -44,7 +44,7 @@ def make(cuda_device, sample=data.large, size=40, batch_size=2, num_workers=2, *
 
 
 def brought_back(tree, device):
-    """Return a batch with its tensors on the CPU; each has to be on the device."""
+    """Return a batch with its tensors on the CPU; check that each was on the device."""
     if isinstance(tree, torch.Tensor):
         assert tree.device == device
         return tree.cpu()
@@ -62,7 +62,7 @@ def numbers(batches):
 
 
 def assert_all_back(loader):
-    wait_until(lambda: loader.stats().pool.leased_slabs == 0)  # the iterator ends in a thread of its own
+    wait_until(lambda: loader.stats().pool.leased_slabs == 0)  # the iterator ends in its own thread
     torch.cuda.synchronize()
     assert loader.stats().pool.in_flight_slabs == 0
 
@@ -117,7 +117,7 @@ def test_collated_batches_arrive_on_the_device(cuda_device, collate, workers):
 
 
 def test_a_batch_is_one_copy_from_pinned_memory(cuda_device):
-    loader = make(cuda_device, depth=0)  # so none is sent before the profiler is there
+    loader = make(cuda_device, depth=0)  # so that none is sent before the profiler starts
     iterator = iter(loader)  # and its workers, before the profiler is in this process
     next(iterator)
     torch.cuda.synchronize()
@@ -140,7 +140,7 @@ def test_copies_run_beside_earlier_kernels(cuda_device):
         product = weight
         for batch in iterator:
             product = product + batch[0, :1]
-            for _ in range(30):  # some 70 ms a batch, so that the workers are ahead on a slow machine too
+            for _ in range(30):  # some 70 ms per batch, so that workers are ahead on a slow machine too
                 product = product @ weight
         torch.cuda.synchronize()
 
@@ -161,7 +161,7 @@ def test_device_memory_is_bounded_without_waiting(cuda_device):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     for batch in loader:
-        torch.cuda._sleep(20_000_000)  # about 10 ms, three times as long as a batch takes to come
+        torch.cuda._sleep(20_000_000)  # about 10 ms, three times as long as the next batch takes
         total += batch[0, 0]
     assert total.item() == sum(range(120))
     slabs = (torch.cuda.max_memory_reserved() - before) / (16 * MIB)
@@ -210,14 +210,14 @@ def test_leaving_early_gives_every_slab_back(cuda_device):
 
 
 def of_one_slab(cuda_device):
-    """Return a loader whose memory and kernels are there: getting them would wait for the device."""
+    """Return a loader with its memory and kernels loaded, since loading would wait for the device."""
     loader = make(cuda_device, size=12, num_workers=1, max_bytes=SLAB, depth=0)
     assert numbers(loader) == list(range(12))
     return loader
 
 
 def held_at_the_first_copy(loader, latch: Latch):
-    """Return an iterator whose first batch was yielded, while its copy has not started."""
+    """Return an iterator that has yielded its first batch, whose copy has not started."""
     latch.hold(loader._slabs.target.stream)
     iterator = iter(loader)
     return iterator, next(iterator)
@@ -228,7 +228,7 @@ def test_slabs_are_not_written_during_their_copy(cuda_device, latch: Latch):
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
         starved = iterator._broker._starved
-        wait_until(lambda: starved)  # the worker has the next batch, and nowhere to put it
+        wait_until(lambda: starved)  # the worker has the next batch, but no slab for it
         assert 1 not in iterator._data_queue._held
         latch.open()
         assert numbers([first]) == [0, 1]
@@ -271,7 +271,7 @@ def device_work(work):
 
 
 def test_a_graph_can_be_captured_while_sending(cuda_device):
-    """In CUDA's default mode a capture fails when any thread asks an event, or allocates, that has not said it may."""
+    """In CUDA's default mode, queries of events and allocations in other threads break a capture."""
     gate = multiprocessing.Event()
 
     def sample(index):
@@ -293,7 +293,7 @@ def test_a_graph_can_be_captured_while_sending(cuda_device):
 
 
 def test_workers_leave_the_main_processs_garbage_alone(cuda_device):
-    """A tensor in it that another stream has used would abort them, as it does torch's."""
+    """A garbage tensor that another stream has used would abort workers, as it does with torch's loader."""
     gc.disable()
     try:
         tensor = torch.zeros(MIB, device=cuda_device)

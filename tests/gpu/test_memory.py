@@ -58,7 +58,7 @@ def as_tensor(ptr, nbytes):
 
 
 def assert_cuda_works(device):
-    """Call CUDA through both of its runtimes; an error left behind would come out of one of them."""
+    """Call CUDA through both runtimes; a pending error would be raised by one of them."""
     from cuda.bindings import runtime
 
     torch.zeros(1 << 20, device=device).sum().item()
@@ -247,7 +247,7 @@ def test_writes_of_a_forked_child_reach_the_device(cuda_device):
 
 
 def test_a_fork_does_not_copy_page_locked_memory(memory):
-    # Linux 5.9 and later copies page-locked private pages in fork, unless they are kept from the child.
+    # Linux 5.9 and later copies page-locked private pages in fork, unless the child doesn't get them.
     block = memory.allocate(GIB)
 
     def private_bytes():

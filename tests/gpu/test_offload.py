@@ -1,4 +1,4 @@
-"""Activations and optimizer state on the host: streams wait, the host does not, and no memory is used too early."""
+"""Activations and optimizer state on the host: streams wait, the host doesn't, and no memory is reused too early."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def pool(cuda_device):
 def test_gradients_are_bit_equal_to_a_plain_run(cuda_device, pool, max_device_bytes):
     model, x = make(cuda_device)
     expected = gradients(model, x)
-    assert_equal(gradients(model, x), expected)  # without either: else this says nothing
+    assert_equal(gradients(model, x), expected)  # plain runs must agree, or this test proves nothing
     offload = save_on_cpu(pool, max_device_bytes=max_device_bytes)
     for _ in range(5):
         assert_equal(gradients(model, x, offload), expected)
@@ -76,7 +76,7 @@ def test_the_host_waits_for_no_copy(cuda_device, pool, latch: Latch):
     target = shared_targets.of(cuda_device)
     with latch:
         latch.hold(target.out_stream)
-        found = [gradients(model, x, offload) for _ in range(2)]  # returns, or the test hangs
+        found = [gradients(model, x, offload) for _ in range(2)]  # must return, or the test hangs
         assert not latch._word.item()
         latch.open()
         for each in found:
@@ -98,7 +98,7 @@ def test_the_host_waits_for_no_copy_back(cuda_device, pool, latch: Latch):
 
 
 def overwritten_too_early(pool, latch, device, *, waits=True):
-    """Save a tensor while copies are held, let go of it, and have its memory used again; return the gradient."""
+    """Save a tensor while copies are held, drop it, and reuse its memory; return the gradient."""
     target = shared_targets.of(device)
     x = torch.full((4 * MIB,), 2.0, device=device, requires_grad=True)
 
@@ -114,7 +114,7 @@ def overwritten_too_early(pool, latch, device, *, waits=True):
     with latch:
         latch.hold(target.out_stream)
         y = forward()
-        trash = [torch.empty_like(x).fill_(8.0) for _ in range(16)]  # where x * 3 was, among others
+        trash = [torch.empty_like(x).fill_(8.0) for _ in range(16)]  # one of them in the memory of x * 3
         if not waits:
             torch.cuda.current_stream().synchronize()  # filled before the copy
         latch.open()
@@ -156,7 +156,7 @@ def test_the_device_holds_no_more_than_is_allowed(cuda_device, pool):
     assert peak(None) >= 30
     offload = save_on_cpu(pool, max_device_bytes="32MiB")
     for _ in range(3):
-        # Leaving and come back ahead, two of each; those that backward found still there; what is in use; gradients.
+        # Two leaving and two returned ahead; tensors that backward found still there; tensors in use; gradients.
         assert peak(offload) <= 13
 
 

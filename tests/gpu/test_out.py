@@ -1,4 +1,4 @@
-"""Into tensors that exist (`out=`), on the device: order of streams, lifetimes, CUDA graphs and compiled functions."""
+"""Staging into existing tensors (`out=`) on the device: stream order, lifetimes, CUDA graphs, compiled functions."""
 
 import gc
 import importlib.util
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 SMALL, MIDDLE, LARGE = 64, 100_000, MIB
-"""Elements: a copy of its own, one from a slab on the current stream, and several on the stager's stream."""
+"""Numbers of elements for: a direct copy, one from a slab on the current stream, several on the stager's stream."""
 
 
 def filled(elements: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -27,7 +27,7 @@ def on(device: torch.device, elements: int, value: int = 0, dtype: torch.dtype =
 
 
 def places_of(kind: str, device: torch.device, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Make destinations: separate ones, neighbours, strided ones, or of another dtype."""
+    """Make destinations: separate, adjacent, strided, or of another dtype."""
     if kind == "neighbours":
         sizes = [source.numel() for source in sources]
         return list(torch.zeros(sum(sizes), dtype=sources[0].dtype, device=device).split(sizes))
@@ -95,7 +95,7 @@ def test_earlier_work_reads_old_values_later_work_new(cuda_device, latch: Latch,
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         place = on(cuda_device, elements, 1, dtype)
-        stager.to_device([filled(elements, 1)], out=[place])  # kernels are loaded, slabs are there
+        stager.to_device([filled(elements, 1)], out=[place])  # loads kernels and makes slabs
         place.clone()
         torch.cuda.synchronize()
         latch.hold(consumer)
@@ -305,7 +305,7 @@ def test_a_source_may_be_changed_after_fetch(cuda_device, latch: Latch):
         torch.cuda.synchronize()
         latch.hold(stager._targets.of(cuda_device).out_stream)
         transfer = stager.fetch([source], out=[place])
-        source.fill_(9)  # behind the copy
+        source.fill_(9)  # after the copy
         latch.open()
         assert bool((transfer.wait()[0] == 2).all())
 

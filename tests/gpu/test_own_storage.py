@@ -1,4 +1,4 @@
-"""Leaves with memory of their own and in blocks, on the device: what they keep, who may use it, and who waits."""
+"""Leaves in their own memory and in blocks, on the device: the memory that they keep, its reuse, and waits."""
 
 import gc
 import time
@@ -19,11 +19,11 @@ pytestmark = [
 ]
 
 SLEEP_CYCLES = 300_000_000
-"""Of a kernel that takes at least 100 ms."""
+"""Cycles of a kernel that takes at least 100 ms."""
 
 
 def copy_stream(stager: ps.Stager) -> torch.cuda.Stream:
-    return stager._target.stream  # the tests that hold it have to know it
+    return stager._target.stream  # for the tests that hold this stream
 
 
 # -- what a leaf keeps -------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_kept_labels_hold_only_themselves(cuda_device, make):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         stager.to_device(make())
         torch.cuda.synchronize()
-        torch.empty(1, device=cuda_device)  # the allocator takes back what other streams have used
+        torch.empty(1, device=cuda_device)  # makes the allocator reclaim memory that other streams have used
         before = torch.cuda.memory_allocated(cuda_device)
         kept = [stager.to_device(make())["label"] for _ in range(50)]
         torch.cuda.synchronize()
@@ -103,7 +103,7 @@ def test_memory_is_kept_while_another_stream_uses_it(cuda_device, latch: Latch, 
             kept = [leaf.clone() for leaf in staged]
         del staged
         gc.collect()
-        for value in range(2, 8):  # the same sizes on the same stream: the allocator would love to hand them out
+        for value in range(2, 8):  # the same sizes on the same stream, which the allocator would reuse
             stager.stage(make(float(value))).synchronize()
         assert not consumer.query()
         latch.open()
@@ -176,7 +176,7 @@ def test_large_leaves_take_a_slab_unless_idle(cuda_device, latch: Latch):
 
 
 def test_few_leaves_follow_earlier_work_of_the_stream(cuda_device, latch: Latch):
-    """Their memory may be what earlier work there still uses."""
+    """Earlier work on the stream may still use their memory."""
     with ps.Stager(cuda_device) as stager, latch:
         stager.to_device([torch.zeros(1000)])[0].clone()
         torch.cuda.synchronize()
@@ -184,7 +184,7 @@ def test_few_leaves_follow_earlier_work_of_the_stream(cuda_device, latch: Latch)
         before = stager.to_device([torch.full((1000,), 1.0)])[0]
         seen = before.clone()
         del before
-        after = stager.to_device([torch.full((1000,), 2.0)])[0]  # likely in the same place
+        after = stager.to_device([torch.full((1000,), 2.0)])[0]  # likely in the same memory
         latch.open()
         assert bool((seen == 1).all())
         assert bool((after == 2).all())
@@ -196,7 +196,7 @@ def test_few_leaves_take_a_slab_during_capture(cuda_device):
     (static * 2).cpu()
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         stager.pool.reserve("1MiB")
-        stager.stage([torch.ones(MIB)]).synchronize()  # the copy stream has memory
+        stager.stage([torch.ones(MIB)]).synchronize()  # gives the copy stream memory
         assert stager._target.move_few(batch) is not None
         before = stager.pool.stats()
         graph = torch.cuda.CUDAGraph()
@@ -236,7 +236,7 @@ def test_a_warm_call_returns_while_the_device_works(cuda_device, shape, calls, r
     cycles = SLEEP_CYCLES if calls < 10 else 5 * SLEEP_CYCLES
 
     def seconds():
-        """Stage beside a busy stream; return the time of the slowest call, and whether it was busy all along."""
+        """Stage during work on a stream; return the time of the slowest call, and whether the stream stayed busy."""
         torch.cuda.synchronize()
         torch.cuda._sleep(cycles)
         took = []
@@ -250,7 +250,7 @@ def test_a_warm_call_returns_while_the_device_works(cuda_device, shape, calls, r
 
     with ps.Stager(cuda_device, max_bytes="2GiB", run_ahead=run_ahead) as stager:
         stager.pool.reserve(ps.Layout.of(batch).nbytes, count=calls)
-        seconds()  # loads kernels, and torch's allocator has memory for as many batches afterwards
+        seconds()  # loads kernels, and fills torch's allocator with memory for as many batches
         slowest, is_busy = seconds()
         assert slowest < 0.02
         assert is_busy, "nothing is shown"
@@ -259,7 +259,7 @@ def test_a_warm_call_returns_while_the_device_works(cuda_device, shape, calls, r
 # -- how far the host runs ahead ---------------------------------------------------------------------------------------
 
 STEP_CYCLES = 20_000_000
-"""Of a kernel that takes some 10 ms."""
+"""Cycles of a kernel that takes some 10 ms."""
 
 
 def one_large(step: int) -> list[torch.Tensor]:
@@ -314,7 +314,7 @@ def test_slabs_don_t_pile_up_behind_a_stream(cuda_device):
 
 
 def test_a_target_dies_with_its_stager(cuda_device):
-    """Garbage that has events in it ends a forked child that collects it."""
+    """Garbage with events aborts a forked child that collects it."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Leases by hand on the device: a slab is not handed out while work that was begun in its block still uses it."""
+"""Leases by hand on the device: a slab isn't leased again while work that began in its block still uses it."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ PATIENCE_SECONDS = 20
 
 @pytest.fixture
 def pool(cuda_device: torch.device) -> Iterator[ps.SlabPool]:
-    """A pool with room for a single slab, which is there: freeing it would wait for a stream that is held."""
+    """A pool with room for a single slab, already allocated: freeing it would wait for a held stream."""
     with ps.SlabPool(MIB, memory=ps.memory.RegisteredMemory(cuda_device)) as pool:
         pool.reserve(MIB)
         yield pool
@@ -25,7 +25,7 @@ def pool(cuda_device: torch.device) -> Iterator[ps.SlabPool]:
 
 @pytest.fixture
 def there(cuda_device: torch.device) -> torch.Tensor:
-    """A tensor there that slabs are copied to. What compares it with a number has been loaded."""
+    """A device tensor that slabs are copied to. The kernel that compares it with a number is loaded."""
     there = torch.zeros(MIB, dtype=torch.uint8, device=cuda_device)
     assert holds(there, 0)
     return there
@@ -42,7 +42,7 @@ def assert_is_out(pool: ps.SlabPool) -> None:
 
 
 def overwrite(pool: ps.SlabPool) -> None:
-    """Write the slab as soon as it is handed out."""
+    """Write to the slab as soon as it is leased."""
     with pool.acquire(MIB, timeout=PATIENCE_SECONDS) as lease:
         lease.tensor().fill_(9)
 
@@ -171,7 +171,7 @@ def test_a_large_slab_is_pinned_in_the_background(cuda_device: torch.device, kin
     with ps.SlabPool("1GiB", memory=kind(cuda_device)) as pool:
         fence = pool.reserve(nbytes, background=True)
         busy = torch.ones(1024, 1024, device=cuda_device)
-        for _ in range(20):  # the device may be used meanwhile
+        for _ in range(20):  # other processes may use the device
             busy = busy @ busy / 1024
         fence.synchronize()
         assert fence.query()

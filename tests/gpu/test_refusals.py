@@ -1,4 +1,4 @@
-"""Page-locking that is refused, on a real device: no wrong byte, and no error left behind."""
+"""Refused page-locking on a real device: no wrong byte, and no pending error."""
 
 import random
 import warnings
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 class WalledMemory(RegisteredMemory):
-    """Memory that refuses beyond a wall, and now and then below it."""
+    """Memory that refuses beyond a limit, and sometimes below it."""
 
     def __init__(self, device, wall, chance=None):
         super().__init__(device)

@@ -1,4 +1,4 @@
-"""`HostRegion` on a real device: chunks, borders, copies under way, other processes, the end of a program."""
+"""`HostRegion` on a real device: chunks, borders, copies in flight, other processes, the end of a program."""
 
 # ruff: noqa: T201 (pytest shows what was measured with -rP)
 
@@ -84,7 +84,7 @@ def test_torch_copies_rows_but_not_across_chunks(cuda_device):
             assert torch.equal(rows[index].to(cuda_device, non_blocking=True).cpu(), rows[index])
         with pytest.raises(RuntimeError, match="invalid argument"):
             rows[border - 1 : border + 1].to(cuda_device, non_blocking=True)
-        torch.ones(5, device=cuda_device).sum().item()  # no error is left behind
+        torch.ones(5, device=cuda_device).sum().item()  # no error is pending
         del rows
 
 
@@ -240,7 +240,7 @@ def test_a_later_refusal_makes_it_pageable(cuda_device, monkeypatch):
     def refuse(self, start, end):
         calls.append(start)
         if len(calls) == 3:
-            start, end = 1 << 60, (1 << 60) + end - start  # no such address: the driver's own refusal
+            start, end = 1 << 60, (1 << 60) + end - start  # not a valid address: the driver itself refuses
         register(self, start, end)
 
     monkeypatch.setattr(_chunks.HostRange, "register", refuse)
@@ -258,7 +258,7 @@ def test_a_later_refusal_makes_it_pageable(cuda_device, monkeypatch):
         rows = numbered(region)
         assert torch.equal(stager.to_device(rows).cpu(), rows)
         del rows
-    torch.ones(5, device=cuda_device).sum().item()  # no error is left behind
+    torch.ones(5, device=cuda_device).sum().item()  # no error is pending
 
 
 def test_driver_memory_serves_where_registering_fails(cuda_device, monkeypatch):

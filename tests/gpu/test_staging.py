@@ -1,4 +1,4 @@
-"""Staging on the device: one copy, no waiting, nothing overwritten, nothing given away too early."""
+"""Staging on the device: one copy, no waiting, nothing overwritten, nothing reused too early."""
 
 import contextlib
 import gc
@@ -33,7 +33,7 @@ def nested_batch(leaves: int = 1000, elements: int = 64, seed: int = 0) -> dict[
 
 
 def copy_stream(stager: ps.Stager) -> torch.cuda.Stream:
-    return stager._target.stream  # the tests that hold it have to know it
+    return stager._target.stream  # for the tests that hold this stream
 
 
 def assert_equal(batch, staged) -> None:
@@ -110,7 +110,7 @@ def test_random_batches_allocate_nothing_and_leave_nothing(cuda_device):
     assert after.pool.misses == before.pool.misses
     assert after.pool.total_held_slabs == before.pool.total_held_slabs
     assert after.pool.hits - before.pool.hits == 10_000
-    assert after.device_bytes - before.device_bytes <= 2 * MIB  # what torch's allocator takes at once
+    assert after.device_bytes - before.device_bytes <= 2 * MIB  # the step in which torch's allocator grows
     assert after.resident_bytes - before.resident_bytes < 16 * MIB
 
 
@@ -144,7 +144,7 @@ def test_stage_returns_while_the_copy_stream_is_held(cuda_device, latch: Latch):
 
 
 def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scenario that matters most: a slab whose copy has not started is asked for again and overwritten."""
+    """The scenario that matters most: try to get and overwrite a slab whose copy has not started."""
     original = torch.arange(MIB // 4, dtype=torch.int32)
     latch.hold(copy_stream(stager))
     transfer = stager.stage({"x": original})
@@ -245,7 +245,7 @@ def test_device_memory_is_kept_while_the_consumer_reads(cuda_device, latch: Latc
             kept = staged["x"].clone()
         del staged
         gc.collect()
-        for value in range(2, 8):  # the same size on the same stream: the allocator would love to hand the block out
+        for value in range(2, 8):  # the same size on the same stream, which the allocator would reuse
             stager.stage({"x": torch.full((MIB,), float(value))}).synchronize()
         latch.open()
         consumer.synchronize()
@@ -268,7 +268,7 @@ def test_the_source_may_be_changed_when_stage_returns(cuda_device, latch: Latch,
         assert torch.equal(staged["n"].cpu(), torch.arange(float(elements), dtype=torch.float64))
 
 
-# -- what travels at once
+# -- batches that are copied at once
 
 
 def test_a_small_batch_is_one_copy_without_waiting(cuda_device):
@@ -380,7 +380,7 @@ def test_prefetch_sends_ahead_while_the_consumer_is_held(cuda_device, latch: Lat
         first = next(batches)
         latch.hold(consumer)
         doubled = first["x"] * 2
-        copy_stream(stager).synchronize()  # the first and the two ahead are there, though the consumer has not begun
+        copy_stream(stager).synchronize()  # the first and the two ahead have arrived, before the consumer begins
         assert stager.stats().batches == 3
         assert not consumer.query()
         latch.open()

@@ -1,4 +1,4 @@
-"""From the device to the host: one copy, no waiting but for its event, and no way to see it half done."""
+"""From the device to the host: one copy, a wait only for its event, and no access to half-copied data."""
 
 import gc
 import threading
@@ -24,7 +24,7 @@ def small_tree(device, leaves=1000, elements=64):
 
 
 def host_stream(stager: ps.Stager) -> torch.cuda.Stream:
-    return stager._targets.of(stager.device).out_stream  # the tests that hold it have to know it
+    return stager._targets.of(stager.device).out_stream  # for the tests that hold this stream
 
 
 def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_the_result_waits_for_the_copy(cuda_device, latch: Latch):
 def test_old_bytes_show_without_the_wait(cuda_device, latch: Latch, monkeypatch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         source = torch.zeros(1000, device=cuda_device).fill_(1)
-        stager.fetch([source], copy=False).wait()  # the slab that is used again has ones in it
+        stager.fetch([source], copy=False).wait()  # leaves ones in the slab that is reused
         source.fill_(2)
         latch.hold(host_stream(stager))
         transfer = stager.fetch([source], copy=False)
@@ -120,7 +120,7 @@ def test_the_result_waits_for_its_own_event_only(cuda_device, latch: Latch):
         tree = small_tree(cuda_device)
         for _ in range(3):
             stager.to_host(tree)
-        latch.hold(busy)  # a synchronisation of the device would wait for ever
+        latch.hold(busy)  # a device synchronisation would never return
         fetched = stager.to_host(tree)
         assert not latch._word.item()
         latch.open()
@@ -235,7 +235,7 @@ def test_frames_make_round_trips_under_a_small_cap(cuda_device):
 
 
 def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device):
-    # benchmarks/to_host.py has the figure; 8.6 to 10.9 times were seen, on a machine that others use as well
+    # benchmarks/to_host.py has the figure; 8.6x to 10.9x were measured on a shared machine
     tensors = [torch.randn(64, device=cuda_device) for _ in range(1000)]
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         ways = (lambda: stager.fetch(tensors, copy=False).wait(), lambda: [tensor.cpu() for tensor in tensors])
@@ -246,5 +246,5 @@ def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device):
                 start = time.perf_counter()
                 way()
                 of_way.append(time.perf_counter() - start)
-    ours, theirs = (min(of_way) for of_way in times)  # as without the machine's other users
+    ours, theirs = (min(of_way) for of_way in times)  # the minimum excludes other load on the machine
     assert theirs >= 6 * ours, f"{theirs * 1e3:.2f} ms against {ours * 1e3:.2f} ms: {theirs / ours:.1f} times"

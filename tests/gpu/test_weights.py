@@ -1,4 +1,4 @@
-"""Checkpoints into modules on the device: bit-equal, in the stream's order, through a small pool."""
+"""Loading checkpoints into modules on the device: bit-equal, in stream order, through a small pool."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_a_module_on_the_host_is_refused(stager):
 
 
 def test_earlier_work_sees_the_old_weights(cuda_device, latch: Latch):
-    """The destination is in use by work that hasn't started; the sources change after the call."""
+    """Work that hasn't started uses the destination; the sources change after the call."""
     module = make(0, cuda_device, layers=1)
     old = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     state = make(1, layers=1).state_dict()

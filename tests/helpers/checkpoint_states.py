@@ -1,4 +1,4 @@
-"""State dicts for the tests of checkpoints, and how two of them differ."""
+"""State dicts for the tests of checkpoints, and their comparison."""
 
 import hashlib
 import pickle
@@ -20,7 +20,7 @@ def adam_state(seed: int = 0, layers: int = 4) -> dict[str, Any]:
 
 
 def difference(one: Any, other: Any, path: str = "") -> str | None:
-    """Return where two states differ, in a value, dtype, shape, stride, or in a class of a container; None if not."""
+    """Return where two states differ in a value, dtype, shape, stride or container class; None if they don't."""
     if isinstance(one, torch.Tensor):
         same = type(one) is type(other) and (one.dtype, one.stride()) == (other.dtype, other.stride())
         return None if same and torch.equal(one, other) else path

@@ -1,4 +1,4 @@
-"""Stand-ins for what the pool meets: memory that counts and fails when told, an event that is done when told."""
+"""Test doubles for the pool: memory that counts and fails on request, an event that finishes on request."""
 
 import concurrent.futures
 import contextlib
@@ -22,18 +22,18 @@ from pinstage._stage import Arrival, Targets
 from pinstage._stage._device import Target
 
 PATIENCE_SECONDS = 20
-"""How long a test waits for what must happen, before it fails instead of hanging."""
+"""Time after which a test that waits fails instead of hanging."""
 
 
 class Gate:
-    """Closed when made; whoever comes waits until it is opened."""
+    """Closed when made; threads wait at it until it is opened."""
 
     def __init__(self):
         self._arrivals = threading.Semaphore(0)
         self._open = threading.Event()
 
     def wait_for_arrival(self):
-        assert self._arrivals.acquire(timeout=PATIENCE_SECONDS), "nobody came to the gate"
+        assert self._arrivals.acquire(timeout=PATIENCE_SECONDS), "no thread reached the gate"
 
     def open(self):
         self._open.set()
@@ -57,7 +57,7 @@ class CountingMemory:
     def __init__(self, granularity=1):
         self.granularity = granularity
         self.live_bytes = self.peak_live_bytes = 0
-        self.allocations = self.deallocations = 0  # calls, those that failed included
+        self.allocations = self.deallocations = 0  # calls, including failed ones
         self.freed = []  # sizes, in the order of deallocation
         self.allocate_gate = self.deallocate_gate = None
         self._buffers = {}
@@ -67,7 +67,7 @@ class CountingMemory:
 
     @property
     def live_blocks(self):
-        """The blocks that were not taken back, oldest first."""
+        """The blocks that were not freed, oldest first."""
         with self._lock:
             return list(self._buffers)
 
@@ -119,7 +119,7 @@ class CountingMemory:
 
 
 class ManualEvent:
-    """An event that is done when the test says so."""
+    """An event that the test finishes."""
 
     def __init__(self):
         self.queries = 0
@@ -146,7 +146,7 @@ class ManualEvent:
 def in_child(claim: Callable[[], object]) -> int:
     """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended it."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside other threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork with other threads
         pid = os.fork()
     if pid == 0:
         faulthandler.disable()
@@ -189,26 +189,26 @@ def is_mapped(address: int) -> bool:
 
 
 def shared_files() -> set[int]:
-    """Return the inodes of shared memory of ours that this process has open.
+    """Return the inodes of pinstage's shared memory that this process has open.
 
-    Not the numbers of all descriptors: what an earlier test left to the collector closes others in the meantime.
+    The numbers of all descriptors won't do: garbage of an earlier test may close some in the meantime.
     """
     found = set()
     for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of this very list
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
             if str(link.readlink()).startswith("/memfd:pinstage"):
                 found.add(link.stat().st_ino)
     return found
 
 
 class HeldTarget(Target):
-    """A device whose copies are under way until the test says so."""
+    """A device whose copies are in flight until the test finishes them."""
 
     def __init__(self):
         self.stream = ManualEvent()
         self.copies = 0
 
-    def is_capturing(self):  # so all batches take slabs, and the stream for copies
+    def is_capturing(self):  # so that all batches take slabs and the copy stream
         return True
 
     def move_few(self, *_):
@@ -241,7 +241,7 @@ class Interrupts:
 
     def __call__(self, frame, event, _):
         caller = frame if event == "c_return" else frame.f_back if event in ("call", "return") else None
-        # Not in what the garbage collector calls: an interrupt there is swallowed, or hypothesis's.
+        # Not in functions that the garbage collector calls: an interrupt there is swallowed, or belongs to hypothesis.
         if (
             caller is not None
             and caller.f_code.co_filename.endswith(self._files)
@@ -252,7 +252,7 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def during(self, work: Callable[[], object]) -> bool:
-        """Do work; say whether it was interrupted. An interrupted `torch.no_grad` may stay, so autograd is put back."""
+        """Do work; return whether it was interrupted. Restores autograd after an interrupted `torch.no_grad`."""
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             sys.setprofile(self)
             try:
@@ -265,7 +265,7 @@ class Interrupts:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """Return when a condition that another thread brings about is true; fail if it never is."""
+    """Return when another thread has made a condition true; fail if it never does."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
@@ -273,7 +273,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def stays_blocked(future: concurrent.futures.Future) -> bool:
-    """Say whether a call in the background has still not returned after a moment."""
+    """Return whether a call in the background is still blocked after a moment."""
     return not concurrent.futures.wait([future], timeout=0.05).done
 
 
@@ -284,7 +284,7 @@ def outcome(future: concurrent.futures.Future):
 
 
 def record_work(monkeypatch):
-    """Have the CPU target mark the loop's stream as a GPU does; return the marks made, and those waited for."""
+    """Let the CPU target mark the loop's stream as a GPU does; return the marks made, and the marks waited for."""
     made, waited = [], []
 
     class Work:
@@ -309,8 +309,8 @@ def record_work(monkeypatch):
 class Background(threading.Thread):
     """Calls a function in a thread that ends with it.
 
-    Where the function forks, no thread of an executor will do: a process forked there ends with code 1, since
-    `concurrent.futures` tries to join that very thread at its end (Python 3.11), and torch's handler says so.
+    A function that forks must not run in an executor's thread: the forked process ends with code 1, since
+    `concurrent.futures` tries to join that thread at exit (Python 3.11), and torch's handler reports this.
     """
 
     def __init__(self, function, *args):
@@ -332,7 +332,7 @@ class Background(threading.Thread):
 
 
 class _QueuedCopy:
-    """A copy of a `QueuedTarget`, and the event behind it."""
+    """A copy of a `QueuedTarget`, and the event after it."""
 
     def __init__(self, target, queue, after, copy):
         self._target = target
@@ -354,14 +354,13 @@ class _QueuedCopy:
             self._target.run(self._after)
         if self._copy is not None:
             self._copy()
-        self._copy = self._after = None  # only now: another thread may ask
+        self._copy = self._after = None  # only now: another thread may look
 
 
 class QueuedTarget(Target):
-    """Plain memory, with copies that are done late: when somebody's stream waits for them, or others have queued up.
+    """Plain memory, with copies that are done late: when a stream waits for them, or more copies are queued.
 
-    What nobody waited for is not there: memory that copies go to is full of 0xFF until then. Memory that a copy needs
-    and that is gone when it runs is counted in `lost`.
+    Until then, destinations are full of 0xFF. `lost` counts copies whose memory was freed before they ran.
 
     Args:
         out: copies to the host that queue up before the oldest is done.
@@ -396,7 +395,7 @@ class QueuedTarget(Target):
         self.run(event)
 
     def run(self, event):
-        """Do the copies of a queue, up to one."""
+        """Do the copies of a queue, up to and including one."""
         with self._lock:
             queue = event._queue
             while event in queue:
@@ -409,7 +408,7 @@ class QueuedTarget(Target):
                     queue.pop(0).run()
 
     def _queued(self, queue, there, here, after, *, leaves):
-        memory = weakref.ref(there.untyped_storage())  # of the tensor the collector would forget too soon
+        memory = weakref.ref(there.untyped_storage())  # a reference to the tensor would be cleared too soon
         ends, nbytes = (there.data_ptr(), here.data_ptr()), here.numel()
 
         def copy():
@@ -427,12 +426,12 @@ class QueuedTarget(Target):
 
 
 def known(target):
-    """Return `Targets` that know this one for the CPU."""
+    """Return `Targets` with this target for the CPU."""
     return Targets(target)
 
 
 def assert_idle(pool, target=None):
-    """See that no slab is in use, once all copies of a `QueuedTarget` have run."""
+    """Check that no slab is in use, after all copies of a `QueuedTarget` have run."""
     if target is not None:
         target.run_all()
     stats = pool.stats()

@@ -1,6 +1,6 @@
-"""A double of cuda-python, which counts what is live and fails when told to."""
+"""A double of cuda-python, which counts live allocations and fails on request."""
 
-# ruff: noqa: N802, N815 (the double has the names of what it doubles)
+# ruff: noqa: N802, N815 (the double has cuda-python's names)
 
 import mmap
 import types
@@ -18,7 +18,7 @@ NAMES = {
 
 
 class FakeCuda:
-    """Both modules of cuda-python. Answers as they do: a tuple of the code and the results."""
+    """Both modules of cuda-python. Like them, it returns a tuple of the code and the results."""
 
     cudaHostAllocPortable = cudaHostRegisterPortable = 1
     cudaHostAllocWriteCombined = 4
@@ -34,8 +34,8 @@ class FakeCuda:
         self.failing = {}
         self.refusing = {}
         self.offset = 0
-        self.most_registered = None  # more in one call is refused with 801
-        self.before = {}  # by name of a call: what happens before it
+        self.most_registered = None  # larger calls are refused with 801
+        self.before = {}  # by name of a call: a function to run before it
         self.attributes = {"HOST_REGISTER_SUPPORTED": 1, "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0}
         prefix = "CU_DEVICE_ATTRIBUTE_"
         self.CUdevice_attribute = types.SimpleNamespace(**{prefix + name: name for name in self.attributes})
@@ -45,7 +45,7 @@ class FakeCuda:
         self.failing[call] = [nth, code]
 
     def refuse(self, call, code, times):
-        """Make so many next calls of that name return ``code``; return how many were left of those before."""
+        """Make the next ``times`` calls of that name return ``code``; return how many of the last request were left."""
         left = self.refusing.get(call, (0, 0))[0]
         self.refusing[call] = times, code
         return left
@@ -61,7 +61,7 @@ class FakeCuda:
             self.failing[call][0] -= 1
             if self.failing[call][0] == 0:
                 code = self.failing.pop(call)[1]
-                if call.startswith("cuda"):  # the driver keeps none
+                if call.startswith("cuda"):  # the driver doesn't keep errors
                     self.last_error = code
                 return code
         return 0

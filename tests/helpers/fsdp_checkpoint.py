@@ -1,4 +1,4 @@
-"""Saves a model of FSDP2 with Adam by `CheckpointStager` while it trains on, and reads it back. Torchrun starts it.
+"""Saves an FSDP2 model and Adam's state with `CheckpointStager` during training, and loads them. Run by torchrun.
 
 torchrun --nproc-per-node 2 fsdp_checkpoint.py FOLDER cuda
 """
@@ -24,7 +24,7 @@ WIDTH = 64
 
 
 class Job:
-    """A model in shards, and its optimizer."""
+    """A sharded model, and its optimizer."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         torch.manual_seed(seed)

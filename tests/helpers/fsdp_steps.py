@@ -1,7 +1,7 @@
-"""Trains by FSDP2 on batches that a frozen pool stages, and on the same batches already there. Torchrun starts it.
+"""Trains with FSDP2 on batches that a frozen pool stages, and on the same batches on the device. Run by torchrun.
 
-Pinning and freeing for each batch is what FSDP2 was reported to hang with: freeing waits for the device, whose
-collectives wait for the other rank. Each rank writes what it saw to ``FOLDER/rank<n>.json``.
+FSDP2 was reported to hang when each batch is pinned and freed: freeing waits for the device, whose collectives wait for
+the other rank. Each rank writes its results to ``FOLDER/rank<n>.json``.
 
     torchrun --nproc-per-node 2 fsdp_steps.py FOLDER cuda 300
 """
@@ -28,7 +28,7 @@ import pinstage as ps
 
 WIDTH = 64
 LAYOUTS = 30
-"""Batches of different layouts; all of them are met in the warm-up."""
+"""Batches of different layouts; the warm-up uses all of them."""
 SAMPLES = 16
 WAITS_OR_PINS = ("DeviceSynchronize", "HostAlloc", "FreeHost", "HostRegister", "HostUnregister", "MallocHost")
 
@@ -60,7 +60,7 @@ def ragged_batch(rng: random.Random) -> dict[str, Any]:
 
 
 def training(batches: Iterable[dict[str, Any]], device: torch.device) -> Callable[[int], list[torch.Tensor]]:
-    """Return a function that goes on for so many steps, from weights that are the same each time."""
+    """Return a function that trains for some steps, from weights that are the same each time."""
     torch.manual_seed(0)
     model = Model().to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -84,7 +84,7 @@ def training(batches: Iterable[dict[str, Any]], device: torch.device) -> Callabl
 
 
 def profiled(work: Callable[[], Any], device: torch.device) -> tuple[Any, Counter[str]]:
-    """Do work; return its result, and how often what waited for the device, pinned or unpinned, as a trace shows."""
+    """Do work; return its result, and the trace's counts of waits for the device, pinning and unpinning by caller."""
     if device.type != "cuda":
         return work(), Counter()
     torch.cuda.synchronize()
@@ -95,7 +95,7 @@ def profiled(work: Callable[[], Any], device: torch.device) -> tuple[Any, Counte
 
 
 def whose(event: Any) -> str:
-    """Return ``pinstage`` for what happened in one of its steps, else what it happened in."""
+    """Return ``pinstage`` for an event in one of its steps, otherwise the surrounding operation."""
     parents = []
     while (event := event.cpu_parent) is not None:
         parents.append(event.name)
@@ -103,7 +103,7 @@ def whose(event: Any) -> str:
 
 
 def pin_and_wait(device: torch.device) -> None:
-    """Do what must not happen, to see that a trace would show it."""
+    """Pin and wait, which training must not do, to check that a trace shows it."""
     with ps.Stager(device, max_bytes="8MiB") as stager:
         stager.to_device(torch.ones(1 << 20))  # 4 MiB: it takes a slab
     if device.type == "cuda":

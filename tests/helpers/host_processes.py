@@ -1,7 +1,7 @@
-"""What processes do that share a `HostBudget`, for `test_host_budget.py`. They say things in JSON, a line for each.
+"""Programs that share a `HostBudget`, for `test_host_budget.py`. They print messages in JSON, one per line.
 
-What each of them really holds stands in a file that all of them map: a number for each process, written before memory
-is taken and after it is freed. Whoever takes memory looks at the sum.
+A file that all of them map has the bytes that each really holds: one number per process, written before memory is
+allocated and after it is freed. Every process that allocates checks the sum.
 """
 
 import json
@@ -20,7 +20,7 @@ PLACES = 16
 
 
 def state_of(pid):
-    """Return a process's state as the kernel has it: Z for one that has ended; empty if there is none."""
+    """Return a process's state in the kernel: Z for a zombie, empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -28,7 +28,7 @@ def state_of(pid):
 
 
 class Truth:
-    """What each process holds, and who it is."""
+    """The bytes that each process holds, and its id."""
 
     def __init__(self, path):
         with Path(path).open("r+b") as file:
@@ -48,7 +48,7 @@ class Truth:
         self._numbers[2 * place + 1] += nbytes
 
     def held(self):
-        """Return what living processes hold."""
+        """Return the bytes that living processes hold."""
         held = 0
         for place in range(PLACES):
             pid, nbytes = self._numbers[2 * place], self._numbers[2 * place + 1]
@@ -57,12 +57,12 @@ class Truth:
         return held
 
     def exceeds(self, cap):
-        """Say whether more is held than a cap. The kernel takes one that was killed apart in its own time."""
+        """Return whether more than a cap is held. The kernel frees a killed process's memory with a delay."""
         return self.held() > cap and (time.sleep(0.2) or self.held() > cap)
 
 
 class Truthful:
-    """Makes a kind of memory one whose bytes stand in the file."""
+    """Adds to a kind of memory that its bytes are written to the file."""
 
     def __init__(self, truth, place, cap, *arguments):
         super().__init__(*arguments)
@@ -91,7 +91,7 @@ def say(**what):
 
 
 def rank(mine, peak, cap, timeout):
-    """Peak twice, at other times than the other rank."""
+    """Peak twice, never at the same time as the other rank."""
     with ps.SlabPool(**cap, memory=ps.memory.PageableMemory()) as pool:
         for turn in range(4):
             if turn % 2 == mine:
@@ -102,12 +102,12 @@ def rank(mine, peak, cap, timeout):
                 for lease in leases:
                     lease.release()
             say(turn=turn)
-            sys.stdin.readline()  # the other one has done its turn, too
+            sys.stdin.readline()  # the other rank has had its turn too
         say(peak=pool.stats().peak_held_bytes)
 
 
 def churn(truth, place, most, cap, seconds, seed):
-    """Grow and shrink at random; return what came of it."""
+    """Grow and shrink at random; return the results."""
     chance, end = random.Random(seed), time.monotonic() + seconds
     memory = TruthfulMemory(truth, place, most)
     pool = ps.SlabPool(**cap, memory=memory)
@@ -138,7 +138,7 @@ def churn(truth, place, most, cap, seconds, seed):
 
 
 def crowd(folder, count, most, seconds, cap):
-    """Let many processes churn, kill one now and then, and look at the sum all the time."""
+    """Let many processes churn, kill one now and then, and check the sum all the time."""
     end = time.monotonic() + seconds
     truth = Truth.create(folder / "truth")
     seeds = iter(range(10**6))

@@ -53,7 +53,7 @@ class Streamed(IterableDataset):
 
 
 class KnowsItsLoader(Mapped):
-    """Has the loader that reads it, which so goes to a spawned worker."""
+    """Refers to the loader that reads it, which is therefore sent to a spawned worker."""
 
     loader = None
 
@@ -98,14 +98,14 @@ def key_order(index):
 
 
 class Shifted(dict):
-    """Changes what is put in."""
+    """Changes the items that it is updated with."""
 
     def update(self, items):
         super().update({key: value + 1 for key, value in items.items()})
 
 
 class Doubled(collections.namedtuple("Pair", "x y")):
-    """Computes with what it is made of, once."""
+    """Computes its second field when it is made, unless that is already text."""
 
     __slots__ = ()
 
@@ -149,7 +149,7 @@ def ragged(index):
 
 
 class Several:
-    """Samples of so many structures, one after the other."""
+    """Samples of several structures in turn."""
 
     def __init__(self, kinds):
         self.kinds = kinds
@@ -207,7 +207,7 @@ def sleeps_at_three(index):
 
 
 def cuda_in_the_worker(index):
-    # torch may have imported the bindings by itself: what counts is whether pinstage asked for them.
+    # torch may import the bindings by itself: the test is whether pinstage asked for them.
     asked = sys.modules["pinstage._memory._cuda"]._bindings is not None
     return torch.tensor([asked, int(torch.cuda.is_initialized()), os.getpid()])
 
@@ -274,7 +274,7 @@ def first_cannot_arrive(samples):
 
 
 def class_of_the_workers_own(samples):
-    """A batch of a class that is made in the worker, where pickle finds it by its name."""
+    """Return a batch of a class that is made in the worker, where pickle finds it by name."""
     name = "OnlyHere"
     if name not in globals():
         globals()[name] = dataclasses.make_dataclass(name, ["number"], namespace={"__module__": __name__})
@@ -287,7 +287,7 @@ def third_cannot_arrive(samples):
 
 
 def opens_no_more_files(worker):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # those that are open stay
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))  # open files stay open
 
 
 def seed_again(worker):
@@ -304,14 +304,14 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def telling_strides(tensor):
-    """Return the strides that mean something: those of dimensions with more than one element."""
+    """Return the meaningful strides, of dimensions with more than one element."""
     pairs = zip(tensor.stride(), tensor.shape, strict=True) if tensor.numel() else ()
     return [step for step, size in pairs if size != 1]
 
 
 def same(found, expected):
-    """Say whether two batches are equal bit for bit, and of the same types."""
-    if isinstance(expected, np.ndarray) and expected.dtype.kind in "US":  # no tensor can hold it
+    """Return whether two batches are equal bit for bit, with the same types."""
+    if isinstance(expected, np.ndarray) and expected.dtype.kind in "US":  # not a tensor's dtype
         return isinstance(found, np.ndarray) and np.array_equal(found, expected)
     if isinstance(expected, np.ndarray):
         expected = torch.as_tensor(expected)

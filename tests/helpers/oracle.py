@@ -17,27 +17,27 @@ HEADER = struct.Struct("=4q")  # magic, rows, width, nbytes
 MAGIC = 0x70696E7374616704
 
 GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
-"""The sizes of leaves at which the second and the third group begin; leaves of one block are of one group."""
+"""Leaf sizes at which the second and the third group begin; the leaves of a block are in one group."""
 
 MOST_IN_BLOCK = (1024 * 1024, 4 * 1024 * 1024, 0)
-"""Bytes that a block of each group has at most; a leaf of the third group is alone."""
+"""Most bytes of a block in each group; a leaf of the third group has its own block."""
 
 
 class Described(NamedTuple):
-    """A leaf, with its place in a slab but for the offset."""
+    """A leaf, with its place in a slab, without the offset."""
 
     kind: RowKind
     dtype: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In the slab."""
+    """Its strides in the slab."""
     nbytes: int
     source: torch.Tensor | None
     address: int
 
 
 class Whole(NamedTuple):
-    """A batch: its leaves, what they are, and the table."""
+    """A batch: its leaves, their descriptions, and the table."""
 
     leaves: list
     described: list[Described]
@@ -75,7 +75,7 @@ def take_apart(batch):
 
 
 def describe(leaves, structure, device, leaf, index):
-    """Describe a leaf, and decide how it is stored: dense ones from four dimensions on keep the order of these."""
+    """Describe a leaf, and decide how it is stored: dense leaves with four or more dimensions keep their order."""
     kind, dtype, shape, stride, source, address = _describe_leaf(leaves, structure, device, True, leaf, index)
     if source is None:
         return Described(kind, dtype, (), (), 0, None, 0)
@@ -106,7 +106,7 @@ def table_of(rows, nbytes):
 
 
 def pack(whole, slab):
-    """Write all leaves to their places, and zeros between them."""
+    """Write all leaves to their places, with zeros between them."""
     base, end = slab.data_ptr(), 0
     offsets = whole.table.rows["offset"].tolist()
     for index in whole.table.by_offset(*PACKED):
@@ -124,9 +124,9 @@ def pack(whole, slab):
 
 
 def copy_elements(found, target):
-    """Copy a strided leaf as integers: a copy of bools would make them 0 or 1, and some dtypes have none."""
+    """Copy a strided leaf as integers: copying bools would make them 0 or 1, and some dtypes can't be copied."""
     source, size = found.source.detach(), found.source.itemsize
-    if source.data_ptr() % size:  # torch's loops want elements at multiples of their size: complex128 crashes elsewhere
+    if source.data_ptr() % size:  # torch's loops want aligned elements: complex128 crashes otherwise
         start, steps = source.storage_offset() * size, [step * size for step in source.stride()]
         of_bytes = torch.empty(0, dtype=torch.uint8)
         of_bytes.set_(source.untyped_storage(), start, (*source.shape, size), (*steps, 1))
@@ -137,10 +137,10 @@ def copy_elements(found, target):
 
 
 def figures_of(data):
-    """Return the sums of a table from elsewhere: ``nbytes`` to ``others``.
+    """Return the totals of an untrusted table: ``nbytes`` to ``others``.
 
     Raises:
-        ValueError: it is none, or there are more bytes than an int64 counts.
+        ValueError: it isn't a table, or its bytes overflow an int64.
     """
     magic, count, width, nbytes = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
     if magic != MAGIC or not 1 <= width <= MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
@@ -167,7 +167,7 @@ def figures_of(data):
 
 
 def lies_in_slab(row, nbytes):
-    """Say whether a packed leaf, its strides and all, stays inside of a slab of so many bytes."""
+    """Return whether a packed leaf with its strides stays inside a slab of `nbytes` bytes."""
     offset, size, _, code, ndim, _, shape, stride = row
     dtype = DTYPES[code] if code < len(DTYPES) else None
     if dtype is None or ndim > len(shape) or min(offset, *shape[:ndim], *stride[:ndim], 0) < 0:

@@ -1,4 +1,4 @@
-"""Batches whose leaves have memory of their own or share blocks, and what each of them may keep. For CPU and GPU."""
+"""Batches whose leaves have their own memory or share blocks, and checks of what each keeps. For CPU and GPU."""
 
 import torch
 from strategies import tensor_of
@@ -11,7 +11,7 @@ def of_bytes(nbytes, dtype=torch.float32, seed=0):
 
 
 def few():
-    """Leaves of three dtypes, of every size group; each has memory of its own."""
+    """Leaves of three dtypes and every size group; each has its own memory."""
     return [
         tensor_of(torch.float32, (4, 5)),
         tensor_of(torch.int64, ()),
@@ -30,7 +30,7 @@ def many():
 
 
 def samples():
-    """Many small leaves of one dtype, which are one block, and two of another."""
+    """Many small leaves of one dtype, which share a block, and two of another dtype."""
     return [*(tensor_of(torch.float32, (3, 4), seed) for seed in range(18)), torch.arange(6), torch.arange(7)]
 
 
@@ -39,7 +39,7 @@ def storage_bytes(tensor):
 
 
 def assert_own(batch, staged):
-    """Fail unless each leaf is as `.to()` would make it: exactly its bytes, which are no other leaf's."""
+    """Fail unless each leaf is as `.to()` would make it: exactly its bytes, shared with no other leaf."""
     for leaf, other in zip(batch, staged, strict=True):
         assert (storage_bytes(other), other.storage_offset(), other._base) == (leaf.nbytes, 0, None)
         assert other.stride() == leaf.stride()

@@ -1,4 +1,4 @@
-"""The two ways to describe and make tensors: torch's own functions, and, where their probe fails, its public ones."""
+"""The two ways to describe and make tensors: torch's private functions, or public ones if a probe fails."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ PATHS = ("native", "public")
 
 @contextlib.contextmanager
 def on_path(path):
-    """Stage on one path for a while, here and in processes that are forked meanwhile."""
+    """Use one path inside the context, here and in processes that are forked meanwhile."""
     before = core.use_handle(0)
     assert before != 0
     if path != "public":

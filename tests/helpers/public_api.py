@@ -1,6 +1,6 @@
 """The public surface as text, read from the source: names, arguments, types.
 
-As a program it writes ``tests/public_api.txt``: ``python tests/helpers/public_api.py``.
+Run as a program, ``python tests/helpers/public_api.py``, it writes ``tests/public_api.txt``.
 """
 
 import ast
@@ -17,9 +17,9 @@ PACKAGE = Path(pinstage.__file__).parent
 PAGE = Path(__file__).parents[1] / "public_api.txt"
 SUBMODULES = ["checkpoint", "errors", "inspect", "memory", "metrics", "offload"]
 FRAMEWORKS = ["accelerate", "lightning", "ray", "torchdata", "transformers"]
-"""Of `pinstage.integrations`, read without being imported: the frameworks need not be installed."""
+"""Modules of `pinstage.integrations`, read without imports, so that no framework needs to be installed."""
 MADE_BY_CALLS = {"HostTransfer", "Layout", "Lease", "Prefetcher", "RegionHandle", "StepTimes", "Transfer"}
-"""Classes that users don't make themselves: how they are made isn't public."""
+"""Classes that users don't make themselves, so that their constructors aren't public."""
 
 
 def surface() -> Iterator[str]:
@@ -51,7 +51,7 @@ def public_things() -> list[tuple[str, str, Any]]:
 
 
 def is_hidden(thing: object) -> bool:
-    """Say whether something is pinstage's and can't be imported by a public name."""
+    """Return whether something is part of pinstage and can't be imported by a public name."""
     is_ours = getattr(thing, "__module__", "").startswith("pinstage.")
     return is_ours and all(thing is not public for _, _, public in public_things())
 
@@ -74,7 +74,7 @@ def definitions_of(thing: Any) -> list[Any]:
 
 
 def described(name: str, nodes: list[Any], names: dict[str, Any]) -> Iterator[str]:
-    """Yield the signature of a function, or a class with those of its public members; `names` are of its module."""
+    """Yield the signature of a function, or of a class and its public members; `names` are of its module."""
     if isinstance(nodes[0], ast.FunctionDef):
         yield from (signature(node, name, names) for node in seen_by_type_checkers(nodes))
         return
@@ -128,12 +128,12 @@ def signature(node: ast.FunctionDef, name: str, names: dict[str, Any]) -> str:
 
 
 def resolved(value: ast.expr, names: dict[str, Any]) -> ast.expr:
-    """Return a default as what it is, not as the name of a constant."""
+    """Return a default's value instead of the name of a constant."""
     return ast.Constant(names[value.id]) if isinstance(value, ast.Name) and value.id in names else value
 
 
 def hidden_types() -> list[str]:
-    """List the classes of pinstage that stand in a public signature and can't be imported by a public name."""
+    """List the classes of pinstage in public signatures that can't be imported by a public name."""
     found = set()
     for module, name, thing in public_things():
         names = vars(sys.modules[thing.__module__])
@@ -145,7 +145,7 @@ def hidden_types() -> list[str]:
 
 
 def annotations_of(node: Any) -> Iterator[ast.expr]:
-    """Yield the annotations of what is public in a class or function."""
+    """Yield the annotations of a function, or of the public members of a class."""
     is_made = node.name not in MADE_BY_CALLS
     for part in [node] if isinstance(node, ast.FunctionDef) else node.body:
         if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):

@@ -1,4 +1,4 @@
-"""What processes do that get a region by its handle, for `test_handle.py`."""
+"""Programs that receive a region by its handle, for `test_handle.py`."""
 
 import torch
 
@@ -8,7 +8,7 @@ MIB = 1 << 20
 
 
 def use(handle, channel):
-    """Write into the region, and keep it until told to end."""
+    """Write into the region, and keep it until asked to end."""
     region = ps.HostRegion.from_handle(handle, device="cpu")
     region.synchronize(timeout=60)
     tree = region.tree()
@@ -23,7 +23,7 @@ def use_by_rank(rank, handle):
 
 
 def copy_on_device(handle, channel, device, row_bytes):
-    """Read all rows on a device, write the last one from there, and keep the region until told to end."""
+    """Read all rows on a device, write the last one from there, and keep the region until asked to end."""
     region = ps.HostRegion.from_handle(handle, device=device)
     region.synchronize(timeout=60)
     rows = region.tensor((region.nbytes // row_bytes, row_bytes // 4), torch.int32)

@@ -1,4 +1,4 @@
-"""What every result file of a benchmark has to be."""
+"""Checks for every result file of a benchmark."""
 
 from dataclasses import fields
 
@@ -6,7 +6,7 @@ from comparison.record import SCHEMA, STATUSES, Row
 
 
 def check_schema(result):
-    """Fail unless a result file has all its fields, and figures where something was measured."""
+    """Fail unless a result file has all fields, and figures for all measured rows."""
     assert result["schema"] == SCHEMA
     assert {"commit", "date", "machine", "versions", "settings"} <= set(result)
     assert {"gpu", "driver", "cuda", "cpu", "cores"} <= set(result["machine"])

@@ -1,8 +1,8 @@
-"""Stages batches of many kinds and compares them bit for bit: a program, for where there is pinstage and no pytest.
+"""Stages batches of many kinds and compares them bit for bit: a program for environments without pytest.
 
 ::
 
-    python smoke.py FOLDER      # where pinstage has to come from
+    python smoke.py FOLDER      # pinstage must be imported from there
 
 Ends with an error if no thread of the extension has packed.
 """
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex1
 
 
 def batches() -> list[Any]:
-    """Return nested batches: small and ragged, of several chunks, and whatever is odd."""
+    """Return nested batches: small and ragged, of several chunks, and with odd leaves."""
     bits = torch.Generator().manual_seed(0)
 
     def tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -45,7 +45,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(staged: Any, batch: Any) -> None:
-    """Raise if a staged batch is not the one that was given."""
+    """Raise if a staged batch differs from its source."""
     match batch:
         case dict():
             assert list(staged) == list(batch)

@@ -1,8 +1,8 @@
-"""Random batches without end, in a process of its own: ``python soak.py COUNT [SEED]``.
+"""Many random batches, in a separate process: ``python soak.py COUNT [SEED]``.
 
-Each goes through a `Stager` for the CPU, and its sources are overwritten as soon as `stage()` has returned. What
-arrives has to be what was there before, also while later batches are staged. Prints how many were not, and what the
-process held during the first half and during the second.
+Each goes through a `Stager` for the CPU, and its sources are overwritten as soon as `stage()` has returned. The staged
+batch must have the earlier values, also while later batches are staged. Prints the number of wrong batches, and what
+the process held in the first and in the second half.
 """
 
 import collections
@@ -28,10 +28,10 @@ DTYPES = (
 )  # fmt: skip
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLES = 40
-"""How often it is looked at what the process holds."""
+"""Number of samples of what the process holds."""
 
-OF_SAMPLES = {"beside_pools": statistics.median, "threads": min}  # one that has done its work takes a moment to end
-"""What stands for a half: of what is not named here, the most."""
+OF_SAMPLES = {"beside_pools": statistics.median, "threads": min}  # a finished thread takes a moment to end
+"""The statistic of each half; the maximum for figures without an entry."""
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -43,10 +43,10 @@ class Record:
 
 
 class Batches:
-    """Makes batches; `overwrite` spoils what the last one was made of.
+    """Makes batches; `overwrite` overwrites the sources of the last one.
 
     Args:
-        rng: decides.
+        rng: the source of randomness.
     """
 
     def __init__(self, rng):
@@ -75,7 +75,7 @@ class Batches:
             return rng.choice([None, "text", 3, 2.5])
         children = [self._tree(depth - 1) for _ in range(rng.randrange(2, 4))]
         if kind == 7:
-            return [*children, children[0]]  # one of them twice
+            return [*children, children[0]]  # one child twice
         if kind == 8:
             return tuple(children)
         if kind == 9:
@@ -115,7 +115,7 @@ class Batches:
 
 
 def mapped(tree, function):
-    """Return a tree with other leaves in the place of tensors and arrays."""
+    """Return a tree with `function` applied to tensors and arrays."""
     if isinstance(tree, torch.Tensor | np.ndarray):
         return function(tree)
     if isinstance(tree, dict):
@@ -129,7 +129,7 @@ def mapped(tree, function):
 
 
 def bits(leaf):
-    """Return dtype and elements, as integers in memory of their own."""
+    """Return dtype and elements, as integers in new memory."""
     tensor = torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf.resolve_conj()
     dtype = tensor.dtype
     if tensor.itemsize == 16:
@@ -138,7 +138,7 @@ def bits(leaf):
 
 
 def same(one, other):
-    """Compare trees of what `bits` returns."""
+    """Compare two trees of results of `bits`."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -153,7 +153,7 @@ def same(one, other):
 
 
 def held(pools):
-    """Say what the process holds."""
+    """Return what the process holds."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
     in_pools = sum(pool.stats().held_bytes for pool in pools)
     return {
@@ -166,10 +166,10 @@ def held(pools):
 
 
 def soak(count, seed=0):
-    """Stage so many batches.
+    """Stage `count` batches.
 
     Returns:
-        How many were wrong, how many seconds it took, and what was held in each half.
+        The number of wrong batches, the seconds, and what was held in each half.
     """
     rng = random.Random(seed)
     batches = Batches(rng)
@@ -217,5 +217,5 @@ def soak(count, seed=0):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported is not looked at again and again
+    gc.freeze()  # collections skip imported objects
     sys.stdout.write(json.dumps(soak(*map(int, sys.argv[1:]))) + "\n")

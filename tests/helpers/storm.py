@@ -1,8 +1,8 @@
-"""Storms of interrupts, in a process of their own: ``python storm.py WHAT COUNT [threads]``.
+"""Storms of interrupts, in a separate process: ``python storm.py WHAT COUNT [threads]``.
 
-The main thread works without end; each time that it is inside pinstage, a SIGINT comes, as from a stop button that is
-pressed again and again. With ``threads`` others work, and each time that one is inside pinstage, it gets an interrupt
-by `PyThreadState_SetAsyncExc`. Prints what was left when `COUNT` of them had come. Nothing else may be printed.
+The main thread works in a loop; each time that it is inside pinstage it gets a SIGINT, as if a stop button were pressed
+again and again. With ``threads``, other threads work instead, and each gets an interrupt from
+`PyThreadState_SetAsyncExc` when it is inside pinstage. Prints what is left after `COUNT` interrupts, and nothing else.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ INSIDE = os.path.dirname(ps.__file__)  # noqa: PTH120 - compared with the names 
 
 
 def is_inside(frame):
-    """Say whether a frame was called, directly or not, by pinstage."""
+    """Return whether a frame was called, directly or not, by pinstage."""
     while frame is not None:
         if frame.f_code.co_filename.startswith(INSIDE):
             return True
@@ -39,7 +39,7 @@ class Storm:
     """Interrupts the main thread wherever it is inside pinstage.
 
     Args:
-        count: how often.
+        count: number of interrupts.
     """
 
     persistent = True
@@ -50,7 +50,7 @@ class Storm:
         self._work_is_done = False
 
     def over(self, work):
-        """Do work again and again, until all interrupts have come; return how often it was ended by one."""
+        """Repeat work until all interrupts are sent; return how often an interrupt ended it."""
         signal.signal(signal.SIGINT, self._interrupt)  # also where the parent ignores it
         sender = threading.Thread(target=self._send, daemon=True)
         sender.start()
@@ -66,7 +66,7 @@ class Storm:
         return interrupted
 
     def prepare(self, pool):
-        """Do nothing: the pool may grow when it likes."""
+        """Do nothing: the pool may grow at any time."""
 
     def read(self, loader):
         """Read a loader to its end."""
@@ -87,16 +87,16 @@ class Storm:
 class ThreadStorm:
     """Interrupts three other threads wherever they are inside pinstage.
 
-    They start no threads: before Python 3.12 one that has not begun has the number of the one that starts it, and may
-    get the interrupt in its place, so that it never begins. So pools have all their slabs before, and loaders are not
-    read to their end. They import nothing either: an import may take the lock of `logging`, an interrupt there keeps
-    it, and then no process can be forked any more.
+    They start no threads: before Python 3.12 a new thread has the id of its parent until it begins, may get the
+    parent's interrupt, and then never begins. So pools have all their slabs before, and loaders are not read to their
+    end. The threads import nothing either: an import may take the lock of `logging`, an interrupt may leave it locked,
+    and then no process can be forked.
 
     Args:
-        count: how often.
+        count: number of interrupts.
     """
 
-    persistent = False  # such a loader is of one thread
+    persistent = False  # a persistent loader works in one thread only
 
     def __init__(self, count, pause=0.0003):
         self.left = self._count = count
@@ -105,10 +105,10 @@ class ThreadStorm:
         threading.Thread(target=self._make_iterators, daemon=True).start()
 
     def over(self, work):
-        """Do work again and again, until all interrupts have come; return how often it was ended by one."""
+        """Repeat work until all interrupts are sent; return how often an interrupt ended it."""
         with torch.profiler.record_function("the first imports a module, and a loader has one in each step"):
             pass
-        sys.setswitchinterval(1e-3)  # so that threads are met everywhere
+        sys.setswitchinterval(1e-3)  # so that threads are interrupted everywhere
         threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for _ in range(3)]
         for thread in threads:
             thread.start()
@@ -129,7 +129,7 @@ class ThreadStorm:
 
     def _work(self, work):
         while self.left > 0:
-            with contextlib.suppress(KeyboardInterrupt):  # one that came late
+            with contextlib.suppress(KeyboardInterrupt):  # a late interrupt
                 self._repeat(work)
 
     def _repeat(self, work):
@@ -140,12 +140,12 @@ class ThreadStorm:
                 self.left -= 1
 
     def prepare(self, pool):
-        """Let a pool have all its slabs."""
+        """Let a pool allocate all its slabs."""
         pool.reserve(200_000, count=4)
         pool.freeze()
 
     def read(self, loader):
-        """Read a loader, but not to its end. Another thread makes the iterator: what starts processes is torch's."""
+        """Read a loader, but not to its end. Another thread makes the iterator, since torch starts processes there."""
         answer = queue.SimpleQueue()
         self._asked.put((loader, answer))
         return list(itertools.islice(answer.get(), 15))
@@ -158,8 +158,8 @@ class ThreadStorm:
 
 
 def left_in(pool):
-    """Say what is wrong with a pool that nobody uses any more."""
-    gc.collect()  # an interrupt keeps frames, and what they have, in a cycle
+    """Return what is wrong with a pool that is no longer used."""
+    gc.collect()  # an interrupt keeps frames and their locals in a cycle
     wrong = []
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
@@ -195,7 +195,7 @@ def over_pool(storm):
             tensor = lease.tensor()
             lease.numpy()[0] = 1
             del tensor
-        leases = [pool.acquire(200_000, timeout=20) for _ in range(2)]  # three threads have to wait for one another
+        leases = [pool.acquire(200_000, timeout=20) for _ in range(2)]  # three threads must wait for one another
         for lease in leases:
             lease.release()
         if number % 50 == 0 and not pool.frozen:
@@ -267,7 +267,7 @@ def over_loader(storm):
 
 if __name__ == "__main__":
     what, count, *threads = sys.argv[1:]
-    faulthandler.dump_traceback_later(300, exit=True)  # it takes seconds
+    faulthandler.dump_traceback_later(300, exit=True)  # a run takes seconds
     torch.set_num_threads(1)
     storm = (ThreadStorm if threads else Storm)(int(count))
     interrupted, wrong = globals()[f"over_{what}"](storm)

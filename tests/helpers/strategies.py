@@ -1,7 +1,7 @@
-"""Nested batches for property tests, and what it means that one arrived as it was.
+"""Nested batches for property tests, and the check that a staged batch equals its source.
 
-Nothing here depends on where a batch goes, so the GPU's tests use it too. `assert_same` knows containers by Python's
-own means, not by the package's, so that the two can disagree.
+Nothing here depends on the device, so the GPU tests use it too. `assert_same` walks containers with Python's own means,
+independently of the package, so that the two can disagree.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def _storable(dtype):
 
 
 EXPERIMENTAL = getattr(torch, "bcomplex32", None)
-"""torch 2.15 has few operators for it yet. It has no code in tables, and travels by its own ``.to()``."""
+"""torch 2.15 has few operators for it yet. It has no code in tables, and moves with its own ``.to()``."""
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # complex32 is "experimental", quantised dtypes are "deprecated"
@@ -59,7 +59,7 @@ def _printable(dtype):
 
 
 PRINTABLE_DTYPES = tuple(filter(_printable, DTYPES))
-"""Those of them that torch can print, as hypothesis does with an example that fails."""
+"""The dtypes that torch can print, as hypothesis does with a failing example."""
 
 NUMPY_DTYPES = tuple(map(np.dtype, "?bBhHiIqQefdFD"))
 """Every numeric numpy dtype that torch has."""
@@ -68,11 +68,11 @@ NUMPY_DTYPES = tuple(map(np.dtype, "?bBhHiIqQefdFD"))
 
 
 class PlainDict(dict):
-    """Nothing but another type."""
+    """Only a different type."""
 
 
 class AttributeDict(dict):
-    """A dict whose attributes count too, and whose ``__init__`` and ``__setitem__`` are not to be called."""
+    """A dict whose attributes count too, and whose ``__init__`` and ``__setitem__`` must not be called."""
 
     def __init__(self, items, note):
         super().__init__(items)
@@ -186,7 +186,7 @@ class Speaking:
 
 
 class KnownToTorch:
-    """Registered with torch's pytree, as its users do."""
+    """Registered with torch's pytree, as users do."""
 
     def __init__(self, values):
         self.values = values
@@ -318,7 +318,7 @@ def arrays(draw, dtypes=NUMPY_DTYPES):
 
 
 def passthroughs():
-    """Tensors that cannot be packed: these travel by their own ``.to()``."""
+    """Tensors that can't be packed: these move with their own ``.to()``."""
     return st.sampled_from(
         (
             lambda: torch.nn.Parameter(torch.randn(3)),
@@ -331,7 +331,7 @@ def passthroughs():
 
 
 def atoms():
-    """Leaves that are no tensors: these come back as the very same objects."""
+    """Leaves that aren't tensors: these are returned as the same objects."""
     return st.one_of(
         st.none(),
         st.integers(),
@@ -395,7 +395,7 @@ def _containers(draw, child):
 
 @st.composite
 def _alike(draw):
-    """Leaves that share dtype and trailing shape, so that they share a run of the slab."""
+    """Leaves with the same dtype and trailing shape, so that they share a run of the slab."""
     dtype = draw(st.sampled_from(PRINTABLE_DTYPES))
     trailing = draw(st.lists(st.integers(1, 4), max_size=2))
     lengths = draw(st.lists(st.integers(0, 6), min_size=4, max_size=7))
@@ -407,8 +407,8 @@ def batches(draw, passthrough=True, max_leaves=12):
     """Nested batches of every container and leaf, some leaves in several places.
 
     Args:
-        passthrough: with tensors that cannot be packed among the leaves.
-        max_leaves: about how many leaves a part of the batch has at the most.
+        passthrough: whether some leaves are tensors that can't be packed.
+        max_leaves: the approximate maximum of leaves in a part of the batch.
     """
     shared = draw(st.lists(st.one_of(tensors(), arrays()), min_size=1, max_size=2))
     again = st.integers(0, len(shared) - 1).map(lambda index: shared[index])
@@ -431,7 +431,7 @@ def through_slab(batch):
 
 
 def packable(tensor):
-    """Say whether a tensor is one that a slab takes."""
+    """Return whether a tensor can be packed."""
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -441,7 +441,7 @@ def packable(tensor):
 
 
 def is_numeric(array):
-    """Say whether an array is one that becomes a tensor."""
+    """Return whether an array becomes a tensor."""
     return array.dtype.kind in "biufc"
 
 
@@ -455,7 +455,7 @@ def bits(tensor):
 
 
 def as_tensor(array):
-    """Return a tensor of the values of a numeric array, in its strides where torch has such."""
+    """Return a tensor with the values of a numeric array, and its strides if torch supports them."""
     array = np.asarray(array)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -485,7 +485,7 @@ def _is_dense(tensor):
 
 
 def _telling_stride(shape, stride):
-    # Dimensions of one element have none that means anything, and an empty tensor has none at all.
+    # Strides of dimensions with one element have no meaning, and neither have strides of an empty tensor.
     return [step for step, size in zip(stride, shape, strict=True) if size != 1] if math.prod(shape) else []
 
 
@@ -493,13 +493,13 @@ def assert_same(original, staged, device, *, copied=True):
     """Fail unless a staged batch is the original one, on a device.
 
     Compares structure, types, order of keys, attributes, aliases; of packed leaves dtype, shape, stride and every bit;
-    of tensors that are not packed what their own ``.to()`` gives; other leaves have to be the very same objects.
+    tensors that are not packed with the result of their own ``.to()``; other leaves must be the same objects.
 
     Args:
         original: the batch as it was given.
-        staged: as it came back.
-        device: where packed leaves have to be.
-        copied: packed leaves have to have memory of their own.
+        staged: the staged batch.
+        device: the device that packed leaves must be on.
+        copied: whether packed leaves must have their own memory.
     """
     _Comparison(torch.device(device), copied).compare(original, staged, "batch")
 
@@ -570,7 +570,7 @@ class _Comparison:
 
 
 def _assert_as_by_to(original, staged, moved, path):
-    """Compare a tensor that was not packed with what its own ``.to()`` gives."""
+    """Compare a tensor that was not packed with the result of its own ``.to()``."""
     if moved is original:
         assert staged is original, f"{path}: was there already, and is another tensor now"
         return
@@ -604,7 +604,7 @@ def attributes(obj):
 
 
 def leaves_of(batch):
-    """Return all that is neither a container nor None, in some order: what a batch is made of."""
+    """Return all leaves of a batch except None, in some order."""
     found = []
     pending = [batch]
     while pending:

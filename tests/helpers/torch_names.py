@@ -1,7 +1,7 @@
-"""Stages batches in processes in which a private name of torch or CPython is gone, or does something else.
+"""Stages batches in processes where a private name of torch or CPython is missing, or behaves differently.
 
-Run as a program it forks one process for each case: torch is imported there, pinstage is not, so its probes meet what
-the case has changed. What was found is printed as JSON.
+As a program it forks one process per case. torch is imported before, but pinstage is not, so that its probes see the
+changed name. The results are printed as JSON.
 """
 
 import functools
@@ -30,21 +30,21 @@ WORKS = {
     "profile": "has steps",
     "workers": "staged",
 }
-"""What comes out where nothing is missing."""
+"""The results if nothing is missing."""
 
 SLOW_TENSORS = "tensors are described and made in Python, which takes longer: torch .*"
 
 
 class Case(NamedTuple):
-    """What is changed, and what follows."""
+    """A change, and its expected effects."""
 
     change: Callable[[], object]
     doctor: str | None = None
-    """The check of `pinstage doctor` that says so."""
+    """The check of `pinstage doctor` that reports it."""
     told: str | None = None
-    """The warning, told once, as a pattern."""
+    """The warning, given once, as a pattern."""
     instead: Mapping[str, str] = types.MappingProxyType({})
-    """What differs from `WORKS`, as patterns."""
+    """Differences from `WORKS`, as patterns."""
 
 
 # -- ways to change a name ---------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def instead(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def for_us_only(package: Any, module: str, name: str, value: Any = None) -> Callable[[], None]:
-    """Change a name of a module that its own functions need: pinstage meets a copy. None takes it away."""
+    """Change a name that the module's own functions need: pinstage sees a changed copy. None removes the name."""
 
     def change() -> None:
         real = getattr(package, module)
@@ -75,7 +75,7 @@ def for_us_only(package: Any, module: str, name: str, value: Any = None) -> Call
 
 
 def of_tensors(name: str, ask: Callable[[torch.Tensor], Any] | None) -> Callable[[], None]:
-    """Change an attribute of all tensors; None takes it away."""
+    """Change an attribute of all tensors; None removes it."""
 
     def missing(tensor: torch.Tensor) -> None:
         raise AttributeError(name)
@@ -84,8 +84,8 @@ def of_tensors(name: str, ask: Callable[[torch.Tensor], Any] | None) -> Callable
 
 
 def in_core(**functions: Any) -> Callable[[], None]:
-    """Change functions of the extension, which has functions of torch's C++ behind it. Each gets the real one first, a
-    class its instance is made of."""
+    """Change functions of the extension that call torch's C++. Each replacement gets the real function first; for a
+    class, the class of its instance."""
 
     def change() -> None:
         name = "pinstage._native._core"
@@ -112,7 +112,7 @@ data_utils: Any = importlib.import_module("torch.utils.data._utils")
 
 
 def cut_views(change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
-    """Let the extension's first leaf be another one."""
+    """Replace the extension's first leaf."""
 
     class Blocks:
         def __init__(self, real: Any) -> None:
@@ -120,7 +120,7 @@ def cut_views(change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
 
         def of(self, *args: Any) -> Any:
             made = self._real.of(*args)
-            return made if made is None or len(args) == 7 else Blocks(made)  # public functions are as they are
+            return made if made is None or len(args) == 7 else Blocks(made)  # public functions are unchanged
 
         def leaves(self, others: list[Any]) -> list[Any]:
             first, *rest = self._real.leaves(others)
@@ -161,7 +161,7 @@ def has_another_api() -> None:
     torch.Tensor.__dlpack_c_exchange_api__ = capsule  # type: ignore[attr-defined]
 
 
-NO_MEMORY = "refused: .* has not the memory.*"
+NO_MEMORY = "refused: .* lacks the memory.*"
 NO_TENSORS = {"doctor": "tensors", "told": SLOW_TENSORS}
 NO_LOADER = {"doctor": "DataLoader", "told": "ps.DataLoader stages in the main process, which is slower: torch .*"}
 
@@ -174,7 +174,7 @@ CASES = {
     ),
     "is_functional_tensor": Case(gone(torch, "_is_functional_tensor"), instead={"a functional tensor": NO_MEMORY}),
     "Tensor._is_zerotensor": Case(instead(torch.Tensor, "_is_zerotensor", None), instead={"a zero tensor": NO_MEMORY}),
-    # -- what the extension has to know
+    # -- facts that the extension needs
     "the exchange API": Case(has_no_api, **NO_TENSORS),
     "the exchange API of another version": Case(has_another_api, **NO_TENSORS),
     "the libraries": Case(instead(torch, "__file__", "/nowhere/torch/__init__.py"), **NO_TENSORS),
@@ -209,7 +209,7 @@ CASES = {
 }
 
 
-# -- what is tried -----------------------------------------------------------------------------------------------------
+# -- trials ------------------------------------------------------------------------------------------------------------
 
 
 class WithPytree:
@@ -242,7 +242,7 @@ def batch(seed: int) -> dict[str, Any]:
 
 
 def differences(staged: dict[str, Any], seed: int) -> list[str]:
-    """Say which leaves are not what `.to()` makes of them."""
+    """Return the leaves that differ from the result of `.to()`."""
     expected = batch(seed)
     found = [] if staged["plain"] is staged["again"] else ["again is another object"]
     for name, leaf in expected.items():
@@ -320,7 +320,7 @@ def like(ps: Any, stager: Any, tensor: torch.Tensor, value: torch.Tensor) -> str
 
 
 def try_all() -> dict[str, Any]:
-    """Stage what there is; return what came of it."""
+    """Stage batches of all kinds; return the results."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         import pinstage as ps
@@ -353,7 +353,7 @@ def try_all() -> dict[str, Any]:
 
 
 def run(case: Case) -> dict[str, Any]:
-    """Try all in a process of its own."""
+    """Try all in a separate process."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,11 +1,11 @@
 """Runs a script under torchrun, and leaves none of its processes behind.
 
-Each rank runs this file too, which works around two bugs that gloo's threads meet on busy CPUs, in one of fifty runs:
+Each rank runs this file too. It works around two bugs of gloo's threads, which occur in one of fifty runs on busy CPUs:
 
-- A child that is forked while one of them enters the interpreter, to drop a tensor, waits forever for a lock of
-  CPython's (python/cpython#112275, until 3.11.9). So a rank pauses before it forks, until they have nothing left to do.
-- They outlive `destroy_process_group` where DDP or FSDP2 still hold the group, and one that drops a tensor while the
-  interpreter ends aborts the process (pytorch/pytorch#179291). So the rank leaves without taking the interpreter down.
+- A child that is forked while such a thread enters the interpreter, to drop a tensor, waits forever for a lock of
+  CPython (python/cpython#112275, until 3.11.9). So a rank waits before it forks, until these threads are idle.
+- The threads outlive `destroy_process_group` if DDP or FSDP2 still holds the group, and a thread that drops a tensor
+  during interpreter shutdown aborts the process (pytorch/pytorch#179291). So a rank exits without that shutdown.
 """
 
 import os
@@ -20,24 +20,24 @@ SRC = Path(__file__).parents[2] / "src"
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """Return this process's environment, with which another one finds pinstage."""
+    """Return this process's environment, with a path to pinstage."""
     path = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path} | variables
 
 
 def torchrun(script: Path, *arguments: object, ranks: int = 2) -> str:
-    """Run a script in so many processes of this host and return what they printed; fail if it fails.
+    """Run a script in `ranks` processes on this host and return their output; fail if it fails.
 
     The processes find each other through a port that torchrun chooses itself.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(ranks), __file__, str(script), *map(str, arguments)]
-    variables = environment(OMP_NUM_THREADS="1")  # which torchrun would choose too, but not without a warning
+    variables = environment(OMP_NUM_THREADS="1")  # torchrun's default too, but with a warning
     process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         printed, _ = process.communicate()
-    except BaseException as error:  # pytest's, of a test that takes too long, or an interrupt
-        process.terminate()  # not killed: it has to end its ranks, which are in process groups of their own
+    except BaseException as error:  # pytest's timeout, or an interrupt
+        process.terminate()  # not killed, since it has to end its ranks, which have their own process groups
         printed, _ = process.communicate()
         error.add_note(f"{script.name} printed:\n{printed}")
         raise
@@ -52,4 +52,4 @@ if __name__ == "__main__":
     runpy.run_path(sys.argv[0], run_name="__main__")
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # an error has left before, with its traceback and its status
+    os._exit(0)  # an error has already exited, with its traceback and status

@@ -1,17 +1,17 @@
-"""Small traces as the PyTorch profiler writes them, made by hand: times in microseconds, each figure known."""
+"""Small hand-made traces in the PyTorch profiler's format: times in microseconds, all figures known."""
 
 import gzip
 import json
 
 HOST, THREAD = 4242, 4242
 BASE_US = 4302434813144.0
-"""Where real traces begin: a time so large that a float keeps a thousandth of a microsecond of it, and no more."""
+"""The start of real traces: a time so large that a float resolves only a thousandth of a microsecond."""
 
 _ENDS = {"HtoD": "({kind} -> Device)", "DtoH": "(Device -> {kind})", "DtoD": "(Device -> Device)"}
 
 
 class TraceMaker:
-    """Events of one process; methods return what they were called on, so that a trace reads as one expression."""
+    """Events of one process; methods return the object itself, so that a trace reads as one expression."""
 
     def __init__(self, **header):
         self.header = header
@@ -28,7 +28,7 @@ class TraceMaker:
         return self.add("kernel", "gemm", start, lasts, pid=device, tid=stream, device=device, stream=stream)
 
     def copy(self, start, lasts, nbytes, *, way="HtoD", kind="Pageable", asked=None, device=0, call_lasts=5, op=None):
-        """Add a copy on the device and, if `asked` says when, its call on the host, in an operator if there is one."""
+        """Add a copy on the device and, if `asked` is a time, its call on the host, in an operator if `op` is given."""
         self._correlation += 1
         name = f"Memcpy {way} {_ENDS[way].format(kind=kind)}"
         ids = {"device": device, "correlation": self._correlation}

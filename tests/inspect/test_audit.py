@@ -1,4 +1,4 @@
-"""What an audit says of a batch: every leaf, what torch's own pinning would do with it, and what moving it costs."""
+"""The audit of a batch: every leaf, the effect of torch's own pinning, and the cost of moving it."""
 
 import argparse
 import collections
@@ -228,7 +228,7 @@ def test_tensors_off_the_cpu_would_fail_the_loader():
 
 
 def test_the_answer_comes_from_torch_itself(monkeypatch):
-    # Were torch to learn another type tomorrow, the audit would say so.
+    # If torch supported another type tomorrow, the audit would show it.
     original = torchs.pin_memory
 
     def newer(data, device=None):

@@ -1,4 +1,4 @@
-"""The commands audit, doctor and trace: they teach, print plain text into pipes, and fail with one message."""
+"""The commands audit, doctor and trace: helpful texts, plain output into pipes, one message per failure."""
 
 from __future__ import annotations
 
@@ -155,12 +155,12 @@ def test_doctor_says_why_it_draws_nothing(run, tmp_path):
     status, out, err = run("doctor", "--plot", tmp_path / "p.png")
     assert status == 2
     assert "bandwidth" in out
-    assert "that takes a GPU" in err
+    assert "that needs a GPU" in err
     assert not (tmp_path / "p.png").exists()
 
 
 def test_doctor_measures_nothing_for_an_impossible_plot(run, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what the import system reads as "not installed"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # the import system reads None as "not installed"
     status, out, err = run("doctor", "--plot", tmp_path / "p.png")
     assert (status, out) == (2, "")
     assert err == 'pinstage: matplotlib is not installed; run: pip install "pinstage[plot]"\n'
@@ -215,7 +215,7 @@ def test_trace_prints_json_with_the_given_bus(run, trace):
 
 
 def in_terminal(trace, **environment):
-    """Return what the command writes to a terminal."""
+    """Return the command's output to a terminal."""
     main, child = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment
     command = [sys.executable, "-m", "pinstage", "trace", str(trace)]

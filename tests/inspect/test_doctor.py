@@ -1,4 +1,4 @@
-"""The doctor's checks: each branch, from made-up facts and from trees of files that stand for machines."""
+"""The doctor's checks: each branch, with made-up facts and with trees of files that stand for machines."""
 
 import json
 import struct
@@ -42,7 +42,7 @@ H200 = Gpu(0, "NVIDIA H200", Link(5, 16, 16), 0, frozenset(range(8)))
         (_checks.huge_pages("madvise", "never"), "ok", "madvise; of shared memory (shmem_enabled): never"),
         (_checks.huge_pages("always", "advise"), "ok", "always"),
         (_checks.huge_pages("never", "never"), "warning", "never"),
-        (_checks.huge_pages("", ""), "info", "does not tell"),
+        (_checks.huge_pages("", ""), "info", "does not report"),
         (_checks.cpus(16, None, 16), "ok", "16 of 16"),
         (_checks.cpus(8, None, 16), "ok", "8 of 16 (8 by affinity)"),
         (_checks.cpus(2, None, 16), "warning", "2 of 16"),
@@ -100,7 +100,7 @@ OLD = Driver("550.54", "12.4")
         (_checks.numa(H200, set(range(4)), 2), "ok", "at node 0; 4 of this process's 4 CPUs"),
         (_checks.numa(H200, set(range(16)), 2), "info", "8 of this process's 16 CPUs"),
         (_checks.numa(H200, {20, 21}, 2), "warning", "0 of this process's 2 CPUs are there"),
-        (_checks.numa(Gpu(0, "g"), {0}, 2), "info", "doesn't know which one"),
+        (_checks.numa(Gpu(0, "g"), {0}, 2), "info", "doesn't report"),
     ],
 )
 def test_a_check_of_a_gpu(check, status, part):
@@ -218,7 +218,7 @@ def test_the_plot_is_a_png_of_both_directions(tmp_path):
     assert width > height > 300
 
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+# -- the whole report --------------------------------------------------------------------------------------------------
 
 
 def test_warnings_and_problems_are_told_apart():

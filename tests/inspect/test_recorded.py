@@ -1,4 +1,4 @@
-"""Traces recorded on an H200 by scripts/record_traces.py: one loop, its batches brought to the device in three ways."""
+"""Traces recorded on an H200: one loop with three ways to the device, and the loops of scripts/record_traces.py."""
 
 import dataclasses
 import importlib.util
@@ -62,7 +62,7 @@ def test_the_step_is_estimated_within_an_eighth():
 
 
 def test_every_recorded_loop_saves_what_was_promised():
-    """With the time of a step without the profiler."""
+    """Given the time of a step without the profiler."""
     rows, missed = record_traces.check(TRACES / "loops")
     assert not missed, "\n".join(rows)
     found = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")] for row in rows[2:]}
@@ -97,7 +97,7 @@ def test_the_recording_of_loops_works_in_small(tmp_path):
     [(1.7e-3, 0, "yes"), (2.3e-3, 0, "**no**"), (1.2e-3, 0, "**no**"), (2.3e-3, 2e-3, "not decided")],
 )
 def test_the_check_fails_for_a_broken_promise(tmp_path, own, spread, found):
-    """The promise for a step of 1.7 ms is 0.55 ms, of 2.3 ms it is 1.0, and of 1.2 it is 0.2."""
+    """The promise is 0.55 ms for a step of 1.7 ms, 1.0 ms for 2.3 ms, and 0.2 ms for 1.2 ms."""
     saved = {1.7e-3: 0.6e-3, 2.3e-3: 0.4e-3, 1.2e-3: 0.9e-3}[own]
     (tmp_path / "naive.json.gz").write_bytes((TRACES / "naive.json.gz").read_bytes())
     loop = {"own_seconds": own, "pinstage_seconds": own - saved, "kept_out": False}
@@ -117,7 +117,7 @@ def test_the_cost_of_staging_is_measured():
 
 
 def test_a_batch_costs_its_leaves_and_its_bytes():
-    """Over the slower of packing and bus."""
+    """At the slower rate of packing and the bus."""
     cost = Cost(1e-4, 2e-6, 9e9, "here")
     assert cost.seconds(100, 0, bus=1e9) == pytest.approx(1e-4 + 100 * 2e-6)
     assert cost.seconds(0, 10**9, bus=1e6) == pytest.approx(1000, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The recording that the help and the docs recommend gives a trace with its steps, however long the loop goes on."""
+"""The recording code in the help and the docs gives a trace with its steps, however long the loop is."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""`pinstage top`: who holds what of a `HostBudget`, in text, in JSON and on a terminal."""
+"""`pinstage top`: the holders of a `HostBudget`, in text, in JSON and on a terminal."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a trace says: each figure of small traces whose figures are known, and clear words for files that are none."""
+"""Reports on traces: each figure of small traces with known figures, and clear errors for files that aren't traces."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from pinstage.inspect._trace import _analysis, _events, trace_report
 
 US = 1e-6
 ADDED = 3 * _analysis.EVENT_UNITS * _analysis.UNIT_SECONDS
-"""By the profiler, to an operator with a call of CUDA in it, where the trace has no measure of it."""
+"""Time that the profiler adds to an operator with a CUDA call, if the trace doesn't measure it."""
 approx = pytest.approx
 
 
@@ -208,7 +208,7 @@ def test_a_waiting_loop_saves_its_staging_time(report):
 
 
 def test_many_small_calls_are_profiler_cost(report):
-    """As 100 leaves of 20 us, of which the profiler took 15 by its thirty operators."""
+    """For example, 100 leaves of 20 us, with 15 us of them spent by the profiler on thirty operators."""
     few, many = naive_loop(leaves=100), naive_loop(leaves=100)
     for step in range(6):
         for index in range(100 * 30):
@@ -230,7 +230,7 @@ def test_a_given_step_reveals_the_profiler_s_cost(report):
 
 
 def test_unexplained_cost_of_a_step_is_the_host(report):
-    """As a loop of a large copy that takes 4 ms, and took 8 when it was traced."""
+    """For example, a loop with a large copy that takes 4 ms, and took 8 ms when traced."""
     trace = TraceMaker()
     for number in range(4):
         start = number * 9000
@@ -265,7 +265,7 @@ def test_gaps_within_kernel_runs_cannot_be_saved(analysis):
 
 
 def loop_ahead(*, host_us, kernel_us, copy_us=5, steps=4, leaves=100):
-    """Return a loop that never waits: the host asks for copies, and the GPU is at work meanwhile."""
+    """Return a loop that never waits: the host issues copies while the GPU works."""
     trace, lasts = TraceMaker(), max(host_us + 100, kernel_us)
     for number in range(steps):
         start = number * lasts
@@ -302,7 +302,7 @@ def test_a_loop_faster_than_one_slab_should_stay(report):
     worst = report(waiting_loop(leaves=8, leaf_us=12, kernel_us=400))
     assert worst.packing.saved_seconds == 0
     assert worst.verdict.endswith(
-        "One slab would take about 256 us to stage, longer than this, 73.0 us: leave it as it is."
+        "One slab would take about 256 us to stage, longer than the 73.0 us now: leave it as it is."
     )
 
 
@@ -412,7 +412,7 @@ def test_a_trace_without_copies_is_told_so(report):
 
 def test_copies_of_unknown_size_are_not_small(report):
     trace = TraceMaker().add("gpu_memcpy", "Memcpy HtoD (Host -> Device)", 0, 22, correlation=1, kind="HtoD")
-    assert "1 host-to-device copy per trace (the trace does not tell their bytes)" in report(trace).verdict
+    assert "1 host-to-device copy per trace (the trace does not record their bytes)" in report(trace).verdict
 
 
 def downloading_loop(copies, *, exposed_us=20, waiting_us=0):

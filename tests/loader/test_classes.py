@@ -1,4 +1,4 @@
-"""`wrap_loader` gives a loader of another class what `DataLoader` does."""
+"""`wrap_loader` gives loaders of other classes the features of `DataLoader`."""
 
 import copy
 import itertools
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Counted(data.Streamed):
-    """Knows where it is, as torchdata wants it."""
+    """Has a state, as torchdata expects."""
 
     position = 0
 
@@ -39,7 +39,7 @@ class Counted(data.Streamed):
 
 
 def pair(dataset, **options):
-    """Return torchdata's loader, and one that was changed."""
+    """Return torchdata's loader, and a wrapped one."""
     torchs, ours = (
         StatefulDataLoader(dataset(), **{"batch_size": 2} | options, generator=torch.Generator().manual_seed(1))
         for _ in range(2)
@@ -94,7 +94,7 @@ def test_a_state_is_that_of_what_was_yielded(dataset, taken, workers):
     assert same(list(itertools.islice(iterator, taken)), expected[:taken])
     state = copy.deepcopy(ours.state_dict())
     assert same(list(iterator), expected[taken:])
-    for loader in pair(dataset, num_workers=workers):  # a state is torchdata's own: either loads it
+    for loader in pair(dataset, num_workers=workers):  # a state is torchdata's own, so both loaders can load it
         loader.load_state_dict(copy.deepcopy(state))
         assert same(list(loader), expected[taken:])
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a `DataLoader`: all comes back, nothing is left, and the error is the original one."""
+"""Faults in a `DataLoader`: all slabs are returned, nothing is left behind, and the original error is raised."""
 
 import _thread
 import contextlib
@@ -49,7 +49,7 @@ SLAB = 212_992
 
 
 def resources():
-    """Count what a loader could leave behind in this process: descriptors, mappings of slabs, children, threads."""
+    """Count possible leftovers of a loader in this process: descriptors, mappings of slabs, children, threads."""
     gc.collect()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
@@ -61,7 +61,7 @@ def resources():
 
 
 def is_helper(pid):
-    """Say whether a process is multiprocessing's fork server or resource tracker, which stay."""
+    """Return whether a process is multiprocessing's fork server or resource tracker, which stay."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return b"resource_tracker" in command or b"forkserver" in command
@@ -70,15 +70,15 @@ def is_helper(pid):
 
 @pytest.fixture(scope="module", autouse=True)
 def forkserver():
-    """Started before anything is counted: it stays."""
+    """Start it before anything is counted, since it stays."""
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
-    list(torch.utils.data.DataLoader([1], num_workers=1))  # what Python keeps after the first worker
+    list(torch.utils.data.DataLoader([1], num_workers=1))  # makes what Python keeps after the first worker
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays():
-    before = resources()  # perhaps with threads and descriptors of torch's queues that are about to go
+    before = resources()  # may include threads and descriptors of torch's queues that are about to be closed
     yield
     with contextlib.suppress(AssertionError):
         wait_until(lambda: all(count <= before[name] for name, count in resources().items()))
@@ -96,7 +96,7 @@ def all_back(loader):
 
 
 def assert_all_back(loader):
-    """An iterator that was dropped is ended by another thread."""
+    """Wait, since another thread closes a dropped iterator."""
     wait_until(lambda: all_back(loader))
 
 
@@ -169,9 +169,9 @@ def test_two_threads_may_begin_at_once(method):
     both = threading.Barrier(2)
 
     class Sampler:
-        def __iter__(self):  # torch asks for it while it makes an iterator
+        def __iter__(self):  # torch calls it while it makes an iterator
             with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.3)  # seconds; the other one may have to wait for this one
+                both.wait(0.3)  # seconds; the other thread may have to wait for this one
             return iter([[0, 1], [2, 3]])
 
     options = {"num_workers": 1, "multiprocessing_context": method, "device": "cpu"}
@@ -189,7 +189,7 @@ def test_two_threads_may_begin_at_once(method):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
     expected = [data.random_size(index) for index in range(30)]
-    # Once torch.compile has imported filelock, that refuses to fork in two threads at once, and torch's loader breaks.
+    # Once torch.compile has imported filelock, it refuses forks in two threads at once, and torch's loader breaks.
     forking = threading.Lock() if "filelock" in sys.modules else contextlib.nullcontext()
 
     def begun(loader):
@@ -207,7 +207,7 @@ def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
                 assert all(map(data.same, batches, expected))
             iterator = [begun(loader)]
             del loader
-            Background(iterator.clear).result()  # another thread ends it
+            Background(iterator.clear).result()  # another thread closes it
 
     for thread in [Background(use, seed) for seed in range(4)]:
         thread.result()
@@ -241,7 +241,7 @@ def test_an_error_is_the_original_one(workers, sample, options, kind, text):
         assert "in DataLoader worker process" in str(caught.value)
         assert "Traceback" in str(caught.value)
     began = time.perf_counter()
-    del caught  # with it goes a cycle of garbage, and the iterator in it
+    del caught  # frees a cycle of garbage, and the iterator in it
     gc.collect()
     assert time.perf_counter() - began < 4  # seconds; torch's takes 5 for each worker
     if loader.stats().pool is not None:
@@ -282,11 +282,11 @@ def test_an_unpickling_error_comes_in_order():
     assert [number for number, _ in found] == [0, 1, 2]
     with pytest.raises(ValueError, match="no number"):
         next(iterator)
-    assert [number for number, _ in iterator] == [4, 5, 6, 7]  # torch's own would wait for ever
+    assert [number for number, _ in iterator] == [4, 5, 6, 7]  # torch's own would wait forever
 
 
 def test_an_unpicklable_structure_fails_each_of_its_batches():
-    """Of a class that only the worker has; the first two batches bring the structure, the others its number."""
+    """Its class exists only in the worker. The first two batches send the structure, later ones its number."""
     iterator = iter(make(data.tensors, 6, 1, num_workers=1, collate_fn=data.class_of_the_workers_own, device="cpu"))
     for _ in range(6):
         with pytest.raises(AttributeError, match="OnlyHere"):
@@ -315,7 +315,7 @@ def test_an_unpicklable_batch_is_an_error():
 
 
 def test_a_worker_killed_mid_message_ends_the_pass():
-    """The thread that reads it would wait for the rest for ever, and keep the slabs."""
+    """The reading thread would wait for the rest forever, and keep the slabs."""
     loader = make(data.dies_in_the_middle_of_a_message, 40, num_workers=1)
     for _ in range(2):
         began = time.monotonic()
@@ -405,7 +405,7 @@ def test_an_invalid_request_is_an_error(monkeypatch, message):
 
 
 class Garbage:
-    """An object that only a garbage collector ends, which it notes in a file."""
+    """An object that only the garbage collector frees; it then writes to a file."""
 
     def __init__(self, path):
         self.path, self.me = path, self
@@ -416,7 +416,7 @@ class Garbage:
 
 
 def test_workers_leave_the_main_processs_garbage_alone(tmp_path):
-    """A CUDA tensor among it would abort them."""
+    """A CUDA tensor in that garbage would abort the workers."""
     ended, frozen = tmp_path / "ended", gc.get_freeze_count()
     gc.disable()
     try:
@@ -426,13 +426,13 @@ def test_workers_leave_the_main_processs_garbage_alone(tmp_path):
     finally:
         gc.enable()
     assert not ended.exists()
-    assert gc.get_freeze_count() <= frozen  # of objects that somebody else froze some may go meanwhile
+    assert gc.get_freeze_count() <= frozen  # some objects that other code froze may be freed meanwhile
     gc.collect()
     assert ended.read_text() == f"{os.getpid()}\n"
 
 
 def test_no_thread_is_left_when_the_interpreter_ends():
-    """One that comes back from torch after that aborts the process."""
+    """A thread that returns from torch after that aborts the process."""
     program = """
         import atexit
         atexit.register(lambda: print(names()))
@@ -473,15 +473,15 @@ def test_a_worker_that_ended_keeps_no_slab():
     iterator = iter(loader)
     next(iterator)
     worker = iterator._workers[0]
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # else torch's handler may raise here
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # otherwise torch's handler may raise here
     try:
         os.kill(worker.pid, signal.SIGKILL)
-        os.waitpid(worker.pid, 0)  # as another thread may that starts a process
+        os.waitpid(worker.pid, 0)  # as another thread may do when it starts a process
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     del iterator
     assert_all_back(loader)
-    worker._popen.returncode = -signal.SIGKILL  # the other thread goes on
+    worker._popen.returncode = -signal.SIGKILL  # the other thread continues
     worker.join()
 
 
@@ -491,7 +491,7 @@ def test_the_timeout_is_that_of_torch():
     assert next(iterator).tolist() == [0, 1]
     with pytest.raises(RuntimeError, match=r"timed out after 0\.3 seconds"):
         next(iterator)
-    for worker in iterator._workers:  # else torch waits five seconds for the sleeper
+    for worker in iterator._workers:  # otherwise torch waits five seconds for the sleeper
         worker.terminate()
     del iterator
     assert_all_back(loader)
@@ -511,7 +511,7 @@ def test_interrupting_a_persistent_restart_returns_everything(monkeypatch):
 
 
 def test_a_raising_signal_handler_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # of torch's iterator, where it is half made
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # from torch's half-made iterator
     loader = make(size=2, num_workers=1)
     assert numbers(loader) == [0, 1]
     wait_until(lambda: not resources()["threads"])
@@ -538,7 +538,7 @@ def test_batches_are_yielded_before_a_late_next():
         assert index < 2 or gate.wait(PATIENCE_SECONDS)
         return torch.tensor(index)
 
-    loader = make(sample, size=20, depth=2, timeout=PATIENCE_SECONDS / 2)  # seconds; were it waited for, an error
+    loader = make(sample, size=20, depth=2, timeout=PATIENCE_SECONDS / 2)  # seconds; a wait for it would fail
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
     gate.set()
@@ -593,7 +593,7 @@ def test_a_short_slabless_pass_warns_at_its_end():
 
 
 def test_batches_go_on_while_slabs_are_page_locked(monkeypatch):
-    """A worker that has a slab goes on with that one."""
+    """A worker that has a slab continues with that one."""
     take, taken, gate = ps.memory.SharedMemory._take, [], Gate()
 
     def take_slowly(memory, nbytes, device):
@@ -605,7 +605,7 @@ def test_batches_go_on_while_slabs_are_page_locked(monkeypatch):
     monkeypatch.setattr("pinstage.memory.SharedMemory._take", take_slowly)
     loader = make(num_workers=1, depth=0, timeout=PATIENCE_SECONDS / 2)
     batches = iter(loader)
-    gate.wait_for_arrival()  # the worker has the second batch; the first one stays in its slab until the loop wants it
+    gate.wait_for_arrival()  # the worker has the second batch; the first stays in its slab until the loop asks for it
     found = [int(number) for batch in itertools.islice(batches, 15) for number in batch[:, 0]]
     assert loader.stats().pool.held_slabs == 1
     gate.open()
@@ -634,7 +634,7 @@ def test_workers_without_file_descriptors_warn_and_go_on():
 
 
 def test_a_default_timeout_of_sockets_does_no_harm():
-    """Python makes each socket non-blocking then, and so whatever shares its file."""
+    """Python then makes each socket non-blocking, and everything that shares its file."""
     kept = socket.getdefaulttimeout()
     socket.setdefaulttimeout(1.0)
     try:
@@ -657,7 +657,7 @@ def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
 
 def refuse_threads(monkeypatch, reason):
     def refuse(*given):
-        del given  # who keeps the error would keep the thread's function, too
+        del given  # a kept error would keep the thread's function too
         raise RuntimeError(reason)
 
     monkeypatch.setattr(_thread, "start_new_thread", refuse)  # not of `threading`, which has it already
@@ -719,7 +719,7 @@ def test_a_slow_consumer_makes_workers_wait():
     iterator = iter(loader)
     first = next(iterator)
     starved = iterator._broker._starved
-    wait_until(lambda: len(starved) == 2)  # both have filled what they have
+    wait_until(lambda: len(starved) == 2)  # both have filled their slabs
     assert "0 are being copied" in iterator._broker.waiting()
     assert int(first[0, 0]) == 0
     assert [int(batch[0, 0]) for batch in iterator] == list(range(2, 60, 2))
@@ -729,7 +729,7 @@ def test_a_slow_consumer_makes_workers_wait():
 
 @pytest.fixture
 def copies(monkeypatch):
-    """The events of all copies, which are done when the test says so."""
+    """The events of all copies, which the test finishes."""
     found = []
 
     def record(_, stream):
@@ -754,7 +754,7 @@ def test_a_timeout_says_who_holds_the_slabs(copies):
     with pytest.raises(RuntimeError, match=rf"timed out after 0\.5 seconds; {holder}"):
         next(iterator)
     del iterator
-    wait_until(lambda: [event.finish() for event in copies] and all_back(loader))  # perhaps one more was sent
+    wait_until(lambda: [event.finish() for event in copies] and all_back(loader))  # one more may have been sent
 
 
 def test_workers_that_wait_end_with_the_iterator():
@@ -785,7 +785,7 @@ def test_slabs_grow_with_the_batches():
 
 def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
     def fail(*slabs, **_):
-        del slabs  # frames that are not pinstage's keep what they have
+        del slabs  # frames outside pinstage keep their locals
         raise MemoryError("none on the device")
 
     loader = make(depth=0)
@@ -799,7 +799,7 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
                 next(iterator)
             kept.append(caught)
     assert [int(batch[0, 0]) for batch in iterator] == list(range(12, 40, 2))
-    assert_all_back(loader)  # though the errors are kept
+    assert_all_back(loader)  # although the errors are kept
 
 
 # -- other processes
@@ -823,7 +823,7 @@ def test_workers_end_when_the_main_process_is_killed():
         print(iterator._workers[0].pid, flush=True)
         os.kill(os.getpid(), 9)
     """
-    result = run_script(script)  # returns when the worker, too, has closed the output
+    result = run_script(script)  # returns when the worker has closed the output too
     assert result.returncode == -9, result.stderr
     wait_until(lambda: not Path(f"/proc/{int(result.stdout)}").exists() or is_zombie(int(result.stdout)))
 
@@ -898,7 +898,7 @@ def test_a_forked_worker_can_read_the_loader():
     locks = inner._slabs.starting, inner._slabs._lock
     held, ended = threading.Event(), threading.Event()
 
-    def hold():  # as a thread does that begins a pass while another one forks
+    def hold():  # as a thread does that begins a pass while another forks
         with locks[0], locks[1]:
             held.set()
             ended.wait(PATIENCE_SECONDS)
@@ -916,7 +916,7 @@ def test_a_forked_worker_can_read_the_loader():
 
 
 def test_the_size_of_dev_shm_does_not_matter():
-    # Of torch's sharing nothing may be used: it would fail.
+    # torch's sharing must not be used: it would fail.
     script = """
         import torch, loader_data as data, pinstage as ps
         def fail(*args, **kwargs):
@@ -955,7 +955,7 @@ def test_a_dev_shm_without_room_does_not_matter():
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-# torch raises from its handler of the signal, wherever the main thread is: perhaps in a finaliser.
+# torch raises from its signal handler, wherever the main thread is: perhaps in a finaliser.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_soak_with_killed_workers_leaves_nothing(persistent):
     """``PINSTAGE_SOAK_BATCHES=100000 pytest -k soak`` is the long one."""
@@ -1002,14 +1002,14 @@ def test_a_running_copy_keeps_its_slab(copies):
     iterator = iter(loader)
     assert next(iterator)[:, 0].tolist() == [0, 1]
     starved = iterator._broker._starved
-    wait_until(lambda: starved)  # the only slab is still read: the worker must not write it
+    wait_until(lambda: starved)  # the only slab is still being read: the worker must not write to it
     assert loader.stats().pool.leased_slabs == 1
     copies[0].finish()
     copying = iterator._broker._copying
     wait_until(lambda: not copying)  # seen by the thread: this one may be waiting in next()
     assert next(iterator)[:, 0].tolist() == [2, 3]
     del iterator
-    wait_until(lambda: loader.stats().pool.in_flight_slabs == 1)  # of the second, which nobody has finished
+    wait_until(lambda: loader.stats().pool.in_flight_slabs == 1)  # of the second copy, which isn't finished
     copies[1].finish()
     assert_all_back(loader)
 

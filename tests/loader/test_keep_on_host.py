@@ -1,4 +1,4 @@
-"""`keep_on_host` of a loader: what it names stays on the host, with workers and without."""
+"""`keep_on_host` of a loader: the named leaves stay on the host, with workers and without."""
 
 import pickle
 

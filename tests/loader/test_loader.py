@@ -1,4 +1,4 @@
-"""`DataLoader` yields what torch's loader would, on the device."""
+"""`DataLoader` yields the same batches as torch's loader, on the device."""
 
 import copy
 import gc
@@ -19,7 +19,7 @@ from pinstage._loader._collate import LOOKS_KNOWN
 pytestmark = [
     # The machine may have fewer cores than a test takes workers.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    # Of Python 3.12, about what torch's loader does anyway.
+    # Of Python 3.12, about forks that torch's loader makes anyway.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
@@ -27,7 +27,7 @@ pytestmark.append(pytest.mark.filterwarnings("ignore:Sparse invariant checks:Use
 
 
 def both(dataset, *args, **kwargs):
-    """Return what torch's loader and ours yield, from the same seeds."""
+    """Return the batches of torch's loader and of ours, from the same seeds."""
     ours = {name: kwargs.pop(name) for name in ("max_bytes", "depth", "own_storage") if name in kwargs}
     generators = {}
     if "generator" in kwargs:
@@ -150,7 +150,7 @@ def test_without_workers_random_numbers_are_shared():
 
 
 class Drawing(torch.utils.data.Sampler):
-    """Draws each index when it is asked for it, from the generator that the loop uses, too."""
+    """Draws each index on request, from a generator that the loop uses too."""
 
     def __iter__(self):
         for _ in range(24):
@@ -218,7 +218,7 @@ def test_persistent_workers_stay():
 
 
 def test_workers_touch_no_cuda():
-    # Spawned: what it imports is what it needs, not what this process had imported.
+    # Spawned, so that it imports only what it needs, not what this process has imported.
     dataset = data.KnowsItsLoader(None)
     loader = dataset.loader = ps.DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn", device="cpu")
     reached, asked, contexts, pids = torch.cat(list(loader)).unbind(1)
@@ -394,5 +394,5 @@ def test_repeated_structures_are_known_by_a_bounded_number(kinds):
     iterator = iter(ps.DataLoader(dataset, None, num_workers=1, device="cpu"))
     for index, batch in enumerate(iterator):
         assert same(batch, dataset[index])
-    # The second half brought none that was not known.
+    # The second half had no new structures.
     assert len(iterator._broker.known) == min(kinds, LOOKS_KNOWN)

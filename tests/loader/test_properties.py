@@ -1,4 +1,4 @@
-"""A batch is what its collate function makes of the samples, bit for bit, whatever these are made of."""
+"""A batch equals the collated samples bit for bit, for samples of any structure."""
 
 from collections import OrderedDict, defaultdict
 
@@ -39,11 +39,11 @@ ATOMS = (
 
 @st.composite
 def leaves(draw):
-    """Return a function that makes the leaf of the sample of an index: alike in all samples but in its values."""
+    """Return a function from a sample's index to a leaf; leaves differ only in their values."""
     kind = draw(st.integers(0, 5))
     if kind == 0:
         return draw(st.sampled_from(ATOMS))
-    shape = draw(st.lists(st.integers(0, 4), max_size=3))  # of four torch makes other strides in workers than here
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))  # with four, torch makes different strides in workers
     if kind == 1:
         dtype = draw(st.sampled_from(["f4", "f8", "i2", "u4", "?", "c8"]))
         return lambda index: np.full(shape, index % 2, dtype)
@@ -55,7 +55,7 @@ def leaves(draw):
 
 @st.composite
 def containers(draw, children):
-    """Return a function that makes the container of the sample of an index."""
+    """Return a function from a sample's index to its container."""
     makers = draw(st.lists(children, max_size=3))
     keys = draw(st.permutations(["a", "b", "z"]))
     if len(makers) == 2 and draw(st.booleans()):
@@ -71,7 +71,7 @@ def containers(draw, children):
 
 @st.composite
 def alias(draw, children):
-    """Return a function that puts the same object twice into a sample."""
+    """Return a function that puts one object into a sample twice."""
     make = draw(children)
 
     def twice(index):

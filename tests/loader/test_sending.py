@@ -1,4 +1,4 @@
-"""What a loader's batches wait for before they are sent, and what torch's iterator reads of them."""
+"""When a loader sends its batches, and the messages that torch's iterator reads."""
 
 import queue
 import time
@@ -17,14 +17,14 @@ from pinstage._stage import Transfer
 
 
 class Sent(Transfer):
-    """A transfer that nobody sent."""
+    """A transfer without a copy."""
 
     def __init__(self, arrival):
         self.number, arrival.number = arrival.number, None  # the copy has the slab
 
 
 class Broker:
-    """Tells which batches were dropped unsent."""
+    """Records which batches were dropped unsent."""
 
     def __init__(self):
         self.free = []
@@ -35,7 +35,7 @@ class Broker:
 
 
 class Batches:
-    """Torch's iterator, as far as the queue knows it."""
+    """torch's iterator, as far as the queue uses it."""
 
     def __init__(self, in_order):
         self._rcvd_idx = 0
@@ -43,7 +43,7 @@ class Batches:
 
 
 class Loop:
-    """A loop of torch's iterator, with both threads in this one."""
+    """A loop over torch's iterator, with both threads in this one."""
 
     def __init__(self, depth, *, in_order=True):
         self.batches = Batches(in_order)
@@ -78,7 +78,7 @@ class Loop:
         return number, PackedBatch(self.broker, None, None, number, None, list(others), 0.0)
 
     def ready(self):
-        """Take what is there."""
+        """Take all that is ready."""
         found = []
         while True:
             try:
@@ -90,7 +90,7 @@ class Loop:
 def test_batches_are_sent_up_to_the_depth_ahead():
     loop = Loop(2)
     loop.arrive(*map(loop.batch, range(6)))
-    assert loop.sent == [0, 1]  # nobody has any yet
+    assert loop.sent == [0, 1]  # not yielded yet
     for taken in range(1, 5):
         assert loop.queue.get(timeout=0)[0] == taken - 1
         loop.batches._rcvd_idx = taken
@@ -142,7 +142,7 @@ def test_a_worker_s_end_follows_its_last_batch(in_order):
 def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
     workers = data.draw(st.integers(1, 4))
     counts = [data.draw(st.integers(0, 5)) for _ in range(workers)]
-    # As torch gives tasks out; each worker answers in order, and says when it has no more.
+    # As torch assigns tasks: each worker answers in order, and reports when it has no more.
     tasks = [deque((turn * workers + worker) for turn in range(count + 1)) for worker, count in enumerate(counts)]
     last = [numbers[-1] for numbers in tasks]
     loop, found, early, done = Loop(depth, in_order=in_order), [], set(), set()
@@ -153,7 +153,7 @@ def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
                 found.append(wanted)
             wanted += 1
         loop.batches._rcvd_idx = wanted
-        if data.draw(st.booleans()):  # the loop got a batch, or an error, or torch only looks again
+        if data.draw(st.booleans()):  # the loop got a batch or an error, or torch only looks again
             loop.queue.advance()
         try:
             number, payload = loop.queue.get(timeout=0)
@@ -247,7 +247,7 @@ def test_the_queue_does_not_keep_torchs_iterator():
 
 
 def test_two_ends_close_the_pipe_once():
-    """The second thread comes while the first one is inside ``os.close``, and so before the pipe knows."""
+    """The second thread arrives while the first is inside ``os.close``, before the pipe is marked as closed."""
     closed = []
 
     def close():

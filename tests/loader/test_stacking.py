@@ -1,4 +1,4 @@
-"""Samples are stacked in the slab, and the batch is the one that torch's default collation would have made."""
+"""Samples are stacked in the slab, and the batch equals the result of torch's default collation."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ ALIKE = ["plain", "other values", "transposed", "expanded"]
 
 
 def in_slab(samples):
-    """Return the batch as a worker writes it into a slab, and how many stacks there were."""
+    """Return the batch as a worker writes it into a slab, and the number of stacks."""
     stacks = {}
     parts = take_apart(_collate.collate_lazily(samples, stacks))
     slab = torch.full((parts.table.nbytes + 64,), 0xDD, dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""A long pass over ragged batches of ever new structures holds no more at its end than in its middle.
+"""A long pass over ragged batches with ever new structures holds no more memory at its end than half-way.
 
-``python test_loader_steady.py BATCHES`` is the long form.
+``python tests/loader/test_steady.py BATCHES`` is the long form.
 """
 
 import mmap
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def ragged(index):
-    """One of some thousand structures, with tensors of random length, one that cannot be packed, and text."""
+    """Return one of some thousand structures: tensors of random length, one that can't be packed, and text."""
     rng = random.Random(index)
     fields = {
         f"field {n}": torch.full((rng.randrange(4096),), n, dtype=torch.uint8) for n in range(rng.randrange(1, 20))
@@ -37,7 +37,7 @@ def footprint(iterator):
 
 
 def long_pass(batches):
-    """Read so many batches; return the footprint after the first half, and at the end."""
+    """Read `batches` batches; return the footprint after the first half, and at the end."""
     loader = ps.DataLoader(data.Mapped(ragged, batches), None, num_workers=2, device="cpu", max_bytes="1MiB")
     iterator = iter(loader)
     for _ in range(batches // 2):
@@ -52,7 +52,7 @@ def long_pass(batches):
 def test_memory_and_files_are_steady_in_long_passes():
     (bytes_before, files_before), (bytes_after, files_after) = long_pass(2000)
     assert max(after - before for before, after in zip(bytes_before, bytes_after, strict=True)) < 2 * MIB
-    # A file more or less: of a tensor that cannot be packed, which travels torch's way, a file each.
+    # One file more or less: torch sends each tensor that can't be packed in its own file.
     assert max(after - before for before, after in zip(files_before, files_after, strict=True)) < 10
 
 

@@ -1,4 +1,4 @@
-"""What the loader uses of torch without torch's promise is still there, and does what the loader relies on."""
+"""The private parts of torch that the loader uses still exist, and behave as the loader relies on."""
 
 import ast
 import inspect
@@ -52,7 +52,7 @@ def test_a_profile_shows_torchs_range_for_each_batch(streamed):
     with torch.profiler.profile() as profile:
         assert len(list(iterator)) == 4
     names = [event.name for event in profile.events()]
-    assert sum(name.startswith("enumerate(DataLoader)#") for name in names) == 5  # the last one finds the end
+    assert sum(name.startswith("enumerate(DataLoader)#") for name in names) == 5  # the last call finds the end
 
 
 def test_default_collation_asks_the_map_for_tensors():
@@ -88,7 +88,7 @@ def test_the_worker_queue_has_a_pollable_file():
 
 
 class Other:
-    """An iterator of torch's, of which some attributes are gone, or are something else."""
+    """An iterator of torch with some attributes missing or replaced."""
 
     def __init__(self, behind, **other):
         vars(self).update(_behind=behind, _other=other)
@@ -109,7 +109,7 @@ class Other:
 
 
 def assert_batches_arrive_the_slow_way(reason, persistent=True):
-    """Read a loader twice, with workers; it says once that it is slow, and why."""
+    """Read a loader twice, with workers; check that it warns once that it is slow, and why."""
     loader = ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=2, device="cpu", persistent_workers=persistent)
     expected = list(torch.utils.data.DataLoader(data.Mapped(data.tensors, 8), 2))
     with pytest.warns(StagingWarning, match="stages in the main process, which is slower: " + reason) as told:
@@ -138,7 +138,7 @@ def test_a_missing_private_name_warns_once(monkeypatch, name):
     monkeypatch.setattr(
         torch.utils.data.DataLoader, "_get_iterator", lambda loader: Other(made(loader), **{name: None})
     )
-    # What torch calls to begin again, instead of `_reset`, goes to its own iterator: there is none to be tried here.
+    # The call that starts torch's iterator again, instead of `_reset`, has no iterator here, so it can't be tested.
     assert_batches_arrive_the_slow_way(
         f"torch .* has no {name} any more in its loader.s iterator", persistent=name != "_reset"
     )
@@ -153,7 +153,7 @@ class NoFile:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (lambda behind: {"_data_queue": object()}, "reads what its workers write in another way"),
+        (lambda behind: {"_data_queue": object()}, "reads its workers' results in another way"),
         (lambda behind: dict.fromkeys(["_data_queue", "_worker_result_queue"], NoFile()), "in another way"),
     ],
     ids=["another queue", "no file"],

@@ -1,4 +1,4 @@
-"""The slabs of a worker: in whatever order the main process answers, a slab is written by one batch at a time."""
+"""The slabs of a worker: whatever the order of the main process's answers, a slab has one batch at a time."""
 
 import os
 
@@ -15,7 +15,7 @@ SIZES = st.integers(1, 300)
 
 
 class NoMapping:
-    """Stands for the mapping of a slab that no test writes to."""
+    """Stands for the mapping of a slab, which no test writes to."""
 
     def __init__(self):
         self.is_open = True
@@ -33,7 +33,7 @@ class Slab(WorkerSlab):
 
 
 class MainProcess:
-    """The other end of the worker's channel; `draw` decides what comes next of what may come."""
+    """The other end of the worker's channel; `draw` chooses the next message among the possible ones."""
 
     def __init__(self, draw):
         self.draw = draw
@@ -72,7 +72,7 @@ class MainProcess:
             messages.append(self.refuse)
         return messages
 
-    # -- what it may send
+    # -- messages that it may send
 
     def free(self, number):
         self.copying.remove(number)
@@ -122,7 +122,7 @@ def test_a_slab_is_written_by_one_batch(data):
 
 
 def test_a_worker_with_a_slab_doesn_t_wait():
-    """To page-lock one takes time."""
+    """Page-locking another slab takes time."""
     main = MainProcess(None)
     slabs = WorkerSlabs(main, os.getpid(), LIMIT)
     answers = [lambda: main.grant(100)]

@@ -1,4 +1,4 @@
-"""Which node pages are put on, read from a fake sysfs, and that they are asked for there before they are touched."""
+"""The node for pages, read from a fake sysfs, and the request for that node before pages are touched."""
 
 import ctypes
 import logging
@@ -20,7 +20,7 @@ GPU = "0000:1b:00.0"
 
 @pytest.fixture
 def host(tmp_path):
-    """Make a sysfs: nodes with their cpus, and the node that the firmware gives for the GPU."""
+    """Make a sysfs: nodes with their CPUs, and the node that the firmware reports for the GPU."""
 
     def make(nodes, gpu=None):
         folder = tmp_path / "sys/devices/system/node"
@@ -40,7 +40,7 @@ def host(tmp_path):
 
 @pytest.fixture
 def affinity(monkeypatch):
-    """The cpus that the process seems to have: 0 to 7."""
+    """The CPUs that the process seems to have: 0 to 7."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
 
 
@@ -65,7 +65,7 @@ def test_a_host_with_one_node_does_nothing(host, asked, nodes):
 def test_an_unknown_node_does_nothing(host, gpu):
     node, _, reason = _numa.placement("auto", GPU, host({0: "0", 1: "1"}, gpu=gpu))
     assert node is None
-    assert reason == f"numa_node='auto': the system does not tell the node of {GPU}"
+    assert reason == f"numa_node='auto': the system doesn't report the node of {GPU}"
 
 
 def test_a_missing_node_is_an_error_naming_others(host):
@@ -141,7 +141,7 @@ def test_touching_threads_move_but_the_caller_stays(monkeypatch):
 
 @pytest.fixture
 def registered(monkeypatch):
-    """Let registered memory be made without CUDA; return the order of what is done to it."""
+    """Let registered memory be made without CUDA; return the order of operations on it."""
     log = []
     monkeypatch.setattr(_cuda, "require", lambda _: None)
     monkeypatch.setattr(_cuda, "device_index", lambda _: 3)

@@ -1,6 +1,6 @@
-"""The page-locked kinds against a double of cuda-python, which counts what is live and fails when told to."""
+"""Page-locked memory with a double of cuda-python, which counts live allocations and fails on request."""
 
-# ruff: noqa: N802 (the double has the names of what it doubles)
+# ruff: noqa: N802 (the double has cuda-python's names)
 
 import contextlib
 import ctypes
@@ -175,7 +175,7 @@ def test_an_unusable_device_fails_only_the_allocation(kind, memory, cuda, call):
     cuda.fail(call, OUT_OF_MEMORY)
     with pytest.raises(_cuda.PinningMemoryError, match=f"{call} failed: cudaErrorMemoryAllocation"):
         memory.allocate(4096)
-    cuda.last_error = 0  # the driver has none to clear
+    cuda.last_error = 0  # the driver has no error to clear
     memory.deallocate(memory.allocate(4096))
 
 
@@ -303,7 +303,7 @@ def torch_with_a_gpu(monkeypatch):
 
 @pytest.fixture
 def bindings(monkeypatch):
-    """Put doubles in the place of cuda-python's modules."""
+    """Replace cuda-python's modules with doubles."""
 
     def put(driver, runtime):
         package = types.SimpleNamespace(driver=driver, runtime=runtime)
@@ -356,7 +356,7 @@ def test_working_bindings_are_asked_once(torch_with_a_gpu, bindings):
 
 
 def test_another_thread_sets_no_current_device(monkeypatch):
-    # torch may have gone back to a device without setting it; to set it then would make a context there
+    # torch may return to a device without setting it; setting it would make a context there
     current, entered = [1], []
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: current[0])
@@ -370,7 +370,7 @@ def test_another_thread_sets_no_current_device(monkeypatch):
 
 
 class Streams:
-    """Stands for torch with three devices: what is current, and what was recorded where."""
+    """Stands for torch with three devices: current streams, and recorded events."""
 
     def __init__(self, monkeypatch):
         self.current, self.recorded, self.capturing = 1, [], None

@@ -1,4 +1,4 @@
-"""The kinds that need no CUDA, and what holds for all kinds."""
+"""Memory resources that need no CUDA, and properties of all kinds."""
 
 import ctypes
 import mmap
@@ -203,7 +203,7 @@ def test_an_aligned_mapping_keeps_nothing_beside_it():
         address = pages.map_pages(3 << 20, alignment=pages.HUGE_PAGE_BYTES)
         assert address % pages.HUGE_PAGE_BYTES == 0
         pages.unmap(address, 3 << 20)
-    assert mapped_bytes() - before < 100 << 20  # the slack of all would be 200 MiB
+    assert mapped_bytes() - before < 100 << 20  # the slack of all of them would be 200 MiB
 
 
 def mapped_bytes():
@@ -228,7 +228,7 @@ def resident_pages(address, nbytes):
 
 
 def test_pages_are_touched_where_populate_is_missing(monkeypatch):
-    monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", 0x7FFF)  # no kernel knows it: EINVAL
+    monkeypatch.setattr(pages, "MADV_POPULATE_WRITE", 0x7FFF)  # unknown to every kernel: EINVAL
     address = pages.map_pages(1 << 20)
     pages.populate(address, 1 << 20)
     assert resident_pages(address, 1 << 20) == 256
@@ -287,6 +287,6 @@ def test_the_default_for_the_cpu_is_pageable():
 
 
 def test_a_signalled_child_differs_from_a_failing_one():
-    # The double above is used to prove a crash in the GPU tests: it must see one.
+    # The GPU tests use the double above to prove a crash, so it must detect one.
     assert in_child(lambda: os.kill(os.getpid(), signal.SIGKILL)) == -signal.SIGKILL
     assert in_child(lambda: False) == 2

@@ -1,4 +1,4 @@
-"""Frozen modules: on the host outside their block, on the device inside, with the same content and the same objects."""
+"""Frozen modules: on the host outside their block, on the device inside it, with the same content and objects."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ KIB = 1 << 10
 
 @pytest.fixture(params=["at once", "late"])
 def target(request, monkeypatch):
-    """Run a test twice: with copies that are done at once, and with copies that are done when they are waited for."""
+    """Run a test twice: with copies that are done at once, and with copies that are done on a wait."""
     if request.param == "at once":
         yield None
         return
@@ -94,7 +94,7 @@ def slabs_of(handle):
 
 
 def is_on_host(module, handle):
-    """Say whether all tensors are in the handle's slabs; fail if only some are."""
+    """Return whether all tensors are in the handle's slabs; fail if only some are."""
     slabs = slabs_of(handle)
     found = {
         any(tensor.data_ptr() in slab for slab in slabs) for tensor in tensors_of(module).values() if tensor.numel()

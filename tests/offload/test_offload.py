@@ -1,4 +1,4 @@
-"""Activations on the host between forward and backward: gradients bit-equal, and nothing of the pool left behind."""
+"""Activations on the host between forward and backward: gradients bit-equal, and no slab left in use."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ KIB = 1 << 10
 
 @pytest.fixture(params=["at once", "late"])
 def target(request, monkeypatch):
-    """Run a test twice: with copies that are done at once, and with such as are done when they are waited for."""
+    """Run a test twice: with copies that are done at once, and with copies that are done on a wait."""
     if request.param == "at once":
         yield None
         return
@@ -61,7 +61,7 @@ class Attention(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """Every layer looks at the same memory."""
+    """Every layer attends to the same `memory` tensor."""
 
     def __init__(self, size=32):
         super().__init__()
@@ -241,7 +241,7 @@ def test_compiled_functions_give_the_same_gradients(pool, where):
     torch._dynamo.reset()
 
 
-# -- what travels, and what stays --------------------------------------------------------------------------------------
+# -- which tensors are sent, and which stay ----------------------------------------------------------------------------
 
 
 def test_parameters_views_of_them_and_small_tensors_stay(pool):
@@ -307,10 +307,10 @@ def test_bytes_between_saved_elements_count_as_unsaved(pool):
             return gradient * ctx.saved_tensors[0].sum(), None
 
     x, buffer = torch.ones(1, requires_grad=True), torch.ones(40, 40)
-    left, right = buffer[:, :25], buffer[:, 25:]  # the ends of one lie beyond those of the other
+    left, right = buffer[:, :25], buffer[:, 25:]  # their ranges of memory overlap
     with save_on_cpu(pool, min_bytes=KIB):
         first = Keep.apply(x, left)
-        right.data.fill_(3.0)  # as a kernel of the user's does, which tells no counter
+        right.data.fill_(3.0)  # as a user's kernel does, without a version counter
         second, whole = Keep.apply(x, right[:39]), Keep.apply(x, buffer)
     for loss, expected in ((first, left), (second, right[:39]), (whole, buffer)):
         assert torch.autograd.grad(loss, x)[0].item() == expected.sum().item()
@@ -374,7 +374,7 @@ def test_lazily_conjugated_and_sparse_tensors_stay(pool):
     y = torch.randn(40, 4, requires_grad=True)
     with offload:
         loss = (x.detach().conj() * x).abs().sum() + torch.sparse.mm(matrix, y).sum()
-    assert (offload.stats().copies, offload.stats().stayed) == (1, 2)  # what abs() saves goes
+    assert (offload.stats().copies, offload.stats().stayed) == (1, 2)  # the tensor that abs() saves is sent
     loss.backward()
     assert torch.equal(y.grad, torch.ones(40, 4))
 
@@ -382,7 +382,7 @@ def test_lazily_conjugated_and_sparse_tensors_stay(pool):
 def test_tensors_stay_at_the_cap_and_are_counted(make_pool, target):
     model, x = make("mlp")
     expected = gradients(model, x)
-    for cap in (8 * KIB, 20 * KIB):  # none fits but the smallest; some do
+    for cap in (8 * KIB, 20 * KIB):  # only the smallest fits; some fit
         pool = make_pool(cap)
         offload = save_on_cpu(pool, min_bytes=KIB)
         assert_equal(gradients(model, x, offload), expected)
@@ -410,7 +410,7 @@ def test_tensors_stay_where_the_memory_is_refused(make_pool, memory):
     x = torch.randn(40, 40, requires_grad=True)
     offload = save_on_cpu(pool, min_bytes=KIB)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StagingWarning)  # the pool's own word for it
+        warnings.simplefilter("ignore", StagingWarning)  # the pool's own warning
         with offload:
             y = x.sin()
     y.sum().backward()
@@ -454,7 +454,7 @@ def test_backward_finds_tensors_that_set_out_before(pool, target):
         loss.backward()
         stats = offload.stats()
         assert stats.still_there + stats.ahead + stats.late == 10 * turn
-        assert stats.late <= (turn if target is None else 0)  # the first, if it has left by then
+        assert stats.late <= (turn if target is None else 0)  # the first, if it is sent by then
 
 
 def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
@@ -488,7 +488,7 @@ def test_no_more_comes_back_ahead_than_is_allowed(pool, monkeypatch):
         for _ in range(12):
             y = Watch.apply(y.sin())
     y.sum().backward()
-    assert most <= 3 + 1  # ahead, and in use
+    assert most <= 3 + 1  # three ahead, and one in use
 
 
 def test_device_memory_is_freed_after_its_copy(make_pool, monkeypatch):
@@ -620,7 +620,7 @@ def test_returned_tensors_of_dropped_graphs_live_until_copied(make_pool, monkeyp
         dropped, kept = chain(other, 4), chain(x, 4)
     kept.backward()
     late.lost = 0
-    del dropped  # its tensors have set out, and nobody will wait for them
+    del dropped  # its tensors are being copied, and nothing will wait for them
     late.run_all()
     assert late.lost == 0
     wait_until(lambda: pool.stats().in_flight_slabs == 0)
@@ -638,7 +638,7 @@ def test_a_graph_in_a_cycle_returns_its_slabs(pool, target):
     with save_on_cpu(pool, min_bytes=KIB) as offload:
         y = x.sin().sin()
     ring = Ring()
-    ring.parts = ring, y, offload, offload._saving.pack(x.exp())  # autograd hides what it keeps from the collector
+    ring.parts = ring, y, offload, offload._saving.pack(x.exp())  # autograd hides its references from the collector
     del ring, y, offload
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""An optimizer's state on the host between steps: weights bit-equal, nothing read that is not there."""
+"""An optimizer's state on the host between steps: weights bit-equal, and nothing read before it has arrived."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(params=[None, (6, 6), (1000, 0), (0, 1000)], ids=str)
 def target(request, monkeypatch):
-    """Run a test with copies that are done at once, and with such as are late out, back, or both."""
+    """Run a test with copies that are done at once, and with copies that are late out, back, or both."""
     if request.param is None:
         yield None
         return

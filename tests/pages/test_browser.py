@@ -1,4 +1,4 @@
-"""The site and the report of a trace, as a browser shows them. Skipped, with the reason, where there is no browser.
+"""The site and the report of a trace, as a browser shows them. Skipped, with the reason, without a browser.
 
 ``PINSTAGE_REQUIRE_BROWSER=1`` makes a missing browser, or a missing mkdocs, a failure.
 """
@@ -93,7 +93,7 @@ const pages = PAGES, found = [];
 })();
 </script></body>
 """
-"""Opens each page in a frame as wide as a screen, and says what is wider. Blocks of code may be, and what is folded."""
+"""Opens each page in a frame as wide as a screen, and lists wider elements, except code blocks and folded parts."""
 
 
 def test_nothing_is_wider_than_the_screen(site, tmp_path):
@@ -107,13 +107,13 @@ def test_nothing_is_wider_than_the_screen(site, tmp_path):
     (site / "measure.html").unlink()
     found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
     assert len(found) == 2 * len(pages)
-    assert [page for page, _, _, headings, _, _ in found if headings != 1] == []  # they were there
+    assert [page for page, _, _, headings, _, _ in found if headings != 1] == []  # all pages were loaded
     too_wide = [row for row in found if row[2] > row[1] or row[4] or row[5]]
     assert too_wide == []
 
 
 class Assets(HTMLParser):
-    """What a page loads by itself."""
+    """The files that a page loads."""
 
     def __init__(self, text):
         super().__init__()
@@ -159,5 +159,5 @@ def test_a_picture_is_readable_in_light_and_dark(screenshot, image):
     dark = screenshot(image, DARK, width=width, height=height + 100)[:height]
     assert np.median(light) > 200
     assert np.median(dark) < 80
-    for pixels in (light, dark):  # words and lines stand out from what is behind them
+    for pixels in (light, dark):  # text and lines stand out from the background
         assert (np.abs(pixels - np.median(pixels, axis=(0, 1))).max(axis=2) > 100).mean() > 0.02

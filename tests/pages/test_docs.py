@@ -1,4 +1,4 @@
-"""The documentation's snippets run as they stand, and its names hold."""
+"""The snippets of the documentation run unchanged, and its names exist."""
 
 import importlib.util
 import operator
@@ -13,7 +13,7 @@ import torch.distributed
 
 import pinstage
 
-# Of the snippets' workers, by torch and by Python 3.12; and of tensordict's import.
+# Warnings of torch and Python 3.12 about the snippets' workers, and of tensordict's import.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
@@ -47,18 +47,18 @@ SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | r
 
 
 def python_blocks(path):
-    """Return the blocks of a page that run; those behind a comment ``<!-- skip: why -->`` do not."""
+    """Return the blocks of a page that run; a comment ``<!-- skip: why -->`` excludes the next block."""
     return re.findall(r"^```python\n(.*?)^```", SKIPPED.sub("", path.read_text()), re.MULTILINE | re.DOTALL)
 
 
 def scripts(path):
-    """Return the blocks that are files of their own: name, text, and what the page says that they print."""
+    """Return the blocks that are whole files: name, text, and the output that the page gives."""
     pattern = r'^```python title="(\S+\.py)"\n(.*?)^```(?:\n\n```text\n(.*?)^```)?'
     return re.findall(pattern, path.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def run(page, names):
-    """Run a page's blocks from top to bottom, on the CPU, and return the names that they made."""
+    """Run a page's blocks from top to bottom, on the CPU, and return the names that they define."""
     blocks = python_blocks(DOCS / page)
     assert blocks
     for number, block in enumerate(blocks):
@@ -70,7 +70,7 @@ def run(page, names):
 @pytest.mark.parametrize("page", RUN_FROM_TOP_TO_BOTTOM)
 def test_a_page_s_snippets_run_in_order(page, capsys):
     names = run(page, {"__name__": "page"})
-    for test in [value for name, value in names.items() if name.startswith("test_")]:  # of the page about tests
+    for test in [value for name, value in names.items() if name.startswith("test_")]:  # on the page about tests
         test()
     for value in names.values():
         if isinstance(value, pinstage.Stager):
@@ -93,8 +93,8 @@ def test_the_lines_of_use_run(page):
 
 
 def test_the_guide_to_several_gpus_runs():
-    """In a process of its own. torch keeps the groups of sharded tensors (2.13, DTensor's sharding cache), and a child
-    that is forked later frees them, and dies waiting for threads that it does not have."""
+    """In its own process: torch caches the groups of sharded tensors (2.13, DTensor's sharding cache). A child forked
+    later frees them, and hangs waiting for threads that it doesn't have."""
     command = [sys.executable, "-W", "ignore", "-c", "import test_docs; test_docs.run_the_guide_to_several_gpus()"]
     done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -180,7 +180,7 @@ IN_SIGNATURES = {
     "StagingNode",
     "WrappedLoader",
 }
-"""Types that are described on the page of the call that takes or returns them."""
+"""Types that are described on the page of a call that takes or returns them."""
 
 
 def names_of(page):

@@ -1,4 +1,4 @@
-"""The pages on audit, doctor and trace: what they show is what happens."""
+"""The pages on audit, doctor and trace show the real output."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ def blocks(page, language):
 
 
 def without_times(text):
-    """Leave out what differs from run to run."""
+    """Remove the times, which differ between runs."""
     return re.sub(r"[\d.]+ (us|ms)", "TIME", text)
 
 

@@ -1,4 +1,4 @@
-"""The cap, and what changes the bytes held: growth, trim, reserve, freeze; also when memory fails."""
+"""The cap, and changes of the bytes held: growth, trim, reserve, freeze; also when memory fails."""
 
 import contextlib
 import threading
@@ -80,7 +80,7 @@ def test_the_cap_holds_while_idle_slabs_are_freed(pool, memory, background):
     large = background(pool.acquire, 700)
     memory.deallocate_gate.wait_for_arrival()
     with pytest.raises(AcquireTimeoutError):
-        pool.acquire(320, timeout=0)  # would fit beside what is held then, were it not promised to the other
+        pool.acquire(320, timeout=0)  # would fit, if the room weren't promised to the other request
     small = background(pool.acquire, 320)
     wait_until(lambda: pool.stats().waits == 2)
     assert memory.live_bytes == pool.stats().held_bytes == 832
@@ -388,7 +388,7 @@ def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background):
     wait_until(lambda: pool.stats().waits == 1)
     memory.allocate_gate.open()
     outcome(waiter).release()
-    with contextlib.suppress(MemoryError):  # unless the other one was quicker: then there is a slab to wait for
+    with contextlib.suppress(MemoryError):  # unless the other request was faster: then there is a slab to wait for
         outcome(failing).release()
 
 

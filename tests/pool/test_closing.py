@@ -260,13 +260,13 @@ def test_stager_stats_work_while_the_pool_frees(memory, background):
     frees = background(stager.stats)
     memory.deallocate_gate.wait_for_arrival()
     assert outcome(background(repr, stager))
-    stager.to_device({"no": "tensors"})  # counts, too
+    stager.to_device({"no": "tensors"})  # counts too
     memory.deallocate_gate.open()
     assert outcome(frees).batches <= 1
 
 
 def run_script(script):
-    """Run a program; return its exit status, and what it printed."""
+    """Run a program; return its exit status and output."""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
@@ -312,7 +312,7 @@ cycle.append(cycle)
 
 
 def test_an_event_ends_with_its_slab(memory):
-    """Garbage that has an event in it ends a forked child that collects it."""
+    """Garbage with an event aborts a forked child that collects it."""
     gc.collect()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""After ``fork`` the child's copy of a pool refuses to work, and the parent's is as it was."""
+"""After ``fork`` the child's copy of a pool refuses to work, and the parent's is unchanged."""
 
 import gc
 import os

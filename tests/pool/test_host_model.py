@@ -1,4 +1,4 @@
-"""Pools of a `HostBudget` as processes that the test moves step by step: any of them may be killed at any time."""
+"""Pools of a `HostBudget` as simulated processes that the test steps; any of them may be killed at any time."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ CAP = 100
 
 
 class Blocks:
-    """Memory that is only counted."""
+    """Memory that only counts."""
 
     is_pinned = is_shared = False
     granularity = 1
@@ -34,7 +34,7 @@ class Blocks:
 
 
 class Process:
-    """A process with one pool: blocks in use, idle blocks, and how much it waits for."""
+    """A process with one pool: blocks in use, idle blocks, and the bytes that it waits for."""
 
     def __init__(self):
         self.closed = False

@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at every point of the pool where one can come: no slab, and no byte of the cap, is lost."""
+"""KeyboardInterrupt at every possible point of the pool: no slab, and no byte of the cap, is lost."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from pinstage import SlabPool
 
 FILES = ("_pool.py", "_state.py", "_growth.py", "_waiting.py", "_lease.py", "_slab.py")
 
-# Of the lease that nobody got.
+# About the lease that was never returned to the caller.
 pytestmark = pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 
 
@@ -58,7 +58,7 @@ def test_an_interrupted_release_waits_or_did_nothing(memory):
             event.finish()
             pool.acquire(1000, timeout=0).release()
         if not interrupted:
-            break  # there may be no such point at all: then nothing but C is called
+            break  # there may be no such point if only C is called
 
 
 class PinnedMemory(CountingMemory):

@@ -1,4 +1,4 @@
-"""Leases: the views they give, how they end, and what keeps a slab out of the pool after that."""
+"""Leases: their views, their end, and what keeps a slab in use after that."""
 
 import ctypes
 import gc
@@ -38,7 +38,7 @@ FREE = {"leased": 0, "in flight": 0, "free": 1}
 
 @pytest.fixture
 def full_pool(make_pool):
-    """A pool with room for a single slab: who gets it again can be seen."""
+    """A pool with room for a single slab, so that its reuse is visible."""
     pool = make_pool(128)
     pool.reserve(128)
     return pool
@@ -279,7 +279,7 @@ def test_derived_views_keep_the_slab(full_pool, derive):
 
 
 def test_a_warm_lease_takes_at_most_six_calls(pool):
-    """Of Python's, in the package: a small batch has little time for more."""
+    """Python calls in the package: a small batch has little time for more."""
 
     def lease_and_release():
         pool.acquire(100).release(after=(event := ManualEvent()))
@@ -393,7 +393,7 @@ class PinnedMemory(CountingMemory):
 
 
 class Recorder:
-    """Stands for the streams that are current: an event each time that they are recorded, or an error."""
+    """Stands for the current streams: an event for each recording, or an error."""
 
     def __init__(self):
         self.events = []
@@ -445,7 +445,7 @@ def test_release_and_pageable_memory_record_nothing(pinned_pool, pool, recorder)
 
 
 def hold_after_failure(pool, lease):
-    """See that the slab stays out, whoever drops the lease, until it is released."""
+    """Check that the slab stays in use, even if the lease is dropped, until it is released."""
     assert states(pool) == LEASED
     dead = weakref.ref(lease)
     del lease
@@ -481,7 +481,7 @@ def test_a_failed_recording_doesn_t_mask_the_error(pinned_pool, recorder):
     hold_after_failure(pinned_pool, leases.pop())
 
 
-# -- leases that nobody releases
+# -- leases that are never released
 
 
 def test_a_forgotten_lease_returns_with_a_warning(full_pool):
@@ -542,7 +542,7 @@ def test_a_lease_in_a_cycle_is_returned(full_pool):
     holder = {"lease": full_pool.acquire(100)}
     holder["view"] = holder["lease"].__buffer__(0)
     holder["self"] = holder
-    gc.disable()  # or it may find the cycle by itself, a moment too early
+    gc.disable()  # otherwise it may collect the cycle too early
     try:
         del holder
         gc.collect()

@@ -1,4 +1,4 @@
-"""Owners and their quotas: what is counted, guaranteed and limited, and the order in which requests are served."""
+"""Owners and their quotas: counts, guarantees, limits, and the order in which requests are served."""
 
 import concurrent.futures
 import itertools
@@ -18,11 +18,11 @@ slow_polling = pytest.mark.usefixtures("no_polling")
 
 
 def waits(pool, count):
-    """Return when so many requests have begun to wait."""
+    """Return when `count` requests have begun to wait."""
     wait_until(lambda: pool.stats().waits == count)
 
 
-# -- who holds what
+# -- bytes by owner
 
 
 def test_the_stats_say_who_holds_what(pool):
@@ -42,7 +42,7 @@ def test_the_stats_say_who_holds_what(pool):
     evaluation.release()
     owners = pool.stats().owners
     assert [owner.held_bytes for owner in owners.values()] == [0, 0]
-    assert pool.stats().free_bytes == 632  # idle slabs are nobody's
+    assert pool.stats().free_bytes == 632  # idle slabs have no owner
 
 
 def test_a_slab_is_its_last_users(pool):
@@ -296,10 +296,10 @@ class Asked:
 
 
 class QuotasMachine(RuleBasedStateMachine):
-    """The pool against the rules of `SlabPool.set_quota`, written out again.
+    """The pool compared with a second implementation of the rules of `SlabPool.set_quota`.
 
-    Each request waits in a thread. After each step the model says who has to be served by now, whom it must not be, and
-    for whom there never will be room; of the pool it takes only how large a slab one was given.
+    Each request waits in a thread. After each step the model computes which requests must have been served, which must
+    not, and which can never be; from the pool it takes only the sizes of leased slabs.
     """
 
     def __init__(self):
@@ -336,7 +336,7 @@ class QuotasMachine(RuleBasedStateMachine):
         return not in_the_way or used + nbytes <= least
 
     def settle(self):
-        """See that all are served, or refused, who must be, and no others."""
+        """Check that exactly the requests that must be served or refused are."""
         for asked in [asked for asked in self.waiting if not self.can_ever(asked.owner, asked.nbytes)]:
             with pytest.raises(BudgetExceededError):
                 outcome(asked.future)
@@ -350,7 +350,7 @@ class QuotasMachine(RuleBasedStateMachine):
             self.busy.append(due[0])
         assert not any(asked.future.done() for asked in self.waiting), "served out of turn, or beyond a quota"
         if self.waiting and not self.busy:
-            raise AssertionError("everybody waits, and nobody has anything: a deadlock")
+            raise AssertionError("all requests wait, and no slab is in use: a deadlock")
 
     def end(self, asked):
         self.busy.remove(asked)
@@ -449,7 +449,7 @@ class QuotasMachine(RuleBasedStateMachine):
                 self.settle()
             assert not self.waiting
         finally:
-            self.pool.close()  # and whoever still waits ends
+            self.pool.close()  # ends all waiting requests
             self.executor.shutdown()
         assert self.memory.live_bytes == 0
 

@@ -1,6 +1,6 @@
-"""What is staged is what was there when `stage()` was called, however long it goes on.
+"""A staged batch has the values at the time of the call of `stage()`, also in long runs.
 
-A small part of what is run by hand: ``python tests/soak.py 100000``.
+A small part of the manual run, ``python tests/helpers/soak.py 100000``.
 """
 
 import json

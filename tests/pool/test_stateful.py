@@ -1,8 +1,8 @@
-"""The real pool against a plain model: what is busy, for what reason, and whose bytes are in it.
+"""The real pool compared with a plain model: which slabs are busy, why, and whose bytes are in them.
 
-The model never looks at the pool, and calls none of its functions: what the documentation says of sizes is written out
-here once more. It knows the memory's live blocks, and of each lease what keeps its slab busy; from that follow all the
-numbers, and whether a request must be served.
+The model never looks at the pool or calls its functions: it implements the documented sizes a second time. It knows the
+memory's live blocks, and what keeps the slab of each lease busy; all numbers, and whether a request must be served,
+follow from these.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ pytestmark = [
 
 VIEWS = [Lease.tensor, Lease.numpy, lambda lease: lease.__buffer__(0), lambda lease: lease.tensor(dtype=torch.bool)]
 CLASSES = sorted({steps << doublings for steps in range(1, 17) for doublings in range(8)})
-"""What a slab may have: from eight steps to a doubling to the next, 8, 9, ... 15, 16, 18, ... 30, 32, 36 and so on."""
+"""Capacities of slabs, with eight steps per doubling: 8, 9, ... 15, 16, 18, ... 30, 32, 36 and so on."""
 
 sizes = st.sampled_from([1, 60, 64, 100, 120, 200, 256, 500]) | st.integers(1, 1000)
 
@@ -60,7 +60,7 @@ class Use:
 
     def check(self):
         content = ctypes.string_at(self.address, self.capacity)
-        assert content == bytes([self.byte]) * self.capacity, "somebody else wrote into a busy slab"
+        assert content == bytes([self.byte]) * self.capacity, "a busy slab was overwritten"
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -69,12 +69,12 @@ class PoolMachine(RuleBasedStateMachine):
     views = Bundle("views")
 
     looks_after_each_step = True
-    """Looking settles what has come back. Without it the pool has to notice by itself."""
+    """Reading the statistics settles returned slabs. Without it the pool has to notice by itself."""
 
     def __init__(self):
         super().__init__()
         self.numbers = itertools.count(1)
-        self.uses = {}  # bundles hold keys of this: the machine itself must keep nothing alive
+        self.uses = {}  # bundles hold keys of this, so that the machine itself keeps nothing alive
         self.granularity = 1
         self.pool = None
         self.frozen = False
@@ -125,7 +125,7 @@ class PoolMachine(RuleBasedStateMachine):
         return AcquireTimeoutError
 
     def within_reuse(self, nbytes, capacities):
-        """Return those slabs that serve a request before the pool grows: an eighth of each is waste, or less."""
+        """Return the slabs that may serve a request before the pool grows: at most an eighth of each is wasted."""
         limit = self.class_of(nbytes)
         return [size for size in capacities if nbytes <= size and (size <= limit or 8 * (size - nbytes) <= size)]
 
@@ -174,11 +174,11 @@ class PoolMachine(RuleBasedStateMachine):
         except (MemoryError, AcquireTimeoutError, PoolFrozenError) as error:
             assert type(error) is (failure or MemoryError)  # noqa: PT017 - success is as good
             assert failure is None or self.memory.live_bytes == live
-            if failure is None:  # it goes on with the slabs that are there, or with others in their place
+            if failure is None:  # it continues with existing slabs, or replaces them
                 assert self.class_of(nbytes) > self.memory.live_bytes
         else:
             assert failure is None
-            if self.memory.allocations > allocations:  # once refused, and once not
+            if self.memory.allocations > allocations:  # refused once, then granted
                 self.misses += 1
             else:
                 assert self.memory.live_bytes == live

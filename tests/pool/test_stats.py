@@ -10,7 +10,7 @@ from pinstage.errors import AcquireTimeoutError
 
 
 def check(pool, **expected):
-    """Compare the named counters, and see that all others follow from the rules that always hold."""
+    """Compare the named counters, and check the rules that always hold between all counters."""
     stats = pool.stats()
     assert {name: getattr(stats, name) for name in expected} == expected
     for unit in ("bytes", "slabs"):

@@ -1,4 +1,4 @@
-"""Interrupts, collections and kills wherever they can come: nothing hangs, and all slabs come back."""
+"""Interrupts, collections and kills at every possible point: nothing hangs, and all slabs are returned."""
 
 import contextlib
 import gc
@@ -22,14 +22,14 @@ from pinstage._loader._broker import LEAKED
 pytestmark = pytest.mark.usefixtures("slabs_for_all")
 
 EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
-"""At which a worker is killed: 1 takes a minute or two."""
+"""Step between the lines at which a worker is killed: with 1 the test takes a minute or two."""
 
 INSIDE = str(Path(ps.__file__).parent)
 STORM = Path(__file__).parents[1] / "helpers" / "storm.py"
 
 
 def storm(*arguments):
-    """Run a storm in a process whose parent ignores SIGINT; return what it printed, and what to the screen."""
+    """Run a storm in a process whose parent ignores SIGINT; return its stdout and stderr."""
 
     def ignore_interrupts():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -73,7 +73,7 @@ class Collections:
                 gc.collect(0)
 
     def during(self, work):
-        """Do work; return what it returns, and whether that point was reached."""
+        """Do work; return its result, and whether that point was reached."""
         sys.setprofile(self)
         try:
             result = work()
@@ -83,7 +83,7 @@ class Collections:
 
 
 class Cycle:
-    """Dies by collection only."""
+    """Only the collector frees it."""
 
     def __init__(self, thing):
         self.thing = thing
@@ -109,7 +109,7 @@ def with_stager():
 
 
 class House:
-    """A pool, a stager and a loader; and garbage that holds something of each."""
+    """A pool, a stager and a loader, and garbage that refers to each of them."""
 
     def __init__(self):
         self.pool = ps.SlabPool("1MiB", memory=ps.memory.PageableMemory())
@@ -177,7 +177,7 @@ THRESHOLDS = gc.get_threshold()
 @pytest.mark.parametrize("what", USES)
 def test_our_garbage_can_be_collected_anywhere(house, what):
     use = getattr(house, f"use_{what}")
-    for point in itertools.count(1, 7 if what == "loader" else 1):  # which has the most
+    for point in itertools.count(1, 7 if what == "loader" else 1):  # the loader has the most points
         house.leave_garbage()
         found, reached = Collections(point).during(use)
         assert data.same(found, batch())
@@ -194,7 +194,7 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
     use = getattr(house, f"use_{what}")
     for allocations in range(1, 100):
         house.leave_garbage()
-        gc.set_threshold(gc.get_count()[0] + allocations)  # the next ones, at any allocation, with those of that time
+        gc.set_threshold(gc.get_count()[0] + allocations)  # so that the next one is after this many allocations
         gc.enable()
         found = use()
         gc.disable()
@@ -204,7 +204,7 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
 
 
 def test_finalisers_can_ask_for_stats_anywhere(background):
-    """From Python 3.12 on the collector runs between any two lines, also where nothing is allocated."""
+    """From Python 3.12 on the collector can run between any two lines, even without an allocation."""
     asked = 0
 
     def work():
@@ -259,11 +259,11 @@ def test_a_collected_generator_releases_only_its_own(background):
 
 
 class Killer:
-    """A worker_init_fn: worker 0 kills itself at the n-th line of pinstage's that it comes to, each counted once.
+    """A worker_init_fn: worker 0 kills itself at the n-th line of pinstage that it reaches, each counted once.
 
     Args:
-        nth: None for never; then all lines are written to a file.
-        path: of that file.
+        nth: the number of the line; None for never: then all lines are written to a file.
+        path: the path of that file.
     """
 
     def __init__(self, nth, path=None):
@@ -291,7 +291,7 @@ class Killer:
 
 
 def of_random_size(index):
-    """Batches for which slots are too small, are refused, or can never be: the cap is 256 KiB."""
+    """Return a batch of random size; its slab may be too small, refused, or larger than the cap of 256 KiB."""
     size = (1_000, 30_000, 300_000, 60_000, 2_000)[index % 5]
     return {"data": torch.full((size,), index % 256, dtype=torch.uint8), f"index {index % 2}": index, "text": "text"}
 
@@ -302,7 +302,7 @@ def loader_that_is_killed(killer):
 
 
 def read(loader):
-    """Return how many batches came, all of them right and in order, and the error after them."""
+    """Return the number of batches, all correct and in order, and the error after them."""
     count = 0
     try:
         for count, batch in enumerate(loader, 1):
@@ -325,6 +325,6 @@ def test_a_worker_may_be_killed_at_any_line(tmp_path):
         loader = loader_that_is_killed(Killer(nth))
         count, error = read(loader)
         assert (count, error) == (24, None) or error.startswith("DataLoader worker"), lines[nth - 1]
-        # Torch's error may come at any line of the main thread: then the iterator is dropped, and ended by another one.
+        # torch's error may come at any line of the main thread: the iterator is dropped, and another thread closes it.
         wait_until(lambda stats=loader.stats: stats().pool.leased_slabs == stats().pool.in_flight_slabs == 0)
         assert not LEAKED

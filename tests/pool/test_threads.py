@@ -1,4 +1,4 @@
-"""Many threads at once: nobody starves, the cap holds, and nobody finds another's bytes in his slab."""
+"""Many threads at once: no thread starves, the cap holds, and no slab has another thread's bytes."""
 
 import ctypes
 import itertools
@@ -30,7 +30,7 @@ def threads_that_switch_often():
 
 
 class Device:
-    """Finishes work in the order of its issue, in a thread of its own, and sees that nobody spoilt its input."""
+    """Finishes work in order, in its own thread, and checks that its input was not overwritten."""
 
     def __init__(self):
         self._work = deque()
@@ -60,7 +60,7 @@ class Device:
 
 
 class Worker:
-    """Takes slabs of random size, fills them, and gives them back in one of four ways."""
+    """Acquires slabs of random size, fills them, and returns them in one of four ways."""
 
     def __init__(self, number, pool, device, start, largest):
         self.number = number
@@ -83,7 +83,7 @@ class Worker:
         nbytes = self._random.randint(1, self._largest)
         byte = self._random.randrange(256)
         ending = self._random.choice(["plain", "event", "view", "view and event"])
-        self._drop_kept()  # not held while waiting, or all might wait for each other
+        self._drop_kept()  # held while waiting, they might cause a deadlock
         before = time.monotonic()
         lease = self._pool.acquire(nbytes, timeout=LONGEST_WAIT_SECONDS)
         self.longest_wait = max(self.longest_wait, time.monotonic() - before)
@@ -141,7 +141,7 @@ def test_threads_neither_deadlock_nor_starve_nor_share_slabs(
 
 
 def test_a_small_pool_serves_threads_in_turn(make_pool, background):
-    """With a single slab each thread gets it once in every round, since whoever comes queues behind all others."""
+    """Each thread gets the single slab once per round, since a new request queues behind all others."""
     pool = make_pool(1000)
     order = []
     gate = pool.acquire(1000)
@@ -161,7 +161,7 @@ def test_a_small_pool_serves_threads_in_turn(make_pool, background):
     for number in range(THREADS):
         turns = [position for position, who in enumerate(order) if who == number]
         assert len(turns) == 10
-        # A thread that releases may be overtaken by those that wait, but never by one of them twice.
+        # Waiting threads may overtake a thread that releases, but none of them twice.
         assert max(later - earlier for earlier, later in itertools.pairwise(turns)) <= 2 * THREADS
 
 
@@ -229,7 +229,7 @@ def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):
     wait_until(lambda: pool.stats().hits > 100)
     pool.close()
     assert all(outcome(future) for future in futures)
-    wait_until(lambda: memory.live_bytes == 0)  # by the reaper, of leases that outlived the close
+    wait_until(lambda: memory.live_bytes == 0)  # the reaper frees the slabs of leases that outlive the pool
     assert memory.peak_live_bytes <= 5_000
 
 

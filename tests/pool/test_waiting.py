@@ -1,4 +1,4 @@
-"""Waiting at the cap: what ends it, in which order, and what it leaves behind."""
+"""Waiting at the cap: what ends it, the order, and what it leaves behind."""
 
 import math
 import signal
@@ -21,7 +21,7 @@ slow_polling = pytest.mark.usefixtures("no_polling")
 
 
 def waiters(pool, count):
-    """Return when so many requests have had to wait since the pool was made."""
+    """Return when `count` requests have had to wait since the pool was made."""
     wait_until(lambda: pool.stats().waits == count)
 
 
@@ -205,7 +205,7 @@ def test_small_requests_don_t_overtake_a_large_one(full_pool, background):
     small = background(full_pool.acquire, 100)
     waiters(full_pool, 2)
     leases[0].release()
-    with pytest.raises(AcquireTimeoutError):  # nor by one that has only just come
+    with pytest.raises(AcquireTimeoutError):  # nor by a new one
         full_pool.acquire(100, timeout=0)
     assert stays_blocked(small)
     assert not large.done()

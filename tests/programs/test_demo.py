@@ -30,7 +30,7 @@ from demo.model import DelayModel, deterministic
 from demo.train import check_losses, measure
 from demo.ways import HostMemory, Loaded, PinThenTo, PlainTo, Staged, Way
 
-# Of Python 3.12, about what torch's loader does anyway.
+# Of Python 3.12, about forks that torch's loader makes anyway.
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 ROOT = Path(__file__).parents[2]
@@ -172,7 +172,7 @@ def outline(thing: object) -> object:
 
 
 def blocks_of(batch: RaggedBatch) -> int:
-    """Return how many blocks the leaves of a batch share: few, although they are hundreds."""
+    """Return the number of blocks that the leaves of a batch share: few, for hundreds of leaves."""
     blocks = {slot.block for slot in ps.Layout.of(batch).slots}
     assert len(blocks) < 10
     return len(blocks)
@@ -407,7 +407,7 @@ def test_without_rich_the_remedy_is_one_line(
 ) -> None:
     for module in ("demo.run", "demo.report"):
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "rich", None)  # what the import system reads as "not installed"
+    monkeypatch.setitem(sys.modules, "rich", None)  # the import system reads None as "not installed"
     assert main(SMOKE) == 2
     assert capsys.readouterr().err == "demo: rich is not installed; run: pip install -e . --group demo\n"
 

@@ -1,4 +1,4 @@
-"""The examples run as they stand, and show what they claim."""
+"""The examples run unchanged, and show what they claim."""
 
 import gzip
 import importlib.util
@@ -29,7 +29,7 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks of two CPU processes reported, by loader."""
+    """The reports of two CPU processes, by loader."""
     if not torch.distributed.is_gloo_available():
         pytest.fail("this torch has no gloo")
     found = {}
@@ -133,7 +133,7 @@ def load(path: Path) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def weather(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the script about the weather batch printed, and where its files are."""
+    """The output of the script about the weather batch, and the folder of its files."""
     folder = tmp_path_factory.mktemp("weather")
     options = ("--out", folder / "rows.json", "--traces", folder, "--steps", 3, "--traced-steps", 2)
     return run_example("weather_batch.py", *options), folder

@@ -1,4 +1,4 @@
-"""A release is consistent: CI here and hosted CI do the same, and the tag script refuses what doesn't fit."""
+"""A release is consistent: local and hosted CI run the same steps, and the tag script refuses mismatches."""
 
 import re
 import shutil

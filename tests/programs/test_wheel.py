@@ -1,4 +1,4 @@
-"""The wheel that is built has what it should have, and needs no more than it says; what cannot be built is refused."""
+"""The built wheel has its contents, and needs only what it declares; platforms that can't build it are refused."""
 
 import os
 import re
@@ -32,7 +32,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, sys.argv[1])
 """
-"""Gives a program the modules of the folder that it is called with, and none that an extra brings."""
+"""Gives a program the modules of a folder, its argument, and no package of an extra."""
 
 STAGE = """
 import pinstage as ps, torch

@@ -1,4 +1,4 @@
-"""Regions that end with their test, memory and all."""
+"""Regions that are closed and freed with their test."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Regions of several processes: the same bytes, counted once, whoever ends first."""
+"""Regions of several processes: the same bytes, counted once, whichever process ends first."""
 
 import gc
 import multiprocessing
@@ -34,7 +34,7 @@ def make(**options):
 
 
 class Peer:
-    """Another process that has the region, until it is told to end."""
+    """Another process that has the region, until it is asked to end."""
 
     def __init__(self, context, region):
         self._end, theirs = context.Pipe()

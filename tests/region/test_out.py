@@ -1,4 +1,4 @@
-"""`out=` beside a region: tensors come from it and go into it in place, cut at the ends of chunks."""
+"""`out=` with a region: tensors are read from it and written to it in place, split at the ends of chunks."""
 
 import threading
 

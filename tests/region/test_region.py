@@ -1,4 +1,4 @@
-"""`HostRegion`: what it is made of, when it is ready, and when its memory goes."""
+"""`HostRegion`: its parts, when it is ready, and when its memory is freed."""
 
 import gc
 import mmap
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def gate(cuda):
-    """Lets page-locking of the chunks behind the first begin when the test says so."""
+    """Delays page-locking of all chunks except the first until the test opens it."""
     opened, calls = threading.Event(), []
 
     def wait():
@@ -204,7 +204,7 @@ def test_a_refused_later_chunk_makes_all_pageable(make, cuda):
     assert region.query()
     assert region.kind == "pageable"
     assert not cuda.registered
-    region.tensor(MIB, offset=3 * MIB).fill_(1)  # its memory is as good as before
+    region.tensor(MIB, offset=3 * MIB).fill_(1)  # its memory is still usable
 
 
 def test_a_stager_packs_a_region_that_became_pageable(make, cuda):
@@ -521,7 +521,7 @@ def test_a_region_is_counted_until_it_is_freed(make, budget):
 
 
 def test_what_the_budget_has_not_is_refused(make, budget):
-    with pytest.raises(BudgetExceededError, match=r"7\.00 MiB asked of HostBudget\('6\.00 MiB'"):
+    with pytest.raises(BudgetExceededError, match=r"7\.00 MiB requested from HostBudget\('6\.00 MiB'"):
         make(7 * MIB, budget=budget)
     make(budget=budget)
     with pytest.raises(AcquireTimeoutError, match=r"4\.00 MiB in process"):

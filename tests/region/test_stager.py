@@ -1,4 +1,4 @@
-"""A stager beside a region: read in place, cut at the ends of chunks, and not before its bytes are ready."""
+"""A stager with a region: read in place, split at the ends of chunks, and not before its bytes are ready."""
 
 import gc
 import threading
@@ -17,7 +17,7 @@ ROW = 4096
 def filled(make):
     """Return a registered region, and rows of it with numbers in them, across all borders of chunks.
 
-    Not a fixture, whose value would keep the memory.
+    Not a fixture, since its value would keep the memory alive.
     """
     region = make(device=0, row_bytes=ROW)
     rows = region.tensor((4 * MIB // ROW, ROW // 4), torch.int32)

@@ -1,4 +1,4 @@
-"""`HostRegion.empty_like`: places of tensors, and chunks that end where they do."""
+"""`HostRegion.empty_like`: places of tensors, and chunks that end with them."""
 
 import gc
 from collections import namedtuple

@@ -1,4 +1,4 @@
-"""`Stager.prefetch` in a thread: when there is one, what it takes over from the loop, and how it ends."""
+"""`Stager.prefetch` in a thread: when it has one, the state that it takes from the loop, and how it ends."""
 
 import _thread
 import contextlib
@@ -48,11 +48,11 @@ def numbered(count):
 
 
 class Held:
-    """Yields numbers. From the second one on its ``next()`` blocks until `go_on` says that it may return.
+    """Yields numbers. From the second one on, each ``next()`` blocks until `go_on` lets it return.
 
     Attributes:
-        calls: of ``next()``.
-        threads: in which these ran.
+        calls: number of calls of ``next()``.
+        threads: the threads of these calls.
         closed_in: the thread in which the generator was closed.
     """
 
@@ -191,14 +191,14 @@ def test_a_slow_source_and_a_slow_step_overlap(stager):
             time.sleep(0.006)
             yield batch
 
-    def seconds():
+    def seconds(batches):
         began = time.perf_counter()
-        for _ in stager.prefetch(read(), background=True):
+        for _ in batches:
             time.sleep(0.006)
         return time.perf_counter() - began
 
-    alone = 60 * 0.006
-    assert min(seconds() for _ in range(3)) < 1.3 * alone
+    # Both in turn, and more than once: on busy CPUs a sleep takes longer.
+    assert any(seconds(stager.prefetch(read(), background=True)) < 1.3 * seconds(range(60)) for _ in range(10))
 
 
 # -- state of the thread -----------------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def test_batches_before_an_error_end_with_the_pass(stager):
 
     batches = iter(stager.prefetch(read(), depth=3, background=True))
     next(batches)
-    wait_until(lambda: not _background._threads)  # it has handed over its error
+    wait_until(lambda: not _background._threads)  # it has passed on its error
     gc.collect()
     gc.disable()
     try:
@@ -667,7 +667,7 @@ print("end", flush=True)
         _, errors = process.communicate(timeout=PATIENCE_SECONDS)
         seconds = time.monotonic() - began
     assert (process.returncode, errors) == (0, "")
-    assert seconds < 10  # with the time that a busy machine takes to end any program
+    assert seconds < 10  # includes the time that a busy machine takes to end any program
 
 
 def test_a_program_waits_for_staging_at_its_end():

@@ -1,4 +1,4 @@
-"""Staging into tensors that exist (`out=`), on the CPU: as a loop of ``dst.copy_(src)`` writes them."""
+"""Staging into existing tensors (`out=`) on the CPU, compared with a loop of ``dst.copy_(src)``."""
 
 import itertools
 import weakref
@@ -44,7 +44,7 @@ SOURCES = {
 
 
 class Places:
-    """Destinations with memory of their own, or neighbours in one buffer, and all that memory."""
+    """Destinations in separate memory, or adjacent in one buffer, and all that memory."""
 
     def __init__(self):
         self.memory = [torch.full((4096,), 0xEE, dtype=torch.uint8)]
@@ -70,7 +70,7 @@ class Places:
 
 @st.composite
 def writes(draw):
-    """Draw sources and their destinations, twice, over memory of their own."""
+    """Draw sources and their destinations, twice, in separate memory."""
     one, other = Places(), Places()
     sources, places = [], ([], [])
     for seed in range(draw(st.integers(1, 14))):
@@ -124,7 +124,7 @@ def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, few,
     for place, source in zip(expected, sources, strict=True):
         place.copy_(source.detach() if isinstance(source, torch.Tensor) else torch.from_numpy(source))
     for base, changed in zip(wanted, memory, strict=True):
-        assert torch.equal(bits(base), bits(changed))  # what is between destinations, too
+        assert torch.equal(bits(base), bits(changed))  # including the bytes between destinations
     assert all(map(lambda one, two: one is two, returned["a"], places[::3]))
     assert returned["b"]["text"] == "x"
 
@@ -266,13 +266,13 @@ def test_inference_tensors_are_writable_outside_inference_mode(stager, dtype):
 BUFFER = torch.zeros(12)
 LEAF = torch.zeros(3, requires_grad=True)
 REFUSED = {
-    "a missing key": ({"y": 0}, r"another structure .* batch\['x'\] is not in out"),
-    "another container": ([0], "another structure"),
-    "no tensor": ({"x": "text"}, r"out\['x'\] is a str, and batch\['x'\] a tensor; pass a tensor there"),
+    "a missing key": ({"y": 0}, r"structure differs .* batch\['x'\] is not in out"),
+    "another container": ([0], "structure differs"),
+    "no tensor": ({"x": "text"}, r"out\['x'\] is a str, but batch\['x'\] is a tensor; pass a tensor there"),
     "an array": ({"x": np.zeros(3)}, r"out\['x'\] is a ndarray"),
-    "another shape": ({"x": torch.zeros(4)}, r"out\['x'\] has shape \[4\], and batch\['x'\] \[3\]"),
-    "more dimensions": ({"x": torch.zeros(3, 1)}, r"out\['x'\] has shape \[3, 1\], and batch\['x'\] \[3\]"),
-    "another device": ({"x": torch.zeros(3, device="meta")}, r"out\['x'\] is on meta, and the call writes to cpu"),
+    "another shape": ({"x": torch.zeros(4)}, r"out\['x'\] has shape \[4\], but batch\['x'\] has \[3\]"),
+    "more dimensions": ({"x": torch.zeros(3, 1)}, r"out\['x'\] has shape \[3, 1\], but batch\['x'\] has \[3\]"),
+    "another device": ({"x": torch.zeros(3, device="meta")}, r"out\['x'\] is on meta, but the call writes to cpu"),
     "an expanded one": ({"x": torch.zeros(1).expand(3)}, r"out\['x'\] is expanded: shape \[3\], stride \[0\]"),
     "one that requires grad": ({"x": LEAF}, r"out\['x'\] requires grad, and grad mode is on; call under torch.no_grad"),
     "a non-leaf": ({"x": LEAF * 2}, r"out\['x'\] requires grad"),
@@ -410,7 +410,7 @@ def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
 
 
 class Queue(Target):
-    """Streams with names, whose order is written down."""
+    """Named streams whose order is recorded."""
 
     stream = "for copies"
 
@@ -498,7 +498,7 @@ def test_no_live_bytes_are_left():
 
 
 class HeldOut(Target):
-    """A device whose copies are made when the test says so."""
+    """A device whose copies the test makes."""
 
     def __init__(self):
         self.out_stream = self.event = ManualEvent()
@@ -535,7 +535,7 @@ def test_wait_fills_destinations_from_the_slab(stager, held):
 
 def test_a_failed_fetch_names_its_destinations(stager, monkeypatch):
     def fail(*copies, **_):
-        del copies  # a frame that isn't pinstage's keeps what it has: views of the slab
+        del copies  # frames outside pinstage keep their locals: views of the slab
         raise RuntimeError("the copy failed")
 
     monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])

@@ -1,4 +1,4 @@
-"""Which leaves of a staged batch share memory: what each keeps, what is saved of it, and what changes with it."""
+"""Shared memory of staged leaves: the memory that each keeps, what is saved of it, and what changes with it."""
 
 import copy
 import io
@@ -181,7 +181,7 @@ def test_own_leaves_are_saved_like_those_of_to(way, make, own_storage):
     batch = make()
     staged, moved = way(batch, own_storage), [leaf.clone() for leaf in batch]
     assert saved_bytes(staged) == saved_bytes(moved)
-    # Some bytes depend on which objects pickle has met before.
+    # Some bytes depend on the objects that pickle has seen before.
     assert len(pickle.dumps(staged)) == pytest.approx(len(pickle.dumps(moved)), abs=4 * len(batch))
     for leaf, other in zip(staged, moved, strict=True):
         assert saved_bytes(leaf) == saved_bytes(other)
@@ -214,7 +214,7 @@ def test_an_own_leaf_grows_without_its_neighbours(way, make, own_storage):
     last = len(batch) - 1
     staged[0].resize_(5000).fill_(7)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of an output that had another shape
+        warnings.simplefilter("ignore")  # torch's, about an output with another shape
         torch.add(torch.ones(9000, dtype=staged[last].dtype), 1, out=staged[last])
     assert staged[last].shape == (9000,)
     assert_same(batch[1:last], staged[1:last], "cpu")
@@ -352,7 +352,7 @@ def test_other_values_of_run_ahead_are_refused(wrong, error, text):
 
 LARGE = 2 * SMALL_BYTES
 BATCHES = {"large": lambda: [of_bytes(LARGE)], "small": lambda: [of_bytes(70 * KIB) for _ in range(9)]}
-"""They take a slab each."""
+"""Each takes a slab."""
 
 
 @pytest.mark.parametrize("kind", BATCHES)
@@ -404,7 +404,7 @@ def test_a_few_small_leaves_are_not_bounded(monkeypatch):
 
 @pytest.fixture
 def moved_directly(monkeypatch):
-    """List of each call, whether the leaves were moved as a few small ones."""
+    """For each call, whether the leaves were moved directly as a few small ones."""
     found = []
     whole = Target.move_few
 
@@ -549,7 +549,7 @@ def test_empty_leaves_are_no_copies(stager):
 
 
 def calls_of(work):
-    """Return the calls of Python functions in files of the package, as names of files."""
+    """Return the files of the package whose Python functions are called, one per call."""
     package = str(Path(ps.__file__).parent)
     files = []
 

@@ -1,4 +1,4 @@
-"""`Stager.prefetch` stands for its source: again, with a length, attributes and a state."""
+"""`Stager.prefetch` behaves as its source: it can be iterated again, and has its length, attributes and state."""
 
 import copy
 import gc
@@ -144,7 +144,7 @@ def test_a_dropped_batch_is_kept_by_nothing(prefetch, stager):
 
 
 class Counting(data.Streamed):
-    """Changes its state, which it hands out, in place."""
+    """Returns its state, and changes it in place."""
 
     def __init__(self, size=24):
         super().__init__(data.scalar, size)
@@ -278,7 +278,7 @@ def test_a_state_with_arguments_is_the_source_s(prefetch):
 
 
 class Prepared:
-    """As Accelerate's: reads one batch ahead, and says at the last one that it is the last one."""
+    """Like Accelerate's loader, reads one batch ahead, and marks the last batch."""
 
     gradient_state = "there is one"
 

@@ -1,4 +1,4 @@
-"""Page-locking that is refused: the pool and its users go on with what there is, and no byte is wrong."""
+"""Refused page-locking: the pool and its users continue with the memory that they have, and no byte is wrong."""
 
 import random
 import warnings
@@ -20,15 +20,15 @@ pytestmark = pytest.mark.usefixtures("slabs_for_all")
 
 MIB = 1024 * 1024
 REFUSALS = 5_000
-"""Of each of two kinds of memory."""
+"""For each of two kinds of memory."""
 
 quietly = pytest.mark.filterwarnings(
-    "ignore:page-locking of", "ignore:pool cannot grow", "ignore:a stager goes on with pageable"
+    "ignore:page-locking of", "ignore:pool cannot grow", "ignore:a stager falls back to pageable"
 )
 
 
 class WalledMemory(CountingMemory):
-    """Memory of which there is only so much, as of WSL's or a container's."""
+    """Limited memory, as in WSL or a container."""
 
     def __init__(self, wall):
         super().__init__()
@@ -44,7 +44,7 @@ class WalledMemory(CountingMemory):
 
 @pytest.fixture
 def walled(make_pool):
-    """Make a pool over memory with a wall: the memory, and the pool."""
+    """Make a pool over memory with a limit; return the memory and the pool."""
 
     def make(wall, max_bytes=1 << 30):
         memory = WalledMemory(wall)
@@ -63,7 +63,7 @@ def test_a_refused_request_raises_the_memory_s_error(walled):
     with pytest.raises(MemoryError, match=r"refused before: requested 600 B.*refused 640; .*ask for less"):
         pool.acquire(600)
     assert memory.refusals == 1
-    pool.acquire(300).release()  # less is asked for
+    pool.acquire(300).release()  # a smaller request
 
 
 def test_a_refused_pool_goes_on_and_warns_once(walled, background):
@@ -127,7 +127,7 @@ def test_an_error_that_is_no_refusal_changes_nothing(pool, memory):
     [
         ({"proc/meminfo": "MemAvailable: 2 kB\n"}, r"2.00 KiB left (memory available on this machine): free some"),
         ({"proc/meminfo": "MemAvailable: 999999999 kB\n"}, r"free page-locked memory elsewhere"),
-        ({"proc/sys/kernel/osrelease": "5.15.0-microsoft-standard-WSL2\n"}, r"WSL2 page-locks some 1.00 GiB"),
+        ({"proc/sys/kernel/osrelease": "5.15.0-microsoft-standard-WSL2\n"}, r"WSL2 page-locks about 1.00 GiB"),
     ],
 )
 def test_the_remedy_names_the_binding_limit(tree, files, text, monkeypatch):
@@ -144,7 +144,7 @@ def test_an_oversized_batch_goes_through_a_smaller_slab(walled):
     batch = {"a": torch.randn(5, 1000, 777), "b": [torch.arange(100_003), "text"], "c": torch.randn(300, 400).t()}
     with pytest.warns(
         StagingWarning,
-        match=r"page-locking of 16.04 MiB was refused, the batch goes in parts.*refused 18874368; .* said once",
+        match=r"page-locking of 16.04 MiB was refused, the batch is sent in parts.*refused 18874368; .* is shown once",
     ):
         got = stager.to_device(batch)
     assert_same(batch, got, "cpu")
@@ -178,8 +178,8 @@ def test_pageable_memory_is_said_once_in_a_process(walled, monkeypatch):
         for _ in range(3):
             stager.to_device(torch.ones(1000))
     assert [str(one.message).partition(":")[0] for one in told] == [
-        "page-locking of 3.91 KiB was refused, the batch goes in parts through a smaller slab",
-        "a stager goes on with pageable memory, which is slow",
+        "page-locking of 3.91 KiB was refused, the batch is sent in parts through a smaller slab",
+        "a stager falls back to pageable memory, which is slow",
     ]
     stager.close()
 

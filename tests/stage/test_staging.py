@@ -1,4 +1,4 @@
-"""The five verbs in order, on the CPU: what arrives, what is counted, and what a failure leaves behind."""
+"""Staging step by step, on the CPU: the result, the counters, and the state after a failure."""
 
 import concurrent.futures
 import contextlib
@@ -59,7 +59,7 @@ def some_batch(seed=0):
 
 
 def refused():
-    """Return a batch that cannot be staged, after one leaf that can."""
+    """Return a batch of one leaf that can be staged, and then one that can't."""
     return {"a": tensor_of(torch.int8, (100,)), "b": {torch.zeros(1)}}
 
 
@@ -247,7 +247,7 @@ def test_a_transfer_gives_the_same_batch_each_time(stager):
     assert nothing.wait() is nothing.wait() is None
 
 
-# -- what travels at once ----------------------------------------------------------------------------------------------
+# -- batches that are copied at once -----------------------------------------------------------------------------------
 
 
 def test_only_larger_batches_take_a_slab(make_stager):
@@ -277,7 +277,7 @@ def test_a_small_batch_needs_an_open_pool(make_stager):
 
 @pytest.fixture
 def log(monkeypatch):
-    """What streams are given; an event is the name of its stream."""
+    """The calls of streams; an event is the name of its stream."""
     log = []
     monkeypatch.setattr(Target, "stream", "for copies")
     monkeypatch.setattr(Target, "consumer", lambda _, stream: stream or "current")
@@ -388,7 +388,7 @@ def test_a_failed_allocation_changes_nothing(memory, stager):
 
 @pytest.fixture
 def device_memory_runs_out(monkeypatch):
-    """Tensors cannot be made once, as when the device is full."""
+    """Fail to make tensors once, as on a full device."""
     blocks = Target.blocks
 
     def fail_once(*args, **kwargs):
@@ -410,7 +410,7 @@ def test_a_kept_error_doesn_t_keep_the_slab(stager, device_memory_runs_out):
 
 @dataclasses.dataclass
 class Exhausting:
-    """Fails when it is put together."""
+    """Fails when it is rebuilt."""
 
     value: object
 
@@ -446,7 +446,7 @@ def test_a_very_large_batch_is_copied_in_chunks(make_stager, threads):
 
 
 class LateTarget(Target):
-    """A device whose copies read their bytes late: when so many later ones are under way, or somebody waits."""
+    """A device whose copies read their bytes late: after a number of later copies, or on a wait."""
 
     def __init__(self, lag, *, is_capturing):
         self.begun, self.done = [], 0
@@ -475,7 +475,7 @@ class LateTarget(Target):
 
 @dataclasses.dataclass
 class Behind:
-    """The event behind the copies that a `LateTarget` was given so far."""
+    """The event after all copies of a `LateTarget` so far."""
 
     target: LateTarget
     count: int
@@ -513,7 +513,7 @@ def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, 
     of_one = target.sources()[: staged[0][0].copies]
     if how != "reused" or lag == 100:
         assert of_one == sorted(set(of_one))
-    elif lag == 1:  # one thread packs, so the next chunk is not begun yet
+    elif lag == 1:  # one thread packs, so the next chunk has not begun
         assert len(set(of_one)) < len(of_one)
 
 
@@ -569,7 +569,7 @@ def test_repr_says_where_to_and_how_many(stager):
 
 
 class Reading:
-    """Batches that count how many of them were read."""
+    """Batches that count how many were read."""
 
     def __init__(self, count, fail_at=None):
         self.read = 0
@@ -789,7 +789,7 @@ def test_a_transfer_doesn_t_keep_its_source_batch(stager):
 
 
 class Ended:
-    """Its flatten ends an iterator that is not the loop's."""
+    """Its flatten closes an iterator that isn't the loop's."""
 
     def tree_flatten(self):
         return (next(iter(())),), None

@@ -1,4 +1,4 @@
-"""A long run holds no more at its end than after its first minute."""
+"""A long run holds no more memory at its end than after its warm-up."""
 
 import pytest
 from steady import long_run

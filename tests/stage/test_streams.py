@@ -1,4 +1,4 @@
-"""Events that are recorded again: only when nobody else has them."""
+"""Events are recorded again only when there is no other reference to them."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""From the device to the host, on the CPU: what arrives, what keeps a slab, and what a failure leaves behind."""
+"""From the device to the host, on the CPU: the result, what keeps a slab in use, and the state after a failure."""
 
 import concurrent.futures
 import gc
@@ -28,7 +28,7 @@ def stager(make_stager):
 
 
 class HeldTarget(Target):
-    """A device whose copies are made when the test says so."""
+    """A device whose copies the test makes."""
 
     def __init__(self):
         self.out_stream = self.event = ManualEvent()
@@ -37,7 +37,7 @@ class HeldTarget(Target):
     def to_host(self, pieces, *, hold=True, after=None):
         self.pieces += pieces
         for _, here, _ in pieces:
-            here.fill_(0xEE)  # half-copied: not to be seen
+            here.fill_(0xEE)  # half-copied: must not be visible
         return self.event
 
     def finish(self):
@@ -208,7 +208,7 @@ def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
     assert len(stager._targets.gatherings) < 40
 
 
-# -- no way to see half-copied data ------------------------------------------------------------------------------------
+# -- half-copied data is never visible ---------------------------------------------------------------------------------
 
 
 def test_bytes_are_inaccessible_until_the_copy_is_done(stager, held, background):
@@ -256,7 +256,7 @@ def test_several_events_are_done_when_all_are():
     assert all(event.waited_for.is_set() for event in events)
 
 
-# -- who keeps the slab ------------------------------------------------------------------------------------------------
+# -- what keeps the slab in use ----------------------------------------------------------------------------------------
 
 
 def test_the_last_view_returns_the_slab(stager):
@@ -342,7 +342,7 @@ def test_a_closed_or_frozen_pool_is_an_error(make_stager):
 def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
     def fail(*pieces, **_):
         note = f"of {len(pieces)}"
-        del pieces  # frames that are not pinstage's keep what they have
+        del pieces  # frames outside pinstage keep their locals
         raise RuntimeError("out of device memory", note)
 
     monkeypatch.setattr(_device.Target, "to_host", fail)

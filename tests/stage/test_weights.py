@@ -1,4 +1,4 @@
-"""Checkpoints into existing tensors: as load_state_dict does it, in waves."""
+"""Loading checkpoints into existing tensors: as load_state_dict does, in waves."""
 
 import copy
 
@@ -34,7 +34,7 @@ class Tied(torch.nn.Module):
 
 
 class File:
-    """What safetensors' `safe_open` has: keys, get_tensor and get_slice, no items and no iteration."""
+    """The methods of safetensors' `safe_open`: keys, get_tensor and get_slice, but no items and no iteration."""
 
     def __init__(self, tensors):
         self._tensors = tensors
@@ -59,7 +59,7 @@ class File:
 
 @pytest.fixture(params=["mapping", "pairs", "file", "mmap"])
 def source(request, tmp_path):
-    """Give a state dict in each form that is read; the pairs alone don't tell names beforehand."""
+    """Yield a state dict in each readable form; only pairs don't give the names beforehand."""
 
     def make(state):
         if request.param == "mapping":
@@ -163,7 +163,7 @@ def test_errors_match_load_state_dict_and_write_nothing(stager, source):
     if source.tells_names:
         assert str(error.value) == str(expected.value)
         assert_same(module, before)
-    else:  # as they come
+    else:  # in the source's order
         assert str(error.value).splitlines()[-1] == str(expected.value).splitlines()[-1]
 
 

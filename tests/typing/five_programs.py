@@ -18,7 +18,7 @@ Leaf = torch.Tensor | Array
 
 
 def trains_on_what_an_environment_returns(steps: Iterator[Mapping[str, Leaf]]) -> None:
-    """A loop of one's own over observations, tensors and arrays."""
+    """A custom loop over observations, tensors and arrays."""
     with ps.Stager("cuda:0", max_bytes="2GiB", keep_on_host=["['length']"]) as stager:
         for step in steps:
             batch = stager.to_device(step)
@@ -77,7 +77,7 @@ def trains_with_workers(budget: ps.HostBudget) -> None:
 
 
 def resumes_a_loader_of_another_class(other: torch.utils.data.DataLoader[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """A loader that exists, wrapped."""
+    """An existing loader, wrapped."""
     loader = ps.wrap_loader(other, device="cuda", max_bytes="1GiB", own_storage=True, owner="train")
     assert_type(loader, ps.WrappedLoader[dict[str, torch.Tensor]])
     plain: torch.utils.data.DataLoader[dict[str, torch.Tensor]] = loader

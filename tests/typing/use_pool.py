@@ -45,7 +45,7 @@ class Done:
 
 
 class Bounded:
-    """A memory resource of one's own."""
+    """A custom memory resource."""
 
     is_pinned = False
     is_shared = False

@@ -1,4 +1,4 @@
-"""Programs as users write them: what goes in comes back, and mistakes are seen. For mypy and pyright, never run."""
+"""Programs as users write them: results keep types, mistakes are found. Checked by mypy and pyright, never run."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_type

@@ -1,13 +1,13 @@
 """Batches: their structure, and where each leaf is stored.
 
 A batch is a tree of containers (`_nodes`) with leaves (`_leaves`). `walk` takes it apart into its leaves and its
-`Structure`, which puts others together again; classes of other libraries are looked up in `_libraries`. The leaves are
-described: the `Table` has a row for each, with its place in the slab, aligned and disjoint. A `Layout` is a structure
-and a table; it depends on structure and shapes only, never on values, and holds nothing of a batch. `_pack` fills a
-slab by several threads, in chunks that are sent meanwhile; `_blocks` makes the tensors that leaves become; `_gather`
-collects leaves on a device.
+`Structure`, which rebuilds a batch from other leaves. Classes of other libraries are looked up in `_libraries`.
+`describe` makes the `Table`, which has a row for each leaf, with its place in the slab; places are aligned and
+disjoint. A `Layout` is a structure and a table. It depends on structure and shapes only, never on values, and holds
+nothing of a batch. `_pack` fills a slab with several threads, in chunks that are sent meanwhile; `_blocks` makes the
+tensors that leaves become; `_gather` collects leaves on a device.
 
-Knows shapes, counts no bytes of any pool.
+This package knows shapes, and counts no bytes of any pool.
 """
 
 from ._attributes import stored_attributes

@@ -1,4 +1,4 @@
-"""Attributes that objects store: read and set underneath any property or frozen ``__setattr__``."""
+"""Attributes that objects store: read and set without any property or frozen ``__setattr__``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ._handler import MOST_CLASSES
 
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made by a class statement, as a rule
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: usually made by a class statement
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: no class statement makes such a type
 
 
@@ -20,7 +20,7 @@ def slots_of(cls: type) -> dict[str, Any]:
     for base in cls.__mro__:
         names = base.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
-            private = name.startswith("__") and not name.endswith("__")  # the compiler put the class before it
+            private = name.startswith("__") and not name.endswith("__")  # the compiler adds the class's name
             stored = f"_{base.__name__.lstrip('_')}{name}" if private else name
             if stored in base.__dict__ and stored not in ("__dict__", "__weakref__"):
                 found.setdefault(stored, base.__dict__[stored])
@@ -51,10 +51,10 @@ def set_attributes(obj: Any, names: Iterable[str], values: Iterable[Any]) -> Non
 
 
 def builtin_base(cls: type) -> Any:
-    """Return the first class in the order of resolution that is not written in Python: its methods ask no override.
+    """Return the first class in the method resolution order that isn't written in Python: its methods call no override.
 
-    Some of those are heap types nevertheless (`deque` and `defaultdict` from Python 3.12 on); they are immutable, or
-    have a ``__new__`` in C of their own.
+    Some such classes are heap types nevertheless (`deque` and `defaultdict` from Python 3.12 on). They are immutable,
+    or have a ``__new__`` of their own in C.
     """
     return next(
         base
@@ -66,5 +66,5 @@ def builtin_base(cls: type) -> Any:
 
 
 def has_attributes_only(cls: type) -> bool:
-    """Say whether an instance is no more than its stored attributes, and its items if it is a dict, list or tuple."""
+    """Return whether an instance has only its stored attributes, and its items if it is a dict, list or tuple."""
     return builtin_base(cls) in (object, SimpleNamespace) or issubclass(cls, dict | list | tuple)

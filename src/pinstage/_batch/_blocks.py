@@ -1,7 +1,7 @@
-"""Where the leaves of a batch live on a device: tensors of their own, or blocks that leaves of one dtype share.
+"""The leaves of a batch on a device: tensors of their own, or blocks that leaves of one dtype share.
 
-`make_blocks` makes these tensors from the offset table: by torch's C shim, or, where that can't (in a mode, say), by
-torch's public functions. A block is one tensor and one range of the host slab, so it is one copy.
+`make_blocks` makes these tensors from the offset table: by torch's C shim, or by torch's public functions where the
+shim can't be used, such as in a mode. A block is one tensor and one range of the host slab, so it is one copy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Blocks = _core.Blocks
 OwnStorage: TypeAlias = Literal["auto"] | bool
 
 OWN_LEAVES = 8
-"""Batches of at most this many leaves give each a tensor of its own by default. It costs 1 us per leaf; 16 leaves of
-64 KiB take as long as one tensor and one copy do."""
+"""In batches of at most this many leaves, each leaf has its own tensor by default. That costs 1 us per leaf; 16 leaves
+of 64 KiB take as long as one tensor and one copy."""
 
 
 class Sharing(IntEnum):
@@ -31,7 +31,7 @@ class Sharing(IntEnum):
     ONE = 0
     """All: the device has one slab, as the host has."""
     SHARED = 1
-    """Those of one block of the offset table."""
+    """Leaves of one block of the offset table."""
     EACH = 2
     """None: each has a tensor of its own."""
 
@@ -39,8 +39,9 @@ class Sharing(IntEnum):
 def sharing_of(own_storage: OwnStorage, leaves: int) -> Sharing:
     """Decide which leaves of a batch share device memory.
 
-    The cases: as the user says, each leaf its own or one slab; else own tensors in a batch of few leaves, and blocks in
-    others, where only leaves of 4 MiB and more have their own (see ``place_rows`` in ``_native/table.c``).
+    True gives each leaf its own tensor, False makes one slab. "auto" gives each leaf of a batch of few leaves its own
+    tensor, and makes blocks in others, where only leaves of 4 MiB and more have their own (see ``place_rows`` in
+    ``_native/table.c``).
     """
     if own_storage == "auto":
         return Sharing.EACH if leaves <= OWN_LEAVES else Sharing.SHARED
@@ -48,7 +49,7 @@ def sharing_of(own_storage: OwnStorage, leaves: int) -> Sharing:
 
 
 def check_own_storage(own_storage: object) -> OwnStorage:
-    """Return the option.
+    """Return the option if it is valid.
 
     Raises:
         ValueError: it is neither "auto" nor a bool.
@@ -64,8 +65,8 @@ def make_blocks(table: Table, sharing: Sharing, device: torch.device, slab: torc
     Args:
         table: the offset table.
         sharing: which leaves share memory.
-        device: where; a CUDA device has an index.
-        slab: uint8 ``[>= table.nbytes]``: the one tensor to be used, starting at a multiple of `ALIGNMENT` bytes.
+        device: the tensors' device; a CUDA device needs an index.
+        slab: uint8 ``[>= table.nbytes]``: the one tensor to use, starting at a multiple of `ALIGNMENT` bytes.
 
     Raises:
         torch.OutOfMemoryError: there is no room for them.
@@ -77,28 +78,28 @@ def make_blocks(table: Table, sharing: Sharing, device: torch.device, slab: torc
 
 
 def into_tensors(table: Table, tensors: list[Any], is_cuda: bool) -> Blocks:
-    """Return the copies of a batch into tensors that exist.
+    """Return the copies of a batch into existing tensors.
 
-    Neighbours in the slab that are neighbours in one storage are one copy.
+    Leaves that are neighbours both in the slab and in one storage are one copy.
 
     Args:
         table: the offset table.
-        tensors: by row, dense as the table says; others than those of packed rows are not looked at.
+        tensors: by row, with the strides of the table; only those of packed rows are used.
         is_cuda: whether they are on a GPU.
     """
     return Blocks.into(table.data, tensors, int(is_cuda))
 
 
 def fit_as_they_are(table: Table, tensors: list[Any], device: torch.device) -> bool:
-    """Say whether existing tensors take the bytes of a batch as they are in the slab, and don't overlap.
+    """Return whether existing tensors can take the bytes of a batch as they are in the slab, and don't overlap.
 
     Args:
         table: the offset table.
-        tensors: by row; others than those of packed rows are not looked at.
-        device: where they have to be.
+        tensors: by row; only those of packed rows are checked.
+        device: the device that they have to be on.
 
     Returns:
-        False also if finding out would take longer.
+        False also if that can't be determined quickly.
     """
     return _core.fits(table.data, tensors, 2 if device.type == "cuda" else 1, device.index or 0)
 
@@ -111,7 +112,7 @@ def _empty(code: int, shape: tuple[int, ...], stride: tuple[int, ...], is_cuda: 
 
 
 def _view(tensor: torch.Tensor, code: int, place: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """Make a view from a place on, in bytes. Not by ``as_strided``, whose views share one version counter."""
+    """Make a view that begins at a byte. ``as_strided`` isn't used: its views share one version counter."""
     view = torch.empty(0, dtype=DTYPES[code], device=tensor.device)
     check_is_plain(view)
     start = tensor.storage_offset() * tensor.itemsize + place
@@ -121,13 +122,13 @@ def _view(tensor: torch.Tensor, code: int, place: int, shape: tuple[int, ...], s
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     """Make all leaves of a batch, in its order. Copies nothing; the views keep the slab's memory alive.
 
-    All views share the slab's storage, so `torch.Tensor.record_stream` of one is that of all. Each has a version
+    All views share the slab's storage, so `torch.Tensor.record_stream` of one counts for all. Each has a version
     counter of its own: an in-place change of one does not make autograd refuse another.
 
     Args:
         table: the offset table.
         slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
-        others: what stands for the leaves that do not live in the slab, in order.
+        others: the values of the leaves that are not in the slab, in order.
     """
     size = slab.numel()
     if size < table.nbytes:

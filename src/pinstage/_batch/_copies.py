@@ -1,9 +1,9 @@
 """Objects taken apart into their items and stored attributes, and put together again as `copy.copy` would.
 
-A new instance is made without a call of ``__init__``. A subclass of dict or list may have state beside its items that
-the staged object must not share with the original: a sorted dict has an inner list of its keys, and bound methods of
-that list, and a copy by attributes would have the same inner list. So an object whose class defines how it is copied is
-copied that way. Then its items, and those of its attributes that hold tensors, are set to the staged ones.
+A new instance is made without calling ``__init__``. A subclass of dict or list may have state beside its items that the
+staged object must not share with the original. For example, a sorted dict has an inner list of its keys and bound
+methods of that list, and a copy by attributes would have the same inner list. So an object whose class defines how it
+is copied is copied that way. Then its items, and its attributes that hold tensors, are set to the staged ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 
 
 def _way_to_copy(cls: type) -> Any:
-    """Return what copies an instance in the way that its class says itself; None if it does not."""
+    """Return the function by which a class copies its instances; None if it doesn't define one."""
     base = builtin_base(cls)
     for name, way in (("__copy__", None), ("copy", None), ("__reduce__", copy.copy), ("__reduce_ex__", copy.copy)):
         own = getattr(cls, name, None)
@@ -39,8 +39,8 @@ def _way_to_copy(cls: type) -> Any:
 def attribute_handler(cls: Any, is_leaf: Callable[[Any], bool] | None = None) -> Handler | Callable[[], Any]:
     """Return how an instance is taken apart into its items, if it has any, and its stored attributes.
 
-    The usual case is a class that is no more than its ``__dict__``, of which the walk has to know no more than how an
-    empty one is made.
+    In the usual case, an object consists only of its ``__dict__``. Then the walk just needs a function that makes an
+    empty object.
 
     Args:
         cls: the class.
@@ -70,7 +70,7 @@ def attribute_handler(cls: Any, is_leaf: Callable[[Any], bool] | None = None) ->
         keys, names, *factory = metadata
         items, values = children[: len(keys)], children[len(keys) : len(keys) + len(names)]
         if not factory:
-            obj = duplicate(children[-1])  # again: a layout may unpack one batch twice
+            obj = duplicate(children[-1])  # copied again: a layout may unpack one batch twice
         else:
             obj = base.__new__(cls, items) if issubclass(cls, tuple) else base.__new__(cls)
             if isinstance(obj, defaultdict):
@@ -105,12 +105,12 @@ def _set_items(base: Any, obj: Any, keys: Iterable[Any], items: Iterable[Any]) -
 def _is_staged(value: Any) -> bool:
     try:
         return isinstance(value, np.ndarray) or holds_tensor(value)
-    except OverflowError:  # it is refused where it is
+    except OverflowError:  # too much to search: it is refused as a leaf
         return True
 
 
 def _check_shares_nothing(cls: type, stored: dict[str, Any], is_leaf: Callable[[Any], bool]) -> None:
-    """Refuse an object that its copy by attributes would change, or be changed by."""
+    """Refuse an object that would share mutable state with its copy by attributes."""
     for name, value in stored.items():
         owner = value.__self__ if isinstance(value, _METHODS) else value
         if isinstance(owner, _MUTABLE) and (owner is not value or is_leaf(value)):

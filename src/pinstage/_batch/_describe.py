@@ -1,7 +1,7 @@
 """A batch taken apart: its leaves, its structure, and the offset table.
 
-`_describe_leaf` says what a leaf is, in Python, and is right everywhere. The extension says the same of the leaves that
-are usual (plain tensors on the right device, plain arrays, what holds no tensor), and asks here about all others.
+`_describe_leaf` describes a leaf in Python, and can describe any leaf. The extension describes the usual leaves itself
+(plain tensors on the right device, plain arrays, objects of types that hold no tensor), and calls it for all others.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class Keeping:
     """Which leaves of a stager's batches stay on the host.
 
     Args:
-        keep: their paths, or those of containers of them, as errors and `Slot` name them; or a function of path and
-            leaf.
+        keep: their paths, or paths of containers of them, as in errors and `Slot`; or a function of path and leaf.
 
     Attributes:
         says: the function; None for paths.
@@ -53,10 +52,10 @@ class Keeping:
         self._last: tuple[Structure | None, list[str], list[int]] = None, [], []
 
     def apply(self, leaves: list[Any], structure: Structure) -> None:
-        """Wrap those leaves of a batch that stay.
+        """Wrap the leaves of a batch that stay on the host.
 
         Raises:
-            LayoutError: there is nothing at one of the paths in the first batch.
+            LayoutError: one of the paths leads to nothing in the first batch.
         """
         known, paths, places = self._last
         if known is not structure:
@@ -82,43 +81,43 @@ def _is_in(path: str, container: str) -> bool:
 
 
 _DLPACK = {"cpu": 1, "cuda": 2}
-"""Kinds of devices by DLPack's numbers, as the extension knows them."""
+"""DLPack's numbers for kinds of devices, which the extension uses."""
 
 _CPU = torch.device("cpu")
 
 _MOST_BYTES = 2**61
-"""Beyond, what a table counts does not fit into it."""
+"""With larger leaves, the sums in a table could overflow."""
 
 
 class Described(NamedTuple):
     """The description of a leaf."""
 
     kind: RowKind
-    """`RowKind.RAW` also for what may be strided."""
+    """`RowKind.RAW` also for a leaf that may be strided."""
     dtype: int = 0
-    """Its code."""
+    """The dtype's code."""
     shape: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
     """In elements."""
     source: torch.Tensor | None = None
-    """The tensor to read, kept until then."""
+    """The tensor to read, kept alive until it is packed."""
     address: int = 0
-    """Of the source."""
+    """The address of the source."""
 
 
 class Parts(NamedTuple):
     """A batch taken apart."""
 
     structure: Structure
-    """Which containers it is made of."""
+    """The containers of the batch."""
     leaves: list[Any]
     """Their contents."""
     table: Table
     """A row for each leaf."""
     sources: bytes
-    """The sources: a row for each leaf, of its address, and of its stride where it is strided."""
+    """A row for each leaf: the address to read from, and its stride if it is strided."""
     kept: list[torch.Tensor]
-    """Tensors to keep alive for that beside the leaves."""
+    """Tensors to keep alive beside the leaves, because `sources` has their addresses."""
     has_lazy: bool
     """Whether torch has to compute some of the values."""
 
@@ -140,9 +139,9 @@ def take_apart(
 
     Args:
         tree: containers with anything in them.
-        device: where tensors are that can be packed; others are `RowKind.MOVED`.
+        device: tensors on this device can be packed; others are `RowKind.MOVED`.
         keeping: says which leaves stay as they are.
-        walked: what `walk` said of the tree just now.
+        walked: the result of `walk` for the tree, if it is known.
 
     Raises:
         LayoutError: an object that holds tensors isn't a known container, an array cannot become a tensor, a tensor has
@@ -168,17 +167,17 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
     Args:
         leaves: of the tree.
         structure: of the tree.
-        device: where tensors are that can be packed.
+        device: tensors on this device can be packed.
         arrays: whether numpy arrays count as tensors; else they don't.
 
     Raises:
-        IsContainer: a leaf is none; walk again.
+        IsContainer: a leaf has become a container; walk again.
         LayoutError: as `take_apart`.
     """
     plainly = partial(_describe_leaf, leaves, structure, device, arrays)
     place = _DLPACK[device.type], device.index or 0
     figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
-    # Not by their classes, whose constructors are functions of Python.
+    # `tuple.__new__` is faster than the constructors of these classes, which are Python functions.
     return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
 
 
@@ -189,10 +188,10 @@ class IsContainer(Exception):  # noqa: N818 - a signal, which never reaches a us
 def _describe_leaf(
     leaves: list[Any], structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int
 ) -> Described:
-    """Say what a leaf is.
+    """Describe a leaf.
 
-    The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; what holds no tensor, by its type or
-    after a search, and stays as it is; what moves by a ``.to()`` of its own; and errors.
+    The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; an object that holds no tensor, by
+    its type or after a search, and stays as it is; an object that moves by its own ``.to()``; and errors.
     """
     cls = type(leaf)
     if cls is Whole:
@@ -218,7 +217,7 @@ def _describe_leaf(
 
 
 def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.Tensor, index: int) -> Described:
-    """Say how a tensor is sent: by its bytes if it is plain, dense, in its place, and no part of autograd's graph."""
+    """Describe how a tensor is sent: by its bytes if it is plain, on the device, and not part of a graph."""
     if (
         type(tensor) is not torch.Tensor
         or tensor.device != device
@@ -232,7 +231,7 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
         return Described(RowKind.MOVED)
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # of torch.func: inside of vmap, say
+    except (NotImplementedError, RuntimeError):  # of torch.func, such as inside vmap
         return Described(RowKind.MOVED)
     if tensor.numel():
         if has_no_memory(tensor):
@@ -264,7 +263,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Say whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
+    """Return whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
     expected = 1
     for distance, size in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
         if distance != expected:

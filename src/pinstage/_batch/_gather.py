@@ -1,4 +1,4 @@
-"""How leaves get into a slab that is on their own device: by torch, in few kernels."""
+"""Gathering leaves into a slab on their own device, by torch, in few kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ._describe import contiguous_stride
 from ._table import ALIGNMENT, DTYPES, INTEGERS, RowKind, Table, lay_out
 
 DIRECT_BYTES = 1024 * 1024
-"""From here on a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8 us, in
-which the bus carries 0.4 MB, and a gathering kernel moves a megabyte in a microsecond."""
+"""From this size on, a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8
+us, in which the bus carries 0.4 MB, and a gathering kernel moves a megabyte in a microsecond."""
 
 _ROW_GROUP = 4
-"""Leaves that share dtype and trailing shape before they are joined as they are: fewer are flattened and join those of
-their dtype, for a kernel costs more than a few views."""
+"""From this number on, leaves that share dtype and trailing shape are joined as they are. Fewer are flattened and
+joined with other leaves of their dtype, since a kernel costs more than a few views."""
 
 COPIED_AS_THEY_ARE = frozenset(
     {
@@ -26,8 +26,8 @@ COPIED_AS_THEY_ARE = frozenset(
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     }
 )
-"""Dtypes that torch copies bit for bit everywhere; others are copied as integers of their size, bools among them, whose
-bytes ``torch.cat`` would make 0 or 1."""
+"""Dtypes that torch copies bit for bit everywhere; others are copied as integers of their size. That includes bools,
+whose bytes ``torch.cat`` would make 0 or 1."""
 
 
 class Group(NamedTuple):
@@ -39,21 +39,21 @@ class Group(NamedTuple):
     trailing: tuple[int, ...]
     """The shape of a row."""
     members: list[int]
-    """Which leaves. Without trailing dimensions they are joined flat."""
+    """The numbers of the leaves. Without trailing dimensions they are joined flat."""
 
 
 class Gathering(NamedTuple):
     """How the leaves of a tree that are on one device reach a host slab."""
 
     table: Table
-    """With places for the host."""
+    """The offset table, with places in the host slab."""
     groups: list[Group]
     strided: list[int]
     """Leaves that are copied element by element."""
     gathered_bytes: int
-    """Those and the groups lie before this."""
+    """The groups and the strided leaves end here in the slab."""
     direct: list[tuple[int, int, int]]
-    """Large leaves, offset and size of each: they are copied from where they are."""
+    """The number, offset and size of each large leaf; these are copied from where they are."""
 
 
 def arrange(table: Table) -> Gathering:
@@ -124,7 +124,7 @@ def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
 
 
 def _copy_elements(source: torch.Tensor, row: Any, slab: torch.Tensor) -> None:
-    """Copy a leaf whose bytes are not its value as they lie: strided, expanded, lazily conjugated."""
+    """Copy a strided, expanded, or lazily conjugated leaf, element by element."""
     place = view_of(row, slab)
     if row["kind"] == RowKind.STRIDED and source.itemsize in INTEGERS:
         # As integers: a copy of bools makes them 0 or 1, and copy_ has no kernels for int1 to int7.
@@ -141,5 +141,5 @@ def duplicate(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements in the order in which they lie in memory, without a copy."""
+    """Return a dense tensor's elements in the order in which they are stored, without a copy."""
     return tensor.as_strided((tensor.numel(),), (1,))

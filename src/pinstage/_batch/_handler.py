@@ -11,7 +11,7 @@ import torch
 from ..errors import LayoutError
 
 MOST_CLASSES = 1000
-"""Classes that are remembered: a program may make some for each batch, and they would never be collected."""
+"""The most classes that are remembered: a program may make new ones for each batch, which would never be collected."""
 
 Flatten = Callable[[Any], tuple[Iterable[Any], Hashable] | tuple[Iterable[Any], Hashable, Iterable[Any]]]
 Unflatten = Callable[[Any, Any], Any]
@@ -25,17 +25,17 @@ class Handler(NamedTuple):
     unflatten: Callable[..., Any]
     """Returns a new object from metadata and a tuple of children."""
     steps: Callable[[Any], Iterable[str]] | None = None
-    """Returns the paths of children by the metadata; those it leaves out have the path of the object itself. None: they
-    are numbered, unless there are path entries."""
+    """Returns the paths of children from the metadata; children that it leaves out have the path of the object itself.
+    If it is None, children are numbered, unless there are path entries."""
     asks: bool = False
-    """Whether both functions get a dict as their last argument, the same for all that is walked or rebuilt at once."""
+    """Whether both functions get a dict as their last argument, which all calls of one walk or one rebuild share."""
 
 
 class WrongFunctionsError(LayoutError):
-    """The functions of a class do not take an object apart, or put it together wrongly.
+    """The functions of a class take an object apart wrongly, or put it together wrongly.
 
     Attributes:
-        cls: the class; the caller, which has the batch, finds its place there.
+        cls: the class; the caller finds its place in the batch.
     """
 
     def __init__(self, cls: type, text: str) -> None:
@@ -44,7 +44,7 @@ class WrongFunctionsError(LayoutError):
 
 
 def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
-    """Return how these functions take an object apart, or report a wrong result of `flatten`."""
+    """Return a handler of these functions, which reports wrong results of `flatten`."""
     return Handler(lambda obj: _parts(cls, flatten(obj)), unflatten)
 
 

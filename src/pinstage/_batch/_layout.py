@@ -20,7 +20,7 @@ class Slot(NamedTuple):
     """One row of the offset table: where a tensor is stored in the slab."""
 
     path: str
-    """Where it is in the batch, as you would write it after the batch's name; the first place if it appears twice."""
+    """Where it is in the batch, as you would write it after the batch's name; the first path if it appears twice."""
     offset: int
     """First byte, a multiple of `ALIGNMENT`."""
     nbytes: int
@@ -30,7 +30,7 @@ class Slot(NamedTuple):
     stride: tuple[int, ...]
     """In elements. Dense permuted tensors (channels-last) keep theirs; others are contiguous."""
     block: int
-    """Slots of one number may share a tensor on the device; see `Stager`, `own_storage`."""
+    """Slots with the same number may share a tensor on the device; see `own_storage` of `Stager`."""
 
 
 class Layout:
@@ -73,7 +73,7 @@ class Layout:
         return self._slots
 
     def others(self, batch: Any) -> list[Any]:
-        """Return the leaves of a batch of this layout that do not live in the slab, in its order; for `unpack`.
+        """Return the leaves of a batch of this layout that are not in the slab, in order; for `unpack`.
 
         Raises:
             LayoutError: the batch has another layout.
@@ -81,10 +81,10 @@ class Layout:
         return self._parts_of(batch).others()
 
     def pack(self, batch: Any, dst: torch.Tensor) -> None:
-        """Write a batch of this layout into host memory. Blocks until the bytes are there; one thread does it.
+        """Write a batch of this layout into host memory. Blocks until the bytes are written, by one thread.
 
         Args:
-            batch: has this layout; values may be others than those the layout was made of.
+            batch: a batch of this layout; its values may differ from those of the first batch.
             dst: uint8 ``[>= nbytes]``, contiguous, on the CPU, starting at a multiple of `ALIGNMENT` bytes.
 
         Raises:
@@ -103,7 +103,7 @@ class Layout:
 
         Args:
             src: uint8 ``[>= nbytes]``, contiguous, on any device, starting at a multiple of `ALIGNMENT` bytes.
-            others: the leaves that do not live in the slab, in the order of the batch, as `others` returns them.
+            others: the leaves that are not in the slab, in the order of the batch, as `others` returns them.
 
         Returns:
             A batch of the same types, in which tensors and arrays are views of `src`.
@@ -140,7 +140,7 @@ class Layout:
         held = slab.untyped_storage().nbytes() - slab.storage_offset()
         if held < self.nbytes or (slab.is_cpu and not slab.data_ptr()):
             raise ValueError(
-                f"{name} has not the memory for its shape: {slab.numel()} bytes in a storage of "
+                f"{name} lacks the memory for its shape: {slab.numel()} bytes in a storage of "
                 f"{slab.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: pass another one"
             )
         if slab.storage_offset() % ALIGNMENT or slab.data_ptr() % ALIGNMENT:
@@ -193,7 +193,7 @@ class Layout:
 
 
 def content_of(layout: Layout) -> tuple[Structure, Table]:
-    """Return what a layout is made of."""
+    """Return the structure and the table of a layout."""
     return layout._structure, layout._table
 
 
@@ -201,7 +201,7 @@ def check_content(structure: Any, table: Any) -> None:
     """Refuse a structure and an offset table from elsewhere that don't belong together.
 
     Raises:
-        LayoutError: they don't, or one of them is something else.
+        LayoutError: they don't, or one of them has another type.
     """
     if not isinstance(structure, Structure) or not isinstance(table, Table):
         raise LayoutError(
@@ -228,12 +228,12 @@ def _slot(path: str, row: Any) -> Slot:
 
 
 def _in_words(row: Any) -> str:
-    """Say what a leaf looks like."""
+    """Describe a row in words, for errors."""
     kind = RowKind(row["kind"])
     if kind is RowKind.OTHER:
-        return "no tensor"
+        return "a leaf that isn't a tensor"
     if kind is RowKind.ALIAS:
-        return f"the very object of leaf number {row['offset']}"
+        return f"the same object as leaf number {row['offset']}"
     if kind is RowKind.MOVED:
         return "a tensor that cannot be packed"
     slot = _slot("", row)

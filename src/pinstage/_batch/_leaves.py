@@ -1,4 +1,4 @@
-"""Leaves: their kinds, known by their types, and their contents, where the type doesn't say."""
+"""Leaves: their kinds, by type, and a search of their contents where the type isn't enough."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OnHost:
 
 
 def on_host(x: T) -> T:
-    """Mark something in a batch that stays on the host. The staged batch has `x` itself in its place.
+    """Mark something in a batch that stays on the host. The staged batch contains `x` itself.
 
     It is neither searched for tensors nor compared, so it may be anything: lengths that a kernel needs on the host, or
     metadata that can't be hashed. From a loader's worker it arrives as a copy, made by pickle.
@@ -47,13 +47,14 @@ def on_host(x: T) -> T:
         x: the object that stays.
 
     Returns:
-        A wrapper, for the batch only; type checkers see the type of `x`. It has the attributes of neither.
+        A wrapper, for use in the batch only. Type checkers see the type of `x`, but the wrapper has none of its
+        attributes.
     """
     return OnHost(x)  # type: ignore[return-value]
 
 
 class Whole:
-    """A tensor that was looked into, and moves by its own ``.to()`` after all."""
+    """A tensor of a registered class that moves by its own ``.to()`` after all, because it requires grad."""
 
     __slots__ = ("obj",)
 
@@ -62,7 +63,7 @@ class Whole:
 
 
 WRAPPERS = frozenset({OnHost, Whole})
-"""Their contents are used without them, as their ``obj``."""
+"""Wrappers of leaves: their ``obj`` is used in their place."""
 
 
 _ATOMS: tuple[type, ...] = (
@@ -75,33 +76,33 @@ _ATOMS: tuple[type, ...] = (
 """Types that hold no tensor: leaves of these types and their subclasses are not searched."""
 
 _ATOM_LIBRARIES = ("PIL", "pyarrow")
-"""Libraries whose classes hold no tensor, either: their images and columns would take long to be searched."""
+"""Libraries whose classes hold no tensor, either: searching their images and columns would take long."""
 
 _ITERABLES: tuple[Any, ...] = (list, tuple, set, frozenset, deque, type({}.values()), type({}.items()))
 """Types whose items are searched by iterating."""
 
 _PYTHONS: tuple[Any, ...] = (dict, *_ITERABLES, types.MappingProxyType)
-"""Types of containers that are searched as such, completely."""
+"""Python's types of containers, which are searched completely."""
 
 _NO_CONTAINERS: tuple[Any, ...] = (Iterator, Callable)
-"""Objects in C that the garbage collector isn't asked about."""
+"""Types in C whose objects aren't searched through the garbage collector."""
 
 _SEARCH_LIMIT = 100_000
-"""Objects looked at inside one opaque leaf before it is refused as too large to be searched."""
+"""The most objects that are searched inside one leaf before it is refused as too large."""
 
 _FIRST_ITEMS, _LEVELS_OF_ITEMS = 16, 2
-"""Number of items of an object that are read by its own ``__getitem__``, and of levels."""
+"""The number of items that are read by an object's own ``__getitem__``, and the levels at which they are."""
 
 
 IS_ATOM: dict[type, bool] = {}
 """Results of `is_atom`."""
 
 ATOM_TYPES: set[type] = set()
-"""Those of them that are, for the extension."""
+"""The types for which `is_atom` is true, for the extension."""
 
 
 def is_atom(cls: type) -> bool:
-    """Say whether objects of a type hold no tensor, whatever their value."""
+    """Return whether objects of a type hold no tensor, whatever their value."""
     found = IS_ATOM.get(cls)
     if found is None:
         IS_ATOM[cls] = found = issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
@@ -117,10 +118,10 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         The tensor, or None if the array is not numeric (strings, dates, records, objects): it is left as it is.
 
     Raises:
-        TypeError: the array is numeric, and torch has no such dtype (long double), or it is masked.
+        TypeError: the array is numeric but torch has no such dtype (long double), or it is masked.
     """
     if type(array) is np.ndarray and array.flags.carray:
-        try:  # the usual case; what torch can't read directly comes below
+        try:  # the usual case; arrays that torch can't read directly come below
             return _over(array)
         except (TypeError, ValueError):
             pass
@@ -134,7 +135,7 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         array = array.astype(array.dtype.newbyteorder("="))
     if any(step < 0 for step in array.strides) or any(step % array.itemsize for step in array.strides):
         array = array.copy(order="C")
-    if array.dtype.char == "Q":  # ulonglong, which torch does not know for the uint64 it is
+    if array.dtype.char == "Q":  # ulonglong, which torch doesn't recognise as uint64
         array = array.view(np.uint64)
     if not array.flags.writeable:
         array = _writable_alias(array)
@@ -142,9 +143,9 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return a tensor over an array, with the strides that the buffer protocol tells.
+    """Return a tensor over an array, with the strides of the buffer protocol.
 
-    An array's own may be of no sense in dimensions of one element.
+    An array's own strides may be meaningless in dimensions of one element.
     """
     tensor = torch.from_numpy(array)
     if 1 in array.shape:
@@ -156,18 +157,18 @@ def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the same memory as a writable array: torch warns of read-only ones, and staging only reads."""
+    """Return the same memory as a writable array: torch warns of read-only arrays, and staging only reads."""
     interface = array.__array_interface__
     owner = types.SimpleNamespace(array=array, __array_interface__=interface | {"data": (interface["data"][0], False)})
     return np.asarray(owner)
 
 
 def holds_tensor(leaf: Any) -> bool:
-    """Say whether an unknown object has a tensor or an array somewhere inside.
+    """Return whether an unknown object has a tensor or an array somewhere inside.
 
-    Follows attributes, slots, Python's containers, the first items of others, and what the garbage collector knows.
-    Behind that only tensors count: a data frame keeps its numbers in arrays. Closures, bound methods and iterators are
-    not followed.
+    Follows attributes, slots, Python's containers, the first items of others, and references that only the garbage
+    collector knows. Behind the last, only tensors count: a data frame keeps its numbers in arrays. Closures, bound
+    methods and iterators are not followed.
 
     Raises:
         OverflowError: there is too much to search.
@@ -182,7 +183,7 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
 
 def _data_in(thing: Any) -> Iterator[Any]:
     """Yield each tensor and each numeric array in an object."""
-    seen: dict[int, Any] = {}  # the objects too: an item may be made when it is asked for, and gone afterwards
+    seen: dict[int, Any] = {}  # keeps the objects alive: an item may be made when it is read, and its id used again
     pending = [(thing, 0, True)]
     while pending:
         if len(seen) > _SEARCH_LIMIT:
@@ -219,17 +220,17 @@ def _contents(obj: Any) -> Iterator[Any]:
 
 @lru_cache(MOST_CLASSES)
 def _has_more(cls: Any) -> bool:
-    """Say whether objects of a class may hold more than attributes and items of Python's: it is made in C."""
+    """Return whether a class is made in C, so that its objects may hold more than Python's attributes and items."""
     is_plain = builtin_base(cls) in (object, types.SimpleNamespace) and (cls.__dictoffset__ or slots_of(cls))
     return not is_plain and not issubclass(cls, _PYTHONS + _NO_CONTAINERS)
 
 
 @lru_cache(MOST_CLASSES)
 def _has_items(cls: Any) -> bool:
-    """Say whether objects of a class that is none of Python's containers can be asked for their items.
+    """Return whether the items of objects of a class can be read; False for Python's own containers.
 
-    A dataset makes them when it is asked, and so may an ``__iter__`` in Python: one in C is that of a container. Sets
-    compare their items, which tensors don't stand.
+    A dataset makes its items when they are read, and so may an ``__iter__`` in Python; one in C is that of a container.
+    Sets compare their items, which tensors don't support.
     """
     if issubclass(cls, (*_PYTHONS, Dataset, DataLoader)):
         return False
@@ -250,7 +251,7 @@ def _first_items(obj: Any) -> list[Any]:
             found.extend(islice(obj, _FIRST_ITEMS))
         else:
             for key in islice(obj.keys() if hasattr(cls, "keys") else range(len(obj)), _FIRST_ITEMS):
-                found.append(obj[key])  # noqa: PERF401 - those before an error count
-    except Exception:  # noqa: BLE001 - of whatever class: then there is nothing to be seen
+                found.append(obj[key])  # noqa: PERF401 - items before an error count
+    except Exception:  # noqa: BLE001 - objects may raise anything: then no more items are searched
         pass
     return found

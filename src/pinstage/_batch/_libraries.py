@@ -1,9 +1,9 @@
-"""Classes of other libraries: who knows how they are taken apart.
+"""Classes of other libraries, and the modules that take them apart.
 
-A library is recognised by the module of a class or of one of its bases. The module that knows it is imported when one
-of its classes is first met, never before. It has a function ``nodes(cls)``, which returns ``(flatten, unflatten)`` as
-`register_node` takes them, False for a class that moves as a whole by its own ``.to()``, or None; it may call
-and also `register_tensor` and `register_node`.
+A library is recognised by the module of a class or of one of its bases. Its integration module is imported when one of
+its classes is first met, never before. That module has a function ``nodes(cls)``, which returns ``(flatten,
+unflatten)`` as `register_node` takes them, False for a class that moves as a whole by its own ``.to()``, or None. It
+may also call `register_tensor` and `register_node`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ._handler import Flatten, Handler, Unflatten
 from ._leaves import OnHost
 
 GROUP = "pinstage.nodes"
-"""The group of entry points of others; the name of each is the package whose classes it knows."""
+"""The group of entry points for integrations in other packages. An entry point has the name of the library."""
 
 _SHIPPED = {
     "monai": "_monai",
@@ -32,7 +32,7 @@ _SHIPPED = {
     "torchvision": "_torchvision",
     "transformers": "_transformers",
 }
-"""By package, the modules of `pinstage.integrations`. Packages that other modules know aren't in here."""
+"""The modules of `pinstage.integrations`, by package. Integrations in other packages aren't listed here."""
 
 Nodes = Callable[[type], Any]
 
@@ -47,7 +47,7 @@ def library_functions(cls: type) -> tuple[Flatten, Unflatten] | bool | None:
 
 
 def is_of_library(module: str) -> bool:
-    """Say whether a module is torch's, or of a library that is known here."""
+    """Return whether a module belongs to torch, or to a library that has an integration."""
     return module.partition(".")[0] == "torch" or any(_that_know(module))
 
 
@@ -61,7 +61,7 @@ def _that_know(package: str) -> Iterator[Nodes]:
 
 @cache
 def _nodes_of(package: str) -> Nodes | None:
-    """Return the function that knows a package's classes; None if there is none."""
+    """Return the function ``nodes`` for a package's classes; None if there is none."""
     try:
         if package in _others():
             found: Any = _others()[package].load()
@@ -69,8 +69,8 @@ def _nodes_of(package: str) -> Nodes | None:
             found = importlib.import_module(f"pinstage.integrations.{_SHIPPED[package]}").nodes
         else:
             return None
-    except Exception as error:  # noqa: BLE001 - of whatever version of that library
-        warn_once(f"classes of {package} are not known as such: {error!r}; give them to pinstage.register_node")
+    except Exception as error:  # noqa: BLE001 - any version of that library may raise anything
+        warn_once(f"classes of {package} are not recognised: {error!r}; register them with pinstage.register_node")
         return None
     return found  # type: ignore[no-any-return]
 
@@ -81,7 +81,7 @@ def _others() -> dict[str, metadata.EntryPoint]:
 
 
 def pytree_handler(cls: type) -> Handler | None:
-    """Return how torch's pytree takes a class apart; None if it does not. Its context is a child that stays."""
+    """Return a handler of torch's pytree for a class; None if it has none. Its context stays on the host."""
     found = pytree_functions(cls)
     if found is None:
         return None

@@ -1,8 +1,9 @@
-"""Which objects are containers: one table of handlers, by class, that the walk asks.
+"""Containers: one table of handlers, by class, which the walk uses.
 
-Known without a word are dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict` and `UserList`, classes
-with the `StagingNode` protocol, those of some libraries (`_libraries`), and those that torch's pytree knows. The others
-are given to `register_node` and `register_tensor`. A class is looked up when it is first met.
+Supported out of the box are dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict` and `UserList`,
+classes with the `StagingNode` protocol, classes of some libraries (`_libraries`), and classes that are registered with
+torch's pytree. Other classes are given to `register_node` and `register_tensor`. A class is looked up when it is first
+met.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from ._libraries import is_of_library, library_functions, pytree_handler
 Rebuild = Callable[[torch.Tensor, dict[str, Any]], Any]
 
 REBUILDS: dict[type, Rebuild | None] = {}
-"""The classes that `register_tensor` was given; their subclasses follow them."""
+"""The classes registered with `register_tensor`; their subclasses are treated alike."""
 
 
 def rebuild_of(cls: type) -> Any:
-    """Return what `register_tensor` was given for a class or its base; False if it was given none of them."""
+    """Return the `rebuild` registered for a class or its base; False if neither is registered."""
     return next((REBUILDS[base] for base in cls.__mro__ if base in REBUILDS), False)
 
 
 def tensor_handler(cls: Any) -> Handler | None:
-    """Return how a tensor of a class is taken apart; None if it moves by its ``.to()``.
+    """Return the handler for tensors of a class; None if they move by their own ``.to()``.
 
-    One with tensors inside is taken apart by the protocol that torch's compiler asks for, ``__tensor_flatten__``. Any
-    other is a plain tensor over the same memory, and its ``__dict__``. A tensor that is met twice in a walk is packed
-    once: then its parts are the same objects. Metadata are None for an object that moves as a whole.
+    A tensor with tensors inside is taken apart by ``__tensor_flatten__``, the protocol of torch's compiler. Any other
+    becomes a plain tensor over the same memory, and its ``__dict__``. A tensor that is met twice in a walk is packed
+    once, because its parts are the same objects. The metadata is None for a tensor that moves as a whole.
     """
     rebuild = rebuild_of(cls)
     if rebuild is False:
@@ -75,14 +76,14 @@ def tensor_handler(cls: Any) -> Handler | None:
 
 
 def _once(met: dict[Any, Any], key: Any, tensor: Any, make: Callable[[Any], Any]) -> Any:
-    """Return the object made in this walk by that key; the tensor, whose id it may be, is kept alive meanwhile."""
+    """Return the object made for a key in this walk. The tensor is kept alive, since the key may have its id."""
     if key not in met:
         met[key] = make(tensor), tensor
     return met[key][0]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor; a class can put none of its own in place of this function, see `torch.overrides`."""
+    """Return a plain tensor. A class can't override this function, see `torch.overrides`."""
     return torch.Tensor.as_subclass(tensor, torch.Tensor)
 
 
@@ -97,7 +98,7 @@ T = TypeVar("T")
 _BY_ATTRIBUTES = "by its attributes"
 
 REGISTERED: dict[type, Any] = {}
-"""The classes that `register_node` was given, each with its two functions, or `_BY_ATTRIBUTES`."""
+"""The classes registered with `register_node`, each with its two functions, or `_BY_ATTRIBUTES`."""
 
 
 # -- Python's own, and torch's -----------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ _BUILTIN: dict[type, Handler] = {
         lambda _: (".data", ".sorted_indices", ".unsorted_indices"),
     ),
 }
-"""Dicts with keys of text, lists and tuples are known to the walk itself."""
+"""The walk itself handles lists, tuples, and dicts whose keys are text."""
 
 
 def _sequence_handler(cls: Any) -> Any:
@@ -217,7 +218,7 @@ def register_node(
     Raises:
         TypeError: `cls` is not a class, or is a tensor class; only one of the two functions was given; or neither was,
             and the class keeps data outside its attributes (such as a subclass of `deque` or `set`).
-        ValueError: the class is registered already, in another way.
+        ValueError: the class is registered already, in another way, or was met as a container before.
     """
     if cls is None:
         return lambda decorated: register_node(decorated, flatten, unflatten)
@@ -229,7 +230,7 @@ def register_node(
         raise TypeError(f"register_node({cls.__name__}): it is a class of tensors; use pinstage.register_tensor")
     if flatten is None and not has_attributes_only(cls):
         raise TypeError(
-            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data that aren't attributes; "
+            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data outside its attributes; "
             "pass flatten and unflatten"
         )
     how = _BY_ATTRIBUTES if flatten is None else (flatten, unflatten)
@@ -270,7 +271,7 @@ def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
     if not (isinstance(given, type) and issubclass(given, torch.Tensor)) or given is torch.Tensor:
         raise TypeError(f"register_tensor needs a subclass of torch.Tensor: {cls!r}; register_node takes containers")
     if issubclass(cls, torch.nn.Parameter):
-        raise TypeError(f"register_tensor({cls.__name__}): parameters are not packed; they go by their own .to()")
+        raise TypeError(f"register_tensor({cls.__name__}): parameters are not packed; they move by their own .to()")
     if REBUILDS.get(cls, rebuild) is not rebuild or cls in REGISTERED:
         raise ValueError(f"register_tensor({cls.__name__}): it is already registered in another way")
     REBUILDS[cls] = rebuild
@@ -279,34 +280,34 @@ def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
 
 
 def _forget_leaves(cls: type) -> None:
-    """Have a class and its subclasses looked up again that were met as leaves."""
+    """Forget a class and its subclasses that were met as leaves, so that they are looked up again."""
     for known, handler in HANDLERS.copy().items():
         if handler is None and issubclass(known, cls):
             HANDLERS.pop(known, None)
 
 
 def _tell_of_pinning(cls: type) -> None:
-    """Tell, once, if a class has a method of its own that ``pin_memory=True`` would call."""
+    """Warn, once, if a class has a method of its own that ``pin_memory=True`` would call."""
     method = getattr(cls, "pin_memory", None)
     if not callable(method) or is_of_library(getattr(method, "__module__", None) or cls.__module__):
         return
-    if torch.utils.data.get_worker_info() is None:  # the main process tells it
+    if torch.utils.data.get_worker_info() is None:  # only the main process warns
         warn_once(
             f"{cls.__module__}.{cls.__qualname__}.pin_memory() is not called: pinstage packs the tensors of a batch "
-            "into page-locked memory of its own; what else the method does has to be done elsewhere"
+            "into page-locked memory of its own; do the rest of the method's work elsewhere"
         )
 
 
 def moves_as_a_whole(cls: type) -> bool:
-    """Say whether objects of a class that isn't a container go to a device by their own ``.to(device)``.
+    """Return whether objects of a class that isn't a container go to a device by their own ``.to(device)``.
 
-    It is the convention of Lightning and Accelerate. A module is none of them: its ``.to()`` changes the module.
+    This is the convention of Lightning and Accelerate. Modules don't count: their ``.to()`` changes the module.
     """
     return callable(getattr(cls, "to", None)) and (not issubclass(cls, torch.nn.Module) or moves_in_silence(cls))
 
 
 def moves_in_silence(cls: type) -> bool:
-    """Say whether objects of a class are known to move as a whole, so that no warning is due."""
+    """Return whether objects of a class are known to move as a whole, so that no warning is needed."""
     return library_functions(cls) is False
 
 
@@ -314,7 +315,7 @@ def moves_in_silence(cls: type) -> bool:
 
 
 class _Handlers(dict[type, Any]):
-    """The walk's treatment of a class; see ``structure_of`` in ``_native/structure.c``."""
+    """The handler of each class, looked up when it is first met; see ``structure_of`` in ``_native/structure.c``."""
 
     def __missing__(self, cls: type) -> Any:
         before = len(REGISTERED), len(REBUILDS)
@@ -328,18 +329,18 @@ HANDLERS = _Handlers()
 
 
 def forget_classes() -> None:
-    """Let go of the classes that were met, if they are too many. Called before a walk: one of it may have as many.
+    """Forget the classes that were met, if there are too many. Called before a walk, because one walk may meet as many.
 
-    Structures that have them go on: they hold what they need.
+    Existing structures stay usable: they hold their handlers.
     """
     if max(len(HANDLERS), len(IS_ATOM)) > MOST_CLASSES:
         HANDLERS.clear()
-        ATOM_TYPES.clear()  # before the other: a type that it has isn't added again
+        ATOM_TYPES.clear()  # before `IS_ATOM`: its types aren't added to `ATOM_TYPES` again
         IS_ATOM.clear()
 
 
 def is_container(cls: type, *, look_again: bool = False) -> bool:
-    """Say whether the table has a handler for a class.
+    """Return whether the table has a handler for a class.
 
     Args:
         cls: the class.
@@ -352,10 +353,10 @@ def is_container(cls: type, *, look_again: bool = False) -> bool:
 
 
 def _find(cls: Any) -> Any:
-    """Find out how a class is taken apart; None for a leaf.
+    """Return the handler of a class; None for a leaf.
 
-    The cases, first come first served: as its user says; as its library says; tensors of registered classes; the
-    protocol; named tuples; attributes; as torch's pytree says.
+    The first that applies: Python's and torch's own containers; registration; types that hold no tensor; the class's
+    library; registered tensors; the protocol; named tuples; attributes; torch's pytree.
     """
     if cls in _BUILTIN:
         return _BUILTIN[cls]
@@ -381,12 +382,12 @@ def _find(cls: Any) -> Any:
 
 
 def _of_functions(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
-    """Return how functions in the order of torch's pytree take a class apart."""
+    """Return the handler of functions that take arguments in the order of torch's pytree."""
     return checked(cls, flatten, lambda context, children: unflatten(children, context))
 
 
 def _stays_the_same(obj: Any) -> bool:
-    """Say whether an object is in a staged batch as it is, although it may change."""
+    """Return whether a staged batch has an object as it is, although the object may change."""
     return not isinstance(obj, torch.Tensor | np.ndarray) and not is_atom(type(obj)) and not is_container(type(obj))
 
 
@@ -400,7 +401,7 @@ def _goes_by_attributes(cls: type) -> bool:
 
 
 def registration_of(cls: Any) -> Callable[[Any], Any] | None:
-    """Return what has to be called in another process so that it knows a class; None if it does by itself."""
+    """Return the function that registers a class in another process, given the class alone; None if there is none."""
     if issubclass(cls, _by_attributes()):
         return register_node
     return register_tensor if issubclass(cls, torch.Tensor) and rebuild_of(cls) is None else None

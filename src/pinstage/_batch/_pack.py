@@ -1,4 +1,4 @@
-"""A batch into a slab: quickly, by several threads, in chunks that are sent while the next one is packed."""
+"""Packing a batch into a slab, with several threads, in chunks that are sent while the next one is packed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def pack(parts: Parts, slab: torch.Tensor | HostSlab, skip: list[int] | None = N
     """Write all packed leaves to their places. Padding is set to zero.
 
     Args:
-        parts: of a batch whose leaves are as they were when it was taken apart.
-        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU. Of a lease a tensor is made only where one is needed, since
-            that takes longer than to pack a few leaves.
+        parts: a batch, whose leaves have not changed since it was taken apart.
+        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU. The tensor of a lease is made only if it is needed, since
+            that takes longer than packing a few leaves.
         skip: leaves that are written elsewhere.
     """
     if parts.has_lazy:
@@ -51,7 +51,7 @@ def pack(parts: Parts, slab: torch.Tensor | HostSlab, skip: list[int] | None = N
 
 
 def compute_lazy_leaves(parts: Parts, slab: torch.Tensor | HostSlab) -> None:
-    """Write those leaves to their places whose value torch has to compute."""
+    """Write the leaves whose values torch has to compute to their places."""
     slab = slab if isinstance(slab, torch.Tensor) else slab.tensor()
     for index in parts.table.positions(RowKind.LAZY):
         place = view_of(parts.table.rows[index], slab)
@@ -66,14 +66,14 @@ PARALLEL_FROM_BYTES = 1024 * 1024
 """Below this size a second thread gains nothing: waking a sleeping one takes 0.05 ms."""
 
 REUSE_FROM_BYTES = 32 * 1024 * 1024
-"""A smaller batch is packed before places are free again: 8 leaves of 1 MiB took 13% longer."""
+"""A smaller batch is packed before places are free again: 8 leaves of 1 MiB took 13% longer with reuse."""
 
 
 def most_threads(threads: int | Literal["auto"]) -> int:
     """Return how many threads may pack a batch, the calling one included.
 
     Args:
-        threads: as many as the user says; "auto" takes the usable CPUs, at most `MOST_THREADS`.
+        threads: their number; "auto" takes the usable CPUs, at most `MOST_THREADS`.
 
     Raises:
         TypeError: `threads` is neither an int nor "auto".
@@ -91,30 +91,30 @@ def most_threads(threads: int | Literal["auto"]) -> int:
 
 
 def reuses_places(parts: Parts) -> bool:
-    """Say whether chunks of a batch are packed into the places of earlier chunks that have been copied.
+    """Return whether chunks of a batch are packed into the places of earlier chunks that have been copied.
 
-    The caches still have these lines, so less goes to memory and back. That gains only where a CPU can move a line to
-    the last of its caches (CLDEMOTE): the bus is slow to read from the near caches of a dozen CPUs. Leaves that
-    torch computes are in their own places before a job begins.
+    The caches still have these lines, so less goes to memory and back. That only helps if the CPU can move a line to
+    its last cache (CLDEMOTE): the bus reads slowly from the near caches of a dozen CPUs. It isn't possible with leaves
+    that torch computes, which are in their own places before a job begins.
     """
     return parts.table.nbytes >= REUSE_FROM_BYTES and not parts.has_lazy and bool(_native.core.demotes)
 
 
 def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int, *, reuses: bool = False) -> Any:
-    """Pack a batch, or begin to: a large one is packed by threads of the extension, which take no part in Python.
+    """Pack a batch, or begin to: a large batch is packed by threads of the extension, which run no Python code.
 
     Args:
-        parts: of the batch.
+        parts: the batch.
         slab: uint8 ``[>= parts.table.nbytes]`` on the CPU; a tensor or a lease.
-        threads: how many at most, the calling one included; see `most_threads`.
+        threads: their number at most, the calling one included; see `most_threads`.
         reuses: whether places are reused; see `reuses_places`.
 
     Returns:
-        None if all bytes are in the slab. Else a job, a context manager: its threads begin when the block is entered,
-        and the leaves have to stay as they are, and the slab to be there, until its end. ``ends`` says where each chunk
-        ends, in bytes of the batch, rising, and ``wait(chunk)`` returns when a chunk is complete; the calling thread
-        helps, and answers Ctrl-C meanwhile. Then ``place(chunk)`` says where in the slab it begins: where it does in
-        the batch, or where an earlier one did, for which ``reuse(chunk)`` was called.
+        None if all bytes are in the slab. Else a job, which is a context manager. Its threads begin when the block is
+        entered. Until the block ends, the leaves must not change, and the slab must exist. ``ends`` has the end of each
+        chunk, in bytes of the batch, ascending. ``wait(chunk)`` returns when a chunk is complete; the calling thread
+        helps, and answers Ctrl-C meanwhile. Then ``place(chunk)`` returns where the chunk begins in the slab: at its
+        place in the batch, or at that of an earlier chunk, for which ``reuse(chunk)`` was called.
     """
     if parts.table.nbytes < PARALLEL_FROM_BYTES:
         pack(parts, slab)
@@ -126,27 +126,27 @@ def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int, *, 
 
 
 BORROW_FROM_BYTES = 256 * 1024
-"""Below this size to pack a leaf takes less time than to ask whether it is page-locked and to copy it by itself."""
+"""Below this size, packing a leaf takes less time than checking whether it is page-locked and copying it by itself."""
 
 
 class Borrowed(NamedTuple):
-    """A batch, some leaves of which are not packed."""
+    """A batch with leaves that are not packed, but copied from where they are."""
 
     leaves: list[tuple[int, int, int, int]]
-    """Ranges of their bytes: row, where the range begins and ends in the leaf, and the address of its first byte."""
+    """Byte ranges of these leaves: row, start and end in the leaf, and the address of the first byte."""
     lenders: list[Any]
-    """Their tensors and arrays: to be kept until the copies are done."""
+    """The tensors of these leaves, to be kept alive until the copies are done."""
     rest: Parts
-    """The packed leaves; the table says where in the host slab, which has no room for the others."""
+    """The packed leaves, with their places in a host slab that has no room for the others."""
 
 
 def borrow(parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int]]]) -> Borrowed | None:
     """Find the leaves of a batch that need no packing; None if there are none.
 
-    These are dense, of `BORROW_FROM_BYTES` and more, and page-locked.
+    These leaves are dense, page-locked, and have at least `BORROW_FROM_BYTES`.
 
     Args:
-        parts: of the batch.
+        parts: the batch.
         pieces_of: returns the ranges in which a tensor's memory can be copied; none if it isn't page-locked.
     """
     rows = parts.table.rows.copy()
@@ -169,11 +169,11 @@ def windows(parts: Parts, nbytes: int) -> Iterator[tuple[int, Parts]]:
     """Cut the packed part of a batch into runs of bytes.
 
     Args:
-        parts: of the batch, whose leaves lie one behind the other in the slab.
-        nbytes: of the longest run; a multiple of `ALIGNMENT`.
+        parts: the batch, whose leaves are stored one behind the other in the slab.
+        nbytes: the size of the longest run; a multiple of `ALIGNMENT`.
 
     Yields:
-        Where each run starts in the slab, and the pieces of leaves in it, at the places that they have there.
+        The start of each run in the slab, and the pieces of leaves in it, at their places in the run.
     """
     start, room = 0, nbytes
     pieces: list[torch.Tensor] = []
@@ -191,7 +191,7 @@ def windows(parts: Parts, nbytes: int) -> Iterator[tuple[int, Parts]]:
 
 
 def _bytes_of(parts: Parts, index: int) -> torch.Tensor:
-    """Return a leaf's bytes as they lie in a slab, uint8: its memory, or a copy where that is not as it has to be."""
+    """Return a leaf's bytes as they are stored in a slab, uint8: its memory, or a copy if that differs."""
     leaf = parts.leaves[index]
     row = parts.table.rows[index]
     if row["kind"] == RowKind.RAW and isinstance(leaf, torch.Tensor):

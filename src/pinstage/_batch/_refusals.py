@@ -19,7 +19,7 @@ from ._nodes import moves_as_a_whole
 from ._structure import Structure, walk
 
 _MOST_NAMED = 32
-"""Classes named in one error: a structure may be linked of any number."""
+"""The most classes named in one error: a linked structure may have any number."""
 
 
 def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
@@ -41,7 +41,7 @@ def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -
 
 
 def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
-    """Say whether an unknown object has a tensor or an array somewhere inside.
+    """Return whether an unknown object has a tensor or an array somewhere inside.
 
     Raises:
         LayoutError: there is too much to search.
@@ -60,8 +60,8 @@ def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
 def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> LayoutError:
     """Return an error that names all classes of a batch that hold tensors and aren't known containers.
 
-    Those inside of others count, too: their turn would come when these are known. The leaf of that index is one, even
-    if it gives other items when it is asked again.
+    Classes inside others are named, too: they would be refused next. The leaf at `index` is always named, even if it
+    has other items when it is searched again.
     """
     found: dict[type, str] = {}
     _find_unknown(leaves, structure, None, found)
@@ -81,7 +81,7 @@ def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> Layo
 
 
 def _line(cls: type) -> str:
-    """Return what makes a class known, as one would write it."""
+    """Return the line of code that makes a class known."""
     if issubclass(cls, np.ndarray | set | frozenset):
         return f"use a list instead of {cls.__qualname__}"
     functions = "" if has_attributes_only(cls) else ", flatten, unflatten"
@@ -89,16 +89,16 @@ def _line(cls: type) -> str:
 
 
 def _find_unknown(leaves: list[Any], structure: Structure, where: str | None, found: dict[type, str]) -> None:
-    """Add the classes that hold tensors and aren't known, with the path of one object each, and those inside of them.
+    """Add the unknown classes that hold tensors, with the path of one object each, and the classes inside them.
 
-    Depth first, in the order of the batch. One object of each class is looked into.
+    Depth first, in the order of the batch. One object of each class is searched.
     """
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if len(found) < _MOST_NAMED and type(leaf) not in found and _is_unknown(leaf):
-            # Inside of an object the first key is an attribute: ['a'][0] is a[0].
+            # Inside an object the first key is an attribute: ['a'][0] means .a[0].
             name, _, rest = path.removeprefix("['").partition("']")
             found[type(leaf)] = here = path if where is None else f"{where}.{name}{rest}"
-            with suppress(LayoutError):  # it has no end
+            with suppress(LayoutError):  # it contains itself
                 _find_unknown(*walk(stored_attributes(leaf)), here, found)
 
 
@@ -122,7 +122,7 @@ def check_yields_no_batches(structure: Structure, leaf: Any, index: int) -> None
 
 
 def too_large(structure: Structure, tensor: torch.Tensor, index: int) -> LayoutError:
-    """Return the error of a tensor that no memory has room for, since it repeats its elements."""
+    """Return the error of an expanded tensor, whose repeated elements would fit into no memory."""
     nbytes = math.prod(tensor.shape) * tensor.itemsize
     text = f"is too large: {nbytes} bytes of {list(tensor.shape)}; stage it before you expand it"
     return _refusal(structure, index, text)
@@ -131,7 +131,7 @@ def too_large(structure: Structure, tensor: torch.Tensor, index: int) -> LayoutE
 def without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
     """Return the error of a tensor whose storage is too small for it."""
     text = (
-        f"has not the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
+        f"lacks the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
         f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
         "fill it again"
     )

@@ -20,22 +20,22 @@ _BRACKETS = {_DICT: "{}", _LIST: "[]", _TUPLE: "()"}
 
 
 class Structure(_core.Structure):
-    """Which containers a batch is made of, and where each leaf is. Holds nothing of the batch but metadata.
+    """The containers of a batch, and where each leaf is. Holds nothing of the batch but metadata.
 
-    Two are equal if they rebuild alike, the order of keys included. Picklable. Made by `walk`.
+    Two structures are equal if they rebuild alike, the order of keys included. Picklable. Made by `walk`.
     """
 
     __slots__ = ()
 
     def matches(self, other: Structure) -> bool:
-        """Say whether two structures are equal but for the order of keys in dicts."""
+        """Return whether two structures are equal, apart from the order of keys in dicts."""
         return self == other or self._sorted() == other._sorted()
 
     def _sorted(self) -> list[Any]:
         return [(*node[:3], sorted(node[3]) if node[0] == _DICT else node[3]) for node in self.nodes()]
 
     def path(self, leaf: int) -> str:
-        """Return where a leaf is, as one would write it after the batch's name."""
+        """Return where a leaf is, as you would write it after the batch's name."""
         return self.paths()[leaf]
 
     def paths(self) -> list[str]:
@@ -74,7 +74,7 @@ walking it."""
 
 
 def _steps(operation: int, count: int, cls: Any, keys: Any) -> list[str]:
-    """Return how the path goes on from a container to each child."""
+    """Return the step of the path from a container to each child."""
     if operation == _DICT:
         return [f"[{key!r}]" for key in sorted(keys)]
     if operation in (_NAMED, _INSTANCE):
@@ -105,10 +105,10 @@ def _restore(registrations: dict[type, Callable[[Any], Any] | None], nodes: list
 
 
 def walk(batch: Any) -> tuple[list[Any], Structure]:
-    """Take a batch apart as far as there are containers; classes that are met for the first time are looked up.
+    """Take a batch apart into its leaves; classes that are met for the first time are looked up.
 
     Returns:
-        The leaves, and the structure. Keys of a dict are sorted, if all are text.
+        The leaves, and the structure. Keys of a dict are sorted if all of them are text.
 
     Raises:
         LayoutError: the batch contains itself, is nested too deeply, or a class is taken apart wrongly.
@@ -131,7 +131,7 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
     except WrongFunctionsError as error:
         path = _where(batch, error)
         raise LayoutError(f"batch{path} cannot be taken apart: {error}", path) from None
-    if structure.is_native:  # others hold metadata, which may be as large as they like
+    if structure.is_native:  # others hold metadata, which may be of any size
         _last[key] = structure
         if len(_last) > _MOST_REMEMBERED:
             _last.clear()

@@ -1,7 +1,7 @@
-"""The offset table: one compact buffer that says where each leaf of a batch lives.
+"""The offset table: one compact buffer that says where each leaf of a batch is stored.
 
-A header, then a row for each leaf of the batch, in its order; all of it int64. The extension writes and reads the same
-(``_native/core.h``), and what one process has written another one may read.
+A header, then a row for each leaf of the batch, in order; see `row_type`. The extension writes and reads the same
+format (``_native/core.h``), and other processes may read it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _NAMES = (
     "int1", "int2", "int3", "int4", "int5", "int6", "int7",
     "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
 )  # fmt: skip
-"""In the order of their codes, which stand in tables: a name is added at the end."""
+"""In the order of their codes, which are stored in tables: new names are added at the end."""
 
 DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name in _NAMES)
-"""By code; None where this torch does not have it. A tensor of another dtype is moved by its own ``.to()``."""
+"""By code; None if this torch does not have the dtype. A tensor of another dtype is moved by its own ``.to()``."""
 
 CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
 
@@ -42,13 +42,13 @@ of another dtype needs an offset that is a multiple of its element), and of the 
 cuBLAS, bulk copies and vectorised kernels ask for."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Stand-ins for dtypes of a size where bits count and values don't."""
+"""Stand-ins for dtypes of each size, where only the bits count."""
 
 _FORMATS = {
     "bool": "?", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "lq",
     "uint64": "LQ", "float16": "e", "float32": "f", "float64": "d", "complex64": "Zf", "complex128": "Zd",
 }  # fmt: skip
-"""numpy's characters for dtypes (each that has the right size counts)."""
+"""numpy's characters for dtypes (each character of the right size counts)."""
 
 
 def _tell_the_extension() -> None:
@@ -70,24 +70,24 @@ def name_of(dtype: torch.dtype) -> str:
 
 _HEADER = struct.Struct("=4q")  # magic, rows, width, nbytes
 MOST_DIMS = 64
-"""Of a leaf in a table; torch has no such limit, but for some of its functions."""
+"""The most dimensions of a leaf in a table. In torch, only some functions have such a limit."""
 
 
 class RowKind(IntEnum):
     """The treatment of a leaf."""
 
     OTHER = 0
-    """It isn't a tensor, and doesn't change."""
+    """It isn't a tensor, and stays as it is."""
     RAW = 1
     """Its memory is copied unchanged; it keeps its stride."""
     STRIDED = 2
     """It is copied element by element, and contiguous in the slab."""
     LAZY = 3
-    """Its value is not its bytes as they lie (lazy conjugation or negation): torch computes it."""
+    """Its bytes are not its value (lazy conjugation or negation): torch computes it."""
     MOVED = 4
     """It can't be packed, and is moved by its own ``.to()``."""
     ALIAS = 5
-    """It is the object of an earlier row, whose number stands in place of the offset."""
+    """It is the same object as an earlier row, whose number is stored in place of the offset."""
 
 
 PACKED = (RowKind.RAW, RowKind.STRIDED, RowKind.LAZY)
@@ -96,7 +96,7 @@ PACKED = (RowKind.RAW, RowKind.STRIDED, RowKind.LAZY)
 
 @lru_cache(maxsize=16)
 def _among(kinds: tuple[RowKind, ...]) -> np.ndarray[Any, np.dtype[np.bool]]:
-    """Say of each kind whether it is one of some. Not by ``np.isin``, which takes five times as long for few leaves."""
+    """Return, for each kind, whether it is one of `kinds`. ``np.isin`` would take five times as long for few leaves."""
     return np.array([kind in kinds for kind in RowKind])
 
 
@@ -114,10 +114,10 @@ def row_type(width: int) -> np.dtype[np.void]:
 
 
 class Table(NamedTuple):
-    """Where each leaf of a batch lives in a slab. Holds nothing of the batch. Equal if the buffers are."""
+    """Where each leaf of a batch is stored in a slab. Holds nothing of the batch. Equal if the buffers are equal."""
 
     data: bytes
-    """The buffer; what follows can be read from it."""
+    """The buffer; the other fields can be read from it."""
     nbytes: int
     """Bytes of the slab that are used, padding included; a multiple of `ALIGNMENT`."""
     payload_bytes: int
@@ -134,10 +134,10 @@ class Table(NamedTuple):
         """Read a table.
 
         Args:
-            data: from elsewhere: what does not stay inside of its slab is refused here.
+            data: a buffer from elsewhere; rows that lead outside their slab are refused here.
 
         Raises:
-            LayoutError: it is no such table.
+            LayoutError: it is not such a table.
         """
         try:
             if not isinstance(data, bytes):
@@ -160,12 +160,12 @@ class Table(NamedTuple):
         return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
 
     def positions(self, *kinds: RowKind) -> list[int]:
-        """Return which leaves are of some kinds."""
+        """Return the numbers of the leaves of some kinds."""
         found: list[int] = _among(kinds)[self.rows["kind"]].nonzero()[0].tolist()
         return found
 
     def by_offset(self, *kinds: RowKind) -> list[int]:
-        """Return which leaves are of some kinds, in the order in which they are stored in the slab."""
+        """Return the numbers of the leaves of some kinds, in the order in which they are stored in the slab."""
         found = np.array(self.positions(*kinds), dtype=np.intp)
         rows = self.rows[found]
         order: list[int] = found[np.lexsort((rows["nbytes"], rows["offset"]))].tolist()  # an empty leaf comes first
@@ -176,7 +176,7 @@ class Table(NamedTuple):
 
         Args:
             rows: a copy of `rows` with other offsets.
-            nbytes: of the slab then.
+            nbytes: the new size of the slab.
         """
         magic, count, width, _ = _HEADER.unpack_from(self.data)
         return self._replace(data=_HEADER.pack(magic, count, width, nbytes) + rows.tobytes(), nbytes=nbytes)

@@ -1,7 +1,8 @@
-"""Private names of torch and CPython: all that pinstage uses.
+"""All private names of torch and CPython that pinstage uses.
 
 Where a wrong answer would corrupt data (who uses a storage, where a tensor's memory is, whether it was changed), a
-probe looks at what a name *does*, when it is first needed. If it fails, public functions do the same, more slowly, and
-a warning says so once; or an error, where there are none. `problems` tries all, for ``pinstage doctor``. Other names
-are those of the versions that ``pyproject.toml`` asks for and ``constraints.txt`` pins.
+probe checks what a name *does* when it is first needed. If the probe fails, public functions do the same, more slowly,
+and there is one warning; without such functions, an error is raised. `problems` runs all probes, for ``pinstage
+doctor``. Other names aren't probed: they are in the versions that ``pyproject.toml`` requires and ``constraints.txt``
+pins.
 """

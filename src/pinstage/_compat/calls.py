@@ -1,4 +1,4 @@
-"""Private functions of torch and CPython that are called as they are, or have a public function in their place."""
+"""Private functions of torch and CPython that are called directly, or replaced by public ones."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .probes import WRONG, in_this_torch, warn_once
 
 
 def ownership(lock: Any) -> Callable[[], bool]:
-    """Return what says whether the calling thread has a `threading.RLock`; `threading.Condition` asks the same."""
+    """Return the function that says whether this thread has a `threading.RLock`; `threading.Condition` uses it."""
     return lock._is_owned  # type: ignore[no-any-return]
 
 
 is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
-"""Says whether a profiler of torch's runs. Where that can't be known, steps are not marked in profiles."""
+"""Returns whether a torch profiler runs. If that can't be known, steps aren't marked in profiles."""
 
 
 def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
-    """Return what torch knows a stream by, in the order in which its functions take and give it."""
+    """Return a stream's ids, in the order in which torch's functions take and return them."""
     return stream.stream_id, stream.device_index, stream.device_type
 
 
 def changes_its_loading(module: torch.nn.Module) -> bool:
-    """Say whether a module's tensors can't be loaded by copying to them: its class or a hook takes part in loading."""
+    """Return whether a module's tensors can't be loaded by copying: its class or a hook takes part."""
     base, kind = torch.nn.Module, type(module)
-    # These two look at checkpoints of torch 0.4 and older only.
+    # BatchNorm and InstanceNorm override it only for checkpoints of torch 0.4 and older.
     harmless = [known._load_from_state_dict for known in (base, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)]
     names = "load_state_dict", "get_extra_state", "set_extra_state"
     is_own = kind._load_from_state_dict not in harmless or any(getattr(kind, n) is not getattr(base, n) for n in names)
@@ -44,18 +44,18 @@ class CudaCalls(NamedTuple):
     stream: Callable[[int], tuple[int, int, int]]
     """The ids of a device's current stream."""
     set_stream: Callable[[int, int, int], object]
-    """Makes a stream current, by its ids, and its device."""
+    """Makes a stream and its device current, by the stream's ids."""
 
 
 @cache
 def cuda_calls() -> CudaCalls:
-    """Return the private functions, or, where their answers differ, the public ones. Needs a GPU."""
+    """Return the private functions, or the public ones if the answers differ. Needs a GPU."""
     device = torch.cuda.current_device()
     try:
         found = CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
         if (found.device(), found.stream(device)) == (device, ids_of(torch.cuda.current_stream(device))):
             return found
-        reason = in_this_torch("tells other ids of streams than their attributes")
+        reason = in_this_torch("reports other ids for streams than their attributes")
     except WRONG as error:
         reason = in_this_torch(f"does not set streams as expected ({error!r})")
     warn_once(f"streams are made current by torch.cuda.set_stream, which takes longer: {reason}")
@@ -69,9 +69,10 @@ def cuda_calls() -> CudaCalls:
 
 
 def pytree_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
-    """Return how torch's pytree takes a class apart, and puts it together from a list of children and the context.
+    """Return torch's pytree functions for a class: flatten, and unflatten.
 
-    None where torch doesn't know the class, or keeps this in another way.
+    The second rebuilds an object from a list of children and the context. None if torch doesn't know the class, or
+    stores the functions in another way.
     """
     node = getattr(torch.utils._pytree, "SUPPORTED_NODES", {}).get(cls)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
@@ -81,7 +82,7 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the strided tensors that hold a tensor's memory: itself, or the parts of a sparse or nested one.
 
     Raises:
-        RuntimeError: torch shows the parts of a sparse tensor no more unless that is coalesced.
+        RuntimeError: this torch shows the parts of a sparse tensor only if it is coalesced.
     """
     if tensor.is_nested:
         return [tensor.values()]
@@ -95,7 +96,7 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def parts_of_sharded(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Take a sharded tensor apart, for `make_sharded`; None if it is none."""
+    """Take a sharded tensor apart, for `make_sharded`; None if it isn't sharded."""
     if "torch.distributed._shard" not in sys.modules:
         return None
     module: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
@@ -105,11 +106,11 @@ def parts_of_sharded(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch.Tensor:
-    """Make a sharded tensor of shards that are on the CPU, in a process of the same rank.
+    """Make a sharded tensor from shards on the CPU, in a process of the same rank.
 
     Args:
-        shards: this rank's: each with the metadata that it had.
-        metadata: of the whole tensor; it is changed.
+        shards: this rank's shards, each with its original metadata.
+        metadata: the whole tensor's; it is changed in place.
     """
     module: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
 
@@ -124,5 +125,5 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
 
 
 def copy_each(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors to others of their device, in few kernels; those that overlap one after the other."""
+    """Copy tensors to others on the same device, in few kernels if torch can, else one after the other."""
     torch._foreach_copy_(places, sources)

@@ -37,7 +37,7 @@ _ITERATOR_HAS = (
     "_reset", "_send_idx", "_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers",
     "_workers_done_event",
 )  # fmt: skip
-"""Names of its iterator that are used here and in `_loader`."""
+"""Names of the loader's iterator that are used here and in `_loader`."""
 
 _END_SECONDS = 5.0
 """Seconds for workers to end: when asked, after SIGTERM, and after a kill. torch's loader
@@ -46,7 +46,7 @@ uses the same limits."""
 
 @cache
 def why_loader_is_unknown() -> str | None:
-    """Say why torch's loader cannot be taken over; None if it can."""
+    """Return why torch's loader cannot be taken over; None if it can."""
     try:
         attrgetter(*_LOADER_HAS)(_data)
     except AttributeError as error:
@@ -55,7 +55,7 @@ def why_loader_is_unknown() -> str | None:
 
 
 def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
-    """Say why batches of torch's iterator cannot be sent by us; None if they can.
+    """Return why pinstage can't take over the batches of torch's iterator; None if it can.
 
     Args:
         batches: torch's iterator, with workers, just made.
@@ -63,12 +63,12 @@ def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
     missing = [name for name in _ITERATOR_HAS if not hasattr(batches, name)]
     if {"_data_queue", "_workers"} <= set(missing):
         kind = f"{type(batches).__module__}.{type(batches).__qualname__}"
-        return f"its iterator is a {kind}, which has work to do here; of PyG's loaders, filter_per_worker=True has none"
+        return f"its iterator is a {kind}, which has work to do here; with filter_per_worker=True, PyG's has none"
     if missing:
         return in_this_torch(f"has no {', '.join(missing)} any more in its loader's iterator")
     source = batches._data_queue
     if source is not batches._worker_result_queue or not hasattr(source, "_reader"):
-        return in_this_torch("reads what its workers write in another way")
+        return in_this_torch("reads its workers' results in another way")
     return why_loader_is_unknown()
 
 
@@ -89,20 +89,20 @@ def collation() -> Any:
 
 
 def queue_file(source: Any) -> int:
-    """Return the file of a `multiprocessing.Queue` that can be read when there is a message."""
+    """Return the descriptor of a `multiprocessing.Queue` that is readable when there is a message."""
     return int(source._reader.fileno())
 
 
 def close_writing_end(source: Any) -> None:
-    """Close this process's writing end of a `multiprocessing.Queue`: half a message of a killed process ends then."""
+    """Close this process's writing end of a `multiprocessing.Queue`: then reading half a message ends."""
     source._writer.close()
 
 
 def next_batch(batches: Any) -> Any:
     """Return ``next(batches)`` of torch's iterator.
 
-    Without the range that torch marks there for profilers, while none runs: its end lets go of the interpreter lock,
-    and any other thread that wants it takes it.
+    While no profiler runs, this leaves out the range that torch marks for profilers: its end releases the interpreter
+    lock, which another thread may then take.
     """
     if (
         is_profiling()
@@ -117,7 +117,7 @@ def next_batch(batches: Any) -> Any:
 
 
 def is_resumption(mark: Any) -> bool:
-    """Say whether what came out of the queue means that a persistent worker begins again."""
+    """Return whether a message of the queue means that a persistent worker begins again."""
     return isinstance(mark, _data._utils.worker._ResumeIteration)
 
 
@@ -127,7 +127,7 @@ def end_workers(batches: Any) -> None:
 
 
 class Workers:
-    """The workers of torch's iterator, apart from it: they can be ended when it is gone, and in another thread.
+    """The workers of torch's iterator, which can be ended in another thread, even when the iterator is gone.
 
     Args:
         batches: torch's iterator.
@@ -142,9 +142,9 @@ class Workers:
         self._forget_pids = _data._utils.signal_handling._remove_worker_pids
 
     def take_over(self, batches: Any, instead: Callable[[], object]) -> None:
-        """Have `instead` called where the iterator would end them: its finaliser would wait up to five seconds each."""
-        # torch raises an error from its handler of SIGCHLD if one of these fails; it knows them by the iterator's id,
-        # which another one may have when the workers have ended.
+        """Make the iterator call `instead` of ending workers: its finaliser would wait five seconds for each."""
+        # torch's handler of SIGCHLD raises an error if one of these workers fails. It finds them by the iterator's id,
+        # which another iterator may have by the time the workers have ended.
         if batches._worker_pids_set:
             self._forget_pids(id(batches))
             batches._worker_pids_set = False
@@ -152,8 +152,8 @@ class Workers:
         batches._shutdown_workers = instead
 
     def end(self) -> bool:
-        """Ask the workers to end, and make them; say whether all did. Blocks for three times `_END_SECONDS` at most."""
-        # First of all: torch would raise an error anywhere in the main thread when one of them is killed.
+        """Ask the workers to end, then kill the rest; return whether all ended. Blocks for 3 `_END_SECONDS` at most."""
+        # First, because torch would raise an error anywhere in the main thread when a worker is killed.
         self._forget_pids(id(self))
         if self._set_done():
             for queue in self._index_queues:
@@ -172,7 +172,7 @@ class Workers:
         return not left
 
     def _set_done(self) -> bool:
-        """Set the event that workers look at; say whether that came to an end: a killed worker may have its lock."""
+        """Set the event that workers check; return whether that worked: a killed worker may hold its lock."""
         is_set = _thread.allocate_lock()
         is_set.acquire()
 
@@ -182,12 +182,12 @@ class Workers:
 
         try:
             _thread.start_new_thread(set_it, ())
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:  # no thread can be started
             return False
         return is_set.acquire(timeout=_END_SECONDS)
 
     def _wait(self, workers: list[Any]) -> list[Any]:
-        """Return those of some workers that have not ended in time."""
+        """Return the workers that have not ended in time."""
         deadline = time.monotonic() + _END_SECONDS
         left = list(workers)
         while left and (seconds := deadline - time.monotonic()) > 0:
@@ -198,6 +198,6 @@ class Workers:
 
 def _has_ended(worker: Any) -> bool:
     worker.join(0)
-    # A worker that another thread has just waited for, by starting a process say, counts as alive until that thread
-    # goes on.
+    # A worker that another thread has just waited for, for example when it started a process, counts as alive until
+    # that thread goes on.
     return not worker.is_alive() or not process_exists(worker.pid)

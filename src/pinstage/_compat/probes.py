@@ -10,13 +10,13 @@ import torch
 from ..errors import StagingWarning
 
 WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, RuntimeError, OSError)
-"""Errors of a private name that is gone, or does something else than it did."""
+"""Errors of a private name that is gone, or no longer does what it did."""
 
 _warned: set[str] = set()
 
 
 def warn_once(text: str) -> None:
-    """Warn of something that works in a slower way, once in a process."""
+    """Warn, once per process, that something works more slowly."""
     if text not in _warned:
         _warned.add(text)
         warnings.warn(text, StagingWarning, stacklevel=3)
@@ -33,5 +33,5 @@ class Problem(NamedTuple):
 
 
 def in_this_torch(what: str) -> str:
-    """Return the reason of a `Problem`."""
+    """Return the reason for a `Problem`."""
     return f"torch {torch.__version__} {what}"

@@ -1,4 +1,4 @@
-"""Whether a tensor's memory was changed: versions of tensors."""
+"""Detecting changes of a tensor's memory, by versions of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .probes import WRONG, in_this_torch
 
 @cache
 def why_changes_are_not_seen() -> str | None:
-    """Say why in-place changes of a tensor can't be detected; None if they can."""
+    """Return why in-place changes of a tensor can't be detected; None if they can."""
     try:
         with torch.inference_mode(mode=False), torch.enable_grad():
             tensor = torch.zeros(4, device="cpu")
@@ -22,14 +22,14 @@ def why_changes_are_not_seen() -> str | None:
             is_seen = (before, changes.are_there()) == (False, True)
     except WRONG:
         is_seen = False
-    return None if is_seen else in_this_torch("does not tell that a tensor was changed")
+    return None if is_seen else in_this_torch("doesn't report that a tensor was changed")
 
 
 def check_changes_are_seen() -> None:
     """Refuse to save tensors elsewhere if in-place changes can't be detected.
 
     Raises:
-        PinstageError: it cannot.
+        PinstageError: they can't be detected.
     """
     reason = why_changes_are_not_seen()
     if reason is not None:
@@ -39,13 +39,13 @@ def check_changes_are_seen() -> None:
 
 
 class Changes:
-    """Tells whether a tensor, or a view of the same memory, was changed in place since. Keeps no memory of it alive.
+    """Detects later in-place changes of a tensor, or of a view of the same memory. Keeps no memory of it alive.
 
     Autograd counts changes; a detached tensor shares the counter of its source, and still has it when it
     is given other memory.
 
     Args:
-        tensor: of now.
+        tensor: the tensor, as it is now.
     """
 
     __slots__ = ("_counter", "_version")
@@ -56,7 +56,7 @@ class Changes:
         self._counter.data = _NO_MEMORY
 
     def are_there(self) -> bool:
-        """Say whether it was changed."""
+        """Return whether the tensor was changed."""
         return self._counter._version != self._version
 
 

@@ -17,28 +17,28 @@ from .probes import WRONG, in_this_torch, warn_once
 
 
 def may_be_dual() -> bool:
-    """Say whether tensors may have a tangent: a level of forward-mode AD is open, or that can't be known."""
+    """Return whether tensors may have a tangent: a level of forward-mode AD is open, or that can't be known."""
     level = getattr(torch.autograd.forward_ad, "_current_level", None)
     return type(level) is not int or level >= 0
 
 
 def is_dual(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor has a tangent of forward-mode AD, where `may_be_dual`."""
+    """Return whether a tensor has a tangent of forward-mode AD, where `may_be_dual`."""
     unpack: Callable[[torch.Tensor], Any] = torch.autograd.forward_ad.unpack_dual
     return unpack(tensor).tangent is not None
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
+    """Return whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
     kinds = getattr(torch, "_is_functional_tensor", None), getattr(torch.Tensor, "_is_zerotensor", None)
     return any(is_one is not None and is_one(tensor) for is_one in kinds)
 
 
 def check_is_plain(made: torch.Tensor) -> None:
-    """Refuse what torch made in place of memory, or of a view of some.
+    """Refuse an object that torch made in place of a plain tensor or view.
 
     Raises:
-        PinstageError: a mode is on in which it makes something else.
+        PinstageError: torch is in a mode in which it makes something else.
     """
     if type(made) is not torch.Tensor:
         raise PinstageError(
@@ -51,7 +51,7 @@ _why_slow: list[str | None] = [None]
 
 
 def why_tensors_are_slow() -> str | None:
-    """Say why tensors are described and made by torch's public functions, one by one; None if the extension does it."""
+    """Return why torch's public functions describe and make tensors, one by one; None if the extension does it."""
     return _why_slow[0]
 
 
@@ -64,11 +64,11 @@ def warn_of_tensors() -> None:
 
 
 def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
-    """Tell the extension where torch's C shim is and where a tensor object has its C++ tensor, and try both.
+    """Pass the extension the addresses of torch's C shim, and where a tensor object has its C++ tensor; probe both.
 
-    The shim (``aoti_torch_*``) and the exchange of tensors by DLPack are stable; that a tensor object holds an
-    ``at::Tensor``, and where, is not promised. Nor are ``THPVariable_Wrap``, what tells a tensor's flags, and what
-    counts modes. If one of them does something else, tensors are described and made by torch's public functions.
+    The shim (``aoti_torch_*``) and the exchange of tensors by DLPack are stable; torch doesn't promise that a tensor
+    object holds an ``at::Tensor``, nor where, nor ``THPVariable_Wrap``, the functions for a tensor's flags, and the
+    counter of modes. If one of them does something else, tensors are described and made by torch's public functions.
 
     Args:
         samples: a tensor of each dtype, by the dtype's code in tables.
@@ -102,15 +102,15 @@ _FUNCTIONS = (
 
 def _addresses() -> tuple[int | None, ...]:
     path = Path(torch.__file__).parent / "lib" / "libtorch_python.so"
-    library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # finds those of its dependencies, too
+    library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # finds functions of its dependencies, too
     return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS)
 
 
 def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
-    """Compare what the extension says of tensors, and makes, with torch's own methods; say what differs.
+    """Compare the extension's descriptions of tensors, and the tensors it makes, with torch's; return what differs.
 
-    Nothing here starts autograd's engine: that would ask CUDA how many devices there are, and a forked process could
-    use none of them any more.
+    Nothing here starts autograd's engine: that would ask CUDA for the number of devices, and then a forked process
+    could not use CUDA.
     """
     slab, unit = torch.arange(256, dtype=torch.uint8, device="cpu"), ctypes.sizeof(ctypes.c_void_p)
     imaginary = torch.zeros(3, dtype=torch.complex64, device="cpu").conj()
@@ -123,26 +123,26 @@ def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
     for tensor in tensors:
         size, offset, _, *flags = core.facts(tensor)
         if (size, offset) != (tensor.untyped_storage().nbytes(), tensor.storage_offset()):
-            return in_this_torch("tells another size of a storage by its C shim")
+            return in_this_torch("reports another size of a storage through its C shim")
         if flags != [tensor.requires_grad, tensor.is_neg(), tensor.is_conj()]:
-            return in_this_torch("tells other flags of a tensor by its C++ functions")
+            return in_this_torch("reports other flags of a tensor through its C++ functions")
     numbers = {code: core.facts(sample)[2] for code, sample in samples.items()}
     if len(set(numbers.values())) < len(numbers):
-        return in_this_torch("does not tell dtypes from one another by its C shim")
+        return in_this_torch("doesn't distinguish dtypes in its C shim")
     for code, number in numbers.items():
         core.add_scalar(code, number)
-    if type(getattr(*level)) is not int:  # to open one would disturb other threads
-        return in_this_torch("does not tell whether a level of forward-mode AD is open")
+    if type(getattr(*level)) is not int:  # opening one would disturb other threads
+        return in_this_torch("doesn't report whether a level of forward-mode AD is open")
     before = modes()
     with TorchDispatchMode():  # type: ignore[no-untyped-call]
         inside = modes()
     if (type(before), inside, modes()) != (int, before + 1, before):
-        return in_this_torch("does not tell whether it makes views or something else")
+        return in_this_torch("doesn't report whether it makes views or something else")
     return _probe_views(core, slab)
 
 
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
-    """Cut a slab into views, and copy it to tensors, and look whether both are what torch would make."""
+    """Cut a slab into views, copy it to tensors, and check that both are what torch would make."""
     expected = [slab.view(torch.float32)[at : at + 16].view(4, 4).t() for at in (0, 16)]
     (table, *_), *_ = core.describe(expected, frozenset(), None, (1, 0), True)
     changed, saved = views = core.Blocks.of(table, 0, 0, 0, slab).leaves([])

@@ -36,8 +36,8 @@ _tokens = itertools.count()
 class Loan(NamedTuple):
     """A slab that one worker may write.
 
-    First the worker has it. Then the batch that arrived in it has it, until that is sent or dropped. Then the copy has
-    it. When the copy is done, the worker gets a message, and has it again.
+    First the worker has the slab. Then the batch that arrived in it has the slab, until the batch is sent or dropped.
+    Then the copy has it. When the copy is done, the worker gets a message, and has the slab again.
     """
 
     number: int
@@ -48,25 +48,25 @@ class Loan(NamedTuple):
 class SlabBroker:
     """Lends slabs of a pool to the workers of one iterator, and takes them back.
 
-    It has a thread, which answers the workers' requests: the main thread may be waiting for just the worker that asks.
+    It has a thread, which answers the workers' requests: the main thread may be waiting for the very worker that asks.
     The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs and writes to
-    workers. Others leave a note and wake it. Each request for a slab is served in a thread of its own: page-locking
-    128 MiB takes 25 ms and more, and batches have to be sent meanwhile.
+    workers. Other threads leave a note and wake it. Each request for a slab is served in a thread of its own:
+    page-locking 128 MiB takes 25 ms and more, and batches have to be sent meanwhile.
 
-    The thread starts after the workers, so that these are forked from a process without it. It starts before them where
-    a loader needs answers before its iterator is there. It answers until `close`, and releases everything after
-    `finish`.
+    The thread starts after the workers, so that these are forked from a process without it. If a loader needs answers
+    before its iterator exists, the thread starts before the workers. It answers until `close`, and releases everything
+    after `finish`.
 
     Args:
-        slabs: of the loader. Kept until the end, since they keep the pool open.
+        slabs: the loader's slabs. Kept until the end, since they keep the pool open.
         channels: the main process's ends, one for each worker. The broker closes them.
-        owner: for whom slabs are leased.
+        owner: the name under which slabs are leased.
     """
 
     def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
         self.token = next(_tokens)
         self.known: dict[tuple[int, int], WorkerStructure] = {}
-        """The slab of each worker's number, by the worker's id and the number."""
+        """The structures that workers have sent, by the worker's id and its number for the structure."""
         self._slabs: Slabs | None = slabs
         self._target = slabs.target
         self._pool = slabs.shared()
@@ -75,15 +75,15 @@ class SlabBroker:
         self._open = {channel.fileno(): worker for worker, channel in enumerate(channels)}
         self._numbers = itertools.count()
         self._loans: dict[int, Loan] = {}  # requests add to it
-        self._copying: deque[tuple[int, Fence | None]] = deque()  # written by the thread that sends
-        self._starved: dict[int, int] = {}  # bytes that a worker waits for
+        self._copying: deque[tuple[int, Fence | None]] = deque()  # any thread appends to it
+        self._starved: dict[int, int] = {}  # bytes that each worker waits for
         self._lending = threading.Lock()  # so that workers get slabs one after the other
         self._lent: queue.SimpleQueue[tuple[int, Loan | None]] = queue.SimpleQueue()  # by worker
         self._asked = 0  # requests that `_lent` has not answered yet
-        self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # open as long as this is
+        self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # open as long as this object exists
         os.set_blocking(self._wake_write.fileno(), False)
         self._closing = self._finished = self._leak = self._has_warned = False
-        self._claimed = threading.Lock()  # by the thread, or by who finishes before it has begun; never let go
+        self._claimed = threading.Lock()  # by the thread, or by a `finish` before it has begun; never released
         self._gone = threading.Lock()
         self._gone.acquire()
         self._incoming: SendingQueue | None = None
@@ -100,14 +100,14 @@ class SlabBroker:
             _thread.start_new_thread(self._serve, ())
 
     def loan_of(self, worker: int | None, number: Any) -> Loan:
-        """Return the loan of a slab, by what a worker sent.
+        """Return the loan of a slab, by the number that a worker sent.
 
         Args:
-            worker: which has to have it; None for any.
-            number: of the slab.
+            worker: the worker that has to have the slab; None for any.
+            number: the slab's number.
 
         Raises:
-            LayoutError: no such slab is lent, or to another worker.
+            LayoutError: the slab isn't lent, or is lent to another worker.
         """
         loan = self._loans.get(number)
         if loan is None or worker not in (None, loan.worker):
@@ -116,8 +116,8 @@ class SlabBroker:
         return loan
 
     def give_back(self, number: int, event: Fence | None) -> None:
-        """Give a slab back to its worker when `event` is done. None: no copy reads it. Finalisers may call this."""
-        if number in self._loans:  # else everything has ended
+        """Give a slab back to its worker when `event` is done (None: no copy reads it). Finalisers may call this."""
+        if number in self._loans:  # if not, everything has ended
             self._copying.append((number, event))
             if event is None or self._starved:
                 self.wake()
@@ -128,7 +128,7 @@ class SlabBroker:
             os.write(self._wake_write.fileno(), b"w")
 
     def waiting(self) -> str:
-        """Say which workers wait for slabs, and who holds those. An empty text if none waits."""
+        """Return a text that says which workers wait for slabs, and why. Empty if none waits."""
         copying = {number for number, _ in list(self._copying)}
         workers = []
         for worker, nbytes in list(self._starved.items()):
@@ -145,7 +145,7 @@ class SlabBroker:
         return f"{'; '.join(workers)}; all workers hold {held} of {cap}; raise max_bytes"
 
     def close(self) -> None:
-        """Stop answering workers: the ones waiting for a slab fail. Nothing is released yet: they may still write."""
+        """Stop answering workers; those that wait for a slab fail. Releases nothing: workers may still write."""
         self._closing = True
         for channel in self._channels:
             shut_down(channel)
@@ -220,7 +220,7 @@ class SlabBroker:
             self._sweep()
 
     def _receive(self, worker: int) -> bool:
-        """Read a worker's request, and do it. Says whether the worker may send another one."""
+        """Read a worker's request, and serve it. Return whether the worker may send another one."""
         channel = self._channels[worker]
         try:
             message = channel.recv()
@@ -234,7 +234,7 @@ class SlabBroker:
                 try:
                     _thread.start_new_thread(self._lend, (worker, nbytes, wanted))
                     self._asked += 1
-                except RuntimeError as error:  # no thread can be had: the worker does without
+                except RuntimeError as error:  # no thread could be started: the worker does without a slab
                     self._warn(wanted, repr(error))
                     self._grant(worker, None)
             case ("starved", int(nbytes)):
@@ -248,7 +248,7 @@ class SlabBroker:
         return True
 
     def _grant(self, worker: int, loan: Loan | None) -> None:
-        """Give a worker the slab that was leased for it, or tell it that there is none."""
+        """Send a worker the slab that was leased for it, or a refusal."""
         self._starved.pop(worker, None)
         if loan is None:
             self._send(worker, ("refused",))
@@ -256,7 +256,7 @@ class SlabBroker:
             self._send(worker, ("granted", loan.number, loan.lease.nbytes), descriptor_of(loan.lease))
 
     def _warn(self, nbytes: int, why: str) -> None:
-        if not self._has_warned and "interpreter shutdown" not in why:  # of Python 3.12, at the end of the program
+        if not self._has_warned and "interpreter shutdown" not in why:  # Python 3.12's error at the end
             self._has_warned = True
             what = f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow"
             warn(f"{what}: {why}; see `pinstage doctor`")
@@ -267,7 +267,7 @@ class SlabBroker:
             del self._loans[number]
 
     def _sweep(self) -> None:
-        """Tell the workers which of their slabs are free again."""
+        """Send the workers the numbers of slabs that are free again."""
         while self._copying and ((event := self._copying[0][1]) is None or event.query()):
             number, _ = self._copying.popleft()
             loan = self._loans.get(number)
@@ -277,7 +277,7 @@ class SlabBroker:
 
     def _send(self, worker: int, message: tuple[Any, ...], fd: int | None = None) -> None:
         channel = self._channels[worker]
-        # A few bytes, and never more of these unread than a worker has slabs: the socket takes them without blocking.
+        # Messages have a few bytes, and a worker never has more unread ones than slabs, so sending doesn't block.
         with contextlib.suppress(OSError):  # the worker ended
             channel.send(message)
             if fd is not None:  # right behind the message: the worker reads no further before it has the descriptor
@@ -297,11 +297,11 @@ class SlabBroker:
                         self._loans[loan.number] = loan
                         break
         finally:
-            self._lent.put((worker, loan))  # last: the broker's thread doesn't end before
+            self._lent.put((worker, loan))  # last, since the broker's thread doesn't end before this
             self.wake()
 
     def _lease(self, worker: int, nbytes: int) -> Lease | None:
-        """Lease a slab for a worker. None if there is none, or if a worker without any will need it."""
+        """Lease a slab for a worker; return None if there is no room, or if a worker without slabs will need it."""
         rounded = size_class(nbytes, self._pool.memory.granularity)
         size = rounded if rounded <= self._pool.max_bytes else nbytes
         supplied = {loan.worker for loan in list(self._loans.values())}
@@ -312,8 +312,8 @@ class SlabBroker:
         try:
             return self._pool.acquire(size, timeout=0, owner=self._owner)
         except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
-            return None  # the worker does without
-        except Exception as error:  # noqa: BLE001 - of the system: the same, but the warning gives the reason
+            return None  # the worker does without a slab
+        except Exception as error:  # noqa: BLE001 - the system refused: the same, and a warning gives the reason
             self._warn(size, repr(error))
             return None
 

@@ -24,22 +24,22 @@ from ._messages import Message
 from ._worker import WorkerSlabs
 
 LOOKS_KNOWN = 64
-"""Number of batch structures that a worker and the main process know by number, each with its last offset table. A
-batch of a known structure sends its table only where that has changed; any other batch sends both."""
+"""The most batch structures that a worker and the main process know by number, each with its last offset table. A
+batch of a known structure is sent with its table only if the table has changed, any other batch with both."""
 
 
 @dataclass(eq=False)
 class SlabCollate:
     """Collates by the loader's own function, and packs the result into a slab.
 
-    Is called in workers only. Sent there with the process object, whatever the start method.
+    Called in workers only. It is sent there with the process object, whatever the start method.
 
     Args:
         collate: the loader's collate function.
-        token: of the broker in the main process.
-        channels: to the broker, one for each worker.
-        main_pid: the main process.
-        limit: how many slabs each worker may have.
+        token: the token of the broker in the main process.
+        channels: the channels to the broker, one for each worker.
+        main_pid: the id of the main process.
+        limit: the number of slabs that each worker may have.
         keeping: says which leaves stay on the host. None if none does.
     """
 
@@ -59,7 +59,7 @@ class SlabCollate:
         Raises:
             LayoutError: the batch holds an object that cannot be staged.
             ClosedError: the iterator is being shut down.
-            Exception: of the collate function, or of pickling the unpacked part.
+            Exception: the collate function failed, or an unpacked leaf can't be pickled.
         """
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
@@ -69,7 +69,7 @@ class SlabCollate:
         batch = collate_lazily(samples, stacks) if lazily else self.collate(samples)
         parts = take_apart(batch, keeping=self.keeping)
         others = [stack_privately(stacks[id(leaf)].samples) if id(leaf) in stacks else leaf for leaf in parts.others()]
-        # Pickled here, not in the queue's thread: that would print an error, and the main process would wait forever.
+        # Pickled here: the queue's thread would only print an error, and the main process would wait forever.
         pickled = bytes(ForkingPickler.dumps(others)) if others else None
         nbytes = parts.table.nbytes
         slab = slabs.take(nbytes) if nbytes else None
@@ -102,7 +102,7 @@ class SlabCollate:
     def _look(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
         """Return the number that stands for this structure, and the structure and table if they have to be sent.
 
-        Called last: from then on the main process knows them. The oldest structure may make room.
+        Called last, since the main process is then assumed to know both. May forget the oldest structure.
         """
         number, table = self._known.get(parts.structure, (None, None))
         structure = None
@@ -133,7 +133,7 @@ class Stack(NamedTuple):
 
 
 Stacks = dict[int, Stack]
-"""By the id of the stand-in."""
+"""Stacks by the ids of their stand-ins."""
 
 
 def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
@@ -152,8 +152,8 @@ def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
 def collate_lazily(samples: Any, stacks: Stacks) -> Any:
     """Do what torch's ``default_collate`` does, but put an empty tensor in the place of each stack.
 
-    `stacks` gets the samples, by the id of the empty tensor. Where code of the user's would see that tensor, and could
-    compute with it, torch's function runs as it is.
+    `stacks` gets the samples, by the id of the empty tensor. If the user's code would see that tensor, and could
+    compute with it, torch's own function runs instead.
     """
     collate = collation()
     if not (collates_as_shipped(collate) and _in_plain_containers(samples[0])):
@@ -161,7 +161,7 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
         found = _native.core.alike(batch)
-        if found is None:  # torch knows what to do, or what to say
+        if found is None:  # torch handles these samples, or raises its own error
             return stack_privately(batch)
         stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
         stacks[id(stand_in)] = Stack(stand_in, batch, found)
@@ -171,21 +171,21 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
 
 
 def collates_as_shipped(collate: Any) -> bool:
-    """Say whether the functions of default collation, in torch's module, are torch's, or known to ask for no value."""
+    """Return whether the functions of default collation are torch's own, or are known to read no values."""
     others = dict(collate.default_collate_fn_map)
     stacks = others.pop(torch.Tensor, None) in (collate.collate_tensor_fn, stack_privately)
     found = {getattr(function, "__module__", None) for function in others.values()}
-    return stacks and found <= {collate.__name__, "tensordict.tensorclass"}  # which stacks TensorDicts, as torch does
+    return stacks and found <= {collate.__name__, "tensordict.tensorclass"}  # it stacks TensorDicts, as torch does
 
 
 def _in_plain_containers(sample: Any) -> bool:
-    """Say whether all containers of a sample are Python's own. Other classes may look at inserted items."""
+    """Return whether all containers of a sample are Python's own. Other classes may look at inserted items."""
     kind = type(sample)
     if kind in _LEAVES:
         return True
     if kind in (dict, OrderedDict, defaultdict):
         return all(map(_in_plain_containers, sample.values()))
-    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")  # no subclass, which may have a __new__
+    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")  # a subclass may have its own __new__
     if kind in (list, tuple) or is_namedtuple:
         return all(map(_in_plain_containers, sample))
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
@@ -194,13 +194,13 @@ def _in_plain_containers(sample: Any) -> bool:
 def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack as torch does in the main process. In a worker, torch would needlessly stack into /dev/shm."""
     if _stacks_plainly(batch):
-        # Into memory of the usual strides, as torch does there. Without it, some stacks would be channels-last.
+        # Into memory with the usual strides, as torch does in workers. Without `out`, some would be channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
     return collation().collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
 def _stacks_plainly(batch: Any) -> bool:
-    """Say whether samples are plain CPU tensors of one dtype and shape."""
+    """Return whether samples are plain CPU tensors of one dtype and shape."""
     first = batch[0]
     return all(
         type(sample) is torch.Tensor

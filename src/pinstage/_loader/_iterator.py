@@ -32,7 +32,7 @@ from ._slabs import Slabs
 T = TypeVar("T")
 
 _ENOUGH_FALLBACKS = 8
-"""Fallbacks of as many batches, and of no fewer, are warned of before the pass ends."""
+"""Number of batches without a slab from which on the warning doesn't wait for the end of the pass."""
 
 
 class LoaderIterator:
@@ -43,8 +43,8 @@ class LoaderIterator:
 
     Args:
         batches: torch's iterator.
-        slabs: of the loader. The iterator keeps them.
-        most_slabs: how many slabs it may use at once.
+        slabs: the loader's slabs, which the iterator keeps.
+        most_slabs: the number of slabs that it may use at once.
     """
 
     closed = False
@@ -69,11 +69,11 @@ class LoaderIterator:
     def __next__(self) -> Any:
         """Return the next batch, ordered before the current stream's later work.
 
-        Blocks until the batch is there. Waits for the device only where that has the work of more than three batches
-        to do.
+        Blocks until the batch is there. Waits for the device only if the work of more than three batches is queued
+        there.
 
         Raises:
-            PinstageError: the loader was closed meanwhile.
+            PinstageError: the loader was closed during this pass.
         """
         began, target = time.perf_counter(), self._slabs.target
         if self._is_closed_by_loader:
@@ -118,7 +118,7 @@ class LoaderIterator:
 
     def _close(self) -> None:
         self.closed = True
-        end_workers(self._batches)  # of a loader that cannot be taken over
+        end_workers(self._batches)  # of a loader whose workers cannot be taken over
 
     def _warn_if_all_fell_back(self) -> None:
         """Warn, once for a loader, if the cap left no slab to any batch so far."""
@@ -147,20 +147,20 @@ class LoaderIterator:
             self._counters.batch_wait_seconds += time.perf_counter() - began
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # __init__ has not set it: no recursion
+        if name == "_batches":  # __init__ has not set it yet: avoid a recursion
             raise AttributeError(name)
         return getattr(self._batches, name)
 
 
 class Ending:
-    """Ends the workers of an iterator once, in a thread of its own if there can be one, and then gives all slabs back.
+    """Ends the workers of an iterator once, in a thread of its own if possible, and then gives all slabs back.
 
     It does not refer to the iterator, which may be gone. A collate function may refer to the loader, so a reference to
-    the iterator would keep all of these forever.
+    the iterator would keep all of these objects forever.
 
     Args:
-        batches: torch's iterator. It does not end its workers itself from now on.
-        broker: of the workers.
+        batches: torch's iterator, which no longer ends its workers itself.
+        broker: the workers' broker.
     """
 
     def __init__(self, batches: Any, broker: SlabBroker) -> None:
@@ -168,24 +168,24 @@ class Ending:
         self._broker = broker
         self.begun = False
         """Whether the workers were asked to end."""
-        self._claimed = threading.Lock()  # by the thread that ends them; never let go
+        self._claimed = threading.Lock()  # by the thread that ends the workers; never released
         self._done = threading.Lock()
         self._done.acquire()
         self.workers = Workers(batches)
         self.workers.take_over(batches, partial(reaper.tasks.put, self))  # last: from then on `reap` may be called
 
     def reap(self) -> bool:
-        """Begin. The reaper calls this when the iterator is gone."""
+        """Begin to end the workers. The reaper calls this when the iterator is gone."""
         if not self._claimed.locked() and os.getpid() == self._pid:  # not in a forked child
             self.begun = True
             try:
                 _thread.start_new_thread(self._run, ())
-            except RuntimeError:  # no thread can be had
+            except RuntimeError:  # no thread could be started
                 self._run()
         return True
 
     def wait(self) -> None:
-        """Begin, and wait until all is given back. Blocks."""
+        """End the workers, and block until all slabs are given back."""
         self.reap()
         if os.getpid() == self._pid:
             with self._done:
@@ -206,15 +206,15 @@ class Ending:
 
 
 class WorkersIterator(LoaderIterator):
-    """With workers: yields the batches that they packed and that the broker's thread sends.
+    """An iterator with workers: yields the batches that they packed and that the broker's thread sends.
 
     Args:
         batches: torch's iterator, whose workers run a `SlabCollate`.
-        broker: of the workers.
-        ending: of the workers.
-        slabs: of the loader.
-        depth: how many batches are sent ahead.
-        most_slabs: how many slabs the workers may have, all together.
+        broker: the workers' broker.
+        ending: ends the workers.
+        slabs: the loader's slabs.
+        depth: the number of batches sent ahead.
+        most_slabs: the number of slabs that all workers together may have.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class WorkersIterator(LoaderIterator):
         self._ending = ending
         self._sending = SendingQueue(batches._data_queue, batches, partial(send, slabs), depth, broker.wake)
         batches._data_queue = self._sending
-        # A loop that knows the length, such as Lightning's, may stop at the last batch, and the slabs may be needed.
+        # A loop that knows the length, such as Lightning's, may stop at the last batch. Its slabs may be needed.
         self._ends_early = not (ending.workers.persistent or hasattr(batches, "state_dict"))
         reaper.watch(self, ending.reap)
         broker.start(self._sending)
@@ -249,7 +249,7 @@ class WorkersIterator(LoaderIterator):
             transfer = self._fetch()
             if isinstance(transfer, Failed):
                 transfer.reraise()
-            if isinstance(transfer, PackedBatch):  # torchdata's iterator read it while it was being made
+            if isinstance(transfer, PackedBatch):  # torchdata's iterator read it in its constructor
                 transfer = send(self._slabs, transfer)
             if not isinstance(transfer, Transfer):
                 raise RuntimeError(f"a worker sent a {type(transfer).__name__} in place of a batch; {BEGIN_AGAIN}")
@@ -258,10 +258,10 @@ class WorkersIterator(LoaderIterator):
                 self._ending.reap()
             return transfer.wait()
         finally:
-            self._sending.advance()  # last, since the thread that it wakes wants the interpreter lock, too
+            self._sending.advance()  # last, since the thread that it wakes needs the interpreter lock, too
 
     def _fetch(self) -> Any:
-        if self.closed and self._batches._rcvd_idx != self._batches._send_idx:  # else torch finds the end itself
+        if self.closed and self._batches._rcvd_idx != self._batches._send_idx:  # if not, torch itself finds the end
             raise StopIteration
         try:
             return super()._fetch()
@@ -287,7 +287,7 @@ class WorkersIterator(LoaderIterator):
             self._batches._reset(loader, first_iter)
             self._sending.begin()
         except BaseException:
-            self._close()  # after an interrupt, the workers' answers would come in the middle of a later pass
+            self._close()  # after an interrupt, the workers' answers would arrive in the middle of a later pass
             raise
 
 
@@ -304,16 +304,16 @@ class _Starting(threading.local):
 
 
 _here = _Starting()
-"""Whether this thread is starting workers, and the handler of interrupts from before."""
+"""Whether this thread is starting workers, and the previous handler of interrupts."""
 
 
 def start_workers(start: Callable[[], T]) -> T:
     """Call a function that starts workers, and return its result.
 
-    An interrupt (SIGINT) that comes meanwhile is handled afterwards. In the middle of a fork it would leave a process
-    that are unknown, and torch's half-made iterator would print an error.
+    An interrupt (SIGINT) during the call is handled afterwards. In the middle of a fork, it would leave a worker that
+    nothing ends, and torch's half-made iterator would print an error.
 
-    The garbage collector of a forked worker leaves alone what the main process had. To free a CUDA tensor that another
+    The garbage collector of a forked worker ignores the main process's objects. Freeing a CUDA tensor that another
     stream had used would abort the worker (rwth-i6/returnn#1494).
     """
     is_main = threading.current_thread() is threading.main_thread()
@@ -322,7 +322,7 @@ def start_workers(start: Callable[[], T]) -> T:
 
     def remember(number: int, frame: FrameType | None) -> Any:
         came.append(time.monotonic())
-        if not _here.workers or came[-1] - came[0] > INSISTED_SECONDS:  # or an exception has left this handler there
+        if not _here.workers or came[-1] - came[0] > INSISTED_SECONDS:  # or an exception left this handler installed
             return handler(number, frame)
         return None
 

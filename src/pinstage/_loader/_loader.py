@@ -1,4 +1,4 @@
-"""`DataLoader` and `wrap_loader`: torch's loader, and any class made of it, with batches that are staged."""
+"""`DataLoader` and `wrap_loader`: torch's loader, and any class derived from it, with batches that are staged."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Staging(torch.utils.data.DataLoader[T_co]):
-    """A base class to stand before a loader's own class: workers write into slabs, and batches are sent.
+    """A base class before a loader's own class: workers write into slabs, and batches are sent.
 
-    torch's loader, and each class made of it, calls ``_get_iterator`` to begin a pass. That is what this class changes.
+    torch's loader, and each class derived from it, calls ``_get_iterator`` to begin a pass. This class overrides it.
 
-    An object may lack our attributes. A framework may have rebuilt the loader, and a copy in another process must not
+    An object may lack our attributes: a framework may have rebuilt the loader, and a copy in another process must not
     touch the device before it is used.
     """
 
@@ -51,9 +51,9 @@ class Staging(torch.utils.data.DataLoader[T_co]):
     def close(self) -> None:
         """End all passes and their workers now, and give back the idle slabs of a pool that the loader made.
 
-        Blocks until the workers have ended. The next batch of an unfinished pass is an
-        error. The loader can be used again: the next pass starts new workers. Use it in a ``with`` statement to close
-        it at the end of the block. In a forked child it does nothing.
+        Blocks until the workers have ended. An unfinished pass raises an error instead of its next batch. The loader
+        can be used again: the next pass starts new workers. Use the loader in a ``with`` statement to close it at the
+        end of the block. In a forked child, `close` does nothing.
         """
         slabs = self._slabs
         for iterator in list(slabs.iterators):
@@ -141,7 +141,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 
     def _torchs_iterator(self, collate: Any) -> Any:
         """Return torch's own iterator, but with this collate function."""
-        # One call of C puts both attributes back, so that an interrupt cannot leave the loader changed.
+        # One call of C restores both attributes, so that an interrupt cannot leave the loader changed.
         state = vars(self)
         kept = {name: state[name] for name in ("collate_fn", "pin_memory")}
         try:
@@ -158,27 +158,27 @@ class DataLoader(Staging[T_co]):
     types and structure. As with `Stager`, tensors and numeric numpy arrays become tensors on the device, and everything
     else stays as it was. `pin_memory` is accepted and has no effect.
 
-    With workers, these write each batch into a slab that the main process has page-locked; default collation stacks the
-    samples there. Asynchronous copies then send the batch.
+    Workers write each batch into a slab that the main process has page-locked; default collation stacks the samples
+    there. Asynchronous copies then send the batch.
 
     Args:
         dataset: as torch's.
         *args: as torch's.
-        device: where batches go: a CUDA device or ``"cpu"``. None is ``"cuda"`` where it is available, else ``"cpu"``.
+        device: the device of the batches: CUDA, or ``"cpu"``. None is ``"cuda"`` if it is available, else ``"cpu"``.
         pool: a pool over `SharedMemory` to take slabs from. Other loaders and stagers may share it. Workers keep their
             slabs until the iterator ends, so leave room for the others. None makes a pool. A copy of the loader always
             makes a pool of its own, with the same caps.
-        max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. Workers wait where it is
-            reached. A batch for which there can be no slab is sent through the worker queue, which is slower.
-        budget: a second cap, which pools of several processes share; see `HostBudget`.
-        depth: how many batches are sent ahead of the yielded one, of those that have arrived; 0 for none.
-            Without workers no batch is sent ahead.
-        keep_on_host: leaves that stay on the host, as for `Stager`. Workers call a function, so it must be picklable
-            where workers are not forked. Tensors that stay are sent through torch's shared memory.
+        max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. At the cap, workers wait.
+            A batch that can't get a slab is sent through the worker queue, which is slower.
+        budget: a second cap, shared by the pools of several processes; see `HostBudget`.
+        depth: how many of the batches that have arrived are sent ahead of the yielded one; 0 for none. Without workers,
+            no batch is sent ahead.
+        keep_on_host: leaves that stay on the host, as for `Stager`. A function is called in the workers, so it must be
+            picklable if they are not forked. Tensors that stay are sent through torch's shared memory.
         own_storage: which tensors of a batch have memory of their own, and which share blocks, as for `Stager`. It does
             not change what workers write.
-        owner: the name under which the loader's slabs are counted in `PoolStats.owners`, and which a quota of the pool
-            binds; see `SlabPool.set_quota`.
+        owner: the name under which the loader takes slabs. `PoolStats.owners` counts by this name, and
+            `SlabPool.set_quota` can limit it.
         **kwargs: as torch's.
 
     Raises:
@@ -269,7 +269,7 @@ class DataLoader(Staging[T_co]):
 
 
 class WrappedLoader(Staging[T_co]):
-    """The result of `wrap_loader`: a loader of the same class as the one given, and of this one."""
+    """The result of `wrap_loader`: a loader whose class derives from this class and from the given loader's."""
 
     if TYPE_CHECKING:  # the attributes of the loader's own class
 
@@ -288,21 +288,21 @@ def wrap_loader(
     own_storage: OwnStorage = "auto",
     owner: str = "loader",
 ) -> WrappedLoader[T_co]:
-    """Return a loader like the given one, but with batches that arrive on a device, as those of `DataLoader`.
+    """Return a loader like the given one, but with batches that arrive on a device, like those of `DataLoader`.
 
-    This is for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of such a loader counts
+    Use this for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of such a loader counts
     the batches that were yielded, not those that were sent ahead.
 
     The given loader stays as it was; use the returned one, which also has `DataLoader.stats`, `DataLoader.close` and
-    ``device``. A loader that Accelerate prepared is the exception: it is changed itself, and returned.
+    ``device``. A loader that Accelerate prepared is the exception: it is changed in place, and returned.
 
-    A ``StatefulDataLoader`` begins its first pass when it is asked for its state. If it was asked before, its workers
-    run already, and the batches of that pass are staged in the main process. Accelerate asks when it prepares such a
-    loader; `pinstage.integrations.accelerate.prepare` wraps it earlier.
+    A ``StatefulDataLoader`` begins its first pass when its state is requested. If that happened before, its workers run
+    already, and the batches of that pass are staged in the main process. Accelerate requests the state when it prepares
+    such a loader; `pinstage.integrations.accelerate.prepare` wraps it earlier.
 
     Args:
-        loader: of a class made of torch's `DataLoader`, or prepared by Accelerate. It must not have been iterated over
-            yet.
+        loader: a loader whose class derives from torch's `DataLoader`, or one prepared by Accelerate. It must not have
+            been iterated over yet.
         device: as for `DataLoader`. None is the device of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
@@ -322,7 +322,7 @@ def wrap_loader(
         device = getattr(given, "device", None)
     if not isinstance(inner, torch.utils.data.DataLoader) or isinstance(inner, Staging):
         raise TypeError(
-            f"cannot wrap a {type(inner).__name__}: only a loader whose class is made of torch.utils.data.DataLoader, "
+            f"cannot wrap a {type(inner).__name__}: only a loader derived from torch.utils.data.DataLoader, and only "
             "once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
         )
     settings = Settings(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner).checked()
@@ -336,20 +336,20 @@ def wrap_loader(
 def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
     begun = loader._iterator
     if begun is not None and not hasattr(loader, "load_state_dict"):
-        raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; do it before iterating")
+        raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; wrap it before iterating")
     made = _wrapped(type(loader), settings, vars(loader) | {"_iterator": None})
     slabs = made._slabs  # made now, where the device may be touched
-    if begun is not None:  # it was asked for its state: the pass goes on, since its seed is drawn already
+    if begun is not None:  # its state was requested: the pass goes on, since its seed is drawn already
         vars(made)["_iterator"] = LoaderIterator(begun, slabs)
         if loader.persistent_workers:
-            warn_once("a wrapped loader stages in the main process, which is slower: its workers were there before")
+            warn_once("a wrapped loader stages in the main process, which is slower: its workers were started before")
     return made
 
 
 def _wrapped(loader_class: type[Any], settings: Settings, state: dict[str, Any]) -> WrappedLoader[Any]:
-    """Return a loader whose class is its own and has its settings: a framework may rebuild it by its type."""
+    """Return a loader with a class of its own that has the settings: a framework may rebuild it from its type."""
 
-    def reduce(loader: Any) -> tuple[Any, ...]:  # by its name, pickle would find the class before the wrapping
+    def reduce(loader: Any) -> tuple[Any, ...]:  # by its name, pickle would find the class that was wrapped
         return _wrapped, (loader_class, settings._replace(pool=None), loader.__getstate__())
 
     ours = {

@@ -1,4 +1,4 @@
-"""The messages that workers send, what each becomes in the main process, and the channels for the other way."""
+"""The messages that workers send, their form in the main process, and the channels in the other direction."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 @dataclass(slots=True)
 class WorkerStructure:
-    """The structure of one worker's batches of one number."""
+    """The structure that one worker's number stands for."""
 
     structure: bytes | Structure
-    """Pickled, until it was unpickled for the first time."""
+    """Pickled until it is used for the first time."""
     table: Table
-    """The offset table of the last such batch."""
+    """The offset table of the last batch with this structure."""
 
 
 class Message:
-    """A batch, as the worker puts it into the queue. Unpickling makes it a `PackedBatch`, by `receive`.
+    """A batch as the worker puts it into the queue. Unpickling makes it a `PackedBatch`, by `receive`.
 
     Unpickling happens wherever torch reads the queue. So nothing is missed when torch drops a batch there, as it does
     when persistent workers are reset: the batch's slab becomes free, and a new structure is known.
@@ -61,7 +61,7 @@ class PackedBatch:
     structure: Structure
     table: Table
     number: int | None
-    """Of the slab, until it is given back. None if the bytes are in `raw`, or if there are no bytes."""
+    """The slab's number, until it is given back. None if the bytes are in `raw`, or if there are no bytes."""
     raw: bytearray | None
     others: list[Any]
     """The leaves that are not packed."""
@@ -69,7 +69,7 @@ class PackedBatch:
     """Seconds that the worker waited for a slab."""
 
     def give_back(self, event: Fence | None) -> None:
-        """Give the slab, if there is one, back to its worker when `event` is done. None: no copy reads it."""
+        """Give a slab back to its worker when `event` is done (None: no copy reads it)."""
         number, self.number = self.number, None
         if number is not None:
             self.broker.give_back(number, event)
@@ -105,29 +105,29 @@ def receive(
     raw: bytearray | None,
     waited: float,
 ) -> PackedBatch | Failed | None:
-    """Make a packed batch of a message. None if the broker has ended meanwhile.
+    """Make a packed batch from a message; return None if the broker has ended.
 
     Args:
-        token: the broker's.
+        token: the broker's token.
         worker: the id of the worker.
         slab: the number of the slab with the bytes. None if they are in `raw`, or if there are none.
         number: the worker's number for batches that look like this one.
-        structure: what `number` stands for from now on, pickled. None if the broker knows it.
+        structure: the pickled structure that `number` stands for from now on. None if the broker knows it.
         table: the offset table. None if it is the one of the last batch of this number.
         pickled: the leaves that are not packed, as a list. None if there are none.
         raw: the bytes of a batch for which there was no slab.
         waited: seconds that the worker waited for a slab.
 
     Raises:
-        OSError: from unpickling. torch says what it means.
-        BaseException: from unpickling, if it isn't an `Exception`.
+        OSError: unpickling failed. torch explains the error.
+        BaseException: unpickling raised this, and it isn't an `Exception`.
     """
     broker = BROKERS.get(token)
     if broker is None:
         return None
     known = broker.known
     try:
-        found = known.pop((worker, number), None)  # if the table is refused, nothing of this number is known
+        found = known.pop((worker, number), None)  # if the table is refused, the number is unknown
         if structure is not None:
             found = WorkerStructure(structure, Table.of_bytes(table))
         elif found is None:
@@ -145,7 +145,7 @@ def receive(
         described = found.table.others + found.table.moved
         if found.table.nbytes > room or len(others) != described:
             raise LayoutError(
-                f"worker {worker} sent another batch than its offset table describes: {found.table.nbytes} bytes in "
+                f"worker {worker} sent a batch that its offset table doesn't describe: {found.table.nbytes} bytes in "
                 f"{room}, and {len(others)} of {described} leaves that are not packed; {BEGIN_AGAIN}"
             )
     except BaseException as error:
@@ -186,7 +186,7 @@ def receive_descriptor(channel: Connection) -> int:
         mark, fds, _, _ = socket.recv_fds(receiver, len(_MARK), 1, socket.MSG_CMSG_CLOEXEC)
     if not mark:
         raise EOFError("the channel was closed")
-    if not fds:  # the kernel leaves out a descriptor that would be one too many
+    if not fds:  # the kernel drops a descriptor above the process's limit
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return fds[0]
 
@@ -201,7 +201,7 @@ def shut_down(channel: Connection) -> None:
 def _socket_of(channel: Connection) -> Iterator[socket.socket]:
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, fileno=channel.fileno())
     try:
-        end.setblocking(True)  # whatever `socket.setdefaulttimeout` made it
+        end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
         yield end
     finally:
         end.detach()

@@ -16,7 +16,7 @@ from ._slabs import Slabs
 
 
 def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
-    """Start the copy of a packed batch. Its slab is the worker's again behind the copy. Does not block; any thread."""
+    """Start the copy of a packed batch, behind which its slab returns to the worker. Does not block; any thread."""
     loan, host, event = None, None, None
     if batch.number is not None:
         loan = batch.broker.loan_of(None, batch.number)
@@ -42,16 +42,16 @@ class SendingQueue:
     """The queue that torch's iterator reads: packed batches go in, batches on their way to the device come out.
 
     The broker's thread reads the worker queue, sends the batches, and makes their views. Meanwhile the loop is busy
-    with an earlier batch. Batches are sent in their order, at most `depth` ahead of the loop. Batches
-    that come too early stay in their slabs.
+    with an earlier batch. Batches are sent in order, at most `depth` ahead of the loop. Batches that arrive too early
+    stay in their slabs.
 
-    The news that a worker has no more batches keeps its place between them. It must not overtake the worker's last one.
+    The message that a worker has no more batches keeps its place: it must not overtake the worker's last batch.
 
     Args:
         source: the worker queue.
         batches: torch's iterator. Kept by a weak reference, since the thread must not keep it alive.
         send: starts the copy of a packed batch.
-        depth: how many batches are sent ahead.
+        depth: the number of batches sent ahead.
         wake: wakes the thread, which then calls `send_ready`.
     """
 
@@ -70,20 +70,20 @@ class SendingQueue:
         # looks at `_last`. So one of them notices that a batch may be sent.
         self._waits_for: int | None = None
         self._sent = self._resuming = 0
-        self._closed = threading.Lock()  # by the first `close`; never let go
+        self._closed = threading.Lock()  # taken by the first `close`, never released
         self.begin()
 
     # -- the loop's thread
 
     def advance(self) -> None:
-        """Note that the loop has a batch, so that the thread may send the next one."""
+        """Note that the loop has taken a batch, so that the thread may send the next one."""
         self._allow(self._wanted() - 1 + self._depth)
 
     def get(self, timeout: float) -> Any:
         """Return the next message. Blocks for at most `timeout` seconds.
 
         Raises:
-            queue.Empty: there was none in that time.
+            queue.Empty: there was no message in that time.
             BaseException: a message could not be unpickled, or the thread failed.
         """
         self._allow(self._wanted())
@@ -92,7 +92,7 @@ class SendingQueue:
         return item
 
     def drop_until_resumed(self, workers: int) -> None:
-        """Send nothing until that many workers have said that they begin again."""
+        """Send nothing until this number of workers have reported that they begin again."""
         self.begin()
         self._resuming = workers
         self._wake()
@@ -103,7 +103,7 @@ class SendingQueue:
         self._last = self._depth - 1
 
     def close(self) -> None:
-        """End a message that a killed worker left half written, or the thread would wait for the rest of it.
+        """Close the writing end, or the thread would wait for the rest of a message that a killed worker didn't finish.
 
         The end of a pass and the end of the program may both call this, in two threads. Closing the file twice would
         fail, or would close a file that another thread has just opened.
@@ -112,14 +112,14 @@ class SendingQueue:
             close_writing_end(self._source)
 
     def _wanted(self) -> int:
-        """Return the number of the batch that torch wants next. Without order: how many it has taken."""
+        """Return the number of the batch that torch wants next; without order, the number of batches taken."""
         batches = self._batches() if self._in_order else None
         return self._taken if batches is None else int(batches._rcvd_idx)
 
     def _allow(self, last: int) -> None:
         self._last = max(self._last, last)
         waits_for = self._waits_for
-        if waits_for is not None and waits_for <= self._last:  # perhaps once more: an interrupt may have swallowed it
+        if waits_for is not None and waits_for <= self._last:  # again, if need be: an interrupt may have swallowed it
             self._wake()
 
     # -- the broker's thread
@@ -144,7 +144,7 @@ class SendingQueue:
             self._held[number] = payload
 
     def send_ready(self) -> bool:
-        """Send the batches whose turn it is, and pass on the other messages between them. Says whether any waits."""
+        """Send the batches whose turn it is, and pass on the messages between them. Return whether a batch waits."""
         if self._resuming:
             self._forget()
         while self._held:
@@ -157,7 +157,7 @@ class SendingQueue:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Note that the thread has ended by an error, which the loop gets from now on."""
+        """Note that the thread has ended by an error, which `get` raises from now on."""
         self._ready.end(error)
 
     def _on_its_way(self, payload: Any) -> Any:

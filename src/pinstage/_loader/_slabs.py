@@ -28,7 +28,7 @@ class Settings(NamedTuple):
     owner: str
 
     def checked(self) -> Settings:
-        """Return them with a `torch.device`, and paths as a tuple.
+        """Check the settings; return them with a `torch.device`, and with paths as a tuple.
 
         Raises:
             TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
         return self._replace(device=target_for(self.device).device, max_bytes=max_bytes, keep_on_host=kept)
 
     def keeping(self) -> Keeping | None:
-        """Return what says which leaves stay on the host."""
+        """Return the rule for leaves that stay on the host; None if there isn't any."""
         return None if self.keep_on_host is None else Keeping(self.keep_on_host)
 
 
@@ -60,20 +60,21 @@ class Slabs:
     """The slabs and counters of a loader and its iterators. When the last of these is gone, the slabs are freed.
 
     Args:
-        settings: of the loader. A pool in them is the user's, and is not freed. Else a pool is made when it is needed.
+        settings: the loader's settings. If they have a pool, it is the user's, and is not freed. If not, a pool is made
+            when it is needed.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.pid = os.getpid()
-        """The process that made this. In a forked child neither the slabs nor the locks here are of use."""
+        """The process that made this object. A forked child can use neither its slabs nor its locks."""
         self.settings = settings
         self.target = target_for(settings.device)
         self.pool = settings.pool
         self.counters = Counters()
         self.starting = threading.RLock()
-        """Held while an iterator is made: for that time, the loader that torch reads is changed."""
+        """Held while an iterator is made: meanwhile, attributes of the loader that torch reads are changed."""
         self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Those that are alive."""
+        """The iterators that are alive."""
         self._stager: Stager | None = None
         self._lock = threading.RLock()
 
@@ -85,7 +86,7 @@ class Slabs:
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""
         with self._lock:
-            if self.pool is None or not self.pool.memory.is_shared:  # else of passes without workers
+            if self.pool is None or not self.pool.memory.is_shared:  # a pool of passes without workers
                 self._stager = None
                 is_cuda = self.target.device.type == "cuda"
                 memory = SharedMemory(self.target.device) if is_cuda else SharedMemory(register=False)
@@ -105,6 +106,6 @@ class Slabs:
                     owner=settings.owner,
                     keep_on_host=settings.keep_on_host,
                     own_storage=settings.own_storage,
-                    run_ahead=None,  # the iterator sees to that
+                    run_ahead=None,  # the iterator has its own bound
                 )
             return self._stager

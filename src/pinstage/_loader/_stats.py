@@ -10,7 +10,8 @@ from .._sizes import count, format_bytes, table_text
 from .._stage import Transfer, packed_bytes_of
 
 _NOTICEABLE = 0.1
-"""The share of the time from which on waiting is called a bottleneck."""
+"""Share of the time above which waiting is called a bottleneck; for batches without a slab, the share of the
+batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -20,11 +21,11 @@ class LoaderStats:
     batches: int
     """Batches sent to the device."""
     copies: int
-    """Host-to-device copies issued for them. With workers: one for each batch."""
+    """Host-to-device copies issued for them: one per block, and several for a large block."""
     packed_bytes: int
     """Bytes of the tensors and arrays in these copies."""
     fallback_batches: int
-    """Batches that found no slab under the cap. They left from pageable memory; with workers, through the queue."""
+    """Batches that found no slab under the cap. They were sent from pageable memory, or through the workers' queue."""
     passthrough_leaves: int
     """Tensors that cannot be packed. Each was sent by its own ``.to()``."""
     batch_wait_seconds: float
@@ -32,14 +33,14 @@ class LoaderStats:
     slab_wait_seconds: float
     """Seconds that workers waited for slabs, summed over the workers."""
     elapsed_seconds: float
-    """Seconds since the first batch was asked for, without those between iterators."""
+    """Seconds since the first batch was requested, without those between iterators."""
     num_workers: int
     pool: PoolStats | None
     """The pool's counters; None before the first iterator."""
 
     @property
     def bottleneck(self) -> str:
-        """One sentence that says which side holds the loop up."""
+        """One sentence that says which side holds up the loop."""
         if not self.batches:
             return "Nothing was loaded yet."
         waited, total = self.batch_wait_seconds, self.elapsed_seconds
@@ -106,7 +107,7 @@ class Counters:
         self.largest_fallback = 0
         """Bytes of the largest batch that found no slab."""
         self.has_warned = False
-        """Whether a warning said that all batches are such."""
+        """Whether a warning has reported that no batch found a slab."""
         self._lock = threading.RLock()  # a finaliser may read batches, too
 
     def count(self, transfer: Transfer, *, fallback: bool, slab_wait_seconds: float = 0.0) -> None:

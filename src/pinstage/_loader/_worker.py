@@ -49,9 +49,9 @@ class WorkerSlabs:
     """The slabs of this worker.
 
     Args:
-        channel: to the broker in the main process.
-        main_pid: the main process.
-        limit: how many slabs the worker may have.
+        channel: the channel to the broker in the main process.
+        main_pid: the id of the main process.
+        limit: the number of slabs that the worker may have.
     """
 
     def __init__(self, channel: Connection, main_pid: int, limit: int) -> None:
@@ -74,8 +74,8 @@ class WorkerSlabs:
     def take(self, nbytes: int) -> WorkerSlab | None:
         """Return a slab of at least `nbytes` to write, or None if there can be none.
 
-        Blocks while the main process has all slabs that are large enough. One more is asked for then, but not waited
-        for if another comes free before: to page-lock it takes time. Ends the worker if the main process ends.
+        Blocks while the main process has all slabs that are large enough. The worker then asks for one more, but takes
+        another that becomes free before, since page-locking takes time. Ends the worker if the main process ends.
 
         Raises:
             ClosedError: the iterator is being shut down.
@@ -106,7 +106,7 @@ class WorkerSlabs:
                 return None
 
     def _ask(self, nbytes: int, dropped: list[WorkerSlab]) -> None:
-        """Give up some slabs, and ask the main process for another one."""
+        """Give up some slabs, and ask the main process for another slab."""
         for slab in dropped:
             del self._slabs[slab.number]
             slab.close()
@@ -118,13 +118,13 @@ class WorkerSlabs:
         self._send(("ask", nbytes, wanted, [slab.number for slab in dropped]))
 
     def _wait_for_answer(self) -> bool:
-        """Wait until the main process has answered; say whether the worker has another slab."""
+        """Wait until the main process has answered; return whether the worker has another slab."""
         while self._is_asking:
             self._wait()
         return self._was_granted
 
     def _wait(self) -> None:
-        """Wait for one message of the broker, and receive it."""
+        """Wait for one message from the broker, and receive it."""
         sources: list[Any] = [self._channel] if self._main is None else [self._channel, self._main]
         began = time.perf_counter()
         while self._channel not in (ready := wait(sources, PARENT_CHECK_SECONDS)):
@@ -157,7 +157,7 @@ class WorkerSlabs:
                 os.close(fd)
         except EOFError:
             raise ClosedError from None
-        except (OSError, ValueError, MemoryError) as error:  # too many open files, no memory: it does without
+        except (OSError, ValueError, MemoryError) as error:  # too many open files, no memory: the worker does without
             self._send(("unmapped", number, f"a worker cannot map it: {error!r}"))
             return False
         self._slabs[number] = WorkerSlab(number, mapping)

@@ -1,14 +1,14 @@
 """Where host bytes come from: page-locked, registered, shared, pageable.
 
-A *memory resource* allocates and takes back *blocks*: page-aligned runs of host memory. Four kinds differ in what
-starts them up and who else can see them, not in the speed of a copy; ``default_memory`` picks. The rest of the
-package sees resources only through the ``MemoryResource`` protocol, so it runs, and is tested, without a GPU.
+A *memory resource* allocates and takes back *blocks*: page-aligned runs of host memory. The page-locked kinds copy at
+the same speed; they differ in start-up time, and in who else can map the bytes. ``default_memory`` picks one. The rest
+of the package sees resources only through the ``MemoryResource`` protocol, so it runs, and is tested, without a GPU.
 
 Two promises hold for every kind. *A failed allocation changes nothing*: mapped memory is unmapped, registered memory is
 unregistered, and no CUDA error is left behind for a later, unrelated call to trip over. *A leak before a
-dangling pointer*: when CUDA will not give a block up, the block is kept rather than unmapped under the device.
+dangling pointer*: if CUDA refuses to give up a block, the block stays mapped, since the device may still use it.
 
-Importing this room pins nothing, imports no CUDA bindings, and initialises no CUDA.
+Importing this package pins nothing, imports no CUDA bindings, and initialises no CUDA.
 """
 
 from ..errors import PinningError
@@ -59,16 +59,16 @@ __all__ = [
 def default_memory(device: _cuda.Device = None) -> MemoryResource:
     """Pick the memory resource for staging to a device.
 
-    ``RegisteredMemory`` where CUDA is usable: all page-locked kinds copy alike (55 GB/s on the reference machine), and
-    this one is ready in a quarter of the time. ``HostAllocMemory`` where registering doesn't really page-lock: under
-    WSL2, where the device uses the host's page tables (Grace Hopper), or cannot register. ``PageableMemory`` where
-    there is no CUDA, or ``device`` is the CPU.
+    ``RegisteredMemory`` where CUDA is usable: all page-locked kinds copy at the same speed (55 GB/s on the reference
+    machine), and this one is ready in a quarter of the time. ``HostAllocMemory`` where registering doesn't really
+    page-lock: under WSL2, where the device uses the host's page tables (Grace Hopper), or where it cannot register
+    memory. ``PageableMemory`` where there is no CUDA, or ``device`` is the CPU.
 
     Pins nothing and makes no context. Warns (``StagingWarning``) where PyTorch has a GPU but memory cannot be
     page-locked, since staging is slow then.
 
     Args:
-        device: the device staged to; None is torch's current device at the time of each allocation.
+        device: the device to stage to; None is torch's current device at the time of each allocation.
 
     Returns:
         A new resource.

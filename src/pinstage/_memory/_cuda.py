@@ -1,7 +1,7 @@
 """The only module that calls CUDA to pin memory; return codes become exceptions here.
 
 The calls go through cuda-python, because ``torch.cuda.cudart()`` has no ``cudaHostAlloc``, ``cudaFreeHost`` or
-``cudaGetLastError``. Its runtime library is another instance than torch's: an error left behind in one is neither
+``cudaGetLastError``. Its runtime library is not the same instance as torch's: an error left behind in one is neither
 seen nor cleared by the other, so each failed call clears its own. The bindings are imported at the first use, never
 before, and release the interpreter lock in every call (cuda-bindings 12.9.1 release notes).
 """
@@ -23,7 +23,7 @@ Device = int | str | torch.device | None
 
 
 class PinningMemoryError(PinningError, MemoryError):
-    """Too little host memory to page-lock, or device memory for a context. ``except MemoryError`` serves all kinds."""
+    """Too little host memory to page-lock, or device memory for a context. ``except MemoryError`` catches it."""
 
 
 _OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
 
 @dataclass(frozen=True, slots=True)
 class Bindings:
-    """cuda-python's two modules, after they were seen to work; tests put doubles here."""
+    """cuda-python's two modules, which were checked to work; tests use doubles instead."""
 
     runtime: Any
     driver: Any
@@ -55,7 +55,7 @@ class Bindings:
         raise kind(f"{name}{size} {what}{remedy}", call=name, name=error, nbytes=nbytes)
 
     def describe(self, call: str, code: Any) -> tuple[str, str]:
-        """Return CUDA's name of a call's error, and what happened."""
+        """Return CUDA's name for a call's error, and a text that says what happened."""
         module, prefix = (self.runtime, "cuda") if call.startswith("cuda") else (self.driver, "cu")
         name, text = (
             getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
@@ -67,7 +67,7 @@ _bindings: Bindings | None = None
 
 
 def _forget() -> None:
-    # A working driver doesn't work in a child forked after CUDA was initialised: ask again there.
+    # A working driver doesn't work in a child forked after CUDA was initialised: check again there.
     global _bindings  # noqa: PLW0603
     _bindings = None
 
@@ -76,10 +76,10 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def why_unusable() -> str | None:
-    """Say why memory cannot be page-locked in this process; None where it can.
+    """Return why memory cannot be page-locked in this process; None if it can.
 
-    Initialises the CUDA driver where there is one, as ``torch.cuda.is_available()`` does; makes no context. Nothing
-    that the bindings raise or return without a driver comes out of here.
+    Initialises the CUDA driver where there is one, as ``torch.cuda.is_available()`` does; makes no context. Errors of
+    the bindings, such as without a driver, are returned and not raised.
     """
     global _bindings  # noqa: PLW0603
     if _bindings is not None:
@@ -103,7 +103,7 @@ def why_unusable() -> str | None:
 
 
 def is_usable(stacklevel: int = 3) -> bool:
-    """Whether memory can be page-locked; warns where torch has a GPU and still it cannot."""
+    """Return whether memory can be page-locked; warn if it cannot although torch has a GPU."""
     reason = why_unusable()
     if reason is not None and torch.version.cuda is not None and torch.cuda.is_available():
         warnings.warn(
@@ -116,10 +116,10 @@ def is_usable(stacklevel: int = 3) -> bool:
 
 
 def disregard_captures() -> None:
-    """Let this thread do what CUDA forbids to all threads while one of them captures a graph, unless they say this.
+    """Let this thread make calls that CUDA forbids by default while any thread captures a graph.
 
-    Asking an event is such a thing, and an allocation; either would fail, and spoil the capture. That is meant for a
-    thread that does not know of another's work (``cuThreadExchangeStreamCaptureMode`` in CUDA's manual).
+    Querying an event and allocating are such calls: either would fail, and invalidate the capture. The relaxed mode is
+    meant for threads whose work is independent of the capture (``cuThreadExchangeStreamCaptureMode`` in CUDA's manual).
     """
     if why_unusable() is None:
         bindings = require()
@@ -128,10 +128,10 @@ def disregard_captures() -> None:
 
 
 def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
-    """Return what makes another thread page-lock and free as this one would.
+    """Return a function whose context lets another thread page-lock and free memory as this thread would.
 
-    There torch's current device is current here, and nothing spoils a capture. A device that is
-    current already is not set: where torch went back to one without a context, that would make one.
+    In that context, torch's current device of this thread is current, and no call invalidates a capture. A device that
+    is already current is not set again: going back to a device without a context would make one.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext
@@ -155,24 +155,24 @@ def require(kind: str = "page-locked memory") -> Bindings:
 
 
 def is_not_cuda(device: Device) -> bool:
-    """Whether a device is named that isn't a CUDA device."""
+    """Return whether a device is given that isn't a CUDA device."""
     return device is not None and not isinstance(device, int) and torch.device(device).type != "cuda"
 
 
 def device_index(device: Device) -> int:
-    """The index of a CUDA device; for None, or "cuda" alone, of torch's current one in this thread."""
+    """Return the index of a CUDA device; None, or "cuda" alone, means torch's current device in this thread."""
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     return torch.cuda.current_device() if index is None else index
 
 
 @contextmanager
 def in_context_of(index: int) -> Iterator[Bindings]:
-    """Make a device's primary context current in this thread, and afterwards the previous one.
+    """Make a device's primary context current in this thread, and restore the previous one afterwards.
 
-    Pinning acts on the current context, or makes one: 600 MiB on a GPU that wasn't meant
-    (LMCache#4018). The runtime follows the driver's current context ("Interactions with the CUDA Driver API"), so a
-    push and a pop make a context on ``index`` and nowhere else. ``torch.cuda.device`` would not do: it only compares
-    with what torch takes for current, and does not always go back.
+    Pinning uses the current context, or makes one: 600 MiB, perhaps on the wrong GPU (LMCache#4018). The runtime
+    follows the driver's current context ("Interactions with the CUDA Driver API"), so a push and a pop make a context
+    on ``index`` and nowhere else. ``torch.cuda.device`` isn't enough: it only compares with the device that torch
+    considers current, and doesn't always switch back.
     """
     bindings = require()
     if index not in bindings.contexts:
@@ -185,13 +185,13 @@ def in_context_of(index: int) -> Iterator[Bindings]:
 
 
 def has_context(index: int) -> bool:
-    """Whether this process has a primary context on a device. Makes none."""
+    """Return whether this process has a primary context on a device. Makes none."""
     bindings = require()
     return bool(bindings.call("cuDevicePrimaryCtxGetState", bindings.call("cuDeviceGet", index)))
 
 
 def who_registers(device: Device) -> tuple[int, str]:
-    """Say which device can page-lock memory, -1 for none; and why registering wouldn't do that, empty if it would.
+    """Return the device that can page-lock memory, -1 for none, and why registering doesn't do that, empty if it does.
 
     Registering doesn't page-lock as ``cudaHostAlloc`` does under WSL2, where the device cannot register, and where it
     uses the host's page tables (Grace Hopper). Makes no context. Warns as `is_usable` does.
@@ -213,7 +213,7 @@ def who_registers(device: Device) -> tuple[int, str]:
 
 
 def pci_address(index: int) -> str:
-    """Where a device is on the PCI bus, as in ``"0000:1b:00.0"``. Makes no context."""
+    """Return a device's PCI address, such as ``"0000:1b:00.0"``. Makes no context."""
     bindings = require()
     text = bindings.call("cuDeviceGetPCIBusId", 32, bindings.call("cuDeviceGet", index))
     return bytes(text).split(b"\0")[0].decode().lower()

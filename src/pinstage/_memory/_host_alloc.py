@@ -12,8 +12,8 @@ class HostAllocMemory(Resource):
     Works wherever CUDA does, and is slow to start: `RegisteredMemory` is ready in a quarter of the time.
 
     Args:
-        device: whose context pins; None is torch's current device at the time of each allocation. Only that device
-            gets a context.
+        device: the device whose context pins; None is torch's current device at the time of each allocation. Only that
+            device gets a context.
         write_combined: bypass the CPU's caches. Only for slabs that are copied one way, to the device: the CPU reads
             such memory very slowly.
 
@@ -28,8 +28,8 @@ class HostAllocMemory(Resource):
         _cuda.require(type(self).__name__)
 
     def _take(self, nbytes: int, device: int) -> Block:
-        # The driver may cut a small request out of a chunk of its own, at any 512 bytes. One page more makes room for a
-        # page-aligned address; it is not counted, as the rest of the driver's chunk is not.
+        # The driver may serve a small request from a chunk of its own, at any multiple of 512 bytes. One more page
+        # makes room for a page-aligned address. Like the rest of the driver's chunk, it isn't counted.
         slack = PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else 0
         raw = _cuda.host_alloc(nbytes + slack, device, write_combined=self._write_combined)
         address = round_up(raw, PAGE_BYTES)

@@ -8,13 +8,14 @@ from .._sizes import Size, format_bytes, parse_bytes
 
 SHARE_PERCENT = 25
 """The share of available memory that ``"auto"`` takes. Page-locked memory cannot be swapped or reclaimed, and the same
-memory must serve the dataset, the workers and the page cache that feeds them: a quarter leaves each as much."""
+memory must serve the dataset, the workers and the page cache that feeds them: a quarter leaves as much for each of
+them."""
 
 WSL_PINNED_BYTES = 1 << 30
-"""WSL2's limit for a process: refused beyond some 1 GiB, whatever ``ulimit -l`` says (nvidia-docker#1725)."""
+"""WSL2's limit for a process: it refuses more than about 1 GiB, whatever ``ulimit -l`` says (nvidia-docker#1725)."""
 
 UNKNOWN_BYTES = 1 << 30
-"""Taken for available where no limit can be read: enough to stage with, and little on any machine with a GPU."""
+"""Assumed to be available if no limit can be read: enough to stage with, and little on any machine with a GPU."""
 
 _LEAST_BYTES = 1 << 20  # a cap must let something through
 
@@ -23,9 +24,9 @@ def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
     """Choose a cap on page-locked bytes, and say why.
 
     A quarter (``SHARE_PERCENT``) of the smallest of: the memory that the kernel calls available; what each cgroup
-    above this process has left (`_host.cgroup_memory`); the limit of WSL2. Divided among the ranks on this host, which
-    are ``LOCAL_WORLD_SIZE``, as torchrun sets it, else 1. ``RLIMIT_MEMLOCK`` does not count: NVIDIA's driver does not
-    count the pages it pins, neither on Linux nor under WSL2 (whose default of 64 KiB has no effect).
+    above this process has left (`_host.cgroup_memory`); the limit of WSL2. That is divided by the number of ranks on
+    this host: ``LOCAL_WORLD_SIZE``, which torchrun sets, else 1. ``RLIMIT_MEMLOCK`` is ignored: NVIDIA's driver doesn't
+    count the pages it pins against it, neither on Linux nor under WSL2 (whose default of 64 KiB has no effect).
 
     Returns:
         The cap in bytes, and the reason, as in ``"25% of 62.80 GiB available (cgroup headroom), divided by 2 local
@@ -71,9 +72,9 @@ def cap_bytes(max_bytes: Size) -> tuple[int, str]:
 
 
 def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
-    """The memory that exists, used or not, and whose limit that is: more than this can never be page-locked.
+    """Return the memory that exists, used or not, and where that limit comes from. More can never be page-locked.
 
-    Touching more than this does not fail, it ends the process; so it is worth a question before.
+    Touching more doesn't fail but ends the process, so callers check first.
     """
     limits = [(group.limit, "limit of this cgroup") for group in _host.cgroup_memory(root)]
     if (total := _host.meminfo("MemTotal", root)) is not None:
@@ -82,10 +83,10 @@ def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def check_is_left(nbytes: int, root: Path = Path("/")) -> None:
-    """Ask whether that much memory is left, before it is touched: the kernel would end the process for the rest.
+    """Check that this much memory is left before it is touched: the kernel ends a process that touches more.
 
     Raises:
-        MemoryError: it isn't, by the cgroup or by the machine.
+        MemoryError: the cgroup or the machine has less left.
     """
     left, whose = min(_left(root), default=(nbytes, ""))
     if nbytes > left:
@@ -96,7 +97,7 @@ def check_is_left(nbytes: int, root: Path = Path("/")) -> None:
 
 
 def _left(root: Path) -> list[tuple[int, str]]:
-    """Return what each limit leaves for use, and whose it is."""
+    """Return the bytes that each limit leaves, and where the limit comes from."""
     limits = [(group.left, "cgroup headroom") for group in _host.cgroup_memory(root)]
     if (available := _host.meminfo("MemAvailable", root)) is not None:
         limits.append((available, "memory available on this machine"))
@@ -104,9 +105,9 @@ def _left(root: Path) -> list[tuple[int, str]]:
 
 
 def remedy(nbytes: int, root: Path = Path("/")) -> str:
-    """Say what to do where the platform refuses to page-lock that many bytes, after a look at the limits."""
+    """Return what to do if the platform refuses to page-lock this many bytes, according to the limits."""
     if _host.is_wsl(root):
-        return f"WSL2 page-locks some {format_bytes(WSL_PINNED_BYTES)} in all: ask for less than that"
+        return f"WSL2 page-locks about {format_bytes(WSL_PINNED_BYTES)} in all: ask for less than that"
     left, whose = min(_left(root), default=(nbytes, ""))
     if left < nbytes:
         return f"{format_bytes(max(left, 0))} left ({whose}): free some, raise the container's limit, or ask for less"

@@ -1,8 +1,9 @@
-"""Which NUMA node host memory should be on.
+"""The NUMA node that host memory should be on.
 
-A host with several sockets has several nodes, and a GPU hangs on one of them: copies from the other node's memory cross
-the link between the sockets. Pages come to a node in two ways, both used: a policy for the mapping (`_pages.prefer`),
-and threads of that node that touch it first, which is all that is left where a container forbids the first.
+A host with several sockets has several nodes, and each GPU is attached to one of them: copies from another node's
+memory cross the link between the sockets. Two methods place pages on a node, and both are used: a policy for the
+mapping (`_pages.prefer`), and threads of that node that touch the pages first. If a container forbids the policy, only
+the threads are left.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ Asked = int | Literal["auto"] | None
 
 
 class Placement(NamedTuple):
-    """Where pages shall be."""
+    """The placement of pages."""
 
     node: int | None
-    """The node; None: wherever the kernel puts them."""
+    """The node; None leaves it to the kernel."""
     cpus: frozenset[int]
-    """Which of the process's CPUs belong to it; empty where none does."""
+    """The CPUs of the process that belong to the node; empty if there are none."""
     reason: str
-    """Why there, or why nowhere in particular."""
+    """Why this node was chosen, or none."""
 
 
 ANYWHERE = Placement(None, frozenset(), "no NUMA node was asked for")
@@ -39,15 +40,15 @@ def check(asked: Asked) -> Asked:
 
 
 def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placement:
-    """Say where pages for a device shall be.
+    """Return where pages for a device should be.
 
     Args:
         asked: a node, or ``"auto"`` for the device's.
-        pci_address: of the device, as in ``"0000:1b:00.0"``; only read for ``"auto"``.
+        pci_address: the device's, such as ``"0000:1b:00.0"``; only read for ``"auto"``.
         root: where ``sys`` is.
 
     Raises:
-        ValueError: there are several nodes, and none of that number.
+        ValueError: there are several nodes, and none has that number.
     """
     if asked is None:
         return ANYWHERE
@@ -57,7 +58,9 @@ def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placeme
     if asked == "auto":
         node = _host.pci_node(pci_address, root)
         if node is None:
-            return Placement(None, frozenset(), f"numa_node='auto': the system does not tell the node of {pci_address}")
+            return Placement(
+                None, frozenset(), f"numa_node='auto': the system doesn't report the node of {pci_address}"
+            )
         reason = f"node {node}, that of {pci_address}"
     else:
         node, reason = asked, f"node {asked}, as asked"

@@ -1,7 +1,7 @@
 """Pages from the kernel: map, advise, touch, unmap, through libc.
 
-``mmap.mmap`` objects are not used: one refuses to close while a buffer over it is exported, and unmaps itself when it
-is collected. A block must do neither; its address is all that the rest of the package holds.
+``mmap.mmap`` objects are not used: such an object refuses to close while a buffer over it is exported, and unmaps
+itself when it is collected. A block must do neither; its address is all that the rest of the package holds.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ POPULATE_PIECE_BYTES = 16 << 20
 (a millisecond or more) that handing it out costs nothing."""
 
 POPULATE_THREADS = 8
-"""Default number of touching threads: 1 GiB took 59 ms with 8 on the reference machine; beyond, the kernel's zeroing
-is limited by memory bandwidth."""
+"""Default number of touching threads: 1 GiB took 59 ms with 8 on the reference machine; with more threads, memory
+bandwidth limits the kernel's zeroing."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
@@ -43,7 +43,7 @@ _MASK_BITS = 1024
 
 @functools.cache
 def libc() -> Any:
-    """Return the functions that the kernel is called by. Their calls release the interpreter lock."""
+    """Return libc's functions for memory. Calls of them release the interpreter lock."""
     found = ctypes.CDLL(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     found.mmap.restype = address
@@ -63,11 +63,11 @@ def _error(call: str, nbytes: int, number: int) -> OSError | MemoryError:
 
 
 def map_pages(nbytes: int, fd: int | None = None, *, alignment: int = PAGE_BYTES) -> int:
-    """Map pages, still untouched, and return the address; `unmap` gives all of it back.
+    """Map pages without touching them, and return the address; `unmap` gives all of them back.
 
-    They are private and zeroed, or with ``fd`` the first of a file, shared with every other mapping of it.
-    ``alignment`` is a multiple of the page size, for private pages only. Beyond a page, more is mapped and the ends cut
-    off.
+    They are private and zeroed. With ``fd`` they are the first pages of a file, shared with every other mapping of it.
+    ``alignment`` is a multiple of the page size, for private pages only. If it is more than a page, more pages are
+    mapped, and those at the ends are unmapped.
 
     Raises:
         MemoryError: the kernel refused to map that much.
@@ -115,9 +115,9 @@ def mapped(nbytes: int, fd: int | None = None, *, huge: bool = True, node: int |
 
     Args:
         nbytes: whole pages.
-        fd: a memfd to be mapped; None for private pages.
-        huge: advise the kernel to join pages to huge ones, if there is room for one. It does so for a memfd only where
-            ``shmem_enabled`` is "advise"; elsewhere small pages, which several threads touch faster.
+        fd: a memfd to map; None for private pages.
+        huge: advise the kernel to use huge pages, if there is room for one. For a memfd, the advice has an effect only
+            if ``shmem_enabled`` is "advise"; otherwise its pages are small.
         node: the NUMA node that the pages come from; None for the kernel's choice.
 
     Yields:
@@ -134,13 +134,13 @@ def mapped(nbytes: int, fd: int | None = None, *, huge: bool = True, node: int |
         if fd is None:
             advise(address, nbytes, mmap.MADV_DONTFORK)
         if node is not None:
-            prefer(address, nbytes, node)  # where this is forbidden, the threads' first touch does it
+            prefer(address, nbytes, node)  # if this is forbidden, the threads' first touch does it
         yield address
         undo.pop_all()
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:
-    """Let pages of a mapping that are not touched yet come from a NUMA node; say whether the system took it.
+    """Let untouched pages of a mapping come from a NUMA node; return whether the system accepted that.
 
     The policy is "preferred", not "bind": when the node is full, pages come from the next one, and nothing is killed.
     """
@@ -153,13 +153,13 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Unmap; no CUDA registration may be left in the range. After an ``OSError`` it stays mapped."""
+    """Unmap; no CUDA registration may be left in the range. After an ``OSError`` the range stays mapped."""
     if libc().munmap(address, nbytes):
         raise _error("munmap", nbytes, ctypes.get_errno())
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:
-    """Give the kernel advice; returns whether it took it. A kernel that doesn't know the advice isn't an error."""
+    """Give the kernel advice; return whether it was accepted. Advice that the kernel doesn't know isn't an error."""
     return not libc().madvise(address, nbytes, advice)
 
 
@@ -171,10 +171,10 @@ def populate(
     cpus: frozenset[int] = frozenset(),
     is_fresh: bool = True,
 ) -> None:
-    """Give every page of a mapping its memory, by several threads, which may be bound to some CPUs.
+    """Allocate every page of a mapping, by touching it with several threads, which may be bound to some CPUs.
 
-    Blocks until all is touched, with the interpreter lock released. The contents stay as they are. Where pages may be
-    in use already (``is_fresh=False``), kernels before 5.14 leave them to their first use.
+    Blocks until all pages are touched, with the interpreter lock released. The contents don't change. If pages may be
+    in use already (``is_fresh=False``), kernels before 5.14 allocate them at their first use.
 
     Raises:
         MemoryError: ``nbytes`` is more than the machine, or this process's cgroup, has in all (touching it would end
@@ -197,7 +197,7 @@ def populate(
         for start in starts:
             touch(start)
         return
-    # Leaving the block waits for every thread, an exception or not: none may touch what the caller then unmaps.
+    # Leaving the block waits for every thread, even after an exception: none may touch pages that the caller unmaps.
     keep_on_cpus = partial(os.sched_setaffinity, 0, cpus) if cpus else None
     with ThreadPoolExecutor(workers, "pinstage-populate", keep_on_cpus) as pool:
         list(pool.map(touch, starts))  # raises the first error, after which no piece is begun

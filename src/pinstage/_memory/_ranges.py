@@ -16,8 +16,8 @@ from ._limits import check_is_left
 from ._resource import Block, leak
 
 _CRAWL_BYTES_PER_SECOND = 128 << 20
-"""Huge pages that come more slowly than this aren't worth the wait. On fragmented memory the kernel makes them at some
-GB per minute (TensorRT-LLM#15430); elsewhere at 4 GB/s by one thread."""
+"""Huge pages that come more slowly than this aren't worth the wait. On fragmented memory the kernel makes a few GB of
+them per minute (TensorRT-LLM#15430); otherwise one thread gets 4 GB/s."""
 
 _TIMED_BYTES = 64 << 20
 
@@ -27,14 +27,14 @@ class HostRange:
 
     Args:
         nbytes: the size; rounded up to whole pages.
-        shared: whether other processes may map it, by `fd`. Else a forked child doesn't have it.
+        shared: whether other processes may map it, by `fd`. If not, forked children don't inherit it.
         huge_page_bytes: the size of explicit huge pages; 0 for ordinary ones, which the kernel may join.
-        fd: a memfd to be mapped, by a duplicate; None makes one if needed.
-        device: whose context page-locks.
+        fd: a memfd to map, which is duplicated; None makes one if needed.
+        device: the device whose context page-locks.
         numa_node: where its pages come from, as in `RegisteredMemory`.
 
     Attributes:
-        address: of the first byte.
+        address: the first byte's.
         nbytes: bytes mapped.
         device: the index of the device that page-locks it; -1 if it can't be page-locked.
         reason: why registering doesn't page-lock it; empty if it does.
@@ -73,16 +73,16 @@ class HostRange:
                 folder = f"/sys/kernel/mm/hugepages/hugepages-{huge_page_bytes >> 10}kB"
                 error.add_note(f"{self.nbytes // huge_page_bytes} pages have to be free: see {folder}/nr_hugepages")
             raise
-        if not shared:  # explicit huge pages are a memfd's, too
+        if not shared:  # explicit huge pages have a memfd, too, so `mapped` didn't
             _pages.advise(self.address, self.nbytes, mmap.MADV_DONTFORK)
         self._give: Callable[[], None] = partial(_pages.unmap, self.address, self.nbytes)
 
     def touch(self, start: int, end: int) -> None:
-        """Give bytes their memory, by several threads. Blocks."""
+        """Touch bytes, so that they get memory, with several threads. Blocks."""
         _pages.populate(self.address + start, end - start, cpus=self._cpus, is_fresh=False)
 
     def touch_first(self, end: int) -> str:
-        """Do so from the beginning; take ordinary pages for the rest if huge ones crawl, and say so."""
+        """Touch the bytes before `end`. If huge pages crawl, take ordinary ones for the rest, and return a warning."""
         timed, began = min(end, _TIMED_BYTES), time.perf_counter()
         self.touch(0, timed)
         seconds, found = time.perf_counter() - began, ""
@@ -96,11 +96,11 @@ class HostRange:
         return found
 
     def register(self, start: int, end: int) -> None:
-        """Page-lock bytes; a `PinningError` if the driver refuses. Blocks."""
+        """Page-lock bytes; raise a `PinningError` if the driver refuses. Blocks."""
         _cuda.register(self.address + start, end - start, self.device)
 
     def unregister(self, start: int, end: int) -> bool:
-        """End the registration of these bytes; say whether CUDA gave them up. Waits for the device."""
+        """End the registration of these bytes; return whether CUDA gave them up. Waits for the device."""
         try:
             _cuda.unregister(self.address + start, self.device)
         except PinningError as error:
@@ -109,14 +109,14 @@ class HostRange:
         return True
 
     def allocate(self) -> None:
-        """Take the driver's page-locked memory in place of the range's. Blocks. If it fails, nothing changed."""
+        """Replace the range's memory with page-locked memory of the driver. Blocks. If it fails, nothing changes."""
         memory = HostAllocMemory(self.device)
         block = memory.allocate(self.nbytes)
         self.free()
         self.address, self._give = block.ptr, partial(memory.deallocate, block)
 
     def free(self) -> None:
-        """Give the memory back; none of it is registered."""
+        """Give the memory back; none of it may be registered."""
         self._give()
         if self.fd is not None:
             os.close(self.fd)

@@ -1,4 +1,4 @@
-"""Memory of one's own, page-locked afterwards."""
+"""Memory that is mapped first, and page-locked afterwards."""
 
 import logging
 from typing import Literal
@@ -13,21 +13,21 @@ class RegisteredMemory(Resource):
     """Anonymous pages, huge where the system has them, touched by several threads, then ``cudaHostRegister``.
 
     Ready in a quarter of the time of ``cudaHostAlloc``, because huge pages are touched in parallel and registered as
-    few large pieces. Afterwards it is as fast.
+    few large pieces. Copies are equally fast.
 
     **Fork.** The pages are not inherited (``MADV_DONTFORK``): the kernel ends a forked child that follows a pointer
     into them. Otherwise Linux 5.9 and later would copy the pages in every fork: 1.4 s and 1 GiB for each GiB and each
     forked DataLoader worker. If forked children must read the bytes, use ``SharedMemory``.
 
     Args:
-        device: whose context pins; None is torch's current device at the time of each allocation. Only that device
-            gets a context.
-        huge_pages: ask for transparent huge pages for blocks of 2 MiB or more, and align these to 2 MiB. The system
+        device: the device whose context pins; None is torch's current device at the time of each allocation. Only that
+            device gets a context.
+        huge_pages: ask for transparent huge pages for blocks of 2 MiB or more, and align them to 2 MiB. The system
             may decline (``/sys/kernel/mm/transparent_hugepage/enabled``); then only start-up is slower.
-        threads: how many threads touch pages; by default 8, or the CPUs of this process if they are fewer.
+        threads: the number of threads that touch pages; by default 8, or the number of usable CPUs if that is less.
         numa_node: put pages, and the threads that touch them, on this NUMA node; ``"auto"`` is the device's, from
             sysfs. When the node is full, pages come from the next one. On a host with one node nothing is done;
-            ``numa`` says which node it is. None leaves it to the kernel.
+            ``numa`` says which node was chosen. None leaves it to the kernel.
 
     Raises:
         CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use instead.
@@ -54,7 +54,7 @@ class RegisteredMemory(Resource):
 
     @property
     def numa(self) -> str:
-        """Where pages are put, and why, in words: ``"node 1, that of 0000:1b:00.0"``, or why nowhere in particular."""
+        """The placement of pages, in words: ``"node 1, that of 0000:1b:00.0"``, or why there is none."""
         return self._placement(_cuda.device_index(self._device)).reason
 
     def _placement(self, device: int) -> _numa.Placement:

@@ -13,7 +13,7 @@ from . import _cuda
 from ._pages import PAGE_BYTES, unmap
 
 LEAKED: "list[Block]" = []
-"""Blocks that CUDA would not give up: still mapped, on purpose, until the process ends."""
+"""Blocks that CUDA refused to give up. They stay mapped, on purpose, until the process ends."""
 
 _CUDA_IS_GONE = {"cudaErrorCudartUnloading", "CUDA_ERROR_DEINITIALIZED"}
 
@@ -41,8 +41,8 @@ class Block:
 class MemoryResource(Protocol):
     """Where slabs come from. Anything with these five members can serve a ``SlabPool``.
 
-    The pool counts ``Block.nbytes`` against its cap, calls from any thread, and calls outside its own lock, so both
-    methods must be thread-safe, and may be slow.
+    The pool counts ``Block.nbytes`` against its cap. It calls both methods from any thread, outside its own lock, so
+    they must be thread-safe, and may be slow.
     """
 
     @property
@@ -58,14 +58,14 @@ class MemoryResource(Protocol):
         """The allocation unit in bytes."""
 
     def allocate(self, nbytes: int) -> Block:
-        """Hold at least ``nbytes`` more; the caller owns the block. A failed call changes nothing."""
+        """Allocate at least ``nbytes``; the caller owns the block. A failed call changes nothing."""
 
     def deallocate(self, block: Block) -> None:
         """Take a block back; no pointer into it may be used afterwards."""
 
 
 class Resource(ABC):
-    """The base of all kinds: sizes checked, blocks counted, forked children and a dying interpreter kept from CUDA."""
+    """The base of all kinds: checks sizes, tracks blocks, and avoids CUDA in forked children and at exit."""
 
     def __init__(self, *, pinned: bool, device: _cuda.Device = None) -> None:
         if _cuda.is_not_cuda(device):
@@ -92,7 +92,7 @@ class Resource(ABC):
         return PAGE_BYTES
 
     def allocate(self, nbytes: int) -> Block:
-        """Hold at least ``nbytes`` more bytes of host memory.
+        """Allocate at least ``nbytes`` bytes of host memory.
 
         Blocks while the kernel and the driver find the pages: milliseconds for each 10 MiB, with the interpreter lock
         released. Never waits for the device. Any thread may call. The caller owns the block and gives it back with
@@ -106,7 +106,7 @@ class Resource(ABC):
 
         Raises:
             ValueError: ``nbytes`` is zero or negative.
-            MemoryError: there is not that much. From CUDA it is also a ``RuntimeError``.
+            MemoryError: there is too little memory. From CUDA it is also a ``RuntimeError``.
             RuntimeError: CUDA refused for another reason, or this is a forked child of the process that made the
                 resource. A failed call holds nothing, and leaves no CUDA error behind.
         """
@@ -124,15 +124,15 @@ class Resource(ABC):
         return block
 
     def deallocate(self, block: Block) -> None:
-        """Take a block back, and its memory with it.
+        """Take a block back, and free its memory.
 
-        A page-locked block makes CUDA wait until the device is idle (200 ms behind a 200 ms kernel), with the
+        Freeing a page-locked block makes CUDA wait until the device is idle (200 ms behind a 200 ms kernel), with the
         interpreter lock released. Any thread may call.
 
         Where CUDA may not be called, page-locked blocks stay as they are: in a forked child, whose parent owns them,
         and while the interpreter shuts down. When CUDA refuses to give a block up, its memory is leaked on purpose,
-        and a ``StagingWarning`` says so once: a mapping that goes while still registered makes later, unrelated
-        pinning fail, and leaves the device with a pointer into nothing.
+        and a ``StagingWarning`` says so once: unmapping memory that is still registered would make later, unrelated
+        pinning fail, and leave the device with a dangling pointer.
 
         Args:
             block: from this resource's ``allocate``. No pointer into it may be used afterwards.
@@ -159,10 +159,10 @@ class Resource(ABC):
 
     @abstractmethod
     def _take(self, nbytes: int, device: int) -> Block:
-        """Make a block of exactly ``nbytes``, page-locked for a device unless it is -1; or raise and leave nothing."""
+        """Make a block of exactly ``nbytes``, page-locked for a device unless it is -1; leave nothing if that fails."""
 
     def _give(self, block: Block) -> None:
-        """Undo ``_take``; a ``PinningError`` comes before anything is unmapped."""
+        """Undo ``_take``; a ``PinningError`` is raised before anything is unmapped."""
         if block._device >= 0:
             _cuda.unregister(block.ptr, block._device)
         unmap(block.ptr, block.nbytes)
@@ -170,17 +170,17 @@ class Resource(ABC):
             os.close(block.fd)
 
     def _is_inherited(self) -> bool:
-        """Say whether the blocks are page-locked by the process that this one was forked from."""
+        """Return whether the blocks are page-locked by the process that this one was forked from."""
         return self._pinned and os.getpid() != self._pid
 
 
 def leak(block: Block, error: PinningError) -> None:
-    """Keep a block forever because CUDA would not give it up, and say so the first time."""
+    """Keep a block forever because CUDA refused to give it up, and warn the first time."""
     LEAKED.append(block)
     if len(LEAKED) == 1 and error.name not in _CUDA_IS_GONE:
         warnings.warn(
             f"page-locked memory is leaked: {format_bytes(block.nbytes)} stay mapped until the process ends, because "
-            f"{error}; this is said once",
+            f"{error}; this warning is shown once",
             StagingWarning,
             stacklevel=3,
         )

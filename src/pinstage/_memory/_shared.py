@@ -10,8 +10,8 @@ class SharedMapping:
     """The bytes of a ``SharedMemory`` block, seen from another process (or again from the same one).
 
     They are pageable here: a process that only writes needs no CUDA. The owner's GPU sees writes at once;
-    the two processes have to agree on who writes when. The mapping lives until ``close``. If it is dropped without
-    that, it stays mapped, since views of it may be alive.
+    the two processes have to coordinate their writes. The mapping lives until ``close``. If it is dropped before, it
+    stays mapped, since views of it may be alive.
     """
 
     def __init__(self, ptr: int, nbytes: int) -> None:
@@ -38,8 +38,8 @@ class SharedMemory(Resource):
     Without CUDA, or with ``register=False``, the memory is shared but pageable, and ``is_pinned`` is False.
 
     Args:
-        device: whose context pins; None is torch's current device at the time of each allocation. Only that device
-            gets a context.
+        device: the device whose context pins; None is torch's current device at the time of each allocation. Only that
+            device gets a context.
         register: page-lock the memory where CUDA is usable.
 
     Raises:
@@ -64,7 +64,7 @@ class SharedMemory(Resource):
 
 
 def attach(fd: int, nbytes: int) -> SharedMapping:
-    """Map the bytes of a `SharedMemory` block into this process, which touches no CUDA.
+    """Map the bytes of a `SharedMemory` block into this process. Makes no CUDA calls.
 
     Args:
         fd: the block's ``fd``, or a duplicate sent to this process. The caller keeps it, and may close it at once.

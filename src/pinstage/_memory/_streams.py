@@ -1,4 +1,4 @@
-"""Events of torch that any thread may ask, and those of the streams that are current here."""
+"""CUDA events that any thread may query, and events of the current streams."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def on_device(index: int) -> AbstractContextManager[Any]:
 
 
 _Base: Any = torch.cuda.Event.__base__
-"""An event in C++. torch's subclass adds two calls of Python's around each of its functions. Without CUDA it has
-none."""
+"""torch's event class in C++. Its Python subclass adds two Python calls to each method. Without CUDA it has no
+methods."""
 
 
 class DeviceEvent(torch.cuda.Event):
-    """An event of one device, which is asked there in any thread.
+    """An event of one device, which any thread queries on that device.
 
-    In a thread that used no device yet, CUDA takes the first one, and makes a context of 500 MiB there to answer
-    (meta-pytorch/torchcomms#777). Monitoring threads and those that close a pool are such.
+    In a thread that has used no device yet, CUDA would take the first one, and make a context of 500 MiB there to
+    answer (meta-pytorch/torchcomms#777). Examples are monitoring threads, and threads that close a pool.
     """
 
     index: int
@@ -43,7 +43,7 @@ class DeviceEvent(torch.cuda.Event):
         return event
 
     def query(self) -> bool:
-        if cuda_calls().device() == self.index:  # `on_device`, without its call: this one is made for each batch
+        if cuda_calls().device() == self.index:  # `on_device` without a call, since this runs for each batch
             return bool(_Base.query(self))
         with torch.cuda.device(self.index):
             return bool(_Base.query(self))

@@ -1,33 +1,34 @@
-/* Where the leaves of one batch live: tensors made from the offset table, and the copies into them.
+/* The tensors of one batch, made from the offset table, and the copies into them.
  *
- * Tensors are made by torch's stable C shim, and made objects of Python's by libtorch_python's `THPVariable_Wrap`; see
- * `pinstage._compat`, which probes both. A block is one tensor. A leaf that is alone in its block is that tensor itself,
- * as `.to()` would make it; leaves that share a block are views of it. Copies go by CUDA's driver, found by dlsym: what one call sends in a batch of copies costs
- * what one copy of all its bytes costs (300 leaves of 1 MiB: 5.80 ms, as one of 300 MiB; a call for each 6.50). */
+ * Torch's stable C shim makes the tensors, and libtorch_python's `THPVariable_Wrap` makes Python objects of them;
+ * `pinstage._compat` probes both. A block is one tensor. A leaf that is alone in its block is that tensor itself, as
+ * `.to()` would make it; leaves that share a block are views of it. Copies go through CUDA's driver, found by dlsym. One
+ * call for a batch of copies takes as long as one copy of all the bytes: 300 leaves of 1 MiB take 5.80 ms, like one copy
+ * of 300 MiB; with a call for each they take 6.50 ms. */
 #include "core.h"
 
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum { ONE, SHARED, EACH }; /* one block; those of the table; one for each leaf */
+enum { ONE, SHARED, EACH }; /* one block; the table's blocks; one for each leaf */
 
-/* Copies of at most these bytes from pageable memory have read it when the call returns, and do not wait for the device
+/* Copies of at most this size from pageable memory have read it when the call returns, and do not wait for the device
  * (CUDA Programming Guide, Asynchronous Concurrent Execution). */
 enum { AT_ONCE_BYTES = 64 * 1024 };
 
-/* Below, handing over the interpreter lock costs as much as the copy. */
+/* Below this size, handing over the interpreter lock costs as much as the copy. */
 static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
 
 typedef struct {
     PyObject *tensor;
     char *address;
     int64_t start, end;  /* of its leaves in the slab that the table describes */
-    int64_t first, last; /* its leaves in the order of their offsets; the last one excluded */
+    int64_t first, last; /* its leaves in the order of their offsets; `last` is excluded */
     bool is_leaf;        /* whether the tensor is that of its only leaf */
-    void *storage;       /* of a slab that was given: a tensor over all of its storage, else NULL */
-    int64_t skipped;     /* where the slab begins in that, in bytes */
-    const char *memory;  /* of a tensor that was there before: where its storage begins, or NULL if that isn't known */
+    void *storage;       /* for a slab that was given, a tensor over all of its storage; else NULL */
+    int64_t skipped;     /* where the slab begins in that storage, in bytes */
+    const char *memory;  /* for a tensor that existed before, where its storage begins; NULL if that isn't known */
 } Block;
 
 /* Bytes that are neighbours in the host slab, and in one block or one storage. */
@@ -46,7 +47,7 @@ typedef struct {
     Run *runs;
     int64_t run_count;
     bool is_cuda;
-    PyObject *make, *view; /* functions that make tensors and views; NULL where torch's C shim does */
+    PyObject *make, *view; /* functions that make tensors and views; NULL if torch's C shim does */
 } Blocks;
 
 /* -- the driver ------------------------------------------------------------------------------------------------------ */
@@ -69,7 +70,7 @@ static struct {
                     size_t *attributes_from, size_t kinds, size_t *failed, void *stream); /* of CUDA 12.8 */
 } driver;
 
-/* find_driver(): look for the functions of CUDA's driver, which is in this process already; whether it can copy. */
+/* find_driver(): find the functions of CUDA's driver, if this process has loaded it; return whether it can copy. */
 static PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (library == NULL) Py_RETURN_FALSE;
@@ -91,17 +92,17 @@ static bool is_pageable(const char *memory, size_t nbytes) {
            driver.attribute(&type, MEMORY_TYPE, (uintptr_t)memory + nbytes - 1) == INVALID_VALUE;
 }
 
-/* Whether a copy of these bytes has read them when the call returns, and has not waited for earlier work. Small ones do by
- * way of a buffer of ordinary memory; larger ones only from such memory, and while the stream has nothing to do. Then no
- * way is quicker: 588 KiB take 55 us, and packed first, 77. */
+/* Whether a copy of these bytes has read them when the call returns, without waiting for earlier work. Small copies do
+ * that through a buffer of ordinary memory; larger ones only from ordinary memory, and while the stream is idle. Then
+ * this is the quickest way: 588 KiB take 55 us, or 77 us if they are packed first. */
 static bool is_read_at_once(const Found *leaf, void *stream) {
     return leaf->nbytes <= AT_ONCE_BYTES || (is_pageable(leaf->data, (size_t)leaf->nbytes) && driver.query(stream) == 0);
 }
 
-/* Copy a leaf to a device; CUDA's error. `is_read_at_once` said that it can be.
+/* Copy a leaf for which `is_read_at_once` is true to a device; return CUDA's error.
  *
- * buffer: AT_ONCE_BYTES of ordinary memory, which page-locked bytes go through, or they would be read too late. To copy a few
- * KiB takes no longer than to ask what they are. */
+ * buffer: AT_ONCE_BYTES of ordinary memory. Page-locked bytes are copied through it, or they would be read too late.
+ * Copying a few KiB takes no longer than finding out where they are. */
 static int copy_at_once(char *to, const char *from, int64_t nbytes, char *buffer, void *stream) {
     size_t size = (size_t)nbytes;
     bool is_direct = nbytes > AT_ONCE_BYTES || (nbytes > AT_ONCE_BYTES / 4 && is_pageable(from, size));
@@ -109,8 +110,8 @@ static int copy_at_once(char *to, const char *from, int64_t nbytes, char *buffer
     return driver.copy((uintptr_t)to, is_direct ? from : buffer, size, stream);
 }
 
-/* Send page-locked ranges in one call; say whether that was done. The driver refuses it on the legacy default stream, and
- * while a graph is captured. */
+/* Send page-locked ranges in one call; return whether that was done. The driver refuses it on the legacy default
+ * stream, and while a graph is captured. */
 static bool send_batch(size_t count, unsigned long long *to, unsigned long long *from, size_t *nbytes, void *stream) {
     Attributes attributes = {.order = IN_STREAM_ORDER};
     size_t attributes_from = 0, failed = 0;
@@ -138,7 +139,7 @@ static void copies_add(Copies *copies, const char *to, const char *from, int64_t
     copies->nbytes[copies->count++] = (size_t)nbytes;
 }
 
-/* Send them; how many copies there were, or CUDA's error as a negative number. Lets go of the interpreter lock. */
+/* Send them; return the number of copies, or CUDA's error as a negative number. May release the interpreter lock. */
 static PyObject *send(const Blocks *self, Copies *copies, void *stream, bool is_page_locked) {
     int code = 0;
     size_t total = 0;
@@ -157,8 +158,8 @@ static PyObject *send(const Blocks *self, Copies *copies, void *stream, bool is_
     return PyLong_FromLongLong(code == 0 ? (long long)copies->count : -(long long)code);
 }
 
-/* Whether torch makes views now: in a mode such as FakeTensorMode it would make something else, and the C shim, which is
- * below all modes, would not see to that. */
+/* Whether torch makes views now. In a mode such as FakeTensorMode it would make something else, and the C shim, which
+ * is below all modes, would ignore that. */
 static bool makes_views(void) {
     if (torch.wrap == NULL || torch.handle_at == 0 || torch.count_modes == NULL) return false;
     PyObject *modes = PyObject_CallNoArgs(torch.count_modes);
@@ -206,8 +207,8 @@ static void cut_table(Blocks *self, int sharing) {
     }
 }
 
-/* Make a tensor as `torch.empty_strided` would, on torch's current stream, and say where its memory is; NULL, and no error,
- * if there is no memory. */
+/* Make a tensor as `torch.empty_strided` would, on torch's current stream, and set `address` to its memory; NULL
+ * without an error if there is no memory. */
 static PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype, int device_type,
                             int device_index, char **address) {
     void *handle = NULL, *data = NULL;
@@ -257,7 +258,7 @@ static bool allocate(Blocks *self, Block *block, int sharing, int device_type, i
     return make_tensor(self, block, 1, &size, &one, dtype, device_type, device_index);
 }
 
-/* Take a tensor as the one block. */
+/* Take a tensor as the only block. */
 static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     static const int64_t none = 0, one = 1;
     void *handle = handle_of(slab);
@@ -280,7 +281,7 @@ static bool is_one_memory(const Blocks *self, int64_t number, int64_t next, int6
     return number == next ? between < ALIGNMENT : between == 0 && memory != NULL && memory == self->blocks[next].memory;
 }
 
-/* Find which bytes of a host slab go where, from a table with the places that leaves have there. */
+/* Find where the bytes of a host slab go. `host` is a table with the places of the leaves in that slab. */
 static bool find_runs(Blocks *self, const Table *host) {
     Run *runs = malloc(sizeof(Run) * (size_t)(host->packed + 1));
     if (runs == NULL) return no_memory();
@@ -328,7 +329,7 @@ failed:
     return NULL;
 }
 
-/* Whether torch's C shim makes the tensors of a batch, or cuts this slab. */
+/* Whether torch's C shim can make the tensors of a batch, or the views of this slab. */
 static bool goes_by_shim(PyObject *slab) {
     int64_t start;
     if (!makes_views()) return false;
@@ -336,8 +337,8 @@ static bool goes_by_shim(PyObject *slab) {
     return Py_TYPE(slab) == torch.tensor && torch.storage_offset(handle_of(slab), &start) == 0 && start % ALIGNMENT == 0;
 }
 
-/* The blocks of a table, with tensors: by torch's C shim if `make` is NULL. NULL with an error, or without one where the shim
- * finds no memory. */
+/* The blocks of a table, with tensors that torch's C shim makes if `make` is NULL. NULL with an error, or without one
+ * if the shim finds no memory. */
 static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int device_type, int device_index, PyObject *slab,
                              PyObject *make, PyObject *cut) {
     Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
@@ -359,10 +360,10 @@ static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int d
 /* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors of a batch on torch's current
  * stream.
  *
- * sharing: 0 for one block, 1 for those of the table, 2 for one of each leaf. slab: a uint8 tensor to be used as the one block,
- * or None. make(dtype, shape, stride, device_type, device_index) and view(tensor, dtype, offset, shape, stride): torch's public
- * functions, which are asked where its C shim can't be: in a mode, or where there is no memory, which they say in torch's own
- * words. */
+ * sharing: 0 for one block, 1 for the table's blocks, 2 for a block for each leaf. slab: a uint8 tensor to use as the
+ * only block, or None. make(dtype, shape, stride, device_type, device_index) and view(tensor, dtype, offset, shape,
+ * stride) are torch's public functions. They are called where the C shim can't be used: in a mode, or if there is no
+ * memory, so that torch raises its own error. */
 static PyObject *blocks_of(PyObject *type, PyObject *args) {
     PyObject *table, *slab = NULL, *make = NULL, *cut = NULL;
     int sharing, device_type, device_index;
@@ -377,7 +378,7 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
     return blocks_with(type, table, sharing, device_type, device_index, slab, make, cut);
 }
 
-/* Take a tensor that was there before as the block of its leaf. */
+/* Take an existing tensor as the block of its leaf. */
 static bool use_existing(Block *block, PyObject *tensor) {
     int64_t offset;
     int32_t scalar;
@@ -396,8 +397,8 @@ static bool use_existing(Block *block, PyObject *tensor) {
     return true;
 }
 
-/* Blocks.into(table, leaves, is_cuda): the copies of a batch into tensors that exist, dense as the table says, one for each
- * packed leaf, at its place in the list. */
+/* Blocks.into(table, leaves, is_cuda): the copies of a batch into existing tensors, which have the strides of the
+ * table; one for each packed leaf, at its place in the list. */
 static PyObject *blocks_into(PyObject *type, PyObject *args) {
     PyObject *table, *leaves;
     int is_cuda;
@@ -432,7 +433,7 @@ static bool are_disjoint(Span *spans, int64_t count) {
     return true;
 }
 
-/* Whether a tensor has a dtype, shape and stride, and what it takes to be written as bytes. */
+/* Whether a tensor has this dtype, shape and stride, and can be written as bytes. */
 static bool is_plain_place(PyObject *object, int device_type, int device_index, int dtype, int ndim, const int64_t *shape,
                            const int64_t *stride, Found *found) {
     if (Py_TYPE(object) != torch.tensor || find_tensor(object, device_type, device_index, found) != 0) return false;
@@ -444,8 +445,8 @@ static bool is_plain_place(PyObject *object, int device_type, int device_index, 
 }
 
 /* fits(table, leaves, device_type, device_index): whether all packed leaves of a batch have, at their place in the list, a
- * plain tensor on a device (by DLPack's numbers) whose bytes are those in the slab, and no two overlap. False where that
- * can't be said. */
+ * plain tensor on a device (by DLPack's numbers) whose bytes are in the same order as in the slab, and no two overlap.
+ * False if that can't be determined. */
 static PyObject *fits(UNUSED PyObject *module, PyObject *args) {
     PyObject *table, *leaves;
     int device_type, device_index;
@@ -491,7 +492,7 @@ static PyObject *blocks_small_copies(PyObject *object, PyObject *args) {
     return rows;
 }
 
-/* packed_as(table): take the places of another host slab, which may lack some of the leaves. */
+/* packed_as(table): use the places of another host slab, which may lack some of the leaves. */
 static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
     Blocks *self = (Blocks *)object;
     Table host;
@@ -530,7 +531,7 @@ static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, 
 }
 
 /* copy(host, start, end, stream, is_page_locked): send bytes `start` to `end` of the host slab, which begins at address
- * `host`; how many copies that took, or CUDA's error as a negative number. */
+ * `host`; return the number of copies, or CUDA's error as a negative number. */
 static PyObject *blocks_copy(PyObject *object, PyObject *args) {
     unsigned long long host, stream;
     long long start, end;
@@ -539,8 +540,8 @@ static PyObject *blocks_copy(PyObject *object, PyObject *args) {
     return send_runs((Blocks *)object, (const char *)(uintptr_t)host, start, end, (void *)(uintptr_t)stream, is_page_locked);
 }
 
-/* pack_and_copy(sources, host, stream, is_page_locked): pack all leaves into the host slab at address `host`, in this thread,
- * and send them; the result is that of `copy`. */
+/* pack_and_copy(sources, host, stream, is_page_locked): pack all leaves into the host slab at address `host`, in this
+ * thread, and send them. Returns what `copy` returns. */
 static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *sources;
@@ -554,8 +555,8 @@ static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
     return send_runs(self, slab, 0, self->table.header->nbytes, (void *)(uintptr_t)stream, is_page_locked);
 }
 
-/* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from page-locked memory of their own, where the
- * address is that of the first one; the result is that of `copy`. */
+/* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from their own page-locked memory; the
+ * address is that of the first byte. Returns what `copy` returns. */
 static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *leaves, *result = NULL;
@@ -571,7 +572,7 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
         if (!is_good) break;
         const Row *row = index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
         bool is_there = row != NULL && is_packed(row) && start >= 0 && start <= end && end <= row->nbytes;
-        is_good = is_there || fail(PyExc_ValueError, "there are no such bytes of a leaf");
+        is_good = is_there || fail(PyExc_ValueError, "these are not bytes of a packed leaf");
         if (!is_good) break;
         const Block *block = &self->blocks[self->block_of[index]];
         if (start < end) {
@@ -584,8 +585,8 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     return result;
 }
 
-/* fill(sources, stream): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory, and send them from there; what
- * was packed has been read when the call returns. The result is that of `copy`. */
+/* fill(sources, stream): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory, and send them from
+ * there. All of them have been read when the call returns. Returns what `copy` returns. */
 static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *sources;
@@ -623,7 +624,7 @@ static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
     return object;
 }
 
-/* leaves(others): all leaves of the batch, in its order. others: what stands for the leaves that are not packed, in order. */
+/* leaves(others): all leaves of the batch, in order. others: the values of the leaves that are not packed, in order. */
 static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
     Blocks *self = (Blocks *)object;
     if (!PyList_Check(others)) return PyErr_Format(PyExc_TypeError, "the leaves that are not packed are a list");
@@ -664,11 +665,12 @@ static Py_ssize_t blocks_length(PyObject *object) { return (Py_ssize_t)((Blocks 
 
 /* -- a few leaves ---------------------------------------------------------------------------------------------------- */
 
-/* More leaves, or bytes, are moved as quickly from one slab: a piece takes 7 us, a slab 25 us and a leaf in it 3. */
+/* More leaves, or bytes, are moved as quickly from one slab: a leaf alone takes 7 us, a slab 25 us and 3 us per
+ * leaf. */
 enum { MOST_FEW = 8, MOST_FEW_BYTES = 1024 * 1024 };
 
-/* Describe leaves, and look whether all tensors among them are few, small, dense, and different; how many they are, -1 with
- * an error, or NOT_PLAIN. */
+/* Describe leaves, and check that the tensors among them are few, small, dense, and different. Returns their number, -1
+ * with an error, or NOT_PLAIN. */
 static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found *found, Py_ssize_t *indexes) {
     int count = 0;
     int64_t nbytes = 0;
@@ -695,13 +697,14 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
     return count;
 }
 
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing]): move leaves as `.to()` would, on torch's
- * current stream, which is not captured; all have been read when it returns, and it has not waited for earlier work.
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing]): move leaves as `.to()` would, on
+ * torch's current stream, which is not captured. All leaves have been read when it returns, without waiting for earlier
+ * work.
  *
- * existing: where to, tensors at the places of their leaves; else to new ones.
- * atoms: types of leaves that stay as they are, but for those of wrappers. Returns the new leaves, how many were moved, their
- * bytes, and how many copies that took; or None where these are not few, small and plain, would not be read at once, or
- * there is no memory; or CUDA's error as a negative number. */
+ * existing: the tensors to copy to, at the places of their leaves; without it, new tensors are made.
+ * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new leaves, how many were moved,
+ * their bytes, and the number of copies. Returns None if the leaves are not few, small and plain, would not be read at
+ * once, or there is no memory; returns CUDA's error as a negative number. */
 static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     PyObject *leaves, *existing = NULL, *atoms, *wrappers, *tensors[MOST_FEW];
     int device_type, device_index;
@@ -770,10 +773,10 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
 
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
-    {"into", blocks_into, METH_VARARGS | METH_CLASS, "into(table, leaves, is_cuda): copies into tensors that exist"},
+    {"into", blocks_into, METH_VARARGS | METH_CLASS, "into(table, leaves, is_cuda): copies into existing tensors"},
     {"small_copies", blocks_small_copies, METH_VARARGS,
-     "small_copies(nbytes, most): the rows in copies of less than that; empty if there are at most `most` such copies"},
-    {"packed_as", blocks_packed_as, METH_O, "packed_as(table): take the places of leaves in the host slab from another table."},
+     "small_copies(nbytes, most): the rows of copies of less than nbytes; empty if there are at most `most` such copies"},
+    {"packed_as", blocks_packed_as, METH_O, "packed_as(table): use another table's places of leaves in the host slab."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
     {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, "pack_and_copy(sources, host, stream, is_page_locked): as copy()"},
@@ -799,9 +802,10 @@ PyType_Spec blocks_spec = {"pinstage._native._core.Blocks", sizeof(Blocks), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, blocks_slots};
 
 PyMethodDef blocks_methods[] = {
-    {"find_driver", find_driver, METH_NOARGS, "find_driver(): find the functions of CUDA's driver; whether it can copy."},
+    {"find_driver", find_driver, METH_NOARGS,
+     "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
     {"fits", fits, METH_VARARGS,
-     "fits(table, leaves, device_type, device_index): whether existing tensors take bytes as they are."},
+     "fits(table, leaves, device_type, device_index): whether existing tensors can take the bytes as they are."},
     {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing])"},
     {NULL, NULL, 0, NULL},
 };

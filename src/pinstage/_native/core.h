@@ -15,8 +15,7 @@
 
 /* -- the offset table --------------------------------------------------------------------------------------------
  *
- * A header, then a row for each leaf of a batch, in its order; all of it int64. See `pinstage._batch._table`, which
- * reads the same with numpy. */
+ * A header, then a row for each leaf of a batch, in order. `pinstage._batch._table` reads the same with numpy. */
 
 #define TABLE_MAGIC INT64_C(0x70696e7374616704) /* "pinstag", version 4 */
 enum { ALIGNMENT = 16 };
@@ -29,17 +28,17 @@ typedef struct {
 } Header;
 
 typedef struct {
-    int64_t offset; /* in the slab; of an ALIAS the row that it repeats; else -1 */
+    int64_t offset; /* in the slab; for an ALIAS, the row that it repeats; else -1 */
     int64_t nbytes;
     uint8_t kind, dtype, ndim, nothing;
-    uint32_t block;  /* of a packed leaf: leaves of one number may share a device tensor; see `place_rows` */
+    uint32_t block;  /* of a packed leaf: leaves with one number may share a device tensor; see `place_rows` */
     int64_t sizes[]; /* shape[width], stride[width] */
 } Row;
 
 _Static_assert(TABLE_MAGIC >> 8 == INT64_C(0x70696e73746167), "the last byte is the version");
 _Static_assert(sizeof(Header) == 32 && sizeof(Row) == 24 && offsetof(Row, kind) == 16 && offsetof(Row, block) == 20 &&
                    offsetof(Row, sizes) == 24,
-               "pinstage._batch._table reads them so; a change needs another version");
+               "pinstage._batch._table reads this format; a change needs another version");
 
 static inline size_t row_bytes(int64_t width) { return sizeof(Row) + 16 * (size_t)width; }
 
@@ -65,13 +64,13 @@ static inline bool add_row(Figures *sum, const Row *row) {
 /* The fields of `pinstage._batch._table.Table`. */
 PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum);
 
-/* A table in a bytes-like object; false with an error if it is none. Rows are not looked at. */
+/* Find the table in a bytes-like object; false with an error if it isn't one. Rows are not checked. */
 bool table_of(PyObject *object, Py_buffer *buffer, const Header **table);
 
-/* Whether a packed row's leaf is dense, strides and all, and stays inside a slab of `nbytes`. */
+/* Whether a packed row's size, shape and strides agree, and its leaf stays inside a slab of `nbytes`. */
 bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes);
 
-/* Give each packed row its place in the slab, and its block, and the table the size of that. `order` has room for all packed
+/* Give each packed row its place in the slab, and its block; set the table's size. `order` has room for all packed
  * rows. */
 void place_rows(Header *table, int64_t *order);
 
@@ -108,11 +107,11 @@ typedef struct {
     PyTypeObject *tensor, *array;
     int (*export_tensor)(void *object, DLTensor *out); /* DLPack exchange API, public */
     PyObject *level_owner, *level_name;                /* see `may_be_dual` */
-    PyObject *count_modes;                             /* in which torch makes other things; see `blocks.c` */
+    PyObject *count_modes;                             /* counts modes; see `makes_views` in `blocks.c` */
     union {
         void *functions[12]; /* in the order of `_FUNCTIONS` in `pinstage._compat.views`, which finds and probes them */
         struct {
-            /* torch's stable C shim: they return a code where they fail */
+            /* torch's stable C shim: these return a code if they fail */
             int (*storage_size)(void *handle, int64_t *out);
             int (*storage_offset)(void *handle, int64_t *out);
             int (*get_dtype)(void *handle, int32_t *out);
@@ -124,9 +123,9 @@ typedef struct {
                                  int32_t device_index, void **out);
             int (*get_data)(void *handle, void **out);
             int (*delete_handle)(void *handle);
-            /* C++, where an exception would end the process. The shim has no function that makes an object of Python's, and
-             * none for a tensor's flags but its dispatcher of boxed values, which lacks `requires_grad`. The three that read
-             * flags have nothing to throw; `THPVariable_Wrap` throws where Python is out of memory. */
+            /* C++, where an exception would end the process. The shim can't make a Python object. It reads a tensor's
+             * flags only by its dispatcher of boxed values, which lacks `requires_grad`. The three functions that read
+             * flags never throw; `THPVariable_Wrap` throws if Python is out of memory. */
             PyObject *(*wrap)(void *handle);
             bool (*is_neg)(const void *handle);
             bool (*is_conj)(const void *handle);
@@ -151,7 +150,7 @@ bool may_be_dual(void);
 
 /* -- helpers -------------------------------------------------------------------------------------------------------- */
 
-/* Set an exception; false. */
+/* Set an exception; return false. */
 static inline bool fail(PyObject *type, const char *text) { return PyErr_Format(type, "%s", text) != NULL; }
 
 static inline bool no_memory(void) { return PyErr_NoMemory() != NULL; }
@@ -164,7 +163,7 @@ static inline PyObject *held(PyObject *object) {
 /* An object of a type, all zeros; NULL with an error. */
 void *new_object(PyObject *type);
 
-/* The end of a deallocation: free the object, and let go of its type. */
+/* The end of a deallocation: free the object, and release its type. */
 void free_object(PyObject *object);
 
 /* Add a type to the module; -1 with an error. */
@@ -187,23 +186,23 @@ typedef struct {
 
 enum { NOT_PLAIN = -2 }; /* Python has to describe it; no error */
 
-/* Describe a torch.Tensor, of that very class. 0, or NOT_PLAIN, or -1 with an error. */
+/* Describe a torch.Tensor, of exactly that class. Returns 0, or NOT_PLAIN, or -1 with an error. */
 int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf);
 
-/* The same of a numpy.ndarray, of that very class, which keeps its memory. */
+/* Describe a numpy.ndarray, of exactly that class, which has to keep its memory. */
 int find_array(PyObject *object, Found *leaf);
 
 /* A batch about to be packed: its leaves in the order of their offsets. Holds its buffers until `work_end`. */
 typedef struct {
-    Table table; /* unless it is another's */
+    Table table; /* unless another object owns it */
     Py_buffer sources;
     Leaf *leaves;
     int64_t count, nbytes;
 } Work;
 
-/* Take the leaves of a table, which stays as long as the work. The work is all zeros, but for its own table. `skip`: a byte for
- * each row, `skips` of them, which is not 0 if the row is written elsewhere; or NULL. False with an error, and nothing to end.
- */
+/* Take the leaves of a table, which must exist as long as the work. The work is all zeros, except for its own table.
+ * `skip`: `skips` bytes, one for each row, which is not 0 if the row is written elsewhere; or NULL. False with an
+ * error, and nothing to end. */
 bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips);
 void work_end(Work *work);
 

@@ -1,4 +1,4 @@
-/* Leaves in, the offset table out. */
+/* Describing leaves, which makes the offset table. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -6,7 +6,7 @@
 
 /* -- what a leaf is ----------------------------------------------------------------------------------------------- */
 
-/* Say whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. */
+/* Return whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. */
 static bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
     int32_t order[MAX_DIMS], count = 0;
     for (int32_t d = 0; d < ndim; d++) {
@@ -49,9 +49,9 @@ static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
         count *= shape[d];
     }
     if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[leaf->dtype], &leaf->nbytes)) return NOT_PLAIN;
-    if (leaf->nbytes > INT64_MAX / 4) return NOT_PLAIN; /* which is refused there */
+    if (leaf->nbytes > INT64_MAX / 4) return NOT_PLAIN; /* Python refuses it */
     leaf->kind = RAW;
-    /* From four dimensions on a shape may have two memory formats: then the stride says which. */
+    /* A shape of four or more dimensions may have two memory formats: the stride says which. */
     if (count == 0 || (is_contiguous(leaf->ndim, shape, stride) && leaf->ndim < 4)) {
         set_contiguous(leaf->ndim, shape, leaf->stride);
     } else if (is_dense(leaf->ndim, shape, stride)) {
@@ -96,7 +96,7 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
     leaf->ndim = tensor.ndim;
     leaf->data = (const char *)tensor.data + tensor.byte_offset;
     if (arrange(leaf, tensor.shape, tensor.strides) != 0) return NOT_PLAIN;
-    /* Missing in the exchange: */
+    /* DLPack's exchange lacks these flags: */
     if (torch.requires_grad(*(void **)handle) || torch.is_neg(handle)) return NOT_PLAIN;
     if (tensor.dtype.code == DL_COMPLEX && torch.is_conj(handle)) return NOT_PLAIN;
     if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(handle, leaf, tensor.strides))) return NOT_PLAIN;
@@ -106,7 +106,7 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
 int find_array(PyObject *object, Found *leaf) {
     Py_buffer buffer;
     if (PyObject_GetBuffer(object, &buffer, PyBUF_RECORDS_RO) != 0) {
-        PyErr_Clear(); /* dates, say */
+        PyErr_Clear(); /* such as dates */
         return NOT_PLAIN;
     }
     int result = NOT_PLAIN;
@@ -133,7 +133,7 @@ int find_array(PyObject *object, Found *leaf) {
     return result;
 }
 
-/* -- what Python says of a leaf -------------------------------------------------------------------------------------- */
+/* -- asking Python about a leaf -------------------------------------------------------------------------------------- */
 
 static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     for (int32_t d = 0; d < ndim; d++) {
@@ -146,7 +146,7 @@ static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     return 0;
 }
 
-/* See `pinstage._batch._describe.Described`. Tensors to be kept alive go to `kept`. */
+/* See `pinstage._batch._describe.Described`. Tensors to keep alive are added to `kept`. */
 static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
     PyObject *number = PyLong_FromSsize_t(index);
     if (number == NULL) return -1;
@@ -160,7 +160,7 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     int64_t shape[MAX_DIMS], stride[MAX_DIMS];
     if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) goto done;
     leaf->data = (const char *)(uintptr_t)address;
-    leaf->nbytes = 0; /* `find_tensor` may have come to that */
+    leaf->nbytes = 0; /* `find_tensor` may have set it */
     Py_ssize_t ndim = PySequence_Size(sizes);
     if (ndim < 0) goto done;
     if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
@@ -172,7 +172,7 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     bool is_data = kind == RAW || kind == LAZY;
     if (is_data && arrange(leaf, shape, stride) != 0 && !fail(PyExc_OverflowError, "a leaf is larger than any memory"))
         goto done;
-    if (kind != RAW) leaf->kind = kind; /* else that or STRIDED */
+    if (kind != RAW) leaf->kind = kind; /* else `arrange` has set it, to RAW or STRIDED */
     if (is_data && PyList_Append(kept, source) != 0) goto done;
     result = 0;
 done:
@@ -180,7 +180,7 @@ done:
     return result;
 }
 
-/* -- leaves that come twice ------------------------------------------------------------------------------------------ */
+/* -- leaves that are repeated ---------------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject **objects;
@@ -197,7 +197,7 @@ static bool met_new(Met *met, Py_ssize_t count) {
     return (met->objects != NULL && met->indexes != NULL) || no_memory();
 }
 
-/* Return the index at which an object was met first; this one, if it is now. */
+/* Return the index at which an object was first met, which is this one if it is new. */
 static int64_t met_first(Met *met, PyObject *object, int64_t index) {
     size_t at = (((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u >> 20) & met->mask;
     for (; met->objects[at] != NULL; at = (at + 1) & met->mask) {
@@ -222,7 +222,7 @@ static int64_t *source_at(const Growing *self, int64_t index) {
     return (int64_t *)(self->sources + source_bytes(self->table->width) * (size_t)index);
 }
 
-/* Make a table of that many dimensions, and copy the rows that are filled. */
+/* Make a table with room for that many dimensions, and copy the rows that are filled. */
 static bool widen(Growing *self, int64_t rows, int64_t width) {
     Growing wide = {calloc(1, sizeof(Header) + row_bytes(width) * (size_t)rows), calloc((size_t)rows + 1, source_bytes(width)),
                     self->filled};
@@ -257,7 +257,7 @@ static PyObject *described(const Growing *self, const Figures *sum, PyObject *ke
     return Py_BuildValue("(Ny#ON)", figures, self->sources, (Py_ssize_t)nbytes, kept, PyBool_FromLong(has_lazy));
 }
 
-/* Ask for the memory of leaves that come next: a batch's tensors are not in the caches, as a rule, and lie anywhere. */
+/* Prefetch the memory of the next leaves: a batch's tensors are usually scattered, and not in the caches. */
 static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
     if (index + 16 < count) __builtin_prefetch(PyList_GetItem(leaves, index + 16));
     if (index + 8 >= count || torch.handle_at == 0) return;
@@ -355,14 +355,14 @@ done:
 typedef struct {
     int64_t count, nbytes; /* nbytes: of all */
     int64_t shape[MAX_DIMS];
-    Leaf leaves[]; /* behind them the stride of each */
+    Leaf leaves[]; /* followed by the stride of each */
 } Stack;
 
 static const char STACK[] = "pinstage.Stack";
 
 static void stack_end(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, STACK)); }
 
-/* alike(samples): what `stack` needs of tensors that are alike in dtype and shape, plain, and here; None if they are not. */
+/* alike(samples): what `stack` needs, for plain CPU tensors of one dtype and shape; None if they aren't. */
 static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
     Py_ssize_t count = PySequence_Size(samples);
     if (count < 0) return NULL;
@@ -390,7 +390,7 @@ static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
             found = NOT_PLAIN;
         }
         if (found != 0) break;
-        /* A dense one may be permuted: in the stack it is not. */
+        /* A dense sample may be permuted; in the stack it is contiguous. */
         bool strided = leaf.kind == STRIDED || !is_contiguous(leaf.ndim, leaf.shape, leaf.stride);
         stack->leaves[i] = (Leaf){.source = leaf.data,
                                   .offset = i * leaf.nbytes,
@@ -409,7 +409,7 @@ static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
     Py_RETURN_NONE;
 }
 
-/* stack(found, address, nbytes): write samples one behind the other; `found` is what `alike` returned. */
+/* stack(found, address, nbytes): write samples one after the other; `found` is the result of `alike`. */
 static PyObject *stack(UNUSED PyObject *module, PyObject *args) {
     PyObject *found;
     unsigned long long address;
@@ -426,7 +426,7 @@ static PyObject *stack(UNUSED PyObject *module, PyObject *args) {
 
 PyMethodDef describe_methods[] = {
     {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
-    {"alike", alike, METH_O, "alike(samples): what stack() needs of them, or None where they differ or are not plain."},
-    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one behind the other."},
+    {"alike", alike, METH_O, "alike(samples): what stack() needs, or None if they differ or are not plain."},
+    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one after the other."},
     {NULL, NULL, 0, NULL},
 };

@@ -5,7 +5,7 @@
 
 Torch torch;
 
-typedef struct Exchange { /* DLPackExchangeAPI of DLPack 1.3: a header that stays, then functions */
+typedef struct Exchange { /* DLPackExchangeAPI of DLPack 1.3: a stable header, then functions */
     uint32_t major, minor;
     struct Exchange *older;
     void *allocate, *from_object, *to_object;
@@ -76,7 +76,7 @@ static PyObject *add_dtype(UNUSED PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* The owner is None if torch doesn't say. */
+/* `level_owner` is NULL until `use_torch` has succeeded. */
 bool may_be_dual(void) {
     PyObject *level = torch.level_owner == NULL ? NULL : PyObject_GetAttr(torch.level_owner, torch.level_name);
     long found = level == NULL ? 0 : PyLong_AsLong(level);
@@ -97,7 +97,7 @@ static PyObject *add_scalar(UNUSED PyObject *module, PyObject *args) {
 
 static PyObject *facts(UNUSED PyObject *module, PyObject *tensor) {
     if (Py_TYPE(tensor) != torch.tensor || torch.handle_at == 0)
-        return PyErr_Format(PyExc_TypeError, "not a torch.Tensor, or it isn't known where one has its C++ tensor");
+        return PyErr_Format(PyExc_TypeError, "not a torch.Tensor, or the place of its C++ tensor isn't known");
     void *handle = handle_of(tensor);
     int64_t size, offset;
     int32_t dtype;
@@ -137,9 +137,9 @@ static PyMethodDef torch_methods[] = {
     {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
     {"use_torch", use_torch, METH_VARARGS,
      "use_torch(exchange, functions, owner, name, modes): take DLPack's capsule, addresses of functions, the level of "
-     "forward-mode AD as an attribute, and what counts modes."},
+     "forward-mode AD as an attribute, and a function that counts modes."},
     {"use_handle", use_handle, METH_O,
-     "use_handle(place): take where a tensor object has its at::Tensor, 0 for nowhere; the last."},
+     "use_handle(place): set where a tensor object has its at::Tensor, 0 for nowhere; return the last place."},
     {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
     {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
     {"facts", facts, METH_O,
@@ -165,7 +165,7 @@ static PyType_Spec nothing_spec = {"pinstage._native._core.Nothing", sizeof(PyOb
 
 /* -- steps ---------------------------------------------------------------------------------------------------------- */
 
-/* step(name): what `pinstage._steps.step` does; self: what `steps` was given, and a `Nothing`. */
+/* step(name): `pinstage._steps.step`. `self` is the tuple of the arguments of `steps`. */
 static PyObject *step(PyObject *self, PyObject *name) {
     PyObject *timed = PyTuple_GetItem(self, 0), *is_profiling = PyTuple_GetItem(self, 1);
     int looks = PyDict_Size(timed) > 0;

@@ -19,19 +19,20 @@
 #include <immintrin.h>
 #endif
 
-/* The share that a thread takes at once: 12 us of work, long against taking it, and short enough that a dozen threads end at
- * about the same time. */
+/* The share that a thread takes at once: 12 us of work. That is long compared with taking it, and short enough that a
+ * dozen threads end at about the same time. */
 static const int64_t PIECE_BYTES = 128 * 1024;
 
-/* From here on a leaf is written past the caches: the bus takes several times as long for what a dozen of these hold. */
+/* From this size on, a leaf is written past the caches: the bus reads several times more slowly from the caches of a
+ * dozen CPUs. */
 static const int64_t STREAM_BYTES = 1024;
 
-/* The bus has nothing to do until the first chunk is in. No chunk is smaller; each is twice as large as the one before
- * it, up to LARGEST_CHUNK: a few of these fit the caches. */
+/* The bus is idle until the first chunk is packed, so that one is the smallest. Each later chunk is twice as large as
+ * the one before it, up to LARGEST_CHUNK: a few of these fit the caches. */
 static const int64_t FIRST_CHUNK = 512 * 1024;
 static const int64_t LARGEST_CHUNK = 4 * 1024 * 1024;
 
-/* Poll interval of a job that ends. */
+/* Poll interval of `job_free`. */
 enum { WAIT_MS = 20 };
 
 /* Set in the place of a chunk when a thread begins it: the place is final then. */
@@ -39,7 +40,7 @@ static const int64_t BEGUN = INT64_MIN;
 
 /* -- copying ------------------------------------------------------------------------------------------------------ */
 
-/* Through the caches; past them; or through the near ones to the last one, which the bus reads quickly from. */
+/* Through the caches; past them; or through the near ones to the last one, from which the bus reads quickly. */
 typedef enum { CACHED, PAST_CACHES, DEMOTED } Stores;
 
 #if defined(__x86_64__)
@@ -60,13 +61,13 @@ static void stream_lines(char *to, const char *from, int64_t lines) {
     }
 }
 
-/* Each line is moved to the last cache some lines later, when its stores are through. */
+/* Each line is moved to the last cache some lines later, when its stores are complete. */
 __attribute__((target("avx2"))) static void demote_lines(char *to, const char *from, int64_t lines) {
     for (int64_t i = 0; i < lines; i++, to += 64, from += 64) {
         __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)(from + 32));
         _mm256_store_si256((__m256i *)to, a);
         _mm256_store_si256((__m256i *)(to + 32), b);
-        /* cldemote: compilers have a name for it only where the whole file is compiled for it */
+        /* cldemote: compilers have a name for it only if the whole file is compiled for it */
         if (i >= 8) __asm__ volatile(".byte 0x0f, 0x1c, 0x07" : : "D"(to - 512) : "memory");
     }
 }
@@ -166,9 +167,9 @@ static void copy_strided(char *to, const Leaf *leaf, int64_t first, int64_t last
 
 /* -- pieces and chunks -------------------------------------------------------------------------------------------- */
 
-/* Some whole leaves (`to` is 0), or a part of one: its bytes, or its elements if it is strided, `from` to `to`. */
+/* Some whole leaves (`to` is 0), or a part of one leaf: bytes `from` to `to`, or elements if it is strided. */
 typedef struct {
-    int64_t first, last; /* leaves; the last one excluded */
+    int64_t first, last; /* leaves; `last` is excluded */
     int64_t from, to;
     int64_t chunk;
 } Piece;
@@ -177,7 +178,7 @@ typedef struct {
     int64_t start, end;    /* in the batch */
     _Atomic int64_t place; /* in the slab: `start`, or the place of an earlier chunk, which has been sent */
     int64_t room;          /* bytes of this place */
-    atomic_int left;       /* pieces that are not moved */
+    atomic_int left;       /* pieces that are not moved yet */
 } Chunk;
 
 struct Job {
@@ -190,13 +191,13 @@ struct Job {
     Chunk *chunks;
     int64_t chunk_count;
     Stores stores;
-    int64_t reused;       /* chunks before this one were begun, or have a place already */
+    int64_t reused;       /* chunks before this one were begun, or have a reused place */
     _Atomic int64_t next; /* the first piece that no thread has taken */
-    int64_t forks;        /* as many as there were when it was made */
+    int64_t forks;        /* the value of the global `forks` when it was made */
     int helpers;          /* as many are asked for when it begins; 0 from then on */
     int wanted;           /* helpers that may still come; under the lock of the helpers */
-    atomic_int helping;   /* helpers that are at it */
-    Job *behind;          /* in the line of jobs; under the same lock */
+    atomic_int helping;   /* helpers that work on it */
+    Job *behind;          /* the next in the line of jobs; under the same lock */
 };
 
 /* The bytes between a leaf and the next one. */
@@ -205,7 +206,7 @@ static int64_t padding_behind(const Leaf *leaves, int64_t count, int64_t index, 
     return next - leaves[index].offset - leaves[index].nbytes;
 }
 
-/* Copy a leaf, or a part of one as a piece says, and set the padding behind the leaf to zero. */
+/* Copy a leaf, or a part of it, and set the padding behind the leaf to zero. */
 static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int64_t padding, Stores stores) {
     int64_t unit = leaf->strides != NULL ? leaf->itemsize : 1;
     if (leaf->source == NULL || from == to) {
@@ -226,7 +227,7 @@ static void move_leaf(const Leaf *leaves, int64_t count, int64_t index, int64_t 
 
 void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, bool past_caches) {
     for (int64_t i = 0; i < count; i++) {
-        if (i + 4 < count) { /* small leaves are not in the caches, as a rule, and lie anywhere */
+        if (i + 4 < count) { /* small leaves are usually scattered, and not in the caches */
             const char *next = leaves[i + 4].source;
             for (int64_t at = 0; at < leaves[i + 4].nbytes && at < 1024; at += 64) __builtin_prefetch(next + at);
         }
@@ -256,7 +257,7 @@ static void move_piece(const Job *job, const Piece *piece) {
     move_part(leaf, piece->from, piece->to, slab + (start_of(job, piece) - chunk->start), padding, job->stores);
 }
 
-/* Return how many pieces there are, and write them where `pieces` is not NULL. */
+/* Return how many pieces there are, and write them if `pieces` is not NULL. */
 static int64_t cut_pieces(const Leaf *leaves, int64_t count, Piece *pieces) {
     int64_t made = 0;
     for (int64_t i = 0; i < count;) {
@@ -301,10 +302,10 @@ static void cut_chunks(Job *job) {
 
 /* Adaptive: it is held for less time than it takes to sleep and wake. */
 static pthread_mutex_t lock = PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
-static Job *first_job, *last_job; /* that want helpers */
+static Job *first_job, *last_job; /* the line of jobs that want helpers */
 static atomic_int bell;           /* changes when there is another job; parked threads sleep on it */
 static int threads;
-static int64_t forks; /* that lie between the first process and this one */
+static int64_t forks; /* the number of forks from the first process to this one */
 
 static void wait_while(atomic_int *word, int value, int milliseconds) {
     struct timespec pause = {milliseconds / 1000, (milliseconds % 1000) * 1000000L};
@@ -313,7 +314,7 @@ static void wait_while(atomic_int *word, int value, int milliseconds) {
 
 static void wake(atomic_int *word, int count) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
 
-/* Move the next piece; say whether there was one. */
+/* Move the next piece; return whether there was one. */
 static bool step(Job *job) {
     if (atomic_load_explicit(&job->next, memory_order_relaxed) >= job->piece_count) return false;
     int64_t index = atomic_fetch_add_explicit(&job->next, 1, memory_order_relaxed);
@@ -366,14 +367,14 @@ static int start_threads(int count) {
     int code = 0;
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the program's affair */
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are for the program's threads */
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_attr_setstacksize(&attributes, 256 * 1024);
     while (threads < count) {
         pthread_t thread;
-        if ((code = pthread_create(&thread, &attributes, help, NULL)) != 0) break; /* fewer help */
+        if ((code = pthread_create(&thread, &attributes, help, NULL)) != 0) break; /* go on with fewer */
         threads++;
     }
     pthread_attr_destroy(&attributes);
@@ -382,7 +383,7 @@ static int start_threads(int count) {
 }
 
 static void in_child(void) {
-    /* The threads are not there, and what they had to do is the parent's affair. */
+    /* A forked child doesn't have the threads, and their jobs are the parent's. */
     lock = (pthread_mutex_t)PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
     first_job = last_job = NULL;
     threads = 0;
@@ -490,7 +491,7 @@ bool job_free(Job *job, int milliseconds) {
         if (milliseconds >= 0 && (milliseconds -= WAIT_MS) < 0) return false;
         wait_while(&job->helping, helping, WAIT_MS);
     }
-    /* The last helper may still have the lock in which it counted itself out. */
+    /* The last helper may still have the lock under which it counted itself out. */
     pthread_mutex_lock(&lock);
     pthread_mutex_unlock(&lock);
     free(job->pieces);

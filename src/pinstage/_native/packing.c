@@ -1,13 +1,13 @@
-/* Packing as Python sees it: `pack`, and `Job` for batches that are sent in chunks. */
+/* Packing for Python: `pack`, and `Job` for batches that are sent in chunks. */
 #include "core.h"
 
 #include <stdlib.h>
 
-/* From here on other threads of Python may run meanwhile; below, handing over the interpreter costs as much. And a
- * smaller batch may stay in the caches: it gains nothing past them, and one of at most 64 KiB is read by the CPU. */
+/* From this size on, the interpreter lock is released; below, handing it over costs as much as packing. A smaller batch
+ * is also left in the caches: writing past them gains nothing, and the CPU reads a batch of at most 64 KiB. */
 static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
 
-/* Interval at which a working thread looks whether Ctrl-C was pressed. */
+/* Interval at which a working thread checks for Ctrl-C. */
 enum { ANSWER_MS = 20 };
 
 void work_end(Work *work) {
@@ -78,7 +78,7 @@ static PyObject *pack(UNUSED PyObject *module, PyObject *args) {
 
 PyMethodDef pack_methods[] = {
     {"pack", pack, METH_VARARGS,
-     "pack(table, sources, address, nbytes[, skip]): write leaves to their places; skip: a byte a row, 1 for not."},
+     "pack(table, sources, address, nbytes[, skip]): write leaves to their places; skip: a byte per row, 1 to leave it out."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -87,15 +87,15 @@ PyMethodDef pack_methods[] = {
 typedef struct {
     PyObject_HEAD
     Work work;
-    PyObject *owner; /* of leaves and slab */
+    PyObject *owner; /* keeps leaves and slab alive */
     Job *job;        /* NULL when it is closed */
     int waiting;     /* calls of `wait` that are under way */
 } JobObject;
 
-/* Time that the end of a job that was never closed waits for its threads: one piece takes microseconds. */
+/* Time for which the deallocation of a job waits for its threads; one piece takes microseconds. */
 enum { END_MS = 2 * 1000 };
 
-/* Memory that a thread still touches after `milliseconds` (-1: no limit) is never freed. */
+/* Free the job. Memory that a thread still touches after `milliseconds` (-1: no limit) is never freed. */
 static void job_close(JobObject *self, int milliseconds) {
     if (self->job == NULL) return;
     Job *job = self->job;
@@ -150,7 +150,7 @@ static PyObject *job_ends(PyObject *object, UNUSED void *nothing) {
     return ends;
 }
 
-/* Return a chunk's number; -1 and an error where there is no such chunk. */
+/* Return a chunk's number; -1 with an error if there is no such chunk. */
 static long long chunk_of(const JobObject *self, PyObject *number) {
     long long chunk = PyLong_AsLongLong(number);
     if (chunk == -1 && PyErr_Occurred()) return -1;
@@ -184,8 +184,8 @@ static PyObject *job_wait(PyObject *object, PyObject *number) {
         complete = job_work(self->job, chunk, ANSWER_MS);
         Py_END_ALLOW_THREADS
         if (!complete) raised = PyErr_CheckSignals() != 0;
-        if (!complete && !raised && job_is_lost(self->job)) { /* what answered a signal has forked, say */
-            PyErr_SetString(PyExc_RuntimeError, "this process was forked in the middle of packing; its parent packs on");
+        if (!complete && !raised && job_is_lost(self->job)) { /* a signal handler may have forked */
+            PyErr_SetString(PyExc_RuntimeError, "this process was forked in the middle of packing; only its parent goes on");
             raised = true;
         }
     }
@@ -194,14 +194,15 @@ static PyObject *job_wait(PyObject *object, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-/* The end of a `with` block: return when no thread touches slab or leaves any more. Pieces that no thread has begun are left out. */
+/* The end of a `with` block: return when no thread touches the slab or the leaves. Pieces that no thread has begun are
+ * left out. */
 static PyObject *job_exit(PyObject *object, UNUSED PyObject *raised) {
     if (((JobObject *)object)->waiting > 0) return PyErr_Format(PyExc_RuntimeError, "this job is being waited for");
     job_close((JobObject *)object, -1);
     Py_RETURN_NONE;
 }
 
-/* Warn of slower staging, once. The class is Python's, so that it can be made an error. */
+/* Warn of slower staging, once. The warning can be turned into an error, since its class is Python's. */
 static int warn_of_threads(int code) {
     PyObject *errors = PyImport_ImportModule("pinstage.errors");
     PyObject *kind = errors == NULL ? NULL : PyObject_GetAttrString(errors, "StagingWarning");
@@ -231,9 +232,9 @@ static PyObject *job_enter(PyObject *object, UNUSED PyObject *nothing) {
 static PyMethodDef job_methods[] = {
     {"wait", job_wait, METH_O, "wait(chunk): work until a chunk is complete; answers Ctrl-C meanwhile."},
     {"place", job_place, METH_O, "place(chunk): where in the slab a complete chunk is stored."},
-    {"reuse", job_reuse_place, METH_O, "reuse(chunk): let a later chunk be packed in its place, since it was copied."},
+    {"reuse", job_reuse_place, METH_O, "reuse(chunk): let a later chunk be packed in the place of this one, which was copied."},
     {"__enter__", job_enter, METH_NOARGS, "Let threads begin."},
-    {"__exit__", job_exit, METH_VARARGS, "Wait until no thread touches slab or leaves. What nobody has begun is left out."},
+    {"__exit__", job_exit, METH_VARARGS, "Wait until no thread touches slab or leaves. Pieces not begun are left out."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef job_getters[] = {
@@ -242,7 +243,7 @@ static PyGetSetDef job_getters[] = {
 };
 static const char job_doc[] =
     "Job(table, sources, address, nbytes, owner, threads[, reuses]): packs a batch by threads; a context manager.\n\n"
-    "owner: keeps leaves and slab alive. An exception before the block leaves nothing behind that writes to the slab.";
+    "owner: keeps leaves and slab alive. If the block isn't entered, no thread writes to the slab.";
 static PyType_Slot job_slots[] = {
     {Py_tp_new, job_make},       {Py_tp_dealloc, job_dealloc}, {Py_tp_methods, job_methods},
     {Py_tp_getset, job_getters}, {Py_tp_doc, (void *)job_doc}, {0, NULL},

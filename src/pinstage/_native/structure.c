@@ -1,8 +1,8 @@
 /* The structure of a batch: which containers there are, and where each leaf is.
  *
- * Known here are dict (with keys of text), list, tuple, None, named tuples, and objects that are no more than their
- * `__dict__`. For other containers the walk calls the functions that the table of handlers has for their class. Leaves are
- * numbered in the order of the batch, keys of a dict sorted. */
+ * This file handles dict (with keys of text), list, tuple, None, named tuples, and objects that consist only of their
+ * `__dict__`. For other containers the walk calls the functions that the table of handlers has for their class. Leaves
+ * are numbered in the order of the batch, with the keys of dicts sorted. */
 #include "core.h"
 
 #include <stdlib.h>
@@ -13,12 +13,12 @@ enum { LEAF, DICT, LIST, TUPLE, NOTHING, NAMED, INSTANCE, CUSTOM }; /* operation
 
 typedef struct {
     int32_t op;
-    int32_t number;    /* of a LEAF; else how many children there are */
+    int32_t number;    /* of a LEAF, its index; else how many children there are */
     PyObject *keys;    /* of a DICT or INSTANCE: a tuple, in the order in which it was filled; of a CUSTOM: (metadata, path
                           entries or None), as its flatten returns them */
     PyObject *type;    /* of a container */
     PyObject *handler; /* of an INSTANCE or CUSTOM; see `structure_of` */
-    int32_t *order;    /* of a DICT: which child comes when keys are sorted; NULL if they are */
+    int32_t *order;    /* of a DICT: the children in the order of sorted keys; NULL if keys are sorted */
 } Node;
 
 typedef struct {
@@ -111,20 +111,20 @@ static inline Py_ssize_t place_of(const Node *node, Py_ssize_t child) {
     return node->order == NULL ? child : node->order[child];
 }
 
-/* -- finding a structure out ----------------------------------------------------------------------------------------- */
+/* -- finding the structure ------------------------------------------------------------------------------------------- */
 
-/* In a walk any object that is made may call the garbage collector, and any class that is looked up may have a `__hash__`
- * of its own. Both run Python, and other threads: they may change the batch and the handlers. Whatever comes from either is
- * held until the walk is done with it. */
+/* In a walk, making any object may call the garbage collector, and looking up any class may call a `__hash__` of its
+ * own. Both run Python code and other threads, which may change the batch and the handlers. So the walk holds whatever
+ * it takes from either, until it is done with it. */
 
-/* How deep a batch may be nested: each level takes more than 0.5 KiB of the stack, and a batch may have no end. Python's own
- * limit is the user's, and may be higher than any stack. */
+/* How deep a batch may be nested: each level takes more than 0.5 KiB of the stack, and a batch may contain itself.
+ * Python's own limit can be set by the user, even higher than the stack allows. */
 enum { MOST_DEEP = 1000 };
 
 typedef struct {
     Structure *self;
     PyObject *handlers, *leaves;
-    PyObject *met; /* for handlers that ask for it: a dict that lasts as long as the walk; NULL until then */
+    PyObject *met; /* for handlers that ask for it: a dict that lasts as long as the walk; NULL until one asks */
     int depth;
 } Walk;
 
@@ -258,9 +258,9 @@ static int find(Walk *walk, PyObject *object) {
 
 /* of(batch, handlers): the structure and the leaves of a batch.
  *
- * handlers: by class, None for a leaf; True for a named tuple; for an object that is no more than its `__dict__` what makes
- * a new one; for any other container a tuple (flatten, unflatten, _, asks). If it asks, both functions get a dict as their
- * last argument, the same for all that is walked or rebuilt at once. */
+ * handlers: by class, None for a leaf; True for a named tuple; for an object that consists only of its `__dict__`, a
+ * function that makes an empty one; for any other container a tuple (flatten, unflatten, _, asks). If `asks` is true,
+ * both functions get a dict as their last argument, which all calls of one walk or one rebuild share. */
 static PyObject *structure_of(PyObject *type, PyObject *args) {
     PyObject *batch;
     Walk walk = {0};
@@ -334,8 +334,8 @@ static int follow(const Structure *self, Py_ssize_t *next, PyObject *object, PyO
     return follow_sequence(self, next, node, object, handlers, leaves);
 }
 
-/* leaves(batch, handlers): of a batch of this very structure, the order of keys included; None if it has another one, or if
- * one of its containers has functions of its own. */
+/* leaves(batch, handlers): the leaves of a batch of exactly this structure, the order of keys included. None if the
+ * batch has another structure, or if one of its containers has functions of its own. */
 static PyObject *structure_leaves(PyObject *object, PyObject *args) {
     Structure *self = (Structure *)object;
     PyObject *batch, *handlers;
@@ -398,7 +398,7 @@ static PyObject *structure_rebuild(PyObject *object, PyObject *leaves) {
 
 /* -- compared ------------------------------------------------------------------------------------------------------------ */
 
-/* Whether one object does for another: they are equal, and so are the types of whatever is in them. -1 with an error. */
+/* Whether one object can replace another: they are equal, and so are the types of their parts. -1 with an error. */
 static int is_same(PyObject *one, PyObject *other) {
     if (one == other) return 1;
     if (Py_TYPE(one) != Py_TYPE(other)) return 0;
@@ -449,7 +449,7 @@ static PyObject *structure_nodes(PyObject *object, UNUSED PyObject *nothing) {
     return nodes;
 }
 
-/* Append a node; false if it cannot be one, with or without an error. */
+/* Append a node; false if it isn't valid, with or without an error. */
 static bool restore_node(Structure *self, PyObject *node, PyObject *handlers, int64_t *open) {
     int op, number;
     PyObject *type, *keys, *handler = NULL;
@@ -470,7 +470,7 @@ static bool restore_node(Structure *self, PyObject *node, PyObject *handlers, in
     return fits;
 }
 
-/* restore(nodes, handlers): the structure that has these. */
+/* restore(nodes, handlers): the structure that has these nodes. */
 static PyObject *structure_restore(PyObject *type, PyObject *args) {
     PyObject *nodes, *handlers;
     int64_t open = 1; /* how many nodes are to come */
@@ -487,7 +487,7 @@ static PyObject *structure_restore(PyObject *type, PyObject *args) {
 
 static PyMethodDef structure_methods[] = {
     {"of", structure_of, METH_VARARGS | METH_CLASS, "of(batch, handlers): the structure and the leaves of a batch."},
-    {"leaves", structure_leaves, METH_VARARGS, "leaves(batch, handlers): of a batch of this structure; else None."},
+    {"leaves", structure_leaves, METH_VARARGS, "leaves(batch, handlers): those of a batch of this structure; else None."},
     {"rebuild", structure_rebuild, METH_O, "rebuild(leaves): a batch of this structure."},
     {"nodes", structure_nodes, METH_NOARGS, "nodes(): (operation, number, type, keys) of each node."},
     {"restore", structure_restore, METH_VARARGS | METH_CLASS, "restore(nodes, handlers): the structure that has these nodes."},

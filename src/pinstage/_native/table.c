@@ -1,4 +1,4 @@
-/* The offset table: whether a buffer is one, whether its rows stay inside of their slab, and where leaves are placed. */
+/* The offset table: whether a buffer is one, whether its rows stay inside their slab, and where leaves are placed. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -43,8 +43,9 @@ bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes) {
 /* -- places ---------------------------------------------------------------------------------------------------------
  *
  * Leaves that may share a device tensor are neighbours in the slab: those of one size group and dtype, in the order of
- * the batch. So each block is one range of the slab, and one copy. A leaf that is kept keeps its block: hence the limits,
- * 1 MiB for a leaf below 64 KiB and 4 MiB for others. Not less, since a tensor that a second stream uses costs 5 us. */
+ * the batch. So each block is one range of the slab, and one copy. A leaf that is kept alive keeps its whole block, so
+ * the size of blocks is limited: 1 MiB for leaves below 64 KiB, and 4 MiB for others. The limits are not lower, because
+ * a tensor that a second stream uses costs 5 us. */
 
 enum { SMALL, MEDIUM, LARGE, GROUPS };
 static const int64_t MEDIUM_FROM = 64 * 1024, LARGE_FROM = 4 * 1024 * 1024; /* a LARGE leaf has a block of its own */
@@ -54,7 +55,7 @@ static int group_of(const Row *row) { return row->nbytes < MEDIUM_FROM ? SMALL :
 
 static int key_of(const Row *row) { return group_of(row) << 8 | row->dtype; }
 
-/* Write the packed rows by size group and dtype; say how many there are. */
+/* Write the packed rows to `order`, by size group and dtype; return their number. */
 static int64_t rows_by_key(const Header *table, int64_t *order) {
     int64_t starts[GROUPS << 8], packed = 0;
     int last = 0;
@@ -101,7 +102,7 @@ void place_rows(Header *table, int64_t *order) {
     table->nbytes = end;
 }
 
-/* The order of two rows of a table; an empty leaf comes before the one behind it. */
+/* Compare the places of two rows; an empty leaf comes before another leaf at its place. */
 static int by_offset(const void *a, const void *b, void *table) {
     const Row *one = row_at(table, *(const int64_t *)a), *other = row_at(table, *(const int64_t *)b);
     if (one->offset != other->offset) return one->offset < other->offset ? -1 : 1;
@@ -166,6 +167,6 @@ static PyObject *figures(UNUSED PyObject *module, PyObject *object) {
 
 PyMethodDef table_methods[] = {
     {"figures", figures, METH_O,
-     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows can be those of one."},
+     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows are valid."},
     {NULL, NULL, 0, NULL},
 };

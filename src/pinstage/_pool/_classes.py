@@ -9,20 +9,18 @@ CLASSES_PER_DOUBLING = 8
 allocator rounds to powers of two, which turns 129.5 MB into 256 MB (pytorch#150517)."""
 
 SMALL_SLAB_BYTES = 1024 * 1024
-"""Below this size another slab costs less than waste: all classes of a pool together hold a few times this at the
-most."""
+"""Below this size, another slab costs less than waste: one slab of each smaller class takes about 12 MiB in all."""
 
 REUSE_FACTOR = 2
 """From `SMALL_SLAB_BYTES` on, an idle slab of up to this many times its class serves a request before the pool grows:
-pinning another gigabyte because a batch is 20% smaller is the greater waste."""
+pinning another gigabyte because a batch is 20% smaller would waste more."""
 
 
 @lru_cache(maxsize=4096)
 def size_class(nbytes: int, granularity: int = 1) -> int:
     """Round a request up to its size class.
 
-    That is at most 12.5% above `nbytes`, or the next multiple of `granularity`, the unit of the memory, where that is
-    more.
+    That is at most 12.5% above `nbytes`, rounded up to a multiple of `granularity`, the unit of the memory.
     """
     step = 1 << max(0, (nbytes - 1).bit_length() - CLASSES_PER_DOUBLING.bit_length())
     rounded = -(-nbytes // step) * step

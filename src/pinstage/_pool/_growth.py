@@ -1,8 +1,8 @@
-"""Slow work: freeing slabs and allocating others, in threads of our own.
+"""Slow work: freeing and allocating slabs, in the pool's own threads.
 
-Python handles signals in the main thread only, so no interrupt comes here, and memory that the kernel or CUDA has given
-is never lost between the call and the line that records it. Nor do these threads spoil a CUDA graph that another one
-captures.
+Python handles signals in the main thread only, so no interrupt reaches these threads. Memory is never lost between the
+call that allocates it and the line that records it. Nor do these threads break the capture of a CUDA graph in another
+thread.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from ._slab import Holdings, Slab
 from ._waiting import Waiter
 
 _PAUSE_SECONDS = 1e-3
-"""Interval at which `Growth.synchronize` looks. A reservation takes milliseconds at least."""
+"""Poll interval of `Growth.synchronize`. A reservation takes at least milliseconds."""
 
 _RETRY_PAUSE_SECONDS = 0.02
-"""Interval at which a reservation tries again while other processes hold too much of a `HostBudget`."""
+"""Pause before a reservation tries again while other processes hold too much of a `HostBudget`."""
 
 RETRY_SECONDS = 60.0
-"""Seconds for which a pool that was refused memory doesn't try to grow: a refusal may take as long as an allocation."""
+"""Seconds for which a pool doesn't try to grow after memory was refused: a refusal may take as long as an
+allocation."""
 
 
 @dataclass(frozen=True)
 class GrowthPlan:
-    """A change of what the pool holds: some slabs are freed, then others are allocated."""
+    """A change of the pool's slabs: some are freed, then others are allocated."""
 
     victims: Sequence[Slab] = ()
     capacity: int = 0
@@ -48,20 +49,20 @@ Decision = Lease | GrowthPlan | None
 
 
 class Growth:
-    """Carries out a plan in a thread of its own; the fence of `SlabPool.reserve`.
+    """Carries out a plan in its own thread; also the fence that `SlabPool.reserve` returns.
 
-    That thread makes the decision again, under the pool's lock, so that an abandoned plan leaves nothing
-    behind. Until the end, `Growth` says which bytes are promised to it.
+    The thread makes the decision again, under the pool's lock, so an abandoned plan leaves nothing behind. Until it
+    ends, `promised` returns the bytes that are set aside for it.
 
     Args:
-        state: of the pool.
-        decide: returns the plan, or a lease that needs none, or None.
-        waiter: the request that gets a lease of the first slab; it leaves the line with the decision. None for none.
+        state: the pool's.
+        decide: returns a plan, a lease if no plan is needed, or None.
+        waiter: the request that gets a lease of the first slab, and leaves the line once there is a plan; may be None.
 
     Attributes:
         plan: the steps; empty until the decision.
         freed: bytes given back to the system.
-        refusal: of memory, by the platform; None if there was none.
+        refusal: the platform's refusal of memory; None if it didn't refuse.
     """
 
     def __init__(self, state: Holdings, decide: Callable[[], Decision], waiter: Waiter | None = None) -> None:
@@ -74,27 +75,28 @@ class Growth:
         self._found: Lease | None = None
         self._error: BaseException | None = None
         self._is_over = False
-        self._news: SimpleQueue[object] = SimpleQueue()  # at the end
+        self._news: SimpleQueue[object] = SimpleQueue()  # gets an item at the end
         self._surroundings = as_called_here()
 
     def result(self) -> Lease | None:
-        """Do the work, unless that is done, and wait for the end. Return the lease, if there is one.
+        """Do the work, unless it is done, and wait for its end. Return the lease, if there is one.
 
         Raises:
-            BaseException: what ended the work. Then nothing was allocated.
+            BaseException: the error that ended the work. Then nothing was allocated.
         """
         while not self._is_over:
             run = partial(self.run)
-            # The thread may end before its first line: by a `MemoryError`, or by a ``PyThreadState_SetAsyncExc`` meant
-            # for its creator, whose number it has in CPython 3.11 until it begins. Then the end of `run` says so.
+            # The thread may end before its first line, by a `MemoryError` or by a ``PyThreadState_SetAsyncExc`` meant
+            # for its creator, whose thread id it has in CPython 3.11 until it begins. Then the end of the object `run`
+            # wakes this loop.
             self._thread = weakref.ref(run, self._news.put)
             try:
                 _thread.start_new_thread(run, ())
             finally:
-                del run  # who keeps an error has the names of this function
+                del run  # an error that is kept would keep it through this frame
             self._news.get()
         found, self._found = self._found, None
-        error, self._error = self._error, None  # or it and its traceback would keep one another
+        error, self._error = self._error, None  # else it and its traceback would keep each other alive
         if error is not None:
             try:
                 raise error
@@ -103,7 +105,7 @@ class Growth:
         return found
 
     def promised(self) -> int:
-        """Return the bytes of the cap that it needs beyond those of its victims that are still there."""
+        """Return the bytes of the cap that it needs beyond those of its remaining victims."""
         plan = self.plan
         return max(0, plan.capacity * plan.count - sum(slab.capacity for slab in plan.victims) + self.freed)
 
@@ -112,12 +114,12 @@ class Growth:
 
     def synchronize(self) -> None:
         while not self._is_over:
-            time.sleep(_PAUSE_SECONDS)  # not an event, whose lock an interrupt may leave locked
+            time.sleep(_PAUSE_SECONDS)  # not a `threading.Event`: an interrupt may leave its lock locked
         if self._error is not None:
             raise self._error
 
     def run(self) -> None:
-        """Do all of it in this thread. A reservation waits a moment for other processes to give back idle slabs."""
+        """Do the work in this thread. A reservation waits for other processes to free idle slabs."""
         state, is_reservation = self._state, self.waiter is None
         try:
             running[self] = None
@@ -129,7 +131,7 @@ class Growth:
             if is_reservation and isinstance(error, HostIsFull):
                 self._error = reserve_does_not_fit(state.figures(), self.plan.capacity, self.plan.count)
         finally:
-            del self._state, self._decide  # a fence that is kept doesn't keep the pool
+            del self._state, self._decide  # so that a fence doesn't keep the pool alive
             self._is_over = True
             self._news.put(None)
             running.pop(self, None)
@@ -194,7 +196,7 @@ class Growth:
                 state.trims += 1
 
     def _settle(self, blocks: list[Block]) -> Lease | None:
-        """Make slabs of new blocks, and lease the first; make victims that were not reached idle again."""
+        """Make slabs of new blocks, and lease one to the waiter; make victims that were not freed idle again."""
         state, lease = self._state, None
         for slab in self.plan.victims:
             slab.doomed = slab not in state.slabs

@@ -1,9 +1,9 @@
-"""One cap for the pools of several processes: a memory resource around another one, as RMM's limiting adaptor.
+"""One cap for the pools of several processes: a memory resource that wraps another one, like RMM's limiting adaptor.
 
-Each pool has a file in a folder of the user's, locked as long as its process lives: a file without a lock belongs to a
-process that has ended. Allocating and freeing read and write these files under the folder's lock. A pool that finds the
-budget used up writes into its file how much it wants. Pools with idle slabs look every second, and free the missing
-bytes.
+Each pool has a file in a folder of the user's. The file is locked as long as the pool's process lives; a file without a
+lock belongs to a process that has ended. Allocating and freeing read and write these files under the folder's lock. A
+pool that finds the budget used up writes to its file how much it wants. Pools with idle slabs check this every second,
+and free the missing bytes.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
 
 VARIABLE = "PINSTAGE_BUDGET_DIR"
-"""Names another folder, such as a volume that several containers share."""
+"""The environment variable that names another folder, such as a volume that several containers share."""
 
 LOOK_SECONDS = 1.0
-"""Interval at which a pool updates its file, and looks whether others want its idle slabs."""
+"""Interval at which a pool updates its file, and checks whether others want its idle slabs."""
 
 LEND_SECONDS = 2.5
-"""Seconds that `SlabPool.reserve` waits for other processes to free idle slabs: two looks, and the time to free."""
+"""Seconds that `SlabPool.reserve` waits for other processes to free idle slabs: two checks, and the time to free
+them."""
 
 _WAIT_SECONDS = 0.05
-"""Interval at which a pool that found the budget used up looks whether there is room."""
+"""Interval at which a pool that found the budget used up checks for room."""
 
 _BUSY_SECONDS = 10.0
-"""Holding the folder's lock takes less than a millisecond. A process that holds it for longer is stopped."""
+"""Time-out for the folder's lock, which is usually held for less than a millisecond: then its holder is stopped."""
 
 _SUFFIX = ".pinstage"
 
@@ -57,18 +58,18 @@ _limited: weakref.WeakSet[LimitedMemory] = weakref.WeakSet()
 
 @dataclass(unsafe_hash=True, init=False, repr=False)
 class HostBudget:
-    """One cap on the bytes of all pools of a host that use it, in any number of processes.
+    """One cap on the bytes of all pools on a host that use it, in any number of processes.
 
-    Pass it as the ``budget`` of a pool, a stager or a loader. A pool takes from it when it grows, and gives back what
-    it frees. When the budget is used up, a request waits as it does at a pool's own cap, and meanwhile pools of other
-    processes free idle slabs. The bytes of a process are free again when it has ended, even if it was killed.
+    Pass it as the ``budget`` of a pool, a stager or a loader. A pool takes bytes from it to grow, and returns them when
+    it frees slabs. When the budget is used up, a request waits as it does at a pool's own cap, and meanwhile pools of
+    other processes free idle slabs. The bytes of a process are free again when it has ended, even if it was killed.
 
     Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the folder
     that ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share the budget.
 
     Args:
-        max_bytes: the cap, as an int or text such as ``"64GiB"``. The same in all processes.
-        name: of the budget, for example that of the job. Pools with a budget of this name share it.
+        max_bytes: the cap, as an int or text such as ``"64GiB"``. It must be the same in all processes.
+        name: the budget's name, for example that of the job. Pools share a budget if its name is the same.
 
     Raises:
         TypeError: `max_bytes` is neither an integer nor text.
@@ -89,7 +90,7 @@ class HostBudget:
     def usage(self) -> list[PoolUsage]:
         """Return what each pool of this budget holds, in all processes.
 
-        Reads the files of the pools, which write them when they grow or shrink, and once a second.
+        Reads the pools' files. A pool updates its file when it grows or shrinks, and once a second.
 
         Raises:
             HostBudgetError: the folder cannot be used, or a file in it is damaged.
@@ -102,24 +103,24 @@ class HostBudget:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """The part of a `HostBudget` that one pool holds. Leased, in flight, free and the owners are up to a second old."""
+    """The part of a `HostBudget` that one pool holds. All figures but held and wanted bytes may be a second old."""
 
     budget: str
     """The budget's name."""
     max_bytes: int
-    """The cap of all pools of this budget together."""
+    """The cap on all pools of this budget together."""
     pid: int
-    """The process, by its number in its own container."""
+    """The process id, as seen in the process's own container."""
     program: str
-    """Its program, and its rank if it has one."""
+    """The process's program, and its rank if it has one."""
     pool: str
-    """Distinguishes it from other pools of the same process."""
+    """Distinguishes the pool from others of the same process."""
     held_bytes: int
-    """Bytes that it holds, or is about to allocate."""
+    """Bytes that the pool holds, or is about to allocate."""
     wanted_bytes: int
-    """Bytes that it waits for."""
+    """Bytes that the pool waits for."""
     answered: bool
-    """Whether it updated its file in the last three seconds. A stopped process does not."""
+    """Whether the pool updated its file in the last three seconds. A stopped process doesn't."""
     leased_bytes: int = 0
     in_flight_bytes: int = 0
     free_bytes: int = 0
@@ -146,17 +147,17 @@ def usage_of_host() -> list[PoolUsage]:
 
 
 def held_bytes(pools: list[PoolUsage]) -> int:
-    """Return what pools hold together: memory that several of them hold counts once."""
+    """Return the bytes that pools hold together. Memory that several of them share counts once."""
     regions = {inode: nbytes for pool in pools for inode, nbytes in pool.shared.items()}
     return sum(pool.held_bytes - sum(pool.shared.values()) for pool in pools) + sum(regions.values())
 
 
-class HostIsFull(Exception):  # noqa: N818 - an answer, which the pool turns into waiting
-    """There is no room now under the budget."""
+class HostIsFull(Exception):  # noqa: N818 - a signal, which makes the request wait
+    """The budget has no room now."""
 
 
 def retry(work: Callable[[], Any], refusal: type[Exception], seconds: float, pause: float) -> Any:
-    """Do work again and again while it is refused, for a time; then raise the refusal. Blocks."""
+    """Repeat work while it is refused, for a number of seconds; then raise the refusal. Blocks."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -168,10 +169,10 @@ def retry(work: Callable[[], Any], refusal: type[Exception], seconds: float, pau
 
 
 class LimitedMemory:
-    """A memory resource that allocates within a `HostBudget`, for one pool. With `inode`, all of it is that memory.
+    """A memory resource that allocates within a `HostBudget`, for one pool. `inode` identifies shared memory.
 
-    `allocate` raises `HostIsFull` while there is no room. It and `deallocate` block for the folder's lock, so only the
-    threads that do the pool's slow work call them.
+    `allocate` raises `HostIsFull` while there is no room. `allocate` and `deallocate` wait for the folder's lock, so
+    only the threads that do the pool's slow work call them.
 
     Raises:
         ValueError: another pool has a budget of this name with another cap.
@@ -181,9 +182,9 @@ class LimitedMemory:
     def __init__(self, memory: MemoryResource, budget: HostBudget, inode: int | None = None) -> None:
         self.granularity = memory.granularity
         self.others: list[PoolUsage] = []
-        """Other pools of this budget, as the last look found them."""
+        """Other pools of this budget, as of the last check."""
         self.is_entered = ownership(_turn)
-        """Says whether the calling thread is reading or writing the files."""
+        """Returns whether the calling thread is reading or writing the files."""
         self._memory, self._budget, self._path, self._key = memory, budget, _path(), secrets.token_hex(8)
         self._inode = "" if inode is None else str(inode)
         self._told: dict[str, Any] = {}
@@ -191,7 +192,7 @@ class LimitedMemory:
         self._refusals: SimpleQueue[None] = SimpleQueue()
         self._pause = LOOK_SECONDS
         self.allowed = budget.max_bytes
-        """Bytes that the pool may hold as far as is known: all of the budget, unless it was refused."""
+        """Bytes that the pool may hold, as far as it knows: the whole budget, or less after a refusal."""
         _limited.add(self)
         with _folder(self._path) as folder:
             self._room(folder)
@@ -203,7 +204,7 @@ class LimitedMemory:
             self._write(folder, 0)
 
     def holders(self) -> str:
-        """Say, for errors, who had the rest of the budget; empty if it is free."""
+        """Return a text for errors that names the holders of the rest of the budget; empty if there are none."""
         largest = sorted((pool for pool in self.others if pool.held_bytes), key=lambda pool: -pool.held_bytes)[:4]
         names = [f"{format_bytes(pool.held_bytes)} in process {pool.pid} ({pool.program})" for pool in largest]
         total = format_bytes(held_bytes(self.others))
@@ -241,24 +242,24 @@ class LimitedMemory:
         self.give(block.nbytes)
 
     def give(self, nbytes: int) -> None:
-        """Count bytes as free again; fewer than none are taken."""
+        """Count bytes as free again; a negative number takes bytes."""
         with _turn:
             self._held -= nbytes
-            # Freeing doesn't fail because of the folder: the next look writes the file.
+            # Freeing must not fail because of the folder: the next check writes the file.
             with contextlib.suppress(HostBudgetError), _folder(self._path) as folder:
                 self._write(folder, self._held)
 
     def serve(self, pool: Any) -> None:
-        """Begin to write a pool's usage, and to lend its idle slabs. The pool isn't kept alive.
+        """Start a thread that writes a pool's usage, and lends its idle slabs. It doesn't keep the pool alive.
 
         Args:
             pool: has `closed`; `is_waited_for()`; `report()` for the fields of `PoolUsage` from `leased_bytes` on,
-                among others; and `lend(nbytes)`, which frees idle slabs of `nbytes`, or all.
+                among others; and `lend(nbytes)`, which frees `nbytes` of idle slabs, or all.
         """
         _thread.start_new_thread(self._serve, (weakref.ref(pool),))
 
     def end(self) -> None:
-        """Give up the file of a closed pool, unless that still holds memory."""
+        """Close the file of a closed pool, unless the pool still holds memory."""
         with _turn:
             if not self._held:
                 self._close()
@@ -272,12 +273,12 @@ class LimitedMemory:
                 return self.end()
             if not begin(self):
                 return None
-            with contextlib.suppress(Exception), as_called_here()():  # users of the pool get such errors
+            with contextlib.suppress(Exception), as_called_here()():  # callers of the pool get such errors
                 self._look(pool)
             del pool, running[self]
 
     def _look(self, pool: Any) -> None:
-        """Update the file; see whether there is room; lend what others want.
+        """Update the file, check for room, and free idle slabs that others want.
 
         Only a pool that waits, or has idle slabs, reads the other files.
         """
@@ -289,20 +290,20 @@ class LimitedMemory:
                 self._wanted, self.allowed = 0, self._budget.max_bytes
             self._write(folder, self._held)
         missing = sum(other.wanted_bytes for other in self.others) - room
-        # A process that is served often wants the next slab at once.
+        # A process that gets its bytes often wants more at once.
         self._pause = _WAIT_SECONDS if self._wanted else 2 * _WAIT_SECONDS if missing > 0 else LOOK_SECONDS
         if missing > 0:
             pool.lend(missing)
 
     def _room(self, folder: int) -> int:
-        """Look at the others; return by how much the pool may grow."""
+        """Read the other pools' files; return the bytes by which the pool may grow."""
         self.others = [pool for pool in _living(folder, self._key) if pool.budget == self._budget.name]
         if any(self._inode in other.shared for other in self.others):
             return self._budget.max_bytes  # that memory is counted already
         return self._budget.max_bytes - self._held - held_bytes(self.others)
 
     def _write(self, folder: int, held: int) -> None:
-        """Write the pool's file, with its number of bytes. Makes it if it is missing or was removed."""
+        """Write the pool's file, with the bytes that it holds. Make the file if it is missing or was removed."""
         if self._file < 0 or not os.fstat(self._file).st_nlink:
             self._close()
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -317,23 +318,23 @@ class LimitedMemory:
         self._held = held
 
     def _close(self) -> None:
-        file, self._file = self._file, -1  # first: another thread must not close the number again
+        file, self._file = self._file, -1  # first, so that no other thread closes the same descriptor again
         if file >= 0:
             os.close(file)
 
 
 class Claim:
-    """Bytes of a budget that are taken at once and held until `release`: a region's.
+    """Bytes of a budget that are taken at once and held until `release`, for a region.
 
     Blocks for `LEND_SECONDS` at most, while pools free idle slabs.
 
     Args:
-        budget: that they are counted in.
-        nbytes: how many.
-        inode: of memory that other processes may hold, too, and which is counted once; None for other memory.
+        budget: the budget that they count against.
+        nbytes: the number of bytes.
+        inode: of memory that other processes may hold, too, and that counts once; None for other memory.
 
     Raises:
-        BudgetExceededError: the budget is smaller.
+        BudgetExceededError: the budget is smaller than `nbytes`.
         AcquireTimeoutError: the rest of the budget is in use.
     """
 
@@ -348,7 +349,7 @@ class Claim:
         except HostIsFull:
             self._memory.end()
             holders = self._memory.holders()
-            text = f"{format_bytes(nbytes)} asked of {budget!r}{holders}; ask for less, or raise the budget"
+            text = f"{format_bytes(nbytes)} requested from {budget!r}{holders}; ask for less, or raise the budget"
             error = AcquireTimeoutError if may_fit else BudgetExceededError
             raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes) from None
         self._memory.serve(self)
@@ -358,15 +359,15 @@ class Claim:
         self._memory.give(self._nbytes)
 
     def report(self) -> dict[str, Any]:
-        """Return the field of `PoolUsage` that says how much of it is in use: all."""
+        """Return the field of `PoolUsage` for the bytes in use: all of them."""
         return {"leased_bytes": self._nbytes}
 
 
 def _path() -> Path:
     """Return the folder's path.
 
-    Not in ``XDG_RUNTIME_DIR``: some ways to start a program leave that unset, so that two programs would have two
-    folders, and it is removed when the user logs out, while programs go on.
+    The folder isn't in ``XDG_RUNTIME_DIR``: some launchers leave that unset, so two programs could use two folders. It
+    is also removed when the user logs out, while programs still run.
     """
     path = Path(os.environ.get(VARIABLE) or f"/tmp/pinstage-{os.geteuid()}")
     if not path.is_absolute():
@@ -377,7 +378,7 @@ def _path() -> Path:
 
 @contextlib.contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """Make sure that the folder exists and is the user's alone; hold its lock; yield a descriptor of it. Blocks."""
+    """Make sure that the folder exists and is the user's alone; hold its lock; yield its descriptor. Blocks."""
     with _turn, contextlib.ExitStack() as stack:
         try:
             with contextlib.suppress(FileExistsError):
@@ -387,7 +388,7 @@ def _folder(path: Path) -> Iterator[int]:
             found, user = os.fstat(folder), os.geteuid()
             if found.st_uid != user or found.st_mode & 0o077:
                 mode = stat.S_IMODE(found.st_mode)
-                raise PermissionError(f"it is of user {found.st_uid} with mode {mode:o}, not of user {user} with 700")
+                raise PermissionError(f"it belongs to user {found.st_uid}, mode {mode:o}, not to user {user}, mode 700")
             _lock(folder)
             yield folder
         except OSError as error:
@@ -405,7 +406,7 @@ def _lock(folder: int) -> None:
 
 
 def _living(folder: int, but: str = "") -> list[PoolUsage]:
-    """Return what the pools of living processes wrote, but for one; remove the files of those that have ended."""
+    """Return the records of living processes' pools, except `but`; remove the files of processes that have ended."""
     found = []
     for name in [name for name in os.listdir(folder) if name.endswith(_SUFFIX) and name != but + _SUFFIX]:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -420,14 +421,14 @@ def _living(folder: int, but: str = "") -> list[PoolUsage]:
 
 
 def _read(file: int, name: str) -> PoolUsage:
-    """Read a pool's file. Fields of other versions are ignored."""
+    """Read a pool's file. Unknown fields, as of other versions, are ignored."""
     try:
         status = os.fstat(file)
         record = json.loads(os.pread(file, status.st_size, 0))
         record["answered"] = time.time() - status.st_mtime < 3 * LOOK_SECONDS
         usage = PoolUsage(**{key: record[key] for key in PoolUsage.__slots__ if key in record})
         if min(usage.max_bytes, usage.held_bytes, usage.wanted_bytes, *usage.shared.values()) < 0:
-            raise ValueError("less than no bytes")
+            raise ValueError("a negative number of bytes")
     except (AttributeError, TypeError, ValueError) as error:
         remedy = f"end the process that has it open, or name another folder in {VARIABLE}"
         raise HostBudgetError(f"a host budget's file is damaged: {_path() / name}: {error}; {remedy}") from error
@@ -442,7 +443,7 @@ def _program() -> str:
 
 
 def _forget() -> None:
-    """In a forked child: its pools refuse to work, and an open file would keep its parent's bytes counted."""
+    """Close the files in a forked child: an open file would keep the parent's bytes counted."""
     for memory in list(_limited):
         memory._close()
     _limited.clear()

@@ -1,8 +1,8 @@
 """The lease: the right to use one slab once, and the views through which it is used.
 
 A slab must not be handed out again while it can still be read or written through a view. All views of a lease
-(tensor, array, memoryview) share one *exporter*: a ctypes array over the slab, which every view references. Its end
-says that the last of them is gone.
+(tensor, array, memoryview) share one *exporter*: a ctypes array over the slab, which every view references. When it is
+gone, so is the last view.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import _refusals
 from ._slab import Fence, Holdings, Slab
 from ._waiting import Account
 
-_BYTE, _tensor_of = torch.uint8, torch.frombuffer  # found sooner than attributes of torch
+_BYTE, _tensor_of = torch.uint8, torch.frombuffer  # faster to look up than torch's attributes
 
 
 @lru_cache(maxsize=256)
@@ -37,20 +37,20 @@ class Lease:
     If the memory is page-locked, leaving the ``with`` block without a `release` records an event on the calling
     thread's current stream of each device that this process uses, and the slab is free when these events are done. So a
     ``copy_(..., non_blocking=True)`` from a view needs nothing else. Pass the event of work on any other stream to
-    `guard`. While one of these streams captures a graph, leaving the block is a `LeaseError`, and the lease stays held:
-    call `release` behind the last replay.
+    `guard`. While one of these streams captures a graph, leaving the block raises `LeaseError`, and the lease stays
+    held: call `release` behind the last replay.
 
     Views (`tensor`, `numpy`, ``memoryview(lease)``) show the slab itself, without a copy. Its content is whatever
-    the last user left. A view that outlives the release keeps the slab out of the pool until it is freed.
+    the last user left. A view that outlives the release keeps the slab out of the pool until the view is freed.
 
-    Another thread may use and release a lease, but two threads should not use one at the same time. In a forked child
-    it gives no views (`ForkedPoolError`).
+    Another thread may use and release a lease, but two threads should not use one at the same time. In a forked child,
+    making a view raises `ForkedPoolError`.
     """
 
     __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_ref", "_slab", "_state")
 
     def __init__(self, state: Holdings, slab: Slab, nbytes: int, account: Account) -> None:
-        # Called under the pool's lock. From the last line on the slab is leased.
+        # Called under the pool's lock. The last line makes the slab leased.
         self._state = state
         self._slab: Slab | None = slab
         self._nbytes = nbytes
@@ -60,8 +60,9 @@ class Lease:
         slab.account = account
         slab.requested = nbytes
         slab.used_at = next(state.clock)
-        # The slab's, while the slab is this lease's. The collector clears a lease's references before finalisers have
-        # had their last use of it, and by then the slab may be another lease's.
+        # `slab.lease` is this reference as long as the slab is this lease's. In a garbage cycle, the collector clears
+        # the slab's reference before finalisers use the lease for the last time; by then the slab may be another
+        # lease's.
         self._ref = slab.lease = weakref.ref(self)
 
     @property
@@ -80,7 +81,7 @@ class Lease:
         return self._slab is None
 
     def data_ptr(self) -> int:
-        """Return the slab's address. It keeps nothing alive, and is valid until the release only."""
+        """Return the slab's address. It keeps nothing alive, and is valid only until the release."""
         return self._held("data_ptr()").ptr
 
     def tensor(
@@ -93,7 +94,7 @@ class Lease:
         """Return leased bytes as a tensor, without a copy.
 
         Args:
-            shape: of the tensor. None is one dimension of as many elements as fit.
+            shape: the tensor's. None is one dimension with as many elements as fit.
             dtype: torch's, or numpy's, by type or name (``np.float32``, ``"float32"``).
             offset: byte at which the tensor starts, a multiple of the size of an element.
 
@@ -102,7 +103,7 @@ class Lease:
 
         Raises:
             LeaseError: the lease was released.
-            TypeError: torch has no such dtype, or it is None.
+            TypeError: torch has no such dtype, or `dtype` is None.
             ValueError: the tensor needs more than the leased bytes, or a size or `offset` is wrong.
         """
         if shape is None and dtype is _BYTE and not offset:
@@ -147,8 +148,8 @@ class Lease:
         is done is dropped when another one is added.
 
         Args:
-            event: behind work that reads or writes the slab. A stream will do: it is done when all its work is. None
-                adds nothing.
+            event: recorded behind work that reads or writes the slab. A stream works, too: it is done when all its work
+                is. None adds nothing.
 
         Raises:
             LeaseError: the lease was released.
@@ -156,7 +157,7 @@ class Lease:
         slab = self._held("guard()")
         if event is not None:
             before = slab.guards
-            slab.guards = (*before, event)  # first of all: a query may fail
+            slab.guards = (*before, event)  # first, because a query may fail
             slab.guards = (*(guard for guard in before if guard is not event and not guard.query()), event)
 
     def release(self, *, after: Fence | None = None) -> None:
@@ -176,8 +177,8 @@ class Lease:
         state = self._state
         if state.is_forked:
             raise _refusals.forked()
-        # Nothing is called until the slab has no lease, so neither another thread nor an interrupt comes between: of
-        # two releases at once one finds no slab, and the event is there before anybody can find the slab free.
+        # No call is made until the slab has no lease, so neither another thread nor an interrupt comes between. Of two
+        # releases at once, one finds no slab, and the event is set before the slab can be found free.
         slab, self._slab = self._slab, None
         if slab is None:
             self._refuse("release()")
@@ -215,11 +216,11 @@ class Lease:
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
             exporter.state = state
-            # Not the exporter: if a memoryview is part of a garbage cycle, the collector calls back before
-            # finalisers have had their last use of it. An array is nothing that the collector knows.
+            # Not the exporter: if a memoryview is part of a garbage cycle, the collector calls back before finalisers
+            # use the exporter for the last time. The collector doesn't track arrays.
             exporter.life = np.empty(0)
             views = weakref.ref(exporter.life, slab.put)
-            if self._exporter is None:  # still: of two threads one makes it; no call comes between
+            if self._exporter is None:  # again: another thread may have made it; no call comes between
                 self._exporter, slab.views = exporter, views
         return self._exporter
 
@@ -258,7 +259,7 @@ class Lease:
 
 
 def guard_until_release(lease: Lease, event: Fence | None) -> int:
-    """Name what the slab waits for should an interrupt prevent the release; return its address.
+    """Set the event that the slab waits for if an interrupt prevents the release; return the slab's address.
 
     `Lease.release` replaces the event.
 

@@ -1,4 +1,4 @@
-"""The pool's public verbs: who waits, and for what. `PoolState` makes the decisions."""
+"""The pool's public methods, and waiting. `PoolState` makes the decisions."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
 
 
 def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None = None) -> None:
-    """Check that a pool is a `SlabPool`, and that its user states no other cap.
+    """Check that a pool is a `SlabPool`, and that no other cap is given.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: `pool` is something else.
         ValueError: `max_bytes` or `budget` is given, too.
     """
     if not isinstance(pool, SlabPool):
@@ -59,23 +59,23 @@ def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None
 
 
 def check_open(pool: SlabPool) -> None:
-    """Refuse a batch that needs no slab as `SlabPool.acquire` would refuse it with a slab.
+    """Refuse a batch that needs no slab if `SlabPool.acquire` would refuse any slab.
 
     Raises:
-        PoolError: as `SlabPool.acquire`, whatever the size.
+        PoolError: the pool is closed, of a parent process, or in the middle of a call of this thread.
     """
     pool._check_entry()
     pool._state.check_open()
 
 
 def close_for(pool: SlabPool, user: str) -> None:
-    """Close the pool of a user of its own, such as a ``Stager``, which errors name from then on."""
+    """Close a pool that its user, such as a ``Stager``, made for itself. Later errors name the user."""
     pool._state.user = user
     pool.close()
 
 
 def state_of(pool: SlabPool) -> PoolState:
-    """Return what says, by the plain attributes ``closed`` and ``is_forked``, why a pool would refuse a lease."""
+    """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would refuse a lease."""
     return pool._state
 
 
@@ -86,7 +86,7 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
     host need not wait, and the pool need not grow.
 
     Args:
-        pool: whose slab.
+        pool: the pool of the slab.
         nbytes: bytes needed, at least 1.
         owner: the name under which the slab was leased, and is leased again.
 
@@ -137,7 +137,7 @@ class SlabPool:
         if self._state.host is not None:
             self._state.host.serve(self._state)
 
-    # -- the public verbs
+    # -- the public methods
 
     @property
     def memory(self) -> MemoryResource:
@@ -176,7 +176,7 @@ class SlabPool:
             MemoryError, OSError, RuntimeError: from `memory`, if it refuses and the pool has no slab that is large
                 enough. If the pool has one, the request waits for it, and a `StagingWarning` says so once. The pool
                 tries to grow that far again after a minute, or by `reserve`.
-            BudgetExceededError: more than `max_bytes`, or than quotas leave to the owner; it can never fit.
+            BudgetExceededError: the request exceeds `max_bytes`, or what quotas leave to the owner; it can never fit.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab that is large enough.
             PoolClosedError: the pool is closed, or was closed while this call waited.
@@ -206,12 +206,12 @@ class SlabPool:
     def set_quota(self, owner: str, *, min_bytes: Size = 0, max_bytes: Size | None = None) -> None:
         """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and allocates nothing.
 
-        Slabs that the owner has leased or that are in flight count in full: up to 12.5% more than was requested.
+        Slabs that the owner has leased or that are in flight count with their full size, not with the bytes requested.
         Guaranteed bytes that are not used are kept free, so that the owner gets them at once. A request that waits
         because of its own owner's limit doesn't delay those behind it.
 
-        Quotas of a frozen pool are parts of what it holds. Slabs beyond a new quota stay where they are until they are
-        released. A second call for the same owner replaces the first.
+        In a frozen pool, quotas divide the bytes that it holds. Slabs beyond a new quota stay where they are until they
+        are released. A second call for the same owner replaces the first.
 
         Args:
             owner: the name, as given to `acquire`.
@@ -233,7 +233,8 @@ class SlabPool:
     def reserve(self, nbytes: Size, *, count: int = 1, background: bool = False) -> Fence:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
 
-        Idle slabs that would serve such a request count. Takes the time of the allocations, unless a thread does it.
+        Idle slabs that would serve such a request count. Blocks for the allocations, unless they are made in the
+        background.
 
         Args:
             nbytes: bytes of each lease.
@@ -258,7 +259,7 @@ class SlabPool:
         state = self._state
         missing = partial(state.reserve, nbytes, count)
         with state.lock:
-            missing()  # an error has its caller
+            missing()  # an error is raised in the caller's thread
         growth = Growth(state, missing)
         if background:
             _thread.start_new_thread(growth.run, ())
@@ -292,15 +293,15 @@ class SlabPool:
     def close(self) -> None:
         """Refuse new leases, wait for slabs in flight, and free all slabs that are idle then.
 
-        Waiting callers get `PoolClosedError`. A slab that is still leased, or has a living view, is freed when its
-        lease is released, or by a later `close` or `stats`. May be called again. In a forked child it does nothing.
+        Waiting callers get `PoolClosedError`. A slab that is still leased is freed when its lease is released; a slab
+        with live views, by a later `close` or `stats`. May be called again. In a forked child it does nothing.
         """
         state = self._state
         if state.is_forked:
             return
         state.closed = True
         state.wake_all()
-        if state.is_entered():  # by a finaliser, in the middle of a call of this thread: another thread has to wait
+        if state.is_entered():  # a finaliser in the middle of a call of this thread: the reaper does the rest
             state.tidy_later()
         else:
             for event in state.pending():
@@ -310,7 +311,7 @@ class SlabPool:
             state.host.end()
 
     def stats(self) -> PoolStats:
-        """Return a consistent snapshot of all counters, after a look at events. Does not block."""
+        """Return a consistent snapshot of all counters, after querying events. Doesn't block while the pool is open."""
         state = self._state
         self._check_entry()
         with state.lock:
@@ -325,9 +326,9 @@ class SlabPool:
     def _serve_or_wait(self, account: Account, nbytes: int, timeout: float | None) -> Lease:
         """Serve a request: first come, first served, within what quotas allow.
 
-        Each request looks for itself, with those before it in mind. A release wakes the first; where there are quotas,
-        which may let another one pass, each that finds nothing wakes the next. A request that grows is in the line too,
-        until that is decided, so that no request overtakes it.
+        Each request checks for itself, and takes the requests before it into account. A release wakes the first one.
+        With quotas, a later request may go first, so each request that finds nothing wakes the next. A request that
+        makes the pool grow stays in line until its plan is made, so that no request overtakes it.
         """
         state, waiters, me = self._state, self._state.waiters, Waiter(account, nbytes)
         start, waits = time.monotonic(), 0
@@ -346,7 +347,7 @@ class SlabPool:
                 if isinstance(found, GrowthPlan):
                     began = time.monotonic()
                     found = self._grow(Growth(state, serve, me), account, nbytes)
-                    start += time.monotonic() - began  # it didn't wait meanwhile
+                    start += time.monotonic() - began  # growing isn't waiting
                     if found is None:
                         continue
                 if found is not None:
@@ -365,7 +366,7 @@ class SlabPool:
                 if not ahead:
                     pause = min(2 * pause, longest_pause)
         finally:
-            if me in waiters:  # not, if an interrupt came before it was; the next line is one call of C
+            if me in waiters:  # an interrupt may have come before it was added; `remove` is a single C call
                 waiters.remove(me)
             state.wake_first()
             account.wait_seconds += waits * (time.monotonic() - start)
@@ -376,7 +377,7 @@ class SlabPool:
         return found
 
     def _grow(self, growth: Growth, account: Account, nbytes: int) -> Lease | None:
-        """Grow. Return the lease that this is for; None if there is none, and the request has to wait."""
+        """Grow, and return the lease; None if there is none, and the request has to wait."""
         try:
             return growth.result()
         except HostIsFull:
@@ -388,7 +389,7 @@ class SlabPool:
             self._has_told = True
             warnings.warn(
                 f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
-                f"{self._state.figures()}; {growth.refusal.reason}; this is said once",
+                f"{self._state.figures()}; {growth.refusal.reason}; this warning is shown once",
                 StagingWarning,
                 stacklevel=4,
             )
@@ -397,7 +398,7 @@ class SlabPool:
     # -- checks
 
     def _check_entry(self) -> None:
-        """Refuse a call in a forked child, or inside another one; tell of forgotten leases."""
+        """Refuse a call in a forked child, or inside another call; warn of forgotten leases."""
         state = self._state
         if state.is_forked:
             raise _refusals.forked()

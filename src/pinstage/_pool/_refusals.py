@@ -1,4 +1,4 @@
-"""The pool's errors: each with the numbers of the moment, and the remedy."""
+"""The pool's errors. Each has the current numbers and a remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Figures(NamedTuple):
     max_bytes: int
     reason: str
     others: int | None
-    """Bytes of the `HostBudget` that other pools hold; None if the pool's own cap is lower than that leaves."""
+    """Bytes of the `HostBudget` that other pools hold; None if the pool's own cap is the tighter limit."""
 
     def __str__(self) -> str:
         return (
@@ -37,7 +37,7 @@ class Figures(NamedTuple):
         )
 
     def cap(self, nbytes: int) -> str:
-        """Return how to write a cap under which this pool may hold `nbytes`."""
+        """Return the argument for a cap under which this pool may hold `nbytes`."""
         if self.others is None:
             return f'max_bytes="{size_to_paste(nbytes)}"'
         return f'budget=HostBudget("{size_to_paste(nbytes + self.others)}", ...)'
@@ -80,16 +80,16 @@ def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int)
 
 
 class Refusal(NamedTuple):
-    """The platform would not give more memory."""
+    """The platform refused more memory."""
 
     reason: str
-    """Its message, and the remedy."""
+    """The platform's message, and the remedy."""
     total: int
     """Bytes that the pool would have held."""
     held: int
-    """Bytes that it did hold."""
+    """Bytes that it held."""
     until: float
-    """When growing is tried again, by `time.monotonic`."""
+    """The time from which growing is tried again, by `time.monotonic`."""
 
 
 def refused(figures: Figures, nbytes: int, refusal: Refusal) -> MemoryError:
@@ -112,8 +112,8 @@ def forked() -> ForkedPoolError:
 
 
 def entered_again() -> PoolError:
-    """Return the error of a call from a finaliser in the middle of another call of the same thread."""
+    """Return the error for a call that a finaliser makes in the middle of another call of the same thread."""
     return PoolError(
-        "pool is in the middle of a call of this very thread: a finaliser, such as the end of a generator, called it "
-        "again; a finaliser may release() leases and close() the pool, nothing else"
+        "pool was called in the middle of a call of the same thread: by a finaliser, such as the end of a generator; "
+        "a finaliser may release() leases and close() the pool, nothing else"
     )

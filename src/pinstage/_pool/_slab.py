@@ -26,7 +26,7 @@ class Fence(Protocol):
     """Work that a slab has to wait for, such as a `torch.cuda.Event` or a stream."""
 
     def query(self) -> bool:
-        """Say whether the work is done. Does not block."""
+        """Return whether the work is done. Does not block."""
         ...
 
     def synchronize(self) -> None:
@@ -37,20 +37,20 @@ class Fence(Protocol):
 class Slab:
     """One contiguous host allocation of the pool.
 
-    `lease`, `views`, `event`, `guards` and `doomed` say whether it is free. Nothing else does.
+    `lease`, `views`, `event`, `guards` and `doomed` determine whether it is free. Nothing else does.
 
     Attributes:
         block: its memory.
         ptr: address of its first byte.
         capacity: its size in bytes.
         stack: slabs of its capacity that may be free, the one returned last at the end.
-        put: adds the slab to `stack`, whatever it is called with. One call of C, which finalisers may make.
-        account: the owner of the lease that it has or had last; None before the first.
-        requested: bytes that its lease asked for.
-        used_at: the number of that lease, counted over the pool.
+        put: adds the slab to `stack`, whatever its argument. A single C call, so finalisers may make it.
+        account: the owner of the current or last lease; None before the first.
+        requested: bytes that this lease asked for.
+        used_at: the number of this lease, counted over the whole pool.
         lease: weak reference to the lease; None after the release.
         views: weak reference to an object that all views of the last lease keep alive; None if it had none.
-        event: pending work of the last lease, named by its release, or in case it is never released.
+        event: pending work of the last lease: from its release, or from `guard_until_release` until then.
         guards: other pending work.
         doomed: whether a thread is about to free it.
     """
@@ -68,10 +68,10 @@ class Slab:
         self.doomed = False
 
     def is_free(self) -> bool:
-        """Say whether nothing uses the slab, after a look at its events. Called under the pool's lock."""
+        """Return whether nothing uses the slab, after querying its events. Call it under the pool's lock."""
         if self.lease is not None or self.doomed:
             return False
-        views = self.views  # not before: without a lease no others are made
+        views = self.views  # read only now: without a lease, no new views are made
         if views is not None and views() is not None:
             return False
         event = self.event
@@ -94,8 +94,8 @@ class Slab:
 
 
 def take_free(stack: dict[Slab, Any]) -> Slab | None:
-    """Take a free slab out of a stack: the one used last, since it is in the caches, or one in flight for longest."""
-    # The stack is touched by single calls of C: a release in another thread may add to it at any moment.
+    """Take a free slab out of a stack: the last one returned, which is in the caches, or else the first."""
+    # Only single C calls touch the stack: a release in another thread may add to it at any moment.
     if not stack:
         return None
     last: Slab = stack.popitem()[0]
@@ -104,7 +104,7 @@ def take_free(stack: dict[Slab, Any]) -> Slab | None:
     found = next((slab for slab in list(stack) if slab.is_free()), None)
     if found is not None:
         stack.pop(found, None)
-    if last.fences():  # else its release, or the end of its last view, puts it there again
+    if last.fences():  # else its release, or the end of its last view, puts it back
         last.put(None)
     return found
 
@@ -113,19 +113,19 @@ class Holdings:
     """A pool's slabs and counters.
 
     Attributes:
-        lock: held for a decision, and to change the held bytes. A thread that has it may come again, by a
-            finaliser.
-        is_entered: says whether this thread has the lock, or the host's files, for which a pool would wait if it grew.
+        lock: held for a decision, and to change the held bytes. It is reentrant, because a finaliser may run in its
+            thread.
+        is_entered: returns whether this thread has the lock, or that of the host's files, which growing waits for.
         is_forked: whether this is a forked child's copy, which must not be used.
         resource: where slabs come from.
-        host: `resource` within the budget for the host; None without a budget.
-        memory: the one of these that slabs are allocated from.
-        record: marks the work that the calling thread has begun so far on the devices; None where it needs no mark.
-        user: what made the pool for itself, such as a ``Stager``, once that is closed. Errors name it.
-        unrecorded: leases whose block was left, but not the slab, because `record` failed. They live until released.
-        forgotten: leases that weren't released: bytes requested, and of the slab.
+        host: `resource`, limited by the host's budget; None without a budget.
+        memory: what slabs are allocated from: `host` if there is a budget, else `resource`.
+        record: records events behind the calling thread's work on the devices; None if memory isn't page-locked.
+        user: the kind of object that made the pool for itself, such as ``Stager``, once that is closed; for errors.
+        unrecorded: leases that stay held after their block because `record` failed; kept alive until released.
+        forgotten: leases that were never released: bytes requested, and bytes of the slab.
         waiters: requests that wait, ordered by age, the oldest first.
-        slabs: all that are held; written by growths.
+        slabs: all slabs that are held; written by growths.
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
         sizes: the capacities of slabs, sorted.
@@ -138,7 +138,7 @@ class Holdings:
         self.resource, self.max_bytes, self._reason = memory, max_bytes, reason
         self.host = host = None if budget is None else LimitedMemory(memory, budget)
         self.memory: MemoryResource | LimitedMemory = host or memory
-        # A copy from pageable memory has read it when the call returns.
+        # A copy from pageable memory has read the memory when the call returns.
         self.record = record_current_streams if memory.is_pinned else None
         self.granularity = memory.granularity
         self.closed = self.frozen = self.is_forked = False
@@ -159,23 +159,23 @@ class Holdings:
         self.hits = self.misses = self.trims = 0
         self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = 0
         _all.add(self)
-        # Not the state itself: the garbage collector calls back before finalisers have had their last use of it.
+        # Not the state itself: in a garbage cycle, the collector calls back before finalisers use it for the last time.
         self._life = np.empty(0)
         reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
 
     def tidy_later(self) -> None:
-        """Have the slabs freed that were returned to a closed pool. Finalisers call this."""
+        """Let the reaper free slabs that were returned to a closed pool. Finalisers call this."""
         reaper.tasks.put(self)
 
     def wake_first(self) -> None:
-        """Let the first in line look again. Finalisers call this."""
-        try:  # noqa: SIM105 - contextlib.suppress is Python, where an interrupt may come
+        """Wake the first request in line. Finalisers call this."""
+        try:  # noqa: SIM105 - contextlib.suppress runs Python code, which an interrupt may end
             self.waiters[0].wake()
         except (IndexError, RuntimeError):
             pass  # no thread waits, or it is awake
 
     def wake_all(self) -> None:
-        """Let all in line look again."""
+        """Wake all requests in line."""
         for waiter in list(self.waiters):
             with contextlib.suppress(RuntimeError):
                 waiter.wake()
@@ -190,7 +190,7 @@ class Holdings:
         return self.held_bytes + promised
 
     def parts(self) -> tuple[list[Slab], list[Slab], list[Slab]]:
-        """Return the slabs that are leased, in flight, and free as far as is known without asking events."""
+        """Return the slabs that are leased, in flight, and free, as far as is known without querying events."""
         leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
         for slab in list(self.slabs):
             if slab.lease is not None and slab.lease() is not None:
@@ -202,13 +202,13 @@ class Holdings:
         return parts
 
     def pending(self) -> list[Fence]:
-        """Return the events that slabs without lease and views wait for."""
+        """Return the events that slabs without a lease or views wait for."""
         _, in_flight, _ = self.parts()
         return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
     @property
     def reason(self) -> str:
-        """Where the cap comes from, and what others had of it when it was asked for last."""
+        """Where the cap comes from, and what other pools held of the budget at the last check."""
         return self._reason + ("" if self.host is None else self.host.holders())
 
     def figures(self) -> Figures:
@@ -219,16 +219,16 @@ class Holdings:
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedMemory) -> bool:
-    """Free the slabs of a dropped pool, except those whose event isn't done; say whether that was all.
+    """Free the slabs of a dropped pool, except slabs whose events aren't done; return whether none is left.
 
     Raises:
-        Exception: of the first slab that could not be freed; the others are.
+        Exception: the error of the first slab that could not be freed; the others are freed nevertheless.
     """
     errors = []
     for slab in list(slabs):
         try:
             if all(fence.query() for fence in slab.fences()):
-                slab.event, slab.guards = None, ()  # a slab is garbage in a cycle: a forked child may not end events
+                slab.event, slab.guards = None, ()  # else events may end in a forked child: a slab is a cycle
                 del slabs[slab]
                 memory.deallocate(slab.block)
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free
@@ -239,7 +239,7 @@ def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedM
 
 
 _all: weakref.WeakSet[Holdings] = weakref.WeakSet()
-"""Of this process and its parents."""
+"""The pools of this process and its parents."""
 
 
 def _mark_forked() -> None:

@@ -1,8 +1,8 @@
 """The state of a pool, and all decisions about it.
 
-The slabs are the only truth: whether one is free follows from its lease, its views and its events. `PoolState.stacks`
-is a cache of that, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing. The held bytes are
-changed by threads of its own only (`_growth`), where no interrupt comes.
+Whether a slab is free follows only from its lease, its views and its events. `PoolState.stacks` is a cache of the free
+slabs, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing. Only the pool's own threads change the
+held bytes (`_growth`), and no interrupt reaches them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes")
 
 
 class PoolState(Holdings):
-    """The decisions. Methods of the first section are called under `lock`, and none does slow work."""
+    """The decisions. Call the methods of the first section under `lock`; none of them does slow work."""
 
     # -- decisions
 
     def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Decision:
-        """Serve a request from free slabs, or plan to grow, or return None: wait.
+        """Serve a request from free slabs, plan to grow, or return None if it has to wait.
 
-        What the owner may have now, with those in mind who have waited longer, is `Accounts.room`, which names the
-        cases of quotas and of turns. Within that, the cases are, in this order:
+        `Accounts.room` limits what the owner may have now, by quotas and by the requests that have waited longer.
+        Within that limit, the cases are, in this order:
 
         1. an idle slab that wastes at most 12.5%, or, from 1 MiB on, of at most twice the class;
         2. there is room under the cap: allocate a slab of the request's class;
@@ -47,12 +47,12 @@ class PoolState(Holdings):
         4. idle slabs of other classes would make room: free them, least recently used first, and allocate;
         5. wait.
 
-        A frozen pool leaves out 2 and 4, shares what it holds, and refuses at once where it has no slab that would do.
-        So does a pool that was refused memory by the platform, for a while: meanwhile it asks for no such total again
-        (2), and frees nothing that it might not get back (4).
+        A frozen pool skips 2 and 4, divides what it holds by quotas, and refuses a request at once if no slab fits it.
+        After the platform has refused memory, a pool is restricted for a while: it doesn't ask for the refused total
+        again (2), and frees nothing that it might not get back (4).
 
         Raises:
-            PoolError, MemoryError: it is refused; see `why_never`.
+            PoolError, MemoryError: the request is refused; see `why_never`.
         """
         if (error := self.why_never(account, nbytes)) is not None:
             raise error
@@ -75,10 +75,10 @@ class PoolState(Holdings):
         return None
 
     def scan(self) -> list[Slab]:
-        """Look at all slabs. Return the free ones, least recently used first, and see that they are in their stacks."""
+        """Check all slabs. Return the free ones, least recently used first, and put them in their stacks."""
         slabs = list(self.slabs)
         idle = [slab for slab in slabs if slab.lease is None and slab.is_free()]
-        for slab in slabs:  # afterwards, because asking events may have collected leases
+        for slab in slabs:  # afterwards: querying events may run the garbage collector, which frees leases
             if slab.lease is not None and slab.lease() is None:
                 slab.lease = None
                 self.forgotten.append((slab.requested, slab.capacity))
@@ -90,9 +90,9 @@ class PoolState(Holdings):
         return idle
 
     def serve_in_flight(self, owner: str, nbytes: int) -> tuple[Lease, Fence] | None:
-        """Lend a slab that its owner has given back, while its event is not done yet, along with that event.
+        """Lease a slab that its owner has released but whose event is not done yet; return both.
 
-        Not while anybody waits: then it is for whose turn it is.
+        Returns None while a request waits: the slab is for the first in line.
         """
         account = self.accounts[owner]
         if self.waiters:
@@ -100,7 +100,7 @@ class PoolState(Holdings):
         limit = reuse_limit(nbytes, self.granularity)
         for size in self.sizes[bisect_left(self.sizes, nbytes) : bisect_right(self.sizes, limit)]:
             stack = self.stacks[size]
-            for slab in list(stack):  # the one given back first comes first
+            for slab in list(stack):  # the slab returned first comes first
                 event, is_its = slab.event, slab.account is account and slab.lease is None
                 if event is not None and is_its and not slab.guards and not slab.has_views():
                     stack.pop(slab, None)
@@ -111,14 +111,14 @@ class PoolState(Holdings):
     def why_never(
         self, account: Account, nbytes: int, just_now: Refusal | None = None
     ) -> PoolError | MemoryError | None:
-        """Return the error of a request that will never be served; None if it may be.
+        """Return the error of a request that can't be served; None if it may be, now or later.
 
         The cases, in this order:
 
         1. the pool is closed;
-        2. the request is larger than what quotas leave to its owner of the cap;
+        2. the request is larger than the part of the cap that quotas leave to its owner;
         3. no slab is large enough, and the pool is frozen;
-        4. no slab is large enough, and the platform refused to let the pool grow so far, `just_now` or lately.
+        4. no slab is large enough, and the platform refused to let the pool grow that far, `just_now` or recently.
         """
         if self.closed:
             return _refusals.closed(self.figures(), self.user)
@@ -138,13 +138,13 @@ class PoolState(Holdings):
         return _refusals.refused(self.figures(), nbytes, refusal)
 
     def reserve(self, nbytes: int, count: int) -> GrowthPlan | None:
-        """Plan to allocate the slabs that are missing for `count` leases at once; None if none is.
+        """Plan to allocate the slabs that are missing for `count` leases at once; None if none are missing.
 
         Raises:
-            PoolClosedError, PoolFrozenError, BudgetExceededError: they cannot be had.
+            PoolClosedError, PoolFrozenError, BudgetExceededError: the slabs can't be allocated.
         """
         self.check_open()
-        self.refusal = None  # who asks for it beforehand wants to know
+        self.refusal = None  # a reservation always asks the platform, and reports its error
         limit, largest = reuse_limit(nbytes, self.granularity), self.max_bytes // self.granularity * self.granularity
         if nbytes > largest:
             raise _refusals.never_fits(self.figures(), nbytes)
@@ -159,7 +159,7 @@ class PoolState(Holdings):
         return GrowthPlan((), capacity, missing)
 
     def free(self, nbytes: int) -> GrowthPlan | None:
-        """Plan to free a number of bytes of idle slabs, or all; None if there is nothing to free."""
+        """Plan to free idle slabs of `nbytes` together, or all; None if there is nothing to free."""
         victims = _oldest(self.scan(), nbytes)
         return GrowthPlan(victims) if victims else None
 
@@ -192,7 +192,7 @@ class PoolState(Holdings):
         return busy
 
     def snapshot(self) -> PoolStats:
-        """Look at all slabs, and count."""
+        """Check all slabs, and return the counters."""
         self.scan()
         leased, in_flight, free = self.parts()
         return PoolStats(
@@ -237,12 +237,12 @@ class PoolState(Holdings):
         return growth.freed
 
     def reap(self) -> bool:
-        """Free the slabs returned to a closed pool; for the reaper. Say whether no event will return more."""
+        """Free the slabs returned to a closed pool; for the reaper. Return whether no event is pending."""
         self._free_here(self.max_bytes)
         return not self.pending()
 
     def lend(self, nbytes: int) -> None:
-        """Free that many idle bytes, or all, for another process; a frozen pool keeps its own. Blocks."""
+        """Free `nbytes` of idle slabs, or all, for another process; a frozen pool keeps its slabs. Blocks."""
         if not self.frozen:
             self._free_here(nbytes)
 

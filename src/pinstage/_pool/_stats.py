@@ -19,15 +19,15 @@ class OwnerStats:
     in_flight_bytes: int
     """Bytes of slabs that it released, but whose event is not done or which still have live views."""
     available_bytes: int
-    """Bytes it may lease beyond that: neither in use by others, nor guaranteed to them. Idle slabs count."""
+    """Bytes that it may lease in addition: neither in use by others, nor guaranteed to them. Idle slabs count."""
     min_bytes: int
     """Bytes that are guaranteed to it by `SlabPool.set_quota`; 0 for none."""
     max_bytes: int | None
     """Bytes that it may hold by `SlabPool.set_quota`; None for no limit but the cap."""
     waits: int
-    """Its requests that had to wait."""
+    """The number of its requests that had to wait."""
     wait_seconds: float
-    """Time that they waited, in all."""
+    """The total time that its requests waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

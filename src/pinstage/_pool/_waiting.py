@@ -13,11 +13,11 @@ from typing import Any
 from .._sizes import round_up
 
 POLL_SECONDS = (50e-6, 2e-3)
-"""First and longest pause of the first in line. A release wakes it at once. Finished events and freed views
-wake no thread, so it looks again by itself."""
+"""First and longest pause of the first request in line. A release wakes it at once. Finished events and freed views
+wake no thread, so it also polls."""
 
 GIVE_UP_SECONDS = 0.2
-"""Poll interval of the other threads for giving up."""
+"""Interval at which the requests behind it check whether to give up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,14 +35,14 @@ class Account:
 
 
 NOTHING: Counter[Account | None] = Counter()
-"""Bytes that owners have where all slabs are idle."""
+"""The bytes that owners have while all slabs are idle: none."""
 
 
 class Waiter:
-    """A waiting request. `sleep` waits until `wake`, which raises RuntimeError if the last wake-up is still unheard.
+    """A waiting request. `sleep` waits for `wake`, which raises RuntimeError if the last wake-up is still pending.
 
-    The wake-up is the release of a lock: an interrupt may leave a `threading.Event` locked forever, and a `SimpleQueue`
-    may take a short time-out for none at all (it waits on when the rest of the time is below zero).
+    `wake` releases a lock. A `threading.Event` isn't used, because an interrupt may leave it locked forever. Nor is a
+    `SimpleQueue`: it may treat a short time-out as none, and wait on when the rest of the time is below zero.
     """
 
     __slots__ = ("account", "nbytes", "sleep", "wake")
@@ -57,7 +57,7 @@ class Waiter:
 
 
 def check_owner(name: object) -> None:
-    """See that an owner is a name.
+    """Check that an owner is a name.
 
     Raises:
         ValueError: it isn't text, or is empty.
@@ -67,11 +67,11 @@ def check_owner(name: object) -> None:
 
 
 class Accounts(dict[str, Account]):
-    """The accounts of a pool, by owner; opened when they are first asked for. All is called under the pool's lock."""
+    """The accounts of a pool, by owner, created on first use. Call all methods under the pool's lock."""
 
     def __init__(self, max_bytes: int, granularity: int) -> None:
         super().__init__()
-        self.have_quotas = False  # else `room` needn't be asked
+        self.have_quotas = False  # else `room` needn't be called
         self._max_bytes = max_bytes
         self._granularity = granularity
 
@@ -81,7 +81,7 @@ class Accounts(dict[str, Account]):
         return account
 
     def set_quota(self, name: str, min_bytes: int, max_bytes: int | None) -> None:
-        """Set an owner's quota in place of its earlier one.
+        """Set an owner's quota, which replaces an earlier one.
 
         Raises:
             ValueError: not a name, a guarantee above the limit, a limit of 0, or guarantees above the cap.
@@ -111,15 +111,15 @@ class Accounts(dict[str, Account]):
 
         1. no request gets bytes guaranteed to another owner, used or not;
         2. no owner gets more than its own limit;
-        3. behind a request of the same owner one waits;
-        4. one who waits because of its own limit is passed over: its own owner has what it waits for;
-        5. behind any other one gets its guaranteed bytes, since they are no other's; and no more.
+        3. a request waits behind an earlier request of the same owner;
+        4. an earlier request is passed over if its owner's limit holds it back: that owner has what it waits for;
+        5. behind any other request, an owner gets its guaranteed bytes, which no other owner may have, and no more.
 
         Args:
-            account: of who asks.
-            whole: bytes that all of them may have.
+            account: the owner that asks.
+            whole: bytes that all owners together may have.
             busy: bytes that each owner has. `NOTHING` finds the largest slab that `account` can ever have.
-            ahead: who has waited longer.
+            ahead: the requests that have waited longer.
         """
         room = whole - busy[account] - sum(max(busy[a], a.min_bytes) for a in self.values() if a is not account)
         if account.max_bytes is not None:
@@ -142,12 +142,12 @@ this_thread = _ThisThread()
 
 
 def give_up_waiting_if(condition: Callable[[], bool]) -> None:
-    """Let later waits of this thread time out when a condition becomes true: their slab isn't wanted any longer."""
+    """Let later waits of this thread time out once a condition is true, because their slab isn't wanted any longer."""
     this_thread.gives_up = condition
 
 
 def check_timeout(timeout: object) -> None:
-    """See that a timeout is a number of seconds.
+    """Check that a timeout is a number of seconds.
 
     Raises:
         TypeError: it isn't a number.

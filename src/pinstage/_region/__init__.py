@@ -2,8 +2,8 @@
 
 The pool serves many short uses; a region is one allocation of an exact size for caches, weights and optimizer states.
 It is mapped at once, and touched and page-locked chunk by chunk in the background, so that neither this process nor its
-neighbours on the GPU are stopped meanwhile. `_chunks` does that, and gives all back at the end; `_places` decides where
-tensors are and chunks end; `_handle` shares a region with other processes; `_region` is what users see.
+neighbours on the GPU are stopped meanwhile. `_chunks` does that, and frees the memory at the end; `_places` decides
+where tensors are and chunks end; `_handle` shares a region with other processes; `_region` has the public class.
 """
 
 from ._chunks import pieces_of

@@ -1,9 +1,9 @@
-"""The chunks of a region: touched and page-locked by a thread, given back by another one.
+"""The chunks of a region: touched and page-locked by one thread, given back by another one.
 
-CUDA refuses a copy that touches two registrations, so the ends of chunks are part of what a region is. One registration
-for all would do without, but it holds the driver's locks for as long as it takes: 48 GiB at once stop a neighbour's
-calls for 700 ms, and launches of this process for 1,300; chunks of 128 MiB for 11 to 16, and 24 to 44; chunks of 64
-MiB, which take a fifth longer in all, for 3 to 7, and 13 to 22.
+CUDA refuses a copy that touches two registrations, so users of a region have to know where chunks end. A single
+registration would avoid that, but it holds the driver's locks as long as it runs. 48 GiB at once stop the calls of a
+neighbour for 700 ms, and launches in this process for 1,300 ms. Chunks of 128 MiB stop them for 11 to 16 ms, and 24 to
+44 ms. Chunks of 64 MiB stop them for 3 to 7 ms, and 13 to 22 ms, and take a fifth longer in all.
 
 The reaper calls `Chunks.reap` when the last view is gone.
 """
@@ -29,28 +29,28 @@ from .._sizes import format_bytes
 from ..errors import PinningError, StagingWarning
 
 _PAUSE_SECONDS = 0.01
-"""Between two chunks that are unregistered: each may wait for the device, and stop launches meanwhile."""
+"""Pause between unregistering two chunks: each call may wait for the device, and stop launches meanwhile."""
 
 Progress = Callable[[int, int], object]
 
 _living: dict[int, Chunks] = {}
-"""Those in use, by `id`, for stagers that meet a tensor."""
+"""The chunks in use, by `id`, in which stagers look for the memory of a tensor."""
 
 
 class Chunks:
     """Mapped memory whose parts are page-locked one after the other.
 
     Args:
-        memory: is owned.
-        ends: of the chunks, the last is the memory's.
-        progress: called with the bytes that are ready and the whole, after each chunk.
+        memory: the memory, which this object then owns.
+        ends: where chunks end; the last end is the memory's.
+        progress: called after each chunk with the bytes that are ready and the total.
         on_end: called when the memory has been given back.
 
     Attributes:
         kind: "registered", "allocated" or "pageable"; empty until the first chunk has decided it.
         reason: why it isn't registered; empty if it is.
         ready: bytes from the beginning that are touched, and page-locked if the kind is.
-        pid: of the process that it belongs to.
+        pid: the process that it belongs to.
         guards: events of work that uses the memory.
     """
 
@@ -66,17 +66,17 @@ class Chunks:
         self._is_over = self._stops = False
 
     def start(self) -> None:
-        """Begin, and wait until the first chunk has decided what kind of memory this is.
+        """Start, and wait until the first chunk has decided what kind of memory this is.
 
         Raises:
-            MemoryError, OSError: the kernel ran out of memory; all is given back.
+            MemoryError, OSError: the kernel ran out of memory; everything is given back.
         """
         reaper.start()
         try:
             try:
                 _thread.start_new_thread(self._run, ())
             except RuntimeError:
-                self._is_over = True  # else the memory would wait for the thread
+                self._is_over = True  # else `reap` would wait for the thread
                 raise
             with self._news:
                 self._news.wait_for(lambda: self.kind or self._is_over)
@@ -88,7 +88,7 @@ class Chunks:
         _living[id(self)] = self
 
     def is_ready(self, nbytes: int) -> bool:
-        """Say whether `wait` returns, or raises, at once."""
+        """Return whether `wait` returns, or raises, at once."""
         return self.ready >= nbytes or self._is_over
 
     def wait(self, nbytes: int, timeout: float | None) -> None:
@@ -101,12 +101,12 @@ class Chunks:
         with self._news:
             if not self._news.wait_for(lambda: self.is_ready(nbytes), timeout):
                 ready = f"{format_bytes(self.ready)} of {format_bytes(nbytes)} ready"
-                raise TimeoutError(f"the region isn't ready after {timeout} s: {ready}; wait longer, or for less")
+                raise TimeoutError(f"the region isn't ready after {timeout} s: {ready}; wait longer or for less")
         if self.ready < nbytes:
             raise PinningError(self.reason or "the region was closed before it was ready") from self._error
 
     def pieces(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return bytes as ranges that CUDA can copy, when they are ready; none if they are pageable. Blocks."""
+        """Return the ranges in which CUDA can copy bytes, once they are ready; none if they are pageable. Blocks."""
         with self._news:
             self._news.wait_for(lambda: self.is_ready(end))
         if self.kind == "pageable" or self.ready < end:
@@ -118,9 +118,9 @@ class Chunks:
         return self.ends[bisect_right(self.ends, start) : bisect_right(self.ends, end - 1)]
 
     def guard(self, event: Fence) -> None:
-        """Add an event that has to be done before the memory is given back; drop those that are done."""
+        """Add an event that has to be done before the memory is given back; drop events that are done."""
         before = self.guards
-        self.guards = (*before, event)  # first of all: a query may fail
+        self.guards = (*before, event)  # first, because a query may fail
         self.guards = (*(guard for guard in before if guard is not event and not guard.query()), event)
 
     # -- the thread that page-locks
@@ -132,7 +132,7 @@ class Chunks:
             if memory.device >= 0:
                 disregard_captures()
             self._begin()
-            with ThreadPoolExecutor(1, "pinstage-touch") as ahead:  # touches while the chunk before is registered
+            with ThreadPoolExecutor(1, "pinstage-touch") as ahead:  # touches a chunk while the one before is registered
                 chunks = list(pairwise(self.ends)) if self.ready < self.ends[-1] else []
                 touching = [ahead.submit(memory.touch, *chunk) for chunk in chunks[:1]]
                 for number, chunk in enumerate(chunks, 1):
@@ -145,7 +145,7 @@ class Chunks:
                     self._advance(chunk[1])
         except BaseException as error:  # noqa: BLE001 - raised by `start` and `wait`
             self._error = error
-            if self.kind and isinstance(error, REFUSALS):  # at the end of the program, threads can't be started
+            if self.kind and isinstance(error, REFUSALS):  # not if a thread can't be started at the program's end
                 self._become_pageable(error)
         finally:
             running.pop(self, None)
@@ -154,7 +154,7 @@ class Chunks:
                 self._news.notify_all()
 
     def _begin(self) -> None:
-        """Decide by the first chunk what kind of memory this is: registered, else allocated, else pageable."""
+        """Use the first chunk to decide what kind of memory this is: registered, else allocated, else pageable."""
         memory, end, kind = self.memory, self.ends[0], "pageable"
         if crawled := memory.touch_first(end):
             warn(crawled)
@@ -184,12 +184,12 @@ class Chunks:
         try:
             if self._progress is not None:
                 self._progress(end, self.ends[-1])
-        except Exception as error:  # noqa: BLE001 - the memory is as good as without it
+        except Exception as error:  # noqa: BLE001 - the memory doesn't depend on it
             self._progress = None
             warn(f"progress= of a region isn't called again, since it raised {error!r}")
 
     def _become_pageable(self, error: BaseException) -> None:
-        """Unregister all, since a later chunk was refused: copies of the rest would be slow, and across it fail."""
+        """Unregister all, since a later chunk was refused: copies of it would be slow, and copies across it fail."""
         done, nbytes = format_bytes(self.ready), self.ends[-1]
         text = f"page-locking was refused after {done} of {format_bytes(nbytes)}: {error}; {remedy(nbytes)}"
         self.kind, self.reason, self.ready = "pageable", text, 0
@@ -199,7 +199,7 @@ class Chunks:
     # -- the end
 
     def reap(self) -> bool:
-        """Give the memory back, unless it is in use; a task of the reaper's, when the last view is gone."""
+        """Give the memory back, unless it is in use. The reaper calls this when the last view is gone."""
         self._stops = True
         _living.pop(id(self), None)
         if not self._is_over or not all(guard.query() for guard in self.guards):
@@ -216,10 +216,10 @@ class Chunks:
             self._on_end()
 
     def _unregister(self) -> bool:
-        """Unregister all chunks, with pauses; say whether the memory can be given back."""
+        """Unregister all chunks, with pauses; return whether the memory can be given back."""
         is_free = True
         while self._registered and begin(self):
-            with contextlib.suppress(StagingWarning):  # made an error
+            with contextlib.suppress(StagingWarning):  # if it is turned into an error
                 is_free = self.memory.unregister(*self._registered.pop()) and is_free
             running.pop(self)
             time.sleep(_PAUSE_SECONDS)
@@ -229,7 +229,7 @@ class Chunks:
 def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Return the ranges in which CUDA can copy a dense tensor's memory without the host; empty if it can't.
 
-    Of a region, the ranges end where chunks do, and are waited for.
+    In a region, the ranges end where chunks do, and this call waits until they are ready.
 
     Returns:
         Offsets in bytes from the tensor's beginning: where each range begins and ends.

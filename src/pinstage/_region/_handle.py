@@ -1,4 +1,4 @@
-"""How another process gets the memory of a region: its descriptor."""
+"""Sharing the memory of a region with another process, by its file descriptor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._places import Nest
 
 
 class RegionPlan(NamedTuple):
-    """The description of a region, in every process."""
+    """The description of a region, the same in every process."""
 
     nbytes: int
     chunk_bytes: int
@@ -19,15 +19,15 @@ class RegionPlan(NamedTuple):
     huge_page_bytes: int
     budget: HostBudget | None
     nest: Nest | None
-    """Where tensors are; None if it was made of a size."""
+    """Where tensors are; None if the region was made from a size."""
 
 
 class RegionHandle:
-    """Says how to map a `HostRegion` in another process, by `HostRegion.from_handle`; it keeps the memory alive.
+    """Lets `HostRegion.from_handle` map a region in another process. A handle keeps the memory alive.
 
     Picklable by ``multiprocessing`` and ``torch.multiprocessing``, as an argument of a process or through a queue or
-    pipe: the descriptor of the memory is inherited, or sent over a socket of the process that pickles it. Send it to
-    each process by itself: a pickle can be unpickled once.
+    pipe: the descriptor of the memory is inherited, or sent over a socket of the process that pickles it. Pickle it
+    separately for each process: a pickle can be unpickled only once.
     """
 
     __slots__ = ("_ends", "_fd", "_plan")

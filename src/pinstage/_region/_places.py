@@ -24,7 +24,7 @@ class Place(NamedTuple):
     """In elements; dense."""
 
     def has_rows_of(self, row_bytes: int) -> bool:
-        """Say whether the first dimension, which is the outermost, advances by a multiple of a number of bytes."""
+        """Return whether the first dimension is the outermost in memory, and advances by a multiple of `row_bytes`."""
         step = self.stride[0] * self.dtype.itemsize if self.shape else self.nbytes
         return step * (*self.shape, 1)[0] == self.nbytes and step % row_bytes == 0
 
@@ -39,7 +39,7 @@ class Nest(NamedTuple):
 
 
 def arrange(tree: Any) -> Nest:
-    """Give each tensor of a tree a place, in its order; tensors that appear twice get one.
+    """Give each tensor of a tree a place, in order; a tensor that appears twice gets one place.
 
     Raises:
         LayoutError: a tensor has no dense memory: it is sparse, quantised, nested, or of a subclass.
@@ -68,8 +68,8 @@ def arrange(tree: Any) -> Nest:
 def ends_of_chunks(pieces: Iterable[tuple[int, int, int]], nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
     """Decide where chunks end.
 
-    The cases: a piece that doesn't fit into the chunk before it begins another one; a piece of more than a chunk is cut
-    at multiples of its unit if it has one, else it is a chunk by itself.
+    A piece that doesn't fit into the current chunk begins another one. A piece of more than a chunk is cut at multiples
+    of its unit; without a unit, it is a chunk by itself.
 
     Args:
         pieces: offset, bytes and unit of each, in order; a unit of 0 means that it isn't cut.
@@ -89,10 +89,10 @@ def ends_of_chunks(pieces: Iterable[tuple[int, int, int]], nbytes: int, chunk_by
 
 
 def check_is_whole(place: Place, inside: Sequence[int], row_bytes: int | None, chunk_bytes: int) -> None:
-    """Refuse a tensor if the copy of a single row could touch two chunks.
+    """Refuse a tensor that crosses the end of a chunk, unless each of its rows is in one chunk.
 
     Raises:
-        ValueError: it could.
+        ValueError: the copy of a single row could touch two chunks.
     """
     has_rows = row_bytes and place.has_rows_of(row_bytes)
     if inside and not (has_rows and all((border - place.offset) % row_bytes == 0 for border in inside)):  # type: ignore[operator]

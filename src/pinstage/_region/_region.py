@@ -26,44 +26,47 @@ class HostRegion:
     """A large range of page-locked host memory, of an exact size, for caches, weights and optimizer states.
 
     The constructor maps all of it, page-locks the first chunk, and returns; threads touch and page-lock the rest in the
-    background. Until `query` is true the memory is for the CPU. A `Stager` waits for the bytes that it copies. Call
-    `synchronize` before torch copies any itself.
+    background. Until `query` returns True, use the memory on the CPU only. A `Stager` waits for the bytes that it
+    copies. Call `synchronize` before torch copies any itself.
 
     **Borders.** Each chunk is a registration of its own, and CUDA refuses a copy that touches two (``invalid
-    argument``). So `tensor` gives no view across the end of a chunk, unless `row_bytes` says where chunks may end: then
-    you may copy single rows of it, and a stager copies any part, while torch's own copy of several rows can fail.
+    argument``). So `tensor` refuses a view across the end of a chunk, unless `row_bytes` says where chunks may end.
+    Then you may copy single rows of the view, and a stager copies any part, while torch's own copy of several rows can
+    fail.
 
-    **Lifetime.** Views keep the memory. It is freed when the region is closed or dropped, all views are gone, and the
-    events of `guard` are done: a thread unregisters a chunk at a time, with pauses. Each may wait for the device, and
-    stop launches meanwhile, so close a region in idle moments. At the end of the process nothing is unregistered, and a
-    process that is killed leaves nothing.
+    **Lifetime.** Views keep the memory alive. It is freed when the region is closed or dropped, all views are gone, and
+    the events of `guard` are done: a thread unregisters one chunk at a time, with pauses. Each chunk may wait for the
+    device, and stop launches meanwhile, so close a region in idle moments. At the end of the process nothing is
+    unregistered, and a process that is killed leaves nothing behind.
 
-    **Fork.** Ordinary regions aren't inherited by forked children: touching a view ends the child. Views of one with
-    ``shared=True`` stay valid there, `tensor` and `tree` too; its other methods raise `PinningError`.
+    **Fork.** Ordinary regions aren't inherited by forked children: touching a view ends the child. Views of a region
+    with ``shared=True`` stay valid there, and `tensor` and `tree` work; `query`, `synchronize`, `guard` and `handle`
+    raise `PinningError`.
 
     Args:
         nbytes: an int, or text such as ``"48GiB"``; more than 0. Rounded up to whole pages.
-        budget: the `HostBudget` that it is counted in; None for none.
+        budget: the `HostBudget` that it counts against; None for none.
         shared: whether other processes can map the same bytes, by `handle`. Such memory has pages of 4 KiB, unless
             ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise`` or you ask for explicit huge pages.
         numa_node: the NUMA node that pages are taken from; "auto" for the device's, None for the kernel's choice.
-        huge_pages: "auto": the kernel joins pages where it can; if that crawls, it is stopped, with a warning. "2MiB"
-            or "1GiB": explicit huge pages, which root has to reserve (``vm.nr_hugepages``).
-        chunk_bytes: size of a chunk. Smaller ones stop neighbours for a shorter time, larger ones take less in all.
+        huge_pages: "auto" lets the kernel use huge pages where it can; if that is too slow, it is stopped, with a
+            warning. "2MiB" or "1GiB" takes explicit huge pages, which root has to reserve (``vm.nr_hugepages``).
+        chunk_bytes: size of a chunk. Smaller chunks stop neighbours for a shorter time, larger ones take less time in
+            all.
         row_bytes: chunks end at multiples of this number of bytes; None lets them end anywhere.
-        device: whose context page-locks; None for the current CUDA device, "cpu" for pageable memory. All devices can
-            copy from it.
+        device: the device whose context page-locks; None for the current CUDA device, "cpu" for pageable memory. All
+            devices can copy from it.
         progress: called from another thread as ``progress(ready_bytes, nbytes)``, after each chunk.
 
     Raises:
         MemoryError: the machine or the control group has less memory left, or too few huge pages are reserved.
         BudgetExceededError: the budget is smaller than the region.
         AcquireTimeoutError: the rest of the budget is in use.
-        ValueError: a size is 0 or can't be read, or another argument has no such value.
+        ValueError: a size is 0 or can't be read, or another argument has an invalid value.
 
     Where CUDA refuses to register memory (confidential computing, some containers), a region that isn't shared takes
-    its memory from ``cudaHostAlloc``; then the constructor blocks for all of it. Where there is no CUDA, or that is
-    refused too, the region is pageable. `kind` and `reason` say which and why. If a later chunk is refused, all are
+    its memory from ``cudaHostAlloc``; then the constructor blocks for all of it. Without CUDA, or if that is refused
+    too, the region is pageable. `kind` and `reason` say which and why. If a later chunk is refused, all are
     unregistered, a `StagingWarning` says so, and `synchronize` raises.
 
     All methods may be called from any thread.
@@ -86,7 +89,7 @@ class HostRegion:
     ) -> None:
         if huge_pages not in ("auto", "2MiB", "1GiB"):
             raise ValueError(f"huge_pages must be 'auto', '2MiB' or '1GiB': {huge_pages!r}")
-        given: Any = nbytes  # a size, or what `empty_like` has arranged
+        given: Any = nbytes  # a size, or the `Nest` of `empty_like`
         nest = given if isinstance(given, Nest) else None
         size = _positive("nbytes", given if nest is None else nest.nbytes)
         row = None if row_bytes is None else _positive("row_bytes", row_bytes)
@@ -113,7 +116,7 @@ class HostRegion:
         device: torch.device | str | int | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> HostRegion:
-        """Make a region with a place for each tensor of a tree, whose views `tree` returns.
+        """Make a region with a place for each tensor of a tree; `tree` returns the views.
 
         Chunks end where tensors end. A tensor of more than `chunk_bytes` is one chunk, unless its first dimension
         advances by a multiple of `row_bytes`: then chunks end at multiples of it from the tensor's beginning.
@@ -132,7 +135,7 @@ class HostRegion:
 
         Raises:
             LayoutError: a tensor is sparse, quantised, nested or of a subclass.
-            ValueError: the tree has no tensor with elements; and as the class, which raises other errors, too.
+            ValueError: the tree has no tensor with elements. Errors of the class are raised, too.
         """
         nest: Any = arrange(tree)
         return cls(
@@ -148,11 +151,11 @@ class HostRegion:
         all processes have closed it or ended.
 
         Args:
-            handle: what `handle` returned there.
-            device: whose context page-locks; see the class.
+            handle: from the region's `handle` in that process.
+            device: the device whose context page-locks; see the class.
 
         Raises:
-            OSError: this process may open or map no more files.
+            OSError: this process can't open or map more files.
         """
         region = cls.__new__(cls)
         plan, page = handle._plan, handle._plan.huge_page_bytes
@@ -163,7 +166,7 @@ class HostRegion:
     def _begin(
         self, plan: RegionPlan, memory: HostRange, ends: tuple[int, ...], progress: Callable[[int, int], object] | None
     ) -> None:
-        """Count the memory, begin to page-lock it, and see that it is freed."""
+        """Count the memory in the budget, begin to page-lock it, and arrange that it is freed."""
         self._plan = plan
         self._exporter: Any = None
         try:
@@ -182,7 +185,7 @@ class HostRegion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes asked for, or up to the end of the tree's last tensor; without what rounds it up to whole pages."""
+        """Bytes asked for, or up to the end of the tree's last tensor, without rounding up to whole pages."""
         return self._plan.nbytes
 
     @property
@@ -198,16 +201,16 @@ class HostRegion:
     def tensor(
         self, shape: tuple[int, ...] | int | None = None, dtype: torch.dtype = torch.uint8, *, offset: int = 0
     ) -> torch.Tensor:
-        """Return a part of the region as a contiguous tensor, which keeps the memory alive. It is zero at first.
+        """Return a part of the region as a contiguous tensor, which keeps the memory alive. It holds zeros at first.
 
         Args:
-            shape: of the tensor; None for all elements from `offset` on, in one dimension.
+            shape: the tensor's; None for all elements from `offset` on, in one dimension.
             dtype: torch's.
-            offset: of the first byte, a multiple of the dtype's size.
+            offset: the first byte, a multiple of the dtype's size.
 
         Raises:
             ValueError: it doesn't fit the region, or it crosses the end of a chunk (see the class).
-            PinningError: the region is closed, or this is a forked child that hasn't the memory.
+            PinningError: the region is closed, or this is a forked child without the memory.
         """
         self._check(inherits=True)
         size = dtype.itemsize
@@ -228,7 +231,7 @@ class HostRegion:
     def tree(self) -> Any:
         """Return the tree that `empty_like` was given, with views of the region in the places of its tensors.
 
-        Leaves that aren't tensors are those of that tree. Views keep the memory alive.
+        Other leaves are the same objects as in that tree. Views keep the memory alive.
 
         Raises:
             ValueError: the region was made without a tree.
@@ -236,10 +239,10 @@ class HostRegion:
         """
         if self._plan.nest is None:
             raise ValueError(
-                "the region has no tree: it was made of a size; use HostRegion.empty_like(tree), or tensor()"
+                "the region has no tree: it was made from a size; use HostRegion.empty_like(tree), or tensor()"
             )
         structure, leaves, _ = self._plan.nest
-        views = {id(place): self._view(place) for place in leaves if isinstance(place, Place)}  # one for a tied tensor
+        views = {id(place): self._view(place) for place in leaves if isinstance(place, Place)}  # tied tensors share one
         return structure.rebuild([views.get(id(leaf), leaf) for leaf in leaves])
 
     def _view(self, place: Place) -> torch.Tensor:
@@ -251,7 +254,7 @@ class HostRegion:
         return flat.as_strided(place.shape, place.stride, 0)
 
     def query(self) -> bool:
-        """Say whether all of the region is ready, so that `synchronize` returns, or raises, at once. Doesn't block."""
+        """Return whether `synchronize` returns, or raises, at once: all of the region is ready. Doesn't block."""
         self._check()
         return self._chunks.is_ready(self._plan.nbytes)
 
@@ -259,7 +262,7 @@ class HostRegion:
         """Wait until the region is ready, page-locked if its kind is.
 
         Args:
-            nbytes: waits for that many bytes from its beginning; None for all.
+            nbytes: the number of bytes from its beginning to wait for; None for all.
             timeout: seconds; None waits as long as it takes.
 
         Raises:
@@ -273,24 +276,24 @@ class HostRegion:
         size = self._plan.nbytes if nbytes is None else parse_bytes(nbytes)
         if size > self._plan.nbytes:
             raise ValueError(
-                f"the region has {self._plan.nbytes} bytes, and {size} can't be waited for; pass at most these"
+                f"the region has {self._plan.nbytes} bytes, fewer than the {size} to wait for; pass at most its nbytes"
             )
         self._chunks.wait(size, timeout)
 
     def guard(self, event: Fence) -> None:
         """Keep the memory until an event is done, even if the region and all views are dropped. Doesn't block.
 
-        For copies that torch makes without waiting (``non_blocking=True``), or your own kernels. A stager's copies need
-        none. Events that are done are dropped when another is added.
+        Use it for copies that torch makes without waiting (``non_blocking=True``), and for your own kernels. A stager's
+        copies don't need it. Events that are done are dropped when another is added.
 
         Args:
-            event: recorded behind the work; a stream will do, too.
+            event: recorded behind the work; a stream works, too.
         """
         self._check()
         self._chunks.guard(event)
 
     def handle(self) -> RegionHandle:
-        """Return what another process needs for `from_handle`.
+        """Return a handle, with which another process can map the region by `from_handle`.
 
         Raises:
             ValueError: the region wasn't made with ``shared=True``.
@@ -305,8 +308,8 @@ class HostRegion:
     def close(self) -> None:
         """Refuse new views, and free the memory when the last view is gone. May be called again.
 
-        Doesn't block: a thread unregisters the chunks. Each may wait for the device (64 chunks 13 s behind kernels of
-        0.2 s), so call this in idle moments.
+        Doesn't block: a thread unregisters the chunks. Each chunk may wait for the device (64 chunks took 13 s behind
+        kernels of 0.2 s), so call this in idle moments.
         """
         self._exporter = None
 

@@ -1,4 +1,4 @@
-"""The five verbs in order: acquire, pack, copy, unpack, release.
+"""The five steps of staging: acquire, pack, copy, unpack, release.
 
 ::
 
@@ -9,7 +9,7 @@
 
 A few small leaves, and batches of at most 64 KiB, take no slab; see `Stager._send`.
 
-Here the pool, which counts bytes, and the layout, which knows shapes, meet.
+This package joins the pool, which counts bytes, and the layout, which knows shapes.
 """
 
 from ._device import Arrival, EventGroup, HostCopy, Target, Targets, shared_targets, target_for, wait_here

@@ -1,7 +1,7 @@
-"""Reading a source, and staging its batches, in a thread ahead of the loop.
+"""Reads a source and stages its batches in a thread, ahead of the loop.
 
-The source's ``next()`` may sleep, or block forever, and nothing can end it. While the thread is there, only a caller
-that is about to read the same source waits for it. While it stages, the end of the program waits for it, too.
+The source's ``next()`` may sleep or block forever, and nothing can end it. While the thread is in ``next()``, only a
+caller that is about to read the same source waits for it. While it stages, the end of the program waits for it, too.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _WAIT_SECONDS = 60.0
 """Seconds that a pass waits for the thread of an earlier one, if the loader has no timeout of its own."""
 
 _GRACE_SECONDS = 0.2
-"""Seconds that the end of the program waits for a thread in the source to return, and to end by an exception. Before
-Python 3.14 a thread that wants the interpreter lock during finalisation is ended where it is, and the C++ of a call of
-torch aborts the process then. A thread that sleeps, or waits for workers, is in C and can be left behind."""
+"""Seconds that the end of the program waits for a thread to leave the source, and again for it to end by an exception.
+Before Python 3.14, a thread that wants the interpreter lock during finalisation is ended where it is. In a call of
+torch, its C++ then aborts the process. A thread that sleeps or waits for workers is in C, and can be left behind."""
 
 _threads: dict[Any, weakref.ref[Reading]] = {}
-"""The threads that are there: the pass of each, by the lock that it holds until its end."""
+"""The pass of each running thread, by the lock that the thread holds until its end."""
 
 
 def surroundings_of(target: Target) -> Callable[..., None]:
-    """Return a function that calls another one in a thread that is as the calling thread is now.
+    """Return a function that calls another one, in another thread, with the present settings of the calling thread.
 
-    Only the current stream is another one: that of the target, on which all is sent then.
+    Only the current stream differs: it is the target's own, which then carries all copies.
     """
     device, grad = as_called_here(), torch.is_grad_enabled()
     modes: list[AbstractContextManager[Any]] = [torch.inference_mode(torch.is_inference_mode_enabled())]
@@ -74,25 +74,25 @@ class Exhausted(Exception):  # noqa: N818 - handed over behind the last batch
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Behind the last batch of a thread that ended before the source did."""
+    """Follows the last batch of a thread that ended before the source did."""
 
 
 class Reading:
-    """One pass over a source: batches are read and staged ahead, and handed over in their turn.
+    """One pass over a source: batches are read and staged ahead, and handed over in order.
 
-    They are read in the loop's thread, when it asks for a batch, or after `start` in a thread of their own. The thread
-    refers to the pass only while it has something to do. Else a pass that is in a cycle of garbage would be kept alive
-    by its own thread.
+    The loop's thread reads them when it asks for a batch. After `start`, another thread reads them. That thread refers
+    to the pass only while it has something to do. Otherwise, a pass in a cycle of garbage would be kept alive by its
+    own thread.
 
     Args:
         source: the iterable, which identifies other passes over it.
-        read: reads a batch, and what the source says of itself then; None at the end. This is the source's code.
+        read: runs the source's code: returns a batch and the source's state after it, or None at the end.
         stage: stages the batch.
-        depth: how many batches may wait.
+        depth: number of batches that may wait.
     """
 
     thread = 0
-    """Its identifier."""
+    """The thread's identifier."""
 
     def __init__(
         self, source: object, read: Callable[[], tuple[Any, Any] | None], stage: Callable[[Any], Any], depth: int
@@ -124,20 +124,20 @@ class Reading:
             del _threads[until_the_end]
             return
         self._pid = os.getpid()
-        for _ in range(self._depth - 1):  # one more when the loop has the batch that is there already
+        for _ in range(self._depth - 1):  # `advance` adds one when the loop has taken the batch that is ready
             self.advance()
 
     def get(self) -> Any:
-        """Return the next batch, staged, and what the source said of itself. Blocks until it is there.
+        """Return the next batch, staged, and the source's state after it. Blocks until the batch is there.
 
         Raises:
-            PinstageError: in a forked child.
-            BaseException: of the source or of staging, behind the batches before it; `Exhausted` behind the last one.
+            PinstageError: this process is a forked child.
+            BaseException: the source or staging failed; raised after the batches before it. `Exhausted` after the last.
         """
         if self._pid is not None:
             if os.getpid() != self._pid:
                 raise PinstageError(
-                    f"cannot go on with a pass of process {self._pid} in process {os.getpid()}: the thread that reads "
+                    f"cannot continue a pass of process {self._pid} in process {os.getpid()}: the thread that reads "
                     f"the {type(self.source).__name__} is not in a forked child; begin a pass with a stager of this "
                     "process"
                 )
@@ -150,7 +150,7 @@ class Reading:
         return self._ready.get()
 
     def read_here(self) -> bool:
-        """Read and stage a batch in the calling thread; say whether there may be another one."""
+        """Read and stage a batch in the calling thread; return whether there may be another one."""
         try:
             if _threads:
                 stop_reading(self.source)
@@ -160,17 +160,17 @@ class Reading:
         return self._goes_on
 
     def advance(self) -> None:
-        """Note that the loop has a batch, so that the thread may stage another one."""
+        """Note that the loop has taken a batch, so that the thread may stage another one."""
         if self._pid is not None:
             self._room.put(None)
 
     def stop(self) -> None:
-        """Have the thread end when it has handed over what it reads now. The pass goes on without it."""
+        """Make the thread end after the batch that it is reading. The pass goes on without it."""
         self._is_stopped = True
         self._room.put(None)
 
     def leave(self) -> None:
-        """Drop the batches that wait, and have the thread end. Does not block; finalisers call it."""
+        """Drop the batches that wait, and make the thread end. Does not block; finalisers call it."""
         self.is_left = True
         self.stop()
         self._ready = HandOver()
@@ -178,7 +178,7 @@ class Reading:
     # -- either thread
 
     def _hand_over(self, read: tuple[Any, Any] | BaseException | None) -> bool:
-        """Stage the batch that was read, and hand it over; say whether there may be more."""
+        """Stage the batch that was read, and hand it over; return whether there may be more."""
         if read is None or isinstance(read, BaseException):
             self._ready.put(Exhausted() if read is None else read)
             return False
@@ -190,18 +190,18 @@ class Reading:
     # -- the thread
 
     def step(self) -> bool:
-        """Read a batch, stage it and hand it over; say whether there may be another step."""
+        """Read a batch, stage it and hand it over; return whether there may be another step."""
         if self._is_stopped:
             self._ready.put(_Stopped())
             if self.is_left:
-                del self._read  # the last reference to a generator, perhaps, whose end is the source's code
+                del self._read  # perhaps the last reference to a generator: closing it runs the source's code
             return False
         read: tuple[Any, Any] | BaseException | None = None
         try:
             read = self._read()
         except BaseException as error:  # noqa: BLE001 - raised when its turn comes
             read = error
-        while not begin(self):  # too late for anything
+        while not begin(self):  # the program is ending
             time.sleep(_WAIT_SECONDS)
         try:
             return self.is_left or self._hand_over(read)
@@ -217,7 +217,7 @@ class Reading:
 def _serve(call: Callable[..., None], me: weakref.ref[Reading], room: SimpleQueue[Any], until_the_end: Any) -> None:
     try:
         call(_work, me, room)
-    except BaseException as error:  # noqa: BLE001 - of the surroundings; the loop waits
+    except BaseException as error:  # noqa: BLE001 - of `surroundings_of`; the loop waits for it
         reading = me()
         if reading is not None:
             reading._hand_over(error)
@@ -240,12 +240,12 @@ def _work(me: weakref.ref[Reading], room: SimpleQueue[Any]) -> None:
 
 
 def stop_reading(source: object) -> None:
-    """See that no thread reads a source, since the caller is about to. Blocks until its ``next()`` has returned.
+    """End any thread that reads a source, since the caller is about to. Blocks until its ``next()`` has returned.
 
     Two threads on one iterator, such as that of a torch loader with persistent workers, would lose batches.
 
     Raises:
-        PinstageError: it did not return within the loader's ``timeout``, or within a minute.
+        PinstageError: ``next()`` did not return within the loader's ``timeout``, or within a minute.
     """
     for until_the_end, reading in _readings():
         if reading.source is not source:
@@ -255,7 +255,7 @@ def stop_reading(source: object) -> None:
         if not until_the_end.acquire(timeout=seconds):
             raise PinstageError(
                 f"cannot read the {type(source).__name__}: the thread of an earlier pass has not left it after "
-                f"{seconds:g} s{_place_of(reading.thread)}; see what that waits for, or pass background=False"
+                f"{seconds:g} s{_place_of(reading.thread)}; find out what it waits for, or pass background=False"
             )
         until_the_end.release()
 
@@ -276,20 +276,20 @@ def _place_of(thread: int) -> str:
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-@atexit.register  # before the reaper's, which waits for running tasks
+@atexit.register  # runs before the reaper's, which waits for running tasks
 def _end() -> None:
     for _, reading in _readings():
         reading.stop()
     if _are_left() and sys.version_info < (3, 14):
         for _, reading in _readings():
-            if reading not in running:  # a loop over calls of torch ends between them
+            if reading not in running:  # the exception ends a loop over calls of torch between two calls
                 thread, error = ctypes.c_ulong(reading.thread), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
         _are_left()
 
 
 def _are_left() -> bool:
-    """Wait a moment for the threads; say whether any is still there."""
+    """Wait a moment for the threads to end; return whether any is left."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while _threads and time.monotonic() < deadline:
         time.sleep(0.001)

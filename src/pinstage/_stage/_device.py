@@ -1,4 +1,4 @@
-"""Devices, as staging uses them, for CUDA and the CPU: streams and events, copies to it, and copies from it."""
+"""Devices for staging, CUDA and the CPU: streams and events, copies to the device, and copies from it."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from ..errors import CudaUnavailableError
 E = TypeVar("E", bound=torch.cuda.Event)
 
 UNSHARED = next(map(sys.getrefcount, [object()]))
-"""The answer of `sys.getrefcount` for an object that only a list refers to, asked in this way."""
+"""The result of `sys.getrefcount`, called in this way, for an object that only a list refers to."""
 
 _TYPES = ATOM_TYPES, WRAPPERS
-"""Types of leaves that stay as they are, but for those of the second set."""
+"""Types of leaves that stay as they are, and types of wrappers, whose contents are used without them."""
 
 _NO_CONTEXT = 201
 """``CUDA_ERROR_INVALID_CONTEXT``: no device is current for the driver in this thread."""
 
 _EVENTS_KEPT = 32
-"""Events that are looked at again before new ones take their place: a loop that runs ahead needs a dozen."""
+"""Number of events that a cache keeps even while they are in use. A loop that runs ahead needs a dozen."""
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-    """Make a stream current, and its device."""
+    """Make a stream and its device current."""
     if cuda_calls().device() != stream.device_index:
         return _on_device_and_stream(stream)
     return _OnStream(stream)
 
 
 class _OnStream:
-    """``torch.cuda.stream`` for a stream of the current device, without the 31 us that it takes."""
+    """``torch.cuda.stream`` for a stream of the current device, but without its cost of 31 us."""
 
     __slots__ = ("_previous", "_stream")
 
@@ -74,17 +74,17 @@ class _OnStream:
 
 @contextmanager
 def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Do what ``torch.cuda.stream`` does for a stream of another device, but make no context on the one gone back to.
+    """Do what ``torch.cuda.stream`` does for a stream of another device, but create no context on the previous device.
 
-    torch goes back by ``cudaSetDevice``, which makes one since CUDA 12; ``torch.cuda.device`` looks first whether there
-    is one.
+    ``torch.cuda.stream`` restores that device by ``cudaSetDevice``, which creates a context since CUDA 12.
+    ``torch.cuda.device`` checks first whether there is a context.
     """
     with torch.cuda.device(stream.device_index), _OnStream(stream):
         yield
 
 
 class EventCache(Generic[E]):
-    """Events of one device, each recorded again when nothing else refers to it: making and ending one takes longer.
+    """Events of one device, each recorded again when nothing else refers to it, which is faster than making a new one.
 
     May be used by several threads.
 
@@ -94,7 +94,7 @@ class EventCache(Generic[E]):
 
     def __init__(self, make: Callable[[], E]) -> None:
         self._make = make
-        self._made: deque[E] = deque()  # the one recorded longest ago comes first
+        self._made: deque[E] = deque()  # least recently recorded first
 
     def record(self, stream: Any) -> E:
         """Mark this point of a stream."""
@@ -120,17 +120,17 @@ class EventCache(Generic[E]):
 
 AT_ONCE_BYTES = 64 * 1024
 """Copies of at most this size to a device are asynchronous with respect to the host, from pageable memory too (CUDA
-Programming Guide, Asynchronous Concurrent Execution). The driver keeps the bytes until the stream is there. Without a
-slab, and a stream to wait for, four leaves of 1 KiB take 0.03 ms instead of 0.05."""
+Programming Guide, Asynchronous Concurrent Execution). The driver keeps the bytes until the stream reaches the copy.
+Without a slab and a second stream, four leaves of 1 KiB take 0.03 ms instead of 0.05 ms."""
 
 
 _MOST_COPIES_AT_ONCE, _MOST_BYTES_AT_ONCE = 512, 2 * 1024 * 1024
-"""Half of what the driver holds of such copies for a stream that is not there yet: 1,021, or 4,000 KiB, on an H100 with
-driver 580. One more waits for the device."""
+"""Half of the copies that the driver holds for a stream that hasn't reached them: it holds 1,021 copies, or 4,000 KiB,
+on an H100 with driver 580. The next copy waits for the device."""
 
 
 class AtOnce:
-    """Counts copies from ordinary memory that the driver may still hold. By guess, if several threads send.
+    """Counts copies from ordinary memory that the driver may still hold. The count is a guess if several threads send.
 
     Args:
         record: marks a point of a stream.
@@ -139,11 +139,11 @@ class AtOnce:
     def __init__(self, record: Callable[[Any], Any]) -> None:
         self._record = record
         self._copies = self._bytes = 0
-        self._marked_copies = self._marked_bytes = 0  # of these, behind some mark
-        self._marks: deque[tuple[Any, int, int]] = deque()  # event, and the totals up to it
+        self._marked_copies = self._marked_bytes = 0  # the part of these that a mark covers
+        self._marks: deque[tuple[Any, int, int]] = deque()  # event, and the counts since the previous mark
 
     def has_room(self) -> bool:
-        """Say whether a few more copies will not wait for the device."""
+        """Return whether a few more copies can be sent without waiting for the device."""
         if self._copies < _MOST_COPIES_AT_ONCE and self._bytes < _MOST_BYTES_AT_ONCE:
             return True
         marks = self._marks
@@ -171,7 +171,7 @@ class HostCopy(NamedTuple):
     here: torch.Tensor
     """uint8 ``[n]`` on the host."""
     owned: bool
-    """Whether only the copy uses `there`; else it is the caller's tensor itself."""
+    """Whether only the copy uses `there`. If not, it is the caller's own tensor."""
 
 
 class Arrival(NamedTuple):
@@ -180,27 +180,27 @@ class Arrival(NamedTuple):
     there: torch.Tensor
     """uint8 ``[n]`` on the device."""
     event: Fence | None
-    """Behind the copy; None where it is done."""
+    """Behind the copy; None if it is done."""
     stream: Any
-    """That its memory belongs to."""
+    """The stream that the memory of `there` belongs to."""
 
 
 class Target:
-    """A device, to which batches are copied, and from which tensors are.
+    """A device that batches are copied to, and tensors are copied from.
 
-    This one is the CPU: a copy is done when the call returns. May be used by several threads.
+    This base class is the CPU: a copy is done when the call returns. May be used by several threads.
     """
 
     device = torch.device("cpu")
     stream: Any = None
-    """The stream of its own for copies to it, which is done when none is under way; None without streams."""
+    """Our stream for copies to the device, idle when no copy is under way; None for a device without streams."""
     out_stream: Any = None
-    """The same for copies from it: the bus carries both directions at once."""
+    """Our stream for copies from the device: the bus carries both directions at once."""
 
     # -- streams
 
     def is_capturing(self) -> bool:
-        """Say whether a graph is being captured on the caller's current stream: no event may be asked then."""
+        """Return whether a graph is being captured on the caller's current stream. Don't query events then."""
         return False
 
     def selected(self) -> AbstractContextManager[Any]:
@@ -208,73 +208,74 @@ class Target:
         return NOTHING
 
     def in_background(self) -> AbstractContextManager[Any]:
-        """Make the device current in our thread, which may send and ask events whatever the others do."""
+        """Make the device current in our thread, which may send and query events even while other threads capture."""
         return NOTHING
 
     def use_own_stream(self) -> None:
-        """Let all further work of this thread on the device go to `stream`."""
+        """Make `stream` current for all further work of this thread on the device."""
 
     def consumer(self, stream: Any) -> Any:  # noqa: ARG002
-        """Return the stream that is meant: the current one for None; None without streams."""
+        """Return the given stream, or the current one for None; None for a device without streams."""
         return None
 
     def is_default(self) -> bool:
-        """Say whether the caller's current stream is the device's default one."""
+        """Return whether the caller's current stream is the device's default one."""
         return True
 
     def record(self, stream: Any) -> Fence | None:  # noqa: ARG002
-        """Mark this point of a stream; None without streams."""
+        """Mark this point of a stream by an event; None for a device without streams."""
         return None
 
     def wait(self, event: Any, stream: Any) -> None:
-        """Let a stream wait for an event."""
+        """Make a stream wait for an event."""
 
     def hand_over(self, event: Fence | None, tensors: list[torch.Tensor], consumer: Any) -> None:
-        """Order the consumer's stream behind an event, and keep tensors' memory while that stream uses it.
+        """Make the consumer's stream wait for an event, and keep tensors' memory while that stream uses it.
 
         Args:
-            event: what `record` returned.
-            tensors: on the device.
-            consumer: what `consumer` returned.
+            event: the result of `record`.
+            tensors: tensors on the device.
+            consumer: the result of `consumer`.
         """
 
     # -- to the device
 
     def blocks(self, table: Table, sharing: Sharing, stream: Any) -> Blocks:  # noqa: ARG002
-        """Make the tensors of a batch, which belong to a stream. While the device is `selected`.
+        """Make the tensors of a batch, whose memory belongs to a stream. The device must be `selected`.
 
         Args:
-            table: of the batch.
+            table: the batch's table.
             sharing: which leaves share memory.
-            stream: that writes them first: the current one, or `stream`.
+            stream: the stream that writes them first: the current one, or `stream`.
         """
         return make_blocks(table, sharing, self.device)
 
     def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
-        """Move a few small leaves, each to a tensor of its own, on the current stream; they have been read then.
+        """Copy a few small leaves, each to its own tensor, on the current stream. Returns when they have been read.
 
         Args:
-            leaves: of a batch.
-            existing: the tensors that they go to, in their places; None for new ones.
+            leaves: the leaves of a batch.
+            existing: the destination of each leaf, in the same order; None makes new tensors.
 
         Returns:
-            What stands for these leaves, how many were moved, their bytes, and the number of copies; None if they are
-            too many, too large, or not plain, the stream is captured, or the copies would wait for the device.
+            The leaves of the result, the number of copied leaves, their bytes, and the number of copies. None if the
+            leaves are too many, too large, or not plain, if the stream is captured, or if the copies would wait for the
+            device.
         """
         more = () if existing is None else (existing,)
         return _native.core.move_few(leaves, _TYPES, 0, 0, 0, *more)  # type: ignore[no-any-return]
 
     def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:
-        """Copy bytes of a host slab to their places; return the number of copies. While the device is `selected`.
+        """Copy bytes of a host slab to their places; return the number of copies. The device must be `selected`.
 
-        Not torch's ``copy_``: its threads wait for busy CPUs, for milliseconds at a time.
+        This doesn't call torch's ``copy_``, whose threads wait for busy CPUs, for milliseconds at a time.
 
         Args:
-            blocks: of the batch.
+            blocks: the batch's blocks.
             host: address of the host slab.
             start: first byte.
-            end: behind the last one.
-            stream: on which.
+            end: the byte behind the last one.
+            stream: the stream that copies.
             pinned: whether the slab is page-locked.
         """
         args = host, start, end, getattr(stream, "cuda_stream", 0), pinned
@@ -287,7 +288,7 @@ class Target:
         return copies if copies >= 0 else self.copy(blocks, host, 0, parts.table.nbytes, stream, pinned=pinned)
 
     def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:
-        """Copy ranges of leaves, as `Borrowed.leaves` has them, from page-locked memory; otherwise as `copy`."""
+        """Copy ranges of leaves, given as in `Borrowed.leaves`, from page-locked memory; otherwise as `copy`."""
         args = leaves, getattr(stream, "cuda_stream", 0)
         copies = blocks.copy_leaves(*args)
         return copies if copies >= 0 else self._again(copies, blocks.copy_leaves, *args)
@@ -295,7 +296,7 @@ class Target:
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
         """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when the call returns.
 
-        For a stream that is not captured. Otherwise as `copy`.
+        The stream must not be captured. Otherwise as `copy`.
         """
         nbytes = parts.table.nbytes
         if parts.has_lazy:
@@ -312,16 +313,16 @@ class Target:
         return copies
 
     def has_room(self) -> bool:
-        """Say whether `fill` will not wait for the device."""
+        """Return whether `fill` would return without waiting for the device."""
         return True
 
     def sent_at_once(self, copies: int, nbytes: int, stream: Any) -> None:
         """Count copies from ordinary memory."""
 
     def _again(self, code: int, send: Callable[..., Any], *args: Any) -> Any:
-        """Copy again if it failed because the driver knows no device in this thread; else raise its error.
+        """Copy again if the driver has no current device in this thread; raise any other error.
 
-        Calls of CUDA's runtime see to that, but torch's allocator makes none while it has memory.
+        Calls of CUDA's runtime set that device, but torch's allocator makes no such call while it has free memory.
         """
         if code == -_NO_CONTEXT:
             make_current(self.device.index)
@@ -334,32 +335,31 @@ class Target:
     # -- to the host, and back
 
     def to_host(self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None) -> Fence | None:  # noqa: ARG002
-        """Copy to the host, behind what the caller's current stream was given so far.
+        """Copy to the host, behind all work queued on the caller's current stream.
 
         Args:
             copies: sources and destinations.
-            hold: whether later work of that stream comes after the copies that read the caller's own
-                tensors, so that these may be changed or freed as if the copies had been work of that stream. Else the
-                caller keeps them, unchanged, until the event is done.
+            hold: whether later work on that stream waits for the copies of the caller's own tensors. Then these may be
+                changed or freed as if the copies were work of that stream. If not, the caller keeps them, unchanged,
+                until the event is done.
             after: an event that the copies have to wait for, too.
 
         Returns:
-            The event behind the copies; None where they are done when the call returns. If the call raises, it has
-            waited for the begun copies.
+            The event behind the copies; None if they are done when the call returns. If the call raises, it has waited
+            for the copies that it had started.
         """
         for there, here, _ in copies:  # not torch's ``copy_``, as in `copy`
             ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
         return None
 
     def bring_back(self, here: torch.Tensor, after: Any) -> Arrival:  # noqa: ARG002
-        """Copy to the device, into fresh memory of the caller's current stream, which waits for nothing.
+        """Copy to the device, into new memory of the caller's current stream. That stream doesn't wait for the copy.
 
-        The memory is that stream's, so that it is used again in that stream's order: memory of a stream of our own
-        would be kept from reuse until the host has seen the consumer's work end, and a host that runs ahead would find
-        none.
+        The memory belongs to that stream, so that it is reused in that stream's order. Memory of our own stream could
+        not be reused until the host has seen the consumer's work end, so a host that runs ahead would run out of it.
 
         Args:
-            here: uint8 ``[n]`` on the host; to be kept, unchanged, until the event is done.
+            here: uint8 ``[n]`` on the host. Keep it, unchanged, until the event is done.
             after: an event that the copy has to wait for.
         """
         there = torch.empty(here.numel(), dtype=torch.uint8, device=self.device)
@@ -368,20 +368,20 @@ class Target:
         return Arrival(there, None, None)
 
     def take(self, arrival: Arrival) -> None:
-        """Order the caller's current stream behind a copy, and keep its memory while that stream uses it."""
+        """Make the caller's current stream wait for a copy, and keep the copy's memory while that stream uses it."""
         consumer = self.consumer(None)
         self.hand_over(arrival.event, [] if arrival.stream == consumer else [arrival.there], consumer)
 
     def wait_for(self, event: Fence | None) -> None:
-        """Order the caller's current stream behind an event."""
+        """Make the caller's current stream wait for an event."""
         self.wait(event, self.consumer(None))
 
 
 class CudaTarget(Target):
-    """A GPU, with streams of its own for copies.
+    """A GPU, with our own streams for copies.
 
-    Why device slabs are made on the copy stream: memory made on the consumer's stream may still be in use by earlier
-    work there, so the copy would have to wait for all of it, and nothing would overlap.
+    Device slabs are made on the copy stream. Memory made on the consumer's stream may still be in use by earlier work
+    there, so the copy would have to wait for that work, and nothing would overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -398,7 +398,8 @@ class CudaTarget(Target):
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
                 "device='cpu', or move batches by .to()"
             )
-        # Set here, so that they take no second call. No cycle: a forked child that collected events would be ended.
+        # Attributes instead of methods, which saves a call. None refers to `self`: a forked child whose garbage
+        # collector frees the events of a cycle would be ended.
         self.is_capturing = torch.cuda.is_current_stream_capturing  # type: ignore[method-assign]
         self.record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
         at_once = AtOnce(self.record)
@@ -420,14 +421,14 @@ class CudaTarget(Target):
             self._cuda.set_stream(*ids_of(self.stream))
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
-        """See `Target`. The last current stream is kept: making an object of it is ten times slower."""
+        """See `Target`. Keeps the last current stream, since making a new object for it is ten times slower."""
         if stream is not None:
             return stream
         ids = self._cuda.stream(self.device.index)
         known, current = self._last_consumer
         if ids != known:
             current = torch.cuda.current_stream(self.device.index)
-            self._last_consumer = ids, current  # at once: threads may race for it
+            self._last_consumer = ids, current  # in one assignment: threads may race for it
         return current
 
     def is_default(self) -> bool:
@@ -443,7 +444,7 @@ class CudaTarget(Target):
         if event is not None:
             event.wait(consumer)
         for tensor in tensors:
-            if tensor.is_cuda:  # else the allocator may give the block away while the consumer still reads it
+            if tensor.is_cuda:  # or the allocator could reuse the block while the consumer still reads it
                 tensor.record_stream(consumer)
 
     def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:
@@ -458,14 +459,14 @@ class CudaTarget(Target):
             return None
         if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
             return None
-        if not self.has_room():  # asks events, which would spoil a capture
+        if not self.has_room():  # queries events, which would break a capture
             return None
         args: Any = leaves, _TYPES, 1, index, stream.cuda_stream, *(() if existing is None else (existing,))
         moved = _native.core.move_few(*args)
         if isinstance(moved, int):
             moved = self._again(moved, _native.core.move_few, *args)
         if moved is not None:
-            _, _, nbytes, copies = moved  # of a larger copy, the driver may hold the last piece
+            _, _, nbytes, copies = moved  # the driver may hold the last piece of a larger copy
             self.sent_at_once(copies, min(nbytes, copies * AT_ONCE_BYTES), stream)
         return moved  # type: ignore[no-any-return]
 
@@ -479,7 +480,7 @@ class CudaTarget(Target):
             with on_stream(stream):
                 for there, here, owned in copies:
                     here.copy_(there, non_blocking=True)
-                    if owned:  # it is freed with this call; the allocator has to wait for the copy
+                    if owned:  # freed when this call returns; the allocator has to wait for the copy
                         there.record_stream(stream)
             event = self.record(stream)
         except BaseException:
@@ -494,7 +495,7 @@ class CudaTarget(Target):
         consumer = self.consumer(None)
         there = torch.empty(here.numel(), dtype=torch.uint8, device=self.device)
         check_is_plain(there)
-        self.wait(self.record(consumer), self.stream)  # what used that memory before
+        self.wait(self.record(consumer), self.stream)  # for earlier users of that memory
         if after is not None:
             after.wait(self.stream)
         try:
@@ -507,14 +508,14 @@ class CudaTarget(Target):
 
 
 class Targets:
-    """Devices that tensors are fetched from, each made when it is first met. May be used by several threads.
+    """Devices that tensors are fetched from. Each target is made when it is first needed. Safe for several threads.
 
     Args:
-        known: some of them.
+        known: targets that exist already.
 
     Attributes:
-        gatherings: how the leaves of trees that come again are arranged, by their offset tables: a loop fetches the
-            same few kinds of trees over and over, and to arrange a thousand leaves takes a millisecond.
+        gatherings: arrangements of the leaves of trees, by offset table. A loop fetches the same few kinds of trees
+            over and over, and arranging a thousand leaves takes a millisecond.
     """
 
     def __init__(self, *known: Target) -> None:
@@ -534,10 +535,10 @@ shared_targets = Targets()
 
 
 def target_for(device: torch.device | str | int | None) -> Target:
-    """Return the target for a device; for None, the current CUDA device where there is one, else the CPU.
+    """Return the target for a device; for None, the current CUDA device if there is one, else the CPU.
 
     Raises:
-        ValueError: neither a CUDA device nor the CPU.
+        ValueError: the device is neither a CUDA device nor the CPU.
         CudaUnavailableError: CUDA is not available.
     """
     warn_of_tensors()
@@ -561,7 +562,7 @@ class EventGroup:
         self.parts = events
 
     def query(self) -> bool:
-        """Say whether all are done, without waiting."""
+        """Return whether all are done, without waiting."""
         return all(event.query() for event in self.parts)
 
     def synchronize(self) -> None:
@@ -571,7 +572,7 @@ class EventGroup:
 
 
 def wait_here(event: Fence | None) -> None:
-    """Let the current stream of each device wait for its part of an event; the host does not."""
+    """Make the current stream of each device wait for its part of an event. The host doesn't wait."""
     for part in event.parts if isinstance(event, EventGroup) else [event]:
         if isinstance(part, DeviceEvent):
             part.wait(torch.cuda.current_stream(part.index))

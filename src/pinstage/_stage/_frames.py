@@ -9,7 +9,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def clear_own_frames(error: BaseException) -> None:
-    """Drop the local variables of this package's frames that an error keeps: views of a slab would keep that busy.
+    """Drop the local variables of this package's frames that an error keeps: views would keep their slab busy.
 
     Frames of the user's code keep theirs, for a debugger.
     """
@@ -17,5 +17,5 @@ def clear_own_frames(error: BaseException) -> None:
     while traceback is not None:
         frame, traceback = traceback.tb_frame, traceback.tb_next
         if frame.f_code.co_filename.startswith(_PACKAGE):
-            with contextlib.suppress(RuntimeError):  # it still runs
+            with contextlib.suppress(RuntimeError):  # the frame is still running
                 frame.clear()

@@ -1,4 +1,4 @@
-"""From a thread that stages batches to the loop that wants them."""
+"""A queue from a thread that stages batches to the loop that uses them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class HandOver:
-    """A queue of batches. An exception in it is raised when its turn comes. Finalisers may put."""
+    """A queue of batches. An exception in it is raised when its turn comes. Finalisers may call `put`."""
 
     def __init__(self) -> None:
         self._items: SimpleQueue[Any] = SimpleQueue()
@@ -16,16 +16,16 @@ class HandOver:
         self.waiting = self._items.qsize
 
     def end(self, error: BaseException) -> None:
-        """Raise an exception from now on, behind the items put so far: nothing else will come."""
+        """Raise an exception from now on, behind the items put so far. Nothing else may be put afterwards."""
         self._end = error
         self.put(error)
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return what comes next. Blocks.
+        """Return the next item. Blocks.
 
         Raises:
-            queue.Empty: there was nothing within `timeout` seconds.
-            BaseException: the exception that was put.
+            queue.Empty: there was no item within `timeout` seconds.
+            BaseException: the next item is this exception.
         """
         item = self._items.get(timeout=timeout)
         if not isinstance(item, BaseException):

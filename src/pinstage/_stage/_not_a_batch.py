@@ -1,4 +1,4 @@
-"""Errors for a transfer that is used as the batch that it brings."""
+"""Errors for a transfer that is used like its batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 
 class NotABatch:
-    """A base of transfers: what works on a batch, and not on them, names the call that is missing."""
+    """A base of transfers: an operation that only its batch supports raises an error that names the missing call."""
 
     __slots__ = ()
 

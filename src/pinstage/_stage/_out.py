@@ -1,4 +1,4 @@
-"""Copies into existing tensors (`out=`): the checks before the first byte, and the way of each leaf.
+"""Copies into existing tensors (`out=`): the checks before the first byte, and how each leaf is copied.
 
 ::
 
@@ -39,30 +39,30 @@ from .._compat.calls import copy_each
 from ..errors import LayoutError
 
 DIRECT_FROM_BYTES = 64 * 1024
-"""Destinations that are neighbours in the slab, and of this size together, have a copy of their own."""
+"""Neighbours in the slab that have this size together are copied straight to their destinations."""
 
 _FEW_COPIES = 8
-"""Up to this many smaller ones have it too: scratch costs an allocation and a kernel."""
+"""Up to this many smaller copies go straight to their destinations, too: scratch costs an allocation and a kernel."""
 
 SCRATCH_BYTES = 64 << 20
-"""The most device memory that one call takes beside its destinations."""
+"""The most device memory that one call takes in addition to its destinations."""
 
 NOTHING = take_apart([]).table
-"""The offset table of no tensors: `out=` makes none."""
+"""The offset table of an empty batch, since `out=` makes no tensors."""
 
 _MOST_PATHS = 8
-"""Paths that a note names."""
+"""The most paths that a note names."""
 
 _CPU = torch.device("cpu")
 _ITEMSIZES = np.array([0 if dtype is None else dtype.itemsize for dtype in DTYPES])
 
 
 class Way(NamedTuple):
-    """Leaves that go one way."""
+    """Leaves that are copied in the same way."""
 
     parts: Parts
     places: list[Any]
-    """Where each goes, by its row."""
+    """The destination of each leaf, by its row."""
 
 
 class Direct(NamedTuple):
@@ -71,25 +71,25 @@ class Direct(NamedTuple):
     parts: Parts
     blocks: Blocks
     leaves: list[int]
-    """Their numbers in the batch."""
+    """The indexes of the leaves in the batch."""
 
 
 class OutPlan(NamedTuple):
-    """How a batch gets into existing tensors. Everything is checked. Lists have numbers of leaves."""
+    """How a batch is written into existing tensors. Everything is checked. Lists of int have indexes of leaves."""
 
     parts: Parts
     leaves: list[Any]
     """The result: the destinations, and the batch's other leaves."""
     plain: list[tuple[int, torch.Tensor, torch.Tensor]]
-    """Leaf, destination and source of what goes by ``dst.copy_(src)``."""
+    """Index, destination and source of each leaf that is copied by ``dst.copy_(src)``."""
     scratch: list[int]
-    """Leaves that go by way of scratch, to be cast or strided."""
+    """Leaves that are copied through scratch, where they are cast or strided."""
     direct: list[int]
-    """Their bytes at the destination are those in the slab. They go straight there, unless their copies are many and
-    small."""
+    """Leaves whose bytes at the destination are those in the slab. They are copied straight there, unless that would
+    take many small copies."""
 
     def ways(self) -> tuple[list[int], Direct | None]:
-        """Return the leaves that go by way of scratch, and the others."""
+        """Return the leaves that are copied through scratch, and those that are copied straight to their places."""
         found = self._direct(self.direct)
         small = [] if found is None else found.blocks.small_copies(DIRECT_FROM_BYTES, _FEW_COPIES)
         if not small:
@@ -105,13 +105,13 @@ class OutPlan(NamedTuple):
         return Direct(parts, into_tensors(parts.table, places, self.leaves[chosen[0]].is_cuda), chosen)
 
     def _way(self, chosen: list[int]) -> Way:
-        """Take some of the leaves apart, unless they are all that is packed."""
+        """Take some of the leaves apart, unless they are all of the packed ones."""
         if len(chosen) == self.parts.table.packed:
             return Way(self.parts, self.leaves)
         return Way(take_apart([self.parts.leaves[i] for i in chosen]), [self.leaves[i] for i in chosen])
 
     def through_scratch(self, chosen: list[int]) -> Iterator[Way]:
-        """Yield leaves that fit scratch together."""
+        """Yield groups of leaves that fit into scratch together."""
         parts = self.parts
         if parts.table.nbytes <= SCRATCH_BYTES:
             if chosen:
@@ -133,7 +133,7 @@ class OutPlan(NamedTuple):
 
 
 def _pieces(source: Any, place: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Cut a leaf that is larger than scratch, and its destination alike."""
+    """Cut a leaf that is larger than scratch, and its destination in the same way."""
     if source.nbytes <= SCRATCH_BYTES:
         yield source, place
         return
@@ -151,14 +151,14 @@ def _pieces(source: Any, place: torch.Tensor) -> Iterator[tuple[Any, torch.Tenso
 
 
 def copy_through(way: Way, scratch: Blocks) -> None:
-    """Copy leaves from scratch to their places, in their order, on the current stream."""
+    """Copy leaves from scratch to their places, in order, on the current stream."""
     table = way.parts.table
     found, rows = scratch.leaves([None] * (table.others + table.moved)), table.positions(*PACKED)
     copy_all([way.places[row] for row in rows], [found[row] for row in rows])
 
 
 def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors to others of their device, in order, bit for bit where the dtypes are the same."""
+    """Copy tensors to other tensors of the same device, in order, bit for bit where the dtypes are the same."""
     with writing(places):
         for at, (place, source) in enumerate(zip(places, sources, strict=True)):
             if (dtype := place.dtype) not in COPIED_AS_THEY_ARE and dtype is source.dtype:
@@ -177,12 +177,12 @@ def note_written(error: BaseException, structure: Structure, leaves: Iterable[in
 
 @contextmanager
 def writing(places: list[torch.Tensor]) -> Iterator[None]:
-    """Let tensors be written by torch's own functions, whatever mode they were made in."""
+    """Allow torch's own functions to write tensors, whatever mode they were made in."""
     are_inference = not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, places))
     places = list(places)
     with torch.inference_mode() if are_inference else torch.no_grad():
         yield
-    if are_inference:  # in that mode torch counts no changes of other tensors
+    if are_inference:  # inference mode counts no changes of other tensors
         torch.autograd.graph.increment_version(places)
 
 
@@ -190,17 +190,17 @@ def writing(places: list[torch.Tensor]) -> Iterator[None]:
 
 
 def plan_for(parts: Parts, out: Any, device: torch.device) -> OutPlan:
-    """Check existing tensors against a batch, and decide how each leaf of it gets there. Writes nothing.
+    """Check existing tensors against a batch, and decide how each leaf is copied. Writes nothing.
 
     Args:
-        parts: of the batch.
+        parts: the batch's parts.
         out: a nest of the batch's structure.
         device: where the destinations have to be.
 
     Raises:
         LayoutError: another structure or shape; a destination that isn't a tensor, is on another device, is expanded or
             requires grad; or two destinations that overlap.
-        IsContainer: take the batch apart again.
+        IsContainer: a leaf's class has become a container: take the batch apart again.
     """
     places = in_order(parts.structure, out)
     return check([make_readable(parts, places)], places, device)
@@ -210,9 +210,9 @@ def check(by_device: list[Parts], places: list[Any], device: torch.device) -> Ou
     """Check the destination of each tensor of a batch.
 
     Args:
-        by_device: the batch, and then the batch as other devices see it, on which some of its tensors are.
+        by_device: the batch, described first for one device, and then for each other device that has its tensors.
         places: the destinations, by leaf.
-        device: where they have to be.
+        device: where the destinations have to be.
 
     Raises:
         LayoutError, IsContainer: as `plan_for`.
@@ -243,7 +243,7 @@ def check(by_device: list[Parts], places: list[Any], device: torch.device) -> Ou
 
 
 def results(parts: Parts, places: list[Any]) -> list[Any]:
-    """Return what the leaves of a batch are then: the destinations of tensors, and the batch's other leaves."""
+    """Return the leaves of the result: the destinations of tensors, and the batch's other leaves."""
     if not parts.table.others:
         return places
     leaves = [leaf.obj if type(leaf) in WRAPPERS else leaf for leaf in parts.leaves]
@@ -253,7 +253,7 @@ def results(parts: Parts, places: list[Any]) -> list[Any]:
 
 
 def in_order(structure: Structure, out: Any) -> list[Any]:
-    """Return the leaves of `out`, in the order of the batch's."""
+    """Return the leaves of `out`, in the batch's order."""
     leaves, found = walk(out)
     if found == structure:
         return list(leaves)
@@ -264,7 +264,7 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
         path = (one or other or [""])[0]
         which = f"; batch{path} is not in out" if one else f"; out{path} is not in the batch" if other else ""
         raise LayoutError(
-            f"out has another structure than the batch: {found} instead of {structure}{which}; pass a nest of the same "
+            f"out's structure differs from the batch's: {found} instead of {structure}{which}; pass a nest of the same "
             "containers and keys, such as an earlier result of to_device",
             path,
         )
@@ -273,12 +273,12 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
 
 
 def make_readable(parts: Parts, places: list[Any], device: torch.device = _CPU, *, arrays: bool = True) -> Parts:
-    """Describe the leaves of a batch again, if some have to be packed that otherwise are not.
+    """Describe the leaves of a batch again, if `out` makes more of them packable.
 
-    These are tensors that require grad, which are read detached, and a tensor that comes twice but goes to two places.
+    These are tensors that require grad, which are read detached, and repeated tensors that have several destinations.
 
     Args:
-        parts: of the batch.
+        parts: the batch's parts.
         places: the destinations, by leaf.
         device: see `describe`.
         arrays: see `describe`.
@@ -300,7 +300,7 @@ def make_readable(parts: Parts, places: list[Any], device: torch.device = _CPU, 
 
 
 def _plain(leaf: Any) -> Any:
-    """Return a parameter, or another tensor that requires grad, as a tensor of the same memory that does not."""
+    """Return a leaf; detached, if it is a parameter or another tensor that requires grad."""
     is_in_graph = type(leaf) is torch.nn.Parameter or (type(leaf) is torch.Tensor and leaf.requires_grad)
     return leaf.detach() if is_in_graph else leaf
 
@@ -316,7 +316,7 @@ def _is_same_view(one: Any, other: Any) -> bool:
 
 
 def _described(parts: Parts, places: list[Any], device: torch.device) -> Parts:
-    """Describe the destinations, each of which is written once; parameters among them by their memory."""
+    """Describe the destinations, each of which is written once. Parameters are described by their memory."""
     leaves: list[Any] = list(places)
     for index in parts.table.positions(RowKind.OTHER, RowKind.ALIAS):
         leaves[index] = None
@@ -329,7 +329,7 @@ def _described(parts: Parts, places: list[Any], device: torch.device) -> Parts:
 
 
 def _memory(there: Parts) -> tuple[Any, Any]:
-    """Return the address of each destination, and its stride, which is of strided ones alone."""
+    """Return the address of each destination, and its strides, which only strided ones have."""
     width = there.table.rows["shape"].shape[1]
     found = np.frombuffer(there.sources, dtype=np.int64).reshape(-1, 1 + width)
     return found[:, 0], found[:, 1:]
@@ -338,15 +338,15 @@ def _memory(there: Parts) -> tuple[Any, Any]:
 def _by_itself(
     parts: Parts, places: list[Any], there: Parts, device: torch.device, index: int
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return a leaf that goes by ``dst.copy_(src)``, or say why its destination can't be written.
+    """Return a leaf that is copied by ``dst.copy_(src)``, or raise the reason why its destination can't be written.
 
-    The cases: `out` has no tensor there, or the batch has an object that is none; another shape or device; a tensor
-    that requires grad; an expanded one; a repeated one. The rest is memory that only torch knows.
+    Reasons: the destination or the leaf isn't a tensor, the shape or the device differs, or the destination requires
+    grad, is expanded or is repeated. Any other destination has memory that only torch knows.
     """
     source, place, path = parts.leaves[index], places[index], parts.structure.path(index)
     source = source.obj if type(source) in WRAPPERS else source
     if not isinstance(place, torch.Tensor):
-        raise _refusal(path, f"is a {type(place).__name__}, and batch{path} a tensor", "pass a tensor there")
+        raise _refusal(path, f"is a {type(place).__name__}, but batch{path} is a tensor", "pass a tensor there")
     if isinstance(source, np.ndarray):
         source = from_array(source)
     if not isinstance(source, torch.Tensor):
@@ -357,10 +357,12 @@ def _by_itself(
         )
     if place.shape != source.shape:
         raise _refusal(
-            path, f"has shape {list(place.shape)}, and batch{path} {list(source.shape)}", "pass a tensor of that shape"
+            path,
+            f"has shape {list(place.shape)}, but batch{path} has {list(source.shape)}",
+            "pass a tensor of that shape",
         )
     if place.device != device:
-        raise _refusal(path, f"is on {place.device}, and the call writes to {device}", "pass a tensor on that device")
+        raise _refusal(path, f"is on {place.device}, but the call writes to {device}", "pass a tensor on that device")
     if place.requires_grad and torch.is_grad_enabled():
         raise _refusal(path, "requires grad, and grad mode is on", "call under torch.no_grad(), or pass its detach()")
     if place.layout is torch.strided and any(
@@ -387,13 +389,13 @@ def _overlap(structure: Structure, one: int, other: int, how: str) -> LayoutErro
 
 
 def _overlapping(structure: Structure, places: list[Any], there: Parts, fits: Any) -> list[int]:
-    """Return the destinations that overlap, which are written in the order of the batch. Two dense ones may not.
+    """Return the destinations that overlap, which are written in the order of the batch. Two dense ones must not.
 
     Args:
-        structure: of the batch.
+        structure: the batch's structure.
         places: the destinations, by leaf.
-        there: their description.
-        fits: which of them to look at.
+        there: the description of the destinations.
+        fits: which destinations to check.
     """
     chosen = (fits & (there.table.rows["nbytes"] > 0)).nonzero()[0]
     rows, (starts, steps) = there.table.rows[chosen], (column[chosen] for column in _memory(there))

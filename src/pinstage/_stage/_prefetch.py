@@ -1,4 +1,4 @@
-"""Reading ahead of a loop: what a source says of itself has to be about the batch that the loop has."""
+"""Reading ahead of a loop, while the source's state is kept at the batch that the loop has."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ InBackground: TypeAlias = bool | Literal["auto"]
 _NO_MORE: Any = object()
 
 _FLAGS = ("end_of_dataloader", "remainder")
-"""Attributes of Accelerate's prepared loaders: its gradient accumulation and `gather_for_metrics` go by them."""
+"""Attributes of Accelerate's prepared loaders, which its gradient accumulation and `gather_for_metrics` read."""
 
 
 class _Said(NamedTuple):
     """The state of a source after a batch was read."""
 
     state: Any
-    """Of its ``state_dict()``; a `_Failed` if that failed; None if it has none."""
+    """The result of its ``state_dict()``; a `_Failed` if that failed; None if it has no such method."""
     flags: dict[str, Any]
-    """Those of `_FLAGS`, if it has them."""
+    """The values of `_FLAGS`, if it has these attributes."""
 
     @property
     def is_last(self) -> bool:
-        """Whether it said that this batch is the last one."""
+        """Whether the source marked this batch as the last one."""
         return bool(self.flags.get("end_of_dataloader"))
 
 
@@ -46,31 +46,31 @@ class _Failed(NamedTuple):
 
 
 class _Place:
-    """Where one pass is."""
+    """The position of one pass."""
 
     said: _Said | None
-    """Of the batch that was yielded last, or of the beginning; None after the last one."""
+    """The source's state at the batch yielded last, or at the beginning; None after the last batch."""
 
     def __init__(self, consumer: Any = None, said: _Said | None = None) -> None:
         self.said = said
         self.consumer = consumer
-        """The stream on which the pass began. Pipelines, such as torchrec's, ask for batches on another stream,
-        and use them on this one: both have to wait for the copy."""
+        """The stream on which the pass began. Pipelines, such as torchrec's, request batches on another stream, and use
+        them on this one: both have to wait for the copy."""
 
 
 class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
 
     Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the source's, such as
-    ``prefetcher.dataset``; type checkers want ``prefetcher.source.dataset``. Setting or deleting one does so on the
-    source. Batches that were read ahead don't see it.
+    ``prefetcher.dataset``; type checkers require ``prefetcher.source.dataset``. Setting or deleting an attribute does
+    so on the source. Batches that were read ahead aren't affected.
 
-    If the source has ``state_dict()``, so has the prefetcher. The source's state is kept with each batch that is read,
-    so the state is that of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()`` is the
-    source's.
+    If the source has ``state_dict()``, so has the prefetcher. It keeps the source's state with each batch that it
+    reads, and returns the state of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()``
+    is the source's.
 
-    Accelerate's prepared loaders tell by ``end_of_dataloader`` and ``remainder`` which batch the loop has. These are
-    kept with each batch too, and set again when it is yielded.
+    Accelerate's prepared loaders describe the loop's batch by ``end_of_dataloader`` and ``remainder``. The prefetcher
+    keeps both with each batch, too, and sets them again when it yields the batch.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_background", "_depth", "_place", "_source", "_stage", "_target")
@@ -93,11 +93,11 @@ class Prefetcher(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Begin a pass. Batches staged ahead are freed with the iterator.
 
-        A batch is safe to use on the stream that is current when it is asked for, and on that which is current now.
-        Waits for the thread of an earlier pass over the same source, if that still reads.
+        A batch is safe to use on the stream that is current when it is requested, and on the stream that is current
+        now. If the thread of an earlier pass still reads the same source, the call waits for it.
 
         Raises:
-            PinstageError: it still reads after the loader's ``timeout``, or after a minute.
+            PinstageError: that thread still reads after the loader's ``timeout``, or after a minute.
         """
         stop_reading(self._source)
         active = _active_loader()
@@ -139,7 +139,7 @@ class Prefetcher(Generic[T]):
         for name, value in said.flags.items():
             setattr(self._source, name, value)
         place.said = said
-        reading.advance()  # last, since the thread that it wakes wants the interpreter lock, too
+        reading.advance()  # last, since the thread that it wakes needs the interpreter lock, too
         return batch
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ class Prefetcher(Generic[T]):
     def __bool__(self) -> bool:
         return bool(self._source)
 
-    if TYPE_CHECKING:  # with a source that has them; any other name is a mistake
+    if TYPE_CHECKING:  # for sources that have them; any other name is a mistake
 
         def state_dict(self) -> Any: ...
         def load_state_dict(self, state: Any) -> None: ...
@@ -159,7 +159,7 @@ class Prefetcher(Generic[T]):
     else:
 
         def __getattr__(self, name: str) -> Any:
-            if self._is_own(name):  # for copies, and for Python
+            if self._is_own(name):  # `copy` and Python itself look for these
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self._source, name)
 
@@ -183,7 +183,7 @@ class Prefetcher(Generic[T]):
 
 
 class StatefulPrefetcher(Prefetcher[T]):
-    """A `Prefetcher` of a source with a state. The methods stand in a class, where protocols look for them."""
+    """A `Prefetcher` of a source with a state. The class has the methods, since protocols look for them there."""
 
     _source: Any
 
@@ -194,7 +194,7 @@ class StatefulPrefetcher(Prefetcher[T]):
             return _Failed(error.with_traceback(None))
 
     def state_dict(self) -> Any:
-        """Return the source's state as it was when it had yielded what the loop has. A copy."""
+        """Return the source's state as it was when it had yielded the batch that the loop has."""
         said = self._place.said
         if said is None:
             stop_reading(self._source)
@@ -219,7 +219,7 @@ def prefetcher_of(
 
 
 def _in_background(source: object, depth: int, background: InBackground) -> bool:
-    """Say whether a source is read in a thread.
+    """Return whether a source is read in a thread.
 
     =========================================================  =====================  ======
     source                                                     ``"auto"``             True
@@ -247,7 +247,7 @@ def _in_background(source: object, depth: int, background: InBackground) -> bool
 
 
 def is_read_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:
-    """Say whether a source is torch's loader, with workers, or of a subclass that gets its batches as torch's does."""
+    """Return whether a source is torch's loader with workers, or a subclass that gets its batches in the same way."""
     return (
         isinstance(source, DataLoader)
         and source.num_workers > 0
@@ -269,12 +269,12 @@ def _is_of_torch(thing: Any) -> bool:
 
 
 def _is_prepared(source: object) -> bool:
-    """Say whether a source is a loader that Accelerate prepared."""
+    """Return whether a source is a loader that Accelerate prepared."""
     return hasattr(source, "gradient_state")
 
 
 def _has_state(source: object) -> bool:
-    """Say whether a source has a state that can be asked for without arguments (mosaicml's datasets want some)."""
+    """Return whether a source has a ``state_dict()`` without arguments (those of mosaicml's datasets require some)."""
     state_dict = getattr(source, "state_dict", None)
     if not (callable(state_dict) and callable(getattr(source, "load_state_dict", None))):
         return False
@@ -288,20 +288,20 @@ def _has_state(source: object) -> bool:
 
 
 def _active_loader() -> object:
-    """Return the loader that Accelerate takes for the one of the loop; None if there is none."""
+    """Return the loader that Accelerate considers active; None if there isn't any."""
     state = sys.modules.get("accelerate.state")
     return None if state is None else state.GradientState().active_dataloader
 
 
 def _refuse_hidden_loader(source: object, active: object) -> None:
-    """Look whether reading a first batch began a pass of an Accelerate loader that is not the source itself.
+    """Check that reading the first batch didn't begin a pass of an Accelerate loader other than the source itself.
 
     Args:
-        source: of batches.
-        active: what `_active_loader` returned before.
+        source: the source of batches.
+        active: the result of `_active_loader` before that.
 
     Raises:
-        PinstageError: it did, so that loader's flags couldn't be set.
+        PinstageError: it did, and that loader's flags couldn't be set.
     """
     now = _active_loader()
     if now is not active and now is not source:

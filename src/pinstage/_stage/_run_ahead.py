@@ -7,11 +7,11 @@ from collections import deque
 from .._pool import Fence
 
 RUN_AHEAD = 3
-"""Batches whose work the device may have before it: with two it is never idle, one more evens out the host's delays."""
+"""Number of batches whose work may be queued on the device. Two keep it busy; a third evens out the host's delays."""
 
 
 def check_depth(depth: int) -> int:
-    """Return a number of batches to be staged ahead.
+    """Check a number of batches to be staged ahead, and return it.
 
     Raises:
         TypeError: it isn't an int.
@@ -25,7 +25,7 @@ def check_depth(depth: int) -> int:
 
 
 def check_run_ahead(run_ahead: int | None) -> int | None:
-    """Return a number of batches that the host may be ahead of the device; None if there is no bound.
+    """Check the number of batches that the host may be ahead of the device, and return it; None if there is no bound.
 
     Raises:
         TypeError: it is neither an int nor None.
@@ -42,24 +42,24 @@ class RunAhead:
     """Keeps a loop that never waits for the device from queueing work, and so taking device memory, without end.
 
     Args:
-        most: batches whose work the device may have before it.
+        most: number of batches whose work may be queued on the device.
     """
 
     def __init__(self, most: int = RUN_AHEAD) -> None:
         self._most = most
-        self._used: deque[Fence | None] = deque()  # what the consumer's streams had to do, batch by batch
+        self._used: deque[Fence | None] = deque()  # behind the consumer's work, batch by batch
 
     def bound(self, event: Fence | None) -> None:
-        """Wait until the device has no more to do than the last batches; called once for each batch.
+        """Wait until the device has only the work of the last `most` batches to do. Called once for each batch.
 
         Args:
-            event: behind the work of this batch, or of those before it; None without streams.
+            event: an event behind the work of this batch, or of earlier ones; None for a device without streams.
         """
         used = self._used
         used.append(event)
         if len(used) > self._most:
             event = used.popleft()
-            if event is not None and not event.query():  # asking lets go of no interpreter lock
+            if event is not None and not event.query():  # `query` keeps the interpreter lock
                 event.synchronize()
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""`Stager`: one line moves a batch."""
+"""`Stager`: moves a batch to the device in one call."""
 
 from __future__ import annotations
 
@@ -73,19 +73,18 @@ Leaf: TypeAlias = "torch.Tensor | Array"
 Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
 
 SMALL_BYTES = 1024 * 1024
-"""Below this size `Stager.to_device` copies on the caller's current stream: nothing would overlap with so short a copy,
-and a second stream's memory has to be recorded there (5 us for each tensor)."""
+"""`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy overlaps with nothing, and
+memory of a second stream would have to be recorded on the current one (5 us per tensor)."""
 
 _FEW_LEAVES = 16
-"""Batches of more leaves, whatever these are, aren't tried as one of a few tensors; see ``move_few`` in
-``_native/blocks.c``."""
+"""Batches with more leaves skip the fast path for a few small tensors; see ``move_few`` in ``_native/blocks.c``."""
 
 _PARTS = 2
-"""Where a slab is smaller than its batch: one part of it is packed while the other is copied. A batch of 64 MiB takes
-1.8 ms through one of 2 MiB, 2.1 in three parts, 2.4 in four, 4.0 in eight."""
+"""Number of parts of a slab that is smaller than its batch. One part is packed while the other is copied. A batch of
+64 MiB takes 1.8 ms through a slab of 2 MiB in two parts, 2.1 ms in three, 2.4 ms in four, 4.0 ms in eight."""
 
 _LEAST_SLAB_BYTES = 1 << 20
-"""Below this size to start a copy of each part takes longer than its bytes do."""
+"""Below this slab size, starting the copy of a part takes longer than copying its bytes."""
 
 
 _LEAST_OF_CAP_BYTES = 4096
@@ -97,14 +96,14 @@ def _same(blocks: Blocks) -> Blocks:
 
 
 class Kept:
-    """Objects to keep alive until an event is done; a task for the reaper."""
+    """A task for the reaper that keeps objects alive until an event is done."""
 
     def __init__(self, event: Fence, things: list[Any]) -> None:
         self._event = event
         self._things = things
 
     def reap(self) -> bool:
-        """Say whether the event is done."""
+        """Return whether the event is done."""
         return self._event.query()
 
 
@@ -115,15 +114,15 @@ class StagerStats:
     batches: int
     """Batches staged."""
     copies: int
-    """Host-to-device copies of packed leaves: one for each block, and a large block may take several."""
+    """Host-to-device copies of packed leaves: one per block, and several for a large block."""
     blocks: int
-    """Device tensors made for packed leaves: leaves with tensors of their own, and blocks that leaves share."""
+    """Device tensors made for packed leaves: one per leaf with its own tensor, and one per shared block."""
     packed_leaves: int
-    """Tensors and arrays that were packed; repeated ones of a batch count once."""
+    """Tensors and arrays that were packed. A leaf that a batch repeats counts once."""
     packed_bytes: int
-    """Their bytes."""
+    """Bytes of the packed leaves."""
     padding_bytes: int
-    """Bytes of alignment that were sent with them."""
+    """Alignment bytes sent with the packed leaves."""
     passthrough_leaves: int
     """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
     fallback_batches: int
@@ -131,9 +130,9 @@ class StagerStats:
     fetches: int
     """Calls of `fetch` and `to_host`."""
     fetch_copies: int
-    """Device-to-host copies issued by them."""
+    """Device-to-host copies issued by these calls."""
     fetched_bytes: int
-    """Bytes of these copies, padding included."""
+    """Bytes of the device-to-host copies, padding included."""
     pool: PoolStats
     """The pool's counters."""
 
@@ -166,55 +165,53 @@ class StagerStats:
 class Stager:
     """Moves nested batches to a device.
 
-    A batch is packed into one page-locked slab and copied asynchronously. On the device, leaves of small batches and
-    large leaves have memory of their own, and others share blocks; see `own_storage`. A batch of at most 64 KiB,
-    padding included, is packed into ordinary memory: copies of that size return at once (CUDA Programming Guide,
+    A batch is packed into one page-locked slab and copied asynchronously. On the device, large leaves and the leaves of
+    small batches have memory of their own. Other leaves share blocks; see `own_storage`. A batch of at most 64 KiB,
+    padding included, is copied from ordinary memory: copies of that size return at once (CUDA Programming Guide,
     Asynchronous Concurrent Execution).
 
     Args:
-        device: where to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the same code on
-            pageable memory. None is ``"cuda"`` where it is available, else ``"cpu"``.
-        pool: a pool to take slabs from, perhaps shared with other stagers; None makes one, which `close` closes.
-        max_bytes: cap of the pool that is made; see `SlabPool`.
-        budget: a second cap, which pools of several processes share; see `HostBudget`.
-        owner: the name under which slabs are taken: it is counted in `PoolStats.owners`, and `SlabPool.set_quota`
-            can limit it.
-        pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling one; "auto" takes
-            the CPUs that the process may use, at most 12.
-        borrow_pinned: do not pack leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
-            views of a lease or a `HostRegion`). They are copied from where they are, each by its own copy, in a region
-            cut where its chunks end. They must not be changed until
-            `Transfer.query` is true, as with torch's own ``non_blocking=True``. They are kept alive until then.
+        device: the device to stage to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the
+            same code on pageable memory. None is ``"cuda"`` if it is available, else ``"cpu"``.
+        pool: the pool to take slabs from, which other stagers may share. None makes a pool, which `close` closes.
+        max_bytes: cap of the pool that the stager makes; see `SlabPool`.
+        budget: a second cap, shared by the pools of several processes; see `HostBudget`.
+        owner: the name under which the stager takes slabs. `PoolStats.owners` counts by this name, and
+            `SlabPool.set_quota` can limit it.
+        pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling thread. "auto" is
+            the number of CPUs that the process may use, at most 12.
+        borrow_pinned: whether leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
+            views of a lease or a `HostRegion`) are copied without packing. Each has a copy of its own, or one per chunk
+            of a region. Don't change these leaves until `Transfer.query` is true, as with torch's own
+            ``non_blocking=True``. The stager keeps them alive until then.
         own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
-            batch of up to eight, and leaves of 4 MiB and more in any batch. The others share blocks with leaves of
-            their own dtype: at most 1 MiB for leaves below 64 KiB, at most 4 MiB otherwise. A leaf that you keep, save
-            or pickle keeps its block. True: all leaves, for programs that pickle or save what they stage, or compile
-            functions that change many inputs in place. False: none. The device has one slab, and each leaf is a view
-            of it.
-        run_ahead: batches whose work the device may have before it. `stage` and `to_device` wait for earlier ones, so
-            that a loop that never waits takes no device memory without end. Batches without a slab are not counted.
-            None sets no bound.
+            batch of up to eight leaves, and leaves of 4 MiB and more in any batch. Other leaves share blocks with
+            leaves of the same dtype: blocks of at most 1 MiB for leaves below 64 KiB, of at most 4 MiB otherwise. A
+            leaf that you keep, save or pickle keeps its block. True: all leaves, for programs that pickle or save what
+            they stage, or compile functions that change many inputs in place. False: none. The batch has one slab on
+            the device, and each leaf is a view of it.
+        run_ahead: number of batches whose work may be queued on the device. `stage` and `to_device` wait for earlier
+            batches, so that a loop that never waits for the device can't take more and more of its memory. Batches
+            without a slab don't count. None sets no bound.
         keep_on_host: leaves that stay on the host, unchanged: paths of leaves or of containers, as errors and
             `Layout.slots` write them (``["['lengths']"]``), or a function of path and leaf that returns true for such
-            leaves. They are
-            neither searched for tensors nor compared. `on_host` does the same in the batch itself.
-        timeout: seconds that a call waits at most for a host slab, while the pool is at its cap. None waits forever,
+            leaves. They are neither searched for tensors nor compared. `on_host` does the same in the batch itself.
+        timeout: the most seconds that a call waits for a host slab while the pool is at its cap. None waits forever,
             even if results of `fetch` in the calling thread hold the slabs.
 
     Raises:
-        TypeError: `keep_on_host` is neither of these, or `pool`, `pack_threads`, `run_ahead` or `timeout` is of another
-            type.
-        ValueError: an unsupported device, both `pool` and a cap, a negative `timeout`, a `run_ahead` or
-            `pack_threads` below 1, or another `own_storage`.
-        CudaUnavailableError: a CUDA device, but no CUDA.
+        TypeError: `keep_on_host`, `pool`, `pack_threads`, `run_ahead` or `timeout` has a wrong type.
+        ValueError: the device isn't supported; both `pool` and a cap are given; `timeout` is negative; `run_ahead` or
+            `pack_threads` is below 1; or `own_storage` is another value.
+        CudaUnavailableError: `device` is a CUDA device, and CUDA is not available.
 
     If the platform refuses to page-lock as much as a batch needs, the batch is sent in parts through a smaller slab,
-    and `stage` waits for its copies. If nothing can be page-locked, it is copied from pageable memory. A
-    `StagingWarning` says so once, with the reason and what to do, and `StagerStats.fallback_batches` counts these
+    and `stage` waits for its copies. If nothing can be page-locked, the batch is copied from pageable memory. A
+    `StagingWarning` reports this once, with the reason and the remedy, and `StagerStats.fallback_batches` counts these
     batches.
 
-    All methods may be called from any thread. They wait for the device only beyond `run_ahead` batches, and for the
-    pool when it is at its cap. In a forked child nothing can be staged.
+    All methods may be called from any thread. Staging waits for the device only beyond `run_ahead` batches, and for the
+    pool only at its cap. A forked child cannot stage.
     """
 
     def __init__(
@@ -264,12 +261,12 @@ class Stager:
 
     @property
     def device(self) -> torch.device:
-        """Where batches go."""
+        """The device that batches are copied to."""
         return self._target.device
 
     @property
     def pool(self) -> SlabPool:
-        """Where host slabs come from."""
+        """The pool that host slabs are taken from."""
         return self._pool
 
     @overload
@@ -298,37 +295,37 @@ class Stager:
         """Pack a batch and start its copy.
 
         Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on the stager's own
-        stream; `Transfer.wait` makes the consumer's stream wait for it. The host slab goes back to the pool behind the
-        copy's event. When the call returns, everything that was packed has been read.
+        stream; `Transfer.wait` makes the consumer's stream wait for them. The host slab returns to the pool when the
+        copy is done. When the call returns, everything that was packed has been read.
 
-        A batch of at most 64 KiB takes no slab, waits for none, and is copied on the current stream, behind its work;
-        while a CUDA graph is captured there, it is staged like a larger one.
+        A batch of at most 64 KiB takes no slab, and is copied on the current stream, behind earlier work there. While a
+        CUDA graph is captured on that stream, such a batch is staged like a larger one.
 
-        A tensor that cannot be packed moves by its own ``.to(device, non_blocking=True)`` on the current stream, and is
-        counted: a sparse, quantised or nested one, an unregistered subclass, a tensor that requires grad, or a tensor
-        that isn't on the CPU. An unknown object that holds tensors and has a ``to(device)`` method moves by that, after
-        a warning.
+        A tensor that cannot be packed is moved by its own ``.to(device, non_blocking=True)`` on the current stream, and
+        is counted. These are sparse, quantised and nested tensors, unregistered subclasses, tensors that require grad,
+        and tensors that aren't on the CPU. An unknown object that holds tensors and has a ``to(device)`` method is
+        moved by that method, after a warning.
 
-        With `out` the batch is written into existing tensors. The copies start behind the work that the current
-        stream has been given, and `out` must not be used before `Transfer.wait`. Its tensors are kept until the copies
-        are done. Everything is checked before anything is written. A call that fails later, by a time-out or an
-        interrupt, may leave some tensors written in part, which a note of the error names. A batch larger than the
-        pool's cap goes in parts, and the call waits for them.
+        With `out`, the batch is written into existing tensors. The copies start behind the work already queued on the
+        current stream. Don't use `out` before `Transfer.wait`. The stager keeps its tensors alive until the copies are
+        done. Everything is checked before anything is written. A call that fails later, because of a time-out or an
+        interrupt, may leave some tensors written in part; a note on the error names them. A batch larger than the
+        pool's cap is sent in parts, and the call waits for them.
 
         Args:
-            batch: containers as `Layout` knows them, with tensors, numpy arrays and anything else in them.
+            batch: containers that `Layout` knows, with tensors, numpy arrays and anything else in them.
             out: tensors on the stager's device, with the structure and shapes of the batch, such as a result
                 of `to_device`. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
                 that aren't tensors are neither compared nor changed. The result has these tensors and the
                 batch's other leaves.
 
         Raises:
-            LayoutError: something in the batch cannot be staged, or a path of `keep_on_host` leads to nothing in the
-                first batch; or `out` has another structure or shape, tensors on another device, expanded or overlapping
-                ones, or some that require grad while grad mode is on. See its ``path``.
+            LayoutError: something in the batch cannot be staged; a path of `keep_on_host` leads to nothing in the first
+                batch; or `out` has another structure or shape, or tensors that are on another device, are expanded,
+                overlap, or require grad while grad mode is on. The error's ``path`` says where.
             PinstageError: `out` is given while a CUDA graph is captured.
             BudgetExceededError: the batch is larger than the pool's cap, and `out` isn't given.
-            AcquireTimeoutError: no host slab came free within the stager's `timeout`.
+            AcquireTimeoutError: no host slab became free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         if out is None:
@@ -340,12 +337,12 @@ class Stager:
             )
 
     def _stage(self, batch: Any, *, is_bounded: bool = True, borrows: bool = False) -> Transfer[Any]:
-        """Do what `stage` does.
+        """Stage a batch, without `out`.
 
         Args:
             batch: the batch.
-            is_bounded: whether the host waits while the device is too far behind; else the caller sees to that.
-            borrows: whether its page-locked leaves won't be written, whatever `borrow_pinned` says.
+            is_bounded: whether to wait while the device is too far behind. If not, the caller does.
+            borrows: whether to copy page-locked leaves without packing, even without `borrow_pinned`.
         """
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
@@ -357,8 +354,8 @@ class Stager:
         """Send a batch.
 
         Args:
-            parts: of the batch.
-            is_watched: whether anybody can ask when the bytes are there, or get them on another stream.
+            parts: the batch's parts.
+            is_watched: whether the caller can query the copy, or use the batch on another stream.
             is_bounded: see `_stage`.
             borrows: see `_stage`.
         """
@@ -369,18 +366,18 @@ class Stager:
         return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event)
 
     def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
-        """Start the copy of a batch that is packed in a lease already, written there by hand or by `Layout.pack`.
+        """Start the copy of a batch that a lease holds already, written there by hand or by `Layout.pack`.
 
-        Does not block. The lease is released behind the copy, even if the copy fails. Only after the errors below it is
-        still the caller's. Its views must not be written until `Transfer.query` is true.
+        Does not block. The lease is released behind the copy, even if the copy fails. After one of the errors below,
+        you still have to release it. Don't write to its views until `Transfer.query` is true.
 
         Args:
-            lease: holds the batch in this layout; of any pool.
+            lease: a lease of any pool, which holds the batch in this layout.
             layout: where each leaf is stored.
             others: the leaves that are not in the slab, in the order of the batch, as `Layout.others` returns them.
 
         Raises:
-            ValueError: the lease is smaller than the layout, or `others` are too few or too many.
+            ValueError: the lease is smaller than the layout, or `others` has the wrong length.
             LeaseError: the lease was released.
         """
         with step("stage"):
@@ -391,8 +388,8 @@ class Stager:
                 )
             if len(others) != table.others + table.moved:
                 raise ValueError(
-                    f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not "
-                    "live in the slab; pass layout.others(batch)"
+                    f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that are not "
+                    "in the slab; pass layout.others(batch)"
                 )
             host, target = lease.data_ptr(), self._target
             guard_until_release(lease, target.stream)  # an interrupt may come before the release
@@ -435,8 +432,8 @@ class Stager:
     def to_device(self, batch: Any, *, out: Any = None) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``.
 
-        With `out` it is an operation of the current stream: it writes behind earlier work there, and later work sees
-        the new values.
+        With `out`, the call acts like an operation on the current stream: it writes behind earlier work there, and
+        later work sees the new values.
 
         Args:
             batch: see `stage`.
@@ -488,70 +485,72 @@ class Stager:
             with safetensors.safe_open("model.safetensors", framework="pt") as file:
                 stager.load_weights(model, file)
 
-        Host memory is bounded by the pool, whatever the size of the checkpoint. Dtypes may differ: the tensors are cast
-        on the device. Tensors on ``"meta"`` that the checkpoint names are made on the stager's device, once for all
-        names that share them. DTensors (plain Shard and Replicate) take this rank's part of a tensor of global shape.
-        A name whose tensor is loaded under another name isn't missing (tied weights).
+        The pool bounds the host memory, whatever the size of the checkpoint. Dtypes may differ: tensors are cast on the
+        device. Tensors on ``"meta"`` that the checkpoint names are made on the stager's device, once for all names that
+        share a tensor. A DTensor (plain Shard or Replicate) takes this rank's part of a tensor of global shape. A name
+        whose tensor is loaded under another name isn't missing (tied weights).
 
-        The copies are operations of the current stream, as with ``to_device(out=)``: later work on that stream sees the
-        weights. Tensors of `tensors` may be changed when the call has returned, but for page-locked ones with
+        The copies are operations on the current stream, as with ``to_device(out=)``: later work on that stream sees the
+        weights. When the call has returned, you may change the source tensors, except page-locked ones with
         ``borrow_pinned``.
 
         Args:
-            module_or_dict: on the stager's device, or on meta.
+            module_or_dict: a module or a dict of tensors, on the stager's device or on meta.
             tensors: host tensors by name: a mapping (``state_dict``, ``torch.load(path, mmap=True)``), an iterable of
-                (name, tensor), read in waves of 256 MiB (for example of all shards), or safetensors' ``safe_open``.
-            strict: missing and unexpected names are errors.
+                (name, tensor) pairs (for example of all shards), or safetensors' ``safe_open``. They are read in waves
+                of 256 MiB.
+            strict: whether missing and unexpected names are errors.
 
         Returns:
             Missing and unexpected names, as from ``load_state_dict``.
 
         Raises:
-            RuntimeError: the error of ``load_state_dict`` for missing, unexpected and misshapen names, also for tensors
-                on another device and for tensors that stay on meta. With a mapping or ``safe_open``, nothing was
-                written then; an iterable is checked by name as it comes.
+            RuntimeError: names are missing or unexpected, or shapes differ, as in ``load_state_dict``; a tensor is on
+                another device; or a tensor would stay on meta. A mapping or ``safe_open`` is checked before anything is
+                written. The names of an iterable are checked as they are read.
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state).
         """
         return load_weights(self.to_device, self.device, module_or_dict, tensors, strict=strict)
 
     def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
-        """Start to bring a nested tree of tensors to the host.
+        """Start copying a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
-        their device and are sent in one copy; dense ones of 1 MiB and more are copied from where they are. The call
-        acts like an operation on the current stream: it sees the results of earlier work on that stream, and the
-        tensors may be changed or freed right afterwards. That stream waits while large tensors are read; if it must
-        not, call on another stream.
+        their device and sent in one copy. Dense tensors of 1 MiB and more are copied from where they are. The call
+        acts like an operation on the current stream: it sees the results of earlier work on that stream, and you may
+        change or free the tensors right afterwards. That stream waits while large tensors are read; to avoid that, call
+        `fetch` on another stream.
 
         CPU tensors, numpy arrays and everything that isn't a tensor are returned unchanged (a stager for the CPU
-        copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (sparse, a
-        subclass, or one with grad) is moved by its own ``.to("cpu")``, which blocks; ``detach()`` avoids that.
+        copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (it is sparse,
+        a subclass, or requires grad) is moved by its own ``.to("cpu")``, which blocks. If it requires grad,
+        ``detach()`` avoids that.
 
         Args:
-            tree: containers as `Layout` knows them, with anything in them.
-            out: host tensors, with the structure and shapes of the tree, to use instead of new ones.
-                Page-locked ones of 64 KiB and more with the same dtype and strides are written by the device.
-                `HostTransfer.wait` fills the others, from a slab. None of them may be used before that. See also
-                `stage`.
-            copy: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and returns the
-                slab. False: the tensors are views of the slab, which stays leased until the last view is freed.
+            tree: containers that `Layout` knows, with anything in them.
+            out: host tensors, with the structure and shapes of the tree, to use instead of new tensors. The device
+                writes page-locked ones of 64 KiB and more with the same dtype and strides. `HostTransfer.wait` fills
+                the others from a slab. Don't use any of them before that. See also `stage`.
+            copy: True: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and
+                returns the slab. False: the tensors are views of the slab, which stays leased until the last view is
+                freed.
 
         Returns:
-            The transfer; its `HostTransfer.wait` waits for the copies, and is the only way to their bytes.
+            The transfer. Its `HostTransfer.wait` waits for the copies, and returns the tensors.
 
         Raises:
             ValueError: `out` is given with ``copy=False``.
             LayoutError: an object in the tree holds tensors and is not a known container; or a tensor of `out` can't be
                 written, as for `stage`.
             PinstageError: `out` is given while a CUDA graph is captured.
-            AcquireTimeoutError: no slab came free within the stager's `timeout`, for example because earlier results
+            AcquireTimeoutError: no slab became free within the stager's `timeout`, for example because earlier results
                 are still alive.
             BudgetExceededError: the tensors are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        # A pool of no device in particular pins on the current one.
         if out is not None and not copy:
             raise ValueError("copy=False returns views of a slab, and out= names tensors that exist; pass one of them")
+        # `selected`, since a pool that belongs to no device page-locks on the current one.
         acquire, keep = partial(self._acquire, is_whole=True), self._keep_until
         with step("fetch"), self._target.selected():
             if out is not None:
@@ -564,13 +563,13 @@ class Stager:
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
-        """Bring a nested tree of tensors to the host: ``fetch(tree).wait()``.
+        """Copy a nested tree of tensors to the host: ``fetch(tree).wait()``.
 
         Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool, or
-        is one of `out`. Otherwise as `fetch`.
+        is one of `out`. Everything else is as in `fetch`.
 
         Args:
-            tree: containers as `Layout` knows them, with anything in them.
+            tree: containers that `Layout` knows, with anything in them.
             out: see `fetch`.
 
         Returns:
@@ -614,26 +613,26 @@ class Stager:
     def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
         """Iterate over the batches of a source on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` are packed and being copied, or, with a thread, will soon be. Waits
-        for the device only if it still has the work of more than three batches to do.
+        When a batch is yielded, the next `depth` batches are packed and being copied, or, with a thread, soon will be.
+        The loop waits for the device only if the work of more than three batches is queued there.
 
-        A thread reads the source, packs and starts copies while the loop is busy. ``iter(source)`` and the first
-        ``next()`` run in the loop's thread all the same. The others run in a thread that has the loop's CUDA device,
-        grad and inference mode, autocast, default device and context variables, as they were when the pass began.
+        A thread may read the source, pack, and start copies while the loop is busy. ``iter(source)`` and the first
+        ``next()`` still run in the loop's thread. Later calls run in a thread with the loop's CUDA device, grad and
+        inference mode, autocast, default device and context variables, as they were when the pass began.
 
-        Without a thread the source is read in the loop's, `depth` batches ahead. If its samples are made there too
-        (``num_workers=0``), it draws random numbers that the loop would have drawn first.
+        Without a thread, the loop's thread reads the source `depth` batches ahead. If samples are made in that thread
+        too (``num_workers=0``), the source draws random numbers that the loop would have drawn first.
 
         Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``) are not packed.
 
         Args:
             source: yields batches, for example a DataLoader.
-            depth: batches ahead; 0 for none. The device holds up to ``depth + 2`` batches.
-            background: whether a thread reads the source. "auto" uses one for torch's `DataLoader`, and for subclasses
-                that get their batches as it does, with workers and with samplers of torch's own classes. True uses one
-                for any source. Then its ``next()`` must be safe in another thread, and must not draw from the global
-                random generators (``random``, ``numpy.random``, ``torch``) if the loop does: its numbers and the loop's
-                would differ from run to run.
+            depth: number of batches staged ahead; 0 for none. The device holds up to ``depth + 2`` batches.
+            background: whether a thread reads the source. "auto" uses a thread for torch's `DataLoader`, and for
+                subclasses that get their batches the same way, with workers and with samplers of torch's own classes.
+                True uses a thread for any source. Then the source's ``next()`` must be safe in another thread. It must
+                not draw from the global random generators (``random``, ``numpy.random``, ``torch``) if the loop does:
+                the numbers of both would differ from run to run.
 
         Returns:
             The prefetcher. Each pass over it is a pass over the source. Batches are as `to_device` returns them, for
@@ -651,20 +650,20 @@ class Stager:
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
-        pool = self._pool.stats()  # not with the lock: it may free slabs
+        pool = self._pool.stats()  # outside of the lock: this may free slabs
         with self._lock:
             counters = {name: getattr(self, f"_{name}") for name in StagerStats.__slots__ if name != "pool"}
             return StagerStats(**counters, pool=pool)
 
     def close(self) -> None:
-        """Close the pool if the stager made it. Batches that were yielded stay valid."""
+        """Close the pool if the stager made it. Staged batches stay valid."""
         if self._owns_pool:
             close_for(self._pool, "Stager")
         if self._pageable is not None:
             self._pageable.close()
 
     def _count(self, copies: int, blocks: int, nbytes: int, payload: int, packed: int, passthrough: int = 0) -> None:
-        """Count a batch. The last four are in its `Table`, in this order."""
+        """Count a batch. The last four arguments are fields of its `Table`, in this order."""
         with self._lock:
             self._batches += 1
             self._copies += copies
@@ -681,18 +680,18 @@ class Stager:
         is_bounded: bool = True,
         borrows: bool = False,
     ) -> Sent:
-        """Send what can be packed.
+        """Send the leaves that can be packed.
 
-        The cases: a batch of at most 64 KiB is sent at once from ordinary memory, on the caller's current stream; a
-        slab, and a stream to wait for, would take longer than packing and copying it. A batch below `SMALL_BYTES` that
-        isn't watched goes through a slab on that stream. Any other one goes through a slab, or a smaller one in parts,
-        on the stream for copies. While the current stream is captured, all do. (`to_device` has sent a few small leaves
-        before it comes here.)
+        A batch of at most 64 KiB is sent from ordinary memory, on the caller's current stream: a slab and a second
+        stream would take longer than packing and copying it. A batch below `SMALL_BYTES` that isn't watched is copied
+        through a slab on that stream. Any other batch is copied through a slab, or through a smaller slab in parts, on
+        the copy stream. So are all batches while the current stream is captured. (`to_device` handles batches of a few
+        small leaves itself.)
 
         Args:
-            parts: of the batch.
-            is_watched: whether the caller can ask when the bytes are there, or get them on another stream. Else copies
-                on the current stream need no event, which takes some microseconds.
+            parts: the batch's parts.
+            is_watched: see `_transfer`. If not, copies on the current stream need no event, which takes some
+                microseconds.
             is_bounded: see `_stage`.
             borrows: see `_stage`.
         """
@@ -717,7 +716,7 @@ class Stager:
             return sent
 
     def _send_at_once(self, parts: Parts, make: Callable[[], Blocks], stream: Any, *, is_watched: bool) -> Sent | None:
-        """Send at most `AT_ONCE_BYTES` from ordinary memory; None if that would wait for the device."""
+        """Send at most `AT_ONCE_BYTES` from ordinary memory; return None if that would wait for the device."""
         target, nbytes = self._target, parts.table.nbytes
         if nbytes:
             if self._pool_state.closed or self._pool_state.is_forked:
@@ -735,11 +734,11 @@ class Stager:
         """Send a batch through a host slab, each chunk while the next one is packed.
 
         Args:
-            parts: of the batch.
-            make: returns the tensors that it goes to.
-            stream: that copies.
+            parts: the batch's parts.
+            make: returns the destination tensors.
+            stream: the stream that copies.
             borrows: see `_stage`.
-            into: whether these tensors exist; see `_acquire`.
+            into: whether the destinations are existing tensors; see `_acquire`.
         """
         target = self._target
         borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
@@ -795,7 +794,7 @@ class Stager:
                 continue  # see `take_apart`
 
     def _write_few(self, batch: Any, out: Any) -> Any:
-        """Write a few small leaves, each by a copy on the current stream; None if they aren't few, small and plain."""
+        """Write a few small, plain leaves, each by a copy on the current stream; return None for any other batch."""
         state, target = self._pool_state, self._target
         if self._keeping is not None or state.closed or state.is_forked:
             return None
@@ -821,13 +820,14 @@ class Stager:
             reaper.tasks.put(Kept(event, things))
 
     def _write(self, plan: OutPlan) -> Sent:
-        """Write a batch into existing tensors, behind all that the current stream has been given.
+        """Write a batch into existing tensors, behind all work queued on the current stream.
 
-        What torch has to copy, and what goes by way of scratch, is work of the current stream. Large leaves follow on
-        the stream for copies. Nothing is counted for `run_ahead`: no memory is taken for a batch.
+        Copies by torch and copies through scratch run on the current stream. Copies straight to their destinations
+        follow, on the copy stream if they are large. These batches don't count for `run_ahead`, since they keep no
+        device memory.
 
         Returns:
-            The copies; the event is behind all of them.
+            The copies, with an event behind all of them.
         """
         target = self._target
         if self._pool_state.closed or self._pool_state.is_forked:
@@ -879,16 +879,16 @@ class Stager:
     def _end_writing(self, plan: OutPlan, begun: list[int], error: BaseException) -> None:
         """Wait for the copies of a call that failed, and note what it may have written."""
         target = self._target
-        with suppress(Exception):  # of a device that has failed
+        with suppress(Exception):  # the device may have failed
             for stream in (target.consumer(None), target.stream):
                 if (event := target.record(stream)) is not None:
                     event.synchronize()
         note_written(error, plan.parts.structure, begun)
 
     def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
-        """Do what `_pack_and_copy` does through a slab that is smaller than the batch.
+        """Pack and copy a batch through a slab that is smaller than the batch.
 
-        Each part of the slab is written again when the copy from it is done: the host waits for that.
+        The host waits for the copy from a part of the slab before it writes that part again.
         """
         size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
         host, slab = lease.data_ptr(), lease.tensor()
@@ -915,13 +915,13 @@ class Stager:
         """Pack, and send each chunk as soon as it is complete.
 
         Args:
-            parts: the jobs of packing.
+            parts: the batch's parts.
             lease: the host slab.
-            make: makes the tensors that it goes to, which is done while threads pack.
-            stream: that copies.
+            make: makes the destination tensors; called while threads pack.
+            stream: the stream that copies.
 
         Returns:
-            These tensors, and the number of copies.
+            The destination tensors, and the number of copies.
         """
         nbytes, target = parts.table.nbytes, self._target
         host = lease.data_ptr()
@@ -951,11 +951,11 @@ class Stager:
             return self._target.copy(blocks, host, start, end, stream, pinned=self._is_pinned)
 
     def _acquire(self, nbytes: int, *, into: bool = False, is_whole: bool = False) -> Lease:
-        """Lease a slab for a batch, or a smaller one, through which the batch goes in parts.
+        """Lease a slab for a batch, or a smaller slab through which the batch is sent in parts.
 
-        The cases: the platform refuses to page-lock that much: half of it, and so on, and at last a pageable slab; or
-        that at once, for what has to be whole. The cap is smaller than a batch that goes into existing tensors: half of
-        the cap, so that others have some.
+        If the platform refuses to page-lock that much, it tries half of the size, and so on, and at last takes a
+        pageable slab. With `is_whole`, it takes a pageable slab at once. If a batch for existing tensors (`into`) is
+        larger than the cap, the slab has half of the cap, so that other users of the pool get the rest.
         """
         size = nbytes
         while True:
@@ -986,7 +986,7 @@ class Stager:
             if self._pageable is None:
                 self._pageable = SlabPool(self._pool.max_bytes, memory=PageableMemory())
         warn_once(
-            "a stager goes on with pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
+            "a stager falls back to pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
         )
         return self._pageable.acquire(nbytes, timeout=self._timeout, owner=self._owner)
 
@@ -995,12 +995,12 @@ class Stager:
             self._fallback_batches += 1
             is_first = self._fallback_batches == 1
         if is_first:
-            way = "the batch goes in parts through a smaller slab"
+            way = "the batch is sent in parts through a smaller slab"
             if is_whole:
-                way = "tensors come to the host in pageable memory"
+                way = "tensors are fetched into pageable memory"
             warnings.warn(
-                f"page-locking of {format_bytes(nbytes)} was refused, {way}: {error}; {remedy(nbytes)}; this is said "
-                "once",
+                f"page-locking of {format_bytes(nbytes)} was refused, {way}: {error}; {remedy(nbytes)}; this warning "
+                "is shown once",
                 StagingWarning,
                 stacklevel=5,
             )

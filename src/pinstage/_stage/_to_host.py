@@ -1,4 +1,4 @@
-"""The way back: many tensors of one or more devices into one host slab.
+"""Copies to the host: many tensors of one or more devices into one host slab.
 
 ::
 
@@ -7,8 +7,8 @@
       large and dense     --------------------------------------------------a copy each-->  host slab (leased)
                                                                                             | wait(): event, views
 
-The lease is released at once, after the copies' events: from then on the pool keeps the slab from others until the
-copies are done and the last view is gone.
+The lease is released at once, with the copies' events: the pool doesn't lend the slab again until the copies are done
+and the last view is gone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CPU = torch.device("cpu")
 class HostTransfer(NotABatch, Generic[B_co]):
     """Tensors on their way to the host. Made by `Stager.fetch`.
 
-    `wait` is the only way to the bytes, and waits for them. Not for use by several threads at the same time.
+    Only `wait` returns the tensors, when their bytes are there. Don't use a transfer in several threads at once.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return sum(table.nbytes for table in self._tables)
 
     def query(self) -> bool:
-        """Say whether the bytes are on the host, so that `wait` will not block. Does not block."""
+        """Return whether the bytes are on the host, so that `wait` will not block. Does not block."""
         return self._event is None or self._event.query()
 
     def synchronize(self) -> None:
@@ -114,16 +114,16 @@ class HostTransfer(NotABatch, Generic[B_co]):
 
         Returns:
             A tree of the same types. Tensors that were copied have memory of their own. With ``copy=False`` they are
-            views of one page-locked slab, which goes back to the pool when the last view and this transfer, which keeps
-            its result, are freed. Objects on the host are returned unchanged. With `out` these are the
-            existing tensors, which the first call fills.
+            views of one page-locked slab. The slab returns to the pool when the last view and this transfer, which
+            keeps its result, are freed. Objects on the host are returned unchanged. With `out`, the tensors are the
+            existing ones, which the first call fills.
         """
         fetched: B_co
         if self._leaves is None:
             fetched = self._fetched
             return fetched
         with step("views"):
-            leaves = self._cut()  # before the wait: meanwhile the copy is on its way
+            leaves = self._cut()  # before the wait, while the copy is under way
         self.synchronize()
         if self._written is not None:
             if self._written:
@@ -138,7 +138,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return fetched
 
     def _cut(self) -> list[Any]:
-        """Cut the slab into the leaves. Not to be shown before `synchronize` has returned."""
+        """Cut the slab into the leaves. Their bytes are valid only after `synchronize`."""
         assert self._leaves is not None
         assert self._host is not None
         leaves, start = self._leaves, 0
@@ -175,7 +175,7 @@ class Landing(NamedTuple):
 
 
 def landings(transfer: HostTransfer) -> list[Any]:
-    """Return where each leaf lands, as a `Landing`, or the leaf itself if it isn't in a slab. Before `wait`."""
+    """Return where each leaf lands, as a `Landing`, or the leaf itself if it isn't in a slab. Call it before `wait`."""
     assert transfer._leaves is not None
     found, start = list(transfer._leaves), 0
     for table in transfer._tables:
@@ -189,16 +189,16 @@ def landings(transfer: HostTransfer) -> list[Any]:
 
 
 def event_of(transfer: HostTransfer) -> Fence | None:
-    """Return the event that is done when all bytes are on the host; None where they are there already."""
+    """Return the event that is done when all bytes are on the host; None if they are there already."""
     return transfer._event
 
 
 def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
-    """Give tensors that aren't in a slab, since they were on the host and cannot be packed, memory of their own.
+    """Clone the tensors that aren't in the slab, because they were on the host and cannot be packed.
 
     Args:
-        transfer: before `wait`.
-        leaves: what it was made from, a list of tensors.
+        transfer: a transfer, before its `wait`.
+        leaves: the list of tensors that it was made from.
     """
     assert transfer._leaves is not None
     for index, (left, leaf) in enumerate(zip(transfer._leaves, leaves, strict=True)):
@@ -224,10 +224,10 @@ def fetch(
         home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
         acquire: leases a host slab of a number of bytes.
         targets: the stager's.
-        copy: return ordinary tensors.
+        copy: whether to return ordinary tensors.
         out: existing host tensors, or None. The device writes page-locked ones; `HostTransfer.wait` fills the others
             from the slab.
-        keep: keeps objects until an event is done: the tensors that the device writes.
+        keep: keeps objects alive until an event is done: the tensors that the device writes.
         hold: see `Target.to_host`.
     """
     places: list[Any] = []
@@ -282,13 +282,13 @@ def _by_device(parts: Parts, home: torch.device) -> dict[torch.device, Parts]:
 
 
 def _left(parts: Parts, elsewhere: list[Table]) -> list[Any]:
-    """Return the leaves that aren't copied from a device, on the host, in their places; the caller may free the others.
+    """Return the leaves that don't go through the slab, on the host; the others are None, so the caller may free them.
 
-    Those that cannot be packed are moved by their own ``.to()``.
+    Leaves that cannot be packed are moved by their own ``.to()``.
 
     Args:
-        parts: of the tree.
-        elsewhere: of the tree as other devices see it.
+        parts: the tree's parts.
+        elsewhere: the tree's tables for other devices.
     """
     left: list[Any] = [None] * len(parts.leaves)
     if parts.table.packed == len(left):
@@ -306,7 +306,7 @@ def _left(parts: Parts, elsewhere: list[Table]) -> list[Any]:
 
 
 def _without_direct(table: Table, plan: OutPlan) -> tuple[Table, dict[int, torch.Tensor]]:
-    """Take leaves out of the slab that their device can write to their places; return these by leaf, too."""
+    """Take leaves out of the slab if the device can write to their places; also return these places, by leaf."""
     rows = table.rows.copy()
     is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
     places = {index: plan.leaves[index] for index in plan.direct if is_large[index] and pieces_of(plan.leaves[index])}
@@ -315,12 +315,12 @@ def _without_direct(table: Table, plan: OutPlan) -> tuple[Table, dict[int, torch
 
 
 def _gathering(table: Table, targets: Targets) -> Gathering:
-    """Arrange leaves for the host, as was done before if leaves like these were met."""
+    """Arrange leaves for the host, or return the earlier arrangement of leaves like these."""
     known = targets.gatherings
     found = known.get(table)
     if found is None:
         if len(known) >= _MOST_GATHERINGS:
-            known.clear()  # all at once: other threads add some
+            known.clear()  # in one call, since other threads may add to it
         found = known[table] = arrange(table)
     return found
 
@@ -338,14 +338,14 @@ def _copy_out(
 
     Args:
         shares: how each device's leaves get into its part of the slab.
-        parts: of the tree.
+        parts: the tree's parts.
         direct: destinations that are written without a slab, by leaf.
         acquire: leases a host slab of a number of bytes.
         targets: the stager's.
         hold: see `Target.to_host`.
 
     Returns:
-        The slab, the event behind the copies, and how many there are.
+        The slab, the event behind the copies, and their number.
     """
     nbytes = sum(share.table.nbytes for share in shares.values())
     if not nbytes and not direct:
@@ -354,7 +354,7 @@ def _copy_out(
     streams = [targets.of(device).out_stream for device, share in shares.items() if share.table.packed or direct]
     after: Any = EventGroup([stream for stream in streams if stream is not None])
     if lease is not None:
-        guard_until_release(lease, after)  # an interrupt may come before the release, and in front of a copy's event
+        guard_until_release(lease, after)  # an interrupt may come before the release, and before a copy's event
     host: Any = None
     event = None
     try:
@@ -363,10 +363,10 @@ def _copy_out(
         after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
     except BaseException as error:
         if direct:
-            with suppress(Exception):  # of a device that has failed
+            with suppress(Exception):  # the device may have failed
                 after.synchronize()
             note_written(error, parts.structure, direct)
-        clear_own_frames(error)  # who keeps the error must not keep views of the slab
+        clear_own_frames(error)  # an error that is kept must not keep views of the slab
         host = None
         raise
     finally:
@@ -383,7 +383,7 @@ def _start(
     targets: Targets,
     hold: bool,
 ) -> tuple[list[Fence], int]:
-    """Start the copies of all devices; return their events, and how many copies there are."""
+    """Start the copies of all devices; return their events, and the number of copies."""
     events: list[Fence] = []
     copies = start = 0
     for device, gathering in shares.items():

@@ -26,21 +26,21 @@ from ._not_a_batch import B_co, NotABatch
 
 
 class Sent(NamedTuple):
-    """The packed leaves of a batch, on their way."""
+    """The packed leaves of a batch, whose copies have been started."""
 
     blocks: Blocks
     """The tensors."""
     event: Fence | None
-    """Behind the last copy; None if it can't be asked for."""
+    """Behind the last copy; None if no event was recorded."""
     copies: int
     stream: Any
-    """That the copies are on."""
+    """The stream of the copies."""
 
 
 class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, whose copy may still be under way. Made by `Stager.stage`.
 
-    Packed tensors may be changed or freed as soon as `stage` returns. Not for use by several threads at the same time.
+    You may change or free packed tensors as soon as `stage` returns. Don't use a transfer in several threads at once.
     """
 
     __slots__ = (
@@ -84,12 +84,12 @@ class Transfer(NotABatch, Generic[B_co]):
 
     @property
     def copies(self) -> int:
-        """Host-to-device copies of the packed leaves: one for each block, and a large block may take several."""
+        """Host-to-device copies of the packed leaves: one per block, and several for a large block."""
         return self._sent.copies
 
     @property
     def blocks(self) -> int:
-        """Device tensors made for the packed leaves: leaves with tensors of their own, and blocks that leaves share."""
+        """Device tensors made for the packed leaves: one per leaf with its own tensor, and one per shared block."""
         return len(self._sent.blocks)
 
     @property
@@ -98,7 +98,7 @@ class Transfer(NotABatch, Generic[B_co]):
         return len(self._moved)
 
     def query(self) -> bool:
-        """Say whether the bytes are on the device. Does not block."""
+        """Return whether the bytes are on the device. Does not block."""
         return all(event is None or event.query() for event in (self._sent.event, self._moved_event))
 
     def synchronize(self) -> None:
@@ -156,14 +156,14 @@ def packed_bytes_of(transfer: Transfer[Any]) -> int:
 
 
 def written(target: Target, parts: Parts, sent: Sent, leaves: list[Any], moved: list[Any]) -> Transfer[Any]:
-    """Return the transfer of a batch that goes into existing tensors.
+    """Return the transfer of a batch that is written into existing tensors.
 
     Args:
-        target: where to.
-        parts: of the batch.
-        sent: without tensors; its event is behind all that is written.
-        leaves: that `Transfer.wait` puts together.
-        moved: those of them that were copied by torch.
+        target: the device.
+        parts: the batch's parts.
+        sent: the copies, without tensors; the event is behind all of them.
+        leaves: the leaves of the result.
+        moved: the leaves that torch copied.
     """
     transfer: Transfer[Any] = Transfer(target, parts.structure, parts.table, sent, [], moved, None)
     transfer._leaves = leaves
@@ -171,17 +171,17 @@ def written(target: Target, parts: Parts, sent: Sent, leaves: list[Any], moved: 
 
 
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
-    """Return what the host slab must not be written before; None where the copy is done already."""
+    """Return the event to wait for before the host slab is written again; None if the copy is done already."""
     return transfer._sent.event
 
 
 def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> Any:
-    """Move a tensor, or an object of a class that says how, by its own ``.to()``, on the current stream.
+    """Move a tensor, or an object with a ``to()`` method, by its own ``.to()``, on the current stream.
 
-    A copy from a device to the CPU is waited for: no stream orders the host behind it.
+    The host waits for a copy from a device to the CPU, since no stream orders the host behind it.
 
     Raises:
-        Exception: of that ``.to()``; a note says where in the batch.
+        Exception: that ``.to()`` failed; a note says where in the batch.
     """
     try:
         return _move(thing, device)
@@ -201,22 +201,22 @@ def _move(thing: Any, device: torch.device) -> Any:
             "the rest"
         )
     moved = thing.to(device)
-    return thing if moved is None else moved  # as Lightning does, where a class forgot to return itself
+    return thing if moved is None else moved  # as Lightning does for a to() that doesn't return the object
 
 
 def move_others(
     target: Target, structure: Structure, table: Table, others: list[Any]
 ) -> tuple[list[Any], list[Any], Fence | None]:
-    """Move what cannot be packed by its own ``.to()``, on the current stream.
+    """Move the leaves that cannot be packed, each by its own ``.to()``, on the current stream.
 
     Args:
-        target: where to.
-        structure: of the batch.
-        table: of the batch.
-        others: the leaves that do not live in the slab, in order.
+        target: the device.
+        structure: the batch's structure.
+        table: the batch's table.
+        others: the leaves that are not in the slab, in order.
 
     Returns:
-        What stands for these leaves then, those of them that were moved, and the event behind them.
+        These leaves after the move, the moved ones among them, and the event behind the moves.
     """
     if not table.moved:
         return others, [], None
@@ -240,11 +240,11 @@ def send_packed(
 ) -> Transfer[Any]:
     """Start the copy of a batch that is packed in host memory already, and make its leaves.
 
-    Does not block, if the memory is page-locked. It must stay as it is until `copy_event_of` the transfer.
+    Does not block if the memory is page-locked. Don't change the memory until the transfer's `copy_event_of` is done.
 
     Args:
-        target: where to.
-        structure: of the batch.
+        target: the device.
+        structure: the batch's structure.
         table: describes the memory.
         host: address of ``table.nbytes`` bytes; None if the table needs none.
         others: the leaves that are not packed, in order.

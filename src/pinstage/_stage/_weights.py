@@ -20,7 +20,7 @@ import torch
 from .._compat.calls import changes_its_loading
 
 WAVE_BYTES = 256 << 20
-"""Bytes of host tensors that are handed to the stager at once, and that a generator's tensors can hold meanwhile."""
+"""Bytes of host tensors per call of the stager. A generator's tensors hold about this much host memory at a time."""
 
 
 class IncompatibleKeys(NamedTuple):
@@ -39,7 +39,7 @@ Shape: TypeAlias = tuple[int, ...] | None
 def _opened(tensors: Any) -> tuple[dict[str, Shape] | None, Callable[[Iterable[str]], Iterable[tuple[str, Any]]]]:
     """Return the shapes of a checkpoint's tensors, and a function that reads tensors by name.
 
-    If names aren't known beforehand, the shapes are empty and all tensors are read.
+    If names aren't known beforehand, the shapes are None and all tensors are read.
     """
     if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
         shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
@@ -59,8 +59,8 @@ class Destination:
     """The tensors of a module or dict.
 
     Attributes:
-        tensors: by name, those that a checkpoint has.
-        keys: by name, equal for names that share a tensor or its memory.
+        tensors: the tensors that a checkpoint has, by name.
+        keys: a key for each name, equal for names that share a tensor or its memory.
     """
 
     def __init__(self, target: Any, device: torch.device, *, strict: bool) -> None:
@@ -99,7 +99,7 @@ class Destination:
             if not {type(placement).__name__ for placement in tensor.placements} <= {"Shard", "Replicate"}:
                 return f"{name} has placements {tensor.placements}; load_weights knows plain Shard and Replicate."
         elif tensor.is_meta and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return f"{name} is a {type(tensor).__name__} on meta; make it before."
+            return f"{name} is a {type(tensor).__name__} on meta; make it on the device first."
         device = _local(tensor).device
         if device.type != "meta" and device != self._device:
             return f"{name} is on {device}, the stager is for {self._device}; move it, or make a stager for its device."
@@ -136,7 +136,7 @@ class Destination:
         tensor = self._all[name]
         if _is_dtensor(tensor):
             mesh = tensor.device_mesh
-            if mesh.get_coordinate() is None:  # this rank has no part
+            if mesh.get_coordinate() is None:  # this rank isn't in the mesh
                 return source.new_empty(0)
             for placement, index, count in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True):
                 if placement.is_shard():  # as torch.chunk splits; a second shard splits the part of the first
@@ -181,7 +181,8 @@ def load_weights(
     hoped = destination.tensors if shapes is None else known
     destination.check({destination.keys[name] for name in hoped}, unexpected, problems)
     loaded: set[Any] = set()
-    # Of names that share a tensor the module's last, as in `load_state_dict`; read in the checkpoint's order.
+    # Of names that share a tensor, the module's last one is loaded, as in `load_state_dict`. The checkpoint's order
+    # decides in which order names are read.
     last = {destination.keys[name]: name for name in destination.tensors if name in known}
     names = [name for name in known if last[destination.keys[name]] == name]
     for wave in _waves(read(names), destination, unexpected, strict=strict):
@@ -194,7 +195,7 @@ def load_weights(
 def _waves(
     pairs: Iterable[tuple[str, Any]], destination: Destination, unexpected: list[str], *, strict: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield this rank's parts of tensors that have a place, by name; note other names."""
+    """Yield waves of this rank's parts of the tensors that have a destination, by name; note other names."""
     wave: dict[Any, tuple[str, torch.Tensor]] = {}
     nbytes = 0
     for name, tensor in pairs:
@@ -216,7 +217,7 @@ def _waves(
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # else there are none
+    module = sys.modules.get("torch.distributed.tensor")  # if it isn't loaded, there are no DTensors
     return module is not None and isinstance(tensor, module.DTensor)
 
 

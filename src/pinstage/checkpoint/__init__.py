@@ -2,10 +2,10 @@
 
 ::
 
-    state_dict --take--> tensors, and a message that is all the rest (`_snapshot`)
+    state_dict --take--> tensors, and a message with everything else (`_snapshot`)
     tensors --to_host--> one slab, leased                            `CheckpointStager.stage` returns here (`_stager`)
-    event --in a thread--> tensors over the slab, in the structure that the message says (`_staged`)
-    --> the writer: a thread, or a process that maps the slab; when it has done, the slab is the pool's again
+    event --in a thread--> tensors over the slab, in the structure that the message describes (`_staged`)
+    --> the writer: a thread, or a process that maps the slab; when it is done, the slab returns to the pool
 """
 
 from ._stager import CheckpointStager

@@ -1,9 +1,9 @@
 """A state dict taken apart: its tensors, and everything else as it is now.
 
-Pickle walks it, in C: tensors are taken out, and the rest is a message, from which the structure is rebuilt
-around other tensors, in this process or in another one. Each kind of object is treated as torch's stager does:
-functions and classes stay what they are, ``__deepcopy__`` is asked where there is one, and all other objects are copied
-by what they give to pickle.
+Pickle walks the state dict, in C. It takes tensors out, and writes the rest into a message, from which the structure is
+rebuilt around other tensors, in this process or in another one. Each kind of object is treated as by torch's stager:
+functions and classes stay the same objects, ``__deepcopy__`` is called if a class has it, and all other objects are
+copied by pickle's protocol.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def take(state: Any) -> Snapshot:
     """Take a state dict apart. Copies no bytes of tensors.
 
     Raises:
-        Exception: an object can't be copied; as ``copy.deepcopy`` and pickle raise.
+        Exception: an object can't be copied; raised by ``copy.deepcopy`` or pickle.
     """
     buffer = io.BytesIO()
     taker = _Taker(buffer)
@@ -73,7 +73,7 @@ class _Taker(pickle.Pickler):
         self._alive: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Say what stands for an object in the message: a tensor's place, or that of a kept object, inverted."""
+        """Return the number for an object in the message: a tensor's place, or a kept object's place, inverted."""
         kind = type(obj)
         if kind in _QUICK:
             return None
@@ -86,7 +86,7 @@ class _Taker(pickle.Pickler):
         return None
 
     def _stand_in(self, tensor: torch.Tensor) -> int | None:
-        """Do that for a tensor; None if it has to be taken apart."""
+        """Return the number for a tensor; None if it has to be taken apart."""
         kind = type(tensor)
         if kind in _PLAIN and not tensor.__dict__:
             return self._place(tensor)
@@ -104,7 +104,7 @@ class _Taker(pickle.Pickler):
         if not _is_wrapper(obj):
             bare = obj.detach().as_subclass(torch.Tensor)
             return _dress, (type(obj), bare), obj.__dict__ or None, None, None, _set_attributes
-        if hasattr(obj, "trigger_wait"):  # what a collective will bring, or has brought
+        if hasattr(obj, "trigger_wait"):  # the result of a collective, perhaps still under way
             return _same, (obj.trigger_wait(),)
         wrapper: Any = obj.detach() if obj.requires_grad else obj
         names, context = wrapper.__tensor_flatten__()
@@ -142,12 +142,12 @@ class _Builder(pickle.Unpickler):
         self._kept = kept
 
     def persistent_load(self, pid: int) -> Any:
-        """Return what stands at a place."""
+        """Return the tensor or kept object of a number."""
         return self._tensors[pid] if pid >= 0 else self._kept[~pid]
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is a shell around others, by torch's protocol for these; a DTensor is."""
+    """Return whether a tensor wraps other tensors, by torch's protocol for wrappers, as a DTensor does."""
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
@@ -156,7 +156,7 @@ def _wrap(kind: Any, inner: dict[str, Any], context: Any, size: torch.Size, stri
 
 
 def _dress(kind: type[torch.Tensor], bare: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of its own class; a parameter is an ordinary tensor, as in torch's stager."""
+    """Return a tensor of the original class. A parameter becomes an ordinary tensor, as in torch's stager."""
     tensor = bare.detach()
     return tensor if kind in _PLAIN else tensor.as_subclass(kind)
 

@@ -1,7 +1,7 @@
-"""A staged state dict: one slab of the host, tensors over it, and its way to a writer in another process.
+"""A staged state dict: one host slab, tensors over it, and the transfer to a writer in another process.
 
-Each tensor has a storage of its own that ends where it ends, or torch's writer would copy it once more. The slab goes
-back to the pool when the last of these storages is gone, and what stands for it here::
+Each tensor has a storage of its own that ends where the tensor ends, or torch's writer would copy it once more. The
+slab returns to the pool when the last of these storages is freed, and the `StagedState` no longer keeps it::
 
     trainer's process                               writer's process (if there is one)
       slab <-- view <-- storages <-- tensors          descriptor, places, message
@@ -30,7 +30,7 @@ from ..errors import PinstageError
 from ._snapshot import Snapshot, rebuild
 
 LOOK_AGAIN_SECONDS = 0.1
-"""Poll interval for the end of a save's thread. The return of the slab is noticed at once."""
+"""Poll interval for the end of a save's thread. The return of the slab needs no polling."""
 
 Place = Landing | torch.Tensor
 """Where a tensor's bytes are in the slab; or a tensor that could not be packed."""
@@ -40,7 +40,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class Content(NamedTuple):
-    """All of a staged state dict but the bytes in its slab."""
+    """Everything in a staged state dict except the bytes in its slab."""
 
     message: bytes
     places: list[Place]
@@ -54,7 +54,7 @@ class Content(NamedTuple):
 
 
 def over(memory: Any, place: Landing) -> torch.Tensor:
-    """Return a tensor over memory, whose storage ends where it ends."""
+    """Return a tensor over memory, whose storage ends where the tensor ends."""
     count = math.prod(place.shape)
     if not count:
         return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu")
@@ -68,14 +68,14 @@ class StagedBytes(NamedTuple):
     memory: Bytes
     """A view of the lease; it keeps the slab out of the pool."""
     fd: int | None
-    """By which another process can map them; None if it cannot."""
+    """The descriptor by which another process can map the bytes; None if it cannot."""
 
 
 class StagedState(dict[str, Any]):
-    """A state dict whose tensors are on the host; what `CheckpointStager.stage` promises.
+    """A state dict whose tensors are on the host; the result of `CheckpointStager.stage`.
 
-    An ordinary dict, but for one thing: sent to another process by ``multiprocessing``, it is a descriptor of the slab,
-    not its bytes. It is empty here afterwards, and keeps the slab until it is freed.
+    An ordinary dict, except that ``multiprocessing`` sends a descriptor of the slab to another process, not its bytes.
+    Afterwards it is empty in this process, and keeps the slab until it is freed.
     """
 
     def __init__(self, content: Content, slab: StagedBytes | None) -> None:
@@ -86,14 +86,14 @@ class StagedState(dict[str, Any]):
         self._slab = slab
 
     def let_go(self) -> None:
-        """Keep the slab no longer: the writer is done. Tensors that are still here do."""
+        """Stop keeping the slab: the writer is done. Tensors that are still alive in this process keep it."""
         self._content = self._slab = None
 
 
 def _reduce(staged: StagedState) -> tuple[Any, ...]:
     content, slab = staged._content, staged._slab
     if content is None:
-        raise PinstageError("a staged state dict can be sent to a writer as long as it is being saved; stage it again")
+        raise PinstageError("a staged state dict can be sent to a writer only while it is being saved; stage it again")
     staged.clear()
     if slab is None:
         return _arrive, (content, None, 0)
@@ -121,10 +121,10 @@ ForkingPickler.register(StagedState, _reduce)
 
 
 class Save:
-    """Watches over a staged state dict while it is read; doesn't keep it."""
+    """Watches a staged state dict while a writer reads it, without keeping it alive."""
 
     def __init__(self, memory: Bytes | None) -> None:
-        self._bell = threading.Lock()  # a plain lock: the collector may ring anywhere, in the middle of a wait, too
+        self._bell = threading.Lock()  # not a Condition: the garbage collector may release it in a wait
         self._bell.acquire()
         bell = self._bell
         self._memory = None if memory is None else weakref.ref(memory, lambda _: bell.release())
@@ -139,16 +139,16 @@ class Save:
         self._writers.append(thread)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the slab is out of use, or its writer has ended; say whether that was in time."""
+        """Wait until the slab is no longer in use, or its writer has ended; return whether that was in time."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self.is_over():
             if self._writers and not any(thread.is_alive() for thread in self._writers):
-                # The slab is taken from a save that has ended: an error may keep its frames, and these what another
-                # process read. Tensors that are referred to here remain; the slab waits for them.
+                # Take the slab from a save that has ended: an error may keep its frames, and these the state that was
+                # sent to another process. Tensors that are still referred to in this process keep the slab.
                 if self._staged is not None and (staged := self._staged()) is not None:
                     staged.let_go()
                     del staged
-                gc.collect()  # an error and its frames, which refer to one another
+                gc.collect()  # an error and its frames may refer to each other
                 return True
             left = end - time.monotonic()
             if left <= 0:
@@ -158,7 +158,7 @@ class Save:
 
 
 class StagedSave(Future[dict[str, Any]]):
-    """A state dict on its way to the host, as the checkpointers wait for it."""
+    """A future of a state dict that is being copied to the host. The checkpointers wait for it."""
 
     def __init__(self, save: Save) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class StagedSave(Future[dict[str, Any]]):
         self._bringer: threading.Thread | None = None
 
     def bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: StagedBytes | None) -> threading.Thread:
-        """Wait for the bytes, and make the state dict, in a thread of its own; return that."""
+        """Start a thread that waits for the bytes and makes the state dict; return the thread."""
         self._bringer = threading.Thread(
             target=self._bring, args=(transfer, snapshot, slab), name="pinstage-checkpoint", daemon=True
         )
@@ -177,7 +177,7 @@ class StagedSave(Future[dict[str, Any]]):
     def _bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: StagedBytes | None) -> None:
         try:
             content = Content(snapshot.message, landings(transfer), snapshot.kept)
-            transfer.synchronize()  # until then the snapshot keeps the tensors, which copies may be reading
+            transfer.synchronize()  # until then, the snapshot keeps the tensors that copies read
             staged = StagedState(content, slab)
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             clear_own_frames(error)
@@ -187,10 +187,10 @@ class StagedSave(Future[dict[str, Any]]):
             self.set_result(staged)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for it, and return it."""
+        """Wait for the state dict, and return it."""
         staged = super().result(timeout)
         thread = threading.current_thread()
-        if thread not in (self._trainer, self._bringer):  # these do not write: they pass on that it is there
+        if thread not in (self._trainer, self._bringer):  # these two don't write; they only wait
             assert isinstance(staged, StagedState)
             self._save.is_taken(staged, thread)
         return staged

@@ -38,31 +38,31 @@ class CheckpointStager(AsyncStager):
     `stage` starts the copies of tensors on a GPU, behind the earlier work of the current stream, and returns. Tensors
     on the CPU are copied before it returns. Later saves of the same state use the same slab, and page-lock nothing.
 
-    The result is a copy of everything, like that of torch's ``DefaultStager``: tensors on the CPU with a storage each,
-    where tied tensors stay tied; DTensors and ShardedTensors with this rank's shards; other objects as
-    ``copy.deepcopy`` copies them.
+    The result is a copy of everything, like that of torch's ``DefaultStager``: tensors on the CPU with a storage each
+    (tied tensors stay tied), DTensors and ShardedTensors with this rank's shards, and other objects as copied by
+    ``copy.deepcopy``.
 
-    Works with the checkpointers in a thread and in a process. The one in a process maps the slab and copies nothing;
-    the pool's memory has to be `SharedMemory` for it, like that of the stager's own pool.
+    Works with torch's checkpointers in a thread and in a process. A checkpointer in a process maps the slab and copies
+    nothing. For that, the pool's memory has to be `SharedMemory`, as in the pool that the stager makes.
 
     Args:
-        pool: where the slab comes from, perhaps shared with others; None makes one of `SharedMemory`, which `close`
-            closes.
-        max_bytes: cap of the pool that is made; see `SlabPool`.
-        budget: a second cap, which pools of several processes share; see `HostBudget`.
-        hold: what waits for copies from a GPU. ``"stream"``: all later work of the current stream, so the tensors may
-            be changed at once, in any way. ``"step"``: the next step of any optimizer of ``torch.optim``, so forward
-            and backward go on while the copies run. Code that changes tensors of 1 MiB or more in another way, such as
-            an average of weights, must then call `wait_before_change` first. (Smaller tensors are copied on the device,
-            at the call.)
-        timeout: seconds that a save waits at most for the one before to be written, and for a slab. 0 does not wait;
-            None waits forever.
+        pool: the pool to take the slab from, which others may share. None makes a pool over `SharedMemory`, which
+            `close` closes.
+        max_bytes: cap of the pool that the stager makes; see `SlabPool`.
+        budget: a second cap, shared by the pools of several processes; see `HostBudget`.
+        hold: the work that waits for copies from a GPU. ``"stream"``: all later work of the current stream, so you may
+            change the tensors at once, in any way. ``"step"``: the next step of any optimizer of ``torch.optim``, so
+            forward and backward go on while the copies run. Code that changes tensors of 1 MiB or more in another way,
+            such as an average of weights, must then call `wait_before_change` first. (Smaller tensors are copied on the
+            device, during the call.)
+        timeout: the most seconds that a save waits for the previous save to be written, and for a slab. 0 does not
+            wait; None waits forever.
 
     Raises:
         TypeError: `pool` is not a `SlabPool`.
-        ValueError: both `pool` and a cap, another word for `hold`, or a negative `timeout`.
+        ValueError: both `pool` and a cap are given, `hold` is another value, or `timeout` is negative.
 
-    Not for use by several threads at the same time.
+    Don't use a stager in several threads at once.
     """
 
     def __init__(
@@ -92,25 +92,26 @@ class CheckpointStager(AsyncStager):
 
     @property
     def pool(self) -> SlabPool:
-        """Where slabs come from."""
+        """The pool that slabs are taken from."""
         return self._pool
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Start to stage a state dict; ``async_save`` calls this.
 
-        Blocks while the save before is being written, while the pool is at its cap, and while CPU tensors are copied;
+        Blocks while the previous save is being written, while the pool is at its cap, and while CPU tensors are copied;
         not for copies from a GPU.
 
         Args:
             state_dict: tensors and other objects, in containers of any kind.
 
         Returns:
-            A future that is done when all bytes are on the host: a dict with the same content, in tensors over the
-            slab. The slab goes back to the pool when they are freed.
+            A future that is done when all bytes are on the host. Its result is a dict with the same content, in tensors
+            over the slab. The slab returns to the pool when they are freed.
 
         Raises:
             BudgetExceededError: the state is larger than the pool's cap; nothing was copied.
-            AcquireTimeoutError: the save before is still being written after `timeout` seconds, or no slab came free.
+            AcquireTimeoutError: the previous save is still being written after `timeout` seconds, or no slab became
+                free.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         timeout = self._wait_for_last()
@@ -125,9 +126,9 @@ class CheckpointStager(AsyncStager):
         return staging
 
     def wait_before_change(self) -> None:
-        """Let the current stream of each device wait until the copies have read the tensors; the host does not wait.
+        """Make the current stream of each device wait until the copies have read the tensors; the host does not wait.
 
-        For ``hold="step"``, where something other than an optimizer's step is about to change them.
+        For ``hold="step"``, before code other than an optimizer's step changes the tensors.
         """
         copies, self._copies = self._copies, None
         wait_here(copies)
@@ -146,7 +147,7 @@ class CheckpointStager(AsyncStager):
             self._pool.close()
 
     def _wait_for_last(self) -> float | None:
-        """Wait for the save before; return how long to wait for a slab."""
+        """Wait for the previous save; return how long to wait for a slab."""
         last = self._save
         if not (last is None or last.wait(self._timeout)):
             figures = self._pool.stats()
@@ -206,7 +207,7 @@ class CheckpointStager(AsyncStager):
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:
-    """Return a hook that calls a method, and does not keep its object."""
+    """Return a hook that calls a method, and does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
     def hook(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ways to find a slow part: a batch, the steps of staging, a machine, a recorded trace.
+"""Tools to find the slow part of a program: in a batch, in the steps of staging, in a machine, in a recorded trace.
 
 `audit` looks at a batch before it is moved, `step_times` at the steps of staging. The commands ``pinstage doctor`` and
 ``pinstage trace`` look at a machine and at a trace of the PyTorch profiler. None of them needs a GPU.

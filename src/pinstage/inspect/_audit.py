@@ -1,4 +1,4 @@
-"""`audit`: what a batch is made of, what ``pin_memory=True`` would do with it, and what moving it costs."""
+"""`audit`: shows the leaves of a batch, the effect of ``pin_memory=True`` on them, and the cost of moving the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROWS = 40
 class LeafReport(NamedTuple):
     """One tensor or array of the batch."""
 
-    path: str  # as one would write it after the batch's name
+    path: str  # as you would write it after the batch's name
     type: str
     dtype: str  # without "torch."
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class LeafReport(NamedTuple):
     # "yes"; "dense": in another order of dimensions, which .to() keeps; "no": with gaps or overlaps, so that it is
     # copied on the host before it is copied to the device; "-": sparse and nested tensors
     contiguous: str
-    alias_of: str | None  # the path of the same tensor, met before
+    alias_of: str | None  # the path at which the same tensor appeared before
     loader_pins: bool  # whether pin_memory=True would page-lock it
     stopped_by: str | None  # the type that stops pin_memory=True on the way to it
 
@@ -44,10 +44,10 @@ class LeafReport(NamedTuple):
 class LeafCopies(NamedTuple):
     """Cost of ``.to(device)`` on each leaf."""
 
-    copies: int  # a leaf in two places is copied twice, an empty one not at all
+    copies: int  # a leaf in two places is copied twice, an empty leaf not at all
     nbytes: int
     seconds: float  # of these copies, with the leaves as they are
-    seconds_pinned: float  # the same if every leaf were page-locked first, pinning itself not counted
+    seconds_pinned: float  # of these copies if every leaf were page-locked first, without the time to pin them
 
 
 class SlabCopy(NamedTuple):
@@ -57,9 +57,9 @@ class SlabCopy(NamedTuple):
     nbytes: int  # of the slab, padding included
     unpackable: int  # leaves that are copied by their own .to()
     smallest_bytes: int  # of the smallest packed leaf; 0 if there is none
-    kept_bytes: int  # of device memory that this leaf keeps, with own_storage="auto"
-    seconds: float  # to stage it in a training loop
-    error: str | None  # why pinstage would not take the batch as it is
+    kept_bytes: int  # device memory that the smallest leaf keeps, with own_storage="auto"
+    seconds: float  # to stage the batch in a training loop
+    error: str | None  # why pinstage would refuse the batch as it is
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class Audit:
 
     Attributes:
         leaves: each tensor and array, in the order of the batch, each as often as it appears.
-        pinning: what ``DataLoader(pin_memory=True)`` would do.
-        each: what ``.to()`` on each leaf would do.
-        slab: what one slab would do.
-        bus: the figures that the copies were priced with.
+        pinning: the effect of ``DataLoader(pin_memory=True)``.
+        each: the cost of ``.to()`` on each leaf.
+        slab: the cost of one slab.
+        bus: the speeds used to estimate the cost of copies.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -87,11 +87,11 @@ class Audit:
 
     @property
     def left_pageable(self) -> tuple[LeafReport, ...]:
-        """Leaves on the host that ``pin_memory=True`` leaves pageable without a word."""
+        """Leaves on the host that ``pin_memory=True`` silently leaves pageable."""
         return tuple(leaf for leaf in self.leaves if leaf.device == "cpu" and not (leaf.loader_pins or leaf.pinned))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain dicts, lists and numbers, ready for JSON. Seconds and bytes."""
+        """Return everything as plain dicts, lists and numbers, ready for JSON, in seconds and bytes."""
         left = self.left_pageable
         return {
             "leaves": [leaf._asdict() | {"shape": list(leaf.shape)} for leaf in self.leaves],
@@ -126,7 +126,7 @@ class Audit:
         return grouped
 
     def _totals(self) -> Line:
-        names = ("pinned", "pageable", "on a device", "not contiguous", "met before")
+        names = ("pinned", "pageable", "on a device", "not contiguous", "repeated")
         numbers = list(self._counts().values())[2:]
         counts = [f"{number:,} {name}" for name, number in zip(names, numbers, strict=True) if number]
         return Line("; ".join([f"total: {_leaves(len(self.leaves))}", format_bytes(self.nbytes), *counts]))
@@ -154,7 +154,7 @@ class Audit:
             kept = f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on the device"
             lines.append(Line(f"  keeping the smallest leaf ({kept}; with own_storage=False it keeps the whole slab"))
         if slab.unpackable:
-            lines.append(Line(f"  {_leaves(slab.unpackable)} cannot be packed: copied by .to() of their own", "info"))
+            lines.append(Line(f"  {_leaves(slab.unpackable)} cannot be packed: copied by their own .to()", "info"))
         if slab.error is not None:
             lines.append(Line(f"  staging it now fails: {slab.error}", "warning"))
         return [*lines, Line(f"bus: {self.bus}", "info")]
@@ -170,22 +170,22 @@ class Audit:
 
 
 def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
-    """Say what a batch is made of, what ``pin_memory=True`` would really pin of it, and what moving it costs.
+    """Report the leaves of a batch, which of them ``pin_memory=True`` would really pin, and the cost of moving them.
 
     Looks into any object, known to pinstage or not. Moves, pins and changes nothing. Needs no GPU, and uses none.
 
     Args:
-        batch: what a loader yields, however nested.
-        bus: prices the copies: ``Bus(pageable=8, pinned=55)``, in GB/s, from ``pinstage.inspect``. None: as on an H200.
+        batch: a batch of a loader, with any nesting.
+        bus: the speeds of copies: ``Bus(pageable=8, pinned=55)``, in GB/s, from ``pinstage.inspect``. None: an H200's.
 
     Returns:
-        The findings. ``print`` shows them as text, rich as a table, `Audit.to_dict` gives them to programs.
+        The findings. ``print`` shows them as text, rich as a table; `Audit.to_dict` returns them for programs.
 
     Raises:
         TypeError: `batch` is a DataLoader.
     """
     if isinstance(batch, DataLoader):
-        raise TypeError("audit looks at a batch, and this is a DataLoader: pass next(iter(loader))")
+        raise TypeError("audit looks at a batch, but this is a DataLoader: pass next(iter(loader))")
     bus = REFERENCE_BUS if bus is None else bus
     found = list(places(batch))
     pinning = ask_torch(batch, found)
@@ -220,18 +220,18 @@ def _leaves(number: int) -> str:
 
 
 def _becomes_tensor(leaf: Leaf) -> bool:
-    """Whether it is a tensor, or an array that can become one; strings, dates and records are not moved."""
+    """Return whether a leaf is a tensor, or an array that can become one. Strings, dates and records are not moved."""
     return isinstance(leaf, torch.Tensor) or leaf.dtype.kind in "biufc"
 
 
 def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus) -> SlabCopy:
-    """Find what a slab would hold once all classes are registered, and whether the batch can be staged as it is."""
+    """Return the slab of the batch once all classes are registered, and the error of staging the batch as it is."""
     error = None
     try:
         ps.Layout.of(batch)
     except ps.errors.LayoutError as reason:
         error = str(reason)
-    on_host = {id(place.leaf): place.leaf for place in found if str(place.leaf.device) == "cpu"}  # an alias once
+    on_host = {id(place.leaf): place.leaf for place in found if str(place.leaf.device) == "cpu"}  # aliases count once
     staged = [leaf for leaf in on_host.values() if _becomes_tensor(leaf)]
     packed = [leaf for leaf in staged if _is_packable(leaf)]
     layout = ps.Layout.of(packed)
@@ -257,7 +257,7 @@ def _kept(layout: ps.Layout) -> tuple[int, int]:
 def _is_packable(leaf: Leaf) -> bool:
     try:
         return bool(ps.Layout.of([leaf]).slots)
-    except ps.errors.LayoutError:  # a numeric array that torch has no dtype for: named by the error of the whole batch
+    except ps.errors.LayoutError:  # a numeric array without a dtype in torch: the whole batch's error names it
         return False
 
 
@@ -277,7 +277,7 @@ def _reports(found: Sequence[FoundLeaf], pinning: Pinning) -> list[LeafReport]:
                 dtype=str(leaf.dtype).removeprefix("torch."),
                 shape=_shape(leaf),
                 nbytes=_nbytes(leaf),
-                device=str(leaf.device),  # an array has one, too
+                device=str(leaf.device),  # arrays have a device, too
                 pinned=pinned,
                 contiguous=_contiguity(leaf),
                 alias_of=path_by_id.get(id(leaf)),
@@ -292,13 +292,13 @@ def _reports(found: Sequence[FoundLeaf], pinning: Pinning) -> list[LeafReport]:
 def _is_pinned(leaf: Leaf) -> bool:
     try:
         return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_pinned()
-    except RuntimeError:  # some layouts have no answer
+    except RuntimeError:  # raised for some layouts
         return False
 
 
 def _shape(leaf: Leaf) -> tuple[int, ...]:
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-        return (leaf.size(0),)  # the others differ from part to part
+        return (leaf.size(0),)  # other sizes differ from part to part
     return tuple(leaf.shape)
 
 

@@ -1,8 +1,8 @@
-"""The time of copies between host and device, measured on this machine or as given, and of staging.
+"""The time of copies between host and device, measured on this machine or given by the user, and of staging.
 
 `measure` times copies, by size, direction and kind of host memory. A point is the best of a few repetitions, each timed
-from the call to the end of the copy, so it includes the cost of the call, as a loop does that waits for its batch. A
-`Bus` prices a copy.
+from the call to the end of the copy. So it includes the cost of the call, as in a loop that waits for its batch. A
+`Bus` estimates the time of a copy.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 """Bytes that `pinstage doctor` measures: from a small leaf to a large batch."""
 
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20
-_POINT_SECONDS = 0.03  # repetitions stop after this time: the best comes early, and all points together stay short
-_CALL_US = 7.5  # of one copy call where a figure is not given: 7 to 8 were measured beside an H200
+_POINT_SECONDS = 0.03  # repetitions stop after this time: the best comes early, and the whole measurement stays short
+_CALL_US = 7.5  # microseconds of a copy call, unless given: 7 to 8 were measured on an H200's host
 
 
 class Point(NamedTuple):
@@ -62,13 +62,13 @@ def measure(
             for direction, nbytes in product((TO_DEVICE, TO_HOST), sizes):
                 source, target = (here, there) if direction == TO_DEVICE else (there, here)
                 points.append(Point(direction, kind, nbytes, _best_copy(source[:nbytes], target[:nbytes], device)))
-            del here, source, target  # the pool does not take memory back that can still be seen
+            del here, source, target  # the pool takes no memory back that still has views
     return points
 
 
 @contextmanager
 def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Lend host memory of a kind, uint8 ``[nbytes]``, written once."""
+    """Lend host memory of one kind, uint8 ``[nbytes]``, written once."""
     if kind == PAGEABLE:
         yield torch.zeros(nbytes, dtype=torch.uint8)
         return
@@ -81,7 +81,7 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
 
 
 def _best_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
-    synchronise = partial(torch.get_device_module(device).synchronize, device)  # that of the CPU does nothing
+    synchronise = partial(torch.get_device_module(device).synchronize, device)  # does nothing for the CPU
     took: list[float] = []
     started = time.perf_counter()
     while len(took) < _LEAST_REPEATS or (len(took) < _MOST_REPEATS and time.perf_counter() - started < _POINT_SECONDS):
@@ -120,7 +120,7 @@ class Bus:
         return f"{self.source}: {self.pageable:g} GB/s pageable, {self.pinned:g} GB/s pinned, {self.call:g} us per call"
 
     def seconds(self, nbytes: int, *, pinned: bool) -> float:
-        """Return what one copy of `nbytes` costs, its call included; nothing for no bytes."""
+        """Return the seconds of one copy of `nbytes`, including the call; 0 for 0 bytes."""
         return nbytes and self.call * 1e-6 + nbytes / (self.pinned if pinned else self.pageable) * 1e-9
 
 
@@ -129,20 +129,20 @@ REFERENCE_BUS = Bus(10, 55, source="as on an H200 (pinstage doctor measures your
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds, and bytes per second."""
+    """The cost of staging a batch."""
 
-    fixed_seconds: float  # to stage any batch, whatever is in it
+    fixed_seconds: float  # for any batch, whatever its content
     leaf_seconds: float  # for each leaf
-    bytes_per_second: float  # of the bytes: packing and copying overlap
+    bytes_per_second: float  # packing and copying overlap
     source: str
 
     def seconds(self, leaves: int, nbytes: int, bus: float) -> float:
-        """Return how long it takes to stage a batch, over a bus with a speed in bytes per second."""
+        """Return the seconds that staging a batch takes, over a bus with a speed in bytes per second."""
         return self.fixed_seconds + leaves * self.leaf_seconds + nbytes / min(self.bytes_per_second, bus)
 
 
 REFERENCE = Cost(250e-6, 0.7e-6, 42e9, source="an H200 with 16 cores")
-"""A leaf: by pinstage doctor on one H200; on that of tests/traces/loops it found 0.95 us. The bytes: 16 leaves of
-16 MiB in benchmarks/results/staging.json. The fixed part is fitted to an earlier recording of those loops of
-tests/traces/loops that are not kept out: 0.2 ms fit best, and a promise errs on the low side. It takes less than 0.1 ms
-where batches are staged one after the other, without a training step between them, and least up to 64 KiB."""
+"""The time per leaf is from one H200's host; 0.95 us were found on the host of tests/traces/loops. The bytes per second
+are from 16 leaves of 16 MiB in benchmarks/results/staging.json. The fixed time is fitted to an earlier recording of the
+loops of tests/traces/loops that aren't held out: 0.2 ms fit best, and a higher value keeps the predicted saving low. It
+takes less than 0.1 ms if batches are staged without a training step in between, and least up to 64 KiB."""

@@ -1,6 +1,6 @@
-"""The doctor's checks: facts in, a line of the report out.
+"""The doctor's checks: each takes facts and returns a line of the report.
 
-They are pure functions, so each branch is tested without the machine that it is about.
+They are pure functions, so each branch can be tested without the machine that it is about.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LITTLE_BYTES = 512 << 20
 SMALL_SHM_BYTES = GIB
 """torch's DataLoader passes each batch of each worker through ``/dev/shm``. Containers start with 64 MiB."""
 FEW_CPUS = 4
-"""With fewer, loader workers, packing threads and the training loop take turns."""
+"""With fewer CPUs, loader workers, packing threads and the training loop take turns."""
 LEAST_OF_LINK = 0.6
-"""Large page-locked copies reach about 85% of a link's rate on paper. Below this share something is in their way."""
+"""Large page-locked copies reach about 85% of a link's nominal rate. Below this share, something slows them down."""
 LEAST_GAIN = 1.2
 """Page-locked copies should be faster than pageable ones by this factor at least."""
 
@@ -59,10 +59,10 @@ def cpus(usable: int, quota: float | None, installed: int) -> Check:
 
 
 def memory(max_bytes: int, reason: str) -> Check:
-    """Check the cap that a pool would choose, whose reason names the limit that binds."""
+    """Check the cap that a pool would choose; `reason` names the limit that decides it."""
     name, found = 'max_bytes="auto"', f"{format_bytes(max_bytes)}: {reason}"
     if max_bytes < LITTLE_BYTES:
-        remedy = "end other programs, or raise the container's limit, where page-locked memory counts"
+        remedy = "end other programs, or raise the container's limit, which includes page-locked memory"
         return Check(name, "warning", found, remedy)
     return Check(name, "ok", found)
 
@@ -87,7 +87,7 @@ def shared_memory(total: int | None) -> Check:
     if total is None:
         return Check(name, "warning", "not there", "mount it: torch's DataLoader workers need it")
     if total < SMALL_SHM_BYTES:
-        found = f"{format_bytes(total)}: workers of torch's DataLoader may end by a bus error"
+        found = f"{format_bytes(total)}: workers of torch's DataLoader may end with a bus error"
         remedy = "docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
         return Check(name, "warning", found, remedy)
     return Check(name, "ok", format_bytes(total))
@@ -96,7 +96,7 @@ def shared_memory(total: int | None) -> Check:
 def huge_pages(enabled: str, shared: str) -> Check:
     name = "huge pages"
     if not enabled:
-        return Check(name, "info", "this kernel does not tell of transparent huge pages")
+        return Check(name, "info", "this kernel does not report transparent huge pages")
     if enabled != "never":
         return Check(name, "ok", f"transparent huge pages: {enabled}; of shared memory (shmem_enabled): {shared}")
     found = "transparent huge pages: never; registering a large pool takes about three times as long"
@@ -119,9 +119,9 @@ def cuda(built_for: str | None, available: bool, gpus: list[Gpu], driver: Driver
     if driver.version is None:
         return Check("CUDA", "info", "no NVIDIA driver here: what follows is about the host, and nothing is measured")
     if built_for is None:
-        found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, and this torch is built without CUDA"
+        found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but this torch is built without CUDA"
         return Check("CUDA", "problem", found, "install a torch for that CUDA: https://pytorch.org/get-started/locally")
-    found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, and torch for CUDA {built_for} can't use it"
+    found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but torch for CUDA {built_for} can't use it"
     remedy = "nvidia-smi must list a GPU; then: is CUDA_VISIBLE_DEVICES empty, is the driver too old for this torch, "
     return Check("CUDA", "problem", found, remedy + "does the container have --gpus all?")
 
@@ -146,7 +146,7 @@ def versions(python: str, driver: Driver, built_for: str | None, bindings: str |
 
 
 def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -> Check:
-    """Say whether pinstage can page-lock memory, and what became of a page that was tried, where torch has a GPU."""
+    """Check whether pinstage can page-lock memory; `kind` and `reason` are the result of an attempt with one page."""
     name = "page-locking"
     if kind == "registered":
         return Check(name, "ok", "works: a page was registered")
@@ -161,7 +161,7 @@ def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -
 
 
 def private_names(problems: list[Problem]) -> list[Check]:
-    """Say which private names of torch and CPython do something else than pinstage expects."""
+    """Report the private names of torch and CPython that don't behave as pinstage expects."""
     if not problems:
         return [Check("private names", "ok", "those of torch and CPython behave as expected")]
     return [Check(problem.name, "warning", problem.reason, problem.remedy) for problem in problems]
@@ -179,10 +179,10 @@ def _bindings_for(major: int | None) -> str:
 
 
 def link(gpu: Gpu) -> Check:
-    """Compare the width of a GPU's PCIe link with what card and slot can do; a slow one shows in the bandwidth."""
+    """Compare the width of a GPU's PCIe link with the most that card and slot support. Bandwidth shows its speed."""
     name, now = f"PCIe cuda:{gpu.index}", gpu.link
     if now is None:
-        return Check(name, "info", "unknown to nvidia-smi: often so in a virtual machine")
+        return Check(name, "info", "unknown to nvidia-smi, as is common in virtual machines")
     found = f"generation {now.generation} x{now.width}: {rate(gpu.link_rate or 0)}"
     if now.width < now.max_width:
         remedy = "look at the slot, at lanes shared with other cards, and at risers"
@@ -191,12 +191,12 @@ def link(gpu: Gpu) -> Check:
 
 
 def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
-    """Compare the NUMA node of a GPU with the CPUs of this process, on a machine with several nodes or one."""
+    """Compare the NUMA node of a GPU with the CPUs of this process."""
     name = f"NUMA cuda:{gpu.index}"
     if nodes <= 1:
         return Check(name, "ok", "the machine has one node")
     if gpu.numa_node is None or not gpu.local_cpus:
-        return Check(name, "info", f"{nodes} nodes, and the kernel doesn't know which one has the GPU")
+        return Check(name, "info", f"{nodes} nodes, but the kernel doesn't report the GPU's node")
     local = len(affinity & gpu.local_cpus)
     found = f"at node {gpu.numa_node}; {local} of this process's {len(affinity)} CPUs are there"
     remedy = f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} for the process of this GPU"
@@ -206,7 +206,7 @@ def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
 
 
 def host_page_tables(gpu: Gpu) -> Check:
-    """Check for a GPU that uses the host's page tables: there, page-locking means something else."""
+    """Check whether a GPU uses the host's page tables, because page-locking works differently there."""
     name = f"address space cuda:{gpu.index}"
     if not gpu.host_page_tables:
         return Check(name, "ok", "the GPU has page tables of its own")

@@ -1,4 +1,4 @@
-"""Find out why copies to the GPU are slow on this machine, and name the remedies.
+"""Finds out why copies to the GPU are slow on this machine, and names the remedies.
 
 `diagnose` gathers the facts (`_host`, `_gpus`), measures copies (`_bus`) and lets `_checks` judge them.
 """
@@ -31,7 +31,7 @@ from ._gpus import Gpu, Smi, find_driver, find_gpus, nvidia_smi
 from ._report import Line, Section, TextTable
 
 _NEEDED_BYTES = 1024 * MIB
-"""With less memory left nothing is measured."""
+"""With less memory left, nothing is measured."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Diagnosis:
     """The doctor's report."""
 
     checks: tuple[Check, ...]
-    gpu: Gpu | None = None  # that was measured
+    gpu: Gpu | None = None  # the GPU that was measured
     points: tuple[Point, ...] = ()
 
     @property
     def has_problem(self) -> bool:
-        """Whether anything is a problem; warnings are none."""
+        """Whether a check found a problem. Warnings don't count."""
         return any(check.status == "problem" for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,10 +70,10 @@ class Diagnosis:
 def diagnose(
     *, device: int | None = None, measuring: bool = True, root: Path = Path("/"), smi: Smi = nvidia_smi
 ) -> Diagnosis:
-    """Look at this machine, and say what can be said without a GPU. Blocks for some seconds where one is measured.
+    """Check this machine, with or without a GPU. Blocks for some seconds if a GPU is measured.
 
-    `device` is the index of the GPU to measure, or None for torch's current one; it should be idle. `root` is where
-    ``proc`` and ``sys`` are.
+    `device` is the index of the GPU to measure, or None for torch's current one; it should be idle. `root` is the
+    folder with ``proc`` and ``sys``.
     """
     available, why_not = torch.cuda.is_available(), why_unusable()
     driver, gpus = find_driver(root, smi), find_gpus(root, smi)
@@ -90,7 +90,7 @@ def diagnose(
     try:
         checks.append(_checks.host_budgets(usage_of_host()))
     except ps.errors.HostBudgetError as error:
-        remedy = "do as it says, or use no HostBudget"
+        remedy = "follow the message, or use no HostBudget"
         checks.append(Check("host budgets", "warning", str(error), remedy))
     if device is not None and device >= len(gpus):
         checks.append(_checks.no_such_device(device, len(gpus)))
@@ -119,24 +119,24 @@ def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
 def try_page(device: int | None) -> tuple[str, str]:
     """Return the kind of memory that a region of one page gets, and why it isn't registered."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report says it
+        warnings.simplefilter("ignore")  # the report has the reason
         with ps.HostRegion(1, device=device) as region:
             return region.kind, region.reason
 
 
 def _bindings_version() -> str | None:
     with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version("cuda-bindings")  # of which cuda-python consists
+        return metadata.version("cuda-bindings")  # cuda-python is a metapackage of it
     return None
 
 
 def _why_not_measured(gpus: Sequence[Gpu], measuring: bool, root: Path) -> str | None:
     if not (gpus and measuring):
-        return "as asked" if gpus else "no GPU"
+        return "as requested" if gpus else "no GPU"
     left = [_host.meminfo("MemAvailable", root), *(group.left for group in _host.cgroup_memory(root))]
     least = min((nbytes for nbytes in left if nbytes is not None), default=_NEEDED_BYTES)
     if least < _NEEDED_BYTES:
-        return f"{format_bytes(least)} of memory left, and it takes {format_bytes(_NEEDED_BYTES)}"
+        return f"{format_bytes(least)} of memory left, but measuring takes {format_bytes(_NEEDED_BYTES)}"
     return None
 
 
@@ -153,17 +153,17 @@ def bandwidth(points: Sequence[Point]) -> TextTable:
 
 # -- the picture -------------------------------------------------------------------------------------------------------
 
-# Two kinds are often alike, as they should be: a thick line stays visible behind a thin one.
+# Two kinds often have the same speed, as they should: a thick line stays visible behind a thin one.
 _STYLES = {PAGEABLE: ("#e07b39", "s", 1.5), PINNED: ("#3b7dd8", "o", 5.0), REGISTERED: ("#2f9e6e", "^", 1.5)}
 
 
 def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rate: float | None = None) -> None:
-    """Write a PNG: a panel for each direction, a line for each kind of memory and for the link on paper.
+    """Write a PNG: a panel for each direction, a line for each kind of memory and for the link's nominal rate.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # without pyplot: no display is looked for, no state is left
+    from matplotlib.figure import Figure  # without pyplot, which looks for a display and keeps state
 
     directions = list(dict.fromkeys(point.direction for point in points))
     sizes = sorted({point.nbytes for point in points})

@@ -20,16 +20,16 @@ Smi = Callable[[Sequence[str]], str]
 
 
 class Link(NamedTuple):
-    """A PCIe link. An idle one runs at a lower generation to save power, but keeps its width."""
+    """A PCIe link. An idle link runs at a lower generation to save power, but keeps its width."""
 
-    generation: int  # that card and slot can do, 1 to 6
+    generation: int  # the highest that card and slot support, 1 to 6
     width: int  # lanes in use
-    max_width: int  # that card and slot can do
+    max_width: int  # the most lanes that card and slot support
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that torch can use. None: unknown."""
+    """A GPU that torch can use. None means unknown."""
 
     index: int  # torch's
     name: str
@@ -39,12 +39,12 @@ class Gpu:
 
     @property
     def link_rate(self) -> float | None:
-        """Bytes per second of the link, before the cost of packets."""
+        """Bytes per second of the link, without the overhead of packets."""
         return _LANE_BYTES_PER_SECOND.get(self.link.generation, 0.0) * self.link.width or None if self.link else None
 
     @property
     def host_page_tables(self) -> bool:
-        """Whether it uses the host's page tables: Grace Hopper, Grace Blackwell."""
+        """Whether the GPU uses the host's page tables, as Grace Hopper and Grace Blackwell do."""
         return bool(re.search(r"\bG[HB]\d+", self.name))
 
 
@@ -52,7 +52,7 @@ class Driver(NamedTuple):
     """NVIDIA's driver."""
 
     version: str | None  # such as 580.159; None if there is no driver
-    cuda: str | None  # the newest CUDA that the driver serves, such as 13.0
+    cuda: str | None  # the newest CUDA that the driver supports, such as 13.0
 
 
 def nvidia_smi(arguments: Sequence[str]) -> str:

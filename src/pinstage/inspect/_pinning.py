@@ -1,12 +1,12 @@
-"""Every tensor and array of a batch, wherever it hides, and which ``DataLoader(pin_memory=True)`` would pin.
+"""Finds every tensor and array of a batch, and shows which of them ``DataLoader(pin_memory=True)`` would pin.
 
 Staging refuses an object that it doesn't know. An audit comes before that: it looks into any object, by its items and
 its stored attributes, and remembers through which objects each leaf was reached.
 
-The DataLoader gives each batch to a function (`pinstage._compat.loader.pin_as_loader`), which enters some containers,
-calls ``pin_memory()`` where an object has it, and returns anything else unchanged. It is run on the batch itself, so
-the answer is torch's. Only the call at the end, ``Tensor.pin_memory``, is recorded and not carried out: nothing is
-pinned or copied, no GPU is needed, and no other thread notices.
+The DataLoader passes each batch to a function (`pinstage._compat.loader.pin_as_loader`), which enters some containers,
+calls ``pin_memory()`` if an object has it, and returns anything else unchanged. The audit runs it on the batch itself,
+so the answer is torch's. Only the call at the end, ``Tensor.pin_memory``, is recorded and not carried out: nothing is
+pinned or copied, no GPU is needed, and other threads aren't affected.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .._compat.loader import pin_as_loader
 Leaf = torch.Tensor | np.ndarray[Any, Any]
 
 _NO_DATA = (memoryview, torch.nn.Module, types.MethodType)
-"""Types that are not looked into, besides those that staging takes for atoms."""
+"""Types that are not looked into, in addition to staging's atoms."""
 
 
 class FoundLeaf(NamedTuple):
     """A tensor or array, and where it is."""
 
     path: str
-    """As one would write it after the batch's name; empty if the batch is the leaf."""
+    """As you would write it after the batch's name; empty if the batch is the leaf."""
     leaf: Leaf
     parents: tuple[Any, ...]
     """The objects it was reached through, the batch itself first."""
@@ -68,7 +68,7 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
         items = [(f".<item {index}>", value) for index, value in enumerate(obj)]
     else:
         return attributes
-    # A mapping or sequence that is written in Python keeps its items in its attributes: they would come twice.
+    # A mapping or sequence that is written in Python keeps its items in its attributes: they would appear twice.
     return items + attributes if isinstance(obj, dict | list | tuple) else items
 
 
@@ -77,11 +77,11 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Pinning:
-    """The fate of each leaf."""
+    """The effect of ``pin_memory=True`` on each leaf."""
 
     pinned: tuple[bool, ...]  # for each leaf, whether it would be page-locked
-    stopped_by: tuple[str | None, ...]  # for each leaf that would not, the name of the type that stops torch
-    error: str | None = None  # what would be raised instead
+    stopped_by: tuple[str | None, ...]  # for each leaf, the name of the type that stops torch; None if pinned
+    error: str | None = None  # the error that would be raised instead
 
 
 def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
@@ -91,23 +91,23 @@ def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
     """
     _, seen, error = _ask(batch)
     on_device = next((tensor for tensor in seen if tensor.device.type != "cpu"), None)
-    if error is None and on_device is not None:  # torch would have raised in the call that was not carried out
+    if error is None and on_device is not None:  # the call that was not carried out would have raised this
         error = f"RuntimeError: cannot pin a tensor on {on_device.device}: only CPU tensors can be pinned"
     ids = {id(tensor) for tensor in seen}
     pinned = tuple(id(place.leaf) in ids for place in found)
-    stops: dict[int, bool] = {}  # by id: an object that holds many leaves is asked about once
+    stops: dict[int, bool] = {}  # by id, since one object may hold many leaves
     left = (None if id(place.leaf) in ids else type_name(_first_stop(place, stops)) for place in found)
     return Pinning(pinned, tuple(left), error)
 
 
 def type_name(obj: Any) -> str:
-    """Return the name of an object's type as one would import it; of a builtin its name alone."""
+    """Return the name of an object's type as you would import it; for a builtin, its name alone."""
     cls = type(obj)
     return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
 
 
 class _Recorder(TorchFunctionMode):
-    """Take note of ``Tensor.pin_memory`` in this thread, and give the tensor back as it is."""
+    """Records calls of ``Tensor.pin_memory`` in this thread, and returns the tensors unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _ask(obj: Any) -> tuple[Any, list[torch.Tensor], str | None]:
-    """Return what torch's function makes of an object, the tensors that it would pin, and what it raises."""
+    """Return the result of torch's function for an object, the tensors that it would pin, and its error."""
     with _Recorder() as recorder:
         try:
             return pin_as_loader(obj), recorder.seen, None
@@ -137,8 +137,8 @@ def _first_stop(place: FoundLeaf, stops: dict[int, bool]) -> Any:
         if id(parent) not in stops:
             result, seen, _ = _ask(parent)
             stops[id(parent)] = result is parent and not seen
-        if hasattr(parent, "pin_memory") or stops[id(parent)]:  # it has a method, and the method left the leaf
+        if hasattr(parent, "pin_memory") or stops[id(parent)]:  # its pin_memory() left the leaf out
             return parent
     if isinstance(place.leaf, torch.Tensor) and place.parents:
-        return place.parents[-1]  # torch enters it by its items, and the leaf is an attribute
+        return place.parents[-1]  # torch looks at its items, and the leaf is an attribute
     return place.leaf

@@ -1,7 +1,7 @@
-"""Output of the commands: lines and tables, as plain text or by rich, and figures as people read them.
+"""Output of the commands: lines and tables, as plain text or by rich, and figures in readable form.
 
-A finding is data first (`to_dict`), and a list of sections second. How a section is drawn is known here alone, so a
-pipe, a log and a machine without rich get the same words as a terminal. Sizes are written by `_sizes.format_bytes`.
+Findings are data (`to_dict`) and a list of sections. Only this module draws sections, so a pipe, a log and a machine
+without rich get the same words as a terminal. `_sizes.format_bytes` writes sizes.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Line:
 
 @dataclass(frozen=True)
 class TextTable:
-    columns: Sequence[str]  # the head; a name that begins with ">" stands over numbers, which are set to the right
+    columns: Sequence[str]  # the head; a name that begins with ">" marks a column of numbers, aligned right
     rows: Sequence[Sequence[str]]
     title: str = ""
-    styles: Sequence[str] = ()  # of each row; empty: none has one
+    styles: Sequence[str] = ()  # one for each row; empty if there are no styles
 
 
 Section = Line | TextTable
 
 
 def clean(text: str) -> str:
-    """Return foreign text, made safe to print: without control sequences and lone surrogates."""
+    """Return text from outside, made safe to print: without control sequences and lone surrogates."""
     return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
@@ -63,7 +63,7 @@ def _table_text(table: TextTable) -> str:
 
 
 def as_rich(sections: Iterable[Section]) -> Any:
-    """Draw sections as one renderable of rich, which has to be installed. On a narrow terminal texts are folded."""
+    """Draw sections as one renderable of rich, which has to be installed. A narrow terminal folds texts."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
@@ -112,7 +112,7 @@ def watch(draw: Callable[[], Sequence[Section]], pause: float) -> None:
 
 
 def _console() -> Any:
-    """Return rich's console for stdout; None where plain text is wanted, or rich is not installed."""
+    """Return rich's console for stdout; None if plain text is wanted, or rich is not installed."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or importlib.util.find_spec("rich") is None:
         return None
     from rich.console import Console
@@ -134,11 +134,11 @@ def duration(seconds: float) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Write a bandwidth in GB/s, powers of 1000: ``55.3 GB/s``; whole from 100 on."""
+    """Write a bandwidth in GB/s, powers of 1000: ``55.3 GB/s``; without decimals from 100 on."""
     value = bytes_per_second / 1e9
     return f"{value:.{0 if value >= 100 else 1 if value >= 1 else 2}f} GB/s"
 
 
 def share(part: float, whole: float) -> str:
-    """Write a part of a whole in percent; ``-`` where there is no whole."""
+    """Write a part of a whole in percent; ``-`` if the whole is 0."""
     return f"{part / whole:.0%}" if whole else "-"

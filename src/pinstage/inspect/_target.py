@@ -1,4 +1,4 @@
-"""The TARGET of ``pinstage audit``: a module and a callable in it that gives a batch."""
+"""The TARGET of ``pinstage audit``: a module, and a callable in it that returns a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import TargetError
 
 @contextmanager
 def prints_on_stderr() -> Iterator[None]:
-    """Send what a target prints, its workers and its C code included, to stderr: stdout is for findings."""
+    """Redirect the output of a target, including its workers and its C code, to stderr: stdout is for findings."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -35,13 +35,13 @@ def prints_on_stderr() -> Iterator[None]:
 
 
 def first_batch(target: str) -> Any:
-    """Import a module, call a function of it without arguments, and return the batch that it gives.
+    """Import a module, call one of its functions without arguments, and return the batch that it makes.
 
-    The module is named by its dotted name or as ``path/to/file.py``. The callable returns a batch, or a DataLoader or
-    other iterable of batches, whose first one is taken. Anything that isn't callable is the batch itself.
+    The module is given by its dotted name or as ``path/to/file.py``. The callable returns a batch, or a DataLoader or
+    other iterable of batches, of which the first is taken. An object that isn't callable is used like a result.
 
     Raises:
-        TargetError: there is no such thing, it raises, or it yields nothing.
+        TargetError: the module or the function can't be found, raises an error, or yields nothing.
     """
     module_name, _, name = target.rpartition(":")
     if not module_name or not name:
@@ -63,7 +63,7 @@ def first_batch(target: str) -> Any:
             return batch
     except Exception as error:
         raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
-    raise TargetError(f"{target} gives an empty {type(made).__name__}; there is no batch to look at")
+    raise TargetError(f"{target} returns an empty {type(made).__name__}; there is no batch to look at")
 
 
 def _import(name: str) -> ModuleType:
@@ -74,9 +74,9 @@ def _import(name: str) -> ModuleType:
         if not name.endswith(".py"):
             return importlib.import_module(name)
         path = Path(name)
-        spec: Any = importlib.util.spec_from_file_location(path.stem, path)  # of a .py file there is one
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)  # never None for a .py file
         module: ModuleType = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up
+        sys.modules[path.stem] = module  # dataclasses and pickle look up a class's module
         sys.path.insert(0, str(path.parent.resolve()))
         spec.loader.exec_module(module)
         return module

@@ -1,4 +1,4 @@
-"""The table of ``pinstage top``: which processes hold how much of each `HostBudget`.
+"""The table of ``pinstage top``: the bytes of each `HostBudget` that each process holds.
 
 It reads the files of the pools, which they write when they grow or shrink, and once a second.
 """
@@ -16,12 +16,12 @@ from .._sizes import count, format_bytes
 from ._report import Line, Section, TextTable, as_text, duration, show, watch
 
 _PAUSE_SECONDS = 1.0
-"""Between two pictures."""
+"""Time between two updates of the table."""
 _COLUMNS = ("process", "program", "owner", ">held", ">leased", ">in flight", ">idle", ">wanted", ">waits", ">waited")
 
 
 def run_top(*, once: bool, as_json: bool) -> int:
-    """Show the budgets of this host, again and again on a terminal, until Ctrl-C; return the exit status."""
+    """Show the budgets of this host (on a terminal: repeatedly, until Ctrl-C); return the exit status."""
     if as_json:
         show(to_dict(usage_of_host()))
     elif once or not sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""monai's MetaTensor. Its metadata stay on the host, the affine matrix included, as monai has them."""
+"""monai's MetaTensor. Its metadata, including the affine matrix, stay on the host, as in monai."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def nodes(cls: type) -> None:
 
 
 def _rebuild(tensor: torch.Tensor, attributes: dict[str, Any]) -> Any:
-    """Do what ``MetaTensor.to`` does: containers of metadata are copied, unless it is a batch's."""
+    """Do what ``MetaTensor.to`` does: copy containers of metadata, except for a batch."""
     if not get_track_meta():
         return tensor
     made = tensor.as_subclass(MetaTensor)

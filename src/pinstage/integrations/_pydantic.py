@@ -1,4 +1,4 @@
-"""pydantic's models. Nothing is validated again: a staged model has the fields, extras and private attributes."""
+"""pydantic's models. A staged model has the same fields, extras and private attributes, and isn't validated again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """tensordict's classes. They keep names and locks; the device attribute says where the tensors are, as after ``.to()``.
 
-A class made by ``@tensorclass`` is a dataclass with a TensorDict in it, and needs nothing beside that.
+A class made by ``@tensorclass`` is a dataclass with a TensorDict in it, and needs nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pinstage as ps
 
 
 def nodes(cls: type) -> Any:
-    """Return how a class of tensordict's is taken apart; False for parameters, which move as a whole."""
+    """Return how a class of tensordict is taken apart; None for other classes, False for parameters (moved whole)."""
     if issubclass(cls, MemoryMappedTensor):
         ps.register_tensor(MemoryMappedTensor, _plain)
         return None
@@ -37,7 +37,7 @@ def nodes(cls: type) -> Any:
 
 
 def _plain(tensor: torch.Tensor, _: Any) -> torch.Tensor:
-    """Return what ``MemoryMappedTensor.to`` returns elsewhere: a file is not what it is over any more."""
+    """Return a plain tensor, as ``MemoryMappedTensor.to`` does for another device: no file is mapped there."""
     return tensor
 
 
@@ -45,7 +45,7 @@ def _flatten(td: Any) -> tuple[Any, Any, Any]:
     keys = tuple(td.keys())
     names = tuple(td.names) if any(name is not None for name in td.names) else None
     values = (td.get(key) for key in keys)
-    kept = ps.on_host((td.batch_size, td.device))  # as different from batch to batch as the shapes of tensors
+    kept = ps.on_host((td.batch_size, td.device))  # as variable from batch to batch as the shapes of tensors
     return (*values, kept), (keys, names, td.is_locked), (*map(str, keys), "rest")
 
 
@@ -69,9 +69,9 @@ def _device_of(values: Iterable[Any], before: Any) -> Any:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether the device of a value is that of tensors. One without any still has the device that it came from."""
+    """Return whether a value has tensors. Without them, its device attribute is still the device that it came from."""
     if isinstance(value, LazyStackedTensorDict):
-        return any(map(_has_tensors, value.tensordicts))  # its values would be stacked
+        return any(map(_has_tensors, value.tensordicts))  # `values()` would stack them
     return isinstance(value, torch.Tensor) or (is_tensor_collection(value) and any(map(_has_tensors, value.values())))
 
 

@@ -1,6 +1,6 @@
 """PyG's data objects. The named values of a store are staged; slices, increments and other marks stay on the host.
 
-The stores of the result belong to the result: each refers to it, weakly, and not to the original.
+The stores of the result have weak references to the result, not to the original.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import pinstage as ps
 
 
 def nodes(cls: Any) -> Any:
-    """Return how a data object is taken apart; None of anything else."""
+    """Return how a data object is taken apart; None for any other class."""
     if issubclass(cls, EdgeIndex | Index):
-        return False  # it moves by its own .to(), with all that it has cached
+        return False  # moved by its own .to(), with everything that it has cached
     if not issubclass(cls, BaseData):
         return None
     if issubclass(cls, Batch) and type(cls) is not type(Batch):
-        copyreg.pickle(type(cls), _reduce_batch_class)  # it was made in a function: it can't be found by its name
+        copyreg.pickle(type(cls), _reduce_batch_class)  # made in a function: it can't be found by name
 
     def unflatten(children: Any, _: None) -> Any:
         *mappings, (attributes, stores) = children
@@ -44,7 +44,7 @@ def nodes(cls: Any) -> Any:
 
 
 _ALONE = ""
-"""In place of a key, for a store that is in no dict; those of nodes and edges are never empty."""
+"""Replaces the key of a store that isn't in a dict. The keys of nodes and edges are never empty."""
 
 
 def _flatten(data: Any) -> tuple[Any, None]:

@@ -1,4 +1,4 @@
-"""torchrec's jagged and keyed tensors: what ``.to()`` moves is staged, what it passes on stays."""
+"""torchrec's jagged and keyed tensors: tensors that ``.to()`` moves are staged; everything else stays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOVED = {
 
 
 def nodes(cls: Any) -> Any:
-    """Return how a jagged or keyed tensor is taken apart; None of anything else."""
+    """Return how a jagged or keyed tensor is taken apart; None for any other class."""
     base = next((base for base in _MOVED if issubclass(cls, base)), None)
     if base is None:
         return None

@@ -1,4 +1,4 @@
-"""The loaders of a trainer: each staged in the quickest way that is right for it, all from one pool."""
+"""The loaders of a trainer: each is staged in the fastest way that works for it, all from one pool."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SUMS = [field.name for field in fields(ps.LoaderStats) if field.name not in ("n
 
 
 class TrainerLoaders:
-    """Stages what the loaders of a trainer yield.
+    """Stages the batches that the loaders of a trainer yield.
 
-    Loaders that iterate as torch's are wrapped by `wrap_loader`, so that their workers pack. All others are staged in
-    the main process, batch by batch. All slabs come from one pool.
+    Loaders that iterate as torch's do are wrapped by `wrap_loader`, so that their workers pack. All others are staged
+    in the main process, batch by batch. All slabs come from one pool.
 
     Args:
-        device: the trainer's.
-        options: `max_bytes`, `budget`, `pool`, `depth` and `keep_on_host`, as for `wrap_loader`; all of them.
+        device: the trainer's device.
+        options: `max_bytes`, `budget`, `pool`, `depth` and `keep_on_host`, as for `wrap_loader`; all are required.
         in_workers: whether loaders are wrapped. Otherwise the trainer calls `to_device` for each batch.
-        stager: for batches that no worker packs; None makes one.
+        stager: the stager for batches that no worker packs; None makes one.
     """
 
     def __init__(
@@ -46,13 +46,16 @@ class TrainerLoaders:
             stager = ps.Stager(device, **{name: value for name, value in options.items() if name != "depth"})
         self.stager = stager
         self._counters: list[Any] = []
-        """Of all loaders that were wrapped, freed ones included."""
+        """The counters of all wrapped loaders, including those that were freed."""
         self._num_workers = 0
 
     def validates_while_training(self, does: bool) -> None:
-        """Divide the pool between the loader of training and the others, or don't.
+        """Reserve half of the pool each for the training loader and for the others, or remove these quotas.
 
-        The workers of training keep their slabs, full of batches, while a validation loop runs between two steps.
+        While a validation loop runs between two training steps, the training workers keep their slabs, full of batches.
+
+        Args:
+            does: whether the trainer validates while it trains.
         """
         pool = self.stager.pool
         if self._owns_pool:
@@ -64,9 +67,9 @@ class TrainerLoaders:
         """Return a loader with the same batches on the device.
 
         Args:
-            loader: the trainer's.
-            is_training: whether its workers keep slabs while others validate.
-            always: whether it is wrapped whatever `in_workers` says.
+            loader: the trainer's loader.
+            is_training: whether it is the training loader.
+            always: whether to wrap the loader even without `in_workers`.
         """
         stager = self.stager
         inner = getattr(loader, "base_dataloader", loader)  # if Accelerate prepared it
@@ -104,7 +107,7 @@ class TrainerLoaders:
 
 
 def _iterates_as_torch_does(loader: Any) -> bool:
-    """Say whether a loader is torch's, or of a subclass that has no iteration of its own."""
+    """Return whether a loader is torch's or torchdata's, or a subclass without an ``__iter__`` of its own."""
     iteration = getattr(type(loader), "__iter__", None)
     return isinstance(loader, DataLoader) and iteration.__module__.partition(".")[0] in ("torch", "torchdata")
 

@@ -1,4 +1,4 @@
-"""transformers' key and value caches. The device that a layer speaks of is where its keys are."""
+"""transformers' key and value caches. A layer's ``device`` attribute becomes the device of its keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STAGED = (torch.Tensor, list, tuple, dict, *_CACHES)
 
 
 def nodes(cls: Any) -> Any:
-    """Return how a cache or a layer of one is taken apart; None of anything else."""
+    """Return how a cache, or a layer of a cache, is taken apart; None for any other class."""
     if not issubclass(cls, _CACHES):
         return None
 
@@ -37,7 +37,7 @@ def nodes(cls: Any) -> Any:
 
 
 def _flatten(obj: Any) -> tuple[Any, tuple[str, ...]]:
-    """Stage attributes that are tensors, containers, or caches in a cache; the rest stays."""
+    """Stage attributes that are tensors, containers or caches; the rest stays."""
     staged = {name: value for name, value in vars(obj).items() if isinstance(value, _STAGED)}
     rest = {name: copy.copy(value) if isinstance(value, set) else value for name, value in vars(obj).items()}
     for name in staged:

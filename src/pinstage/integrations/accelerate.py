@@ -1,4 +1,4 @@
-"""Accelerate: loaders that are prepared and whose batches are staged."""
+"""Accelerate: prepared loaders whose batches are staged."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ def prepare(
     depth: int = 2,
     keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
 ) -> Any:
-    """Prepare a loader as `Accelerator.prepare` does, and stage what it yields.
+    """Prepare a loader as `Accelerator.prepare` does, and stage its batches.
 
-    The result is Accelerate's own loader with all of its options: it shards, splits or dispatches batches, and says
-    which one is the last. The torch loader inside it writes its batches into slabs, as `DataLoader` does, and they
-    arrive on the accelerator's device. With ``dispatch_batches`` the main process stages, and the others get their
-    parts from it.
+    The result is Accelerate's own loader with all of its options: it shards, splits or dispatches batches, and marks
+    the last one. The torch loader inside it writes its batches into slabs, as `DataLoader` does, and they arrive on the
+    accelerator's device. With ``dispatch_batches``, the main process stages, and the others get their parts from it.
 
     Args:
         accelerator: its device and options are used.
-        loader: torch's `DataLoader`, or a loader that this accelerator prepared and that wasn't iterated yet. If that
-            is stateful, its first pass is packed in the main process: its workers run already.
+        loader: torch's `DataLoader`, or a loader that this accelerator prepared and that wasn't iterated over yet. If a
+            prepared loader is stateful, its first pass is packed in the main process: its workers run already.
         max_bytes: as for `DataLoader`.
         budget: as for `DataLoader`.
         pool: as for `DataLoader`.
@@ -53,7 +52,7 @@ def prepare(
     if not staged:
         prepared = ps.wrap_loader(prepared, **options)
     prepared.pinstage_options = options
-    prepared._is_accelerate_prepared = True  # as Accelerator.prepare says, so that it prepares it once
+    prepared._is_accelerate_prepared = True  # Accelerator.prepare sets this, and skips such loaders
     return prepared
 
 
@@ -61,8 +60,8 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     """Do what `accelerate.skip_first_batches` does, and stage the remaining batches.
 
     Args:
-        loader: what `prepare` returned. Both have the same slabs and stats.
-        num_batches: how many to leave out.
+        loader: the result of `prepare`. Both loaders share slabs and stats.
+        num_batches: number of batches to skip.
 
     Raises:
         TypeError: `loader` does not come from `prepare`.
@@ -70,8 +69,8 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     options = vars(loader).get("pinstage_options")
     if options is None:
         raise TypeError(
-            f"cannot skip batches of this {type(loader).__name__} and stage the rest: it is not of "
-            "pinstage.integrations.accelerate.prepare; pass what that returned"
+            f"cannot skip batches of this {type(loader).__name__} and stage the rest: it is not the result of "
+            "pinstage.integrations.accelerate.prepare; pass that result"
         )
     rest = ps.wrap_loader(accelerate.skip_first_batches(loader, num_batches), **options)
     rest.pinstage_options = options
@@ -81,11 +80,11 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 
 @contextmanager
 def _stateful_loaders_staged(accelerator: accelerate.Accelerator, options: dict[str, Any]) -> Iterator[list[Any]]:
-    """Let Accelerate make a staged loader where it would make a ``StatefulDataLoader``.
+    """Make Accelerate create a staged loader instead of a ``StatefulDataLoader``.
 
-    Accelerate asks such a loader for its state as soon as it is made, and with that its first pass begins. Its workers
-    then run, and its seeds are drawn: too late to let these workers write into slabs. So the first loader that is made
-    here, by the name that Accelerate imports when it makes one, is wrapped before it is asked, and put into the list.
+    Accelerate requests the state of such a loader as soon as it has made it, which begins the loader's first pass. Then
+    the workers run and the seeds are drawn: too late to let these workers write into slabs. So this replaces the class
+    by the name that Accelerate imports: the first loader made in the block is wrapped at once, and put into the list.
     """
     staged: list[Any] = []
     if not accelerator.use_stateful_dataloader:

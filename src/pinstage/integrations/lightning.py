@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 
 
 class StageBatches(Callback):
-    """Stages each batch that Lightning would have moved to the device, while training, validating, testing, predicting.
+    """Stages each batch that Lightning would move to the device in training, validation, testing and prediction.
 
     The workers of the trainer's loaders pack the batches, as those of `DataLoader` do: each loader that Lightning has
     prepared is wrapped by `wrap_loader`. Loaders that don't iterate as torch's do are staged in the main process.
 
-    Hooks named `on_before_batch_transfer` and `transfer_batch_to_device` get batches on the host. If the module or its
-    datamodule has the first one, all batches are staged in the main process, after a warning. The second one is an
+    The hooks `on_before_batch_transfer` and `transfer_batch_to_device` get batches on the host. If the module or its
+    datamodule has the first hook, all batches are staged in the main process, after a warning. The second hook is an
     error. `on_after_batch_transfer` gets batches on the device.
 
     Args:
         max_bytes: cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer validates while
             it fits, training and validation get half each.
-        budget: a second cap, which pools of several processes share; see `HostBudget`.
-        pool: a pool over `SharedMemory` to take slabs from, instead of one with these caps.
-        depth: how many batches the loaders send ahead; see `DataLoader`.
-        keep_on_host: what stays on the host, as for `DataLoader`.
+        budget: a second cap, shared by the pools of several processes; see `HostBudget`.
+        pool: a pool over `SharedMemory` to take slabs from, instead of a new pool with these caps.
+        depth: number of batches that the loaders send ahead; see `DataLoader`.
+        keep_on_host: leaves that stay on the host, as for `DataLoader`.
         workers: whether workers pack. False stages all batches in the main process, in place of the hook
             `transfer_batch_to_device`.
 
     Raises:
         TypeError, ValueError: when a trainer begins, as `wrap_loader`.
 
-    Progress, checkpoints and resumed runs are those without the callback: the loaders' states count the batches that
-    were yielded.
+    Progress, checkpoints and resumed runs are the same as without the callback: the loaders' states count the batches
+    that were yielded.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StageBatches(Callback):
 
     @property
     def stager(self) -> ps.Stager:
-        """The stager of batches that no worker packs; its pool is that of all loaders.
+        """The stager of batches that no worker packs; all loaders use its pool.
 
         Made when a trainer begins, and kept for later ones with the same device.
 
@@ -89,7 +89,7 @@ class StageBatches(Callback):
         return self._loaders
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap the loaders that the trainer will prepare, and take the place of the hook.
+        """Wrap the loaders that the trainer will prepare, and replace the hook `transfer_batch_to_device`.
 
         Raises:
             TypeError: the module or its datamodule has a hook `transfer_batch_to_device` of its own.
@@ -97,7 +97,7 @@ class StageBatches(Callback):
         own = _own_hook("transfer_batch_to_device", pl_module, trainer.datamodule)
         if own is not None:
             raise TypeError(
-                f"StageBatches would take the place of {own}: leave the callback out, and let that hook return "
+                f"StageBatches would replace {own}: leave the callback out, and let that hook return "
                 "`stager.to_device(batch)`, with a pinstage.Stager for its device"
             )
         own = _own_hook("on_before_batch_transfer", pl_module, trainer.datamodule) if self._workers else None
@@ -115,11 +115,11 @@ class StageBatches(Callback):
             loaders = self._loaders = TrainerLoaders(device, self._options, in_workers=in_workers)
         loaders.validates_while_training(stage == "fit" and trainer.enable_validation)
 
-        @wraps(pl_module.transfer_batch_to_device)  # so Lightning does not take it for a hook of the user's
+        @wraps(pl_module.transfer_batch_to_device)  # so that Lightning doesn't take it for the user's hook
         def transfer(batch: Any, device: torch.device, dataloader_idx: int) -> Any:  # noqa: ARG001
             return loaders.to_device(batch)
 
-        # Lightning calls this for each loader that it takes from the user, and says for which stage.
+        # Lightning calls this for each loader that it takes from the user, with the stage.
         connector = trainer._data_connector
         prepare = connector._prepare_dataloader
 
@@ -132,20 +132,20 @@ class StageBatches(Callback):
         vars(connector)["_prepare_dataloader"] = prepare_and_wrap
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
-        """Give the hook its place back, and leave later loaders alone."""
+        """Restore the hook, and leave later loaders alone."""
         vars(pl_module).pop("transfer_batch_to_device", None)
         vars(trainer._data_connector).pop("_prepare_dataloader", None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
-        """Do as `teardown`: after an exception there is none."""
+        """Do what `teardown` does, since Lightning doesn't call that after an exception."""
         self.teardown(trainer, pl_module, "")
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy, as in a process that is started, makes a stager of its own
+    def __getstate__(self) -> dict[str, Any]:  # a copy, for example in another process, makes its own stager
         return vars(self) | {"_loaders": None}
 
 
 def _own_hook(name: str, *owners: object) -> str | None:
-    """Return the name of a hook of the user's own; None if all are Lightning's."""
+    """Return the name of the user's own hook; None if all are Lightning's."""
     for owner in owners:
         hook = getattr(type(owner), name, None)
         if hook is not None and not hook.__qualname__.startswith("DataHooks."):

@@ -1,4 +1,4 @@
-"""Ray: the batches of a dataset's shard, staged in the threads that collate them."""
+"""Ray: stages the batches of a dataset's shard in the threads that collate them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pinstage as ps
 class StageBatches:
     """Stages the batches of Ray Data where they are consumed, such as in the workers of a `TorchTrainer`.
 
-    Can be pickled, so the driver may make it: each process makes its own stager. The batch that `collate_fn` returns
-    may have any structure.
+    Can be pickled, so the driver may make it; each process then makes its own stager. The batch that `collate_fn`
+    returns may have any structure.
 
     Args:
         device: as for `Stager`; None is the current CUDA device of the thread that iterates, else the CPU.
         max_bytes: cap on the page-locked memory of each process; see `SlabPool`.
-        budget: a second cap, which pools of several processes share; see `HostBudget`.
-        pool: a pool to take slabs from, in this process alone: it can't be pickled.
-        depth: how many batches Ray's threads stage ahead: `prefetch_batches`, unless that is passed.
-        keep_on_host: what stays on the host, as for `Stager`. A function must be picklable.
+        budget: a second cap, shared by the pools of several processes; see `HostBudget`.
+        pool: a pool to take slabs from, for use in this process only, since it can't be pickled.
+        depth: number of batches that Ray's threads stage ahead; Ray's `prefetch_batches`, unless you pass that.
+        keep_on_host: leaves that stay on the host, as for `Stager`. A function must be picklable.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class StageBatches:
         Ray's threads pack them and start their copies.
 
         Args:
-            shard: what `ray.train.get_dataset_shard` or `Dataset.streaming_split` returns, or a dataset.
-            collate_fn: as Ray's, of one of its classes; None yields a tensor for each column.
-            **options: other options of Ray's `iter_torch_batches`, but not `device`, `dtypes` and `pin_memory`.
+            shard: the result of `ray.train.get_dataset_shard` or `Dataset.streaming_split`, or a dataset.
+            collate_fn: an object of one of Ray's collate classes; None yields a tensor for each column.
+            **options: other options of Ray's `iter_torch_batches`, except `device`, `dtypes` and `pin_memory`.
 
         Yields:
             Batches as `Stager.to_device` returns them, for the stream that is current when each is requested.
@@ -79,7 +79,7 @@ class StageBatches:
 
 
 class _Collate:
-    """Collates and begins to send; what it returns is none of the batches that Ray would send itself."""
+    """Collates and starts the copy. Ray doesn't move the result, which isn't a batch of tensors."""
 
     def __init__(self, collate_fn: CollateFn[Any] | None, stager: ps.Stager) -> None:
         self._collate_fn = collate_fn
@@ -102,13 +102,13 @@ class _OfPandas(_Collate, PandasBatchCollateFn):
 
 
 def _collate_class(collate_fn: CollateFn[Any] | None) -> type[_Collate]:
-    """Return which class it is by whose base Ray knows the format of the batches."""
+    """Return the class whose base shows Ray the format of the batches."""
     if collate_fn is None:
         return _OfNumpy
     for kind in (_OfArrow, _OfNumpy, _OfPandas):
         if isinstance(collate_fn, kind.__bases__[1]):
             return kind
     raise TypeError(
-        f"collate_fn is of no class that Ray has for it: {collate_fn!r}; make it a NumpyBatchCollateFn, "
+        f"collate_fn isn't of one of Ray's classes: {collate_fn!r}; make it a NumpyBatchCollateFn, "
         "ArrowBatchCollateFn or PandasBatchCollateFn of ray.data.collate_fn"
     )

@@ -1,4 +1,4 @@
-"""torchdata.nodes: a node that stages what its source yields."""
+"""torchdata.nodes: a node that stages the batches of its source."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pinstage as ps
 class Stage(BaseNode[Any]):
     """Yields the batches of another node on a device, staged ahead; the last node of a pipeline.
 
-    Use it in the place of `PinMemory`. Its state belongs to the batches that were yielded, whatever was read ahead: a
+    Use it instead of `PinMemory`. Its state counts the batches that were yielded, not those that were read ahead, so a
     resumed pipeline yields the next batch.
 
     Args:
-        source: yields batches.
-        stager: moves them; its `Stager.stats` count them.
-        depth: batches ahead; see `Stager.prefetch`.
+        source: the node that yields batches.
+        stager: the stager that moves the batches, and counts them in `Stager.stats`.
+        depth: number of batches staged ahead; see `Stager.prefetch`.
 
     Raises:
         TypeError, ValueError: as `Stager.prefetch`, when the first batch is requested.
@@ -33,7 +33,7 @@ class Stage(BaseNode[Any]):
         self.depth = depth
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin again, or at a given state."""
+        """Start again from the beginning, or from a given state."""
         super().reset(initial_state)
         self.source.reset(None if initial_state is None else initial_state["source"])
         self._state = self.source.state_dict()

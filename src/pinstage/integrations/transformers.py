@@ -23,11 +23,11 @@ else:
 class StageInputs(_Trainer):
     """Stages the batches that a `transformers.Trainer` trains, evaluates and predicts on.
 
-    Put it before the trainer's class, ``class StagingTrainer(StageInputs, Trainer): pass``. The workers of its loaders
+    Put it before the trainer's class: ``class StagingTrainer(StageInputs, Trainer): pass``. The workers of its loaders
     pack the batches, as those of `DataLoader` do, and batches arrive on the device.
 
-    What Accelerate dispatches (``dispatch_batches``, the default for an ``IterableDataset``) is staged by the main
-    process's loader, and the other processes get their parts from it.
+    If Accelerate dispatches batches (``dispatch_batches``, the default for an ``IterableDataset``), the main process's
+    loader stages them, and the other processes get their parts from it.
 
     Set the attributes below in the class, or on the trainer before the first batch.
     """
@@ -37,20 +37,20 @@ class StageInputs(_Trainer):
     training and evaluation get half each."""
 
     budget: ps.HostBudget | None = None
-    """A second cap, which pools of several processes share; see `HostBudget`."""
+    """A second cap, shared by the pools of several processes; see `HostBudget`."""
 
     pool: ps.SlabPool | None = None
-    """A pool over `SharedMemory` to take slabs from, instead of one with these caps."""
+    """A pool over `SharedMemory` to take slabs from, instead of a new pool with these caps."""
 
     depth: int = 2
     """Number of batches that the loaders send ahead; see `DataLoader`."""
 
     keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None
-    """Leaves that stay on the host, as for `DataLoader`; a function as a ``staticmethod``."""
+    """Leaves that stay on the host, as for `DataLoader`. Wrap a function in ``staticmethod``."""
 
     workers: bool = True
     """Whether workers pack. If False, loaders leave batches on the host, and `training_step` and `prediction_step`
-    stage each in the main process. With gradient accumulation, batches then stay on the host until they are used."""
+    stage each batch in the main process. With gradient accumulation, batches then stay on the host until used."""
 
     @cached_property
     def _loaders(self) -> TrainerLoaders:
@@ -62,9 +62,9 @@ class StageInputs(_Trainer):
 
     @property
     def stager(self) -> ps.Stager:
-        """The stager of batches that no worker packs; its pool is that of all loaders. Made for the first loader.
+        """The stager of batches that no worker packs; all loaders use its pool. Made with the first loader.
 
-        Set it before that to have a stager of your own stage all batches in the main process.
+        Set it before that to stage all batches in the main process with your own stager.
         """
         return self._loaders.stager
 
@@ -98,10 +98,10 @@ class StageInputs(_Trainer):
         return super().prediction_step(model, self._loaders.to_device(inputs), *args, **kwargs)
 
     def _prepared(self, loader: Any, *, is_training: bool = False) -> Any:
-        """Stage a loader of Accelerate's; it sends and page-locks nothing, nor does one made of it to skip batches.
+        """Stage Accelerate's loader. It moves and page-locks nothing itself then, even if rebuilt to skip batches.
 
-        A dispatching loader sends in any case, so it stages the batches it sends. The Trainer may keep a loader and
-        give it again.
+        A dispatching loader always sends batches to other processes, so it stages them first. The Trainer may keep a
+        loader and pass it again.
         """
         dispatches = isinstance(loader, DataLoaderDispatcher)
         if not dispatches:

@@ -1,13 +1,13 @@
-"""Tensors of a job that are kept on the host while they aren't in use, in slabs of a pool.
+"""Keeps tensors of a job on the host, in slabs of a pool, while they aren't in use.
 
 ::
 
     forward   saves a tensor --copy, on a side stream--> slab of the pool    its device memory is free
-    backward  asks for it    <-copy, on another stream-- slab of the pool    and for those saved before it, ahead
+    backward  asks for it    <-copy, on another stream-- slab of the pool    tensors saved before it follow, ahead
 
-Where to look: `_saving` has the context manager and decides what stays; `_scheduler` what autograd keeps instead of a
-tensor, in which order tensors were saved, and which is copied back next; `_block` a piece of memory on the host;
-`_optimizer` keeps an optimizer's state on the host, `_frozen` a module, and `_offloaded` is their handle.
+Where to look: `_saving` has the context manager, and decides which tensors stay. `_scheduler` has the objects that
+autograd keeps instead of tensors, and decides which tensor is copied back next. `_block` is a piece of memory on the
+host. `_optimizer` keeps an optimizer's state on the host, `_frozen` a module; `_offloaded` is their handle.
 `pinstage._stage._device` has the streams.
 """
 

@@ -1,4 +1,4 @@
-"""A piece of a device's memory whose bytes have gone to the host."""
+"""A piece of a device's memory whose bytes were copied to the host."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from .._stage import Arrival, EventGroup, HostCopy, Kept, Target
 from ..errors import ForkedPoolError, PoolClosedError
 
 OWNER = "offload"
-"""Owner of the slabs, as the pool counts them."""
+"""The name under which the pool counts the slabs."""
 
 ALIGNMENT = 512
-"""Copies begin at a multiple of this in the storage, as CUDA's allocator aligns storages. So tensors keep their
-alignment, by which kernels choose their algorithm."""
+"""Copies begin at a multiple of this offset in the storage. CUDA's allocator aligns storages to it, so tensors keep
+their alignment, and kernels choose the same algorithms."""
 
 GAPS = 2
-"""A tensor whose elements are spread over more than this multiple of their bytes, such as the queries in a product of
+"""A tensor whose elements are spread over more than this multiple of their bytes, such as the queries in a tensor of
 queries, keys and values, is sent without the gaps."""
 
 _leases: dict[int, Lease] = {}
-"""By the id of a living `OffloadedBlock`. Not its attribute: in a cycle of garbage, the collector could report the
-lease's death to the pool before the block's finaliser releases it."""
+"""Leases by the id of their living `OffloadedBlock`. They aren't its attributes: in a cycle of garbage, the collector
+could report the lease as unreleased to the pool before the block's finaliser releases it."""
 
 
 def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
-    """Lease a slab without waiting for one to come free.
+    """Lease a slab without waiting for one to become free.
 
-    Slabs in flight are taken first: a host that runs ahead finds none idle, and the pool would grow with each step that
-    it is ahead.
+    Slabs in flight are taken first: a host that runs ahead finds no idle slab, and the pool would grow with each step
+    that the host is ahead.
 
     Returns:
-        The lease, and what has to be waited for before the slab is written; None where the pool has no room.
+        The lease, and the event to wait for before the slab is written; None if the pool has no room.
 
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
@@ -46,7 +46,7 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
         lease, after = found
         if hasattr(after, "wait"):
             return found
-        lease.release(after=after)  # a stream, where a copy had failed
+        lease.release(after=after)  # `after` is a stream, because a copy had failed
     try:
         return pool.acquire(nbytes, timeout=0, owner=OWNER), None
     except (PoolClosedError, ForkedPoolError, torch.AcceleratorError):
@@ -56,13 +56,13 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
 
 
 def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
-    """Keep memory that a copy on our stream reads or writes. One call of C, except for its arguments."""
+    """Keep memory alive that a copy on our stream reads or writes. One C call, except for its arguments."""
     if event is not None:
         reaper.tasks.put(Kept(event, [memory]))
 
 
 def drop_arrival(target: Target, arrival: Arrival) -> None:
-    """Free the device memory of a copy that isn't needed: behind the copy, on its own stream if that is current."""
+    """Free the device memory of a copy that isn't needed, behind the copy; on its own stream, if that is current."""
     if arrival.event is not None and arrival.stream == target.consumer(None):
         target.wait_for(arrival.event)
     else:
@@ -73,9 +73,9 @@ class Load(NamedTuple):
     source: torch.Tensor
     """uint8 ``[n]``"""
     begin: int
-    """Where it begins in the tensor's storage; 0 for elements alone."""
+    """The byte offset of the source in the tensor's storage; 0 if the elements are sent without gaps."""
     packed: tuple[int, ...] | None
-    """The strides of the elements, where they are sent alone."""
+    """The strides of the elements, if they are sent without gaps."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Load:
@@ -89,23 +89,23 @@ class Load(NamedTuple):
 
 
 class OffloadedBlock:
-    """Bytes of one storage on the host; on the device too, while they leave and after their return.
+    """Bytes of one storage on the host; also on the device, during the copy to the host and after the copy back.
 
-    Its end gives the slab back, behind the last copy. That may be in the garbage collector.
+    The finaliser gives the slab back, behind the last copy. The garbage collector may call it.
 
     Args:
         target: the device that the bytes come from.
         load: the bytes there.
-        lease: of a slab for them, which is this object's from now on.
-        after: what has to be waited for before the slab is written.
-        dropped: gets the number of bytes if this ends with an arrival.
+        lease: the lease of a slab for them, which this object owns from now on.
+        after: the event to wait for before the slab is written.
+        dropped: gets the number of bytes if this object is freed while it has an arrival.
 
     Attributes:
-        ahead_for: the number of the saved tensor for which it last returned early; 0 for none.
+        ahead_for: the number of the saved tensor for which the block was last copied back early; 0 for none.
         source: the bytes on the device, until the copy is done or that memory's stream waits for it.
         arrival: the bytes on the device again, while they are kept there.
         event: behind the last copy of the slab.
-        seqs: numbers of the saved tensors that are in it.
+        seqs: numbers of the saved tensors in this block.
     """
 
     def __init__(
@@ -146,9 +146,11 @@ class OffloadedBlock:
             drop_arrival(self.target, arrival)
 
     def let_source_go(self, *, at_once: bool) -> None:
-        """Order the current stream behind the copy, and let go of the device's memory.
+        """Make the current stream wait for the copy, and free the device's memory.
 
-        At once where it is the current stream's, which may use it again behind the wait; else when the copy is done.
+        Args:
+            at_once: whether the memory is the current stream's, which may use it again behind the wait. If not, it is
+                freed when the copy is done.
         """
         source, self.source = self.source, None
         if source is not None:
@@ -167,17 +169,17 @@ class OffloadedBlock:
         self.here = None
         lease = _leases.pop(id(self), None)
         if lease is not None:
-            with contextlib.suppress(ForkedPoolError):  # in a child that has collected the parent's graph
+            with contextlib.suppress(ForkedPoolError):  # a forked child collected the parent's graph
                 lease.release(after=self.event)
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor's bytes and strides are all there is to it."""
+    """Return whether a tensor's bytes and strides describe it completely."""
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def can_leave(tensor: torch.Tensor, pool: SlabPool) -> bool:
-    """Say whether a tensor's bytes are of use in a pool: not a parameter's or subclass's, nor without a bus between."""
+    """Return whether a tensor can be offloaded: not a parameter or subclass, nor a CPU tensor to page-locked memory."""
     if type(tensor) is not torch.Tensor or not has_plain_memory(tensor):
         return False
     return tensor.is_cuda or (tensor.is_cpu and not pool.memory.is_pinned)
@@ -192,7 +194,7 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tensor:
-    """Return a part of a storage as uint8 ``[n]``, which autograd knows nothing of."""
+    """Return a part of a storage as uint8 ``[n]``, unknown to autograd."""
     return view_of(storage, begin, torch.uint8, (end - begin,), (1,))
 
 

@@ -1,4 +1,4 @@
-"""`frozen_module`: a module that isn't trained is kept on the host, and is on the device inside a block.
+"""`frozen_module`: keeps a module that isn't trained on the host, and on the device only inside a block.
 
 ::
 
@@ -26,18 +26,18 @@ from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, 
 from ._offloaded import Offloaded, OffloadedStats
 
 SLAB_BYTES = 256 << 20
-"""Tensors are gathered in slabs of at most this size; a larger one has a slab of its own. From about 16 MiB on, one
-copy has the bandwidth of the bus."""
+"""Tensors are gathered in slabs of at most this size; a larger tensor has a slab of its own. A copy of about 16 MiB or
+more reaches the bandwidth of the bus."""
 
 ACQUIRE_SECONDS = 60.0
-"""Timeout for a slab, as a `Stager` has it."""
+"""Timeout for a slab, the same as a `Stager`'s default."""
 
 _holders: weakref.WeakValueDictionary[int, FrozenModule] = weakref.WeakValueDictionary()
-"""Owners of tensors: by the tensor's id, and by its storage's address on the host."""
+"""The handles that hold tensors, by the tensor's id, and by its storage's address on the host."""
 
 
 class Held(NamedTuple):
-    """A parameter or buffer, and its place."""
+    """A parameter or buffer, and its place in a slab."""
 
     owner: str
     """Path of the submodule."""
@@ -51,12 +51,12 @@ class Held(NamedTuple):
     """View of the slab: the tensor's content outside the ``with`` block."""
 
     def is_at(self, memory: torch.Tensor) -> bool:
-        """Say whether the tensor is this part of a slab, or of its copy."""
+        """Return whether the tensor's memory is its place in a slab, or in a slab's copy."""
         return not self.tensor.numel() or self.tensor.data_ptr() == memory.data_ptr() + self.begin
 
 
 class FrozenModule(Offloaded):
-    """A module on the host, unless its block is entered."""
+    """A module that is on the host, except inside its block."""
 
     def __init__(self, module: torch.nn.Module, pool: SlabPool, target: Target) -> None:
         self._module = module
@@ -74,7 +74,7 @@ class FrozenModule(Offloaded):
         _holders.update(dict.fromkeys(self._keys, self))
 
     def stats(self) -> OffloadedStats:
-        """Return how many bytes are where. Doesn't block."""
+        """Return the bytes on the host and on the device. Doesn't block."""
         device_bytes = sum(arrival.there.numel() for arrival in self._arrivals)
         return OffloadedStats(host_bytes=sum(slab.numel() for slab in self._slabs), device_bytes=device_bytes)
 
@@ -86,7 +86,7 @@ class FrozenModule(Offloaded):
 
         Raises:
             RuntimeError: a parameter or buffer was moved, replaced, added or removed, or the handle was closed.
-            torch.OutOfMemoryError: the device has too little memory; everything is as before.
+            torch.OutOfMemoryError: the device has too little memory; the module is unchanged.
         """
         if self._arrivals:
             return
@@ -126,8 +126,9 @@ class FrozenModule(Offloaded):
     def offload(self) -> None:
         """Return the module's tensors to the host, and free the device memory behind the current stream's work.
 
-        Blocks only if buffers have changed: until they are copied back. All buffers of a submodule are copied if the
-        version of one has changed, since kernels of batch norm count batches, but no changes of the statistics.
+        Blocks only if buffers have changed, until they are copied back. If the version of one buffer has changed, all
+        buffers of its submodule are copied: kernels of batch norm change the version of the batch count, but not those
+        of the statistics.
 
         Raises:
             RuntimeError: a parameter was changed, or a tensor was moved, inside the block; the change is dropped.
@@ -139,7 +140,7 @@ class FrozenModule(Offloaded):
         for held, version in zip(self._held, self._versions, strict=True):
             is_there = held.is_at(self._arrivals[held.slab].there)
             if (is_there and version_of(held.tensor) == version) or held.is_at(self._slabs[held.slab]):
-                continue  # as before, or back already by a call that an interrupt ended
+                continue  # unchanged, or returned already by a call that was interrupted
             if is_there and not _is_parameter(held.tensor):
                 changed.add(held.owner)
             else:
@@ -169,7 +170,7 @@ class FrozenModule(Offloaded):
         self._held, self._slabs = [], []
 
     def _copy_back(self, held: Held) -> Any:
-        """Copy a buffer to its slab; return the event, None if it is done."""
+        """Copy a buffer to its slab; return the event, or None if the copy is done."""
         first, last = range_of(held.host) if held.host.numel() else (0, 0)
         part = slice(held.begin, held.begin + last - first)
         copy = HostCopy(self._arrivals[held.slab].there[part], self._slabs[held.slab][part], owned=False)
@@ -199,7 +200,7 @@ def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _check(path: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that can't be held: it is trained, has no plain memory or no content, or is held already."""
+    """Refuse a tensor that is trained, has no plain memory or no content, or is held already."""
     if tensor.requires_grad:
         why = "requires grad; call module.requires_grad_(False), or leave the module on the device"
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not has_plain_memory(tensor):
@@ -220,7 +221,7 @@ def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
     storage with tensors of other dtypes.
     """
     ranges: dict[int, tuple[int, int]] = {}  # by the storage's address: the bytes that tensors use
-    kinds: dict[int, str] = {}  # by the same: empty for parameters
+    kinds: dict[int, str] = {}  # by the storage's address: dtype of buffers, empty for parameters
     for tensor in tensors.values():
         begin, end = range_of(tensor) if tensor.numel() else (0, 0)
         address = tensor.untyped_storage().data_ptr()
@@ -250,7 +251,7 @@ def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
         lease = pool.acquire(nbytes, timeout=ACQUIRE_SECONDS, owner=OWNER)
         slabs.append(torch.from_numpy(lease.numpy()))
         lease.release()  # the view keeps the slab
-    storages: dict[int, torch.UntypedStorage] = {}  # on the host: one each, else torch.save refuses unlike dtypes
+    storages: dict[int, torch.UntypedStorage] = {}  # on the host: one each, or torch.save refuses mixed dtypes
     held = []
     for path, tensor in tensors.items():
         storage, offset = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
@@ -269,7 +270,7 @@ def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
 def frozen_module(
     module: torch.nn.Module, pool: SlabPool, *, device: torch.device | str | int | None = None
 ) -> Offloaded:
-    """Keep a module that isn't trained on the host, and bring it to the device for the duration of a block.
+    """Keep a module that isn't trained on the host, and copy it to the device for the duration of a block.
 
     ::
 
@@ -284,26 +285,27 @@ def frozen_module(
             ...
 
     Parameters and buffers are copied to slabs of the pool once. Outside the block they are views of the slabs, in the
-    same `Parameter` objects, so ``state_dict()`` works and in-place changes count. The block makes them views of device
-    memory, a few large copies, ordered behind the current stream. Its end frees that memory behind the current stream's
-    work; the next block copies from the slabs again. Views that you keep of either stay valid, and keep their memory.
+    same `Parameter` objects, so ``state_dict()`` works, and in-place changes are kept. The block makes them views of
+    device memory, by a few large copies behind the current stream's work. The end of the block frees that memory, also
+    behind the current stream's work; the next block copies from the slabs again. Views that you keep of slabs or of
+    device memory stay valid, and keep the memory.
 
     The end of the block copies changed buffers back. A parameter that was changed in the block is an error. Hooks, tied
     weights and modules compiled by `torch.compile` work. Plain tensor attributes stay where they are, as with
-    ``module.to``. Backward through the module, for inputs that require grad, belongs in the block.
+    ``module.to``. Run backward through the module, for inputs that require grad, inside the block.
 
     Args:
-        module: no parameter requires grad, and no other handle holds any. May be on any device.
-        pool: source of the slabs: of at most 256 MiB each, larger for a larger tensor. They are in use as long as the
-            tensors live. Copies from a pool over page-locked memory have the bandwidth of the bus.
-        device: the block's device; None: the current CUDA device, or the CPU where CUDA isn't available.
+        module: a module on any device. No parameter may require grad, or be held by another handle.
+        pool: source of the slabs, which have at most 256 MiB each, or more for a larger tensor. They are in use as long
+            as the tensors live. Copies from a pool over page-locked memory have the bandwidth of the bus.
+        device: the block's device. None is the current CUDA device, or the CPU if CUDA isn't available.
 
     Returns:
-        The handle: ``with handle:``, ``onload()`` to start the copy early, ``stats()``, ``close()``. Not for use by
-        several threads at the same time.
+        The handle: ``with handle:``, ``onload()`` to start the copy early, ``stats()``, ``close()``. Don't use it in
+        several threads at once.
 
     Raises:
-        TypeError: `module` isn't a module, or `pool` not a `SlabPool`.
+        TypeError: `module` isn't a module, or `pool` isn't a `SlabPool`.
         ValueError: a parameter or buffer requires grad, has no plain memory, or is held already; the error names it.
         BudgetExceededError, AcquireTimeoutError: the pool has no room. The module is as before, as after every error.
     """

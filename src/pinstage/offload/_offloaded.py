@@ -14,7 +14,7 @@ class OffloadedStats:
     host_bytes: int
     """Bytes in slabs of the pool."""
     device_bytes: int
-    """Device memory that the handle holds for bytes that are being copied back, or have been."""
+    """Device memory that the handle holds for bytes that were or are being copied back."""
     stayed_at_cap_bytes: int = 0
     """Bytes that stayed on the device at the last `offload`, because the pool had no room."""
 
@@ -22,7 +22,7 @@ class OffloadedStats:
 class Offloaded(ABC):
     """Tensors on the host while they aren't in use. Returned by `optimizer_state` and `frozen_module`.
 
-    In a ``with`` block the tensors are on the device. The block's end offloads them again, after an exception too.
+    In a ``with`` block the tensors are on the device. The block's end offloads them again, even after an exception.
     """
 
     @abstractmethod
@@ -31,11 +31,11 @@ class Offloaded(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Free the device memory behind earlier work of the current stream; copy back what changed. Doesn't block."""
+        """Copy changed tensors to the host, and free the device memory behind earlier work of the current stream."""
 
     @abstractmethod
     def stats(self) -> OffloadedStats:
-        """Return how many bytes are where. Doesn't block."""
+        """Return the bytes on the host and on the device. Doesn't block."""
 
     @abstractmethod
     def close(self) -> None:

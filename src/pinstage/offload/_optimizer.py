@@ -43,8 +43,8 @@ class OffloadedOptimizer(Offloaded):
     def onload(self) -> None:
         """Start copying the state back, behind earlier work of the current stream. Doesn't block.
 
-        A step does it by itself. Called before backward, it hides the copies; the device then needs room for the state
-        and for backward.
+        The next step would do this itself. If you call this before backward, backward hides the copies, but the device
+        needs room for both.
         """
         for _, block in self._blocks.values():
             if block.arrival is None:
@@ -65,10 +65,10 @@ class OffloadedOptimizer(Offloaded):
     def offload(self) -> None:
         """Copy the state to the host, behind earlier work of the current stream. Doesn't block.
 
-        The device memory is free when the copies are done. A tensor of device ``"meta"``, which has a shape but no
-        content, takes the place of each.
+        The device memory is free when the copies are done. Each tensor is replaced by one on ``"meta"``, which has a
+        shape but no content.
         """
-        for _, block in self._blocks.values():  # since an `onload` that no step has used
+        for _, block in self._blocks.values():  # from an `onload` that no step has used
             block.drop_arrival()
         self._stayed_at_cap_bytes = 0
         for state, key, value in self._own_values():
@@ -96,12 +96,12 @@ class OffloadedOptimizer(Offloaded):
         return self
 
     def _loaded(self) -> None:
-        """Offload loaded state; the blocks of the old one are dropped."""
+        """Offload the loaded state; drop the blocks of the old state."""
         self._blocks.clear()
         self.offload()
 
     def _values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
-        """Yield each tensor that the optimizer keeps for a parameter, with the dict and the key that it is under."""
+        """Yield each tensor that the optimizer keeps for a parameter, with its dict and its key."""
         optimizer = self._optimizer()
         for state in [] if optimizer is None else list(optimizer.state.values()):
             if isinstance(state, dict):
@@ -110,7 +110,7 @@ class OffloadedOptimizer(Offloaded):
                 )
 
     def _own_values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
-        """Yield those that can leave: plain, large enough, each with memory that nothing else of the optimizer has."""
+        """Yield the values that can be offloaded: plain, large enough, and sharing no memory within the optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
         users: dict[int, int] = {}
@@ -146,28 +146,27 @@ def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_byt
         optimizer = torch.optim.AdamW(model.parameters())
         offloaded = ps.offload.optimizer_state(optimizer, pool)
 
-    The state leaves after each step, while the next forward goes on, and returns before the next step. Meanwhile the
-    device has that memory for activations. Weights are bit-equal to those of a run without offloading. ``state_dict``
-    and ``load_state_dict`` work as before. After ``state_dict`` the state is on the device until the next step has
-    ended.
+    The state is copied to the host after each step, during the next forward, and copied back before the next step. In
+    between, its device memory is free for activations. Weights are bit-equal to those of a run without offloading.
+    ``state_dict`` and ``load_state_dict`` work as before. After ``state_dict``, the state is on the device until the
+    next step has ended.
 
-    Between steps ``optimizer.state`` has tensors of device ``"meta"`` in these places, so that reading them fails. Each
-    step has new tensors: a tensor of the state that you keep does not see later steps. Tensors of less than `min_bytes`
-    stay on the device, and so do subclasses (``DTensor``), tensors that share memory, and what the pool has no room
-    for.
+    Between steps, ``optimizer.state`` has tensors on ``"meta"`` instead, so that reading them fails. Each step has new
+    tensors: later steps don't change a tensor of the state that you keep. These stay on the device: tensors of less
+    than `min_bytes`, subclasses (``DTensor``), tensors that share memory, and tensors for which the pool has no room.
 
     Args:
-        optimizer: of any kind whose state is in ``optimizer.state[parameter]``, as with all of torch's. May be in the
+        optimizer: any optimizer whose state is in ``optimizer.state[parameter]``, like all of torch's. It may be in the
             wrapper that Accelerate or Lightning gives it.
-        pool: where the slabs come from; as for `save_on_cpu`.
+        pool: source of the slabs; as for `save_on_cpu`.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
 
     Returns:
-        A handle: ``onload()`` starts the copies early, ``stats()`` says how many bytes are where, ``close()`` ends the
-        offloading.
+        A handle: ``onload()`` starts the copies early, ``stats()`` returns the bytes on the host and on the device, and
+        ``close()`` ends the offloading.
 
     Raises:
-        TypeError: `optimizer` is not one of torch's, or `pool` is not a `SlabPool`.
+        TypeError: `optimizer` is not a ``torch.optim.Optimizer``, or `pool` is not a `SlabPool`.
         ValueError: a negative size.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # in Accelerate's wrapper, or Lightning's

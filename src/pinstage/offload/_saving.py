@@ -21,7 +21,7 @@ from ._scheduler import OffloadScheduler, OffloadStats, Saved, Stayed
 
 
 class Saving:
-    """The hooks and their state. Graphs of autograd keep it alive, so it keeps no graph."""
+    """The hooks and their state. Autograd's graphs keep this object alive, so it must not refer to a graph."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Saving:
             return packed.unpack()
 
     def begin_pass(self) -> None:
-        """Forget which memory was saved before: it may have other content, at the same version."""
+        """Forget which memory was saved before: its content may differ now, at the same version."""
         for scheduler in list(self._schedulers.values()):
             scheduler.forget_storages()
 
@@ -94,31 +94,30 @@ class save_on_cpu:  # noqa: N801 - torch's name
                 loss = model(batch)
             loss.backward()
 
-    Tensors that operations in the block save for backward are copied to the host on a side stream, while forward goes
-    on, and are copied back ahead of backward. Streams wait for events; the host waits only while the pool allocates.
-    Gradients are bit-equal to those of a run without offloading.
+    Tensors that operations in the block save for backward are copied to the host on a side stream during forward, and
+    are copied back ahead of backward. Streams wait for events; the host waits only while the pool allocates. Gradients
+    are bit-equal to those of a run without offloading.
 
     These stay on the device: parameters and views of them, tensors of less than `min_bytes`, tensors for which
-    `keep_on_device` returns true, sparse tensors and other subclasses. A tensor for which the pool has no room stays
-    too, and is counted. Tensors that share memory are copied once. If a tensor was changed in place after it had been
-    saved, backward raises the ``RuntimeError`` that autograd raises without hooks; torch's class returns the old
-    content.
+    `keep_on_device` returns true, sparse tensors, and subclasses. A tensor for which the pool has no room also stays,
+    and is counted. Tensors that share memory are copied once. If a tensor was changed in place after it had been saved,
+    backward raises the ``RuntimeError`` that autograd raises without hooks; torch's class returns the old content.
 
-    You can use the object again, in any thread, and nested. Of nested blocks of saved-tensor hooks the innermost
-    counts, as always with torch. Functions that `torch.compile` made may be called in the block; a block inside such a
-    function breaks its graph.
+    You can use the object again, in any thread, and nested. If blocks of saved-tensor hooks are nested, the innermost
+    one applies, as always in torch. You can call functions compiled by `torch.compile` in the block; a block inside
+    such a function breaks its graph.
 
     Args:
-        pool: source of the slabs. A pool over page-locked memory takes CUDA tensors. One over pageable memory also
+        pool: source of the slabs. A pool over page-locked memory takes CUDA tensors. A pool over pageable memory also
             takes CPU tensors, by plain copies: for machines without a GPU.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
-        keep_on_device: called with each tensor; returns true for those that stay. It must not change them.
-        max_device_bytes: device memory that copies may hold: that much may be leaving, after which forward's stream
-            waits, and that much may be back before it is needed. Four times the largest tensor keeps the bus
-            busy.
+        keep_on_device: called with each tensor; returns true for tensors that stay. It must not change them.
+        max_device_bytes: device memory that copies may hold, in each direction. Beyond it, forward's stream waits for
+            copies to the host, and no further tensor is copied back before it is needed. Four times the largest tensor
+            keeps the bus busy.
 
     Raises:
-        TypeError: `pool` is not a `SlabPool`, or `keep_on_device` not a function.
+        TypeError: `pool` is not a `SlabPool`, or `keep_on_device` is not a function.
         ValueError: a negative size.
         PinstageError: this torch does not report in-place changes.
     """
@@ -149,10 +148,10 @@ class save_on_cpu:  # noqa: N801 - torch's name
     def __enter__(self) -> save_on_cpu:
         if torch.compiler.is_compiling():
             raise PinstageError(
-                "save_on_cpu cannot be entered in a function that torch.compile compiles: call the compiled function "
+                "save_on_cpu cannot be entered in a function that torch.compile compiles; call the compiled function "
                 "inside the block"
             )
-        if not self._is_hidden and "torch._dynamo" in sys.modules:  # else `disable` would import it: a second
+        if not self._is_hidden and "torch._dynamo" in sys.modules:  # if not, `disable` would import it: 1 s
             hide: Callable[[Any], Any] = torch.compiler.disable
             self._hooks = saved_tensors_hooks(hide(self._saving.pack), hide(self._saving.unpack))
             self._is_hidden = True

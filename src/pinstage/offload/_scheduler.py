@@ -18,13 +18,13 @@ from ._block import ALIGNMENT, Load, OffloadedBlock, range_of, view_of
 
 
 class Saved:
-    """Kept by autograd in place of a tensor that has left. The bytes are freed with the last of them."""
+    """Kept by autograd in place of an offloaded tensor. A block's bytes are freed with its last `Saved`."""
 
     def __init__(self, scheduler: OffloadScheduler, tensor: torch.Tensor, block: OffloadedBlock, seq: int) -> None:
         self.scheduler = scheduler
         self.block = block
         self.seq = seq
-        self.asked_in = 0  # the pass
+        self.asked_in = 0  # the pass in which backward asked for it last
         self.changes = Changes(tensor)
         self.begin, self.end = range_of(tensor)
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
@@ -35,7 +35,7 @@ class Saved:
         return self.scheduler.bring(self)
 
     def on(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
-        """Return the tensor over memory in which the storage's byte `begin` comes first, or its elements alone."""
+        """Return the tensor over memory that begins with the storage's byte `begin`, or has its elements alone."""
         if self.block.packed is None:
             return view_of(memory.untyped_storage(), self.begin - begin, self.dtype, self.shape, self.stride)
         elements = view_of(memory.untyped_storage(), 0, self.dtype, self.shape, self.block.packed)
@@ -45,7 +45,7 @@ class Saved:
 
 
 def changed(shape: Any, dtype: torch.dtype) -> RuntimeError:
-    """Return the error of a tensor that was changed after it was saved: autograd's own, with hooks or without."""
+    """Return the error for a tensor that was changed after it was saved. It begins like autograd's own."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
         f"{dtype}, shape {tuple(shape)}, after save_on_cpu had saved it; change a clone() of it"
@@ -74,22 +74,23 @@ class OffloadStats:
     copies: int = 0
     """Copies to the host."""
     copied_bytes: int = 0
-    """Their bytes."""
+    """Bytes of the copies to the host."""
     shared: int = 0
-    """Tensors whose bytes had gone with another that has the same memory."""
+    """Tensors whose bytes were copied already, with another tensor over the same memory."""
     stayed: int = 0
-    """Tensors that stayed on the device because of what they are: parameters and views of them, small ones, those that
-    `keep_on_device` names, and kinds that have no plain memory (sparse, subclasses)."""
+    """Tensors that always stay on the device: parameters and views of them, small tensors, tensors that
+    `keep_on_device` selects, and kinds without plain memory (sparse, subclasses). Also tensors saved while a CUDA graph
+    is captured."""
     stayed_at_cap: int = 0
     """Tensors that stayed because the pool had no room."""
     stayed_at_cap_bytes: int = 0
-    """Their bytes."""
+    """Bytes of the tensors that stayed because the pool had no room."""
     still_there: int = 0
-    """Times that backward asked for a tensor whose memory on the device had not been let go of yet."""
+    """Times that backward asked for a tensor whose device memory had not been freed yet."""
     ahead: int = 0
-    """Times that it asked for one whose copy back had begun before."""
+    """Times that backward asked for a tensor whose copy back had begun before."""
     late: int = 0
-    """Times that it asked for one whose copy back began only then."""
+    """Times that backward asked for a tensor whose copy back began only then."""
 
 
 class SavedMemory(NamedTuple):
@@ -101,22 +102,21 @@ class SavedMemory(NamedTuple):
     begin: int
     end: int
     geometry: Any
-    """Which elements between `begin` and `end` were saved, where there are others."""
+    """Offset, shape and strides of the saved elements, if there are others between `begin` and `end`."""
 
 
 class OffloadScheduler:
     """The saved tensors of one device, numbered as they were saved.
 
-    Backward asks for them from the last to the first, most times. So each request starts the copies of those before it,
-    as far as `max_device_bytes` allows. Any other order is as right; it is slower.
+    Backward usually asks for them from the last to the first. So each request starts the copies of tensors saved before
+    it, as far as `max_device_bytes` allows. Any other order is correct, too, but slower.
 
-    May be used by several threads: autograd has one for each device, and the user's call it.
+    May be used by several threads: autograd has a thread for each device, and the user's threads call it.
 
     Args:
         target: the device.
-        max_device_bytes: device memory that copies may hold: this much that is leaving, and as much that returned
-            ahead.
-        counters: of what happens.
+        max_device_bytes: device memory that copies may hold, in each direction.
+        counters: counts the events of `OffloadStats`.
 
     Attributes:
         dropped: bytes of arrivals that were freed with their blocks; filled by finalisers.
@@ -130,22 +130,22 @@ class OffloadScheduler:
         self._lock = threading.RLock()
         self._known: dict[int, SavedMemory] = {}  # by address
         self._count = 0
-        self._seqs: list[int] = []  # ascending; freed ones are removed when they are met
+        self._seqs: list[int] = []  # ascending; numbers of freed tensors are removed when they are found
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
-        self._is_default_alone = True  # no other stream than the default one was current at a save
-        # with bytes, and whether made here
+        self._is_default_alone = True  # only the default stream was current at saves
+        # blocks being copied to the host, their bytes, and whether an operation made the tensor here
         self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = deque()
         self._leaving_bytes = 0
-        # returned early, by the number of the saved tensor: none has asked yet
+        # blocks copied back early and not yet requested, by the number of the saved tensor
         self._ahead: weakref.WeakValueDictionary[int, OffloadedBlock] = weakref.WeakValueDictionary()
-        self._ahead_bytes = 0  # of these, and of those that are asked for again
-        self._top = self._next = 0  # saves from `_next` to `_top` were looked at; the next is below
+        self._ahead_bytes = 0  # of these blocks, and of blocks kept for another request
+        self._top = self._next = 0  # saves from `_next` to `_top` were looked at; those below follow
         self._pass = 1
 
     # -- block
 
     def find(self, tensor: torch.Tensor) -> Saved | None:
-        """Save a tensor whose bytes have gone before, as those of another of the same memory, unchanged since."""
+        """Save a tensor whose bytes were sent with another tensor over the same memory, and are unchanged since."""
         storage = tensor.untyped_storage()
         with self._lock:
             known = self._known.get(storage.data_ptr())
@@ -153,7 +153,7 @@ class OffloadScheduler:
             if known is None or block is None or known.storage() is not storage or known.version != version_of(tensor):
                 return None
             begin, end = range_of(tensor)
-            if known.geometry is None:  # all between its ends was saved, else its elements alone
+            if known.geometry is None:  # all bytes from `begin` to `end` were saved
                 is_in_it = known.begin <= begin < end <= known.end
             else:
                 is_in_it = known.geometry == (begin, tensor.shape, tensor.stride())
@@ -184,7 +184,7 @@ class OffloadScheduler:
             return self._save(tensor, block)
 
     def forget_storages(self) -> None:
-        """Send later saves again, so that nothing is mistaken for a save of an earlier pass."""
+        """Send later saves again, so that no memory is mistaken for that of an earlier pass."""
         self._known.clear()
 
     def _save(self, tensor: torch.Tensor, block: OffloadedBlock) -> Saved:
@@ -198,7 +198,7 @@ class OffloadScheduler:
         return saved
 
     def _settle(self) -> None:
-        """Let go of what has left. Not while backward runs: it begins with the last save."""
+        """Free the device memory of finished copies. Not called in backward, which begins with the last save."""
         self._count_dropped()
         while self._leaving:
             block = self._leaving[0][0]()
@@ -213,11 +213,11 @@ class OffloadScheduler:
             self._ahead_bytes -= self.dropped.popleft()
 
     def _hold_back(self) -> None:
-        """Let the current stream wait for copies until no more memory than allowed is leaving.
+        """Make the current stream wait for copies until unfinished ones hold no more device memory than allowed.
 
-        Behind that wait the memory may be used again, if it is this stream's. Its stream isn't known. It is
-        taken for this one where an operation of autograd made the tensor, and no stream but the default one was seen;
-        else it is kept until the copy is seen to be done.
+        Behind that wait, the memory may be used again if it belongs to this stream. The scheduler doesn't know its
+        stream. It assumes this one if an autograd operation made the tensor, and only the default stream was seen.
+        If not, it keeps the memory until it sees that the copy is done.
         """
         while self._leaving_bytes > self._max_device_bytes and self._leaving:
             reference, nbytes, is_made_here = self._leaving.popleft()
@@ -229,12 +229,12 @@ class OffloadScheduler:
     # -- back
 
     def bring(self, saved: Saved) -> torch.Tensor:
-        """Return a saved tensor, for the current stream, and see that those before it set out."""
+        """Return a saved tensor, for the current stream, and start copying back the tensors saved before it."""
         block, is_late = saved.block, False
         with self._lock:
             self._count_dropped()
             if saved.asked_in == self._pass:
-                self._pass += 1  # through a graph that was retained
+                self._pass += 1  # another backward through a retained graph
             saved.asked_in = self._pass
             if block.source is not None:
                 self._counters["still_there"] += 1
@@ -254,7 +254,7 @@ class OffloadScheduler:
         return tensor
 
     def _is_asked_again(self, saved: Saved) -> bool:
-        """Say whether to keep a returned block: another that was saved before is in it, and there is room beside it."""
+        """Return whether to keep a returned block: it has an earlier saved tensor, too, and leaves room for another."""
         block = saved.block
         return 2 * block.nbytes <= self._max_device_bytes and any(
             seq < saved.seq and seq in self._alive for seq in block.seqs
@@ -262,7 +262,7 @@ class OffloadScheduler:
 
     def _fetch_now(self, saved: Saved) -> Arrival:
         if saved.seq < self._next:
-            self._give_up(list(self._ahead))  # backward has passed them
+            self._give_up(list(self._ahead))  # backward is past them
         try:
             arrival = saved.block.fetch()
         except torch.OutOfMemoryError:
@@ -287,9 +287,9 @@ class OffloadScheduler:
             position -= 1
 
     def _see_it_come(self, saved: Saved, *, is_late: bool) -> bool:
-        """Let a tensor set out, if it is not on the device; say whether there is room for it.
+        """Start copying a tensor back, if it is not on the device; return whether there is room for it.
 
-        If backward began again elsewhere, and a tensor came late, those farther ahead make room.
+        If the requested tensor was late, because backward began again elsewhere, tensors farther ahead make room.
         """
         block = saved.block
         if block.source is not None or block.arrival is not None:
@@ -304,16 +304,16 @@ class OffloadScheduler:
         try:
             block.fetch()
         except torch.OutOfMemoryError:
-            return False  # when it is needed, there may be more
+            return False  # there may be more memory when the tensor is needed
         block.ahead_for = saved.seq
         self._ahead[saved.seq] = block
         self._ahead_bytes += block.nbytes
         return True
 
     def _give_up(self, seqs: list[int]) -> None:
-        """Drop blocks that returned and weren't asked for."""
+        """Drop blocks that were copied back and not requested."""
         for seq in seqs:
             block = self._ahead.pop(seq, None)
-            if block is not None and block.arrival is not None:  # else its end is in `dropped`
+            if block is not None and block.arrival is not None:  # if freed, its bytes are in `dropped`
                 self._ahead_bytes -= block.nbytes
                 block.drop_arrival()

@@ -1,7 +1,7 @@
-"""Why a recorded training loop is slow, as far as copies are to blame.
+"""Shows how far copies slow down a recorded training loop.
 
-A trace of the PyTorch profiler is read as a stream, and what matters is kept as columns (`_events`), times are added
-up by interval arithmetic (`_analysis`), and a model says what packing would change (`_model`).
+`_events` reads a trace of the PyTorch profiler as a stream, and keeps relevant events as columns. `_analysis` adds up
+times by interval arithmetic. `_model` estimates the saving by packing.
 """
 
 from ._report import TraceReport, trace_report

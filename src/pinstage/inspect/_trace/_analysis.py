@@ -1,7 +1,7 @@
 """Figures about copies between host and device, from a trace.
 
-Times are added up by arithmetic of intervals, on arrays. A set of intervals is a float64 array of shape ``[n, 2]``,
-start and end in seconds, sorted and disjoint: `union` returns one, and all its functions take and return them.
+Times are added up by interval arithmetic on arrays. A set of intervals is a float64 array of shape ``[n, 2]``, start
+and end in seconds, sorted and disjoint. `union` makes a set; the other functions of intervals take sets.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ Intervals = npt.NDArray[np.float64]
 EMPTY: Intervals = np.empty((0, 2))
 ALWAYS: Intervals = np.array([[-np.inf, np.inf]])
 
-_SHORTEST = 1e-9  # of a trace of one moment, so that shares of it can be taken
+_SHORTEST = 1e-9  # seconds of a trace of one moment, so that shares of it can be computed
 _GAP = 5e-6
-"""From one kernel of a full queue to the next, and from one `.to()` of a loop to the next: 1 to 4 us in the traces of
-tests/traces/loops."""
+"""Gaps up to this are ignored, from one kernel of a full queue to the next, and from one `.to()` of a loop to the next:
+1 to 4 us in the traces of tests/traces/loops."""
 EVENT_UNITS = 2.3
-"""The first constant of the model. The profiler makes each operator longer, and each call of CUDA by twice as much. By
-how much depends on the machine: 0.7 us on one H200's host, 1.7 on another's. The trace has a measure of it, the time
-from the beginning of `aten::to` to that of `aten::_to_copy`, of which little else is part: 0.31 and 0.74 us there."""
+"""The first constant of the model. The profiler adds time to each operator, and twice as much to each call of CUDA. The
+time depends on the machine: 0.7 us on one H200's host, 1.7 us on another's. A trace contains a measure of it: the time
+from the start of `aten::to` to the start of `aten::_to_copy`, with little other work in between: 0.31 and 0.74 us on
+these hosts. The constant is the ratio of both times."""
 UNIT_SECONDS = 0.4e-6
-"""That time, for traces without these operators."""
+"""The time from `aten::to` to `aten::_to_copy`, for traces without these operators."""
 SMALL_BYTES = 64 * KIB
-"""Below it, the call costs more than the bus."""
+"""Below this size, the call costs more than the bus."""
 
 
 class Analysis:
@@ -44,10 +45,10 @@ class Analysis:
         copies = _Copies(events, trace.ways)
         devices = np.unique(events.of(KERNEL).place)
         kernels = {int(device): union(events.of(KERNEL, place=device).spans) for device in devices}
-        # The figures of steps are about the GPU with the most work; without kernels, with most copies.
+        # The figures of steps are about the GPU with the most kernel time; without kernels, with the most copies.
         by_copies = int(np.bincount(copies.place).argmax()) if len(copies) else 0
         self.device = max(kernels, key=lambda device: total(kernels[device]), default=by_copies)
-        # The training loop's thread has the steps, else most calls of CUDA, else most of everything.
+        # The training loop's thread has the steps, else the most calls of CUDA, else the most host events.
         threads = next(filter(len, (events.of(*kinds).place for kinds in ((STEP,), CALLS, HOST))), ())
         loop = events.of(*HOST, place=int(np.bincount(threads).argmax()) if len(threads) else 0)
         self.path, self.device_name = trace.path, trace.device_name
@@ -55,7 +56,7 @@ class Analysis:
         self.annotated = bool(len(events.of(STEP)))  # if not, one step is the whole trace
         self.uses_pinstage = bool(len(loop.of(OUR_OP)))
         self.groups = _groups(copies, kernels)
-        # The profiler's cost for each operator or range, and half of that for each call of CUDA.
+        # The profiler's cost for each operator or range. A call of CUDA costs twice as much.
         self.event_seconds = EVENT_UNITS * _profiler_unit(loop)
         busy = union(kernels.get(self.device, EMPTY), gap=_GAP)
         self.figures = _figures(events, loop, copies, self.device, busy, self.event_seconds)  # of each step
@@ -68,20 +69,20 @@ class Analysis:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The figures of each step, in the order of time."""
+        """The figures of each step, in chronological order."""
         columns = [values.tolist() for values in self.figures.values()]
         return [dict(zip(self.figures, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def middle(self, name: str) -> float:
-        """Return the median over the steps of one of their figures."""
+        """Return the median of a figure over the steps."""
         return float(np.median(self.figures[name]))
 
     def sum_of(self, name: str, direction: str = TO_DEVICE) -> float:
-        """Return the sum over the groups of a direction of one of their figures."""
+        """Return the sum of a figure over the groups of a direction."""
         return float(sum(group[name] for group in self.groups if group["direction"] == direction))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data. Seconds and bytes."""
+        """Return everything as plain data, in seconds and bytes."""
         plain = ("path", "device_name", "device", "seconds", "small_copies", "annotated", "event_seconds", "steps")
         return {name: getattr(self, name) for name in plain} | {"copies": self.groups}
 
@@ -108,19 +109,19 @@ def _figures(
     staging = union(host, copies.spans[on_it & (copies.direction == TO_DEVICE)])
     stalls = subtract(staging, busy)
     waits, starts = events.of(_events.WAIT).spans, np.sort(loop.spans[:, 0])
-    # A loop that gets a batch does something with it, which shows as operators.
+    # A loop that gets a batch runs operators on it.
     got_it = np.append(starts, np.inf)[np.searchsorted(starts, waits[:, 0], side="right")]
     idle = np.column_stack([waits[:, 0], np.minimum(waits[:, 1], got_it)])
     times = {
         "copy_seconds": both_ways,  # a copy to the device, or from it, ran
-        "kernel_seconds": busy,  # a kernel ran, or the next of a run was about to
+        "kernel_seconds": busy,  # a kernel ran, or the next one of a full queue was about to
         "staging_seconds": staging,  # the host was staging, or a copy to the device ran
         "stall_seconds": stalls,  # of that, without a kernel: the GPU waits for staging
         "synchronise_seconds": subtract(
             union(loop.of(_events.CALL_SYNCHRONISE).spans), staging
         ),  # the host waited for the device, outside staging
         "wait_seconds": union(waits),  # the loop waited for its loader
-        "idle_wait_seconds": union(idle),  # of that, until a batch was there to be unpickled
+        "idle_wait_seconds": union(idle),  # of that, until the first operator, such as in unpickling the batch
         "host_staging_seconds": host,  # the loop's thread was staging
         "download_seconds": downloads,  # the loop's thread was in operators and calls that copy to the host
         "exposed_download_seconds": subtract(downloads, busy),  # of that, without a kernel
@@ -132,8 +133,8 @@ def _figures(
         here = copies.direction == way
         figures[number] = _sums(launched[here], np.ones(here.sum()), bounds).astype(np.int64)
         figures[size] = _sums(launched[here], copies.nbytes[here], bounds).astype(np.int64)
-    # The profiler's part of the times above. While a kernel runs, or a copy that the host does not stage beside, it
-    # holds nothing up.
+    # The profiler's part of the times above. It delays nothing while a kernel runs, or while a copy runs and the host
+    # isn't staging.
     under_way = subtract(both_ways, host)
     parts = {
         "profiler_seconds": ALWAYS,
@@ -148,7 +149,7 @@ def _figures(
 
 
 def _bounds(events: Events) -> tuple[Intervals, npt.NDArray[np.int64]]:
-    """Return start and end of each step, in the order of time, and its number, as the profiler counts."""
+    """Return start and end of each step, in chronological order, and the profiler's step numbers."""
     steps = events.of(STEP)
     if len(steps):
         order = np.argsort(steps.spans[:, 0], kind="stable")
@@ -159,7 +160,7 @@ def _bounds(events: Events) -> tuple[Intervals, npt.NDArray[np.int64]]:
 
 
 def _sums(times: Times, weights: npt.NDArray[Any], bounds: Intervals) -> Times:
-    """Return the weight of the events whose time is between the bounds of each step."""
+    """Return the sum of the weights of events whose time is between the bounds of each step."""
     order = np.argsort(times, kind="stable")
     running = np.concatenate([[0.0], np.cumsum(weights[order])])
     first, end = np.searchsorted(times[order], bounds.T)
@@ -168,11 +169,11 @@ def _sums(times: Times, weights: npt.NDArray[Any], bounds: Intervals) -> Times:
 
 
 def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
-    """Return when the loop's thread was copying in one direction: calls that do, and operators around them.
+    """Return when the loop's thread was copying in one direction: the calls, and the operators around them.
 
-    A copy's call is short beside the operators that lead to it (`aten::to` takes some 10 us for the smallest tensor),
-    so the outermost such operator around a call is counted whole. Pinning counts as copying to the device. Work of
-    other threads, such as the loader's pinning, delays nothing by itself.
+    A copy's call is short compared with the operators around it (`aten::to` takes some 10 us for the smallest tensor),
+    so the outermost such operator counts completely. Pinning counts as copying to the device. Work of other threads,
+    such as the loader's pinning, delays nothing by itself.
     """
     calls = loop.of(_events.CALL_COPY)
     mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
@@ -185,7 +186,7 @@ def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
 
 
 def _profiler_unit(loop: Events) -> float:
-    """Return how long it takes from the beginning of an operator to that of the operator that it calls at once."""
+    """Return the median time from the start of `aten::to` to the start of the `aten::_to_copy` that it calls."""
     outer, inner = np.sort(loop.of(_events.TO_OP).spans[:, 0]), loop.of(_events.INSIDE_TO_OP).spans[:, 0]
     before = np.searchsorted(outer, inner, side="right") - 1
     if not (before >= 0).any():
@@ -194,7 +195,7 @@ def _profiler_unit(loop: Events) -> float:
 
 
 def _launch_times(events: Events, copies: _Copies) -> Times:
-    """Return when each copy was asked for; when it ran, if its call was not recorded."""
+    """Return when each copy was requested, or when it ran, if its call was not recorded."""
     calls = events.of(*CALLS)
     asked = dict(zip(calls.number.tolist(), calls.spans[:, 0].tolist(), strict=True)) | {-1: None}
     ran = zip(copies.number.tolist(), copies.spans[:, 0].tolist(), strict=True)
@@ -202,10 +203,10 @@ def _launch_times(events: Events, copies: _Copies) -> Times:
 
 
 def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, Any]]:
-    """Return the figures of each direction and kind of host memory; those to the device first.
+    """Return the figures of each direction and kind of host memory, copies to the device first.
 
     ``seconds`` is the sum of the durations on the device. ``hidden_seconds`` is the time in which a copy and a kernel
-    ran on its device, ``exposed_seconds`` that in which a copy ran and no kernel did.
+    ran on its device, ``exposed_seconds`` the time in which a copy ran without a kernel.
     """
     pairs = set(zip(copies.direction, copies.memory, strict=True))
     found = []
@@ -228,7 +229,7 @@ def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, An
 
 
 def union(*parts: npt.ArrayLike, gap: float = 0.0) -> Intervals:
-    """Merge any intervals, ``[n, 2]`` each, into a set; those at most `gap` apart become one, empty ones vanish."""
+    """Merge arrays of intervals, ``[n, 2]``, into a set. Joins intervals at most `gap` apart, and drops empty ones."""
     spans = np.concatenate([np.asarray(part, dtype=np.float64).reshape(-1, 2) for part in parts] or [EMPTY])
     spans = spans[spans[:, 1] > spans[:, 0]]
     if not len(spans):
@@ -253,24 +254,24 @@ def subtract(one: Intervals, other: Intervals) -> Intervals:
     steps = np.concatenate([np.tile([1, -1], len(one)), np.tile([-2, 2], len(other))])
     order = np.argsort(edges, kind="stable")
     edges, depth = edges[order], np.cumsum(steps[order])
-    # 1: in one only; -1: in both; -2: in the other only.
+    # Depth 1: in one only; -1: in both; -2: in the other only.
     kept = np.flatnonzero(depth[:-1] == 1)
     return union(np.column_stack([edges[kept], edges[kept + 1]]))
 
 
 def within(spans: Intervals, start: npt.ArrayLike, end: npt.ArrayLike) -> Times:
-    """Return how much of a set is between each `start` and `end`."""
+    """Return the length of the part of a set between each `start` and `end`."""
     start, end = np.asarray(start, dtype=np.float64), np.asarray(end, dtype=np.float64)
     if not len(spans):
         return np.zeros(start.shape)
     lengths = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
-    before = np.column_stack([lengths[:-1], lengths[1:]]).ravel()  # each edge, linear between them
+    before = np.column_stack([lengths[:-1], lengths[1:]]).ravel()  # length up to each edge, linear in between
     found: Times = np.interp(end, spans.ravel(), before) - np.interp(start, spans.ravel(), before)
     return found
 
 
 def containing(spans: Intervals, times: npt.ArrayLike) -> npt.NDArray[np.intp]:
-    """Return the index of the interval that each time is in, ends included; -1 outside of all."""
+    """Return the index of the interval that contains each time, including its ends; -1 if none does."""
     times = np.asarray(times, dtype=np.float64)
     if not len(spans):
         return np.full(times.shape, -1, dtype=np.intp)

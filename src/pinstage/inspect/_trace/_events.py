@@ -1,8 +1,8 @@
-"""The events of a trace: the file, read event by event, and those that matter here, as rows of numbers.
+"""The events of a trace: reads the file event by event, and keeps relevant events as rows of numbers.
 
-A trace of half a gigabyte holds millions of events, of which a few kinds matter. Python's own decoder reads each event
-as it comes, out of a window on the file, so memory stays at the window's size whatever the file's. (Measured on a
-generated trace of 500 MB: docs/trace.md. Faster readers exist; none was needed.)
+A trace of half a gigabyte holds millions of events, but only a few kinds matter. Python's own decoder reads one event
+at a time from a window on the file, so the memory for reading depends on the window, not on the file. (Measured on a
+generated trace of 500 MB: docs/trace.md. Faster readers exist, but none was needed.)
 
 Times are seconds since the first event that was kept.
 """
@@ -30,10 +30,10 @@ from .._report import clean
 _WINDOW = 4 << 20
 """Characters read at a time."""
 _LONGEST_VALUE = 64 << 20
-"""Longest event, in characters. An event that can't be decoded by then is broken: don't read the rest for its end."""
+"""Longest event, in characters. A longer one counts as broken, instead of reading the rest of the file for its end."""
 _SKIPPED = re.compile(r"[\s,:]*")
 _EXPECTED = "export one with profiler.export_chrome_trace() or torch.profiler.tensorboard_trace_handler()"
-_decode = json.JSONDecoder(strict=False).raw_decode  # not strict: names of kernels come with control characters
+_decode = json.JSONDecoder(strict=False).raw_decode  # not strict: names of kernels have control characters
 
 Event = dict[str, Any]
 
@@ -43,8 +43,8 @@ class TraceFile:
 
     Attributes:
         path: the file.
-        shown: its path, to be printed.
-        header: the values beside the events: ``deviceProperties`` and the like.
+        shown: its path, safe to print.
+        header: values other than the events, such as ``deviceProperties``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,8 +64,8 @@ class TraceFile:
                 for event in self._events():
                     yielded += 1
                     yield event
-        # BadGzipFile is an OSError, too: it comes before those.
-        # A number of too many digits is a ValueError, nesting that is too deep a RecursionError.
+        # BadGzipFile is an OSError, so it has to be caught first. A number with too many digits raises ValueError, and
+        # too deep a nesting RecursionError.
         except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             if not yielded:
@@ -82,7 +82,7 @@ class TraceFile:
         if not first or first not in "{[":
             raise self._not_a_trace("invalid JSON" if first else "empty file")
         self._at += 1
-        inside = seen = first == "["  # the older of the two formats: events alone
+        inside = seen = first == "["  # the older of the two formats: a list of events
         while (character := self._peek()) != ("]" if first == "[" else "}"):
             if inside and character == "]":
                 inside, self._at = False, self._at + 1
@@ -118,7 +118,7 @@ class TraceFile:
                 if len(self._text) - self._at > _LONGEST_VALUE or not self._read():
                     raise
                 continue
-            # A number may go on behind the window's end.
+            # A number may continue behind the end of the window.
             if end < len(self._text) or not self._read():
                 self._at = end
                 return value
@@ -137,14 +137,14 @@ KERNEL, COPY, CALL_COPY, CALL_PIN, CALL_SYNCHRONISE, CALL, TO_OP, INSIDE_TO_OP, 
     range(13)
 )
 """Kinds of events. Those from `CALL_COPY` on are on the host; up to `CALL` they are calls of CUDA. `aten::to` does
-nothing but call `aten::_to_copy`: see `_analysis`. While memory is set, the device is at work as with a kernel."""
+nothing but call `aten::_to_copy`: see `_analysis`. Setting memory keeps the device busy, so it counts as a kernel."""
 CALLS, HOST = range(CALL_COPY, CALL), range(CALL_COPY, OTHER + 1)
 
 _CATEGORIES = {
     "gpu_memcpy": COPY, "kernel": KERNEL, "gpu_memset": KERNEL, "cuda_runtime": CALL, "cuda_driver": CALL,
     "hip_runtime": CALL, "cpu_op": MOVING_OP, "user_annotation": MOVING_OP, "python_function": OTHER,
 }  # fmt: skip
-"""Kineto's names of categories, and the kind of their events as far as it doesn't depend on the name."""
+"""Kineto's categories, and the kind of their events unless `_NAMES` has another one for the event's name."""
 _NAMES = {
     CALL: (
         (CALL_COPY, re.compile(r"(cuda|hip|cu)Memcpy(?!.*Peer)")),
@@ -160,23 +160,23 @@ _NAMES = {
         (OUR_OP, re.compile(r"pinstage\.(?!(fetch|gather|wait)$)")),
     ),
 }
-"""Kinds by name. An operator that may copy between host and device isn't counted without such a copy in it."""
+"""Kinds by name. An operator that may copy between host and device counts only if it has such a copy in it."""
 _WORKERS = re.compile(r"pinstage|.*_MultiProcessing")
 _COPY_NAME = re.compile(r"Mem[cC]py (\w)\w*to(\w)\w*(?: \((\w+) -> (\w+)\))?")
 
 _LONGEST_US = 1e15
-"""Of a trace, in microseconds: 30 years."""
+"""The longest trace, in microseconds: 30 years."""
 _MOST, _MOST_DEVICES = 1 << 53, 1 << 16
 """Bytes and correlations are kept as floats, which are exact up to here."""
 
 
 class Events:
-    """Some events of a trace, a row each."""
+    """Some events of a trace, one per row."""
 
     def __init__(self, rows: npt.NDArray[np.float64]) -> None:
         self.rows = rows
         self.spans = rows[:, :2]  # start and end
-        # The place is a device or a thread, by its index; the number that of a step, or a correlation.
+        # `place` is the index of a device or thread, `number` the number of a step, or a correlation.
         self.kind, self.place, self.number, self.nbytes = rows[:, 2:].astype(np.int64).T
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ class Trace:
     """The events of one file.
 
     Raises:
-        TraceError: the file cannot be read, is broken, isn't a trace of the PyTorch profiler, or not of a GPU.
+        TraceError: the file cannot be read, is broken, isn't a trace of the PyTorch profiler, or has no GPU events.
     """
 
     def __init__(self, file: TraceFile) -> None:
@@ -221,7 +221,7 @@ class Trace:
                 "[ProfilerActivity.CPU, ProfilerActivity.CUDA], until the end of an active step"
             )
         self.device_name: str | None = None
-        with suppress(AttributeError, LookupError, TypeError):  # where it isn't written, or is something else
+        with suppress(AttributeError, LookupError, TypeError):  # it is missing, or has another form
             self.device_name = clean(file.header["deviceProperties"][0]["name"]) or None
 
     def _keep(self, event: Event, kind: int) -> None:
@@ -251,14 +251,14 @@ class Trace:
 
 
 def _figure(values: Mapping[str, Any], name: str, default: float, limit: float = _MOST) -> float:
-    """Return a figure of an event: `default`, or from 0 to `limit`."""
+    """Return a number of an event: `default`, or a number from 0 to `limit`."""
     number = float(values.get(name, default))
     if number != default and not 0 <= number < limit:
         raise ValueError(f"{name}: {number}")
     return number
 
 
-# A trace has millions of events and few names: each name is read once.
+# A trace has millions of events but few names: each name is matched once.
 
 
 @cache

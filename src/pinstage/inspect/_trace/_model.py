@@ -1,16 +1,16 @@
-"""The saving by packing, as a range, and the trace in a few sentences.
+"""The saving by packing, as a range, and advice in a few sentences.
 
-The trace tells how long the host stages, how long the GPU stands still meanwhile, and what the profiler added to that
-time. `Cost` tells what pinstage takes for a batch of as many leaves and bytes. Two kinds of loops gain differently:
+The trace shows how long the host stages, how long the GPU is idle in that time, and how much the profiler adds to it.
+`Cost` is pinstage's time for a batch of the same leaves and bytes. Two kinds of loops gain differently:
 
-- A loop that waits for the device in each step (``.item()``) has both one after the other. It gains what staging takes
-  less, as far as the GPU stood still meanwhile.
-- A loop that doesn't wait runs ahead of the GPU. It gains what the host does less, until the kernels, or the bus, are
-  what takes longest.
+- A loop that waits for the device in each step (``.item()``) alternates between host and GPU. It gains the reduction of
+  staging time, but at most the time in which the GPU was idle.
+- A loop that doesn't wait runs ahead of the GPU. It gains the reduction of host time, until the kernels or the bus take
+  longer.
 
-A loop that waits for worker processes gains nothing: they set its pace. The model has two constants,
-`_analysis.EVENT_UNITS` and `SPREAD`. It was tried on the loops of tests/traces/loops; beyond their sizes nothing is
-predicted.
+A loop that waits for worker processes gains nothing, since the workers set its pace. The model has two constants,
+`_analysis.EVENT_UNITS` and `SPREAD`. It was tested on the loops of tests/traces/loops; it predicts nothing beyond their
+sizes.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from .._report import duration, rate
 from ._analysis import Analysis
 
 SPREAD = 1.4
-"""The costs of the profiler and of pinstage are known within this factor: the range of the saving."""
+"""The costs of the profiler and of pinstage are known within this factor, which gives the range of the saving."""
 MOST_LEAVES, MOST_BYTES = 1000, 40 * MIB
-"""Of a batch in the loops that the model was tried on."""
+"""Limits for a batch, from the loops that the model was tested on."""
 SMALL = 0.05
-"""Neither a stall nor a saving below this share of a step is worth a change."""
+"""A stall or saving below this share of a step isn't worth a change."""
 _WAITING, _WAITING_SECONDS = 0.1, 0.2e-3
-"""A loop that waits longer than both, as a share of a step and in seconds, is held up by its loader: to take a batch
-that is there costs a part of the latter."""
+"""A loop that waits longer than both, as a share of a step and in seconds, is held up by its loader. Taking a batch
+that is ready costs less than the seconds."""
 
 
 class Packing:
     """The effect of one slab per step. Medians over the steps, in seconds and bytes."""
 
     def __init__(self, analysis: Analysis, cost: Cost, bus: Bus | None, step_seconds: float | None) -> None:
-        """Estimate it.
+        """Estimate the effect.
 
         Args:
-            analysis: what the trace says.
-            cost: of staging with pinstage.
-            bus: of the machine that the trace is from; None: the fastest large page-locked copy in the trace, else
-                `cost`'s.
-            step_seconds: of a step without the profiler, if that was measured.
+            analysis: the figures of the trace.
+            cost: the cost of staging with pinstage.
+            bus: the bus of the machine that recorded the trace. None takes the rate of the fastest large page-locked
+                copy in the trace, else `cost`'s.
+            step_seconds: the time of a step without the profiler, if it was measured.
         """
         middle = analysis.middle
         self._given, self._cost = step_seconds, cost
-        self.leaves = round(middle("copies"))  # that one slab would replace
+        self.leaves = round(middle("copies"))  # copies that one slab would replace
         self.nbytes = round(middle("nbytes"))  # of these copies
         self.step_seconds = middle("seconds")  # in the trace
         self.kernel_seconds = middle("kernel_seconds")  # a step cannot be shorter
@@ -61,16 +61,16 @@ class Packing:
         bus_rate = bus.pinned * 1e9 if bus else analysis.fastest_pinned
         self.bytes_per_second = min(bus_rate or cost.bytes_per_second, cost.bytes_per_second)
         self.packed_seconds = cost.seconds(self.leaves, self.nbytes, self.bytes_per_second)  # as one slab
-        # The profiler's part of a step, and the staging: of a host that waits for the device, while that is idle.
+        # The profiler's part of a step, and its staging. If the host waits for the device, only while that is idle.
         self.profiler_seconds = middle("profiler_idle_seconds" if self.waits_for_device else "profiler_seconds")
         self._staging = middle("staging_seconds" if self.waits_for_device else "host_staging_seconds")
         self._profiled = middle("profiler_staging_seconds"), middle("profiler_stall_seconds")
-        self.real_seconds, self.real_staging_seconds, _ = self._without(1.0)  # the profiler
+        self.real_seconds, self.real_staging_seconds, _ = self._without(1.0)  # without the profiler
 
         can_save = self.is_measured and not self.is_ours
         can_now = can_save and not self.waits_for_loader
         spread = SPREAD if step_seconds is None else 1.0
-        self.saved_seconds = self._saved(1.0, 1.0) if can_now else 0.0  # by which a step would be shorter
+        self.saved_seconds = self._saved(1.0, 1.0) if can_now else 0.0  # of each step
         self.least_saved_seconds = self._saved(spread, SPREAD) if can_now else 0.0
         self.most_saved_seconds = self._saved(1 / spread, 1 / SPREAD) if can_save else 0.0
 
@@ -78,7 +78,7 @@ class Packing:
         """Return the step, its staging and the stall without the profiler, at a factor times its estimate."""
         real, pace = max(self.step_seconds - profiler * self.profiler_seconds, self.kernel_seconds), 1.0
         if self._given is not None:
-            # The rest of the difference is the host's pace, which differs from hour to hour. The GPU keeps its own.
+            # The rest of the difference is the host's speed, which differs from hour to hour; the GPU's doesn't.
             gpu = self.kernel_seconds if self.waits_for_device else 0.0
             pace = max(self._given - gpu, 0.0) / max(real - gpu, 1e-9)
             real = self._given
@@ -86,14 +86,14 @@ class Packing:
         return real, max(self._staging - of_staging, 0.0) * pace, max(self.stall_seconds - of_stall, 0.0) * pace
 
     def _saved(self, profiler: float, ours: float) -> float:
-        """Return by how much a step would be shorter, at factors times both estimates."""
+        """Return the time saved per step, with both estimates multiplied by factors."""
         real, staging, stall = self._without(profiler)
-        # The GPU gains what it stood still; and no step is shorter than its kernels, or than its bytes on the bus.
+        # The GPU gains at most its idle time. No step is shorter than its kernels, or than its bytes on the bus.
         limit = stall if self.waits_for_device else real - self.nbytes / self.bytes_per_second
         return max(0.0, min(staging - ours * self.packed_seconds, limit, real - self.kernel_seconds))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the estimate as plain data."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     @property
@@ -102,7 +102,7 @@ class Packing:
         return self.stall_seconds >= SMALL * self.step_seconds
 
     def assumptions(self) -> list[str]:
-        """Return what the prediction rests on, as sentences."""
+        """Return the assumptions of the prediction, as sentences."""
         cost, way = self._cost, "doesn't wait for the GPU outside staging: its time is saved, down to the kernels'"
         if self.waits_for_device:
             way = "waits for the GPU in each step: part of the GPU's stall is saved"
@@ -118,7 +118,7 @@ class Packing:
         ]
 
     def advice(self) -> str:
-        """Say what packing would change."""
+        """Return a sentence about the effect of packing."""
         least, most, real = self.least_saved_seconds, self.most_saved_seconds, self.real_seconds
         ours, theirs = duration(self.packed_seconds), duration(self.real_staging_seconds)
         if self.is_ours:
@@ -129,9 +129,9 @@ class Packing:
                 f"{format_bytes(MOST_BYTES)} per step was measured. Try Stager.to_device, and time it."
             )
         if self.waits_for_loader:
-            return f"Were the loader fast enough, one slab would save up to {duration(most)} of a step."
+            return f"If the loader were fast enough, one slab would save up to {duration(most)} of a step."
         if self.is_stalled and self.packed_seconds > self.real_staging_seconds:
-            return f"One slab would take about {ours} to stage, longer than this, {theirs}: leave it as it is."
+            return f"One slab would take about {ours} to stage, longer than the {theirs} now: leave it as it is."
         if most < SMALL * real:
             return "Packing them into one slab wouldn't help."
         text = f"One slab would take about {ours} to stage, instead of {theirs}, and save"

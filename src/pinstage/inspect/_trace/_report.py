@@ -27,17 +27,17 @@ class TraceReport:
     packing: Packing
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, ready for JSON. Seconds and bytes."""
+        """Return everything as plain data, ready for JSON, in seconds and bytes."""
         found = {"verdict": self.verdict, "packing": self.packing.to_dict(), "assumptions": self.packing.assumptions()}
         return found | {"trace": self.analysis.to_dict()}
 
     @property
     def verdict(self) -> str:
-        """The same in a few sentences: what cannot be gained, what staging costs, what packing would change."""
+        """The report in a few sentences: the limit of any gain, the cost of staging, and the effect of packing."""
         return " ".join(_verdict(self.analysis, self.packing))
 
     def sections(self) -> list[Section]:
-        """Return the report: one screen."""
+        """Return the report, which fits on one screen."""
         analysis = self.analysis
         style = "warning" if self.packing.is_stalled else "ok"
         shown: list[Section] = [Line(text, style) for text in _verdict(analysis, self.packing)]
@@ -67,23 +67,23 @@ class TraceReport:
 def trace_report(
     path: Path | str, *, bus: Bus | None = None, step_seconds: float | None = None, cost: Cost = REFERENCE
 ) -> TraceReport:
-    """Read a trace and say what copies cost.
+    """Read a trace and report the cost of copies.
 
     Args:
         path: a file that the PyTorch profiler wrote, ``.json`` or ``.json.gz``.
-        bus: of the machine that it is from.
-        step_seconds: of a step without the profiler, if that was measured.
-        cost: of staging.
+        bus: the bus of the machine that recorded the trace.
+        step_seconds: the time of a step without the profiler, if it was measured.
+        cost: the cost of staging.
 
     Raises:
-        TraceError: there is no such file, or it is broken, or it is something else.
+        TraceError: the file is missing or broken, or isn't a trace of a GPU.
     """
     analysis = Analysis(Trace(TraceFile(Path(path))))
     return TraceReport(analysis, Packing(analysis, cost, bus, step_seconds))
 
 
 def _verdict(analysis: Analysis, packing: Packing) -> list[str]:
-    """Say what cannot be gained, what staging costs, what packing would change, and what downloads cost."""
+    """Return sentences on the limit of any gain, the cost of staging, the effect of packing, the cost of downloads."""
     step = "step" if analysis.annotated else "trace"
     found = ["No host-to-device copy is in this trace: packing can't improve anything in it."]
     if analysis.sum_of("copies"):
@@ -119,7 +119,7 @@ def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
 
 def _finding(analysis: Analysis, packing: Packing, step: str) -> str:
     stall, copies, nbytes = packing.stall_seconds, analysis.sum_of("copies"), analysis.sum_of("nbytes")
-    nature = "the trace does not tell their bytes"  # as those of AMD's GPUs do not
+    nature = "the trace does not record their bytes"  # as on AMD's GPUs
     if nbytes:
         pageable = sum(g["nbytes"] for g in analysis.groups if (g["direction"], g["kind"]) == (TO_DEVICE, "pageable"))
         nature = f"{share(analysis.small_copies, copies)} below {format_bytes(SMALL_BYTES)}, "
