@@ -1,4 +1,4 @@
-"""Training loops of Lightning, Accelerate, transformers and PyG, with `pin_memory=True` and with pinstage.
+"""Training loops of frameworks and of loaders that aren't torch's, with `pin_memory=True` and with pinstage.
 
     python benchmarks/frameworks.py --out benchmarks/results/frameworks.json
     python benchmarks/frameworks.py --smoke                     # a small run on the CPU
@@ -42,6 +42,8 @@ FIELDS, WIDTH = 100, 256
 WARM_UPS = 16
 """Untimed steps, in which both loaders allocate their page-locked memory."""
 FEWEST = 4
+SLOW_SECONDS = 0.006
+"""The time that a slow source takes for a batch."""
 
 Batch = Any
 
@@ -316,6 +318,108 @@ def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         batches = ps.Stager(device, max_bytes="8GiB").prefetch(loader)
     else:
         batches = (batch.to(device, non_blocking=True) for batch in loader)
+    train(batches, model, optimizer, watch)
+
+
+def webdataset_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+    """Train on shards that webdataset reads in workers: one small file, again and again."""
+    import webdataset as wds
+
+    device = torch.device(args.device)
+    with tempfile.TemporaryDirectory() as folder:
+        samples = Nested(128, args.fields)
+        with wds.TarWriter(f"{folder}/0.tar") as file:
+            for index in range(len(samples)):
+                *fields, label = samples[index].values()
+                file.write(
+                    {"__key__": f"{index:04}", "fields.npy": torch.stack(fields).numpy(), "label.npy": label.numpy()}
+                )
+        shards = -(-args.steps * args.batch_size // len(samples)) + args.workers * args.batch_size // len(samples)
+        dataset = wds.WebDataset([f"{folder}/0.tar"] * max(shards, args.workers), shardshuffle=False)
+        dataset = dataset.decode().batched(args.batch_size, named_fields, partial=False)
+        if way == "pinstage":
+            loader: Any = ps.DataLoader(dataset, None, num_workers=args.workers, device=device, max_bytes="8GiB")
+        elif way == "model":
+            loader = DataLoader(OnDevice(dataset, device, args.steps), batch_size=None)
+        else:
+            pin = way == "pin_memory" and device.type == "cuda"
+            loader = wds.WebLoader(dataset, batch_size=None, num_workers=args.workers, pin_memory=pin)
+        train_on(way, loader, args, watch)
+
+
+def named_fields(samples: Sequence[dict[str, Any]]) -> Batch:
+    """Collate decoded samples into a batch as `Nested` gives it."""
+    fields = default_collate([sample["fields.npy"] for sample in samples]).unbind(1)
+    batch = {f"field_{name:03}": values.contiguous() for name, values in enumerate(fields)}
+    return batch | {"label": default_collate([sample["label.npy"] for sample in samples])}
+
+
+def nodes_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+    """Train on a pipeline of torchdata.nodes."""
+    from torchdata.nodes import Batcher, IterableWrapper, Loader, ParallelMapper, PinMemory
+
+    from pinstage.integrations.torchdata import Stage
+
+    device = torch.device(args.device)
+    dataset = Nested(args.steps * args.batch_size, args.fields)
+    node: Any = Batcher(IterableWrapper(range(len(dataset))), args.batch_size)
+    node = ParallelMapper(node, partial(collated_samples, dataset), num_workers=max(args.workers, 1), method="process")
+    if way == "pinstage":
+        node = Stage(node, ps.Stager(device, max_bytes="8GiB"))
+    elif way == "pin_memory" and device.type == "cuda":
+        node = PinMemory(node)
+    loader: Iterable[Batch] = Loader(node)
+    if way == "model":
+        loader = DataLoader(OnDevice(loader, device, args.steps), batch_size=None)
+    train_on(way, loader, args, watch)
+
+
+def collated_samples(dataset: Nested, indices: Sequence[int]) -> Batch:
+    """Collate samples, in a process of `ParallelMapper`."""
+    return default_collate([dataset[index] for index in indices])
+
+
+def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+    """Train on a plain generator, which takes some time for each batch.
+
+    Both variants read ahead in the main process: `pinstage` in a thread, `pinstage_main` without one.
+    """
+    device = torch.device(args.device)
+    samples = Nested(args.batch_size, args.fields)
+    batch = default_collate([samples[index] for index in range(args.batch_size)])
+
+    def batches() -> Iterable[Batch]:
+        for _ in range(args.steps):
+            time.sleep(SLOW_SECONDS)
+            yield {name: leaf.clone() for name, leaf in batch.items()}
+
+    source: Iterable[Batch] = batches()
+    if way == "model":
+        source = DataLoader(OnDevice([batch], device, args.steps), batch_size=None)
+    elif way == "pinstage":
+        source = ps.Stager(device, max_bytes="8GiB").prefetch(source, background=True)
+    elif way == "pin_memory" and device.type == "cuda":
+        source = ({name: leaf.pin_memory() for name, leaf in each.items()} for each in source)
+    train_on(way, source, args, watch, background=False)
+
+
+def train_on(
+    way: str, loader: Iterable[Batch], args: argparse.Namespace, watch: Watch, *, background: bool = True
+) -> None:
+    """Train on as many batches as there are steps. Batches on the host are staged, or moved leaf by leaf."""
+    device = torch.device(args.device)
+    torch.manual_seed(0)  # whatever the loaders have drawn
+    model = dense(args).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if way == "pinstage_main":
+        loader = ps.Stager(device, max_bytes="8GiB").prefetch(loader, background=background)
+    elif way != "pinstage":
+        loader = ({name: leaf.to(device, non_blocking=True) for name, leaf in batch.items()} for batch in loader)
+    train(itertools.islice(loader, args.steps), model, optimizer, watch)
+
+
+def train(batches: Iterable[Batch], model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
+    """Train on batches that are on the device."""
     for batch in batches:
         watch.begin()
         loss = model(batch)
@@ -340,6 +444,9 @@ CASES = (
     Case("accelerate", "accelerate", accelerate_loop),
     Case("trainer", "transformers", trainer_loop),
     Case("pyg", "torch_geometric", pyg_loop),
+    Case("webdataset", "webdataset", webdataset_loop),
+    Case("nodes", "torchdata", nodes_loop),
+    Case("slow", "torch", slow_loop),
 )
 
 VARIANTS = (
@@ -348,14 +455,14 @@ VARIANTS = (
         "pinstage",
         nullcontext,
         "packed by the loader's workers: StageBatches, pinstage.integrations.accelerate.prepare, StageInputs, "
-        "ps.wrap_loader",
+        "ps.wrap_loader, ps.DataLoader; integrations.torchdata.Stage; slow: prefetch(background=True)",
         ours=True,
     ),
     Variant(
         "pinstage_main",
         nullcontext,
-        "torch's (PyG's) loader, packed in the main process: StageBatches(workers=False), Stager.prefetch, "
-        "StageInputs with workers = False",
+        "the plain loader, packed in the main process: StageBatches(workers=False), Stager.prefetch, StageInputs with "
+        "workers = False; webdataset, nodes: prefetch(background=True)",
         ours=True,
     ),
     Variant("model", nullcontext, "one batch that is on the device before the loop begins"),

@@ -414,6 +414,11 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         said += " Losses are the same in every way that moves batches, bit for bit."
     if any(row["variant"] == "model" for row in result["rows"]):
         said += " The model alone has one batch, on the device before the loop begins."
+    if {"nodes", "slow"} & {row["case"] for row in result["rows"]} and only is None:
+        said += (
+            " `nodes` and `slow` (a generator that takes 6 ms for a batch) don't use torch's loader. The columns of "
+            "`nodes` are `prefetch(background=True)` and `torchdata.Stage`, of `slow`: without and with a thread."
+        )
     return "\n".join([*([] if only else ["## Measured", ""]), *lines, "", said, "", source(result)])
 
 
