@@ -69,7 +69,7 @@ $(VENV)/.stamp-%: pyproject.toml $(CONSTRAINTS) $(NATIVE) | $(BIN)/python
 	@echo "Installing pinstage and its group $* into $(VENV), once. Most of it is torch: half a minute if pip has it in"
 	@echo "its cache, else minutes: 200 MB without CUDA, 3 GB with it. A C compiler builds the extension in seconds."
 	@rm -f src/pinstage/_native/*.so
-	@$(BIN)/python $(PIP_INSTALL) --quiet 'pip>=25.1'
+	@$(BIN)/python $(PIP_INSTALL) --quiet --no-compile 'pip>=25.1'
 	@$(BIN)/python $(PIP_INSTALL) $(if $(filter demo,$*),--no-compile) -e . --group $*
 	@touch $@
 
