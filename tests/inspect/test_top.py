@@ -14,8 +14,6 @@ from doubles import wait_until
 import pinstage as ps
 from pinstage.inspect import _checks, _top
 
-pytest.importorskip("rich", reason="the extra cli is not installed")
-
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
@@ -109,3 +107,13 @@ def test_doctor_sums_them_up(two_pools):
 
     (check,) = (check for check in diagnose(measuring=False).checks if check.name == "host budgets")
     assert "job7: 6.00 MiB of 8.00 MiB" in check.found
+
+
+def test_a_shared_region_counts_once(folder):
+    region = ps.HostRegion("6MiB", shared=True, budget=ps.HostBudget("8MiB", name="job7"), device="cpu")
+    with region, ps.HostRegion.from_handle(region.handle(), device="cpu"):
+        usage = ps.HostBudget("8MiB", name="job7").usage()
+        assert [pool.held_bytes for pool in usage] == [6 << 20] * 2
+        assert "HostBudget job7: 6.00 MiB of 8.00 MiB in 2 pools" in _top.as_text(_top.sections(usage))
+        assert _top.to_dict(usage)["budgets"][0]["held_bytes"] == 6 << 20
+        assert _checks.host_budgets(usage)[1:3] == ("info", "job7: 6.00 MiB of 8.00 MiB")

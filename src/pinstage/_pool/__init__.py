@@ -30,7 +30,7 @@ current streams when the block of a lease ends. So all of it can be tested witho
 """
 
 from ._classes import size_class
-from ._host_budget import Claim, HostBudget, PoolUsage, usage_of_host
+from ._host_budget import Claim, HostBudget, PoolUsage, held_bytes, usage_of_host
 from ._lease import Lease, descriptor_of, guard_until_release
 from ._pool import SlabPool, cap_of, check_open, check_pool, close_for, lease_in_flight, state_of
 from ._slab import Fence
@@ -55,6 +55,7 @@ __all__ = [
     "descriptor_of",
     "give_up_waiting_if",
     "guard_until_release",
+    "held_bytes",
     "lease_in_flight",
     "size_class",
     "state_of",

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from .._compat.probes import Problem
 from .._host import threads_within
-from .._pool import PoolUsage
+from .._pool import PoolUsage, held_bytes
 from .._sizes import count, format_bytes
 from ._bus import GIB, PAGEABLE, PINNED, Point
 from ._gpus import Driver, Gpu
@@ -73,7 +73,7 @@ def host_budgets(pools: Sequence[PoolUsage]) -> Check:
     if not pools:
         return Check(name, "ok", "no pool has one")
     caps = {pool.budget: pool.max_bytes for pool in pools}
-    held = {budget: sum(pool.held_bytes for pool in pools if pool.budget == budget) for budget in caps}
+    held = {budget: held_bytes([pool for pool in pools if pool.budget == budget]) for budget in caps}
     found = "; ".join(f"{budget}: {format_bytes(held[budget])} of {format_bytes(caps[budget])}" for budget in caps)
     if silent := [pool.pid for pool in pools if not pool.answered]:
         return Check(name, "warning", found, f"end or continue {silent}, which do not answer and give nothing back")

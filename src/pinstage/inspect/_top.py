@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._pool import PoolUsage, usage_of_host
+from .._pool import PoolUsage, held_bytes, usage_of_host
 from .._sizes import count, format_bytes
 from ._report import Line, Section, TextTable, as_text, duration, show, watch
 
@@ -37,7 +37,7 @@ def to_dict(usage: Sequence[PoolUsage]) -> dict[str, Any]:
             {
                 "name": name,
                 "max_bytes": pools[0].max_bytes,
-                "held_bytes": sum(pool.held_bytes for pool in pools),
+                "held_bytes": held_bytes(pools),
                 "wanted_bytes": sum(pool.wanted_bytes for pool in pools),
                 "pools": [dataclasses.asdict(pool) for pool in pools],
             }
@@ -50,7 +50,7 @@ def sections(usage: Sequence[PoolUsage]) -> list[Section]:
     """Return a table for each budget, with a row for each pool and each of its owners."""
     found: list[Section] = []
     for name, pools in _by_budget(usage):
-        held, cap = sum(pool.held_bytes for pool in pools), pools[0].max_bytes
+        held, cap = held_bytes(pools), pools[0].max_bytes
         title = f"HostBudget {name}: {format_bytes(held)} of {format_bytes(cap)} in {count(len(pools), 'pool')}"
         rows = [row for pool in pools for row in _rows(pool)]
         marks = ["warning" if pool.wanted_bytes or not pool.answered else "" for pool in pools]
