@@ -35,7 +35,15 @@ def test_no_cap_at_all_is_refused(make):
         make(max_bytes=None)
 
 
-@pytest.mark.parametrize("make", [ps.SlabPool, partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        ps.SlabPool,
+        partial(ps.Stager, "cpu"),
+        partial(ps.DataLoader, [1], device="cpu"),
+        partial(ps.HostRegion, "1MiB", device="cpu"),
+    ],
+)
 def test_a_budget_of_another_type_is_refused(make):
     with pytest.raises(TypeError, match=r"budget must be a HostBudget: '8GiB'; pass HostBudget\("):
         make(budget="8GiB")

@@ -148,6 +148,8 @@ def test_an_unsendable_lease_stays_the_caller_s():
         with pool.acquire(16) as small, pytest.raises(ValueError, match=r"lease is too small: 16 bytes .* of 400"):
             stager.stage_lease(small, layout, ["text"])
         with pool.acquire(layout.nbytes) as lease:
+            with pytest.raises(TypeError, match=r"layout must be a Layout: 5; pass Layout.of\(batch\)"):
+                stager.stage_lease(lease, 5)
             with pytest.raises(ValueError, match="others has the wrong length: 0 for 1 leaves"):
                 stager.stage_lease(lease, layout)
             assert not lease.released

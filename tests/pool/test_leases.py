@@ -385,6 +385,18 @@ def test_a_released_lease_takes_no_guard(pool):
         lease.guard(ManualEvent())
 
 
+@pytest.mark.parametrize("wrong", ["x", True, torch.cuda.current_stream], ids=["text", "bool", "function"])
+def test_a_wrong_event_is_refused_at_once(full_pool, wrong):
+    lease = full_pool.acquire(100)
+    with pytest.raises(TypeError, match=r"not an event or a stream: .*; pass an event"):
+        lease.guard(wrong)
+    with pytest.raises(TypeError, match="not an event or a stream"):
+        lease.release(after=wrong)
+    assert not lease.released
+    lease.release()
+    assert full_pool.stats().free_slabs == 1
+
+
 # -- leaving the block records the current streams
 
 

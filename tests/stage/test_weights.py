@@ -238,6 +238,8 @@ def test_modules_that_take_part_in_loading_are_refused(stager, make):
         (3, {}, r"loads a torch\.nn\.Module or a dict of tensors: int"),
         ({"a": 3}, {}, "a must be a tensor to load into: int"),
         ({"a": torch.ones(1)}, 3, "tensors must be a mapping, pairs of name and tensor.*: a int"),
+        ({"a": torch.ones(1)}, "model.safetensors", "pairs of name and tensor.*: a str"),
+        ({"a": torch.ones(1)}, [torch.ones(2)], "pairs of name and tensor.*: an iterable that yields a Tensor"),
     ],
 )
 def test_other_types_are_refused(stager, target, tensors, message):

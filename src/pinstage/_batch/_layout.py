@@ -193,7 +193,13 @@ class Layout:
 
 
 def content_of(layout: Layout) -> tuple[Structure, Table]:
-    """Return the structure and the table of a layout."""
+    """Return the structure and the table of a layout.
+
+    Raises:
+        TypeError: it isn't a `Layout`.
+    """
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a Layout: {layout!r}; pass Layout.of(batch)")
     return layout._structure, layout._table
 
 

@@ -33,7 +33,7 @@ from ._classes import size_class
 from ._host_budget import Claim, HostBudget, PoolUsage, held_bytes, usage_of_host
 from ._lease import Lease, descriptor_of, guard_until_release
 from ._pool import SlabPool, cap_of, check_open, check_pool, close_for, lease_in_flight, state_of
-from ._slab import Fence
+from ._slab import Fence, add_guard
 from ._stats import OwnerStats, PoolStats
 from ._waiting import check_owner, check_timeout, give_up_waiting_if
 
@@ -46,6 +46,7 @@ __all__ = [
     "PoolStats",
     "PoolUsage",
     "SlabPool",
+    "add_guard",
     "cap_of",
     "check_open",
     "check_owner",

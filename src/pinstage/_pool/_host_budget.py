@@ -101,6 +101,16 @@ class HostBudget:
         return f"HostBudget({format_bytes(self.max_bytes)!r}, name={self.name!r})"
 
 
+def check_budget(budget: object) -> None:
+    """Check that a budget is a `HostBudget`.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(budget, HostBudget):
+        raise TypeError(f"budget must be a HostBudget: {budget!r}; pass HostBudget('64GiB', name='job7')")
+
+
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
     """The part of a `HostBudget` that one pool holds. All figures but held and wanted bytes may be a second old."""
@@ -341,6 +351,7 @@ class Claim:
     closed = True  # for `LimitedMemory.serve`, which ends when nothing is held
 
     def __init__(self, budget: HostBudget, nbytes: int, inode: int | None) -> None:
+        check_budget(budget)
         self._nbytes, self._memory = nbytes, LimitedMemory(PageableMemory(), budget, inode)
         may_fit = nbytes <= budget.max_bytes
         take = partial(self._memory.check_room, nbytes, take=True)

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import LeaseError
 from . import _refusals
-from ._slab import Fence, Holdings, Slab
+from ._slab import Fence, Holdings, Slab, add_guard, check_fence
 from ._waiting import Account
 
 _BYTE, _tensor_of = torch.uint8, torch.frombuffer  # faster to look up than torch's attributes
@@ -153,12 +153,11 @@ class Lease:
 
         Raises:
             LeaseError: the lease was released.
+            TypeError: `event` has no ``query()`` or no ``synchronize()``.
         """
         slab = self._held("guard()")
         if event is not None:
-            before = slab.guards
-            slab.guards = (*before, event)  # first, because a query may fail
-            slab.guards = (*(guard for guard in before if guard is not event and not guard.query()), event)
+            add_guard(slab, event)
 
     def release(self, *, after: Fence | None = None) -> None:
         """Give the slab back.
@@ -172,11 +171,14 @@ class Lease:
 
         Raises:
             LeaseError: the lease was released before.
+            TypeError: `after` has no ``query()`` or no ``synchronize()``; the lease is still held.
             ForkedPoolError: called in a forked child.
         """
         state = self._state
         if state.is_forked:
             raise _refusals.forked()
+        if after is not None and not hasattr(after, "query"):
+            check_fence(after)
         # No call is made until the slab has no lease, so neither another thread nor an interrupt comes between. Of two
         # releases at once, one finds no slab, and the event is set before the slab can be found free.
         slab, self._slab = self._slab, None

@@ -18,7 +18,7 @@ from ..errors import StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._classes import reuse_limit
 from ._growth import Growth, GrowthPlan
-from ._host_budget import HostBudget, HostIsFull
+from ._host_budget import HostBudget, HostIsFull, check_budget
 from ._lease import Lease
 from ._slab import Fence, take_free
 from ._state import PoolState
@@ -35,8 +35,7 @@ def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
     """
     if budget is None:
         return cap_bytes(max_bytes)
-    if not isinstance(budget, HostBudget):
-        raise TypeError(f"budget must be a HostBudget: {budget!r}; pass HostBudget('64GiB', name='job7')")
+    check_budget(budget)
     if isinstance(max_bytes, str) and max_bytes.strip().lower() == "auto":
         return budget.max_bytes, f"given: {budget!r}"
     cap, reason = cap_bytes(max_bytes)

@@ -34,6 +34,28 @@ class Fence(Protocol):
         ...
 
 
+def check_fence(fence: object) -> None:
+    """Check that an object is a fence. With any other object, each later look at the slab would fail.
+
+    Raises:
+        TypeError: it lacks a method of `Fence`.
+    """
+    if not (hasattr(fence, "query") and hasattr(fence, "synchronize")):
+        raise TypeError(f"not an event or a stream: {fence!r}; pass an event recorded behind the work, or None")
+
+
+def add_guard(held: Any, event: Fence) -> None:
+    """Add an event to the `guards` of a slab or a region, and drop the events that are done.
+
+    Raises:
+        TypeError: as `check_fence`.
+    """
+    check_fence(event)
+    before = held.guards
+    held.guards = (*before, event)  # first, because a query may fail
+    held.guards = (*(guard for guard in before if guard is not event and not guard.query()), event)
+
+
 class Slab:
     """One contiguous host allocation of the pool.
 

@@ -117,12 +117,6 @@ class Chunks:
         """Return the ends of chunks between two bytes."""
         return self.ends[bisect_right(self.ends, start) : bisect_right(self.ends, end - 1)]
 
-    def guard(self, event: Fence) -> None:
-        """Add an event that has to be done before the memory is given back; drop events that are done."""
-        before = self.guards
-        self.guards = (*before, event)  # first, because a query may fail
-        self.guards = (*(guard for guard in before if guard is not event and not guard.query()), event)
-
     # -- the thread that page-locks
 
     def _run(self) -> None:

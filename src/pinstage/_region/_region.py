@@ -13,7 +13,7 @@ import torch
 
 from .._batch import contiguous_stride
 from .._memory import HostRange
-from .._pool import Claim, Fence, HostBudget, check_timeout
+from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout
 from .._reaper import reaper
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
@@ -63,6 +63,7 @@ class HostRegion:
         BudgetExceededError: the budget is smaller than the region.
         AcquireTimeoutError: the rest of the budget is in use.
         ValueError: a size is 0 or can't be read, or another argument has an invalid value.
+        TypeError: `budget` is not a `HostBudget`.
 
     Where CUDA refuses to register memory (confidential computing, some containers), a region that isn't shared takes
     its memory from ``cudaHostAlloc``; then the constructor blocks for all of it. Without CUDA, or if that is refused
@@ -138,6 +139,8 @@ class HostRegion:
             ValueError: the tree has no tensor with elements. Errors of the class are raised, too.
         """
         nest: Any = arrange(tree)
+        if not nest.nbytes:
+            raise ValueError("the tree has no tensor with elements; pass a size to make a region without a tree")
         return cls(
             nest, budget=budget, shared=shared, numa_node=numa_node, huge_pages=huge_pages, chunk_bytes=chunk_bytes,
             row_bytes=row_bytes, device=device, progress=progress,
@@ -217,8 +220,10 @@ class HostRegion:
         if shape is None:
             shape = max(self._plan.nbytes - offset, 0) // size
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if min(sizes, default=0) < 0:
+            raise ValueError(f"the shape of a tensor must not be negative: {list(sizes)}")
         nbytes = math.prod(sizes) * size
-        if min(sizes, default=0) < 0 or offset < 0 or offset % size or offset + nbytes > self._plan.nbytes:
+        if offset < 0 or offset % size or offset + nbytes > self._plan.nbytes:
             raise ValueError(
                 f"a tensor of shape {list(sizes)} and {dtype} at byte {offset} doesn't fit the region: it needs "
                 f"{nbytes} bytes from a multiple of {size}, and the region has {self._plan.nbytes}"
@@ -288,9 +293,13 @@ class HostRegion:
 
         Args:
             event: recorded behind the work; a stream works, too.
+
+        Raises:
+            TypeError: `event` has no ``query()`` or no ``synchronize()``.
+            PinningError: the region is closed, or this is a forked child.
         """
         self._check()
-        self._chunks.guard(event)
+        add_guard(self._chunks, event)
 
     def handle(self) -> RegionHandle:
         """Return a handle, with which another process can map the region by `from_handle`.

@@ -47,11 +47,21 @@ def _opened(tensors: Any) -> tuple[dict[str, Shape] | None, Callable[[Iterable[s
     if isinstance(tensors, Mapping):
         shapes = {name: _shape_of(tensor) for name, tensor in tensors.items()}
         return shapes, lambda names: ((name, tensors[name]) for name in names)
-    if isinstance(tensors, Iterable):
-        return None, lambda _: tensors
-    raise TypeError(
-        f"tensors must be a mapping, pairs of name and tensor, or safetensors' safe_open: a "
-        f"{type(tensors).__name__}. Pass for example torch.load(path, mmap=True)"
+    if isinstance(tensors, Iterable) and not isinstance(tensors, str | torch.Tensor):
+        return None, lambda _: map(_pair, tensors)
+    raise _not_a_checkpoint(f"a {type(tensors).__name__}")
+
+
+def _pair(item: Any) -> tuple[str, Any]:
+    if isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str):
+        return item[0], item[1]
+    raise _not_a_checkpoint(f"an iterable that yields a {type(item).__name__}")
+
+
+def _not_a_checkpoint(kind: str) -> TypeError:
+    return TypeError(
+        f"tensors must be a mapping, pairs of name and tensor, or safetensors' safe_open: {kind}. Pass for example "
+        "torch.load(path, mmap=True)"
     )
 
 
