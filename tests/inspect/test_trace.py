@@ -540,7 +540,7 @@ def test_only_complete_events_count(analysis):
         (b"", "isn't a profiler trace: empty file"),
         (b"# A heading\n", "isn't a profiler trace: invalid JSON"),
         (b"[project]\nname = 3\n", "isn't a profiler trace"),
-        (b'{"a": 1, "b": 2}', "JSON without traceEvents (it has a, b)"),
+        (b'{"a": 1, "b": 2}', "JSON without traceEvents (its keys: a, b)"),
         (b'{"traceEvents": []}', "holds no event of a GPU"),
         (b'{"traceEvents": [{"ph": "X", "cat": "Trace", "name": "x", "ts": 1, "dur": 1}]}', "holds no event of a GPU"),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}', "event 1 (kernel) has no usable 'ts'"),
@@ -556,14 +556,15 @@ def test_only_complete_events_count(analysis):
         (b"[" * 100_000, "isn't a profiler trace: maximum recursion depth exceeded"),
         (b'{"traceEvents": [{"ph": "M"}, ' + b'{"a":' * 100_000, "broken or cut off after 1 events: maximum recursion"),
         (b'{"schemaVersion": ' + b"9" * 5000 + b"}", "isn't a profiler trace: Exceeds the limit"),
-        (b'{"\x1b]0;title\x07": 1}', "JSON without traceEvents (it has \ufffd]0;title\ufffd)"),
+        (b'{"\x1b]0;title\x07": 1}', "JSON without traceEvents (its keys: \ufffd]0;title\ufffd)"),
     ],
 )
 def test_files_that_aren_t_traces_are_refused(tmp_path, content, message):
     path = tmp_path / "t.json"
     path.write_bytes(content)
-    with pytest.raises(TraceError, match=message if "|" in message else re.escape(message)):
+    with pytest.raises(TraceError, match=message if "|" in message else re.escape(message)) as caught:
         trace_report(path)
+    assert str(caught.value).count("t.json") == 1
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ class TraceFile:
                 for event in self._events():
                     yielded += 1
                     yield event
+        except TraceError:  # a ValueError, too
+            raise
         # BadGzipFile is an OSError, so it has to be caught first. A number with too many digits raises ValueError, and
         # too deep a nesting RecursionError.
         except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -94,8 +96,8 @@ class TraceFile:
             elif self._peek():
                 self.header[str(key)] = self._value()
         if not seen:
-            keys = clean(", ".join(list(self.header)[:5])) or "nothing"
-            raise self._not_a_trace(f"JSON without traceEvents (it has {keys})")
+            keys = clean(", ".join(list(self.header)[:5])) or "none"
+            raise self._not_a_trace(f"JSON without traceEvents (its keys: {keys})")
 
     def _not_a_trace(self, reason: str) -> TraceError:
         return TraceError(f"{self.shown} isn't a profiler trace: {reason}; {_EXPECTED}")
