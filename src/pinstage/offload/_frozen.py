@@ -290,8 +290,9 @@ def frozen_module(
     behind the current stream's work; the next block copies from the slabs again. Views that you keep of slabs or of
     device memory stay valid, and keep the memory.
 
-    The end of the block copies changed buffers back. A parameter that was changed in the block is an error. Hooks, tied
-    weights and modules compiled by `torch.compile` work. Plain tensor attributes stay where they are, as with
+    The end of the block copies changed buffers back. A parameter that was changed in the block is an error, unless the
+    change went through ``.data``, which torch doesn't count: then it is lost. Change weights outside the block. Hooks,
+    tied weights and modules compiled by `torch.compile` work. Plain tensor attributes stay where they are, as with
     ``module.to``. Run backward through the module, for inputs that require grad, inside the block.
 
     Args:
