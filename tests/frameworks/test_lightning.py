@@ -213,6 +213,12 @@ def test_running_loaders_are_staged_in_the_main_process():
     assert stage.stats().batches == stage.stager.stats().batches == 8
 
 
+@pytest.mark.parametrize(("wrong", "error"), [({"depth": "2"}, TypeError), ({"depth": -1}, ValueError)])
+def test_a_wrong_option_is_an_error_here_too(wrong, error):
+    with pytest.raises(error, match="depth must"):
+        trainer(StageBatches(max_bytes="1MiB", **wrong)).fit(module(), loader())
+
+
 def test_predictions_are_in_order_and_of_every_sample():
     for make in (loader, lambda samples, **options: ps.DataLoader(Visits(samples), 4, device="cpu", **options)):
         predicted = trainer(StageBatches()).predict(module(), make(14, drop_last=True, num_workers=1))

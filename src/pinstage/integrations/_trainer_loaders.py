@@ -76,16 +76,12 @@ class TrainerLoaders:
         settings = getattr(inner, "_settings", None)  # if it stages already
         if not (self.in_workers or always) or (settings is not None and settings.device == stager.device):
             return loader
-        if settings is None and _iterates_as_torch_does(inner):
+        if settings is None and _iterates_as_torch_does(inner) and not _has_workers(inner):
             owner = "training" if is_training else "stager"
-            try:
-                wrapped: Any = ps.wrap_loader(loader, device=stager.device, owner=owner, **self._wrapping)
-            except TypeError:  # it has workers already
-                pass
-            else:
-                self._counters.append(getattr(wrapped, "base_dataloader", wrapped)._slabs.counters)
-                self._num_workers = max(self._num_workers, inner.num_workers)
-                return wrapped
+            wrapped: Any = ps.wrap_loader(loader, device=stager.device, owner=owner, **self._wrapping)
+            self._counters.append(getattr(wrapped, "base_dataloader", wrapped)._slabs.counters)
+            self._num_workers = max(self._num_workers, inner.num_workers)
+            return wrapped
         return loader if inner is not loader else stager.prefetch(loader, depth=0, background=False)
 
     def to_device(self, batch: Any) -> Any:
@@ -110,6 +106,11 @@ def _iterates_as_torch_does(loader: Any) -> bool:
     """Return whether a loader is torch's or torchdata's, or a subclass without an ``__iter__`` of its own."""
     iteration = getattr(type(loader), "__iter__", None)
     return isinstance(loader, DataLoader) and iteration.__module__.partition(".")[0] in ("torch", "torchdata")
+
+
+def _has_workers(loader: Any) -> bool:
+    """Return whether persistent workers run already, so that `wrap_loader` refuses the loader."""
+    return loader._iterator is not None and not hasattr(loader, "load_state_dict")
 
 
 def _tensors(batch: Any, seen: set[int]) -> Iterator[torch.Tensor]:
