@@ -157,7 +157,7 @@ def test_a_wrapped_joining_loader_yields_the_same(workers):
     expected = list(loader_of(graph, workers, filter_per_worker=False))
     torch.manual_seed(5)
     loader = ps.wrap_loader(loader_of(graph, workers, filter_per_worker=False), device="cpu", max_bytes="16MiB")
-    says = r"which is slower: its iterator is a .*\.DataLoaderIterator, .* filter_per_worker=True has none"
+    says = r"which is slower: its iterator is a .*\.DataLoaderIterator, .*; with filter_per_worker=True"
     with pytest.warns(StagingWarning, match=says) if workers else nullcontext():
         found = list(loader)
     for mine, batch in zip(found, expected, strict=True):
