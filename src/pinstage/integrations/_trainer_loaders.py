@@ -44,6 +44,7 @@ class TrainerLoaders:
         self._wrapping = options
         if stager is None:
             stager = ps.Stager(device, **{name: value for name, value in options.items() if name != "depth"})
+        stager.prefetch((), depth=options["depth"])  # checks the only option that a stager doesn't have
         self.stager = stager
         self._counters: list[Any] = []
         """The counters of all wrapped loaders, including those that were freed."""
@@ -76,12 +77,16 @@ class TrainerLoaders:
         settings = getattr(inner, "_settings", None)  # if it stages already
         if not (self.in_workers or always) or (settings is not None and settings.device == stager.device):
             return loader
-        if settings is None and _iterates_as_torch_does(inner) and not _has_workers(inner):
+        if settings is None and _iterates_as_torch_does(inner):
             owner = "training" if is_training else "stager"
-            wrapped: Any = ps.wrap_loader(loader, device=stager.device, owner=owner, **self._wrapping)
-            self._counters.append(getattr(wrapped, "base_dataloader", wrapped)._slabs.counters)
-            self._num_workers = max(self._num_workers, inner.num_workers)
-            return wrapped
+            try:
+                wrapped: Any = ps.wrap_loader(loader, device=stager.device, owner=owner, **self._wrapping)
+            except TypeError:  # it has workers already: the options were checked
+                pass
+            else:
+                self._counters.append(getattr(wrapped, "base_dataloader", wrapped)._slabs.counters)
+                self._num_workers = max(self._num_workers, inner.num_workers)
+                return wrapped
         return loader if inner is not loader else stager.prefetch(loader, depth=0, background=False)
 
     def to_device(self, batch: Any) -> Any:
@@ -106,11 +111,6 @@ def _iterates_as_torch_does(loader: Any) -> bool:
     """Return whether a loader is torch's or torchdata's, or a subclass without an ``__iter__`` of its own."""
     iteration = getattr(type(loader), "__iter__", None)
     return isinstance(loader, DataLoader) and iteration.__module__.partition(".")[0] in ("torch", "torchdata")
-
-
-def _has_workers(loader: Any) -> bool:
-    """Return whether persistent workers run already, so that `wrap_loader` refuses the loader."""
-    return loader._iterator is not None and not hasattr(loader, "load_state_dict")
 
 
 def _tensors(batch: Any, seen: set[int]) -> Iterator[torch.Tensor]:
