@@ -377,6 +377,7 @@ class Stager:
             others: the leaves that are not in the slab, in the order of the batch, as `Layout.others` returns them.
 
         Raises:
+            TypeError: `layout` isn't a `Layout`.
             ValueError: the lease is smaller than the layout, or `others` has the wrong length.
             LeaseError: the lease was released.
         """
@@ -508,7 +509,8 @@ class Stager:
             RuntimeError: names are missing or unexpected, or shapes differ, as in ``load_state_dict``; a tensor is on
                 another device; or a tensor would stay on meta. A mapping or ``safe_open`` is checked before anything is
                 written. The names of an iterable are checked as they are read.
-            TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state).
+            TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state),
+                or `tensors` is something else, such as a path.
         """
         return load_weights(self.to_device, self.device, module_or_dict, tensors, strict=strict)
 
