@@ -43,6 +43,8 @@ class CudaCalls(NamedTuple):
     device: Callable[[], int]
     stream: Callable[[int], tuple[int, int, int]]
     """The ids of a device's current stream."""
+    raw_stream: Callable[[int], int]
+    """CUDA's handle of a device's current stream, as `torch.cuda.Stream.cuda_stream`."""
     set_stream: Callable[[int, int, int], object]
     """Makes a stream and its device current, by the stream's ids."""
 
@@ -50,10 +52,12 @@ class CudaCalls(NamedTuple):
 @cache
 def cuda_calls() -> CudaCalls:
     """Return the private functions, or the public ones if the answers differ. Needs a GPU."""
-    device = torch.cuda.current_device()
+    device, c = torch.cuda.current_device(), torch._C
+    current = torch.cuda.current_stream(device)
     try:
-        found = CudaCalls(torch._C._cuda_getDevice, torch._C._cuda_getCurrentStream, torch._C._cuda_setStream)
-        if (found.device(), found.stream(device)) == (device, ids_of(torch.cuda.current_stream(device))):
+        found = CudaCalls(c._cuda_getDevice, c._cuda_getCurrentStream, c._cuda_getCurrentRawStream, c._cuda_setStream)
+        answers = found.device(), found.stream(device), found.raw_stream(device)
+        if answers == (device, ids_of(current), current.cuda_stream):
             return found
         reason = in_this_torch("reports other ids for streams than their attributes")
     except WRONG as error:
@@ -62,6 +66,7 @@ def cuda_calls() -> CudaCalls:
     return CudaCalls(
         torch.cuda.current_device,
         lambda device: ids_of(torch.cuda.current_stream(device)),
+        lambda device: torch.cuda.current_stream(device).cuda_stream,
         lambda stream, device, kind: torch.cuda.set_stream(
             torch.cuda.Stream(stream_id=stream, device_index=device, device_type=kind)  # type: ignore[no-untyped-call]
         ),

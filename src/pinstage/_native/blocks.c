@@ -63,7 +63,7 @@ enum { IN_STREAM_ORDER = 1 }; /* CU_MEMCPY_SRC_ACCESS_ORDER_STREAM */
 static struct {
     int (*copy)(unsigned long long to, const void *from, size_t nbytes, void *stream);
     int (*query)(void *stream);
-    int (*attribute)(void *value, int attribute, unsigned long long address);
+    int (*attributes)(unsigned count, int *attributes, void **values, unsigned long long address);
     int (*batch)(unsigned long long *to, unsigned long long *from, size_t *nbytes, size_t count, Attributes *attributes,
                  size_t *attributes_from, size_t kinds, void *stream); /* of CUDA 13 */
     int (*batch_12)(unsigned long long *to, unsigned long long *from, size_t *nbytes, size_t count, Attributes *attributes,
@@ -76,38 +76,45 @@ static PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) 
     if (library == NULL) Py_RETURN_FALSE;
     *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
     *(void **)&driver.query = dlsym(library, "cuStreamQuery");
-    *(void **)&driver.attribute = dlsym(library, "cuPointerGetAttribute");
+    *(void **)&driver.attributes = dlsym(library, "cuPointerGetAttributes");
     *(void **)&driver.batch = dlsym(library, "cuMemcpyBatchAsync_v2");
     *(void **)&driver.batch_12 = dlsym(library, "cuMemcpyBatchAsync");
-    return PyBool_FromLong(driver.copy != NULL && driver.query != NULL && driver.attribute != NULL);
+    return PyBool_FromLong(driver.copy != NULL && driver.query != NULL && driver.attributes != NULL);
 }
 
-enum { MEMORY_TYPE = 2, INVALID_VALUE = 1 }; /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CUDA_ERROR_INVALID_VALUE */
+/* Whether CUDA knows the byte at an address. `cuPointerGetAttribute` makes an error of ordinary memory, which takes five
+ * times as long: 1 us. */
+static bool is_known(const char *address) {
+    int attribute = 2 /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE */, type = 0;
+    void *value = &type;
+    return driver.attributes(1, &attribute, &value, (uintptr_t)address) != 0 || type != 0;
+}
 
 /* Whether CUDA knows neither the first nor the last of these bytes, so that a small copy from them has read them when the
  * call returns. A tensor may begin in ordinary memory and end in a registered range. */
-static bool is_pageable(const char *memory, size_t nbytes) {
-    int type;
-    return driver.attribute(&type, MEMORY_TYPE, (uintptr_t)memory) == INVALID_VALUE &&
-           driver.attribute(&type, MEMORY_TYPE, (uintptr_t)memory + nbytes - 1) == INVALID_VALUE;
+static bool is_pageable(const Found *leaf) { return !is_known(leaf->data) && !is_known(leaf->data + leaf->nbytes - 1); }
+
+/* Whether copies of these leaves have read them when they return, without waiting for earlier work. Small copies do that
+ * through a buffer of ordinary memory; larger ones only from ordinary memory, and while the stream is idle. Then this is
+ * the quickest way: 588 KiB take 55 us, or 77 us if they are packed first. */
+static bool are_read_at_once(const Found *leaves, int count, void *stream) {
+    bool is_idle = false;
+    for (int i = 0; i < count; i++) {
+        if (leaves[i].nbytes <= AT_ONCE_BYTES) continue;
+        if (!is_pageable(&leaves[i]) || !(is_idle || (is_idle = driver.query(stream) == 0))) return false;
+    }
+    return true;
 }
 
-/* Whether a copy of these bytes has read them when the call returns, without waiting for earlier work. Small copies do
- * that through a buffer of ordinary memory; larger ones only from ordinary memory, and while the stream is idle. Then
- * this is the quickest way: 588 KiB take 55 us, or 77 us if they are packed first. */
-static bool is_read_at_once(const Found *leaf, void *stream) {
-    return leaf->nbytes <= AT_ONCE_BYTES || (is_pageable(leaf->data, (size_t)leaf->nbytes) && driver.query(stream) == 0);
-}
-
-/* Copy a leaf for which `is_read_at_once` is true to a device; return CUDA's error.
+/* Copy a leaf for which `are_read_at_once` is true to a device; return CUDA's error.
  *
  * buffer: AT_ONCE_BYTES of ordinary memory. Page-locked bytes are copied through it, or they would be read too late.
  * Copying a few KiB takes no longer than finding out where they are. */
-static int copy_at_once(char *to, const char *from, int64_t nbytes, char *buffer, void *stream) {
-    size_t size = (size_t)nbytes;
-    bool is_direct = nbytes > AT_ONCE_BYTES || (nbytes > AT_ONCE_BYTES / 4 && is_pageable(from, size));
-    if (!is_direct) memcpy(buffer, from, size);
-    return driver.copy((uintptr_t)to, is_direct ? from : buffer, size, stream);
+static int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream) {
+    size_t size = (size_t)leaf->nbytes;
+    bool is_direct = leaf->nbytes > AT_ONCE_BYTES || (leaf->nbytes > AT_ONCE_BYTES / 4 && is_pageable(leaf));
+    if (!is_direct) memcpy(buffer, leaf->data, size);
+    return driver.copy((uintptr_t)to, is_direct ? leaf->data : buffer, size, stream);
 }
 
 /* Send page-locked ranges in one call; return whether that was done. The driver refuses it on the legacy default
@@ -697,32 +704,31 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
     return count;
 }
 
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing]): move leaves as `.to()` would, on
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves as `.to()` would, on
  * torch's current stream, which is not captured. All leaves have been read when it returns, without waiting for earlier
  * work.
  *
- * existing: the tensors to copy to, at the places of their leaves; without it, new tensors are made.
+ * existing: the tensors to copy to, at the places of their leaves; None makes new tensors.
  * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new leaves, how many were moved,
  * their bytes, and the number of copies. Returns None if the leaves are not few, small and plain, would not be read at
  * once, or there is no memory; returns CUDA's error as a negative number. */
 static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
-    PyObject *leaves, *existing = NULL, *atoms, *wrappers, *tensors[MOST_FEW];
+    PyObject *leaves, *existing, *atoms, *wrappers, *tensors[MOST_FEW];
     int device_type, device_index;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiK|O!:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
-                          &stream, &PyList_Type, &existing))
+    if (!PyArg_ParseTuple(args, "O!(OO)iiKO:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
+                          &stream, &existing))
         return NULL;
+    if (existing == Py_None) existing = NULL;
     Found found[MOST_FEW];
     Py_ssize_t indexes[MOST_FEW];
     if (!makes_views() || (device_type == 1 && driver.copy == NULL)) Py_RETURN_NONE;
-    if (existing != NULL && PyList_Size(existing) != PyList_Size(leaves)) Py_RETURN_NONE;
+    if (existing != NULL && (!PyList_Check(existing) || PyList_Size(existing) != PyList_Size(leaves))) Py_RETURN_NONE;
     int count = find_few(leaves, atoms, wrappers, found, indexes), code = 0, made = 0;
     if (count == -1) return NULL;
     if (count <= 0) Py_RETURN_NONE;
     void *on = (void *)(uintptr_t)stream;
-    for (int i = 0; device_type == 1 && i < count; i++) {
-        if (!is_read_at_once(&found[i], on)) Py_RETURN_NONE;
-    }
+    if (device_type == 1 && !are_read_at_once(found, count, on)) Py_RETURN_NONE;
     char *memory = malloc(AT_ONCE_BYTES), *places[MOST_FEW];
     PyObject *result = NULL;
     Span spans[MOST_FEW];
@@ -751,7 +757,7 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
         for (int i = 0; i < count && code == 0; i++) {
             if (found[i].nbytes == 0) continue;
             if (device_type == 1) {
-                code = copy_at_once(places[i], found[i].data, found[i].nbytes, memory, on);
+                code = copy_at_once(places[i], &found[i], memory, on);
             } else {
                 memmove(places[i], found[i].data, (size_t)found[i].nbytes);
             }
@@ -806,6 +812,6 @@ PyMethodDef blocks_methods[] = {
      "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
     {"fits", fits, METH_VARARGS,
      "fits(table, leaves, device_type, device_index): whether existing tensors can take the bytes as they are."},
-    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream[, existing])"},
+    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
     {NULL, NULL, 0, NULL},
 };

@@ -6,7 +6,7 @@ import ctypes
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -124,43 +124,39 @@ Programming Guide, Asynchronous Concurrent Execution). The driver keeps the byte
 Without a slab and a second stream, four leaves of 1 KiB take 0.03 ms instead of 0.05 ms."""
 
 
-_MOST_COPIES_AT_ONCE, _MOST_BYTES_AT_ONCE = 512, 2 * 1024 * 1024
-"""Half of the copies that the driver holds for a stream that hasn't reached them: it holds 1,021 copies, or 4,000 KiB,
-on an H100 with driver 580. The next copy waits for the device."""
+_MARKED_COPIES, _MARKED_BYTES = 256, 1024 * 1024
+"""A quarter of the copies that the driver holds for a stream that hasn't reached them: it holds 1,021 copies, or
+4,000 KiB, on an H100 with driver 580. The next copy waits for the device."""
 
 
 class AtOnce:
-    """Counts copies from ordinary memory that the driver may still hold. The count is a guess if several threads send.
+    """Marks copies from ordinary memory that the driver may still hold. A guess if several threads send.
 
     Args:
-        record: marks a point of a stream.
+        record: marks this point of the current stream.
     """
 
-    def __init__(self, record: Callable[[Any], Any]) -> None:
+    def __init__(self, record: Callable[[], Any]) -> None:
         self._record = record
-        self._copies = self._bytes = 0
-        self._marked_copies = self._marked_bytes = 0  # the part of these that a mark covers
-        self._marks: deque[tuple[Any, int, int]] = deque()  # event, and the counts since the previous mark
+        self._copies = self._bytes = 0  # since the last mark
+        self._marks: deque[Any] = deque()
 
     def has_room(self) -> bool:
         """Return whether a few more copies can be sent without waiting for the device."""
-        if self._copies < _MOST_COPIES_AT_ONCE and self._bytes < _MOST_BYTES_AT_ONCE:
-            return True
         marks = self._marks
-        while marks and marks[0][0].query():
-            _, copies, nbytes = marks.popleft()
-            self._copies, self._bytes = self._copies - copies, self._bytes - nbytes
-            self._marked_copies, self._marked_bytes = self._marked_copies - copies, self._marked_bytes - nbytes
-        return self._copies < _MOST_COPIES_AT_ONCE and self._bytes < _MOST_BYTES_AT_ONCE
+        if marks:
+            with suppress(IndexError):  # until none is left; another thread may take the last one
+                while marks[0].query():
+                    marks.popleft()
+        return len(marks) < 2
 
-    def add(self, copies: int, nbytes: int, stream: Any) -> None:
-        """Count copies that were sent on a stream just now."""
+    def add(self, copies: int, nbytes: int) -> None:
+        """Count copies that were sent on the current stream just now."""
         self._copies += copies
         self._bytes += nbytes
-        copies, nbytes = self._copies - self._marked_copies, self._bytes - self._marked_bytes
-        if copies >= _MOST_COPIES_AT_ONCE // 2 or nbytes >= _MOST_BYTES_AT_ONCE // 2:
-            self._marked_copies, self._marked_bytes = self._copies, self._bytes
-            self._marks.append((self._record(stream), copies, nbytes))
+        if self._copies >= _MARKED_COPIES or self._bytes >= _MARKED_BYTES:
+            self._copies = self._bytes = 0
+            self._marks.append(self._record())
 
 
 class HostCopy(NamedTuple):
@@ -262,8 +258,7 @@ class Target:
             leaves are too many, too large, or not plain, if the stream is captured, or if the copies would wait for the
             device.
         """
-        more = () if existing is None else (existing,)
-        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, *more)  # type: ignore[no-any-return]
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, existing)  # type: ignore[no-any-return]
 
     def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:
         """Copy bytes of a host slab to their places; return the number of copies. The device must be `selected`.
@@ -309,15 +304,15 @@ class Target:
             copies = blocks.fill(*args)
             if copies < 0:
                 copies = self._again(copies, blocks.fill, *args)
-        self.sent_at_once(copies, nbytes, stream)
+        self.sent_at_once(copies, nbytes)
         return copies
 
     def has_room(self) -> bool:
         """Return whether `fill` would return without waiting for the device."""
         return True
 
-    def sent_at_once(self, copies: int, nbytes: int, stream: Any) -> None:
-        """Count copies from ordinary memory."""
+    def sent_at_once(self, copies: int, nbytes: int) -> None:
+        """Count copies from ordinary memory, on the current stream."""
 
     def _again(self, code: int, send: Callable[..., Any], *args: Any) -> Any:
         """Copy again if the driver has no current device in this thread; raise any other error.
@@ -401,8 +396,8 @@ class CudaTarget(Target):
         # Attributes instead of methods, which saves a call. None refers to `self`: a forked child whose garbage
         # collector frees the events of a cycle would be ended.
         self.is_capturing = torch.cuda.is_current_stream_capturing  # type: ignore[method-assign]
-        self.record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
-        at_once = AtOnce(self.record)
+        self.record = record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
+        at_once = AtOnce(lambda: record(torch.cuda.current_stream()))
         self.has_room, self.sent_at_once = at_once.has_room, at_once.add  # type: ignore[method-assign]
         self._last_consumer: tuple[Any, torch.cuda.Stream] = ids_of(self.stream), self.stream
 
@@ -454,20 +449,19 @@ class CudaTarget(Target):
 
     def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
-        index, stream = self.device.index, self.consumer(None)
-        if self._cuda.device() != index:
-            return None
-        if stream.cuda_stream and torch.cuda.is_current_stream_capturing():  # the default stream, 0, is never captured
+        index = self.device.index
+        stream = self._cuda.raw_stream(index)
+        if self._cuda.device() != index or (stream and torch.cuda.is_current_stream_capturing()):  # 0 is never captured
             return None
         if not self.has_room():  # queries events, which would break a capture
             return None
-        args: Any = leaves, _TYPES, 1, index, stream.cuda_stream, *(() if existing is None else (existing,))
+        args = leaves, _TYPES, 1, index, stream, existing
         moved = _native.core.move_few(*args)
         if isinstance(moved, int):
             moved = self._again(moved, _native.core.move_few, *args)
         if moved is not None:
             _, _, nbytes, copies = moved  # the driver may hold the last piece of a larger copy
-            self.sent_at_once(copies, min(nbytes, copies * AT_ONCE_BYTES), stream)
+            self.sent_at_once(copies, min(nbytes, copies * AT_ONCE_BYTES))
         return moved  # type: ignore[no-any-return]
 
     def to_host(self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None) -> Fence | None:

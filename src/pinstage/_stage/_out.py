@@ -54,6 +54,7 @@ _MOST_PATHS = 8
 """The most paths that a note names."""
 
 _CPU = torch.device("cpu")
+_DTYPE_OF = operator.attrgetter("dtype")
 _ITEMSIZES = np.array([0 if dtype is None else dtype.itemsize for dtype in DTYPES])
 
 
@@ -160,10 +161,11 @@ def copy_through(way: Way, scratch: Blocks) -> None:
 def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors to other tensors of the same device, in order, bit for bit where the dtypes are the same."""
     with writing(places):
-        for at, (place, source) in enumerate(zip(places, sources, strict=True)):
-            if (dtype := place.dtype) not in COPIED_AS_THEY_ARE and dtype is source.dtype:
-                integer = INTEGERS[place.itemsize]
-                places[at], sources[at] = place.view(integer), source.view(integer)
+        if not COPIED_AS_THEY_ARE.issuperset(map(_DTYPE_OF, places)):
+            for at, (place, source) in enumerate(zip(places, sources, strict=True)):
+                if (dtype := place.dtype) not in COPIED_AS_THEY_ARE and dtype is source.dtype:
+                    integer = INTEGERS[place.itemsize]
+                    places[at], sources[at] = place.view(integer), source.view(integer)
         copy_each(places, sources)
 
 

@@ -86,6 +86,8 @@ _PARTS = 2
 _LEAST_SLAB_BYTES = 1 << 20
 """Below this slab size, starting the copy of a part takes longer than copying its bytes."""
 
+_MOST_TALLIES = 1000
+"""The most batches that are counted later; see `Stager._count`."""
 
 _LEAST_OF_CAP_BYTES = 4096
 """A cap below this size is too small for any batch."""
@@ -250,6 +252,7 @@ class Stager:
             pool = SlabPool(max_bytes, budget=budget, memory=default_memory(self._target.device))
         self._pool = pool
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
+        self._tallies: deque[tuple[int, ...]] = deque()  # of batches that aren't in the counters yet
         self._batches = self._copies = self._blocks = self._passthrough_leaves = 0
         self._is_pinned = self._pool.memory.is_pinned
         self._pool_state = state_of(self._pool)
@@ -455,7 +458,7 @@ class Stager:
                 moved = target.move_few(leaves)
                 if moved is not None:
                     leaves, count, nbytes, copies = moved
-                    self._count(copies, count, nbytes, nbytes, count)
+                    self._count(copies, count, nbytes, nbytes, count, 0)
                     return structure.rebuild(leaves)
             parts = take_apart(batch, keeping=self._keeping, walked=walked)
             table = parts.table
@@ -654,6 +657,7 @@ class Stager:
         """Return a snapshot of the counters."""
         pool = self._pool.stats()  # outside of the lock: this may free slabs
         with self._lock:
+            self._add_up()
             counters = {name: getattr(self, f"_{name}") for name in StagerStats.__slots__ if name != "pool"}
             return StagerStats(**counters, pool=pool)
 
@@ -664,16 +668,23 @@ class Stager:
         if self._pageable is not None:
             self._pageable.close()
 
-    def _count(self, copies: int, blocks: int, nbytes: int, payload: int, packed: int, passthrough: int = 0) -> None:
-        """Count a batch. The last four arguments are fields of its `Table`, in this order."""
+    def _count(self, *tally: int) -> None:
+        """Count a batch: its copies, its blocks, and then the fields of its `Table`, as `_add_up` reads them."""
+        self._tallies.append(tally)  # unlike the counters, this needs no lock
+        if len(self._tallies) >= _MOST_TALLIES:
+            self._add_up()
+
+    def _add_up(self) -> None:
         with self._lock:
-            self._batches += 1
-            self._copies += copies
-            self._blocks += blocks
-            self._packed_leaves += packed
-            self._packed_bytes += payload
-            self._padding_bytes += nbytes - payload
-            self._passthrough_leaves += passthrough
+            while self._tallies:
+                copies, blocks, nbytes, payload, packed, passthrough = self._tallies.popleft()
+                self._batches += 1
+                self._copies += copies
+                self._blocks += blocks
+                self._packed_leaves += packed
+                self._packed_bytes += payload
+                self._padding_bytes += nbytes - payload
+                self._passthrough_leaves += passthrough
 
     def _send(
         self,
@@ -813,7 +824,7 @@ class Stager:
             tensors = [new for new, leaf in zip(made, leaves, strict=True) if new is not leaf]
             torch.autograd.graph.increment_version(tensors)
             self._keep_until(target.record(target.consumer(None)), tensors)
-            self._count(copies, 0, nbytes, nbytes, count)
+            self._count(copies, 0, nbytes, nbytes, count, 0)
             return structure.rebuild(made)
 
     def _keep_until(self, event: Fence | None, things: list[Any]) -> None:
@@ -1019,4 +1030,5 @@ class Stager:
         self.close()
 
     def __repr__(self) -> str:
+        self._add_up()
         return f"<Stager {self.device} batches={self._batches} {self._pool!r}>"
