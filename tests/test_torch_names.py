@@ -66,6 +66,7 @@ class Stream:
     def __init__(self, device=None, stream_id=None, device_index=0, device_type=1):
         self.stream_id = next(Stream.numbers) if stream_id is None else stream_id
         self.device_index, self.device_type = device_index, device_type
+        self.cuda_stream = 0x1000 * self.stream_id
 
     def __eq__(self, other):
         return self.stream_id == other.stream_id
@@ -89,6 +90,7 @@ def cuda(monkeypatch):
     private = {
         "_cuda_getDevice": lambda: 0,
         "_cuda_getCurrentStream": lambda device: calls.ids_of(current[0]),
+        "_cuda_getCurrentRawStream": lambda device: current[0].cuda_stream,
         "_cuda_setStream": lambda *ids: set_stream(Stream(None, *ids)),
     }
     for name, function in private.items():
@@ -112,6 +114,8 @@ def test_streams_are_set_by_private_functions_where_possible(cuda):
         ("_cuda_getCurrentStream", None),
         ("_cuda_getCurrentStream", lambda device: (0, 0)),
         ("_cuda_getCurrentStream", lambda device: (7, 0, 1)),
+        ("_cuda_getCurrentRawStream", None),
+        ("_cuda_getCurrentRawStream", lambda device: 7),
         ("_cuda_setStream", None),
     ],
 )
@@ -127,7 +131,7 @@ def test_without_them_public_functions_set_streams(cuda, monkeypatch, name, othe
     assert cuda[0].stream_id == 0
     assert (found.device(), found.stream(0)) == (0, (0, 0, 1))
     found.set_stream(5, 0, 1)
-    assert cuda[0].stream_id == 5
+    assert (cuda[0].stream_id, found.raw_stream(0)) == (5, 0x5000)
 
 
 # -- names that no probe can test --------------------------------------------------------------------------------------
