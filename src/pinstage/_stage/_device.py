@@ -139,11 +139,12 @@ class AtOnce:
     def __init__(self, record: Callable[[], Any]) -> None:
         self._record = record
         self._copies = self._bytes = 0  # since the last mark
-        self._marks: deque[Any] = deque()
+        self.marks: deque[Any] = deque()
+        """Events behind copies that may not be done."""
 
     def has_room(self) -> bool:
         """Return whether a few more copies can be sent without waiting for the device."""
-        marks = self._marks
+        marks = self.marks
         if marks:
             with suppress(IndexError):  # until none is left; another thread may take the last one
                 while marks[0].query():
@@ -156,7 +157,7 @@ class AtOnce:
         self._bytes += nbytes
         if self._copies >= _MARKED_COPIES or self._bytes >= _MARKED_BYTES:
             self._copies = self._bytes = 0
-            self._marks.append(self._record())
+            self.marks.append(self._record())
 
 
 class HostCopy(NamedTuple):
@@ -399,6 +400,7 @@ class CudaTarget(Target):
         self.record = record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
         at_once = AtOnce(lambda: record(torch.cuda.current_stream()))
         self.has_room, self.sent_at_once = at_once.has_room, at_once.add  # type: ignore[method-assign]
+        self._marks = at_once.marks
         self._last_consumer: tuple[Any, torch.cuda.Stream] = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
@@ -453,7 +455,7 @@ class CudaTarget(Target):
         stream = self._cuda.raw_stream(index)
         if self._cuda.device() != index or (stream and torch.cuda.is_current_stream_capturing()):  # 0 is never captured
             return None
-        if not self.has_room():  # queries events, which would break a capture
+        if self._marks and not self.has_room():  # queries events, which would break a capture
             return None
         args = leaves, _TYPES, 1, index, stream, existing
         moved = _native.core.move_few(*args)
