@@ -414,11 +414,13 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         said += " Losses are the same in every way that moves batches, bit for bit."
     if any(row["variant"] == "model" for row in result["rows"]):
         said += " The model alone has one batch, on the device before the loop begins."
-    if {"nodes", "slow"} & {row["case"] for row in result["rows"]} and only is None:
+    if only in (None, "nodes"):
         said += (
-            " `nodes` and `slow` (a generator that takes 6 ms for a batch) don't use torch's loader. The columns of "
-            "`nodes` are `prefetch(background=True)` and `torchdata.Stage`, of `slow`: without and with a thread."
+            " `nodes` doesn't use torch's loader: its columns are `prefetch(background=True)` and `torchdata.Stage`, "
+            "which pack in the main process."
         )
+    if only is None:
+        said += " `slow` is a generator that takes 6 ms for a batch: without and with a thread that packs."
     return "\n".join([*([] if only else ["## Measured", ""]), *lines, "", said, "", source(result)])
 
 
@@ -794,6 +796,8 @@ TABLES = {
     "lightning": partial(frameworks, only="lightning"),
     "accelerate": partial(frameworks, only="accelerate"),
     "transformers": partial(frameworks, only="trainer"),
+    "webdataset": partial(frameworks, only="webdataset"),
+    "torchdata": partial(frameworks, only="nodes"),
     "checkpoint": checkpoint,
     "offload": offload,
     "frozen": frozen,

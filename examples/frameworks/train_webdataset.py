@@ -1,7 +1,8 @@
-"""Trains on shards that webdataset reads: `Stager.prefetch` is the last stage of its `WebLoader`.
+"""Trains on shards that webdataset reads: in a `ps.DataLoader`, or in a `WebLoader` that ends in `Stager.prefetch`.
 
 python examples/frameworks/train_webdataset.py
-python examples/frameworks/train_webdataset.py --way plain                # same losses
+python examples/frameworks/train_webdataset.py --way prefetch             # same losses
+python examples/frameworks/train_webdataset.py --way plain
 torchrun --nproc-per-node 2 examples/frameworks/train_webdataset.py
 """
 
@@ -42,7 +43,7 @@ def nested(sample: dict[str, Any]) -> Batch:
 
 def main() -> None:
     """Run one rank."""
-    parser = options("Trains on shards that webdataset reads.", "pinstage")
+    parser = options("Trains on shards that webdataset reads.", "pinstage", "prefetch")
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     with ranks() as (rank, count, device), tempfile.TemporaryDirectory() as folder:
@@ -54,26 +55,29 @@ def main() -> None:
 
         urls = write(Path(folder))
         dataset = wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=False, empty_check=False)
-        dataset = dataset.decode().map(nested).shuffle(16, seed=0)
-        loader = wds.WebLoader(
-            dataset.batched(4, torch.utils.data.default_collate), batch_size=None, num_workers=arguments.workers
-        )
-        stager = ps.Stager(device, max_bytes=arguments.max_bytes)
-        if arguments.way == "pinstage":
+        dataset = dataset.decode().map(nested).shuffle(16, seed=0).batched(4, torch.utils.data.default_collate)
+        workers = arguments.workers
+        if arguments.way == "pinstage":  # workers pack
+            loader = ps.DataLoader(
+                dataset, batch_size=None, num_workers=workers, device=device, max_bytes=arguments.max_bytes
+            )
+        else:
+            loader = wds.WebLoader(dataset, batch_size=None, num_workers=workers)
+        if arguments.way == "prefetch":  # a thread packs
+            stager = ps.Stager(device, max_bytes=arguments.max_bytes)
             loader = loader.compose(partial(stager.prefetch, background=True))
 
         losses, samples = [], []
         for _ in range(arguments.epochs):
             for yielded in loader:
-                batch = yielded if arguments.way == "pinstage" else moved(yielded, device)
+                batch = moved(yielded, device) if arguments.way == "plain" else yielded
                 optimizer.zero_grad()
                 loss = model(**batch)
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
                 samples.append(batch["index"].tolist())
-        report(arguments.out, rank, losses=losses, samples=samples, batches=stager.stats().batches)
-        stager.close()
+        report(arguments.out, rank, losses=losses, samples=samples)
 
 
 if __name__ == "__main__":

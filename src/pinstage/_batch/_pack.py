@@ -150,7 +150,7 @@ def borrow(parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int
         pieces_of: returns the ranges in which a tensor's memory can be copied; none if it isn't page-locked.
     """
     rows = parts.table.rows.copy()
-    leaves, lenders = [], []
+    leaves, lenders, borrowed = [], [], []
     for index in np.flatnonzero((rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)).tolist():
         leaf = parts.leaves[index]
         tensor = leaf if isinstance(leaf, torch.Tensor) else from_array(leaf)
@@ -158,9 +158,10 @@ def borrow(parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int
             address = tensor.data_ptr()
             leaves += [(index, start, end, address + start) for start, end in pieces]
             lenders.append(tensor)
-            rows["kind"][index] = RowKind.MOVED
-    if not leaves:
+            borrowed.append(index)
+    if not borrowed:
         return None
+    rows["kind"][borrowed] = RowKind.MOVED
     end = lay_out(rows, (i for i in parts.table.by_offset(*PACKED) if rows["kind"][i] != RowKind.MOVED))
     return Borrowed(leaves, lenders, parts._replace(table=parts.table.moved_to(rows, end)))
 

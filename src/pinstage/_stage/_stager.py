@@ -823,7 +823,7 @@ class Stager:
             made, count, nbytes, copies = moved
             tensors = [new for new, leaf in zip(made, leaves, strict=True) if new is not leaf]
             torch.autograd.graph.increment_version(tensors)
-            self._keep_until(target.record(target.consumer(None)), tensors)
+            target.hand_over(None, tensors, target.consumer(None))
             self._count(copies, 0, nbytes, nbytes, count, 0)
             return structure.rebuild(made)
 
