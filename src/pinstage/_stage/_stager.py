@@ -80,7 +80,7 @@ _FEW_LEAVES = 16
 """Batches with more leaves skip the fast path for a few small tensors; see ``move_few`` in ``_native/blocks.c``."""
 
 _FEW_RUNS = 16
-"""More copies to existing tensors go in one call of the driver, 0.9 us each, which needs a stream of ours: the legacy
+"""More copies to existing tensors go in one call of the driver, 0.9 us each, which needs another stream: the legacy
 default stream refuses it. The events between the streams take as long as a few single copies."""
 
 _PARTS = 2
