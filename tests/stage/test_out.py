@@ -9,7 +9,7 @@ import torch
 from doubles import CountingMemory, HeldTarget, Interrupts, ManualEvent, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import bits
+from strategies import TensorSubclass, bits
 
 import pinstage as ps
 from pinstage._stage import _out, _stager, _to_host
@@ -370,6 +370,17 @@ def test_a_closed_pool_refuses_before_anything_is_written():
 
 
 # -- calls that fail later ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_slab_no_host_tensor_is_written(make_stager):
+    stager = make_stager("1MiB")
+    sources = [torch.ones(4).as_subclass(TensorSubclass), torch.ones(MIB)]
+    places = [torch.zeros(4), torch.zeros(MIB)]
+    with pytest.raises(BudgetExceededError) as caught:
+        stager.to_host(sources, out=places)
+    assert not hasattr(caught.value, "__notes__")
+    assert not any(place.any() for place in places)
+    assert stager.to_host(sources[:1], out=places[:1])[0].all()
 
 
 def test_a_timeout_names_partly_written_destinations(make_stager):

@@ -262,12 +262,9 @@ def fetch(
             tables[device], found = _without_direct(table, plan)
             direct |= found
         written = sorted({*plan.direct, *plan.scratch} - direct.keys())
-        for _, place, source in plan.plain:
-            with writing([place]):
-                place.copy_(source)
-        torch.autograd.graph.increment_version(list(direct.values()))
     shares = {device: _gathering(table, targets) for device, table in tables.items()}
-    host, event, copies = _copy_out(shares, parts, direct, acquire, targets, hold=hold)
+    plain = [] if plan is None else plan.plain
+    host, event, copies = _copy_out(shares, parts, direct, plain, acquire, targets, hold=hold)
     if keep is not None:
         keep(event, list(direct.values()))
     arranged = [share.table for share in shares.values()]
@@ -332,17 +329,19 @@ def _copy_out(
     shares: dict[torch.device, Gathering],
     parts: Parts,
     direct: dict[int, torch.Tensor],
+    plain: list[tuple[int, torch.Tensor, torch.Tensor]],
     acquire: Callable[[int], Lease],
     targets: Targets,
     *,
     hold: bool,
 ) -> tuple[torch.Tensor, Fence | None, int]:
-    """Start the copies of all devices.
+    """Start the copies of all devices. If it can't have a slab, nothing has been written.
 
     Args:
         shares: how each device's leaves get into its part of the slab.
         parts: the tree's parts.
         direct: destinations that are written without a slab, by leaf.
+        plain: see `OutPlan`.
         acquire: leases a host slab of a number of bytes.
         targets: the stager's.
         hold: see `Target.to_host`.
@@ -351,7 +350,7 @@ def _copy_out(
         The slab, the event behind the copies, and their number.
     """
     nbytes = sum(share.table.nbytes for share in shares.values())
-    if not nbytes and not direct:
+    if not (nbytes or direct or plain):
         return torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0
     lease = acquire(nbytes) if nbytes else None
     streams = [targets.of(device).out_stream for device, share in shares.items() if share.table.packed or direct]
@@ -361,6 +360,10 @@ def _copy_out(
     host: Any = None
     event = None
     try:
+        for _, place, source in plain:
+            with writing([place]):
+                place.copy_(source)
+        torch.autograd.graph.increment_version(list(direct.values()))
         host = torch.empty(0, dtype=torch.uint8, device="cpu") if lease is None else lease.tensor()
         events, copies = _start(shares, parts.leaves, direct, host, targets, hold)
         after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
@@ -368,7 +371,7 @@ def _copy_out(
         if direct:
             with suppress(Exception):  # the device may have failed
                 after.synchronize()
-            note_written(error, parts.structure, direct)
+        note_written(error, parts.structure, [*direct, *(index for index, _, _ in plain)])
         clear_own_frames(error)  # an error that is kept must not keep views of the slab
         host = None
         raise
