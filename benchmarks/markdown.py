@@ -553,9 +553,9 @@ def out(result: dict[str, Any] | None = None) -> str:
     for case, rows in by_case(result).items():
         lines.append(f"| {case} | {' | '.join(shown(rows[way]) for way in ways)} |")
     said = (
-        "Until the batch is in its place. The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors; "
-        "`copy_`: a loop with `non_blocking=True`, at the end from memory that `pin_memory()` made before. In a "
-        "process without the weights, 64 x 64KiB with `out=` took 0.23 ms (see the notes on speed)."
+        "Until the batch is in its place. The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors, "
+        "with `borrow_pinned=True`; `copy_`: a loop with `non_blocking=True`, at the end from memory that "
+        "`pin_memory()` made before."
     )
     return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
 
