@@ -349,7 +349,8 @@ def test_registering_takes_a_third_of_cudahostalloc_s_time(cuda_device, capsys):
             each = ", ".join(f"{ms:.0f}" for ms in took)
             print(f"\n{name}: {format_bytes(GIB)} ready in {medians[name]:.0f} ms ({each})", end="")
         print(f"; {medians['HostAllocMemory'] / medians['RegisteredMemory']:.1f} times sooner")
-    assert medians["RegisteredMemory"] <= medians["HostAllocMemory"] / 3
+    shortest = {name: min(took) for name, took in times.items()}  # other tests run beside this one
+    assert shortest["RegisteredMemory"] <= shortest["HostAllocMemory"] / 3
 
 
 def test_pages_on_the_device_s_node_are_pinned(cuda_device):

@@ -3,8 +3,9 @@
 import threading
 
 import pytest
+from doubles import ManualEvent
 
-from pinstage._stage._device import _EVENTS_KEPT, EventCache
+from pinstage._stage._device import _EVENTS_KEPT, _MARKED_BYTES, _MARKED_COPIES, AtOnce, EventCache
 
 
 class Mark:
@@ -67,3 +68,29 @@ def test_threads_never_get_the_same_event(events, background):
 
     for future in [background(work, name) for name in range(4)]:
         future.result(timeout=60)
+
+
+@pytest.mark.parametrize("each", [(8, 100), (1, 64 * 1024), (1, 8)])
+def test_the_driver_holds_half_of_its_copies(each):
+    marks = []
+
+    def record():
+        marks.append(ManualEvent())
+        return marks[-1]
+
+    at_once = AtOnce(record)
+    for _ in range(2):  # the second half may be sent when the marks before it are done
+        sent = 0
+        while at_once.has_room():
+            at_once.add(*each)
+            sent += 1
+        copies, nbytes = sent * each[0], sent * each[1]
+        assert copies >= 2 * _MARKED_COPIES or nbytes >= 2 * _MARKED_BYTES
+        assert copies <= 2 * (_MARKED_COPIES + each[0])
+        assert nbytes <= 2 * (_MARKED_BYTES + each[1])
+        marks[-1].finish()
+        assert not at_once.has_room()  # in the order of the stream
+        for mark in marks:
+            mark.finish()
+    assert at_once.has_room()
+    assert not at_once.marks
