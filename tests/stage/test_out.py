@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import TensorSubclass, bits
 
 import pinstage as ps
-from pinstage._stage import _out, _stager, _to_host
+from pinstage._stage import _out, _to_host
 from pinstage._stage._device import Target
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PinstageError
 
@@ -111,13 +111,15 @@ def page_locked(stager, batch, out):
     drawn=writes(),
     way=st.sampled_from([to_device, to_host, page_locked]),
     few=st.sampled_from([0, 8]),
+    direct=st.sampled_from([16, 64 * 1024]),
 )
-def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, few):
+def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, few, direct):
     sources, (expected, places), (wanted, memory) = drawn
     if way is not to_device:  # arrays are on the host already
         sources = [torch.from_numpy(source) if isinstance(source, np.ndarray) else source for source in sources]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_stager, "_FEW_RUNS", few)
+        patched.setattr(_out, "_FEW_COPIES", few)
+        patched.setattr(_out, "DIRECT_FROM_BYTES", direct)
         returned = way(shared_stager, nested(sources), nested(places))
     for place, source in zip(expected, sources, strict=True):
         place.copy_(source.detach() if isinstance(source, torch.Tensor) else torch.from_numpy(source))

@@ -480,6 +480,25 @@ static PyObject *fits(UNUSED PyObject *module, PyObject *args) {
     return PyBool_FromLong(all);
 }
 
+/* small_copies(nbytes, most): see its docstring. */
+static PyObject *blocks_small_copies(PyObject *object, PyObject *args) {
+    Blocks *self = (Blocks *)object;
+    long long least, most, count = 0;
+    if (!PyArg_ParseTuple(args, "LL", &least, &most)) return NULL;
+    for (int64_t i = 0; i < self->run_count; i++) count += self->runs[i].end - self->runs[i].start < least;
+    PyObject *rows = PyList_New(0);
+    for (int64_t i = 0, run = 0; rows != NULL && count > most && i < self->table.packed; i++) {
+        const Row *row = row_at(self->table.header, self->table.order[i]);
+        if (row->nbytes == 0) continue;
+        while (run < self->run_count && self->runs[run].end <= row->offset) run++;
+        if (run == self->run_count || self->runs[run].end - self->runs[run].start >= least) continue;
+        PyObject *index = PyLong_FromLongLong(self->table.order[i]);
+        if (index == NULL || PyList_Append(rows, index) != 0) Py_CLEAR(rows);
+        Py_XDECREF(index);
+    }
+    return rows;
+}
+
 /* packed_as(table): use the places of another host slab, which may lack some of the leaves. */
 static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
     Blocks *self = (Blocks *)object;
@@ -649,10 +668,6 @@ static PyObject *blocks_tensors(PyObject *object, UNUSED void *nothing) {
     return tensors;
 }
 
-static PyObject *blocks_runs(PyObject *object, UNUSED void *nothing) {
-    return PyLong_FromLongLong(((Blocks *)object)->run_count);
-}
-
 static Py_ssize_t blocks_length(PyObject *object) { return (Py_ssize_t)((Blocks *)object)->count; }
 
 /* -- a few leaves ---------------------------------------------------------------------------------------------------- */
@@ -765,6 +780,8 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
     {"into", blocks_into, METH_VARARGS | METH_CLASS, "into(table, leaves, is_cuda): copies into existing tensors"},
+    {"small_copies", blocks_small_copies, METH_VARARGS,
+     "small_copies(nbytes, most): the rows of copies of less than nbytes; empty if there are at most `most` such copies"},
     {"packed_as", blocks_packed_as, METH_O, "packed_as(table): use another table's places of leaves in the host slab."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
@@ -778,7 +795,6 @@ static PyMethodDef blocks_type_methods[] = {
 };
 static PyGetSetDef blocks_getters[] = {
     {"tensors", blocks_tensors, NULL, "The tensor of each block.", NULL},
-    {"runs", blocks_runs, NULL, "The number of copies that the whole host slab takes.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot blocks_slots[] = {

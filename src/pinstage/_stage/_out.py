@@ -3,8 +3,8 @@
 ::
 
     batch, out --checks--> a destination for each tensor of the batch
-      the same bytes there                        --packed, and copied straight to their places-->
-      strided or cast                             --packed, one copy--> scratch --one _foreach_copy_-->
+      the same bytes there, large or neighbours   --packed, and copied straight to their places-->
+      small, strided or cast                      --packed, one copy--> scratch --one _foreach_copy_-->
       tensors that cannot be packed               --dst.copy_(src)-->
 """
 
@@ -38,6 +38,12 @@ from .._batch import (
 from .._compat.calls import copy_each
 from ..errors import LayoutError
 
+DIRECT_FROM_BYTES = 64 * 1024
+"""Neighbours in the slab that have this size together are copied straight to their destinations."""
+
+_FEW_COPIES = 8
+"""Up to this many smaller copies go straight to their destinations, too: scratch costs an allocation and a kernel."""
+
 SCRATCH_BYTES = 64 << 20
 """The most device memory that one call takes in addition to its destinations."""
 
@@ -65,6 +71,8 @@ class Direct(NamedTuple):
 
     parts: Parts
     blocks: Blocks
+    leaves: list[int]
+    """The indexes of the leaves in the batch."""
 
 
 class OutPlan(NamedTuple):
@@ -78,14 +86,24 @@ class OutPlan(NamedTuple):
     scratch: list[int]
     """Leaves that are copied through scratch, where they are cast or strided."""
     direct: list[int]
-    """Leaves whose bytes at the destination are those in the slab."""
+    """Leaves whose bytes at the destination are those in the slab. They are copied straight there, unless that would
+    take many small copies."""
 
-    def straight(self) -> Direct | None:
-        """Return the leaves that are copied straight to their places."""
-        if not self.direct:
+    def ways(self) -> tuple[list[int], Direct | None]:
+        """Return the leaves that are copied through scratch, and those that are copied straight to their places."""
+        found = self._direct(self.direct)
+        small = [] if found is None else found.blocks.small_copies(DIRECT_FROM_BYTES, _FEW_COPIES)
+        if not small:
+            return self.scratch, found
+        if len(self.direct) < self.parts.table.packed:
+            small = [self.direct[row] for row in small]
+        return sorted(self.scratch + small), self._direct(sorted(set(self.direct) - set(small)))
+
+    def _direct(self, chosen: list[int]) -> Direct | None:
+        if not chosen:
             return None
-        parts, places = self._way(self.direct)
-        return Direct(parts, into_tensors(parts.table, places, self.leaves[self.direct[0]].is_cuda))
+        parts, places = self._way(chosen)
+        return Direct(parts, into_tensors(parts.table, places, self.leaves[chosen[0]].is_cuda), chosen)
 
     def _way(self, chosen: list[int]) -> Way:
         """Take some of the leaves apart, unless they are all of the packed ones."""
@@ -93,9 +111,9 @@ class OutPlan(NamedTuple):
             return Way(self.parts, self.leaves)
         return Way(take_apart([self.parts.leaves[i] for i in chosen]), [self.leaves[i] for i in chosen])
 
-    def through_scratch(self) -> Iterator[Way]:
+    def through_scratch(self, chosen: list[int]) -> Iterator[Way]:
         """Yield groups of leaves that fit into scratch together."""
-        parts, chosen = self.parts, self.scratch
+        parts = self.parts
         if parts.table.nbytes <= SCRATCH_BYTES:
             if chosen:
                 yield self._way(chosen)

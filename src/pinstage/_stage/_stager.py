@@ -56,7 +56,7 @@ from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Targets, target_for
-from ._out import NOTHING, OutPlan, copy_through, note_written, plan_for, writing
+from ._out import NOTHING, Direct, OutPlan, copy_through, note_written, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, fetch
@@ -78,10 +78,6 @@ memory of a second stream would have to be recorded on the current one (5 us per
 
 _FEW_LEAVES = 16
 """Batches with more leaves skip the fast path for a few small tensors; see ``move_few`` in ``_native/blocks.c``."""
-
-_FEW_RUNS = 16
-"""More copies to existing tensors go in one call of the driver, 0.9 us each, which needs another stream: the legacy
-default stream refuses it. The events between the streams take as long as a few single copies."""
 
 _PARTS = 2
 """Number of parts of a slab that is smaller than its batch. One part is packed while the other is copied. A batch of
@@ -840,8 +836,8 @@ class Stager:
         """Write a batch into existing tensors, behind all work queued on the current stream.
 
         Copies by torch and copies through scratch run on the current stream. Copies straight to their destinations
-        follow, on the copy stream if they are large or many. These batches don't count for `run_ahead`, since they
-        keep no device memory.
+        follow, on the copy stream if they are large. These batches don't count for `run_ahead`, since they keep no
+        device memory.
 
         Returns:
             The copies, with an event behind all of them.
@@ -854,30 +850,30 @@ class Stager:
         with target.selected():
             reaper.start()
             stream = target.consumer(None)
+            through_scratch, direct = plan.ways()
             try:
                 for index, place, source in plan.plain:
                     begun.append(index)
                     with writing([place]):
                         place.copy_(source, non_blocking=place.is_cuda)
-                for way in plan.through_scratch():
+                for way in plan.through_scratch(through_scratch):
                     make = partial(target.blocks, way.parts.table, Sharing.ONE, stream)
                     sent = self._send_into(way.parts, make, stream)
-                    begun += () if scratches else plan.scratch
+                    begun += () if scratches else through_scratch
                     copy_through(way, sent.blocks)
                     copies, scratches = copies + sent.copies, scratches + 1
-                if (direct := plan.straight()) is not None:
-                    is_small = direct.parts.table.nbytes < SMALL_BYTES and direct.blocks.runs <= _FEW_RUNS
-                    if not is_small and target.stream is not None:
+                if direct is not None:
+                    parts = direct.parts
+                    if parts.table.nbytes >= SMALL_BYTES and target.stream is not None:
                         target.wait(target.record(stream), target.stream)
                         stream = target.stream
 
-                    def begin(blocks: Blocks) -> Blocks:
-                        begun.extend(plan.direct)
-                        torch.autograd.graph.increment_version(blocks.tensors)
-                        return blocks
+                    def begin(direct: Direct) -> Blocks:
+                        begun.extend(direct.leaves)
+                        torch.autograd.graph.increment_version(direct.blocks.tensors)
+                        return direct.blocks
 
-                    make = partial(begin, direct.blocks)
-                    copies += self._send_into(direct.parts, make, stream, may_be_at_once=is_small).copies
+                    copies += self._send_into(parts, partial(begin, direct), stream).copies
             except BaseException as error:
                 self._end_writing(plan, begun, error)
                 raise
@@ -887,9 +883,9 @@ class Stager:
         self._count(copies, scratches, table.nbytes, table.payload_bytes, table.packed, len(plan.plain))
         return Sent(target.blocks(NOTHING, Sharing.ONE, stream), event, copies, stream)
 
-    def _send_into(self, parts: Parts, make: Callable[[], Blocks], stream: Any, *, may_be_at_once: bool = True) -> Sent:
+    def _send_into(self, parts: Parts, make: Callable[[], Blocks], stream: Any) -> Sent:
         sent = None
-        if may_be_at_once and parts.table.nbytes <= AT_ONCE_BYTES:
+        if parts.table.nbytes <= AT_ONCE_BYTES:
             sent = self._send_at_once(parts, make, stream, is_watched=False)
         return self._send_through_slab(parts, make, stream, into=True) if sent is None else sent
 

@@ -44,11 +44,8 @@ from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
-from ._out import OutPlan, check, copy_all, in_order, make_readable, note_written, writing
+from ._out import DIRECT_FROM_BYTES, OutPlan, check, copy_all, in_order, make_readable, note_written, writing
 from ._transfer import move
-
-DIRECT_FROM_BYTES = 64 * 1024
-"""From this size on, a leaf's copy goes straight to its place in page-locked memory."""
 
 _MOST_GATHERINGS = 16
 _CPU = torch.device("cpu")
