@@ -414,12 +414,15 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         said += " Losses are the same in every way that moves batches, bit for bit."
     if any(row["variant"] == "model" for row in result["rows"]):
         said += " The model alone has one batch, on the device before the loop begins."
-    if only in (None, "nodes"):
+    cases = {row["case"] for row in result["rows"]} if only is None else {only}
+    if "webdataset" in cases and only is None:
+        said += " In the main process, a thread packs for `webdataset`, by `prefetch(background=True)`."
+    if "nodes" in cases:
         said += (
-            " `nodes` doesn't use torch's loader: its columns are `prefetch(background=True)` and `torchdata.Stage`, "
-            "which pack in the main process."
+            " `nodes` doesn't use torch's loader, and no worker packs. Its columns are `prefetch(background=True)` "
+            "and `torchdata.Stage`."
         )
-    if only is None:
+    if "slow" in cases:
         said += " `slow` is a generator that takes 6 ms for a batch: without and with a thread that packs."
     return "\n".join([*([] if only else ["## Measured", ""]), *lines, "", said, "", source(result)])
 

@@ -56,16 +56,15 @@ def main() -> None:
         urls = write(Path(folder))
         dataset = wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=False, empty_check=False)
         dataset = dataset.decode().map(nested).shuffle(16, seed=0).batched(4, torch.utils.data.default_collate)
-        workers = arguments.workers
+        settings = {"batch_size": None, "num_workers": arguments.workers}
+        staged: Any = None
         if arguments.way == "pinstage":  # workers pack
-            loader = ps.DataLoader(
-                dataset, batch_size=None, num_workers=workers, device=device, max_bytes=arguments.max_bytes
-            )
+            loader = staged = ps.DataLoader(dataset, **settings, device=device, max_bytes=arguments.max_bytes)
         else:
-            loader = wds.WebLoader(dataset, batch_size=None, num_workers=workers)
+            loader = wds.WebLoader(dataset, **settings)
         if arguments.way == "prefetch":  # a thread packs
-            stager = ps.Stager(device, max_bytes=arguments.max_bytes)
-            loader = loader.compose(partial(stager.prefetch, background=True))
+            staged = ps.Stager(device, max_bytes=arguments.max_bytes)
+            loader = loader.compose(partial(staged.prefetch, background=True))
 
         losses, samples = [], []
         for _ in range(arguments.epochs):
@@ -77,7 +76,10 @@ def main() -> None:
                 optimizer.step()
                 losses.append(loss.item())
                 samples.append(batch["index"].tolist())
-        report(arguments.out, rank, losses=losses, samples=samples)
+        batches = 0 if staged is None else staged.stats().batches
+        report(arguments.out, rank, losses=losses, samples=samples, batches=batches)
+        if staged is not None:
+            staged.close()
 
 
 if __name__ == "__main__":

@@ -374,6 +374,14 @@ def test_a_closed_pool_refuses_before_anything_is_written():
 # -- calls that fail later ---------------------------------------------------------------------------------------------
 
 
+def test_the_allocator_keeps_a_few_small_destinations(stager, monkeypatch):
+    kept = []
+    monkeypatch.setattr(Target, "hand_over", lambda self, event, tensors, consumer: kept.extend(tensors))
+    places = [torch.zeros(3), torch.zeros(5)]
+    stager.to_device([torch.ones(3), "text", torch.ones(5)], out=[places[0], "", places[1]])
+    assert list(map(id, kept)) == list(map(id, places))
+
+
 def test_without_a_slab_no_host_tensor_is_written(make_stager):
     stager = make_stager("1MiB")
     sources = [torch.ones(4).as_subclass(TensorSubclass), torch.ones(MIB)]

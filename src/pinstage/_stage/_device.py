@@ -441,7 +441,7 @@ class CudaTarget(Target):
         if event is not None:
             event.wait(consumer)
         for tensor in tensors:
-            if tensor.is_cuda:  # or the allocator could reuse the block while the consumer still reads it
+            if tensor.is_cuda:  # or the allocator could reuse the block while the consumer still uses it
                 tensor.record_stream(consumer)
 
     def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:

@@ -437,7 +437,8 @@ class Stager:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``.
 
         With `out`, the call acts like an operation on the current stream: it writes behind earlier work there, and
-        later work sees the new values.
+        later work sees the new values. Memory that isn't torch's own, as of a tensor from another library, has to
+        outlive the copies.
 
         Args:
             batch: see `stage`.
@@ -1030,5 +1031,4 @@ class Stager:
         self.close()
 
     def __repr__(self) -> str:
-        self._add_up()
-        return f"<Stager {self.device} batches={self._batches} {self._pool!r}>"
+        return f"<Stager {self.device} batches={self._batches + len(self._tallies)} {self._pool!r}>"
