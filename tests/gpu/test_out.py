@@ -316,3 +316,13 @@ def test_values_are_cast_on_the_way_back(cuda_device):
         stager.to_host([on(cuda_device, SMALL, 3), on(cuda_device, LARGE, 4)], out=places)
         assert bool((places[0] == 3).all())
         assert bool((places[1] == 4).all())
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_tree_above_the_cap_comes_back_in_parts(cuda_device, pinned):
+    sources = [torch.randn(4 * MIB), torch.randn(1000, 3000).t(), torch.arange(5 * MIB + 3, dtype=torch.uint8)]
+    places = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=pinned) for source in sources]
+    with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
+        stager.to_host([source.to(cuda_device) for source in sources], out=places)
+        assert stager.stats().pool.peak_held_bytes <= 8 * MIB
+        assert all(map(torch.equal, places, sources))

@@ -14,7 +14,13 @@ from strategies import TensorSubclass, bits
 import pinstage as ps
 from pinstage._stage import _out, _to_host
 from pinstage._stage._device import Target
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PinstageError
+from pinstage.errors import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    LayoutError,
+    PinstageError,
+    PoolFrozenError,
+)
 
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool]
@@ -384,13 +390,73 @@ def test_the_allocator_keeps_a_few_small_destinations(stager, monkeypatch):
 
 def test_without_a_slab_no_host_tensor_is_written(make_stager):
     stager = make_stager("1MiB")
-    sources = [torch.ones(4).as_subclass(TensorSubclass), torch.ones(MIB)]
-    places = [torch.zeros(4), torch.zeros(MIB)]
-    with pytest.raises(BudgetExceededError) as caught:
+    stager.pool.freeze()
+    sources = [torch.ones(4).as_subclass(TensorSubclass), torch.ones(4)]
+    places = [torch.zeros(4), torch.zeros(4)]
+    with pytest.raises(PoolFrozenError) as caught:
         stager.to_host(sources, out=places)
     assert not hasattr(caught.value, "__notes__")
     assert not any(place.any() for place in places)
     assert stager.to_host(sources[:1], out=places[:1])[0].all()
+
+
+@pytest.mark.parametrize("method", ["to_host", "fetch"])
+def test_host_tensors_above_the_cap_are_filled_in_parts(make_stager, method):
+    stager = make_stager("64KiB")
+    sources = {
+        "large": torch.arange(3 * 7 * 10_007, dtype=torch.int64).reshape(3, 7, 10_007),
+        "small": [torch.full((3,), number) for number in range(600)],
+        "text": "x",
+        "strided": torch.arange(40_000.0).reshape(200, 200),
+        "cast": torch.arange(30_000),
+        "plain": torch.ones(4).as_subclass(TensorSubclass),
+    }
+    sources["again"] = sources["small"][1]
+    places = {
+        "large": torch.zeros(3, 7, 10_007, dtype=torch.int64),
+        "small": [torch.zeros(3, dtype=torch.int64) for _ in range(600)],
+        "text": "",
+        "strided": torch.zeros(200, 200).t(),
+        "cast": torch.zeros(30_000),
+        "plain": torch.zeros(4),
+        "again": torch.zeros(3),
+    }
+    got = getattr(stager, method)(sources, out=places)
+    got = got.wait() if method == "fetch" else got
+    assert got["text"] == "x"
+    for name in ("large", "strided", "cast", "plain", "again"):
+        assert got[name] is places[name]
+        assert torch.equal(places[name], sources[name].to(places[name].dtype))
+    assert all(map(torch.equal, places["small"], sources["small"]))
+    stats = stager.stats()
+    assert stats.pool.peak_held_bytes <= 64 * 1024
+    assert stats.fetches == 1
+    assert stats.fetched_bytes >= sum(leaf.nbytes for leaf in (sources["large"], sources["strided"], sources["cast"]))
+
+
+def test_a_fetch_in_parts_that_fails_names_what_it_may_have_written(make_stager, monkeypatch):
+    stager = make_stager("64KiB")
+    parts = itertools.count()
+
+    def fail_later(*args, start=_to_host._start):
+        if next(parts) == 3:
+            del args  # a view of the slab, which the traceback would keep
+            raise KeyboardInterrupt
+        return start(*args)
+
+    monkeypatch.setattr(_to_host, "_start", fail_later)
+    place = torch.zeros(50_000)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        stager.to_host({"a": torch.ones(50_000)}, out={"a": place})
+    assert caught.value.__notes__ == ["may be written in part: out['a']"]
+    assert 0 < int(place.sum()) < 50_000
+    assert stager.stats().pool.leased_bytes == 0
+
+
+def test_a_tree_above_the_smallest_cap_is_refused(make_stager):
+    stager = make_stager(1000)
+    with pytest.raises(BudgetExceededError, match="can never fit"):
+        stager.to_host([torch.ones(2000)], out=[torch.zeros(2000)])
 
 
 def test_a_timeout_names_partly_written_destinations(make_stager):

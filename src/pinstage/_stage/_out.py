@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from .._batch import (
+    ALIGNMENT,
     COPIED_AS_THEY_ARE,
     DTYPES,
     INTEGERS,
@@ -44,6 +45,9 @@ DIRECT_FROM_BYTES = 64 * 1024
 _FEW_COPIES = 8
 """Up to this many smaller copies go straight to their destinations, too: scratch costs an allocation and a kernel."""
 
+LEAST_OF_CAP_BYTES = 4096
+"""A cap below this size is too small for any part of a batch."""
+
 SCRATCH_BYTES = 64 << 20
 """The most device memory that one call takes in addition to its destinations."""
 
@@ -53,6 +57,7 @@ NOTHING = take_apart([]).table
 _MOST_PATHS = 8
 """The most paths that a note names."""
 
+_MAY_BE_WRITTEN = "may be written in part"
 _CPU = torch.device("cpu")
 _DTYPE_OF = operator.attrgetter("dtype")
 _ITEMSIZES = np.array([0 if dtype is None else dtype.itemsize for dtype in DTYPES])
@@ -118,34 +123,42 @@ class OutPlan(NamedTuple):
             if chosen:
                 yield self._way(chosen)
             return
+        for sources, places in self.in_groups(chosen, SCRATCH_BYTES):
+            yield Way(take_apart(sources), places)
+
+    def in_groups(self, chosen: list[int], most: int) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
+        """Yield leaves and their destinations, in order, in groups that have at most `most` bytes in a slab.
+
+        A larger leaf is cut, and its destination in the same way.
+        """
         sources: list[Any] = []
         places: list[torch.Tensor] = []
         nbytes = 0
         for index in chosen:
-            for source, place in _pieces(parts.leaves[index], self.leaves[index]):
-                if sources and nbytes + source.nbytes > SCRATCH_BYTES:
-                    yield Way(take_apart(sources), places)
+            for source, place in _pieces(self.parts.leaves[index], self.leaves[index], most):
+                room = -(-source.nbytes // ALIGNMENT) * ALIGNMENT
+                if sources and nbytes + room > most:
+                    yield sources, places
                     sources, places, nbytes = [], [], 0
                 sources.append(source)
                 places.append(place)
-                nbytes += source.nbytes
+                nbytes += room
         if sources:
-            yield Way(take_apart(sources), places)
+            yield sources, places
 
 
-def _pieces(source: Any, place: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Cut a leaf that is larger than scratch, and its destination in the same way."""
-    if source.nbytes <= SCRATCH_BYTES:
+def _pieces(source: Any, place: torch.Tensor, most: int) -> Iterator[tuple[Any, torch.Tensor]]:
+    if source.nbytes <= most:
         yield source, place
         return
     tensor = source if isinstance(source, torch.Tensor) else from_array(source)
     assert tensor is not None
     dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
     size = tensor.shape[dim]
-    rows = max(1, size * SCRATCH_BYTES // tensor.nbytes)
+    rows = max(1, size * most // tensor.nbytes)
     for start in range(0, size, rows):
         count = min(rows, size - start)
-        yield from _pieces(tensor.narrow(dim, start, count), place.narrow(dim, start, count))
+        yield from _pieces(tensor.narrow(dim, start, count), place.narrow(dim, start, count), most)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -173,8 +186,10 @@ def note_written(error: BaseException, structure: Structure, leaves: Iterable[in
     """Note in the error of a call that failed which tensors of ``out`` it may have written."""
     paths, written = structure.paths(), sorted(leaves)
     if written:
+        if hasattr(error, "__notes__"):  # of a part of this call, whose paths are others
+            error.__notes__ = [note for note in error.__notes__ if not note.startswith(_MAY_BE_WRITTEN)]
         shown = ", ".join(f"out{paths[index]}" for index in written[:_MOST_PATHS])
-        error.add_note(f"may be written in part: {shown}{', ...' if len(written) > _MOST_PATHS else ''}")
+        error.add_note(f"{_MAY_BE_WRITTEN}: {shown}{', ...' if len(written) > _MOST_PATHS else ''}")
 
 
 @contextmanager

@@ -56,7 +56,7 @@ from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Targets, target_for
-from ._out import NOTHING, Direct, OutPlan, copy_through, note_written, plan_for, writing
+from ._out import LEAST_OF_CAP_BYTES, NOTHING, Direct, OutPlan, copy_through, note_written, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, fetch
@@ -88,9 +88,6 @@ _LEAST_SLAB_BYTES = 1 << 20
 
 _MOST_TALLIES = 1000
 """The most batches that are counted later; see `Stager._count`."""
-
-_LEAST_OF_CAP_BYTES = 4096
-"""A cap below this size is too small for any batch."""
 
 
 def _same(blocks: Blocks) -> Blocks:
@@ -532,6 +529,8 @@ class Stager:
         a subclass, or requires grad) is moved by its own ``.to("cpu")``, which blocks. If it requires grad,
         ``detach()`` avoids that.
 
+        A tree with `out` that is larger than the pool's cap is fetched in parts, and the call waits for them.
+
         Args:
             tree: containers that `Layout` knows, with anything in them.
             out: host tensors, with the structure and shapes of the tree, to use instead of new tensors. The device
@@ -551,7 +550,7 @@ class Stager:
             PinstageError: `out` is given while a CUDA graph is captured.
             AcquireTimeoutError: no slab became free within the stager's `timeout`, for example because earlier results
                 are still alive.
-            BudgetExceededError: the tensors are larger than the pool's cap.
+            BudgetExceededError: the tensors are larger than the pool's cap, and `out` isn't given.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         if out is not None and not copy:
@@ -976,7 +975,7 @@ class Stager:
             try:
                 return self._pool.acquire(size, timeout=self._timeout, owner=self._owner)
             except BudgetExceededError:
-                if not into or size < 2 * _LEAST_OF_CAP_BYTES:
+                if not into or size < 2 * LEAST_OF_CAP_BYTES:
                     raise
                 size = min(size, self._pool.max_bytes) // 2
             except AcquireTimeoutError as error:

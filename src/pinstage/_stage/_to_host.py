@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -41,10 +42,21 @@ from .._compat.views import check_is_plain
 from .._pool import Fence, Lease, guard_until_release
 from .._region import pieces_of
 from .._steps import step
+from ..errors import BudgetExceededError
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
-from ._out import DIRECT_FROM_BYTES, OutPlan, check, copy_all, in_order, make_readable, note_written, writing
+from ._out import (
+    DIRECT_FROM_BYTES,
+    LEAST_OF_CAP_BYTES,
+    OutPlan,
+    check,
+    copy_all,
+    in_order,
+    make_readable,
+    note_written,
+    writing,
+)
 from ._transfer import move
 
 _MOST_GATHERINGS = 16
@@ -63,6 +75,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         "_fetched",
         "_host",
         "_leaves",
+        "_nbytes",
         "_structure",
         "_tables",
         "_written",
@@ -80,11 +93,13 @@ class HostTransfer(NotABatch, Generic[B_co]):
         *,
         copy: bool,
         written: list[int] | None,
+        nbytes: int | None = None,
     ) -> None:
         self._structure = structure
         self._written = written  # leaves that are existing tensors, filled from the slab; None without `out`
         self._leaves: list[Any] | None = leaves
         self._tables = tables
+        self._nbytes = sum(table.nbytes for table in tables) if nbytes is None else nbytes
         self._host: torch.Tensor | None = host
         self._event = event
         self._copy = copy
@@ -95,7 +110,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
     @property
     def nbytes(self) -> int:
         """Bytes that go through the host slab, padding included."""
-        return sum(table.nbytes for table in self._tables)
+        return self._nbytes
 
     def query(self) -> bool:
         """Return whether the bytes are on the host, so that `wait` will not block. Does not block."""
@@ -261,11 +276,38 @@ def fetch(
         written = sorted({*plan.direct, *plan.scratch} - direct.keys())
     shares = {device: _gathering(table, targets) for device, table in tables.items()}
     plain = [] if plan is None else plan.plain
-    host, event, copies = _copy_out(shares, parts, direct, plain, acquire, targets, hold=hold)
+    try:
+        host, event, copies = _copy_out(shares, parts, direct, plain, acquire, targets, hold=hold)
+    except BudgetExceededError as error:
+        if plan is None or error.requested_bytes < 2 * LEAST_OF_CAP_BYTES:
+            raise
+        again = partial(fetch, home=home, acquire=acquire, targets=targets, copy=copy, keep=keep, hold=hold)
+        return _in_parts(plan, structure, error.requested_bytes // 2, again)
     if keep is not None:
         keep(event, list(direct.values()))
     arranged = [share.table for share in shares.values()]
     return HostTransfer(structure, left, arranged, host, event, copies, copy=copy, written=written)
+
+
+def _in_parts(
+    plan: OutPlan, structure: Structure, most: int, again: Callable[..., HostTransfer[Any]]
+) -> HostTransfer[Any]:
+    """Fetch leaves into existing tensors in parts of at most `most` bytes, by `again`. Waits for each part's copies."""
+    chosen = sorted(plan.direct + plan.scratch)
+    parts = [*plan.in_groups(chosen, most)]
+    if plan.plain:
+        parts.append(([source for _, _, source in plan.plain], [place for _, place, _ in plan.plain]))
+    copies = nbytes = 0
+    try:
+        for sources, places in parts:
+            part = again(sources, out=places)
+            part.wait()
+            copies, nbytes = copies + part.copies, nbytes + part.nbytes
+    except BaseException as error:
+        note_written(error, structure, [*chosen, *(index for index, _, _ in plan.plain)])
+        raise
+    host = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return HostTransfer(structure, plan.leaves, [], host, None, copies, copy=True, written=[], nbytes=nbytes)
 
 
 def _by_device(parts: Parts, home: torch.device) -> dict[torch.device, Parts]:
