@@ -281,12 +281,14 @@ def fetch(
     except BudgetExceededError as error:
         if plan is None or error.requested_bytes < 2 * LEAST_OF_CAP_BYTES:
             raise
-        again = partial(fetch, home=home, acquire=acquire, targets=targets, copy=copy, keep=keep, hold=hold)
-        return _in_parts(plan, structure, error.requested_bytes // 2, again)
-    if keep is not None:
-        keep(event, list(direct.values()))
-    arranged = [share.table for share in shares.values()]
-    return HostTransfer(structure, left, arranged, host, event, copies, copy=copy, written=written)
+        most = error.requested_bytes // 2
+    else:
+        if keep is not None:
+            keep(event, list(direct.values()))
+        arranged = [share.table for share in shares.values()]
+        return HostTransfer(structure, left, arranged, host, event, copies, copy=copy, written=written)
+    again = partial(fetch, home=home, acquire=acquire, targets=targets, copy=copy, keep=keep, hold=hold)
+    return _in_parts(plan, structure, most, again)
 
 
 def _in_parts(
