@@ -319,7 +319,7 @@ def test_values_are_cast_on_the_way_back(cuda_device):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_tree_above_the_cap_comes_back_in_parts(cuda_device, pinned):
+def test_trees_above_the_cap_come_in_parts(cuda_device, pinned):
     sources = [torch.randn(4 * MIB), torch.randn(1000, 3000).t(), torch.arange(5 * MIB + 3, dtype=torch.uint8)]
     places = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=pinned) for source in sources]
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:

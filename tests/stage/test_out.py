@@ -401,7 +401,7 @@ def test_without_a_slab_no_host_tensor_is_written(make_stager):
 
 
 @pytest.mark.parametrize("method", ["to_host", "fetch"])
-def test_host_tensors_above_the_cap_are_filled_in_parts(make_stager, method):
+def test_trees_above_the_cap_come_in_parts(make_stager, method):
     stager = make_stager("64KiB")
     sources = {
         "large": torch.arange(3 * 7 * 10_007, dtype=torch.int64).reshape(3, 7, 10_007),
@@ -434,7 +434,7 @@ def test_host_tensors_above_the_cap_are_filled_in_parts(make_stager, method):
     assert stats.fetched_bytes >= sum(leaf.nbytes for leaf in (sources["large"], sources["strided"], sources["cast"]))
 
 
-def test_a_fetch_in_parts_that_fails_names_what_it_may_have_written(make_stager, monkeypatch):
+def test_a_failed_fetch_in_parts_names_its_paths(make_stager, monkeypatch):
     stager = make_stager("64KiB")
     parts = itertools.count()
 
