@@ -82,8 +82,8 @@ static PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) 
     return PyBool_FromLong(driver.copy != NULL && driver.query != NULL && driver.attributes != NULL);
 }
 
-/* Whether CUDA knows the byte at an address. `cuPointerGetAttribute` makes an error of ordinary memory, which takes five
- * times as long: 1 us. */
+/* Whether CUDA knows the byte at an address. `cuPointerGetAttribute` would make an error of ordinary memory, and take 1 us
+ * instead of 0.2. */
 static bool is_known(const char *address) {
     int attribute = 2 /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE */, type = 0;
     void *value = &type;
