@@ -6,13 +6,14 @@ import warnings
 import pytest
 import torch
 from doubles import CountingMemory, HeldTarget, outcome, stays_blocked, wait_until
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import assert_same, batches
 
 from pinstage import SlabPool, Stager
-from pinstage._batch import ALIGNMENT, pack, take_apart, windows
+from pinstage._batch import ALIGNMENT, PACKED, cut, flat, into_tensors, pack, take_apart
 from pinstage._memory import remedy
+from pinstage._stage._out import in_groups
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, StagingWarning
 from pinstage.memory import HostAllocMemory, PageableMemory, RegisteredMemory
 
@@ -207,20 +208,25 @@ def test_a_part_isn_t_overwritten_before_its_copy(walled, background, monkeypatc
 
 @quietly
 @given(batch=batches(), size=st.sampled_from([16, 48, 1024]))
+@example(batch=torch.arange(400).as_strided((2, 3, 4), (100, 1, 3)), size=48)  # a piece of it is dense
 def test_the_parts_of_a_batch_are_its_bytes(batch, size):
     parts = take_apart(batch)
-    whole = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8)
+    table = parts.table
+    whole, pieced = (torch.full((table.nbytes,), 0xEE, dtype=torch.uint8) for _ in range(2))
     pack(parts, whole)
-    cut = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8)
-    last = 0
-    for start, run in windows(parts, size):
-        assert start == last
-        assert 0 < run.table.nbytes <= size
-        pack(run, cut[start : start + run.table.nbytes])
-        last = start + run.table.nbytes
-    assert last == parts.table.nbytes
+    others = [None] * (table.others + table.moved)
+    packed = table.positions(*PACKED)
     assert size % ALIGNMENT == 0
-    assert torch.equal(cut, whole)
+    places = cut(table, pieced, others)
+    for sources, there in in_groups(parts.leaves, places, packed, size):
+        run = take_apart(sources)
+        slab = torch.empty(size, dtype=torch.uint8)
+        assert run.table.packed == len(sources)
+        assert run.table.nbytes <= size
+        pack(run, slab)
+        into_tensors(run.table, there, False).copy(slab.data_ptr(), 0, run.table.nbytes, 0, False)
+    for one, other in zip(places, cut(table, whole, others), strict=True):
+        assert one is None is other or torch.equal(flat(one).view(torch.uint8), flat(other).view(torch.uint8))
 
 
 @quietly

@@ -28,7 +28,7 @@ from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, duplicate, flat, ga
 from ._layout import Layout, Slot, check_content, content_of
 from ._leaves import ATOM_TYPES, WRAPPERS, from_array, is_atom, on_host, tensors_in
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
-from ._pack import HostSlab, borrow, most_threads, pack, reuses_places, start_packing, windows
+from ._pack import HostSlab, borrow, most_threads, pack, reuses_places, start_packing
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table
 
@@ -39,5 +39,5 @@ __all__ = [
     "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "fit_as_they_are", "flat", "from_array",
     "gather", "into_tensors", "is_atom", "make_blocks", "most_threads", "moves_in_silence", "on_host",
     "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
-    "take_apart", "tensors_in", "view_of", "walk", "windows",
+    "take_apart", "tensors_in", "view_of", "walk",
 ]  # fmt: skip

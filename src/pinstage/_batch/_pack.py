@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -12,10 +12,9 @@ from .. import _native
 from .._compat.views import check_is_plain
 from .._host import usable_cpus
 from ._blocks import view_of
-from ._describe import Parts, take_apart
-from ._gather import flat
+from ._describe import Parts
 from ._leaves import from_array
-from ._table import ALIGNMENT, PACKED, RowKind, lay_out
+from ._table import PACKED, RowKind, lay_out
 
 
 class HostSlab(Protocol):
@@ -162,42 +161,6 @@ def borrow(parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int
     if not borrowed:
         return None
     rows["kind"][borrowed] = RowKind.MOVED
-    end = lay_out(rows, (i for i in parts.table.by_offset(*PACKED) if rows["kind"][i] != RowKind.MOVED))
+    order = np.array(parts.table.by_offset(*PACKED))
+    end = lay_out(rows, order[rows["kind"][order] != RowKind.MOVED].tolist())
     return Borrowed(leaves, lenders, parts._replace(table=parts.table.moved_to(rows, end)))
-
-
-def windows(parts: Parts, nbytes: int) -> Iterator[tuple[int, Parts]]:
-    """Cut the packed part of a batch into runs of bytes.
-
-    Args:
-        parts: the batch, whose leaves are stored one behind the other in the slab.
-        nbytes: the size of the longest run; a multiple of `ALIGNMENT`.
-
-    Yields:
-        The start of each run in the slab, and the pieces of leaves in it, at their places in the run.
-    """
-    start, room = 0, nbytes
-    pieces: list[torch.Tensor] = []
-    for index in parts.table.by_offset(*PACKED):
-        left = _bytes_of(parts, index)
-        while left.numel():
-            piece, left = left[:room], left[room:]
-            pieces.append(piece)
-            room -= -(-piece.numel() // ALIGNMENT) * ALIGNMENT
-            if not room:
-                yield start, take_apart(pieces)
-                start, room, pieces = start + nbytes, nbytes, []
-    if pieces:
-        yield start, take_apart(pieces)
-
-
-def _bytes_of(parts: Parts, index: int) -> torch.Tensor:
-    """Return a leaf's bytes as they are stored in a slab, uint8: its memory, or a copy if that differs."""
-    leaf = parts.leaves[index]
-    row = parts.table.rows[index]
-    if row["kind"] == RowKind.RAW and isinstance(leaf, torch.Tensor):
-        return flat(leaf.detach()).view(torch.uint8)
-    alone = take_apart([leaf])
-    memory = torch.empty(alone.table.nbytes, dtype=torch.uint8, device="cpu")
-    pack(alone, memory)
-    return memory[: int(row["nbytes"])]

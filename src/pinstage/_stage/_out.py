@@ -118,33 +118,35 @@ class OutPlan(NamedTuple):
 
     def through_scratch(self, chosen: list[int]) -> Iterator[Way]:
         """Yield groups of leaves that fit into scratch together."""
-        parts = self.parts
-        if parts.table.nbytes <= SCRATCH_BYTES:
+        if self.parts.table.nbytes <= SCRATCH_BYTES:
             if chosen:
                 yield self._way(chosen)
             return
-        for sources, places in self.in_groups(chosen, SCRATCH_BYTES):
+        for sources, places in in_groups(self.parts.leaves, self.leaves, chosen, SCRATCH_BYTES):
             yield Way(take_apart(sources), places)
 
-    def in_groups(self, chosen: list[int], most: int) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
-        """Yield leaves and their destinations, in order, in groups that have at most `most` bytes in a slab.
 
-        A larger leaf is cut, and its destination in the same way.
-        """
-        sources: list[Any] = []
-        places: list[torch.Tensor] = []
-        nbytes = 0
-        for index in chosen:
-            for source, place in _pieces(self.parts.leaves[index], self.leaves[index], most):
-                room = -(-source.nbytes // ALIGNMENT) * ALIGNMENT
-                if sources and nbytes + room > most:
-                    yield sources, places
-                    sources, places, nbytes = [], [], 0
-                sources.append(source)
-                places.append(place)
-                nbytes += room
-        if sources:
-            yield sources, places
+def in_groups(
+    leaves: list[Any], places: list[torch.Tensor], chosen: list[int], most: int
+) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
+    """Yield some of the leaves and their destinations, in order, in groups that have at most `most` bytes in a slab.
+
+    A larger leaf is cut where its destination's memory can be cut into ranges, and its destination in the same way.
+    """
+    sources: list[Any] = []
+    there: list[torch.Tensor] = []
+    nbytes = 0
+    for index in chosen:
+        for source, place in _pieces(leaves[index], places[index], most):
+            room = -(-source.nbytes // ALIGNMENT) * ALIGNMENT
+            if sources and nbytes + room > most:
+                yield sources, there
+                sources, there, nbytes = [], [], 0
+            sources.append(source)
+            there.append(place)
+            nbytes += room
+    if sources:
+        yield sources, there
 
 
 def _pieces(source: Any, place: torch.Tensor, most: int) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -153,12 +155,13 @@ def _pieces(source: Any, place: torch.Tensor, most: int) -> Iterator[tuple[Any, 
         return
     tensor = source if isinstance(source, torch.Tensor) else from_array(source)
     assert tensor is not None
-    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    dim = max((dim for dim, size in enumerate(tensor.shape) if size > 1), key=place.stride)
     size = tensor.shape[dim]
     rows = max(1, size * most // tensor.nbytes)
     for start in range(0, size, rows):
-        count = min(rows, size - start)
-        yield from _pieces(tensor.narrow(dim, start, count), place.narrow(dim, start, count), most)
+        piece, there = (whole.narrow(dim, start, min(rows, size - start)) for whole in (tensor, place))
+        # A piece of a strided tensor may be dense, so that its bytes would be packed in another order.
+        yield from _pieces(piece if piece.stride() == there.stride() else piece.contiguous(), there, most)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -195,12 +198,9 @@ def note_written(error: BaseException, structure: Structure, leaves: Iterable[in
 @contextmanager
 def writing(places: list[torch.Tensor]) -> Iterator[None]:
     """Allow torch's own functions to write tensors, whatever mode they were made in."""
-    are_inference = not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, places))
-    places = list(places)
-    with torch.inference_mode() if are_inference else torch.no_grad():
+    with torch.inference_mode():
         yield
-    if are_inference:  # inference mode counts no changes of other tensors
-        torch.autograd.graph.increment_version(places)
+    torch.autograd.graph.increment_version(places)  # inference mode doesn't count changes
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ import torch
 
 from .._batch import (
     ALIGNMENT,
+    PACKED,
     Blocks,
     IsContainer,
     Keeping,
@@ -26,13 +27,13 @@ from .._batch import (
     borrow,
     check_own_storage,
     content_of,
+    into_tensors,
     most_threads,
     reuses_places,
     sharing_of,
     start_packing,
     take_apart,
     walk,
-    windows,
 )
 from .._compat.probes import warn_once
 from .._memory import REFUSALS, PageableMemory, default_memory, remedy
@@ -56,7 +57,7 @@ from .._sizes import Size, count, format_bytes, table_text
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Targets, target_for
-from ._out import LEAST_OF_CAP_BYTES, NOTHING, Direct, OutPlan, copy_through, note_written, plan_for, writing
+from ._out import LEAST_OF_CAP_BYTES, NOTHING, Direct, OutPlan, copy_through, in_groups, note_written, plan_for, writing
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._to_host import HostTransfer, fetch
@@ -88,6 +89,8 @@ _LEAST_SLAB_BYTES = 1 << 20
 
 _MOST_TALLIES = 1000
 """The most batches that are counted later; see `Stager._count`."""
+
+_NO_TALLY = (0,) * 6
 
 
 def _same(blocks: Blocks) -> Blocks:
@@ -249,14 +252,12 @@ class Stager:
             pool = SlabPool(max_bytes, budget=budget, memory=default_memory(self._target.device))
         self._pool = pool
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
+        self._counters: Counter[str] = Counter()  # by the names of `StagerStats`
         self._tallies: deque[tuple[int, ...]] = deque()  # of batches that aren't in the counters yet
-        self._batches = self._copies = self._blocks = self._passthrough_leaves = 0
         self._is_pinned = self._pool.memory.is_pinned
         self._pool_state = state_of(self._pool)
         self._moves_few = keep_on_host is None and own_storage is not False
-        self._packed_leaves = self._packed_bytes = self._padding_bytes = 0
         self._targets = Targets(self._target)
-        self._fetches = self._fetch_copies = self._fetched_bytes = self._fallback_batches = 0
         self._pageable: SlabPool | None = None  # made where nothing can be page-locked
 
     @property
@@ -562,9 +563,7 @@ class Stager:
                 self._refuse_capture()
             transfer = fetch(tree, self.device, acquire, self._targets, copy=copy, out=out, keep=keep)
         with self._lock:
-            self._fetches += 1
-            self._fetch_copies += transfer.copies
-            self._fetched_bytes += transfer.nbytes
+            self._counters.update(fetches=1, fetch_copies=transfer.copies, fetched_bytes=transfer.nbytes)
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
@@ -658,7 +657,7 @@ class Stager:
         pool = self._pool.stats()  # outside of the lock: this may free slabs
         with self._lock:
             self._add_up()
-            counters = {name: getattr(self, f"_{name}") for name in StagerStats.__slots__ if name != "pool"}
+            counters = {name: self._counters[name] for name in StagerStats.__slots__ if name != "pool"}
             return StagerStats(**counters, pool=pool)
 
     def close(self) -> None:
@@ -675,16 +674,20 @@ class Stager:
             self._add_up()
 
     def _add_up(self) -> None:
+        tallies = []
         with self._lock:
             while self._tallies:
-                copies, blocks, nbytes, payload, packed, passthrough = self._tallies.popleft()
-                self._batches += 1
-                self._copies += copies
-                self._blocks += blocks
-                self._packed_leaves += packed
-                self._packed_bytes += payload
-                self._padding_bytes += nbytes - payload
-                self._passthrough_leaves += passthrough
+                tallies.append(self._tallies.popleft())
+            copies, blocks, nbytes, payload, packed, passthrough = map(sum, zip(_NO_TALLY, *tallies, strict=True))
+            self._counters.update(
+                batches=len(tallies),
+                copies=copies,
+                blocks=blocks,
+                packed_leaves=packed,
+                packed_bytes=payload,
+                padding_bytes=nbytes - payload,
+                passthrough_leaves=passthrough,
+            )
 
     def _send(
         self,
@@ -784,8 +787,8 @@ class Stager:
             event = target.record(stream)
             if lease is not None:
                 lease.release(after=event)
-            if borrowed is not None and event is not None:
-                reaper.tasks.put(Kept(event, borrowed.lenders))
+            if borrowed is not None:
+                self._keep_until(event, borrowed.lenders)
         return Sent(blocks, event, copies, stream)
 
     def _refuse_capture(self) -> None:
@@ -904,23 +907,24 @@ class Stager:
         The host waits for the copy from a part of the slab before it writes that part again.
         """
         size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
-        host, slab = lease.data_ptr(), lease.tensor()
+        host, slab, table = lease.data_ptr(), lease.tensor(), parts.table
+        places = blocks.leaves([None] * (table.others + table.moved))
         events: list[Fence | None] = [None] * _PARTS
         copies = 0
-        for number, (start, run) in enumerate(windows(parts, size)):
+        for number, (sources, there) in enumerate(in_groups(parts.leaves, places, table.positions(*PACKED), size)):
             part = number % _PARTS
-            event = events[part]
-            if event is not None:
+            if (event := events[part]) is not None:
                 with step("wait"):
                     event.synchronize()
+            run, start = take_apart(sources), part * size
             with step("pack"):
-                job = start_packing(run, slab[part * size : (part + 1) * size], self._threads)
+                job = start_packing(run, slab[start : start + size], self._threads)
                 if job is not None:
                     with job:
                         for chunk in range(len(job.ends)):
                             job.wait(chunk)
-            end = start + run.table.nbytes
-            copies += self._copy(blocks, host + part * size - start, start, end, stream)
+            blocks = into_tensors(run.table, there, self.device.type == "cuda")
+            copies += self._copy(blocks, host + start, 0, run.table.nbytes, stream)
             events[part] = self._target.record(stream)
         return copies
 
@@ -1005,8 +1009,8 @@ class Stager:
 
     def _count_refusal(self, nbytes: int, is_whole: bool, error: Exception) -> None:
         with self._lock:
-            self._fallback_batches += 1
-            is_first = self._fallback_batches == 1
+            self._counters["fallback_batches"] += 1
+            is_first = self._counters["fallback_batches"] == 1
         if is_first:
             way = "the batch is sent in parts through a smaller slab"
             if is_whole:
@@ -1030,4 +1034,5 @@ class Stager:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Stager {self.device} batches={self._batches + len(self._tallies)} {self._pool!r}>"
+        batches = self._counters["batches"] + len(self._tallies)
+        return f"<Stager {self.device} batches={batches} {self._pool!r}>"

@@ -52,6 +52,7 @@ from ._out import (
     OutPlan,
     check,
     copy_all,
+    in_groups,
     in_order,
     make_readable,
     note_written,
@@ -296,7 +297,7 @@ def _in_parts(
 ) -> HostTransfer[Any]:
     """Fetch leaves into existing tensors in parts of at most `most` bytes, by `again`. Waits for each part's copies."""
     chosen = sorted(plan.direct + plan.scratch)
-    parts = [*plan.in_groups(chosen, most)]
+    parts = [*in_groups(plan.parts.leaves, plan.leaves, chosen, most)]
     if plan.plain:
         parts.append(([source for _, _, source in plan.plain], [place for _, place, _ in plan.plain]))
     copies = nbytes = 0
