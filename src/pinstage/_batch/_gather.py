@@ -62,7 +62,7 @@ def arrange(table: Table) -> Gathering:
     by_kind: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     strided, large = [], []
     for index, (_, nbytes, kind, dtype, ndim, _, shape, stride) in enumerate(table.entries()):
-        if kind in (RowKind.STRIDED, RowKind.LAZY):
+        if kind == RowKind.STRIDED:
             strided.append(index)
         elif kind == RowKind.RAW and nbytes >= DIRECT_BYTES:
             large.append(index)
@@ -124,9 +124,9 @@ def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
 
 
 def _copy_elements(source: torch.Tensor, row: Any, slab: torch.Tensor) -> None:
-    """Copy a strided, expanded, or lazily conjugated leaf, element by element."""
+    """Copy a strided or expanded leaf, element by element."""
     place = view_of(row, slab)
-    if row["kind"] == RowKind.STRIDED and source.itemsize in INTEGERS:
+    if source.itemsize in INTEGERS:
         # As integers: a copy of bools makes them 0 or 1, and copy_ has no kernels for int1 to int7.
         integer = INTEGERS[source.itemsize]
         place, source = place.view(integer), source.view(integer)

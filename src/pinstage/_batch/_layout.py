@@ -245,5 +245,5 @@ def _in_words(row: Any) -> str:
     slot = _slot("", row)
     permuted = kind is RowKind.RAW and slot.nbytes and slot.stride != contiguous_stride(slot.shape)
     stride = f" with stride {list(slot.stride)}" if permuted else ""
-    how = {RowKind.STRIDED: ", strided", RowKind.LAZY: ", lazily conjugated or negated"}.get(kind, "")
+    how = ", strided" if kind is RowKind.STRIDED else ""
     return f"{name_of(slot.dtype)} {list(slot.shape)}{stride}{how}"
