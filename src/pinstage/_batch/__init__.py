@@ -21,7 +21,6 @@ from ._blocks import (
     into_tensors,
     make_blocks,
     sharing_of,
-    view_of,
 )
 from ._describe import IsContainer, Keeping, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, duplicate, flat, gather
@@ -39,5 +38,5 @@ __all__ = [
     "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "fit_as_they_are", "flat", "from_array",
     "gather", "into_tensors", "is_atom", "make_blocks", "most_threads", "moves_in_silence", "on_host",
     "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
-    "take_apart", "tensors_in", "view_of", "walk", "windows",
+    "take_apart", "tensors_in", "walk", "windows",
 ]  # fmt: skip
