@@ -79,10 +79,12 @@ def test_a_fully_page_locked_batch_needs_no_slab(page_locked):
 
 def test_small_strided_and_unwanted_leaves_are_packed(page_locked):
     small, strided = tensor_of(torch.uint8, (LARGE - 1,), 1), tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0]
-    page_locked.update((small.data_ptr(), strided.data_ptr()))
+    conjugated = tensor_of(torch.complex64, (LARGE,), 4).conj()
+    page_locked.update((small.data_ptr(), strided.data_ptr(), conjugated.data_ptr()))
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
-        stager.stage([small, strided])
-        assert stager.stats().pool.held_bytes >= 2 * LARGE - 16
+        staged = stager.stage([small, strided, conjugated]).wait()
+        assert_same([small, strided, conjugated], staged, "cpu")
+        assert stager.stats().pool.held_bytes >= 2 * LARGE - 16 + conjugated.nbytes
     whole = large(3)
     page_locked.add(whole.data_ptr())
     with Stager("cpu", max_bytes="64MiB") as stager:

@@ -232,7 +232,7 @@ def through_places(leaves, threads, held):
 def test_a_chunk_packed_over_another_is_intact(batch, threads, held):
     leaves, expected = batch
     parts = take_apart(leaves)
-    if parts.has_lazy or expected.numel() < PARALLEL_FROM_BYTES:
+    if expected.numel() < PARALLEL_FROM_BYTES:
         assert not reuses_places(parts)
         return
     travelled, places, starts = through_places(leaves, threads, held)
@@ -249,13 +249,12 @@ def test_one_thread_packs_large_batches_in_few_chunks():
 
 
 def test_large_batches_reuse_places_where_cpus_demote_lines(monkeypatch):
-    large, lazy = bytes_of(REUSE_FROM_BYTES), torch.ones(3, dtype=torch.complex64).conj()
+    large = bytes_of(REUSE_FROM_BYTES)
     for demotes in (True, False):
         monkeypatch.setattr(_native.core, "demotes", demotes)
         for leaves, expected in (
             (large, demotes),
             (bytes_of(REUSE_FROM_BYTES - 16), False),
-            ([*large, lazy], False),
         ):
             assert reuses_places(take_apart(leaves)) is expected
 

@@ -226,6 +226,23 @@ def test_lazy_conjugation_and_negation_are_carried_out(dtype):
             assert_same(batch, staged, "cpu")
 
 
+def test_lazily_conjugated_tensors_are_leaves_like_any_other():
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    lazy = z.conj()
+    batch = {"a": lazy, "b": [z, lazy, z.conj()[:, ::2]]}
+    layout = Layout.of(batch)
+    assert layout == Layout.of(batch)
+    assert [slot.path for slot in layout.slots] == ["['a']", "['b'][0]", "['b'][2]"]
+    assert [slot.stride for slot in layout.slots] == [(4, 1), (4, 1), (2, 1)]
+    other = z.clone()
+    assert layout == Layout.of({"a": other, "b": [z, other, z[:, :2].contiguous()]})
+    staged = through_slab(batch)
+    assert staged["a"] is staged["b"][1]
+    assert_same(batch, staged, "cpu")
+    assert batch["a"] is batch["b"][1] is lazy
+    assert lazy.is_conj()
+
+
 @pytest.mark.parametrize("stride_form", [lambda t: t, lambda t: t.expand(3, -1)], ids=["contiguous", "expanded"])
 @pytest.mark.parametrize(
     ("integers", "dtype"),
@@ -337,8 +354,8 @@ def test_tensors_of_torchs_transforms_go_through_them(transform):
 
 @pytest.mark.parametrize("allow", [False, True])
 def test_without_memory_from_torch_nothing_is_silently_read(allow):
-    real = [torch.randn(4), torch.randn(3, 5)[:, ::2], torch.randn(3, dtype=torch.complex64).conj()]
-    layout = Layout.of(real)
+    real, lazy = [torch.randn(4), torch.randn(3, 5)[:, ::2]], torch.randn(3, dtype=torch.complex64).conj()
+    layout, of_lazy = Layout.of(real), Layout.of(lazy)
     slab = slab_for(layout)
     with FakeTensorMode(allow_non_fake_inputs=allow):
         assert Layout.of(real) == layout
@@ -349,8 +366,9 @@ def test_without_memory_from_torch_nothing_is_silently_read(allow):
             layout.unpack(fake)
         message = "leave the mode" if allow else "convert all Tensors to FakeTensors"
         error = PinstageError if allow else AssertionError  # torch's own
-        with pytest.raises(error, match=message):
-            layout.pack(real, slab)
+        for read in (Layout.of, lambda leaf: of_lazy.pack(leaf, slab)):  # torch would have to compute it
+            with pytest.raises(error, match=message):
+                read(lazy)
         with pytest.raises(PinstageError, match="leave the mode"):
             layout.unpack(slab)
         with pytest.raises(PinstageError, match="leave the mode"):

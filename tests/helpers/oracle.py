@@ -14,7 +14,7 @@ from pinstage._batch._describe import _describe_leaf
 from pinstage._batch._table import INTEGERS, MOST_DIMS, row_type
 
 HEADER = struct.Struct("=4q")  # magic, rows, width, nbytes
-MAGIC = 0x70696E7374616704
+MAGIC = 0x70696E7374616705
 
 GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
 """Leaf sizes at which the second and the third group begin; the leaves of a block are in one group."""
@@ -115,9 +115,6 @@ def pack(whole, slab):
         end = offset + found.nbytes
         if found.kind is RowKind.RAW:
             ctypes.memmove(base + offset, found.address, found.nbytes)
-        elif found.kind is RowKind.LAZY:
-            value = found.source.detach().resolve_conj().resolve_neg()
-            slab[offset:end].view(value.dtype).as_strided(found.shape, found.stride).copy_(value)
         else:
             copy_elements(found, slab[offset:end])
     ctypes.memset(base + end, 0, whole.table.nbytes - end)

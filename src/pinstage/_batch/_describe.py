@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from .. import _native
-from .._compat.views import has_no_memory, is_dual, may_be_dual
+from .._compat.views import check_is_plain, has_no_memory, is_dual, may_be_dual
 from .._steps import step
 from ..errors import LayoutError
 from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom
@@ -111,15 +110,13 @@ class Parts(NamedTuple):
     structure: Structure
     """The containers of the batch."""
     leaves: list[Any]
-    """Their contents."""
+    """Their contents. Tensors that torch conjugates or negates lazily are replaced by others that have the values."""
     table: Table
     """A row for each leaf."""
     sources: bytes
     """A row for each leaf: the address to read from, and its stride if it is strided."""
     kept: list[torch.Tensor]
     """Tensors to keep alive beside the leaves, because `sources` has their addresses."""
-    has_lazy: bool
-    """Whether torch has to compute some of the values."""
 
     def others(self) -> list[Any]:
         """Return the leaves that aren't in the slab: those that aren't tensors, and those moved by ``.to()``."""
@@ -165,7 +162,7 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
     """Describe the leaves of a tree; see `take_apart`.
 
     Args:
-        leaves: of the tree.
+        leaves: of the tree. Some are replaced; see `Parts.leaves`.
         structure: of the tree.
         device: tensors on this device can be packed.
         arrays: whether numpy arrays count as tensors; else they don't.
@@ -174,11 +171,20 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
         IsContainer: a leaf has become a container; walk again.
         LayoutError: as `take_apart`.
     """
-    plainly = partial(_describe_leaf, leaves, structure, device, arrays)
+    computed: dict[int, torch.Tensor] = {}
+
+    def plainly(leaf: Any, index: int) -> Described:
+        found = _describe_leaf(leaves, structure, device, arrays, leaf, index)
+        if isinstance(leaf, torch.Tensor) and found.source is not None and found.source is not leaf:
+            computed[id(leaf)] = found.source
+        return found
+
     place = _DLPACK[device.type], device.index or 0
-    figures, sources, kept, has_lazy = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
+    figures, sources, kept = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
+    if computed:
+        leaves[:] = [computed.get(id(leaf), leaf) for leaf in leaves]
     # `tuple.__new__` is faster than the constructors of these classes, which are Python functions.
-    return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept, has_lazy))
+    return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept))
 
 
 class IsContainer(Exception):  # noqa: N818 - a signal, which never reaches a user
@@ -248,8 +254,11 @@ def _describe_plain(structure: Structure, tensor: torch.Tensor, index: int) -> D
     shape = tuple(tensor.shape)
     if math.prod(shape) * tensor.itemsize >= _MOST_BYTES:
         raise too_large(structure, tensor, index)
-    kind = RowKind.LAZY if tensor.is_conj() or tensor.is_neg() else RowKind.RAW
-    return Described(kind, CODES[tensor.dtype], shape, tensor.stride(), tensor, tensor.data_ptr())
+    if tensor.is_conj() or tensor.is_neg():  # lazily: its bytes aren't its values
+        value = tensor.resolve_conj().resolve_neg()
+        check_is_plain(value)
+        tensor = value if value.stride() == tensor.stride() else value.contiguous()  # as strided tensors are packed
+    return Described(RowKind.RAW, CODES[tensor.dtype], shape, tensor.stride(), tensor, tensor.data_ptr())
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ def arrange(table: Table) -> Gathering:
     by_kind: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     strided, large = [], []
     for index, (_, nbytes, kind, dtype, ndim, _, shape, stride) in enumerate(table.entries()):
-        if kind in (RowKind.STRIDED, RowKind.LAZY):
+        if kind == RowKind.STRIDED:
             strided.append(index)
         elif kind == RowKind.RAW and nbytes >= DIRECT_BYTES:
             large.append(index)
@@ -107,13 +107,13 @@ def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
         if not trailing:
             pieces = [piece if piece.ndim == 1 else flat(piece) for piece in pieces]
         _join(pieces, rows.view(-1, *trailing) if trailing else rows)
-    if gathering.strided:
-        places = gathering.table.rows
-        for index in gathering.strided:
-            _copy_elements(leaves[index], places[index], slab)
+    table_rows = gathering.table.rows
+    for index in gathering.strided:
+        _join([leaves[index]], view_of(table_rows[index], slab))
 
 
 def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
+    """Copy tensors of one dtype bit for bit: several into the rows of a tensor, or one into a tensor of its shape."""
     if rows.dtype not in COPIED_AS_THEY_ARE:
         integer = INTEGERS[rows.dtype.itemsize]
         pieces, rows = [piece.view(integer) for piece in pieces], rows.view(integer)
@@ -121,16 +121,6 @@ def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
         rows.copy_(pieces[0])
     else:
         torch.cat(pieces, out=rows)
-
-
-def _copy_elements(source: torch.Tensor, row: Any, slab: torch.Tensor) -> None:
-    """Copy a strided, expanded, or lazily conjugated leaf, element by element."""
-    place = view_of(row, slab)
-    if row["kind"] == RowKind.STRIDED and source.itemsize in INTEGERS:
-        # As integers: a copy of bools makes them 0 or 1, and copy_ has no kernels for int1 to int7.
-        integer = INTEGERS[source.itemsize]
-        place, source = place.view(integer), source.view(integer)
-    place.copy_(source)
 
 
 def duplicate(tensor: torch.Tensor) -> torch.Tensor:

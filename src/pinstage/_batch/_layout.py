@@ -116,8 +116,13 @@ class Layout:
 
     def _parts_of(self, batch: Any) -> Parts:
         parts = take_apart(batch)
-        if parts.table != self._table or not parts.structure.matches(self._structure):
-            raise self._mismatch(parts)
+        if not parts.structure.matches(self._structure):
+            raise LayoutError(
+                f"batch has another structure than the layout: {parts.structure} instead of {self._structure}; make a "
+                "layout with Layout.of(batch)"
+            )
+        if parts.table != self._table:
+            raise self._mismatch(parts.table)
         return parts
 
     def _check_slab(self, slab: torch.Tensor, name: str) -> None:
@@ -149,13 +154,8 @@ class Layout:
                 f"{slab.data_ptr():#x}; pass a whole slab or an aligned part of one"
             )
 
-    def _mismatch(self, parts: Parts) -> LayoutError:
-        if not parts.structure.matches(self._structure):
-            return LayoutError(
-                f"batch has another structure than the layout: {parts.structure} instead of {self._structure}; make a "
-                "layout with Layout.of(batch)"
-            )
-        for leaf, (expected, found) in enumerate(zip(self._table.rows, parts.table.rows, strict=True)):
+    def _mismatch(self, table: Table) -> LayoutError:
+        for leaf, (expected, found) in enumerate(zip(self._table.rows, table.rows, strict=True)):
             if _in_words(expected) != _in_words(found):
                 path = self._structure.path(leaf)
                 return LayoutError(
@@ -245,5 +245,5 @@ def _in_words(row: Any) -> str:
     slot = _slot("", row)
     permuted = kind is RowKind.RAW and slot.nbytes and slot.stride != contiguous_stride(slot.shape)
     stride = f" with stride {list(slot.stride)}" if permuted else ""
-    how = {RowKind.STRIDED: ", strided", RowKind.LAZY: ", lazily conjugated or negated"}.get(kind, "")
+    how = ", strided" if kind is RowKind.STRIDED else ""
     return f"{name_of(slot.dtype)} {list(slot.shape)}{stride}{how}"

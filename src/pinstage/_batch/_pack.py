@@ -9,53 +9,33 @@ import numpy as np
 import torch
 
 from .. import _native
-from .._compat.views import check_is_plain
 from .._host import usable_cpus
-from ._blocks import view_of
 from ._describe import Parts
 from ._leaves import from_array
 from ._table import PACKED, RowKind, lay_out
 
 
 class HostSlab(Protocol):
-    """Host memory that batches are packed into: a lease."""
+    """Host memory that batches are packed into: a lease, or a uint8 tensor on the CPU."""
 
     @property
     def nbytes(self) -> int:
         """Its size."""
-        ...
 
     def data_ptr(self) -> int:
         """Return its address."""
-        ...
-
-    def tensor(self) -> torch.Tensor:
-        """Return it as a uint8 tensor."""
-        ...
 
 
-def pack(parts: Parts, slab: torch.Tensor | HostSlab, skip: list[int] | None = None) -> None:
+def pack(parts: Parts, slab: HostSlab, skip: list[int] | None = None) -> None:
     """Write all packed leaves to their places. Padding is set to zero.
 
     Args:
         parts: a batch, whose leaves have not changed since it was taken apart.
-        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU. The tensor of a lease is made only if it is needed, since
-            that takes longer than packing a few leaves.
+        slab: at least ``parts.table.nbytes`` bytes.
         skip: leaves that are written elsewhere.
     """
-    if parts.has_lazy:
-        compute_lazy_leaves(parts, slab)
     skipped = None if skip is None else np.bincount(skip, minlength=len(parts.leaves)).astype(np.uint8).tobytes()
     _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, skipped)
-
-
-def compute_lazy_leaves(parts: Parts, slab: torch.Tensor | HostSlab) -> None:
-    """Write the leaves whose values torch has to compute to their places."""
-    slab = slab if isinstance(slab, torch.Tensor) else slab.tensor()
-    for index in parts.table.positions(RowKind.LAZY):
-        place = view_of(parts.table.rows[index], slab)
-        check_is_plain(place)
-        place.copy_(parts.leaves[index])
 
 
 MOST_THREADS = 12
@@ -93,18 +73,17 @@ def reuses_places(parts: Parts) -> bool:
     """Return whether chunks of a batch are packed into the places of earlier chunks that have been copied.
 
     The caches still have these lines, so less goes to memory and back. That only helps if the CPU can move a line to
-    its last cache (CLDEMOTE): the bus reads slowly from the near caches of a dozen CPUs. It isn't possible with leaves
-    that torch computes, which are in their own places before a job begins.
+    its last cache (CLDEMOTE): the bus reads slowly from the near caches of a dozen CPUs.
     """
-    return parts.table.nbytes >= REUSE_FROM_BYTES and not parts.has_lazy and bool(_native.core.demotes)
+    return parts.table.nbytes >= REUSE_FROM_BYTES and bool(_native.core.demotes)
 
 
-def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int, *, reuses: bool = False) -> Any:
+def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = False) -> Any:
     """Pack a batch, or begin to: a large batch is packed by threads of the extension, which run no Python code.
 
     Args:
         parts: the batch.
-        slab: uint8 ``[>= parts.table.nbytes]`` on the CPU; a tensor or a lease.
+        slab: at least ``parts.table.nbytes`` bytes.
         threads: their number at most, the calling one included; see `most_threads`.
         reuses: whether places are reused; see `reuses_places`.
 
@@ -118,8 +97,6 @@ def start_packing(parts: Parts, slab: torch.Tensor | HostSlab, threads: int, *, 
     if parts.table.nbytes < PARALLEL_FROM_BYTES:
         pack(parts, slab)
         return None
-    if parts.has_lazy:
-        compute_lazy_leaves(parts, slab)
     owner = parts, slab
     return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, owner, threads, reuses)
 

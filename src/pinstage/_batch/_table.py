@@ -82,15 +82,13 @@ class RowKind(IntEnum):
     """Its memory is copied unchanged; it keeps its stride."""
     STRIDED = 2
     """It is copied element by element, and contiguous in the slab."""
-    LAZY = 3
-    """Its bytes are not its value (lazy conjugation or negation): torch computes it."""
-    MOVED = 4
+    MOVED = 3
     """It can't be packed, and is moved by its own ``.to()``."""
-    ALIAS = 5
+    ALIAS = 4
     """It is the same object as an earlier row, whose number is stored in place of the offset."""
 
 
-PACKED = (RowKind.RAW, RowKind.STRIDED, RowKind.LAZY)
+PACKED = (RowKind.RAW, RowKind.STRIDED)
 """Kinds that are in the slab."""
 
 

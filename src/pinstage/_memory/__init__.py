@@ -13,47 +13,21 @@ Importing this package pins nothing, imports no CUDA bindings, and initialises n
 
 from ..errors import PinningError
 from . import _cuda
-from ._cuda import (
-    as_called_here,
-    copy_error,
-    disregard_captures,
-    make_current,
-    why_unusable,
-)
-from ._host_alloc import HostAllocMemory
+from ._cuda import as_called_here, copy_error, disregard_captures, make_current, why_unusable
+from ._kinds import HostAllocMemory, PageableMemory, RegisteredMemory, SharedMapping, SharedMemory, attach
 from ._limits import cap_bytes, remedy
-from ._pageable import PageableMemory
 from ._ranges import HostRange
-from ._registered import RegisteredMemory
 from ._resource import Block, MemoryResource
-from ._shared import SharedMapping, SharedMemory, attach
 from ._streams import DeviceEvent, record_current_streams
 
 REFUSALS = (MemoryError, OSError, PinningError)
 """The errors of a resource when the platform refuses memory. Some of pinstage's own errors have these bases, too."""
 
 __all__ = [
-    "REFUSALS",
-    "Block",
-    "DeviceEvent",
-    "HostAllocMemory",
-    "HostRange",
-    "MemoryResource",
-    "PageableMemory",
-    "RegisteredMemory",
-    "SharedMapping",
-    "SharedMemory",
-    "as_called_here",
-    "attach",
-    "cap_bytes",
-    "default_memory",
-    "copy_error",
-    "disregard_captures",
-    "make_current",
-    "record_current_streams",
-    "remedy",
-    "why_unusable",
-]
+    "Block", "DeviceEvent", "HostAllocMemory", "HostRange", "MemoryResource", "PageableMemory", "REFUSALS",
+    "RegisteredMemory", "SharedMapping", "SharedMemory", "as_called_here", "attach", "cap_bytes", "copy_error",
+    "default_memory", "disregard_captures", "make_current", "record_current_streams", "remedy", "why_unusable",
+]  # fmt: skip
 
 
 def default_memory(device: _cuda.Device = None) -> MemoryResource:

@@ -164,12 +164,7 @@ def advise(address: int, nbytes: int, advice: int) -> bool:
 
 
 def populate(
-    address: int,
-    nbytes: int,
-    *,
-    threads: int | None = None,
-    cpus: frozenset[int] = frozenset(),
-    is_fresh: bool = True,
+    address: int, nbytes: int, *, threads: int | None = None, cpus: frozenset[int] = frozenset(), is_fresh: bool = True
 ) -> None:
     """Allocate every page of a mapping, by touching it with several threads, which may be bound to some CPUs.
 

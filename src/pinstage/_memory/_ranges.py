@@ -11,7 +11,7 @@ from functools import partial
 from .._sizes import format_bytes, round_up
 from ..errors import PinningError
 from . import _cuda, _numa, _pages
-from ._host_alloc import HostAllocMemory
+from ._kinds import HostAllocMemory
 from ._limits import check_is_left
 from ._resource import Block, leak
 

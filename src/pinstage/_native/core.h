@@ -17,11 +17,11 @@
  *
  * A header, then a row for each leaf of a batch, in order. `pinstage._batch._table` reads the same with numpy. */
 
-#define TABLE_MAGIC INT64_C(0x70696e7374616704) /* "pinstag", version 4 */
+#define TABLE_MAGIC INT64_C(0x70696e7374616705) /* "pinstag", version 5 */
 enum { ALIGNMENT = 16 };
 enum { MOST_DTYPES = 63 };
 
-enum { OTHER, RAW, STRIDED, LAZY, MOVED, ALIAS }; /* kinds of rows */
+enum { OTHER, RAW, STRIDED, MOVED, ALIAS }; /* kinds of rows */
 
 typedef struct {
     int64_t magic, rows, width, nbytes;
@@ -46,7 +46,7 @@ static inline Row *row_at(const Header *table, int64_t index) {
     return (Row *)((char *)(table + 1) + row_bytes(table->width) * (size_t)index);
 }
 
-static inline bool is_packed(const Row *row) { return row->kind == RAW || row->kind == STRIDED || row->kind == LAZY; }
+static inline bool is_packed(const Row *row) { return row->kind == RAW || row->kind == STRIDED; }
 
 /* Sums of a table's rows: bytes of packed leaves, and leaves of each kind. */
 typedef struct {

@@ -169,11 +169,10 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     }
     leaf->ndim = (int32_t)ndim;
     if (read_sizes(sizes, shape, leaf->ndim) || read_sizes(strides, stride, leaf->ndim)) goto done;
-    bool is_data = kind == RAW || kind == LAZY;
-    if (is_data && arrange(leaf, shape, stride) != 0 && !fail(PyExc_OverflowError, "a leaf is larger than any memory"))
+    if (kind == RAW && arrange(leaf, shape, stride) != 0 && !fail(PyExc_OverflowError, "a leaf is larger than any memory"))
         goto done;
     if (kind != RAW) leaf->kind = kind; /* else `arrange` has set it, to RAW or STRIDED */
-    if (is_data && PyList_Append(kept, source) != 0) goto done;
+    if (kind == RAW && PyList_Append(kept, source) != 0) goto done;
     result = 0;
 done:
     Py_DECREF(answer);
@@ -246,7 +245,7 @@ static bool widen(Growing *self, int64_t rows, int64_t width) {
     return true;
 }
 
-static PyObject *described(const Growing *self, const Figures *sum, PyObject *kept, bool has_lazy) {
+static PyObject *described(const Growing *self, const Figures *sum, PyObject *kept) {
     const Header *table = self->table;
     size_t nbytes = sizeof(Header) + row_bytes(table->width) * (size_t)table->rows;
     PyObject *data = PyBytes_FromStringAndSize((const char *)table, (Py_ssize_t)nbytes);
@@ -254,7 +253,7 @@ static PyObject *described(const Growing *self, const Figures *sum, PyObject *ke
     PyObject *figures = figures_of(data, table, sum);
     Py_DECREF(data);
     nbytes = source_bytes(table->width) * (size_t)table->rows;
-    return Py_BuildValue("(Ny#ON)", figures, self->sources, (Py_ssize_t)nbytes, kept, PyBool_FromLong(has_lazy));
+    return Py_BuildValue("(Ny#O)", figures, self->sources, (Py_ssize_t)nbytes, kept);
 }
 
 /* Prefetch the memory of the next leaves: a batch's tensors are usually scattered, and not in the caches. */
@@ -283,7 +282,6 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     int64_t *order = NULL;
     PyObject *kept = PyList_New(0), *result = NULL;
     Found leaf;
-    bool has_lazy = false;
     Figures sum = {0};
     if (kept == NULL) goto done;
     if (!met_new(&met, count) || !widen(&made, count, 1)) goto done;
@@ -332,14 +330,13 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         memcpy(row->sizes + made.table->width, leaf.stride, sizeof(int64_t) * (size_t)leaf.ndim);
         source[0] = (int64_t)(uintptr_t)leaf.data;
         if (leaf.kind == STRIDED) memcpy(source + 1, leaf.source_stride, sizeof(int64_t) * (size_t)leaf.ndim);
-        has_lazy = has_lazy || leaf.kind == LAZY;
         bool fits = is_counted && leaf.nbytes <= INT64_MAX / 4 && sum.payload - leaf.nbytes <= INT64_MAX / 4;
         if (!fits && !fail(PyExc_OverflowError, "batch is larger than any memory")) goto done;
     }
     order = malloc(sizeof(int64_t) * (size_t)(sum.packed + 1));
     if (order == NULL && !no_memory()) goto done;
     place_rows(made.table, order);
-    result = described(&made, &sum, kept, has_lazy);
+    result = described(&made, &sum, kept);
 done:
     Py_XDECREF(kept);
     free(order);

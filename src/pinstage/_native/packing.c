@@ -38,7 +38,7 @@ bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room,
         }
         end = row->offset + row->nbytes;
         const int64_t *source = (const int64_t *)((const char *)work->sources.buf + source_bytes * (size_t)index);
-        bool is_left_out = row->kind == LAZY || (skip != NULL && skip[index]);
+        bool is_left_out = skip != NULL && skip[index];
         work->leaves[work->count] = (Leaf){
             .source = is_left_out ? NULL : (const char *)(uintptr_t)source[0],
             .offset = row->offset,

@@ -22,7 +22,6 @@ from .._batch import (
     Sharing,
     Table,
     make_blocks,
-    pack,
 )
 from .._compat.calls import cuda_calls, ids_of
 from .._compat.views import check_is_plain, warn_of_tensors
@@ -279,7 +278,7 @@ class Target:
         return copies if copies >= 0 else self._again(copies, blocks.copy, *args)
 
     def pack_and_copy(self, blocks: Blocks, parts: Parts, host: int, stream: Any, *, pinned: bool) -> int:
-        """Pack a small batch without lazy leaves into a host slab and copy it; otherwise as `copy`."""
+        """Pack a small batch into a host slab and copy it; otherwise as `copy`."""
         copies = blocks.pack_and_copy(parts.sources, host, getattr(stream, "cuda_stream", 0), pinned)
         return copies if copies >= 0 else self.copy(blocks, host, 0, parts.table.nbytes, stream, pinned=pinned)
 
@@ -294,18 +293,11 @@ class Target:
 
         The stream must not be captured. Otherwise as `copy`.
         """
-        nbytes = parts.table.nbytes
-        if parts.has_lazy:
-            host = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            check_is_plain(host)
-            pack(parts, host)
-            copies = self.copy(blocks, host.data_ptr(), 0, nbytes, stream, pinned=False)
-        else:
-            args = parts.sources, getattr(stream, "cuda_stream", 0)
-            copies = blocks.fill(*args)
-            if copies < 0:
-                copies = self._again(copies, blocks.fill, *args)
-        self.sent_at_once(copies, nbytes)
+        args = parts.sources, getattr(stream, "cuda_stream", 0)
+        copies = blocks.fill(*args)
+        if copies < 0:
+            copies = self._again(copies, blocks.fill, *args)
+        self.sent_at_once(copies, parts.table.nbytes)
         return copies
 
     def has_room(self) -> bool:

@@ -247,7 +247,7 @@ def check(by_device: list[Parts], places: list[Any], device: torch.device) -> Ou
     for other in by_device:
         mine = other.table.rows
         width = min(mine["shape"].shape[1], rows["shape"].shape[1])
-        shape, is_packed = mine["shape"][:, :width], (mine["kind"] >= RowKind.RAW) & (mine["kind"] <= RowKind.LAZY)
+        shape, is_packed = mine["shape"][:, :width], (mine["kind"] >= RowKind.RAW) & (mine["kind"] <= RowKind.STRIDED)
         alike = is_packed & (mine["ndim"] == rows["ndim"]) & (shape == rows["shape"][:, :width]).all(1)
         strides = (mine["stride"][:, :width] == rows["stride"][:, :width]) | (shape < 2)
         fits |= alike & is_plain

@@ -776,7 +776,7 @@ class Stager:
             elif lease.nbytes < rest.table.nbytes:
                 blocks = make()
                 copies += self._copy_in_parts(rest, lease, blocks, stream)
-            elif borrowed is None and rest.table.nbytes < SMALL_BYTES and not rest.has_lazy:
+            elif borrowed is None and rest.table.nbytes < SMALL_BYTES:
                 blocks = make()
                 with step("pack"):
                     copies = target.pack_and_copy(blocks, rest, host, stream, pinned=self._is_pinned)

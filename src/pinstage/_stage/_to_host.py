@@ -446,7 +446,8 @@ def _start(
             pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
         for index, offset, nbytes in gathering.direct:
             there = flat(leaves[index]).view(torch.uint8)
-            pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
+            # Without `hold` nothing else would keep the memory of a leaf whose values were computed for this copy.
+            pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=not hold))
         for index in (index for index in direct if leaves[index].device == device):
             there, place = flat(leaves[index]).view(torch.uint8), flat(direct[index].detach()).view(torch.uint8)
             pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(direct[index])]
