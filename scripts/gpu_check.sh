@@ -83,7 +83,7 @@ extension() {
   elif [ -f "$folder/_core.abi3.so" ]; then
     say "extension: the existing binary"
   fi
-  "$PYTHON" -c 'from pinstage._compat.problems import problems; raise SystemExit(problems() or None)' 2>&1 | tee -a "$OUT/extension.log"
+  "$PYTHON" -c 'from pinstage.inspect._doctor import private_names; raise SystemExit([c for c in private_names() if c.remedy] or None)' 2>&1 | tee -a "$OUT/extension.log"
 }
 
 # step LOG NAME SECONDS COMMAND...: run it, append its output to $OUT/LOG.log, record its status and time.

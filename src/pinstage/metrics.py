@@ -57,13 +57,9 @@ class PoolCollector(Collector):
                 stats = pool.stats()
             except ForkedPoolError:
                 continue
-            for metric, labels, value in (*_of_pool(stats), *_of_owners(stats)):
+            for metric, labels, value in _samples(stats):
                 families[f"pinstage_{metric}"].add_metric([name, *labels], value)
         yield from (family for family in families.values() if family.samples)
-
-
-_Sample = tuple[str, list[str], float]
-"""The name of the metric, its labels after that of the pool, and its value."""
 
 
 def _families() -> dict[str, Any]:
@@ -84,21 +80,18 @@ def _families() -> dict[str, Any]:
     return {family.name: family for family in families}
 
 
-def _of_pool(stats: PoolStats) -> Iterator[_Sample]:
+def _samples(stats: PoolStats) -> Iterator[tuple[str, list[str], float]]:
+    """Yield the name of each metric, its labels after that of the pool, and its value."""
     for state in ("leased", "in_flight", "free"):
         yield "pool_bytes", [state], getattr(stats, f"{state}_bytes")
         yield "pool_slabs", [state], getattr(stats, f"{state}_slabs")
     yield "pool_max_bytes", [], stats.max_bytes
     yield "pool_peak_bytes", [], stats.peak_held_bytes
-    yield "pool_hits", [], stats.hits
-    yield "pool_misses", [], stats.misses
-    yield "pool_trims", [], stats.trims
-
-
-def _of_owners(stats: PoolStats) -> Iterator[_Sample]:
+    for counter in ("hits", "misses", "trims"):
+        yield f"pool_{counter}", [], getattr(stats, counter)
     for owner, figures in stats.owners.items():
-        yield "owner_bytes", [owner, "leased"], figures.leased_bytes
-        yield "owner_bytes", [owner, "in_flight"], figures.in_flight_bytes
+        for state in ("leased", "in_flight"):
+            yield "owner_bytes", [owner, state], getattr(figures, f"{state}_bytes")
         yield "owner_waits", [owner], figures.waits
         yield "owner_wait_seconds", [owner], figures.wait_seconds
 

@@ -17,9 +17,9 @@ from torch.utils.data._utils import collate
 import pinstage as ps
 from pinstage._compat import loader as torchs
 from pinstage._compat import probes
-from pinstage._compat.problems import problems
 from pinstage._loader._collate import collates_as_shipped
 from pinstage.errors import StagingWarning
+from pinstage.inspect._doctor import private_names
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -180,4 +180,4 @@ def test_without_a_name_beside_torchs_iterator_batches_arrive(monkeypatch, path)
     delattr(fakes[-1], name)
     monkeypatch.setattr(torchs, "_data", fakes[0])
     assert_batches_arrive_the_slow_way(f"torch .* has another loader .*{name}")
-    assert "DataLoader" in [problem.name for problem in problems()]
+    assert "DataLoader" in [check.name for check in private_names()]

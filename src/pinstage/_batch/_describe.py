@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .. import _native
-from .._compat.views import check_is_plain, has_no_memory, is_dual, may_be_dual
+from .._compat.views import check_is_plain, has_no_memory, is_dual
 from .._steps import step
 from ..errors import LayoutError
 from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom
@@ -232,7 +232,7 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
         or tensor.dtype not in CODES
         or tensor.ndim > MOST_DIMS
         or tensor.requires_grad
-        or (may_be_dual() and is_dual(tensor))
+        or is_dual(tensor)
     ):
         return Described(RowKind.MOVED)
     try:

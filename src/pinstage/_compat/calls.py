@@ -102,10 +102,8 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def parts_of_sharded(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Take a sharded tensor apart, for `make_sharded`; None if it isn't sharded."""
-    if "torch.distributed._shard" not in sys.modules:
-        return None
-    module: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
-    if not isinstance(tensor, module.ShardedTensor):
+    module: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    if module is None or not isinstance(tensor, module.ShardedTensor):
         return None
     return [(shard.tensor, shard.metadata) for shard in tensor.local_shards()], tensor.metadata()
 
@@ -129,6 +127,5 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
     return made
 
 
-def copy_each(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors to others on the same device, in few kernels if torch can, else one after the other."""
-    torch._foreach_copy_(places, sources)
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
+"""Copies tensors, the second argument, to others on the same device: in few kernels if torch can, else one by one."""

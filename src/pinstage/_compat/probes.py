@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
 
 import torch
 
@@ -22,16 +21,6 @@ def warn_once(text: str) -> None:
         warnings.warn(text, StagingWarning, stacklevel=3)
 
 
-class Problem(NamedTuple):
-    """A private name that doesn't behave as expected."""
-
-    name: str
-    """The private name."""
-    reason: str
-    remedy: str
-    """The consequence and the remedy."""
-
-
 def in_this_torch(what: str) -> str:
-    """Return the reason for a `Problem`."""
+    """Return the reason why a private name isn't used."""
     return f"torch {torch.__version__} {what}"

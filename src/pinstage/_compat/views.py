@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,13 @@ from ..errors import PinstageError
 from .probes import WRONG, in_this_torch, warn_once
 
 
-def may_be_dual() -> bool:
-    """Return whether tensors may have a tangent: a level of forward-mode AD is open, or that can't be known."""
-    level = getattr(torch.autograd.forward_ad, "_current_level", None)
-    return type(level) is not int or level >= 0
-
-
 def is_dual(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a tangent of forward-mode AD, where `may_be_dual`."""
-    unpack: Callable[[torch.Tensor], Any] = torch.autograd.forward_ad.unpack_dual
-    return unpack(tensor).tangent is not None
+    """Return whether a tensor has a tangent of forward-mode AD."""
+    dual: Any = torch.autograd.forward_ad
+    level = getattr(dual, "_current_level", None)
+    if type(level) is int and level < 0:  # no level is open, so no tensor has a tangent
+        return False
+    return dual.unpack_dual(tensor).tangent is not None
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,10 +72,8 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
     if kind == PAGEABLE:
         yield torch.zeros(nbytes, dtype=torch.uint8)
         return
-    memory: ps.memory.MemoryResource = ps.memory.PageableMemory()
-    if device.type == "cuda":
-        pinned = ps.memory.RegisteredMemory if kind == REGISTERED else ps.memory.HostAllocMemory
-        memory = pinned(device=device)
+    pinned: Any = ps.memory.RegisteredMemory if kind == REGISTERED else ps.memory.HostAllocMemory
+    memory = pinned(device=device) if device.type == "cuda" else ps.memory.PageableMemory()
     with ps.SlabPool(2 * nbytes + MIB, memory=memory) as pool, pool.acquire(nbytes) as lease:
         yield lease.tensor().zero_()
 

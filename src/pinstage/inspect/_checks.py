@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence, Set
 from typing import Literal, NamedTuple
 
-from .._compat.probes import Problem
 from .._host import threads_within
 from .._pool import PoolUsage, held_bytes
 from .._sizes import count, format_bytes
@@ -158,13 +157,6 @@ def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -
         return Check(name, "info", "not without a GPU: staging uses pageable memory")
     found = f"{why_not}: staging uses pageable memory, which is slower"
     return Check(name, "problem", found, "see the line on versions; pip install cuda-python for this driver")
-
-
-def private_names(problems: list[Problem]) -> list[Check]:
-    """Report the private names of torch and CPython that don't behave as pinstage expects."""
-    if not problems:
-        return [Check("private names", "ok", "those of torch and CPython behave as expected")]
-    return [Check(problem.name, "warning", problem.reason, problem.remedy) for problem in problems]
 
 
 def _major(version: str | None) -> int | None:

@@ -10,17 +10,18 @@ import os
 import platform
 import warnings
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import pinstage as ps
 
 from .. import _host
-from .._compat.problems import problems
+from .._compat.loader import why_loader_is_unknown
+from .._compat.storages import why_changes_are_not_seen
+from .._compat.views import why_tensors_are_slow
 from .._memory import why_unusable
 from .._pool import usage_of_host
 from .._sizes import count, format_bytes
@@ -34,8 +35,7 @@ _NEEDED_BYTES = 1024 * MIB
 """With less memory left, nothing is measured."""
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """The doctor's report."""
 
     checks: tuple[Check, ...]
@@ -85,7 +85,7 @@ def diagnose(
     ]
     for gpu in gpus:
         checks += [_checks.link(gpu), _checks.numa(gpu, affinity, nodes), _checks.host_page_tables(gpu)]
-    checks += _checks.private_names(problems())
+    checks += private_names()
     checks += host_checks(root, affinity)
     try:
         checks.append(_checks.host_budgets(usage_of_host()))
@@ -114,6 +114,17 @@ def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
         _checks.huge_pages(_host.huge_pages(root), _host.huge_pages(root, "shmem_enabled") or "unknown"),
         _checks.wsl(_host.is_wsl(root)),
     ]
+
+
+def private_names() -> list[Check]:
+    """Report the private names of torch and CPython that don't behave as pinstage expects."""
+    probes = [
+        ("tensors", why_tensors_are_slow(), "tensors are described and made in Python, one by one"),
+        ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
+        ("DataLoader", why_loader_is_unknown(), "batches of workers are staged in the main process, which is slower"),
+    ]
+    found = [Check(name, "warning", reason, remedy) for name, reason, remedy in probes if reason is not None]
+    return found or [Check("private names", "ok", "those of torch and CPython behave as expected")]
 
 
 def try_page(device: int | None) -> tuple[str, str]:

@@ -57,8 +57,7 @@ class Driver(NamedTuple):
 
 def nvidia_smi(arguments: Sequence[str]) -> str:
     try:
-        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20)
-        return done.stdout
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 

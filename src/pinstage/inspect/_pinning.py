@@ -12,7 +12,7 @@ pinned or copied, no GPU is needed, and other threads aren't affected.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,9 +113,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.seen: list[torch.Tensor] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.pin_memory:
             self.seen.append(args[0])
             return args[0]

@@ -13,8 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "info": "cyan", "": ""}
 """Names of styles here and in rich."""
@@ -22,14 +21,12 @@ STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "info": "cy
 _KEPT_WIDTH = 14
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     text: str
     style: str = ""
 
 
-@dataclass(frozen=True)
-class TextTable:
+class TextTable(NamedTuple):
     columns: Sequence[str]  # the head; a name that begins with ">" marks a column of numbers, aligned right
     rows: Sequence[Sequence[str]]
     title: str = ""

@@ -52,10 +52,9 @@ def sections(usage: Sequence[PoolUsage]) -> list[Section]:
     for name, pools in _by_budget(usage):
         held, cap = held_bytes(pools), pools[0].max_bytes
         title = f"HostBudget {name}: {format_bytes(held)} of {format_bytes(cap)} in {count(len(pools), 'pool')}"
-        rows = [row for pool in pools for row in _rows(pool)]
-        marks = ["warning" if pool.wanted_bytes or not pool.answered else "" for pool in pools]
-        styles = [mark for mark, pool in zip(marks, pools, strict=True) for _ in _rows(pool)]
-        found.append(TextTable(_COLUMNS, rows, title, styles))
+        rows = [(row, pool) for pool in pools for row in _rows(pool)]
+        styles = ["warning" if pool.wanted_bytes or not pool.answered else "" for _, pool in rows]
+        found.append(TextTable(_COLUMNS, [row for row, _ in rows], title, styles))
         found += [
             Line(f"process {pool.pid} does not answer, so it gives nothing back: is it stopped?", "warning")
             for pool in pools

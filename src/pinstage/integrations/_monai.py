@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from monai.data import MetaTensor, get_track_meta  # type: ignore[import-not-found,unused-ignore]
+from monai.data import MetaTensor, get_track_meta
 
 import pinstage as ps
 
@@ -20,10 +20,7 @@ def _rebuild(tensor: torch.Tensor, attributes: dict[str, Any]) -> Any:
     if not get_track_meta():
         return tensor
     made = tensor.as_subclass(MetaTensor)
-    is_batch = attributes.get("_is_batch", False)
-    vars(made).update(attributes if is_batch else {name: _copied(value) for name, value in attributes.items()})
+    for name, value in attributes.items():
+        is_copied = isinstance(value, dict | list) and not attributes.get("_is_batch", False)
+        vars(made)[name] = value.copy() if is_copied else value
     return made
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict | list) else value

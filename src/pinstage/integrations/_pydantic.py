@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel  # type: ignore[import-not-found,unused-ignore]
+from pydantic import BaseModel
 
 import pinstage as ps
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from tensordict import (  # type: ignore[import-not-found,unused-ignore]
+from tensordict import (
     LazyStackedTensorDict,
     MemoryMappedTensor,
     NonTensorStack,
@@ -52,13 +52,8 @@ def _flatten(td: Any) -> tuple[Any, Any, Any]:
 def _unflatten(children: Any, context: Any) -> Any:
     keys, names, is_locked = context
     *values, (batch_size, device) = children
-    return TensorDict(
-        dict(zip(keys, values, strict=True)),
-        batch_size=batch_size,
-        names=names,
-        device=_device_of(values, device),
-        lock=is_locked,
-    )
+    items, device = dict(zip(keys, values, strict=True)), _device_of(values, device)
+    return TensorDict(items, batch_size=batch_size, names=names, device=device, lock=is_locked)
 
 
 def _device_of(values: Iterable[Any], before: Any) -> Any:

@@ -10,10 +10,10 @@ import weakref
 from typing import Any
 
 import numpy as np
-from torch_geometric import EdgeIndex, Index  # type: ignore[import-not-found,unused-ignore]
-from torch_geometric.data import Batch  # type: ignore[import-not-found,unused-ignore]
-from torch_geometric.data.data import BaseData  # type: ignore[import-not-found,unused-ignore]
-from torch_geometric.data.storage import BaseStorage  # type: ignore[import-not-found,unused-ignore]
+from torch_geometric import EdgeIndex, Index
+from torch_geometric.data import Batch
+from torch_geometric.data.data import BaseData
+from torch_geometric.data.storage import BaseStorage
 
 import pinstage as ps
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchrec.datasets.utils import Batch  # type: ignore[import-not-found,unused-ignore]
-from torchrec.sparse.jagged_tensor import (  # type: ignore[import-not-found,unused-ignore]
-    JaggedTensor,
-    KeyedJaggedTensor,
-    KeyedTensor,
-)
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 import pinstage as ps
 

@@ -28,12 +28,7 @@ class TrainerLoaders:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        options: dict[str, Any],
-        *,
-        in_workers: bool,
-        stager: ps.Stager | None = None,
+        self, device: torch.device, options: dict[str, Any], *, in_workers: bool, stager: ps.Stager | None = None
     ) -> None:
         self.in_workers = in_workers
         self._owns_pool = in_workers and options["pool"] is None
@@ -100,10 +95,8 @@ class TrainerLoaders:
         """Return the counters of all loaders and of the stager together."""
         here = self.stager.stats()
         total = {name: sum(getattr(counters, name) for counters in self._counters) for name in _SUMS}
-        total["batches"] += here.batches
-        total["copies"] += here.copies
-        total["packed_bytes"] += here.packed_bytes
-        total["passthrough_leaves"] += here.passthrough_leaves
+        for name in ("batches", "copies", "packed_bytes", "passthrough_leaves"):
+            total[name] += getattr(here, name)
         return ps.LoaderStats(**total, num_workers=self._num_workers, pool=here.pool)
 
 

@@ -6,11 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers.cache_utils import (  # type: ignore[import-not-found,unused-ignore]
-    Cache,
-    CacheLayerMixin,
-    LinearAttentionCacheLayerMixin,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 import pinstage as ps
 

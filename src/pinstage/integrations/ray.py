@@ -69,7 +69,7 @@ class StageBatches:
         Yields:
             Batches as `Stager.to_device` returns them, for the stream that is current when each is requested.
         """
-        collate = _collate_class(collate_fn)(collate_fn, self.stager)
+        collate = _staging(collate_fn, self.stager)
         options = {"prefetch_batches": self._depth, **options}
         for transfer in shard.iter_torch_batches(collate_fn=collate, device="cpu", **options):
             yield transfer.wait()
@@ -78,37 +78,23 @@ class StageBatches:
         return vars(self) | {"_stager": None}
 
 
-class _Collate:
-    """Collates and starts the copy. Ray doesn't move the result, which isn't a batch of tensors."""
+def _staging(collate_fn: CollateFn[Any] | None, stager: ps.Stager) -> CollateFn[Any]:
+    """Return a function that collates and starts the copy. Ray doesn't move its result, which isn't a batch of tensors.
 
-    def __init__(self, collate_fn: CollateFn[Any] | None, stager: ps.Stager) -> None:
-        self._collate_fn = collate_fn
-        self._stager = stager
+    Its base shows Ray the format of the batches.
+    """
+    formats = ArrowBatchCollateFn, NumpyBatchCollateFn, PandasBatchCollateFn
+    base: Any = NumpyBatchCollateFn
+    if collate_fn is not None:
+        base = next((known for known in formats if isinstance(collate_fn, known)), None)
+    if base is None:
+        raise TypeError(
+            f"collate_fn isn't of one of Ray's classes: {collate_fn!r}; make it a NumpyBatchCollateFn, "
+            "ArrowBatchCollateFn or PandasBatchCollateFn of ray.data.collate_fn"
+        )
 
-    def __call__(self, batch: Any) -> ps.Transfer:
-        return self._stager.stage(batch if self._collate_fn is None else self._collate_fn(batch))
+    class Staging(base):
+        def __call__(self, batch: Any) -> ps.Transfer:
+            return stager.stage(batch if collate_fn is None else collate_fn(batch))
 
-
-class _OfArrow(_Collate, ArrowBatchCollateFn):
-    pass
-
-
-class _OfNumpy(_Collate, NumpyBatchCollateFn):
-    pass
-
-
-class _OfPandas(_Collate, PandasBatchCollateFn):
-    pass
-
-
-def _collate_class(collate_fn: CollateFn[Any] | None) -> type[_Collate]:
-    """Return the class whose base shows Ray the format of the batches."""
-    if collate_fn is None:
-        return _OfNumpy
-    for kind in (_OfArrow, _OfNumpy, _OfPandas):
-        if isinstance(collate_fn, kind.__bases__[1]):
-            return kind
-    raise TypeError(
-        f"collate_fn isn't of one of Ray's classes: {collate_fn!r}; make it a NumpyBatchCollateFn, "
-        "ArrowBatchCollateFn or PandasBatchCollateFn of ray.data.collate_fn"
-    )
+    return Staging()

@@ -197,9 +197,10 @@ def _profiler_unit(loop: Events) -> float:
 def _launch_times(events: Events, copies: _Copies) -> Times:
     """Return when each copy was requested, or when it ran, if its call was not recorded."""
     calls = events.of(*CALLS)
-    asked = dict(zip(calls.number.tolist(), calls.spans[:, 0].tolist(), strict=True)) | {-1: None}
+    asked = dict(zip(calls.number.tolist(), calls.spans[:, 0].tolist(), strict=True))
+    asked.pop(-1, None)  # calls without a correlation
     ran = zip(copies.number.tolist(), copies.spans[:, 0].tolist(), strict=True)
-    return np.array([start if (when := asked.get(number)) is None else when for number, start in ran])
+    return np.array([asked.get(number, start) for number, start in ran])
 
 
 def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, Any]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._sizes import count, format_bytes
 from .._bus import REFERENCE, Bus, Cost
@@ -19,8 +18,7 @@ _TIMES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TraceReport:
+class TraceReport(NamedTuple):
     """Figures from a trace, and the predicted effect of packing."""
 
     analysis: Analysis
