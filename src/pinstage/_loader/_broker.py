@@ -48,8 +48,8 @@ class SlabBroker:
     """Lends slabs of a pool to the workers of one iterator, and takes them back.
 
     It has a thread, which answers the workers' requests: the main thread may be waiting for the very worker that asks.
-    The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs.
-    Other threads leave a note and wake it. Each request for a slab is served in a thread of its own: page-locking
+    The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs. Other threads
+    leave a note and wake it. Each request for a slab is served and answered in a thread of its own: page-locking
     128 MiB takes 25 ms and more, and batches have to be sent meanwhile.
 
     The thread starts after the workers, so that these are forked from a process without it. If a loader needs answers
