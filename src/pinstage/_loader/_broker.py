@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import queue
 import select
 import threading
 from collections import deque
@@ -49,9 +48,9 @@ class SlabBroker:
     """Lends slabs of a pool to the workers of one iterator, and takes them back.
 
     It has a thread, which answers the workers' requests: the main thread may be waiting for the very worker that asks.
-    The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs and writes to
-    workers. Other threads leave a note and wake it. Each request for a slab is served in a thread of its own:
-    page-locking 128 MiB takes 25 ms and more, and batches have to be sent meanwhile.
+    The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs. Other threads
+    leave a note and wake it. Each request for a slab is served and answered in a thread of its own: page-locking
+    128 MiB takes 25 ms and more, and batches have to be sent meanwhile.
 
     The thread starts after the workers, so that these are forked from a process without it. If a loader needs answers
     before its iterator exists, the thread starts before the workers. It answers until `close`, and releases everything
@@ -77,9 +76,8 @@ class SlabBroker:
         self._loans: dict[int, Loan] = {}  # requests add to it
         self._copying: deque[tuple[int, Fence | None]] = deque()  # any thread appends to it
         self._starved: dict[int, int] = {}  # bytes that each worker waits for
-        self._lending = threading.Lock()  # so that workers get slabs one after the other
-        self._lent: queue.SimpleQueue[tuple[int, Loan | None]] = queue.SimpleQueue()  # by worker
-        self._asked = 0  # requests that `_lent` has not answered yet
+        self._lending = threading.Lock()  # so that workers get slabs one after the other, and none after the end
+        self._writing = threading.Lock()  # so that a descriptor is right behind its message
         self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # open as long as this object exists
         os.set_blocking(self._wake_write.fileno(), False)
         self._closing = self._finished = self._leak = self._has_warned = False
@@ -187,8 +185,6 @@ class SlabBroker:
         finally:
             while not self._finished:  # workers may still write
                 os.read(self._wake_read.fileno(), 4096)
-            for _ in range(self._asked):
-                self._lent.get()
             self._end()
             del running[self]
 
@@ -214,9 +210,6 @@ class SlabBroker:
                     poll.unregister(file)
             if incoming is not None:
                 waits = incoming.send_ready()
-            while not self._lent.empty():
-                self._asked -= 1
-                self._grant(*self._lent.get())
             self._sweep()
 
     def _receive(self, worker: int) -> bool:
@@ -233,7 +226,6 @@ class SlabBroker:
                 self._take_back(worker, given_up)
                 try:
                     _thread.start_new_thread(self._lend, (worker, nbytes, wanted))
-                    self._asked += 1
                 except RuntimeError as error:  # no thread could be started: the worker does without a slab
                     self._warn(wanted, repr(error))
                     self._grant(worker, None)
@@ -278,7 +270,7 @@ class SlabBroker:
     def _send(self, worker: int, message: tuple[Any, ...], fd: int | None = None) -> None:
         channel = self._channels[worker]
         # Messages have a few bytes, and a worker never has more unread ones than slabs, so sending doesn't block.
-        with contextlib.suppress(OSError):  # the worker ended
+        with contextlib.suppress(OSError), self._writing:  # the worker ended
             channel.send(message)
             if fd is not None:  # right behind the message: the worker reads no further before it has the descriptor
                 send_descriptor(channel, fd)
@@ -286,19 +278,21 @@ class SlabBroker:
     # -- a thread for each request
 
     def _lend(self, worker: int, least: int, wanted: int) -> None:
-        """Lease a slab of `wanted` bytes for a worker, or else of `least`."""
+        """Lend a worker a slab of `wanted` bytes, or else of `least`; send it a refusal if there is no room."""
         loan = None
-        try:
-            with self._target.in_background(), self._lending:
-                for nbytes in dict.fromkeys((wanted, least)):
-                    lease = None if self._closing else self._lease(worker, nbytes)
-                    if lease is not None:
-                        loan = Loan(next(self._numbers), worker, lease)
-                        self._loans[loan.number] = loan
-                        break
-        finally:
-            self._lent.put((worker, loan))  # last, since the broker's thread doesn't end before this
-            self.wake()
+        with self._lending:
+            if self._closing:
+                return
+            try:
+                with self._target.in_background():
+                    lease = self._lease(worker, wanted)
+                    if lease is None and least < wanted:
+                        lease = self._lease(worker, least)
+                if lease is not None:
+                    loan = Loan(next(self._numbers), worker, lease)
+                    self._loans[loan.number] = loan
+            finally:
+                self._grant(worker, loan)
 
     def _lease(self, worker: int, nbytes: int) -> Lease | None:
         """Lease a slab for a worker; return None if there is no room, or if a worker without slabs will need it."""
@@ -322,8 +316,9 @@ class SlabBroker:
     def _end(self) -> None:
         BROKERS.pop(self.token, None)
         self._incoming = None
+        with self._lending:  # until a slab that is being leased is among the loans
+            loans, self._loans = self._loans, {}
         events = dict(self._copying)
-        loans, self._loans = self._loans, {}
         self._copying.clear()
         self._starved.clear()
         for channel in self._channels:

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.utils.data
 
@@ -118,9 +117,6 @@ class SlabCollate:
 
 # -- default collation -------------------------------------------------------------------------------------------------
 
-_LEAVES = frozenset((torch.Tensor, np.ndarray, int, float, bool, str, bytes))
-"""The usual types of leaves of samples. None of them is a container."""
-
 
 class Stack(NamedTuple):
     """Samples of one field, which are stacked later."""
@@ -162,7 +158,7 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
         found = _native.core.alike(batch)
         if found is None:  # torch handles these samples, or raises its own error
-            return stack_privately(batch)
+            return collate.collate_tensor_fn(batch)  # type: ignore[no-any-return]
         stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
         stacks[id(stand_in)] = Stack(stand_in, batch, found)
         return stand_in
@@ -181,8 +177,6 @@ def collates_as_shipped(collate: Any) -> bool:
 def _in_plain_containers(sample: Any) -> bool:
     """Return whether all containers of a sample are Python's own. Other classes may look at inserted items."""
     kind = type(sample)
-    if kind in _LEAVES:
-        return True
     if kind in (dict, OrderedDict, defaultdict):
         return all(map(_in_plain_containers, sample.values()))
     is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")  # a subclass may have its own __new__
@@ -193,23 +187,7 @@ def _in_plain_containers(sample: Any) -> bool:
 
 def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack as torch does in the main process. In a worker, torch would needlessly stack into /dev/shm."""
-    if _stacks_plainly(batch):
+    if _native.core.alike(batch) is not None:
         # Into memory with the usual strides, as torch does in workers. Without `out`, some would be channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
     return collation().collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
-
-
-def _stacks_plainly(batch: Any) -> bool:
-    """Return whether samples are plain CPU tensors of one dtype and shape."""
-    first = batch[0]
-    return all(
-        type(sample) is torch.Tensor
-        and sample.is_cpu
-        and sample.layout is torch.strided
-        and not sample.is_nested  # which has no shape to look at
-        and not sample.is_quantized
-        and not sample.requires_grad
-        and sample.dtype is first.dtype
-        and sample.shape == first.shape
-        for sample in batch
-    )

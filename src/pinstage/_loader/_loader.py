@@ -256,8 +256,7 @@ class DataLoader(Staging[T_co]):
         ) -> None:
             super().__init__(dataset, *args, **kwargs)
             settings = Settings(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner).checked()
-            for name, value in zip(Settings._fields, settings, strict=True):
-                setattr(self, name, value)
+            vars(self).update(settings._asdict())
             self._slabs  # noqa: B018 - made now, where the device may be touched
 
     @property

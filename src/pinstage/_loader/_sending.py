@@ -23,7 +23,7 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
         host = loan.lease.data_ptr()
     elif batch.raw is not None:
         host = torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
-    pinned, own_storage = loan is not None and slabs.are_pinned, slabs.settings.own_storage
+    pinned, own_storage = loan is not None and slabs.shared().memory.is_pinned, slabs.settings.own_storage
     try:
         transfer = send_packed(
             slabs.target, batch.structure, batch.table, host, batch.others, own_storage, pinned=pinned

@@ -78,11 +78,6 @@ class Slabs:
         self._stager: Stager | None = None
         self._lock = threading.RLock()
 
-    @property
-    def are_pinned(self) -> bool:
-        """Whether slabs are page-locked."""
-        return self.pool is not None and self.pool.memory.is_pinned
-
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""
         with self._lock:

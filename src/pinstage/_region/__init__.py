@@ -3,11 +3,10 @@
 The pool serves many short uses; a region is one allocation of an exact size for caches, weights and optimizer states.
 It is mapped at once, and touched and page-locked chunk by chunk in the background, so that neither this process nor its
 neighbours on the GPU are stopped meanwhile. `_chunks` does that, and frees the memory at the end; `_places` decides
-where tensors are and chunks end; `_handle` shares a region with other processes; `_region` has the public class.
+where tensors are and chunks end; `_region` has the public classes.
 """
 
 from ._chunks import pieces_of
-from ._handle import RegionHandle
-from ._region import HostRegion
+from ._region import HostRegion, RegionHandle
 
 __all__ = ["HostRegion", "RegionHandle", "pieces_of"]

@@ -1,4 +1,4 @@
-"""`HostRegion`, as users see it."""
+"""`HostRegion`, as users see it, and its handle for other processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ctypes
 import math
 import os
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn, SupportsIndex
+from multiprocessing.reduction import DupFd
+from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
@@ -18,8 +19,19 @@ from .._reaper import reaper
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
 from ._chunks import Chunks
-from ._handle import RegionHandle, RegionPlan
 from ._places import Nest, Place, arrange, check_is_whole, ends_of_chunks
+
+
+class RegionPlan(NamedTuple):
+    """The description of a region, the same in every process."""
+
+    nbytes: int
+    chunk_bytes: int
+    row_bytes: int | None
+    huge_page_bytes: int
+    budget: HostBudget | None
+    nest: Nest | None
+    """Where tensors are; None if the region was made from a size."""
 
 
 class HostRegion:
@@ -345,6 +357,30 @@ class HostRegion:
         ready = format_bytes(min(self._chunks.ready, self._plan.nbytes))
         state = "closed" if self._exporter is None else f"{ready} ready"
         return f"<HostRegion {format_bytes(self._plan.nbytes)} {self.kind}, {state}>"
+
+
+class RegionHandle:
+    """Lets `HostRegion.from_handle` map a region in another process. A handle keeps the memory alive.
+
+    Picklable by ``multiprocessing`` and ``torch.multiprocessing``, as an argument of a process or through a queue or
+    pipe: the descriptor of the memory is inherited, or sent over a socket of the process that pickles it. Pickle it
+    separately for each process: a pickle can be unpickled only once.
+    """
+
+    __slots__ = ("_ends", "_fd", "_plan")
+
+    def __init__(self, plan: RegionPlan, ends: tuple[int, ...], fd: int) -> None:
+        self._plan, self._ends, self._fd = plan, ends, fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self._plan, self._ends, DupFd(self._fd))
+
+    def __del__(self) -> None:
+        os.close(self._fd)
+
+
+def _received(plan: RegionPlan, ends: tuple[int, ...], fd: Any) -> RegionHandle:
+    return RegionHandle(plan, ends, fd.detach())
 
 
 def _positive(name: str, size: Size) -> int:

@@ -109,7 +109,7 @@ class _Taker(pickle.Pickler):
         wrapper: Any = obj.detach() if obj.requires_grad else obj
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
-        return _wrap, (type(obj), inner, context, wrapper.size(), wrapper.stride())
+        return wrapper.__tensor_unflatten__, (inner, context, wrapper.size(), wrapper.stride())
 
     def _place(self, tensor: torch.Tensor) -> int:
         """Return the place of a tensor, or of an earlier tensor over the same part of the same memory."""
@@ -117,21 +117,18 @@ class _Taker(pickle.Pickler):
         if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
             lazy = tensor.is_conj(), tensor.is_neg()
             key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = len(self.tensors)
-            plain = type(tensor) is torch.Tensor and not tensor.requires_grad
-            self.tensors.append(tensor if plain else tensor.detach())
-            self._alive.append(tensor)
-        return found
+        return self._number(key, tensor, self.tensors, tensor.detach)
 
     def _keep(self, obj: Any, copied: Callable[[], Any]) -> int:
-        key = "kept", id(obj)
+        return ~self._number(("kept", id(obj)), obj, self.kept, copied)
+
+    def _number(self, key: Any, obj: Any, stand_ins: list[Any], make: Callable[[], Any]) -> int:
+        """Return the place of an object's stand-in in a list, and make the stand-in if the key is new."""
         found = self._places.get(key)
         if found is None:
-            found = self._places[key] = ~len(self.kept)
-            self.kept.append(copied())
-            self._alive.append(obj)
+            found = self._places[key] = len(stand_ins)
+            stand_ins.append(make())
+            self._alive.append(obj)  # else another object could have its id
         return found
 
 
@@ -149,10 +146,6 @@ class _Builder(pickle.Unpickler):
 def _is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether a tensor wraps other tensors, by torch's protocol for wrappers, as a DTensor does."""
     return hasattr(type(tensor), "__tensor_flatten__")
-
-
-def _wrap(kind: Any, inner: dict[str, Any], context: Any, size: torch.Size, stride: tuple[int, ...]) -> Any:
-    return kind.__tensor_unflatten__(inner, context, size, stride)
 
 
 def _dress(kind: type[torch.Tensor], bare: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,8 @@ from .._stage import HostTransfer, Landing, clear_own_frames, landings
 from ..errors import PinstageError
 from ._snapshot import Snapshot, rebuild
 
-LOOK_AGAIN_SECONDS = 0.1
-"""Poll interval for the end of a save's thread. The return of the slab needs no polling."""
+LOOK_AGAIN_SECONDS = 0.01
+"""Poll interval for the return of a slab and for the end of a save's thread."""
 
 Place = Landing | torch.Tensor
 """Where a tensor's bytes are in the slab; or a tensor that could not be packed."""
@@ -96,7 +96,7 @@ def _reduce(staged: StagedState) -> tuple[Any, ...]:
         raise PinstageError("a staged state dict can be sent to a writer only while it is being saved; stage it again")
     staged.clear()
     if slab is None:
-        return _arrive, (content, None, 0)
+        return content.over, (None,)
     if slab.fd is None:
         raise PinstageError(
             f"a writer in another process cannot map the pool's memory: {slab.memory.nbytes} bytes; make the pool of "
@@ -107,8 +107,6 @@ def _reduce(staged: StagedState) -> tuple[Any, ...]:
 
 def _arrive(content: Content, handle: Any, nbytes: int) -> dict[str, Any]:
     """Map the slab in the writer's process; it is unmapped when the last tensor is freed. Touches no CUDA."""
-    if handle is None:
-        return content.over(None)
     fd = handle.detach()
     try:
         memory = mmap.mmap(fd, nbytes)
@@ -124,10 +122,7 @@ class Save:
     """Watches a staged state dict while a writer reads it, without keeping it alive."""
 
     def __init__(self, memory: Bytes | None) -> None:
-        self._bell = threading.Lock()  # not a Condition: the garbage collector may release it in a wait
-        self._bell.acquire()
-        bell = self._bell
-        self._memory = None if memory is None else weakref.ref(memory, lambda _: bell.release())
+        self._memory = None if memory is None else weakref.ref(memory)
         self._writers: list[threading.Thread] = []
         self._staged: weakref.ref[StagedState] | None = None
 
@@ -150,10 +145,9 @@ class Save:
                     del staged
                 gc.collect()  # an error and its frames may refer to each other
                 return True
-            left = end - time.monotonic()
-            if left <= 0:
+            if time.monotonic() >= end:
                 return False
-            self._bell.acquire(timeout=min(left, LOOK_AGAIN_SECONDS))
+            time.sleep(LOOK_AGAIN_SECONDS)
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -104,21 +105,21 @@ class OffloadedOptimizer(Offloaded):
         """Yield each tensor that the optimizer keeps for a parameter, with its dict and its key."""
         optimizer = self._optimizer()
         for state in [] if optimizer is None else list(optimizer.state.values()):
-            if isinstance(state, dict):
-                yield from (
-                    (state, key, value) for key, value in list(state.items()) if isinstance(value, torch.Tensor)
-                )
+            for key, value in list(state.items()) if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor):
+                    yield state, key, value
 
     def _own_values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
         """Yield the values that can be offloaded: plain, large enough, and sharing no memory within the optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        users: dict[int, int] = {}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for tensor in _tensors_in([list(optimizer.state.values()), parameters, [p.grad for p in parameters]]):
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
-                address = tensor.untyped_storage().data_ptr()
-                users[address] = users.get(address, 0) + 1
+        tensors = _tensors_in([list(optimizer.state.values()), parameters, [p.grad for p in parameters]])
+        users = Counter(
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        )
         for state, key, value in self._values():
             if (
                 can_leave(value, self._pool)

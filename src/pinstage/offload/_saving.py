@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,22 +21,16 @@ from ._block import Load, can_leave, lease_now, range_of
 from ._scheduler import OffloadScheduler, OffloadStats, Saved, Stayed
 
 
+@dataclass(eq=False)
 class Saving:
     """The hooks and their state. Autograd's graphs keep this object alive, so it must not refer to a graph."""
 
-    def __init__(
-        self,
-        pool: SlabPool,
-        min_bytes: int,
-        max_device_bytes: int,
-        keep_on_device: Callable[[torch.Tensor], bool] | None,
-    ) -> None:
-        self.counters: Counter[str] = Counter()
-        self._pool = pool
-        self._min_bytes = min_bytes
-        self._max_device_bytes = max_device_bytes
-        self._keep_on_device = keep_on_device
-        self._schedulers: dict[torch.device, OffloadScheduler] = {}
+    pool: SlabPool
+    min_bytes: int
+    max_device_bytes: int
+    keep_on_device: Callable[[torch.Tensor], bool] | None
+    counters: Counter[str] = field(default_factory=Counter)
+    _schedulers: dict[torch.device, OffloadScheduler] = field(default_factory=dict)
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
         scheduler = None if self._stays(tensor) else self._scheduler(tensor.device)
@@ -48,7 +43,7 @@ class Saving:
                 return found
             load = Load.of(tensor)
             nbytes = load.source.numel()
-            leased = lease_now(self._pool, nbytes)
+            leased = lease_now(self.pool, nbytes)
             if leased is None:
                 self.counters["stayed_at_cap"] += 1
                 self.counters["stayed_at_cap_bytes"] += nbytes
@@ -65,21 +60,20 @@ class Saving:
             scheduler.forget_storages()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        if not can_leave(tensor, self._pool) or tensor.numel() == 0:
+        if not can_leave(tensor, self.pool) or tensor.numel() == 0:
             return True
-        if tensor.untyped_storage().nbytes() < self._min_bytes:
+        if tensor.untyped_storage().nbytes() < self.min_bytes:
             return True
         begin, end = range_of(tensor)
-        if end - begin < self._min_bytes or isinstance(base_of(tensor), torch.nn.Parameter):
+        if end - begin < self.min_bytes or isinstance(base_of(tensor), torch.nn.Parameter):
             return True
-        return self._keep_on_device is not None and bool(self._keep_on_device(tensor))
+        return self.keep_on_device is not None and bool(self.keep_on_device(tensor))
 
     def _scheduler(self, device: torch.device) -> OffloadScheduler:
         scheduler = self._schedulers.get(device)
-        if scheduler is None:  # no lock: if two threads make one, one of them is used
-            scheduler = self._schedulers.setdefault(
-                device, OffloadScheduler(shared_targets.of(device), self._max_device_bytes, self.counters)
-            )
+        if scheduler is None:
+            scheduler = OffloadScheduler(shared_targets.of(device), self.max_device_bytes, self.counters)
+            scheduler = self._schedulers.setdefault(device, scheduler)  # another thread may have made one
         return scheduler
 
 
