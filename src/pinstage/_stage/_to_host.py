@@ -13,6 +13,7 @@ and the last view is gone.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -264,6 +265,8 @@ def fetch(
             break
         except IsContainer:
             continue  # see `take_apart`
+    if not hold:  # the caller doesn't keep tensors that `describe` computed
+        hold = any(map(operator.is_not, parts.leaves, walk(tree)[0]))
     tables = {device: there.table for device, there in by_device.items()}
     direct: dict[int, torch.Tensor] = {}
     written = None
@@ -446,8 +449,7 @@ def _start(
             pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
         for index, offset, nbytes in gathering.direct:
             there = flat(leaves[index]).view(torch.uint8)
-            # Without `hold` nothing else would keep the memory of a leaf whose values were computed for this copy.
-            pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=not hold))
+            pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
         for index in (index for index in direct if leaves[index].device == device):
             there, place = flat(leaves[index]).view(torch.uint8), flat(direct[index].detach()).view(torch.uint8)
             pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(direct[index])]
