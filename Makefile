@@ -45,10 +45,10 @@ types: $(VENV)/.stamp-types ## check types
 	$(BIN)/mypy
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: $(VENV)/.stamp-docs $(VENV)/.stamp-test ## check the words of the docs, build them into site/, and run their code
+docs: $(VENV)/.stamp-docs $(VENV)/.stamp-test ## check the words of the docs, build them into site/, run their code and the examples
 	$(BIN)/python scripts/prose.py
 	$(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/pages $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/pages tests/examples $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-bench ## compare with every rival, which needs a GPU (BENCH_ARGS)
 	$(BIN)/python benchmarks/comparison --out benchmarks/results/staging.json --plot docs/scaling.png $(BENCH_ARGS)

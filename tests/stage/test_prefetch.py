@@ -19,6 +19,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's, of torch 2.13
+    # If its own thread has the last reference, it raises "cannot join current thread".
+    pytest.mark.filterwarnings(r"ignore:.*_ParallelMapperIter\.__del__:pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
