@@ -657,3 +657,48 @@ def test_unpackable_leaves_are_copied_into_place(stager):
     assert fetched[0] is place
     assert torch.equal(place.to_dense(), torch.eye(2))
     assert fetched[1] == "text"
+
+
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+@pytest.mark.parametrize(
+    "lazy",
+    [
+        lambda: torch.zeros(8, dtype=torch.complex64).conj(),
+        lambda: torch.full((1 << 17,), 7 + 0j).conj().imag,
+        lambda: torch._neg_view(torch.zeros(8)),
+    ],
+    ids=["conjugated", "its imaginary part", "negated"],
+)
+def test_lazily_computed_destinations_take_values(make_stager, method, lazy):
+    place = lazy()
+    around = place._base.clone()
+    source = torch.arange(1, place.numel() + 1).to(place.dtype)
+    getattr(make_stager(max_bytes="64MiB"), method)([source], out=[place])
+    expected = lazy()
+    expected.copy_(source)
+    assert torch.equal(place, expected)
+    assert torch.equal(place._base, expected._base)
+    assert not torch.equal(place._base, around)
+
+
+def test_unused_strides_don_t_change_the_order(make_stager):
+    image = torch.arange(512 * 512 * 8, dtype=torch.float32).view(512, 512, 8).permute(2, 0, 1).unsqueeze(0)
+    place = torch.empty_strided((1, 8, 512, 512), (8 * 512 * 512, 1, 4096, 8))
+    make_stager(max_bytes="1MiB").to_device([image], out=[place])
+    assert torch.equal(place, image)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16])
+def test_changes_of_any_dtype_are_counted(make_stager, dtype):
+    place = torch.zeros(4, dtype=dtype)
+    before = place._version
+    make_stager(max_bytes="1MiB").to_host([torch.ones(4, dtype=dtype)], out=[place])
+    assert place._version > before
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int1])
+def test_strided_bytes_go_in_parts_as_they_are(make_stager, dtype):
+    bytes_ = torch.randint(256, (2048, 1024), dtype=torch.uint8)
+    source, place = bytes_.view(dtype)[:, ::2], torch.zeros((2048, 512), dtype=torch.uint8).view(dtype)
+    make_stager(max_bytes="256KiB").to_device([source], out=[place])
+    assert torch.equal(place.view(torch.uint8), bytes_[:, ::2])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from strategies import assert_same, batches
 
 from pinstage import SlabPool, Stager
-from pinstage._batch import ALIGNMENT, PACKED, cut, flat, into_tensors, pack, take_apart
+from pinstage._batch import ALIGNMENT, PACKED, RowKind, cut, flat, into_tensors, made_dense, pack, take_apart
 from pinstage._memory import remedy
 from pinstage._stage._out import in_groups
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, StagingWarning
@@ -215,10 +215,14 @@ def test_the_parts_of_a_batch_are_its_bytes(batch, size):
     whole, pieced = (torch.full((table.nbytes,), 0xEE, dtype=torch.uint8) for _ in range(2))
     pack(parts, whole)
     others = [None] * (table.others + table.moved)
-    packed = table.positions(*PACKED)
+    packed, kinds = table.positions(*PACKED), table.rows["kind"]
     assert size % ALIGNMENT == 0
     places = cut(table, pieced, others)
-    for sources, there in in_groups(parts.leaves, places, packed, size):
+    leaves = [
+        made_dense(leaf) if kind == RowKind.STRIDED else leaf for leaf, kind in zip(parts.leaves, kinds, strict=True)
+    ]
+    pairs = [(leaves[index], places[index]) for index in packed]
+    for sources, there in in_groups(pairs, size):
         run = take_apart(sources)
         slab = torch.empty(size, dtype=torch.uint8)
         assert run.table.packed == len(sources)

@@ -27,7 +27,7 @@ from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, duplicate, flat, ga
 from ._layout import Layout, Slot, check_content, content_of
 from ._leaves import ATOM_TYPES, WRAPPERS, from_array, is_atom, on_host, tensors_in
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
-from ._pack import borrow, most_threads, pack, reuses_places, start_packing
+from ._pack import borrow, made_dense, most_threads, pack, reuses_places, start_packing
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table
 
@@ -36,7 +36,7 @@ __all__ = [
     "IsContainer", "Keeping", "Layout", "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode",
     "Structure", "Table", "WRAPPERS", "arrange", "borrow", "check_content", "check_own_storage", "content_of",
     "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "fit_as_they_are", "flat", "from_array",
-    "gather", "into_tensors", "is_atom", "make_blocks", "most_threads", "moves_in_silence", "on_host",
+    "gather", "into_tensors", "is_atom", "made_dense", "make_blocks", "most_threads", "moves_in_silence", "on_host",
     "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
     "take_apart", "tensors_in", "walk",
 ]  # fmt: skip

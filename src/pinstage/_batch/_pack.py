@@ -10,7 +10,8 @@ import torch
 
 from .. import _native
 from .._host import usable_cpus
-from ._describe import Parts
+from ._blocks import cut
+from ._describe import Parts, take_apart
 from ._leaves import from_array
 from ._table import PACKED, RowKind, lay_out
 
@@ -36,6 +37,15 @@ def pack(parts: Parts, slab: HostSlab, skip: list[int] | None = None) -> None:
     """
     skipped = None if skip is None else np.bincount(skip, minlength=len(parts.leaves)).astype(np.uint8).tobytes()
     _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, skipped)
+
+
+def made_dense(leaf: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return a contiguous copy of a strided leaf, bit for bit, as it would be in a slab."""
+    parts = take_apart([leaf])
+    memory = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")
+    pack(parts, memory)
+    made: torch.Tensor = cut(parts.table, memory, [])[0]
+    return made
 
 
 MOST_THREADS = 12

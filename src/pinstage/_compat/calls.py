@@ -102,8 +102,9 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def parts_of_sharded(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Take a sharded tensor apart, for `make_sharded`; None if it isn't sharded."""
-    module: Any = sys.modules.get("torch.distributed._shard.sharded_tensor")
-    if module is None or not isinstance(tensor, module.ShardedTensor):
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    kind = getattr(module, "ShardedTensor", None)  # another thread may be importing the module
+    if kind is None or not isinstance(tensor, kind):
         return None
     return [(shard.tensor, shard.metadata) for shard in tensor.local_shards()], tensor.metadata()
 

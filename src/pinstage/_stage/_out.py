@@ -122,22 +122,24 @@ class OutPlan(NamedTuple):
             if chosen:
                 yield self._way(chosen)
             return
-        for sources, places in in_groups(self.parts.leaves, self.leaves, chosen, SCRATCH_BYTES):
+        for sources, places in in_groups(self.pairs(chosen), SCRATCH_BYTES):
             yield Way(take_apart(sources), places)
 
+    def pairs(self, chosen: list[int]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield leaves, each with its destination."""
+        return ((self.parts.leaves[index], self.leaves[index]) for index in chosen)
 
-def in_groups(
-    leaves: list[Any], places: list[torch.Tensor], chosen: list[int], most: int
-) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
-    """Yield some of the leaves and their destinations, in order, in groups that have at most `most` bytes in a slab.
+
+def in_groups(pairs: Iterable[tuple[Any, torch.Tensor]], most: int) -> Iterator[tuple[list[Any], list[torch.Tensor]]]:
+    """Yield leaves and their destinations, in order, in groups that have at most `most` bytes in a slab.
 
     A larger leaf is cut where its destination's memory can be cut into ranges, and its destination in the same way.
     """
     sources: list[Any] = []
     there: list[torch.Tensor] = []
     nbytes = 0
-    for index in chosen:
-        for source, place in _pieces(leaves[index], places[index], most):
+    for leaf, whole in pairs:
+        for source, place in _pieces(leaf, whole, most):
             room = -(-source.nbytes // ALIGNMENT) * ALIGNMENT
             if sources and nbytes + room > most:
                 yield sources, there
@@ -159,9 +161,8 @@ def _pieces(source: Any, place: torch.Tensor, most: int) -> Iterator[tuple[Any, 
     size = tensor.shape[dim]
     rows = max(1, size * most // tensor.nbytes)
     for start in range(0, size, rows):
-        piece, there = (whole.narrow(dim, start, min(rows, size - start)) for whole in (tensor, place))
-        # A piece of a strided tensor may be dense, so that its bytes would be packed in another order.
-        yield from _pieces(piece if piece.stride() == there.stride() else piece.contiguous(), there, most)
+        count = min(rows, size - start)
+        yield from _pieces(tensor.narrow(dim, start, count), place.narrow(dim, start, count), most)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -198,9 +199,12 @@ def note_written(error: BaseException, structure: Structure, leaves: Iterable[in
 @contextmanager
 def writing(places: list[torch.Tensor]) -> Iterator[None]:
     """Allow torch's own functions to write tensors, whatever mode they were made in."""
-    with torch.inference_mode():
+    are_inference = not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, places))
+    places = list(places)
+    with torch.inference_mode() if are_inference else torch.no_grad():
         yield
-    torch.autograd.graph.increment_version(places)  # inference mode doesn't count changes
+    if are_inference:  # inference mode counts no changes of other tensors
+        torch.autograd.graph.increment_version(places)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -333,14 +337,19 @@ def _is_same_view(one: Any, other: Any) -> bool:
 
 
 def _described(parts: Parts, places: list[Any], device: torch.device) -> Parts:
-    """Describe the destinations, each of which is written once. Parameters are described by their memory."""
+    """Describe the destinations, each of which is written once, except those that only ``copy_`` can write.
+
+    Parameters are described by their memory.
+    """
     leaves: list[Any] = list(places)
     for index in parts.table.positions(RowKind.OTHER, RowKind.ALIAS):
         leaves[index] = None
     for index, leaf in enumerate(leaves):
-        if type(leaf) is torch.Tensor and not leaf.requires_grad:
+        if not isinstance(leaf, torch.Tensor):
             continue
-        if isinstance(leaf, torch.Tensor) and not (leaf.requires_grad and torch.is_grad_enabled()):
+        if leaf.is_conj() or leaf.is_neg():  # lazily: its bytes aren't its values
+            leaves[index] = None
+        elif not (leaf.requires_grad and torch.is_grad_enabled()):
             leaves[index] = _plain(leaf)
     return describe(leaves, parts.structure, device, arrays=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,13 @@ from .._batch import (
     Layout,
     OwnStorage,
     Parts,
+    RowKind,
     Sharing,
     borrow,
     check_own_storage,
     content_of,
     into_tensors,
+    made_dense,
     most_threads,
     reuses_places,
     sharing_of,
@@ -908,10 +910,17 @@ class Stager:
         """
         size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
         host, slab, table = lease.data_ptr(), lease.tensor(), parts.table
-        places = blocks.leaves([None] * (table.others + table.moved))
+        places, strided = blocks.leaves([None] * (table.others + table.moved)), set(table.positions(RowKind.STRIDED))
+
+        def pairs() -> Iterator[tuple[Any, torch.Tensor]]:
+            for index in table.positions(*PACKED):
+                leaf = parts.leaves[index]
+                # A piece of a strided leaf may be dense, and would be packed in another order.
+                yield made_dense(leaf) if index in strided and leaf.nbytes > size else leaf, places[index]
+
         events: list[Fence | None] = [None] * _PARTS
         copies = 0
-        for number, (sources, there) in enumerate(in_groups(parts.leaves, places, table.positions(*PACKED), size)):
+        for number, (sources, there) in enumerate(in_groups(pairs(), size)):
             part = number % _PARTS
             if (event := events[part]) is not None:
                 with step("wait"):

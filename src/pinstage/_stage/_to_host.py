@@ -300,7 +300,7 @@ def _in_parts(
 ) -> HostTransfer[Any]:
     """Fetch leaves into existing tensors in parts of at most `most` bytes, by `again`. Waits for each part's copies."""
     chosen = sorted(plan.direct + plan.scratch)
-    parts = [*in_groups(plan.parts.leaves, plan.leaves, chosen, most)]
+    parts = [*in_groups(plan.pairs(chosen), most)]
     if plan.plain:
         parts.append(([source for _, _, source in plan.plain], [place for _, place, _ in plan.plain]))
     copies = nbytes = 0
