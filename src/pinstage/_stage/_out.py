@@ -337,9 +337,10 @@ def _is_same_view(one: Any, other: Any) -> bool:
 
 
 def _described(parts: Parts, places: list[Any], device: torch.device) -> Parts:
-    """Describe the destinations, each of which is written once, except those that only ``copy_`` can write.
+    """Describe the destinations. Each is written once.
 
-    Parameters are described by their memory.
+    Parameters are described by their memory. Lazily conjugated or negated tensors are left out: only ``copy_`` can
+    write them.
     """
     leaves: list[Any] = list(places)
     for index in parts.table.positions(RowKind.OTHER, RowKind.ALIAS):
