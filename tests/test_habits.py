@@ -97,16 +97,8 @@ def test_a_lease_takes_numpy_s_dtypes(dtype):
 def test_objects_print_as_what_they_are(stager):
     stager.to_device({"x": torch.ones(MIB)})
     assert "<Stager cpu batches=1" in repr(stager)
-    text = repr(stager.stats())
-    for line in ("StagerStats\n  batches ", "1, in ", "packed              1 leaf, 4.00 MiB", "PoolStats\n"):
-        assert line in text
-    assert "  max_bytes     8.00 MiB (given: 8MiB)\n  held          4.00 MiB in 1 slab\n" in text
     loader = ps.DataLoader([torch.ones(2)] * 6, batch_size=3, device="cpu", max_bytes="4MiB")
     assert repr(loader) == "<DataLoader to cpu: batch_size=3, no workers, max_bytes='4MiB'>"
-    assert "Nothing was loaded yet." in repr(loader.stats())
-    list(loader)
-    assert "LoaderStats\n  batches             2, " in repr(loader.stats())
-    assert max(map(len, repr(loader.stats()).splitlines())) <= 120
 
 
 def test_stats_print_one_line_for_a_log(stager):
@@ -203,9 +195,7 @@ def test_a_wrapped_loader_prints_as_what_it_is():
 
 def test_one_of_a_thing_is_no_plural(stager):
     stager.to_device({"x": torch.ones(320 * 1024)[::2]})
-    text = repr(stager.stats())
-    for part in ("1, in 1 copy\n", "1 leaf, 640.00 KiB", "0 calls, 0 copies", "in 1 slab\n"):
-        assert part in text
+    assert re.match(r"1 batch, 640.00 KiB in 1 copy; 0 fetches, ", str(stager.stats()))
 
 
 def test_names_of_tests_have_fewer_than_nine_words():

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinstage._sizes import format_bytes, parse_bytes, size_to_paste, table_text
+from pinstage._sizes import format_bytes, parse_bytes, size_to_paste
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,6 @@ def test_a_float_that_is_no_integer_is_refused(size):
 def test_a_size_to_paste_is_hardly_more(nbytes):
     read = parse_bytes(size_to_paste(nbytes))
     assert nbytes <= read <= max(nbytes * 1.125, nbytes + 1024)
-
-
-def test_a_table_has_a_row_for_each_name():
-    assert table_text("T", [("a", 1), ("long", "x y")]) == "T\n  a     1\n  long  x y"
 
 
 @pytest.mark.parametrize("size", [True, False, None, b"1MiB", [1]])

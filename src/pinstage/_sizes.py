@@ -3,7 +3,6 @@
 import numbers
 import operator
 import re
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import SupportsIndex, TypeAlias
 
@@ -76,13 +75,6 @@ def size_to_paste(nbytes: int) -> str:
     """Write a size for `parse_bytes`, rounded up to whole KiB or a larger unit: ``"9MiB"``."""
     power = max((power for power in range(1, len(_BINARY)) if nbytes >= 8 << 10 * power), default=1)
     return f"{-(-nbytes // (1 << 10 * power))}{_BINARY[power]}"
-
-
-def table_text(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    """Write a short table of names and values under a title."""
-    written = [(name, str(value)) for name, value in rows]
-    width = max(len(name) for name, _ in written)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in written)])
 
 
 def count(number: float, noun: str, plural: str | None = None) -> str:

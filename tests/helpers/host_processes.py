@@ -91,7 +91,7 @@ def say(**what):
 
 
 def rank(mine, peak, cap, timeout):
-    """Peak twice, never at the same time as the other rank."""
+    """Peak twice, never at the same time as the other rank, and give the memory back."""
     with ps.SlabPool(**cap, memory=ps.memory.PageableMemory()) as pool:
         for turn in range(4):
             if turn % 2 == mine:
@@ -101,6 +101,7 @@ def rank(mine, peak, cap, timeout):
                 assert [int(lease.numpy()[-1]) for lease in leases] == list(range(peak))
                 for lease in leases:
                     lease.release()
+                pool.trim()
             say(turn=turn)
             sys.stdin.readline()  # the other rank has had its turn too
         say(peak=pool.stats().peak_held_bytes)
@@ -131,9 +132,6 @@ def churn(truth, place, most, cap, seconds, seed):
     while leases:
         leases.pop().release()
     pool.close()
-    patience = time.monotonic() + 5
-    while pool.stats().held_bytes and time.monotonic() < patience:
-        time.sleep(0.01)  # the thread that lends may be freeing a slab
     return {"served": served, "refused": refused, "excesses": memory.excesses, "held": pool.stats().held_bytes}
 
 
@@ -172,10 +170,12 @@ def crowd(folder, count, most, seconds, cap):
 
 
 def hold(nbytes, is_idle):
-    """Hold memory, in use or idle, until the end of the input."""
+    """Hold memory, in use or idle. After a line of input give back what is idle, and hold the rest until another."""
     pool = ps.SlabPool(memory=ps.memory.PageableMemory(), budget=ps.HostBudget(8 * MIB, name="held"))
     lease = pool.acquire(nbytes, owner="eval")
     if is_idle:
         lease.release()
     say(ready=True)
+    sys.stdin.readline()
+    pool.trim()
     sys.stdin.readline()

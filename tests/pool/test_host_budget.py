@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles import CountingMemory, Interrupts, ManualEvent, claim_in_child, outcome, stays_blocked, wait_until
+from doubles import CountingMemory, Interrupts, claim_in_child, outcome, stays_blocked, wait_until
 from host_processes import MIB, crowd, hold, rank
 
 import pinstage as ps
@@ -45,12 +45,6 @@ def folder(tmp_path, monkeypatch):
     if path.is_dir() and not path.is_symlink() and not path.stat().st_mode & 0o77:
         wait_until(lambda: not living())
         assert not list(path.iterdir())
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Let pools of this process poll more often."""
-    monkeypatch.setattr(_host_budget, "LOOK_SECONDS", 0.05)
 
 
 def living():
@@ -166,21 +160,45 @@ def test_the_watcher_sees_separate_caps(started, tmp_path):
     assert started(crowd, tmp_path, 8, 8 * MIB, 2, {"max_bytes": 8 * MIB}).hear()["excesses"]
 
 
-def test_another_process_lends_idle_slabs_within_two_seconds(started, pools):
-    process = started(hold, 6 * MIB, True)
-    process.hear()
-    start = time.monotonic()
-    with pools().acquire("7MiB", timeout=5):
-        assert time.monotonic() - start < 2
-
-
-def test_slabs_in_use_are_not_lent(started, pools):
+def test_a_full_budget_makes_requests_wait(started, pools):
     started(hold, 6 * MIB, False).hear()
     pool = pools()
     with pytest.raises(AcquireTimeoutError, match=r"HostBudget\('8.00 MiB', name='held'\), of which other pools of t"):
         pool.acquire("3MiB", timeout=0.4)
     with pool.acquire("2MiB", timeout=0):
         pass
+
+
+def test_idle_slabs_stay_until_their_pool_trims(started, pools, background):
+    process = started(hold, 6 * MIB, True)
+    process.hear()
+    pool = pools()
+    waiting = background(pool.acquire, "7MiB")
+    assert stays_blocked(waiting)
+    process.nod()  # it trims
+    start = time.monotonic()
+    outcome(waiting).release()
+    assert time.monotonic() - start < 1
+
+
+def test_waiting_requests_of_a_pool_keep_their_order(pools, background):
+    first, second = pools(), pools()
+    with first.acquire("6MiB"):
+        order = []
+
+        def take(name, size):
+            with second.acquire(size):
+                order.append(name)
+
+        one = background(take, "first", "6MiB")
+        wait_until(lambda: second.stats().waits == 1)
+        other = background(take, "second", "2.5MiB")
+        assert stays_blocked(one)
+        assert stays_blocked(other)
+    first.trim()
+    outcome(one)
+    outcome(other)
+    assert order == ["first", "second"]
 
 
 def test_errors_name_the_holders_and_a_larger_budget(started, pools):
@@ -231,6 +249,8 @@ def test_a_waiting_request_gets_what_another_process_frees(pools, background):
     waiting = background(second.acquire, "6MiB")
     wait_until(lambda: second.stats().waits == 1)
     lease.release()
+    assert stays_blocked(waiting)
+    first.trim()
     outcome(waiting).release()
 
 
@@ -243,22 +263,13 @@ def test_own_idle_slabs_make_room_before_waiting(pools):
             assert second.stats().trims == 2
 
 
-def test_a_frozen_pool_lends_nothing(pools):
+def test_a_reservation_does_not_wait_for_others(pools):
     first, second = pools(), pools()
-    first.reserve("6MiB")
-    first.freeze()
-    with pytest.raises(AcquireTimeoutError):
-        second.acquire("6MiB", timeout=0.4)
-    assert first.stats().free_bytes == 6 * MIB
-
-
-def test_a_reservation_uses_lent_memory_or_fails(pools):
-    first, second = pools(), pools()
-    lease = first.acquire("6MiB")
+    first.acquire("6MiB").release()
     with pytest.raises(BudgetExceededError, match=r"reserve does not fit: 3 slabs of 1\.00 MiB are missing"):
         second.reserve("1MiB", count=3)
     assert second.stats().held_bytes == 0
-    lease.release()
+    first.trim()
     second.reserve("1MiB", count=3)
     assert second.stats().free_bytes == 3 * MIB
 
@@ -326,17 +337,20 @@ def test_interrupts_lose_nothing_of_the_budget(pools):
 
     countdown, was_interrupted = 1, True
     while was_interrupted:
+        first.trim()
         with second.acquire("5MiB", timeout=5):
             pass
+        second.trim()
         was_interrupted = Interrupts(countdown, "_pool/_pool.py", "_waiting.py").during(work)
         countdown += 3
     assert countdown > 60
+    first.trim()
     with second.acquire("8MiB", timeout=5):
         pass
 
 
-@pytest.mark.parametrize("lend", [False, True])
-def test_a_pool_s_cap_binds_within_the_budget(pools, lend):
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_pool_s_cap_binds_within_the_budget(pools, grows):
     first, second = pools(max_bytes="3MiB"), pools()
     assert first.max_bytes == 3 * MIB
     with (
@@ -346,7 +360,8 @@ def test_a_pool_s_cap_binds_within_the_budget(pools, lend):
         first.acquire("2.5MiB", timeout=0)
     with pytest.raises(BudgetExceededError, match=r'; pass max_bytes="\d+KiB" or more'):
         pools(max_bytes="3MiB").acquire("4MiB")
-    if lend:
+    if grows:
+        second.trim()
         first.reserve("1MiB", count=3)
         assert [usage.held_bytes for usage in budget().usage() if usage.held_bytes] == [3 * MIB]
 
@@ -456,10 +471,10 @@ class Assassin:
 
 
 def one_life():
-    """Grow, wait for another process's idle memory, wait in vain, lend, shrink, report statistics, and end."""
+    """Grow, wait in vain, shrink, and end."""
     pool = ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())
     pool.acquire("1MiB").release()
-    pool.acquire("5MiB", timeout=5).release()
+    pool.acquire("3MiB", timeout=5).release()
     living()
     with contextlib.suppress(AcquireTimeoutError):
         pool.acquire("7.5MiB", timeout=0.05)
@@ -468,13 +483,11 @@ def one_life():
     wait_until(lambda: len(living()) == 1)
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_process_killed_at_any_line_loses_nothing(pools, folder, tmp_path):
     pool = pools()
     found = tmp_path / "lines.json"
 
     def life(assassin):
-        pool.acquire("4MiB").release()
         keep = pool.acquire("1MiB", timeout=5)
         pid = os.fork()
         if pid == 0:
@@ -504,20 +517,15 @@ def test_a_process_killed_at_any_line_loses_nothing(pools, folder, tmp_path):
     assert outcomes.count(-signal.SIGKILL) > 0.9 * len(outcomes)
 
 
-def test_a_stopped_process_leaves_the_rest_to_others(started, pools, folder):
+def test_a_stopped_process_leaves_the_rest_to_others(started, pools):
     process = started(hold, 6 * MIB, True)
-    pid = process.pid
     process.hear()
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     pool = pools()
     with pool.acquire("2MiB", timeout=0), pytest.raises(AcquireTimeoutError):
         pool.acquire("1MiB", timeout=0.3)
-    [path] = [path for path in folder.iterdir() if json.loads(path.read_text())["pid"] == pid]
-    os.utime(path, (0, time.time() - 4))  # as if that took so long
-    [stopped] = [share for share in living() if share.pid == pid]
-    assert (stopped.answered, stopped.held_bytes) == (False, 6 * MIB)
-    os.kill(pid, signal.SIGCONT)
-    with pool.acquire("7MiB", timeout=5):
+    process.kill()
+    with pool.acquire("8MiB", timeout=5):
         pass
 
 
@@ -618,11 +626,13 @@ def test_a_removed_folder_is_made_again(pools, folder):
     first = pools()
     lease = first.acquire("6MiB")
     shutil.rmtree(folder)
-    wait_until(lambda: [usage.held_bytes for usage in living()] == [6 * MIB])
+    first.acquire("1MiB").release()  # until a pool grows or shrinks, others don't know of it
+    assert [usage.held_bytes for usage in living()] == [7 * MIB]
     second = pools()
     with pytest.raises(AcquireTimeoutError):
         second.acquire("3MiB", timeout=0)
     lease.release()
+    first.trim()
     with second.acquire("8MiB", timeout=5):
         pass
 
@@ -702,18 +712,18 @@ def test_importing_pinstage_makes_no_folder(folder):
     assert not folder.exists()
 
 
-@pytest.mark.usefixtures("quick")
-def test_only_pools_with_idle_slabs_look_at_others(pools, monkeypatch):
+def test_only_growing_freeing_and_waiting_read_the_files(pools, monkeypatch):
     looks = []
     look = _host_budget._living
     monkeypatch.setattr(_host_budget, "_living", lambda *which: looks.append(which) or look(*which))
-    pool = pools()
-    lease = pool.acquire("1MiB")
-    looks.clear()
-    time.sleep(0.3)
-    assert looks == []
-    lease.release()
-    wait_until(lambda: looks)
+    first, second = pools(), pools()
+    with first.acquire("6MiB"):
+        looks.clear()
+        time.sleep(0.3)
+        assert looks == []
+        with pytest.raises(AcquireTimeoutError):
+            second.acquire("3MiB", timeout=0.5)
+        assert 2 <= len(looks) <= 12  # every 50 ms
 
 
 def test_a_warm_lease_reads_no_files(pools, monkeypatch):
@@ -740,24 +750,6 @@ def test_a_program_that_closes_nothing_ends_in_silence():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert living() == []
-
-
-def test_a_failing_device_doesn_t_end_lending(pools):
-    first, second = pools(), pools()
-    event = ManualEvent()
-    event.error = RuntimeError("the device failed")
-    lease = first.acquire("2MiB")
-    idle = first.acquire("4MiB")
-    lease.release(after=event)
-    idle.release()
-    other = second.acquire("2MiB", timeout=0)
-    with pytest.raises(AcquireTimeoutError):
-        second.acquire("2MiB", timeout=0.3)
-    other.release()
-    event.error = None
-    event.finish()
-    with second.acquire("6MiB", timeout=5):
-        pass
 
 
 def test_a_finaliser_among_the_files_can_only_close(pools, background, folder):

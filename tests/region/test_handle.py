@@ -22,7 +22,6 @@ def context(request):
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(tmp_path / "host"))
-    monkeypatch.setattr("pinstage._pool._host_budget.LOOK_SECONDS", 0.05)
 
 
 BUDGET = ps.HostBudget(6 * MIB, name="region")

@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from .._pool import PoolStats
-from .._sizes import count, format_bytes, table_text
+from .._sizes import count, format_bytes
 from .._stage import Transfer, packed_bytes_of
 
 _NOTICEABLE = 0.1
@@ -14,7 +14,7 @@ _NOTICEABLE = 0.1
 batches."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderStats:
     """The counters of a `DataLoader`, over all its iterators."""
 
@@ -76,26 +76,12 @@ class LoaderStats:
         return f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
 
     def __str__(self) -> str:
-        """Return one line for a log; ``repr`` is a table."""
+        """Return one line for a log."""
         pool = self.pool and f"; pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}"
         return (
             f"{count(self.batches, 'batch', 'batches')}, {self._sent} in {self.elapsed_seconds:.3f} s, "
             f"{self.batch_wait_seconds:.3f} s waiting for a batch; {self.fallback_batches:,} without a slab{pool or ''}"
         )
-
-    def __repr__(self) -> str:
-        text = table_text(
-            "LoaderStats",
-            [
-                ("batches", f"{self.batches:,}, {self._sent}"),
-                ("fallback_batches", f"{self.fallback_batches:,}"),
-                ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
-                ("seconds", f"{self.elapsed_seconds:.3f}, of which {self.batch_wait_seconds:.3f} waiting for a batch"),
-                ("workers", f"{self.num_workers}, which waited {self.slab_wait_seconds:.3f} s for slabs"),
-                ("bottleneck", self.bottleneck),
-            ],
-        )
-        return text if self.pool is None else f"{text}\n{self.pool!r}"
 
 
 class Counters:

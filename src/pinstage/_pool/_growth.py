@@ -18,7 +18,7 @@ from queue import SimpleQueue
 
 from .._memory import REFUSALS, Block, as_called_here, remedy
 from .._reaper import running
-from ._host_budget import LEND_SECONDS, HostIsFull, retry
+from ._host_budget import HostIsFull
 from ._lease import Lease
 from ._refusals import Refusal, reserve_does_not_fit
 from ._slab import Holdings, Slab
@@ -26,9 +26,6 @@ from ._waiting import Waiter
 
 _PAUSE_SECONDS = 1e-3
 """Poll interval of `Growth.synchronize`. A reservation takes at least milliseconds."""
-
-_RETRY_PAUSE_SECONDS = 0.02
-"""Pause before a reservation tries again while other processes hold too much of a `HostBudget`."""
 
 RETRY_SECONDS = 60.0
 """Seconds for which a pool doesn't try to grow after memory was refused: a refusal may take as long as an
@@ -119,16 +116,15 @@ class Growth:
             raise self._error
 
     def run(self) -> None:
-        """Do the work in this thread. A reservation waits for other processes to free idle slabs."""
-        state, is_reservation = self._state, self.waiter is None
+        """Do the work in this thread."""
+        state = self._state
         try:
             running[self] = None
             with self._surroundings():
-                patience = LEND_SECONDS if is_reservation else 0.0
-                self._found = retry(self._attempt, HostIsFull, patience, _RETRY_PAUSE_SECONDS)
+                self._found = self._attempt()
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
-            if is_reservation and isinstance(error, HostIsFull):
+            if self.waiter is None and isinstance(error, HostIsFull):
                 self._error = reserve_does_not_fit(state.figures(), self.plan.capacity, self.plan.count)
         finally:
             del self._state, self._decide  # so that a fence doesn't keep the pool alive

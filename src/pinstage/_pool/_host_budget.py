@@ -1,14 +1,12 @@
 """One cap for the pools of several processes: a memory resource that wraps another one, like RMM's limiting adaptor.
 
 Each pool has a file in a folder of the user's. The file is locked as long as the pool's process lives; a file without a
-lock belongs to a process that has ended. Allocating and freeing read and write these files under the folder's lock. A
-pool that finds the budget used up writes to its file how much it wants. Pools with idle slabs check this every second,
-and free the missing bytes.
+lock belongs to a process that has ended. Allocating and freeing read and write these files under the folder's lock, and
+a request that waits reads them again and again. A lease of an idle slab does neither.
 """
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import fcntl
 import json
@@ -19,31 +17,20 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any
 
 from .._compat.calls import ownership
-from .._memory import Block, MemoryResource, PageableMemory, as_called_here
-from .._reaper import begin, running
+from .._memory import Block, MemoryResource, PageableMemory
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
 
 VARIABLE = "PINSTAGE_BUDGET_DIR"
 """The environment variable that names another folder, such as a volume that several containers share."""
 
-LOOK_SECONDS = 1.0
-"""Interval at which a pool updates its file, and checks whether others want its idle slabs."""
-
-LEND_SECONDS = 2.5
-"""Seconds that `SlabPool.reserve` waits for other processes to free idle slabs: two checks, and the time to free
-them."""
-
-_WAIT_SECONDS = 0.05
-"""Interval at which a pool that found the budget used up checks for room."""
+_LOOK_SECONDS = 0.05
+"""Interval at which a request that waits for other processes checks for room."""
 
 _BUSY_SECONDS = 10.0
 """Time-out for the folder's lock, which is usually held for less than a millisecond: then its holder is stopped."""
@@ -61,8 +48,9 @@ class HostBudget:
     """One cap on the bytes of all pools on a host that use it, in any number of processes.
 
     Pass it as the ``budget`` of a pool, a stager or a loader. A pool takes bytes from it to grow, and returns them when
-    it frees slabs. When the budget is used up, a request waits as it does at a pool's own cap, and meanwhile pools of
-    other processes free idle slabs. The bytes of a process are free again when it has ended, even if it was killed.
+    it frees slabs. When the budget is used up, a request waits as it does at a pool's own cap, until another pool frees
+    slabs, for example by `SlabPool.trim`. The bytes of a process are free again when it has ended, even if it was
+    killed.
 
     Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the folder
     that ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share the budget.
@@ -90,7 +78,7 @@ class HostBudget:
     def usage(self) -> list[PoolUsage]:
         """Return what each pool of this budget holds, in all processes.
 
-        Reads the pools' files. A pool updates its file when it grows or shrinks, and once a second.
+        Reads the pools' files.
 
         Raises:
             HostBudgetError: the folder cannot be used, or a file in it is damaged.
@@ -113,7 +101,7 @@ def check_budget(budget: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """The part of a `HostBudget` that one pool holds. All figures but held and wanted bytes may be a second old."""
+    """The part of a `HostBudget` that one pool or region holds."""
 
     budget: str
     """The budget's name."""
@@ -126,20 +114,7 @@ class PoolUsage:
     pool: str
     """Distinguishes the pool from others of the same process."""
     held_bytes: int
-    """Bytes that the pool holds, or is about to allocate."""
-    wanted_bytes: int
-    """Bytes that the pool waits for."""
-    answered: bool
-    """Whether the pool updated its file in the last three seconds. A stopped process doesn't."""
-    leased_bytes: int = 0
-    in_flight_bytes: int = 0
-    free_bytes: int = 0
-    waits: int = 0
-    """Requests that had to wait."""
-    wait_seconds: float = 0.0
-    """Time spent waiting, summed over all requests."""
-    owners: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The fields of `OwnerStats` for each owner."""
+    """Bytes that the pool holds, idle slabs included, or is about to allocate."""
     shared: dict[str, int] = field(default_factory=dict)
     """The part of `held_bytes` that other processes may hold, too: bytes by the memory's inode, counted once."""
 
@@ -166,43 +141,29 @@ class HostIsFull(Exception):  # noqa: N818 - a signal, which makes the request w
     """The budget has no room now."""
 
 
-def retry(work: Callable[[], Any], refusal: type[Exception], seconds: float, pause: float) -> Any:
-    """Repeat work while it is refused, for a number of seconds; then raise the refusal. Blocks."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            return work()
-        except refusal:
-            if time.monotonic() >= deadline:
-                raise
-        time.sleep(pause)
-
-
 class LimitedMemory:
     """A memory resource that allocates within a `HostBudget`, for one pool. `inode` identifies shared memory.
 
-    `allocate` raises `HostIsFull` while there is no room. `allocate` and `deallocate` wait for the folder's lock, so
-    only the threads that do the pool's slow work call them.
+    All methods that read or write files wait for the folder's lock.
 
     Raises:
         ValueError: another pool has a budget of this name with another cap.
         HostBudgetError: the folder cannot be used.
     """
 
+    _file = -1
+
     def __init__(self, memory: MemoryResource, budget: HostBudget, inode: int | None = None) -> None:
         self.granularity = memory.granularity
         self.others: list[PoolUsage] = []
         """Other pools of this budget, as of the last check."""
+        self.allowed = budget.max_bytes
+        """Bytes that the pool may hold, as far as it knows: the whole budget, or less after a refusal."""
         self.is_entered = ownership(_turn)
         """Returns whether the calling thread is reading or writing the files."""
         self._memory, self._budget, self._path, self._key = memory, budget, _path(), secrets.token_hex(8)
         self._inode = "" if inode is None else str(inode)
-        self._told: dict[str, Any] = {}
-        self._held, self._wanted, self._refused_at, self._file = 0, 0, 0.0, -1
-        self._refusals: SimpleQueue[None] = SimpleQueue()
-        self._pause = LOOK_SECONDS
-        self.allowed = budget.max_bytes
-        """Bytes that the pool may hold, as far as it knows: the whole budget, or less after a refusal."""
+        self._held, self._checked_at = 0, 0.0
         _limited.add(self)
         with _folder(self._path) as folder:
             self._room(folder)
@@ -213,6 +174,9 @@ class LimitedMemory:
                 )
             self._write(folder, 0)
 
+    def __del__(self) -> None:
+        self._close()
+
     def holders(self) -> str:
         """Return a text for errors that names the holders of the rest of the budget; empty if there are none."""
         largest = sorted((pool for pool in self.others if pool.held_bytes), key=lambda pool: -pool.held_bytes)[:4]
@@ -220,23 +184,33 @@ class LimitedMemory:
         total = format_bytes(held_bytes(self.others))
         return f", of which other pools of this host had {total}: {', '.join(names)}" if names else ""
 
+    def look(self) -> None:
+        """Check for room again after a refusal, at most every 50 ms."""
+        if self.allowed < self._budget.max_bytes and time.monotonic() - self._checked_at >= _LOOK_SECONDS:
+            with _folder(self._path) as folder:
+                self._note(self._room(folder))
+
     def check_room(self, nbytes: int, *, take: bool = False) -> None:
-        """Make sure that this many bytes can be allocated now, or record that they are wanted.
+        """Make sure that this many bytes can be allocated now.
 
         Raises:
             HostIsFull: there is no room.
         """
         with _folder(self._path) as folder:
             room = self._room(folder)
-            if nbytes <= room:
-                self._wanted, self.allowed = 0, self._budget.max_bytes
-                return self._write(folder, self._held + nbytes * take)
-            self._wanted, self.allowed, self._refused_at = nbytes, self._held + max(0, room), time.monotonic()
-            self._write(folder, self._held)
-        self._refusals.put(None)
-        raise HostIsFull
+            if nbytes > room:
+                self._note(room)
+                raise HostIsFull
+            self.allowed = self._budget.max_bytes
+            if take:
+                self._write(folder, self._held + nbytes)
 
     def allocate(self, nbytes: int) -> Block:
+        """Allocate, as `MemoryResource.allocate`.
+
+        Raises:
+            HostIsFull: there is no room.
+        """
         self.check_room(nbytes, take=True)
         try:
             block = self._memory.allocate(nbytes)
@@ -259,51 +233,11 @@ class LimitedMemory:
             with contextlib.suppress(HostBudgetError), _folder(self._path) as folder:
                 self._write(folder, self._held)
 
-    def serve(self, pool: Any) -> None:
-        """Start a thread that writes a pool's usage, and lends its idle slabs. It doesn't keep the pool alive.
-
-        Args:
-            pool: has `closed`; `is_waited_for()`; `report()` for the fields of `PoolUsage` from `leased_bytes` on,
-                among others; and `lend(nbytes)`, which frees `nbytes` of idle slabs, or all.
-        """
-        _thread.start_new_thread(self._serve, (weakref.ref(pool),))
-
     def end(self) -> None:
-        """Close the file of a closed pool, unless the pool still holds memory."""
+        """Close the file, unless memory is held."""
         with _turn:
             if not self._held:
                 self._close()
-
-    def _serve(self, watched: weakref.ref[Any]) -> None:
-        while True:
-            with contextlib.suppress(Empty):
-                self._refusals.get(timeout=self._pause)
-            pool = watched()
-            if not self._held and (pool is None or pool.closed):
-                return self.end()
-            if not begin(self):
-                return None
-            with contextlib.suppress(Exception), as_called_here()():  # callers of the pool get such errors
-                self._look(pool)
-            del pool, running[self]
-
-    def _look(self, pool: Any) -> None:
-        """Update the file, check for room, and free idle slabs that others want.
-
-        Only a pool that waits, or has idle slabs, reads the other files.
-        """
-        self._told = {} if pool is None else pool.report()
-        with _folder(self._path) as folder:
-            room = self._room(folder) if self._wanted or self._told.get("free_bytes") else sys.maxsize
-            is_refused = time.monotonic() - self._refused_at < 4 * _WAIT_SECONDS
-            if self._wanted <= room or not (is_refused or (pool is not None and pool.is_waited_for())):
-                self._wanted, self.allowed = 0, self._budget.max_bytes
-            self._write(folder, self._held)
-        missing = sum(other.wanted_bytes for other in self.others) - room
-        # A process that gets its bytes often wants more at once.
-        self._pause = _WAIT_SECONDS if self._wanted else 2 * _WAIT_SECONDS if missing > 0 else LOOK_SECONDS
-        if missing > 0:
-            pool.lend(missing)
 
     def _room(self, folder: int) -> int:
         """Read the other pools' files; return the bytes by which the pool may grow."""
@@ -312,6 +246,9 @@ class LimitedMemory:
             return self._budget.max_bytes  # that memory is counted already
         return self._budget.max_bytes - self._held - held_bytes(self.others)
 
+    def _note(self, room: int) -> None:
+        self.allowed, self._checked_at = self._held + max(0, room), time.monotonic()
+
     def _write(self, folder: int, held: int) -> None:
         """Write the pool's file, with the bytes that it holds. Make the file if it is missing or was removed."""
         if self._file < 0 or not os.fstat(self._file).st_nlink:
@@ -319,10 +256,9 @@ class LimitedMemory:
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(self._key + _SUFFIX, flags, 0o600, dir_fd=folder)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        who = {"budget": self._budget.name, "max_bytes": self._budget.max_bytes, "pid": os.getpid()}
-        what = {"program": _program(), "pool": self._key, "held_bytes": held, "wanted_bytes": self._wanted}
         shared = {self._inode: held} if self._inode and held else {}
-        text = json.dumps(self._told | who | what | {"shared": shared}).encode()
+        usage = PoolUsage(self._budget.name, self._budget.max_bytes, os.getpid(), _program(), self._key, held, shared)
+        text = json.dumps(asdict(usage)).encode()
         os.pwrite(self._file, text, 0)
         os.ftruncate(self._file, len(text))
         self._held = held
@@ -336,8 +272,6 @@ class LimitedMemory:
 class Claim:
     """Bytes of a budget that are taken at once and held until `release`, for a region.
 
-    Blocks for `LEND_SECONDS` at most, while pools free idle slabs.
-
     Args:
         budget: the budget that they count against.
         nbytes: the number of bytes.
@@ -348,30 +282,22 @@ class Claim:
         AcquireTimeoutError: the rest of the budget is in use.
     """
 
-    closed = True  # for `LimitedMemory.serve`, which ends when nothing is held
-
     def __init__(self, budget: HostBudget, nbytes: int, inode: int | None) -> None:
         check_budget(budget)
         self._nbytes, self._memory = nbytes, LimitedMemory(PageableMemory(), budget, inode)
-        may_fit = nbytes <= budget.max_bytes
-        take = partial(self._memory.check_room, nbytes, take=True)
         try:
-            retry(take, HostIsFull, LEND_SECONDS if may_fit else 0.0, _WAIT_SECONDS)
+            self._memory.check_room(nbytes, take=True)
         except HostIsFull:
+            text = f"{format_bytes(nbytes)} requested from {budget!r}{self._memory.holders()}; ask for less, or raise "
+            error = AcquireTimeoutError if nbytes <= budget.max_bytes else BudgetExceededError
+            raise error(text + "the budget", requested_bytes=nbytes, max_bytes=budget.max_bytes) from None
+        finally:
             self._memory.end()
-            holders = self._memory.holders()
-            text = f"{format_bytes(nbytes)} requested from {budget!r}{holders}; ask for less, or raise the budget"
-            error = AcquireTimeoutError if may_fit else BudgetExceededError
-            raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes) from None
-        self._memory.serve(self)
 
     def release(self) -> None:
         """Give the bytes back."""
         self._memory.give(self._nbytes)
-
-    def report(self) -> dict[str, Any]:
-        """Return the field of `PoolUsage` for the bytes in use: all of them."""
-        return {"leased_bytes": self._nbytes}
+        self._memory.end()
 
 
 def _path() -> Path:
@@ -410,10 +336,15 @@ def _folder(path: Path) -> Iterator[int]:
 
 
 def _lock(folder: int) -> None:
-    try:
-        retry(lambda: fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB), BlockingIOError, _BUSY_SECONDS, 0.0005)
-    except BlockingIOError:
-        raise TimeoutError(f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?") from None
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            return fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                why = f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?"
+                raise TimeoutError(why) from None
+        time.sleep(0.0005)
 
 
 def _living(folder: int, but: str = "") -> list[PoolUsage]:
@@ -434,11 +365,9 @@ def _living(folder: int, but: str = "") -> list[PoolUsage]:
 def _read(file: int, name: str) -> PoolUsage:
     """Read a pool's file. Unknown fields, as of other versions, are ignored."""
     try:
-        status = os.fstat(file)
-        record = json.loads(os.pread(file, status.st_size, 0))
-        record["answered"] = time.time() - status.st_mtime < 3 * LOOK_SECONDS
+        record = json.loads(os.pread(file, os.fstat(file).st_size, 0))
         usage = PoolUsage(**{key: record[key] for key in PoolUsage.__slots__ if key in record})
-        if min(usage.max_bytes, usage.held_bytes, usage.wanted_bytes, *usage.shared.values()) < 0:
+        if min(usage.max_bytes, usage.held_bytes, *usage.shared.values()) < 0:
             raise ValueError("a negative number of bytes")
     except (AttributeError, TypeError, ValueError) as error:
         remedy = f"end the process that has it open, or name another folder in {VARIABLE}"

@@ -133,8 +133,6 @@ class SlabPool:
             raise TypeError(f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()")
         self._state = PoolState(default_memory() if memory is None else memory, cap, reason, budget)
         self._has_told = False
-        if self._state.host is not None:
-            self._state.host.serve(self._state)
 
     # -- the public methods
 
@@ -246,7 +244,7 @@ class SlabPool:
 
         Raises:
             BudgetExceededError: the missing slabs do not fit under the cap beside the held bytes, or beside those that
-                other processes hold of a `HostBudget` and did not give back within 2.5 seconds; nothing was allocated.
+                other pools hold of a `HostBudget`; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
@@ -341,6 +339,8 @@ class SlabPool:
                 line = list(waiters)
                 ahead = line[: line.index(me)]
                 serve = partial(state.serve, account, nbytes, ahead)
+                if state.host is not None:
+                    state.host.look()
                 with state.lock:
                     found = serve()
                 if isinstance(found, GrowthPlan):

@@ -11,11 +11,9 @@ import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any
 
 from ..errors import PoolError
 from . import _refusals
@@ -238,26 +236,10 @@ class PoolState(Holdings):
 
     def reap(self) -> bool:
         """Free the slabs returned to a closed pool; for the reaper. Return whether no event is pending."""
-        self._free_here(self.max_bytes)
-        return not self.pending()
-
-    def lend(self, nbytes: int) -> None:
-        """Free `nbytes` of idle slabs, or all, for another process; a frozen pool keeps its slabs. Blocks."""
-        if not self.frozen:
-            self._free_here(nbytes)
-
-    def _free_here(self, nbytes: int) -> None:
-        growth = Growth(self, partial(self.free, nbytes))
+        growth = Growth(self, partial(self.free, self.max_bytes))
         growth.run()
         growth.result()
-
-    def is_waited_for(self) -> bool:
-        return bool(self.waiters)
-
-    def report(self) -> dict[str, Any]:
-        """Return the fields of `PoolUsage` from ``leased_bytes`` on, among others."""
-        with self.lock:
-            return asdict(self.snapshot())
+        return not self.pending()
 
 
 def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:

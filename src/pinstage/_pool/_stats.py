@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .._sizes import count, format_bytes, table_text
+from .._sizes import count, format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class OwnerStats:
     """The total time that its requests waited."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStats:
     """A consistent snapshot of a pool.
 
@@ -77,26 +77,10 @@ class PoolStats:
     """Bytes by owner: the name given to `SlabPool.acquire`."""
 
     def __str__(self) -> str:
-        """Return one line for a log; ``repr`` is a table."""
+        """Return one line for a log."""
         return (
             f"held {format_bytes(self.held_bytes)} of {format_bytes(self.max_bytes)}, leased "
             f"{format_bytes(self.leased_bytes)}, in flight {format_bytes(self.in_flight_bytes)}; {self.hits:,} hits, "
             f"{count(self.misses, 'miss', 'misses')}, {count(self.trims, 'trim')}, waited {self.wait_seconds:.3f} s in "
             f"{count(self.waits, 'request')}"
-        )
-
-    def __repr__(self) -> str:
-        rows = []
-        for state in ("held", "leased", "in_flight", "free", "peak_held"):
-            slabs = count(getattr(self, f"{state}_slabs"), "slab")
-            rows.append((state.replace("_", " "), f"{format_bytes(getattr(self, f'{state}_bytes'))} in {slabs}"))
-        return table_text(
-            "PoolStats",
-            [
-                ("max_bytes", f"{format_bytes(self.max_bytes)} ({self.max_bytes_reason})"),
-                *rows,
-                ("hits, misses", f"{self.hits:,}, {self.misses:,}"),
-                ("waits", f"{self.waits:,}, {self.wait_seconds:.3f} s"),
-                ("trims", f"{self.trims:,}"),
-            ],
         )

@@ -55,7 +55,7 @@ from .._pool import (
 )
 from .._reaper import reaper
 from .._region import pieces_of
-from .._sizes import Size, count, format_bytes, table_text
+from .._sizes import Size, count, format_bytes
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
 from ._device import AT_ONCE_BYTES, Targets, target_for
@@ -111,7 +111,7 @@ class Kept:
         return self._event.query()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagerStats:
     """Counters of a stager, and its pool's statistics."""
 
@@ -141,7 +141,7 @@ class StagerStats:
     """The pool's counters."""
 
     def __str__(self) -> str:
-        """Return one line for a log; ``repr`` is a table."""
+        """Return one line for a log."""
         sent = f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
         fetched = f"{format_bytes(self.fetched_bytes)} in {count(self.fetch_copies, 'copy', 'copies')}"
         return (
@@ -149,21 +149,6 @@ class StagerStats:
             f"pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}, "
             f"waited {self.pool.wait_seconds:.3f} s"
         )
-
-    def __repr__(self) -> str:
-        fetches, fetch_copies = count(self.fetches, "call"), count(self.fetch_copies, "copy", "copies")
-        text = table_text(
-            "StagerStats",
-            [
-                ("batches", f"{self.batches:,}, in {count(self.copies, 'copy', 'copies')}"),
-                ("blocks", f"{self.blocks:,}"),
-                ("packed", f"{count(self.packed_leaves, 'leaf', 'leaves')}, {format_bytes(self.packed_bytes)}"),
-                ("padding", format_bytes(self.padding_bytes)),
-                ("passthrough_leaves", f"{self.passthrough_leaves:,}"),
-                ("fetched", f"{fetches}, {fetch_copies}, {format_bytes(self.fetched_bytes)}"),
-            ],
-        )
-        return f"{text}\n{self.pool!r}"
 
 
 class Stager:

@@ -74,8 +74,6 @@ def host_budgets(pools: Sequence[PoolUsage]) -> Check:
     caps = {pool.budget: pool.max_bytes for pool in pools}
     held = {budget: held_bytes([pool for pool in pools if pool.budget == budget]) for budget in caps}
     found = "; ".join(f"{budget}: {format_bytes(held[budget])} of {format_bytes(caps[budget])}" for budget in caps)
-    if silent := [pool.pid for pool in pools if not pool.answered]:
-        return Check(name, "warning", found, f"end or continue {silent}, which do not answer and give nothing back")
     if over := [budget for budget in caps if held[budget] > caps[budget]]:
         return Check(name, "warning", found, f"{over} is exceeded: its file was removed; end some of its processes")
     return Check(name, "info", found)
