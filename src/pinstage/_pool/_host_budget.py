@@ -151,7 +151,7 @@ class LimitedMemory:
         HostBudgetError: the folder cannot be used.
     """
 
-    _file = -1
+    _file, _is_ending = -1, False
 
     def __init__(self, memory: MemoryResource, budget: HostBudget, inode: int | None = None) -> None:
         self.granularity = memory.granularity
@@ -232,10 +232,13 @@ class LimitedMemory:
             # Freeing must not fail because of the folder: the next check writes the file.
             with contextlib.suppress(HostBudgetError), _folder(self._path) as folder:
                 self._write(folder, self._held)
+            if self._is_ending:
+                self.end()
 
     def end(self) -> None:
-        """Close the file, unless memory is held."""
+        """Close the file, now or as soon as no memory is held."""
         with _turn:
+            self._is_ending = True
             if not self._held:
                 self._close()
 
@@ -297,7 +300,6 @@ class Claim:
     def release(self) -> None:
         """Give the bytes back."""
         self._memory.give(self._nbytes)
-        self._memory.end()
 
 
 def _path() -> Path:
