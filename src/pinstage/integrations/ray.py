@@ -93,8 +93,8 @@ def _staging(collate_fn: CollateFn[Any] | None, stager: ps.Stager) -> CollateFn[
             "ArrowBatchCollateFn or PandasBatchCollateFn of ray.data.collate_fn"
         )
 
-    class Staging(base):
+    class StagingCollate(base):
         def __call__(self, batch: Any) -> ps.Transfer:
             return stager.stage(batch if collate_fn is None else collate_fn(batch))
 
-    return Staging()
+    return StagingCollate()
