@@ -1,9 +1,7 @@
 /* The module, and torch's functions and classes that Python passes to it. */
 #include "core.h"
 
-#include <string.h>
-
-Torch torch;
+Torch torch = {.by_format = {[0 ... 255] = 255}, .by_scalar = {[0 ... 255] = 255}, .scalar = {[0 ... MOST_DTYPES - 1] = -1}};
 
 typedef struct Exchange { /* DLPackExchangeAPI of DLPack 1.3: a stable header, then functions */
     uint32_t major, minor;
@@ -68,11 +66,8 @@ static PyObject *add_dtype(UNUSED PyObject *module, PyObject *args) {
     if (code < 0 || code >= MOST_DTYPES || itemsize < 1 || itemsize > ALIGNMENT)
         return PyErr_Format(PyExc_ValueError, "no such dtype");
     torch.itemsize[code] = (uint8_t)itemsize;
-    if (format[0] == 'Z') {
-        *(format[1] == 'f' ? &torch.complex_float : &torch.complex_double) = (uint8_t)code;
-    } else {
-        for (; *format; format++) torch.by_format[(unsigned char)*format] = (uint8_t)code;
-    }
+    bool is_complex = format[0] == 'Z';
+    for (format += is_complex; *format; format++) torch.by_format[format_index(*format, is_complex)] = (uint8_t)code;
     Py_RETURN_NONE;
 }
 
@@ -107,17 +102,14 @@ static PyObject *facts(UNUSED PyObject *module, PyObject *tensor) {
                          torch.is_neg(handle), torch.is_conj(handle));
 }
 
-void *new_object(PyObject *type) {
-    return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
-}
-
 void free_object(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
 
-int add_type(PyObject *module, PyType_Spec *spec) {
+/* Add a type to the module; -1 with an error. */
+static int add_type(PyObject *module, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
     int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
     Py_XDECREF(type);
@@ -177,9 +169,7 @@ static PyObject *step(PyObject *self, PyObject *name) {
     }
     if (looks < 0) return NULL;
     if (looks) return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 2), name, NULL);
-    PyObject *nothing = PyTuple_GetItem(self, 3);
-    Py_XINCREF(nothing);
-    return nothing;
+    return Py_XNewRef(PyTuple_GetItem(self, 3));
 }
 
 static PyMethodDef step_method = {"step", step, METH_O, "Return the context of one step; see pinstage._steps."};
@@ -212,10 +202,6 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_core"
 PyMODINIT_FUNC PyInit__core(void) {
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
-    memset(torch.by_format, 255, sizeof torch.by_format);
-    memset(torch.by_scalar, 255, sizeof torch.by_scalar);
-    memset(torch.scalar, 255, sizeof torch.scalar);
-    torch.complex_float = torch.complex_double = 255;
     if (fill(module) == 0) return module;
     Py_DECREF(module);
     return NULL;
