@@ -17,9 +17,6 @@ enum { ONE, SHARED, EACH }; /* one block; the table's blocks; one for each leaf 
  * (CUDA Programming Guide, Asynchronous Concurrent Execution). */
 enum { AT_ONCE_BYTES = 64 * 1024 };
 
-/* Below this size, handing over the interpreter lock costs as much as the copy. */
-static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
-
 typedef struct {
     PyObject *tensor;
     char *address;
@@ -71,7 +68,7 @@ static struct {
 } driver;
 
 /* find_driver(): find the functions of CUDA's driver, if this process has loaded it; return whether it can copy. */
-static PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
+PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (library == NULL) Py_RETURN_FALSE;
     *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
@@ -233,6 +230,16 @@ static PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *s
     torch.delete_handle(handle);
     if (tensor == NULL) PyErr_Clear();
     return tensor;
+}
+
+/* A tuple of numbers. */
+static PyObject *tuple_of(int64_t count, const int64_t *numbers) {
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (int64_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromLongLong(numbers[i]);
+        if (number == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, number) != 0) Py_CLEAR(tuple);
+    }
+    return tuple;
 }
 
 /* Take a tensor that torch's public functions made. */
@@ -444,7 +451,7 @@ static bool is_plain_place(PyObject *object, int device_type, int device_index, 
 /* fits(table, leaves, device_type, device_index): whether all packed leaves of a batch have, at their place in the list, a
  * plain tensor on a device (by DLPack's numbers) whose bytes are in the same order as in the slab, and no two overlap.
  * False if that can't be determined. */
-static PyObject *fits(UNUSED PyObject *module, PyObject *args) {
+PyObject *fits(UNUSED PyObject *module, PyObject *args) {
     PyObject *table, *leaves;
     int device_type, device_index;
     if (!PyArg_ParseTuple(args, "OO!ii:fits", &table, &PyList_Type, &leaves, &device_type, &device_index)) return NULL;
@@ -701,7 +708,7 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
  * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new leaves, how many were moved,
  * their bytes, and the number of copies. Returns None if the leaves are not few, small and plain, would not be read at
  * once, or there is no memory; returns CUDA's error as a negative number. */
-static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
+PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     PyObject *leaves, *existing, *atoms, *wrappers, *tensors[MOST_FEW];
     int device_type, device_index;
     unsigned long long stream;
@@ -795,12 +802,3 @@ static PyType_Slot blocks_slots[] = {
 };
 PyType_Spec blocks_spec = {"pinstage._native._core.Blocks", sizeof(Blocks), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, blocks_slots};
-
-PyMethodDef blocks_methods[] = {
-    {"find_driver", find_driver, METH_NOARGS,
-     "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
-    {"fits", fits, METH_VARARGS,
-     "fits(table, leaves, device_type, device_index): whether existing tensors can take the bytes as they are."},
-    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
-    {NULL, NULL, 0, NULL},
-};

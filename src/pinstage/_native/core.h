@@ -152,6 +152,9 @@ bool may_be_dual(void);
 
 /* -- helpers -------------------------------------------------------------------------------------------------------- */
 
+/* From this size on, the interpreter lock is released; below, handing it over costs as much as packing or copying. */
+enum { RELEASE_FROM_BYTES = 128 * 1024 };
+
 /* Set an exception; return false. */
 static inline bool fail(PyObject *type, const char *text) { return PyErr_Format(type, "%s", text) != NULL; }
 
@@ -159,9 +162,6 @@ static inline bool no_memory(void) { return PyErr_NoMemory() != NULL; }
 
 /* The end of a deallocation: free the object, and release its type. */
 void free_object(PyObject *object);
-
-/* A tuple of numbers. */
-PyObject *tuple_of(int64_t count, const int64_t *numbers);
 
 /* -- the parts ------------------------------------------------------------------------------------------------------ */
 
@@ -199,7 +199,16 @@ bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room)
 /* Pack all leaves into a slab, in this thread, and end the work. */
 void work_do(Work *work, char *slab);
 
-extern PyMethodDef table_methods[], describe_methods[], pack_methods[], blocks_methods[];
+/* Functions of the module; `module.c` says what they take and return. */
+PyObject *figures(PyObject *module, PyObject *data);
+PyObject *describe(PyObject *module, PyObject *args);
+PyObject *alike(PyObject *module, PyObject *samples);
+PyObject *stack(PyObject *module, PyObject *args);
+PyObject *pack(PyObject *module, PyObject *args);
+PyObject *find_driver(PyObject *module, PyObject *nothing);
+PyObject *fits(PyObject *module, PyObject *args);
+PyObject *move_few(PyObject *module, PyObject *args);
+
 extern PyType_Spec structure_spec, job_spec, blocks_spec;
 
 #endif

@@ -264,7 +264,7 @@ static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
 }
 
 /* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see `pinstage._batch._describe`. */
-static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
+PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     PyObject *leaves, *atoms, *plainly;
     int device_type, device_id, arrays;
     if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
@@ -278,8 +278,7 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     PyObject *kept = PyList_New(0), *result = NULL;
     Found leaf;
     Figures sum = {0};
-    if (kept == NULL) goto done;
-    if (!met_new(&met, count) || !widen(&made, count, 1)) goto done;
+    if (kept == NULL || !met_new(&met, count) || !widen(&made, count, 1)) goto done;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *object = PyList_GetItem(leaves, i);
         if (object == NULL) goto done;
@@ -306,13 +305,9 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         int64_t *source = source_at(&made, i);
         made.filled = i + 1;
         row->offset = -1;
-        if (first != i) {
-            if (row_at(made.table, first)->kind == OTHER) { /* objects that aren't tensors may repeat */
-                sum.others++;
-            } else {
-                row->kind = ALIAS;
-                row->offset = first;
-            }
+        if (first != i && row_at(made.table, first)->kind != OTHER) { /* objects that aren't tensors may repeat */
+            row->kind = ALIAS;
+            row->offset = first;
             continue;
         }
         row->kind = (uint8_t)leaf.kind;
@@ -353,7 +348,7 @@ static const char STACK[] = "pinstage.Stack";
 static void stack_end(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, STACK)); }
 
 /* alike(samples): what `stack` needs, for plain CPU tensors of one dtype and shape; None if they aren't. */
-static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
+PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
     Py_ssize_t count = PySequence_Size(samples);
     if (count < 0) return NULL;
     Found leaf;
@@ -400,7 +395,7 @@ static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
 }
 
 /* stack(found, address, nbytes): write samples one after the other; `found` is the result of `alike`. */
-static PyObject *stack(UNUSED PyObject *module, PyObject *args) {
+PyObject *stack(UNUSED PyObject *module, PyObject *args) {
     PyObject *found;
     unsigned long long address;
     long long room;
@@ -413,10 +408,3 @@ static PyObject *stack(UNUSED PyObject *module, PyObject *args) {
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
-
-PyMethodDef describe_methods[] = {
-    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
-    {"alike", alike, METH_O, "alike(samples): what stack() needs, or None if they differ or are not plain."},
-    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one after the other."},
-    {NULL, NULL, 0, NULL},
-};

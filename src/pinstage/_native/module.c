@@ -116,29 +116,6 @@ static int add_type(PyObject *module, PyType_Spec *spec) {
     return status;
 }
 
-PyObject *tuple_of(int64_t count, const int64_t *numbers) {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-    for (int64_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *number = PyLong_FromLongLong(numbers[i]);
-        if (number == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, number) != 0) Py_CLEAR(tuple);
-    }
-    return tuple;
-}
-
-static PyMethodDef torch_methods[] = {
-    {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
-    {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(exchange, functions, owner, name, modes): take DLPack's capsule, addresses of functions, the level of "
-     "forward-mode AD as an attribute, and a function that counts modes."},
-    {"use_handle", use_handle, METH_O,
-     "use_handle(place): set where a tensor object has its at::Tensor, 0 for nowhere; return the last place."},
-    {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
-    {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
-    {"facts", facts, METH_O,
-     "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
-    {NULL, NULL, 0, NULL},
-};
-
 /* -- a context that does nothing ------------------------------------------------------------------------------------ */
 
 static PyObject *nothing_enter(UNUSED PyObject *self, UNUSED PyObject *nothing) { Py_RETURN_NONE; }
@@ -180,29 +157,46 @@ static PyObject *steps(UNUSED PyObject *module, PyObject *args) {
     return PyCFunction_NewEx(&step_method, args, NULL);
 }
 
-static PyMethodDef steps_methods[] = {
+/* -- the module ----------------------------------------------------------------------------------------------------- */
+
+static PyMethodDef functions[] = {
+    {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
+    {"use_torch", use_torch, METH_VARARGS,
+     "use_torch(exchange, functions, owner, name, modes): take DLPack's capsule, addresses of functions, the level of "
+     "forward-mode AD as an attribute, and a function that counts modes."},
+    {"use_handle", use_handle, METH_O,
+     "use_handle(place): set where a tensor object has its at::Tensor, 0 for nowhere; return the last place."},
+    {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
+    {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
+    {"facts", facts, METH_O,
+     "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
+    {"figures", figures, METH_O,
+     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows are valid."},
+    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
+    {"alike", alike, METH_O, "alike(samples): what stack() needs, or None if they differ or are not plain."},
+    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one after the other."},
+    {"pack", pack, METH_VARARGS,
+     "pack(table, sources, address, nbytes): write leaves to their places, except those whose source is at 0."},
+    {"find_driver", find_driver, METH_NOARGS,
+     "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
+    {"fits", fits, METH_VARARGS,
+     "fits(table, leaves, device_type, device_index): whether existing tensors can take the bytes as they are."},
+    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
     {"steps", steps, METH_VARARGS,
      "steps(timed, is_profiling, make, nothing): make(name) if timed or is_profiling(), else nothing."},
     {NULL, NULL, 0, NULL},
 };
 
-static int fill(PyObject *module) {
-    PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, blocks_methods, steps_methods};
-    PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec};
-    int status = PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
-    for (size_t i = 0; i < sizeof parts / sizeof parts[0] && status == 0; i++) status = PyModule_AddFunctions(module, parts[i]);
-    for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++) status = add_type(module, types[i]);
-    return status;
-}
-
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_core",
-                                        .m_doc = "Describes, packs and cuts batches; see pinstage._native.", .m_size = -1};
+                                        .m_doc = "Describes, packs and cuts batches; see pinstage._native.", .m_size = -1,
+                                        .m_methods = functions};
 
 /* Single-phase: torch's functions and the packing threads belong to the process, so subinterpreters are refused. */
 PyMODINIT_FUNC PyInit__core(void) {
+    PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec};
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL) return NULL;
-    if (fill(module) == 0) return module;
-    Py_DECREF(module);
-    return NULL;
+    int status = module == NULL ? -1 : PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
+    for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++) status = add_type(module, types[i]);
+    if (status != 0) Py_CLEAR(module);
+    return module;
 }

@@ -186,9 +186,8 @@ struct Job {
     int64_t count;
     char *slab;
     int64_t nbytes;
-    Piece *pieces;
     int64_t piece_count;
-    Chunk *chunks;
+    Chunk *chunks; /* behind the pieces */
     int64_t chunk_count;
     Stores stores;
     int64_t reused;       /* chunks before this one were begun, or have a reused place */
@@ -198,6 +197,7 @@ struct Job {
     int wanted;           /* helpers that may still come; under the lock of the helpers */
     atomic_int helping;   /* helpers that work on it */
     Job *behind;          /* the next in the line of jobs; under the same lock */
+    Piece pieces[];
 };
 
 /* The bytes between a leaf and the next one. */
@@ -399,19 +399,12 @@ int pack_threads(void) {
 /* -- jobs --------------------------------------------------------------------------------------------------------- */
 
 Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int most_threads, bool reuses) {
-    Job *job = calloc(1, sizeof(Job));
+    int64_t piece_count = cut_pieces(leaves, count, NULL);
+    Job *job = calloc(1, sizeof(Job) + (sizeof(Piece) + sizeof(Chunk)) * (size_t)piece_count);
     if (job == NULL) return NULL;
-    *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes, .forks = forks};
+    *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes, .piece_count = piece_count, .forks = forks};
+    job->chunks = (Chunk *)(job->pieces + piece_count);
     job->stores = reuses ? DEMOTED : PAST_CACHES;
-    job->piece_count = cut_pieces(leaves, count, NULL);
-    job->pieces = calloc((size_t)(job->piece_count > 0 ? job->piece_count : 1), sizeof(Piece));
-    job->chunks = calloc((size_t)(job->piece_count + 1), sizeof(Chunk));
-    if (job->pieces == NULL || job->chunks == NULL) {
-        free(job->pieces);
-        free(job->chunks);
-        free(job);
-        return NULL;
-    }
     cut_pieces(leaves, count, job->pieces);
     cut_chunks(job);
     job->helpers = most_threads - 1;
@@ -488,8 +481,6 @@ bool job_free(Job *job, int milliseconds) {
     /* The last helper may still have the lock under which it counted itself out. */
     pthread_mutex_lock(&lock);
     pthread_mutex_unlock(&lock);
-    free(job->pieces);
-    free(job->chunks);
     free(job);
     return true;
 }

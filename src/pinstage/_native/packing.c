@@ -3,10 +3,6 @@
 
 #include <stdlib.h>
 
-/* From this size on, the interpreter lock is released; below, handing it over costs as much as packing. A smaller batch
- * is also left in the caches: writing past them gains nothing, and the CPU reads a batch of at most 64 KiB. */
-static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
-
 /* Interval at which a working thread checks for Ctrl-C. */
 enum { ANSWER_MS = 20 };
 
@@ -57,6 +53,8 @@ failed:
 }
 
 void work_do(Work *work, char *slab) {
+    /* A smaller batch is also left in the caches: writing past them gains nothing, and the CPU reads a batch of at most
+     * 64 KiB. */
     bool is_large = work->nbytes >= RELEASE_FROM_BYTES;
     PyThreadState *state = is_large ? PyEval_SaveThread() : NULL;
     pack_all(work->leaves, work->count, slab, work->nbytes, is_large);
@@ -64,7 +62,7 @@ void work_do(Work *work, char *slab) {
     work_end(work);
 }
 
-static PyObject *pack(UNUSED PyObject *module, PyObject *args) {
+PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     PyObject *table, *sources;
     unsigned long long address;
     long long room;
@@ -74,12 +72,6 @@ static PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     work_do(&work, (char *)(uintptr_t)address);
     Py_RETURN_NONE;
 }
-
-PyMethodDef pack_methods[] = {
-    {"pack", pack, METH_VARARGS,
-     "pack(table, sources, address, nbytes): write leaves to their places, except those whose source is at 0."},
-    {NULL, NULL, 0, NULL},
-};
 
 /* -- Job ---------------------------------------------------------------------------------------------------------- */
 
@@ -205,13 +197,9 @@ static PyObject *job_exit(PyObject *object, UNUSED PyObject *raised) {
 static int warn_of_threads(int code) {
     PyObject *errors = PyImport_ImportModule("pinstage.errors");
     PyObject *kind = errors == NULL ? NULL : PyObject_GetAttrString(errors, "StagingWarning");
-    int failed =
-        kind == NULL
-            ? -1
-            : PyErr_WarnFormat(kind, 1,
-                               "packing goes on with %d threads: no other could be started (error %d); raise the limit of "
-                               "threads (ulimit -u, pids.max of the cgroup), or pass Stager(pack_threads=...)",
-                               pack_threads() + 1, code);
+    static const char text[] = "packing goes on with %d threads: no other could be started (error %d); raise the limit of "
+                               "threads (ulimit -u, pids.max of the cgroup), or pass Stager(pack_threads=...)";
+    int failed = kind == NULL ? -1 : PyErr_WarnFormat(kind, 1, text, pack_threads() + 1, code);
     Py_XDECREF(kind);
     Py_XDECREF(errors);
     return failed;

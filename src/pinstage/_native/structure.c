@@ -128,7 +128,7 @@ typedef struct {
     Py_ssize_t next; /* the node that `follow` compares next */
 } Walk;
 
-/* What came of a visit: an error; the batch has another structure; or neither. */
+/* The outcome of a visit: an error; the batch has another structure; or neither. */
 enum { FAILED = -1, UNKNOWN = 0, KNOWN = 1 };
 
 static int find(Walk *walk, PyObject *object);

@@ -139,7 +139,7 @@ PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum) {
                          (long long)sum->moved, (long long)sum->others);
 }
 
-static PyObject *figures(UNUSED PyObject *module, PyObject *data) {
+PyObject *figures(UNUSED PyObject *module, PyObject *data) {
     const Header *header = table_of(data);
     if (header == NULL) return NULL;
     Figures sum = {0};
@@ -155,9 +155,3 @@ static PyObject *figures(UNUSED PyObject *module, PyObject *data) {
     return PyErr_Format(PyExc_ValueError, "row %lld leads outside of its %lld bytes, or has an unknown kind or dtype",
                         (long long)index, (long long)header->nbytes);
 }
-
-PyMethodDef table_methods[] = {
-    {"figures", figures, METH_O,
-     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows are valid."},
-    {NULL, NULL, 0, NULL},
-};
