@@ -372,7 +372,7 @@ def test_sources_of_another_table_are_refused(length):
 # -- what no table is --------------------------------------------------------------------------------------------------
 
 
-def test_a_row_whose_source_is_at_0_is_left_out():
+def test_rows_without_sources_are_left_out():
     parts = take_apart([torch.zeros(4), torch.ones(4)])
     with guarded(parts.table.nbytes) as slab:
         sources = bytes(8) + parts.sources[8:]

@@ -562,6 +562,20 @@ static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
     return pack_and_send((Blocks *)object, sources, slab, (void *)(uintptr_t)stream, is_page_locked);
 }
 
+/* Add the copy of a part of a leaf, (row, start, end, address); false with an error. */
+static bool add_part(const Blocks *self, Copies *copies, PyObject *part) {
+    long long index, start, end;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(part, "LLLK", &index, &start, &end, &address)) return false;
+    const Row *row = index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
+    if (row == NULL || !is_packed(row) || start < 0 || start > end || end > row->nbytes)
+        return fail(PyExc_ValueError, "these are not bytes of a packed leaf");
+    const Block *block = &self->blocks[self->block_of[index]];
+    const char *to = block->address + (row->offset - block->start) + start;
+    if (start < end) copies_add(copies, to, (const char *)(uintptr_t)address, end - start);
+    return true;
+}
+
 /* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from their own page-locked memory; the
  * address is that of the first byte. Returns what `copy` returns. */
 static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
@@ -572,21 +586,7 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Copies copies;
     Py_ssize_t count = PyList_Size(leaves);
     bool is_good = copies_new(&copies, count);
-    for (Py_ssize_t i = 0; i < count && is_good; i++) {
-        long long index, start, end;
-        unsigned long long address;
-        is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LLLK", &index, &start, &end, &address);
-        if (!is_good) break;
-        const Row *row = index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
-        bool is_there = row != NULL && is_packed(row) && start >= 0 && start <= end && end <= row->nbytes;
-        is_good = is_there || fail(PyExc_ValueError, "these are not bytes of a packed leaf");
-        if (!is_good) break;
-        const Block *block = &self->blocks[self->block_of[index]];
-        if (start < end) {
-            char *to = block->address + (row->offset - block->start) + start;
-            copies_add(&copies, to, (const char *)(uintptr_t)address, end - start);
-        }
-    }
+    for (Py_ssize_t i = 0; i < count && is_good; i++) is_good = add_part(self, &copies, PyList_GetItem(leaves, i));
     if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
     free(copies.to);
     return result;
@@ -602,7 +602,7 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     if (self->table.header->nbytes > AT_ONCE_BYTES) {
         return PyErr_Format(PyExc_ValueError, "the batch is too large to be sent from ordinary memory");
     }
-    char *memory = malloc(AT_ONCE_BYTES);
+    char *memory = malloc((size_t)self->table.header->nbytes + 1);
     if (memory == NULL) return PyErr_NoMemory();
     PyObject *result = pack_and_send(self, sources, memory, (void *)(uintptr_t)stream, false);
     free(memory);

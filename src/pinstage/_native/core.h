@@ -46,6 +46,9 @@ static inline Row *row_at(const Header *table, int64_t index) {
     return (Row *)((char *)(table + 1) + row_bytes(table->width) * (size_t)index);
 }
 
+/* Bytes of a leaf's source: its address, and its strides if it is STRIDED. */
+static inline size_t source_bytes(int64_t width) { return sizeof(int64_t) * (size_t)(1 + width); }
+
 static inline bool is_packed(const Row *row) { return row->kind == RAW || row->kind == STRIDED; }
 
 /* Sums of a table's rows: bytes of packed leaves, and leaves of each kind. */
@@ -192,7 +195,7 @@ typedef struct {
 } Work;
 
 /* Take the leaves of a table, which must exist as long as the work. The work is all zeros, except for its own table.
- * `sources`: bytes with the address of each row's leaf, 0 if it is written elsewhere, and its strides, if it is STRIDED.
+ * `sources`: bytes with the source of each row; see `source_bytes`. Leaves at address 0 are written elsewhere.
  * False with an error, and nothing to end. */
 bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room);
 

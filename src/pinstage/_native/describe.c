@@ -132,45 +132,46 @@ int find_array(PyObject *object, Found *leaf) {
 
 /* -- asking Python about a leaf -------------------------------------------------------------------------------------- */
 
-static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
+static bool read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     for (int32_t d = 0; d < ndim; d++) {
         PyObject *size = PySequence_GetItem(tuple, d);
-        if (size == NULL) return -1;
+        if (size == NULL) return false;
         sizes[d] = PyLong_AsLongLong(size);
         Py_DECREF(size);
-        if (sizes[d] == -1 && PyErr_Occurred()) return -1;
+        if (sizes[d] == -1 && PyErr_Occurred()) return false;
     }
-    return 0;
+    return true;
 }
 
-/* See `pinstage._batch._describe.Described`. Tensors to keep alive are added to `kept`. */
-static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
-    PyObject *answer = PyObject_CallFunction(plainly, "On", object, index);
-    if (answer == NULL) return -1;
-    int result = -1;
+/* Read a `pinstage._batch._describe.Described`. Tensors to keep alive are added to `kept`. */
+static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
     PyObject *sizes, *strides, *source;
     unsigned long long address;
     int kind;
     int64_t shape[MAX_DIMS], stride[MAX_DIMS];
-    if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) goto done;
+    if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) return false;
     leaf->data = (const char *)(uintptr_t)address;
     leaf->nbytes = 0; /* `find_tensor` may have set it */
     Py_ssize_t ndim = PySequence_Size(sizes);
-    if (ndim < 0) goto done;
-    if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
-        PyErr_SetString(PyExc_ValueError, "a leaf was described in a way that no table can have");
-        goto done;
-    }
+    if (ndim < 0) return false;
+    if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES)
+        return fail(PyExc_ValueError, "a leaf was described in a way that no table can have");
     leaf->ndim = (int32_t)ndim;
-    if (read_sizes(sizes, shape, leaf->ndim) || read_sizes(strides, stride, leaf->ndim)) goto done;
-    if (kind == RAW && arrange(leaf, shape, stride) != 0 && !fail(PyExc_OverflowError, "a leaf is larger than any memory"))
-        goto done;
-    if (kind != RAW) leaf->kind = kind; /* else `arrange` has set it, to RAW or STRIDED */
-    if (kind == RAW && PyList_Append(kept, source) != 0) goto done;
-    result = 0;
-done:
-    Py_DECREF(answer);
-    return result;
+    if (!read_sizes(sizes, shape, leaf->ndim) || !read_sizes(strides, stride, leaf->ndim)) return false;
+    if (kind != RAW) {
+        leaf->kind = kind;
+        return true;
+    }
+    if (arrange(leaf, shape, stride) != 0) return fail(PyExc_OverflowError, "a leaf is larger than any memory");
+    return PyList_Append(kept, source) == 0;
+}
+
+/* Let Python describe a leaf; -1 with an error. */
+static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
+    PyObject *answer = PyObject_CallFunction(plainly, "On", object, index);
+    bool is_good = answer != NULL && read_described(answer, kept, leaf);
+    Py_XDECREF(answer);
+    return is_good ? 0 : -1;
 }
 
 /* -- leaves that are repeated ---------------------------------------------------------------------------------------- */
@@ -210,8 +211,6 @@ typedef struct {
     char *sources;              /* in `addresses` */
     int64_t filled;             /* rows */
 } Growing;
-
-static size_t source_bytes(int64_t width) { return sizeof(int64_t) * (size_t)(1 + width); }
 
 static int64_t *source_at(const Growing *self, int64_t index) {
     return (int64_t *)(self->sources + source_bytes(self->table->width) * (size_t)index);

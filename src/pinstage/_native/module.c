@@ -132,31 +132,6 @@ static PyMethodDef nothing_methods[] = {
 static PyType_Slot nothing_slots[] = {{Py_tp_methods, nothing_methods}, {0, NULL}};
 static PyType_Spec nothing_spec = {"pinstage._native._core.Nothing", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, nothing_slots};
 
-/* -- steps ---------------------------------------------------------------------------------------------------------- */
-
-/* step(name): `pinstage._steps.step`. `self` is the tuple of the arguments of `steps`. */
-static PyObject *step(PyObject *self, PyObject *name) {
-    PyObject *timed = PyTuple_GetItem(self, 0), *is_profiling = PyTuple_GetItem(self, 1);
-    int looks = PyDict_Size(timed) > 0;
-    if (!looks) {
-        PyObject *answer = PyObject_CallNoArgs(is_profiling);
-        if (answer == NULL) return NULL;
-        looks = PyObject_IsTrue(answer);
-        Py_DECREF(answer);
-    }
-    if (looks < 0) return NULL;
-    if (looks) return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 2), name, NULL);
-    return Py_XNewRef(PyTuple_GetItem(self, 3));
-}
-
-static PyMethodDef step_method = {"step", step, METH_O, "Return the context of one step; see pinstage._steps."};
-
-static PyObject *steps(UNUSED PyObject *module, PyObject *args) {
-    if (PyTuple_Size(args) != 4 || !PyDict_Check(PyTuple_GetItem(args, 0)))
-        return PyErr_Format(PyExc_TypeError, "steps() takes a dict, two functions and a context");
-    return PyCFunction_NewEx(&step_method, args, NULL);
-}
-
 /* -- the module ----------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef functions[] = {
@@ -182,8 +157,6 @@ static PyMethodDef functions[] = {
     {"fits", fits, METH_VARARGS,
      "fits(table, leaves, device_type, device_index): whether existing tensors can take the bytes as they are."},
     {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
-    {"steps", steps, METH_VARARGS,
-     "steps(timed, is_profiling, make, nothing): make(name) if timed or is_profiling(), else nothing."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -12,30 +12,24 @@ static void work_end(Work *work) {
     table_end(&work->table);
 }
 
-bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room) {
+static bool take_leaves(Work *work, const Table *table, PyObject *sources, int64_t room) {
     const Header *header = table->header;
-    size_t source_bytes = sizeof(int64_t) * (size_t)(1 + header->width);
     int64_t end = 0;
     char *start;
     Py_ssize_t length;
     work->nbytes = header->nbytes;
     work->sources = Py_NewRef(sources);
-    if (PyBytes_AsStringAndSize(sources, &start, &length) != 0) goto failed;
-    if (header->nbytes > room || (size_t)length != source_bytes * (size_t)header->rows) {
-        fail(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
-        goto failed;
-    }
+    if (PyBytes_AsStringAndSize(sources, &start, &length) != 0) return false;
+    if (header->nbytes > room || (size_t)length != source_bytes(header->width) * (size_t)header->rows)
+        return fail(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
     work->leaves = malloc(sizeof(Leaf) * (size_t)(table->packed + 1));
-    if (work->leaves == NULL && !no_memory()) goto failed;
+    if (work->leaves == NULL) return no_memory();
     for (; work->count < table->packed; work->count++) {
         int64_t index = table->order[work->count];
         const Row *row = row_at(header, index);
-        if (row->offset < end) {
-            fail(PyExc_ValueError, "leaves of the offset table overlap");
-            goto failed;
-        }
+        if (row->offset < end) return fail(PyExc_ValueError, "leaves of the offset table overlap");
         end = row->offset + row->nbytes;
-        const int64_t *source = (const int64_t *)(start + source_bytes * (size_t)index);
+        const int64_t *source = (const int64_t *)(start + source_bytes(header->width) * (size_t)index);
         work->leaves[work->count] = (Leaf){
             .source = (const char *)(uintptr_t)source[0],
             .offset = row->offset,
@@ -47,9 +41,12 @@ bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room)
         };
     }
     return true;
-failed:
-    work_end(work);
-    return false;
+}
+
+bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room) {
+    bool is_good = take_leaves(work, table, sources, room);
+    if (!is_good) work_end(work);
+    return is_good;
 }
 
 void work_do(Work *work, char *slab) {

@@ -54,7 +54,8 @@ static int structure_clear(PyObject *object) {
     self->count = 0;
     self->leaves = -1; /* it can't be rebuilt any more */
     for (Py_ssize_t i = 0; i < count; i++) {
-        Py_XDECREF(nodes[i].type);
+        if (nodes[i].type == NULL) continue;
+        Py_DECREF(nodes[i].type);
         Py_XDECREF(nodes[i].keys);
         Py_XDECREF(nodes[i].handler);
         free(nodes[i].order);
@@ -125,7 +126,7 @@ typedef struct {
     PyObject *handlers, *leaves;
     PyObject *met; /* for handlers that ask for it: a dict that lasts as long as the walk; NULL until one asks */
     int depth;
-    Py_ssize_t next; /* the node that `follow` compares next */
+    const Node *next; /* the node that `follow` compares next */
 } Walk;
 
 /* The outcome of a visit: an error; the batch has another structure; or neither. */
@@ -290,7 +291,7 @@ static PyObject *structure_of(PyObject *type, PyObject *args) {
 
 enum { FEW = 64 }; /* values of a dict that have room on the stack */
 
-static int follow(Walk *walk, PyObject *object);
+static inline int follow(Walk *walk, PyObject *object);
 
 static int follow_dict(Walk *walk, const Node *node, PyObject *object) {
     Py_ssize_t count = node->number, at = 0, found = 0;
@@ -313,8 +314,8 @@ static int follow_dict(Walk *walk, const Node *node, PyObject *object) {
     return result;
 }
 
-static int follow(Walk *walk, PyObject *object) {
-    const Node *node = &walk->self->nodes[walk->next++];
+static inline int follow(Walk *walk, PyObject *object) {
+    const Node *node = walk->next++;
     PyTypeObject *type = Py_TYPE(object);
     if (node->op == LEAF) {
         if (type != torch.tensor && type != torch.array) {
@@ -332,10 +333,11 @@ static int follow(Walk *walk, PyObject *object) {
 /* leaves(batch, handlers): the leaves of a batch of exactly this structure, the order of keys included. None if the
  * batch has another structure, or if one of its containers has functions of its own. */
 static PyObject *structure_leaves(PyObject *object, PyObject *args) {
+    Structure *self = (Structure *)object;
     PyObject *batch;
-    Walk walk = {.self = (Structure *)object};
+    Walk walk = {.next = self->nodes};
     if (!PyArg_ParseTuple(args, "OO!:leaves", &batch, &PyDict_Type, &walk.handlers)) return NULL;
-    walk.leaves = PyList_New(walk.self->leaves);
+    walk.leaves = PyList_New(self->leaves);
     int result = walk.leaves == NULL ? FAILED : follow(&walk, batch);
     if (result == KNOWN) return walk.leaves;
     Py_XDECREF(walk.leaves);
