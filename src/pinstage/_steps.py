@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -106,5 +105,6 @@ class _Step:
                 found.seconds += seconds
 
 
-step: Callable[[str], AbstractContextManager[Any]] = _native.core.steps(_open, is_profiling, _Step, NOTHING)
-"""Returns the context of one step, by its name. Its range in a profile is ``pinstage.<name>``."""
+def step(name: str) -> AbstractContextManager[Any]:
+    """Return the context of one step. Its range in a profile is ``pinstage.<name>``."""
+    return _Step(name) if _open or is_profiling() else NOTHING

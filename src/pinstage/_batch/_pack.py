@@ -35,8 +35,12 @@ def pack(parts: Parts, slab: HostSlab, skip: list[int] | None = None) -> None:
         slab: at least ``parts.table.nbytes`` bytes.
         skip: leaves that are written elsewhere.
     """
-    skipped = None if skip is None else np.bincount(skip, minlength=len(parts.leaves)).astype(np.uint8).tobytes()
-    _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, skipped)
+    sources = parts.sources
+    if skip:
+        found = np.frombuffer(sources, dtype=np.int64).reshape(len(parts.leaves), -1).copy()
+        found[skip, 0] = 0
+        sources = found.tobytes()
+    _native.core.pack(parts.table.data, sources, slab.data_ptr(), slab.nbytes)
 
 
 def made_dense(leaf: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:

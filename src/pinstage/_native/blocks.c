@@ -17,9 +17,6 @@ enum { ONE, SHARED, EACH }; /* one block; the table's blocks; one for each leaf 
  * (CUDA Programming Guide, Asynchronous Concurrent Execution). */
 enum { AT_ONCE_BYTES = 64 * 1024 };
 
-/* Below this size, handing over the interpreter lock costs as much as the copy. */
-static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
-
 typedef struct {
     PyObject *tensor;
     char *address;
@@ -71,7 +68,7 @@ static struct {
 } driver;
 
 /* find_driver(): find the functions of CUDA's driver, if this process has loaded it; return whether it can copy. */
-static PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
+PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (library == NULL) Py_RETURN_FALSE;
     *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
@@ -199,10 +196,13 @@ static bool begins(const Row *row, const Row *before, int sharing) {
     return sharing == SHARED && (row->block != before->block || row->dtype != before->dtype);
 }
 
-static void cut_table(Blocks *self, int sharing) {
+/* by_shim: whether torch's C shim will make the tensors, so that it has to know the dtypes. False with an error. */
+static bool cut_table(Blocks *self, int sharing, bool by_shim) {
     const Row *before = NULL;
     for (int64_t i = 0; i < self->table.packed; i++) {
         const Row *row = row_at(self->table.header, self->table.order[i]);
+        if (by_shim && torch.scalar[row->dtype] < 0)
+            return fail(PyExc_ValueError, "the offset table names a dtype that torch's C shim doesn't know");
         if (begins(row, before, sharing)) {
             self->blocks[self->count++] = (Block){.start = sharing == ONE ? 0 : row->offset, .end = row->offset, .first = i};
         }
@@ -212,6 +212,7 @@ static void cut_table(Blocks *self, int sharing) {
         self->block_of[self->table.order[i]] = self->count - 1;
         before = row;
     }
+    return true;
 }
 
 /* Make a tensor as `torch.empty_strided` would, on torch's current stream, and set `address` to its memory; NULL
@@ -231,6 +232,16 @@ static PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *s
     return tensor;
 }
 
+/* A tuple of numbers. */
+static PyObject *tuple_of(int64_t count, const int64_t *numbers) {
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (int64_t i = 0; tuple != NULL && i < count; i++) {
+        PyObject *number = PyLong_FromLongLong(numbers[i]);
+        if (number == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, number) != 0) Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
 /* Take a tensor that torch's public functions made. */
 static bool use_tensor(Block *block, PyObject *tensor) {
     block->tensor = tensor;
@@ -240,8 +251,16 @@ static bool use_tensor(Block *block, PyObject *tensor) {
     return address != NULL && !PyErr_Occurred();
 }
 
-static bool make_tensor(const Blocks *self, Block *block, int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype,
-                        int device_type, int device_index) {
+/* Make the tensor of a block. */
+static bool allocate(Blocks *self, Block *block, int sharing, int device_type, int device_index) {
+    static const int64_t one = 1;
+    const Row *row = row_at(self->table.header, self->table.order[block->first]);
+    block->is_leaf = sharing != ONE && block->last - block->first == 1;
+    int dtype = sharing == ONE ? torch.by_format['B'] : row->dtype;
+    int64_t size = sharing == ONE ? self->table.header->nbytes : (block->end - block->start) / torch.itemsize[dtype];
+    int64_t ndim = block->is_leaf ? row->ndim : 1;
+    const int64_t *shape = block->is_leaf ? row->sizes : &size;
+    const int64_t *stride = block->is_leaf ? row->sizes + self->table.header->width : &one;
     if (self->make != NULL) {
         PyObject *made = PyObject_CallFunction(self->make, "iNNii", dtype, tuple_of(ndim, shape), tuple_of(ndim, stride),
                                                device_type, device_index);
@@ -249,20 +268,6 @@ static bool make_tensor(const Blocks *self, Block *block, int64_t ndim, const in
     }
     block->tensor = new_tensor(ndim, shape, stride, dtype, device_type, device_index, &block->address);
     return block->tensor != NULL;
-}
-
-/* Make the tensor of a block. */
-static bool allocate(Blocks *self, Block *block, int sharing, int device_type, int device_index) {
-    static const int64_t one = 1;
-    const Row *row = row_at(self->table.header, self->table.order[block->first]);
-    block->is_leaf = sharing != ONE && block->last - block->first == 1;
-    if (block->is_leaf) {
-        return make_tensor(self, block, row->ndim, row->sizes, row->sizes + self->table.header->width, row->dtype, device_type,
-                           device_index);
-    }
-    int dtype = sharing == ONE ? torch.by_format['B'] : row->dtype;
-    int64_t size = sharing == ONE ? self->table.header->nbytes : (block->end - block->start) / torch.itemsize[dtype];
-    return make_tensor(self, block, 1, &size, &one, dtype, device_type, device_index);
 }
 
 /* Take a tensor as the only block. */
@@ -276,7 +281,7 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     if (torch.storage_offset(handle, &block->skipped) ||
         torch.reinterpret(handle, 1, &none, &one, -block->skipped, &block->storage))
         return fail(PyExc_RuntimeError, "torch could not make a view of the slab");
-    block->tensor = held(slab);
+    block->tensor = Py_XNewRef(slab);
     block->address = (char *)tensor.data + tensor.byte_offset;
     return true;
 }
@@ -317,23 +322,17 @@ static bool find_runs(Blocks *self, const Table *host) {
 
 /* The blocks of a table, without tensors yet; NULL with an error. */
 static Blocks *blocks_new(PyObject *type, PyObject *table, int sharing, bool is_cuda, bool by_shim) {
-    Blocks *self = new_object(type);
+    Blocks *self = (Blocks *)PyType_GenericAlloc((PyTypeObject *)type, 0);
     if (self == NULL) return NULL;
-    if (!table_begin(&self->table, table)) goto failed;
     self->is_cuda = is_cuda;
-    self->blocks = calloc((size_t)self->table.packed + 1, sizeof(Block));
-    self->block_of = malloc(sizeof(int64_t) * (size_t)(self->table.header->rows + 1));
-    if ((self->blocks == NULL || self->block_of == NULL) && !no_memory()) goto failed;
-    for (int64_t i = 0; i < self->table.packed && by_shim; i++) {
-        bool is_known = torch.scalar[row_at(self->table.header, self->table.order[i])->dtype] >= 0;
-        if (!is_known && !fail(PyExc_ValueError, "the offset table names a dtype that torch's C shim doesn't know"))
-            goto failed;
+    bool is_good = table_begin(&self->table, table);
+    if (is_good) {
+        self->blocks = calloc((size_t)self->table.packed + 1, sizeof(Block));
+        self->block_of = malloc(sizeof(int64_t) * (size_t)(self->table.header->rows + 1));
+        is_good = (self->blocks != NULL && self->block_of != NULL) || no_memory();
     }
-    cut_table(self, sharing);
+    if (!is_good || !cut_table(self, sharing, by_shim)) Py_CLEAR(self);
     return self;
-failed:
-    Py_DECREF(self);
-    return NULL;
 }
 
 /* Whether torch's C shim can make the tensors of a batch, or the views of this slab. */
@@ -350,13 +349,13 @@ static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int d
                              PyObject *make, PyObject *cut) {
     Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
     if (self == NULL) return NULL;
-    self->make = held(make);
-    self->view = held(cut);
+    self->make = Py_XNewRef(make);
+    self->view = Py_XNewRef(cut);
     bool is_good = true;
     for (int64_t i = 0; i < self->count && is_good; i++) {
         Block *block = &self->blocks[i];
         is_good = slab == NULL   ? allocate(self, block, sharing, device_type, device_index)
-                  : make != NULL ? use_tensor(block, held(slab))
+                  : make != NULL ? use_tensor(block, Py_XNewRef(slab))
                                  : use_slab(block, slab, self->table.header->nbytes);
     }
     if (is_good && find_runs(self, &self->table)) return (PyObject *)self;
@@ -388,19 +387,17 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
 /* Take an existing tensor as the block of its leaf. */
 static bool use_existing(Block *block, PyObject *tensor) {
     int64_t offset;
-    int32_t scalar;
     void *data;
     block->is_leaf = true;
-    held(tensor);
+    Py_INCREF(tensor);
     if (torch.wrap == NULL || torch.handle_at == 0 || !PyObject_TypeCheck(tensor, torch.tensor))
         return use_tensor(block, tensor);
     void *handle = handle_of(tensor);
-    if (torch.get_data(handle, &data) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &scalar) ||
-        scalar < 0 || scalar > 255 || torch.by_scalar[scalar] == 255)
-        return use_tensor(block, tensor);
+    int dtype = dtype_of(handle);
+    if (dtype < 0 || torch.get_data(handle, &data) || torch.storage_offset(handle, &offset)) return use_tensor(block, tensor);
     block->tensor = tensor;
     block->address = data;
-    block->memory = block->address - offset * torch.itemsize[torch.by_scalar[scalar]];
+    block->memory = block->address - offset * torch.itemsize[dtype];
     return true;
 }
 
@@ -454,13 +451,12 @@ static bool is_plain_place(PyObject *object, int device_type, int device_index, 
 /* fits(table, leaves, device_type, device_index): whether all packed leaves of a batch have, at their place in the list, a
  * plain tensor on a device (by DLPack's numbers) whose bytes are in the same order as in the slab, and no two overlap.
  * False if that can't be determined. */
-static PyObject *fits(UNUSED PyObject *module, PyObject *args) {
+PyObject *fits(UNUSED PyObject *module, PyObject *args) {
     PyObject *table, *leaves;
     int device_type, device_index;
-    const Header *header;
-    Py_buffer buffer;
     if (!PyArg_ParseTuple(args, "OO!ii:fits", &table, &PyList_Type, &leaves, &device_type, &device_index)) return NULL;
-    if (!table_of(table, &buffer, &header)) return NULL;
+    const Header *header = table_of(table);
+    if (header == NULL) return NULL;
     Span *spans = malloc(sizeof(Span) * (size_t)(header->rows + 1));
     bool all = spans != NULL && makes_views() && !may_be_dual() && PyList_Size(leaves) == header->rows;
     int64_t count = 0;
@@ -469,13 +465,12 @@ static PyObject *fits(UNUSED PyObject *module, PyObject *args) {
         const Row *row = row_at(header, i);
         if (!is_packed(row)) continue;
         PyObject *leaf = PyList_GetItem(leaves, (Py_ssize_t)i);
-        all = row->ndim <= MAX_DIMS && is_plain_place(leaf, device_type, device_index, row->dtype, row->ndim, row->sizes,
-                                                      row->sizes + header->width, &found);
+        all = row->ndim <= header->width && is_plain_place(leaf, device_type, device_index, row->dtype, row->ndim, row->sizes,
+                                                           row->sizes + header->width, &found);
         if (all && row->nbytes > 0) spans[count++] = (Span){found.data, found.data + row->nbytes};
     }
     all = all && are_disjoint(spans, count);
     free(spans);
-    PyBuffer_Release(&buffer);
     if (PyErr_Occurred()) return NULL;
     return PyBool_FromLong(all);
 }
@@ -547,19 +542,38 @@ static PyObject *blocks_copy(PyObject *object, PyObject *args) {
     return send_runs((Blocks *)object, (const char *)(uintptr_t)host, start, end, (void *)(uintptr_t)stream, is_page_locked);
 }
 
+/* Pack all leaves into the host slab, in this thread, and send them. */
+static PyObject *pack_and_send(const Blocks *self, PyObject *sources, char *host, void *stream, bool is_page_locked) {
+    int64_t nbytes = self->table.header->nbytes;
+    Work work = {.leaves = NULL};
+    if (!work_begin(&work, &self->table, sources, nbytes)) return NULL;
+    work_do(&work, host);
+    return send_runs(self, host, 0, nbytes, stream, is_page_locked);
+}
+
 /* pack_and_copy(sources, host, stream, is_page_locked): pack all leaves into the host slab at address `host`, in this
  * thread, and send them. Returns what `copy` returns. */
 static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
-    Blocks *self = (Blocks *)object;
     PyObject *sources;
     unsigned long long host, stream;
     int is_page_locked;
     if (!PyArg_ParseTuple(args, "OKKp:pack_and_copy", &sources, &host, &stream, &is_page_locked)) return NULL;
-    Work work = {.leaves = NULL};
-    if (!work_begin(&work, &self->table, sources, self->table.header->nbytes, NULL, 0)) return NULL;
-    char *slab = (char *)(uintptr_t)host;
-    work_do(&work, slab);
-    return send_runs(self, slab, 0, self->table.header->nbytes, (void *)(uintptr_t)stream, is_page_locked);
+    void *slab = (void *)(uintptr_t)host;
+    return pack_and_send((Blocks *)object, sources, slab, (void *)(uintptr_t)stream, is_page_locked);
+}
+
+/* Add the copy of a part of a leaf, (row, start, end, address); false with an error. */
+static bool add_part(const Blocks *self, Copies *copies, PyObject *part) {
+    long long index, start, end;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(part, "LLLK", &index, &start, &end, &address)) return false;
+    const Row *row = index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
+    if (row == NULL || !is_packed(row) || start < 0 || start > end || end > row->nbytes)
+        return fail(PyExc_ValueError, "these are not bytes of a packed leaf");
+    const Block *block = &self->blocks[self->block_of[index]];
+    const char *to = block->address + (row->offset - block->start) + start;
+    if (start < end) copies_add(copies, to, (const char *)(uintptr_t)address, end - start);
+    return true;
 }
 
 /* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from their own page-locked memory; the
@@ -572,21 +586,7 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Copies copies;
     Py_ssize_t count = PyList_Size(leaves);
     bool is_good = copies_new(&copies, count);
-    for (Py_ssize_t i = 0; i < count && is_good; i++) {
-        long long index, start, end;
-        unsigned long long address;
-        is_good = PyArg_ParseTuple(PyList_GetItem(leaves, i), "LLLK", &index, &start, &end, &address);
-        if (!is_good) break;
-        const Row *row = index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
-        bool is_there = row != NULL && is_packed(row) && start >= 0 && start <= end && end <= row->nbytes;
-        is_good = is_there || fail(PyExc_ValueError, "these are not bytes of a packed leaf");
-        if (!is_good) break;
-        const Block *block = &self->blocks[self->block_of[index]];
-        if (start < end) {
-            char *to = block->address + (row->offset - block->start) + start;
-            copies_add(&copies, to, (const char *)(uintptr_t)address, end - start);
-        }
-    }
+    for (Py_ssize_t i = 0; i < count && is_good; i++) is_good = add_part(self, &copies, PyList_GetItem(leaves, i));
     if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
     free(copies.to);
     return result;
@@ -602,13 +602,9 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     if (self->table.header->nbytes > AT_ONCE_BYTES) {
         return PyErr_Format(PyExc_ValueError, "the batch is too large to be sent from ordinary memory");
     }
-    Work work = {.leaves = NULL};
-    if (!work_begin(&work, &self->table, sources, self->table.header->nbytes, NULL, 0)) return NULL;
-    char *memory = malloc((size_t)work.nbytes + 1);
-    if (memory != NULL) pack_all(work.leaves, work.count, memory, work.nbytes, false);
-    work_end(&work);
+    char *memory = malloc((size_t)self->table.header->nbytes + 1);
     if (memory == NULL) return PyErr_NoMemory();
-    PyObject *result = send_runs(self, memory, 0, self->table.header->nbytes, (void *)(uintptr_t)stream, false);
+    PyObject *result = pack_and_send(self, sources, memory, (void *)(uintptr_t)stream, false);
     free(memory);
     return result;
 }
@@ -642,11 +638,11 @@ static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
         PyObject *leaf = NULL;
         if (is_packed(row)) {
             const Block *block = &self->blocks[self->block_of[i]];
-            leaf = block->is_leaf ? held(block->tensor) : view(self, block, row);
+            leaf = block->is_leaf ? Py_XNewRef(block->tensor) : view(self, block, row);
         } else if (row->kind == ALIAS && row->offset >= 0 && row->offset < i) {
-            leaf = held(PyList_GetItem(leaves, (Py_ssize_t)row->offset));
+            leaf = Py_XNewRef(PyList_GetItem(leaves, (Py_ssize_t)row->offset));
         } else if (row->kind != ALIAS && other < PyList_Size(others)) {
-            leaf = held(PyList_GetItem(others, other++));
+            leaf = Py_XNewRef(PyList_GetItem(others, other++));
         } else {
             PyErr_SetString(PyExc_ValueError, "the offset table repeats a leaf that it does not have, or has more others");
         }
@@ -663,7 +659,7 @@ static PyObject *blocks_tensors(PyObject *object, UNUSED void *nothing) {
     Blocks *self = (Blocks *)object;
     PyObject *tensors = PyList_New((Py_ssize_t)self->count);
     for (int64_t i = 0; tensors != NULL && i < self->count; i++) {
-        PyList_SetItem(tensors, (Py_ssize_t)i, held(self->blocks[i].tensor));
+        PyList_SetItem(tensors, (Py_ssize_t)i, Py_XNewRef(self->blocks[i].tensor));
     }
     return tensors;
 }
@@ -712,7 +708,7 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
  * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new leaves, how many were moved,
  * their bytes, and the number of copies. Returns None if the leaves are not few, small and plain, would not be read at
  * once, or there is no memory; returns CUDA's error as a negative number. */
-static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
+PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     PyObject *leaves, *existing, *atoms, *wrappers, *tensors[MOST_FEW];
     int device_type, device_index;
     unsigned long long stream;
@@ -747,7 +743,7 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
             break;
         places[made] = (char *)there.data;
         spans[made] = (Span){there.data, there.data + leaf->nbytes};
-        tensors[made] = held(place);
+        tensors[made] = Py_XNewRef(place);
     }
     if (existing != NULL && made == count && !are_disjoint(spans, count)) Py_DECREF(tensors[--made]);
     int64_t nbytes = 0;
@@ -767,7 +763,7 @@ static PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
         if (state != NULL) PyEval_RestoreThread(state);
         if (code == 0) result = PyList_GetSlice(leaves, 0, PyList_Size(leaves));
         for (int i = 0; result != NULL && i < count; i++) {
-            if (PyList_SetItem(result, indexes[i], held(tensors[i])) != 0) Py_CLEAR(result);
+            if (PyList_SetItem(result, indexes[i], Py_XNewRef(tensors[i])) != 0) Py_CLEAR(result);
         }
     }
     free(memory);
@@ -806,12 +802,3 @@ static PyType_Slot blocks_slots[] = {
 };
 PyType_Spec blocks_spec = {"pinstage._native._core.Blocks", sizeof(Blocks), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, blocks_slots};
-
-PyMethodDef blocks_methods[] = {
-    {"find_driver", find_driver, METH_NOARGS,
-     "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
-    {"fits", fits, METH_VARARGS,
-     "fits(table, leaves, device_type, device_index): whether existing tensors can take the bytes as they are."},
-    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
-    {NULL, NULL, 0, NULL},
-};

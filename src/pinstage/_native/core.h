@@ -46,6 +46,9 @@ static inline Row *row_at(const Header *table, int64_t index) {
     return (Row *)((char *)(table + 1) + row_bytes(table->width) * (size_t)index);
 }
 
+/* Bytes of a leaf's source: its address, and its strides if it is STRIDED. */
+static inline size_t source_bytes(int64_t width) { return sizeof(int64_t) * (size_t)(1 + width); }
+
 static inline bool is_packed(const Row *row) { return row->kind == RAW || row->kind == STRIDED; }
 
 /* Sums of a table's rows: bytes of packed leaves, and leaves of each kind. */
@@ -64,11 +67,8 @@ static inline bool add_row(Figures *sum, const Row *row) {
 /* The fields of `pinstage._batch._table.Table`. */
 PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum);
 
-/* Find the table in a bytes-like object; false with an error if it isn't one. Rows are not checked. */
-bool table_of(PyObject *object, Py_buffer *buffer, const Header **table);
-
-/* Whether a packed row's size, shape and strides agree, and its leaf stays inside a slab of `nbytes`. */
-bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes);
+/* The table that a bytes object holds; NULL with an error if it isn't one. Rows are not checked. */
+const Header *table_of(PyObject *data);
 
 /* Give each packed row its place in the slab, and its block; set the table's size. `order` has room for all packed
  * rows. */
@@ -76,13 +76,13 @@ void place_rows(Header *table, int64_t *order);
 
 /* A table whose packed rows stay inside its slab. */
 typedef struct {
-    Py_buffer buffer;
+    PyObject *data; /* the bytes that hold it */
     const Header *header;
     int64_t *order, packed; /* the packed rows, in the order of their offsets */
 } Table;
 
 /* Take a table from Python; false with an error, and nothing to end. It may be ended twice. */
-bool table_begin(Table *self, PyObject *object);
+bool table_begin(Table *self, PyObject *data);
 void table_end(Table *self);
 
 /* -- torch, as found when the extension was set up ------------------------------------------------------------------- */
@@ -133,44 +133,38 @@ typedef struct {
         };
     };
     Py_ssize_t handle_at; /* where a tensor object has its at::Tensor; 0: a probe failed, none of these may be called */
-    uint8_t itemsize[MOST_DTYPES];         /* by the code of a dtype; 0: there is none */
-    uint8_t by_scalar[256];                /* by the number that the C shim has for it; 255: none */
-    int16_t scalar[MOST_DTYPES];           /* that number; -1: none */
-    uint8_t by_format[256];                /* code of a numpy format of one character; 255: none */
-    uint8_t complex_float, complex_double; /* of "Zf" and "Zd" */
+    uint8_t itemsize[MOST_DTYPES]; /* by the code of a dtype; 0: there is none */
+    uint8_t by_scalar[256];        /* by the number that the C shim has for it; 255: none */
+    int16_t scalar[MOST_DTYPES];   /* that number; -1: none */
+    uint8_t by_format[256];        /* code of a numpy format, by `format_index`; 255: none */
 } Torch;
 
 extern Torch torch;
 
+/* The place of a numpy format in `by_format`: "f", an ASCII character, in the first half, and "Zf" in the second. */
+static inline unsigned format_index(char format, bool is_complex) { return (unsigned)(format & 127) | is_complex << 7; }
+
 /* The at::Tensor in a tensor object, as the C shim takes it. */
 static inline void *handle_of(PyObject *object) { return (char *)object + torch.handle_at; }
+
+/* The code of a tensor's dtype; -1 if it is not known here. */
+int dtype_of(void *handle);
 
 /* Whether a level of forward-mode AD is open, or that can't be known. */
 bool may_be_dual(void);
 
 /* -- helpers -------------------------------------------------------------------------------------------------------- */
 
+/* From this size on, the interpreter lock is released; below, handing it over costs as much as packing or copying. */
+enum { RELEASE_FROM_BYTES = 128 * 1024 };
+
 /* Set an exception; return false. */
 static inline bool fail(PyObject *type, const char *text) { return PyErr_Format(type, "%s", text) != NULL; }
 
 static inline bool no_memory(void) { return PyErr_NoMemory() != NULL; }
 
-static inline PyObject *held(PyObject *object) {
-    Py_XINCREF(object);
-    return object;
-}
-
-/* An object of a type, all zeros; NULL with an error. */
-void *new_object(PyObject *type);
-
 /* The end of a deallocation: free the object, and release its type. */
 void free_object(PyObject *object);
-
-/* Add a type to the module; -1 with an error. */
-int add_type(PyObject *module, PyType_Spec *spec);
-
-/* A tuple of numbers. */
-PyObject *tuple_of(int64_t count, const int64_t *numbers);
 
 /* -- the parts ------------------------------------------------------------------------------------------------------ */
 
@@ -192,24 +186,32 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
 /* Describe a numpy.ndarray, of exactly that class, which has to keep its memory. */
 int find_array(PyObject *object, Found *leaf);
 
-/* A batch about to be packed: its leaves in the order of their offsets. Holds its buffers until `work_end`. */
+/* A batch about to be packed: its leaves in the order of their offsets. Holds its bytes until it is done. */
 typedef struct {
     Table table; /* unless another object owns it */
-    Py_buffer sources;
+    PyObject *sources;
     Leaf *leaves;
     int64_t count, nbytes;
 } Work;
 
 /* Take the leaves of a table, which must exist as long as the work. The work is all zeros, except for its own table.
- * `skip`: `skips` bytes, one for each row, which is not 0 if the row is written elsewhere; or NULL. False with an
- * error, and nothing to end. */
-bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips);
-void work_end(Work *work);
+ * `sources`: bytes with the source of each row; see `source_bytes`. Leaves at address 0 are written elsewhere.
+ * False with an error, and nothing to end. */
+bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room);
 
 /* Pack all leaves into a slab, in this thread, and end the work. */
 void work_do(Work *work, char *slab);
 
-extern PyMethodDef table_methods[], describe_methods[], pack_methods[], blocks_methods[];
+/* Functions of the module; `module.c` says what they take and return. */
+PyObject *figures(PyObject *module, PyObject *data);
+PyObject *describe(PyObject *module, PyObject *args);
+PyObject *alike(PyObject *module, PyObject *samples);
+PyObject *stack(PyObject *module, PyObject *args);
+PyObject *pack(PyObject *module, PyObject *args);
+PyObject *find_driver(PyObject *module, PyObject *nothing);
+PyObject *fits(PyObject *module, PyObject *args);
+PyObject *move_few(PyObject *module, PyObject *args);
+
 extern PyType_Spec structure_spec, job_spec, blocks_spec;
 
 #endif

@@ -64,8 +64,7 @@ static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
     return 0;
 }
 
-/* The code of a tensor's dtype; -1 if it is not known here. */
-static int dtype_of(void *handle) { /* not by DLPack, which has one name for several: int8, int4 */
+int dtype_of(void *handle) { /* not by DLPack, which has one name for several: int8, int4 */
     int32_t number;
     if (torch.get_dtype(handle, &number) || number < 0 || number > 255) return -1;
     return torch.by_scalar[number] == 255 ? -1 : torch.by_scalar[number];
@@ -111,11 +110,9 @@ int find_array(PyObject *object, Found *leaf) {
     }
     int result = NOT_PLAIN;
     const unsigned char *format = (const unsigned char *)(buffer.format == NULL ? "B" : buffer.format);
-    int dtype = 255;
-    if (format[0] && !format[1]) dtype = torch.by_format[format[0]];
-    if (format[0] == 'Z' && format[1] && !format[2]) {
-        dtype = format[1] == 'f' ? torch.complex_float : format[1] == 'd' ? torch.complex_double : 255;
-    }
+    bool is_complex = format[0] == 'Z';
+    format += is_complex;
+    int dtype = format[0] && !format[1] ? torch.by_format[format_index(format[0], is_complex)] : 255;
     if (dtype != 255 && buffer.ndim <= MAX_DIMS && buffer.itemsize == torch.itemsize[dtype]) {
         int64_t shape[MAX_DIMS], stride[MAX_DIMS];
         bool is_plain = (uintptr_t)buffer.buf % (uintptr_t)buffer.itemsize == 0;
@@ -135,55 +132,55 @@ int find_array(PyObject *object, Found *leaf) {
 
 /* -- asking Python about a leaf -------------------------------------------------------------------------------------- */
 
-static int read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
+static bool read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     for (int32_t d = 0; d < ndim; d++) {
         PyObject *size = PySequence_GetItem(tuple, d);
-        if (size == NULL) return -1;
+        if (size == NULL) return false;
         sizes[d] = PyLong_AsLongLong(size);
         Py_DECREF(size);
-        if (sizes[d] == -1 && PyErr_Occurred()) return -1;
+        if (sizes[d] == -1 && PyErr_Occurred()) return false;
     }
-    return 0;
+    return true;
 }
 
-/* See `pinstage._batch._describe.Described`. Tensors to keep alive are added to `kept`. */
-static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
-    PyObject *number = PyLong_FromSsize_t(index);
-    if (number == NULL) return -1;
-    PyObject *answer = PyObject_CallFunctionObjArgs(plainly, object, number, NULL);
-    Py_DECREF(number);
-    if (answer == NULL) return -1;
-    int result = -1;
+/* Read a `pinstage._batch._describe.Described`. Tensors to keep alive are added to `kept`. */
+static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
     PyObject *sizes, *strides, *source;
     unsigned long long address;
     int kind;
     int64_t shape[MAX_DIMS], stride[MAX_DIMS];
-    if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) goto done;
+    if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) return false;
     leaf->data = (const char *)(uintptr_t)address;
     leaf->nbytes = 0; /* `find_tensor` may have set it */
     Py_ssize_t ndim = PySequence_Size(sizes);
-    if (ndim < 0) goto done;
-    if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES) {
-        PyErr_SetString(PyExc_ValueError, "a leaf was described in a way that no table can have");
-        goto done;
-    }
+    if (ndim < 0) return false;
+    if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES)
+        return fail(PyExc_ValueError, "a leaf was described in a way that no table can have");
     leaf->ndim = (int32_t)ndim;
-    if (read_sizes(sizes, shape, leaf->ndim) || read_sizes(strides, stride, leaf->ndim)) goto done;
-    if (kind == RAW && arrange(leaf, shape, stride) != 0 && !fail(PyExc_OverflowError, "a leaf is larger than any memory"))
-        goto done;
-    if (kind != RAW) leaf->kind = kind; /* else `arrange` has set it, to RAW or STRIDED */
-    if (kind == RAW && PyList_Append(kept, source) != 0) goto done;
-    result = 0;
-done:
-    Py_DECREF(answer);
-    return result;
+    if (!read_sizes(sizes, shape, leaf->ndim) || !read_sizes(strides, stride, leaf->ndim)) return false;
+    if (kind != RAW) {
+        leaf->kind = kind;
+        return true;
+    }
+    if (arrange(leaf, shape, stride) != 0) return fail(PyExc_OverflowError, "a leaf is larger than any memory");
+    return PyList_Append(kept, source) == 0;
+}
+
+/* Let Python describe a leaf; -1 with an error. */
+static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
+    PyObject *answer = PyObject_CallFunction(plainly, "On", object, index);
+    bool is_good = answer != NULL && read_described(answer, kept, leaf);
+    Py_XDECREF(answer);
+    return is_good ? 0 : -1;
 }
 
 /* -- leaves that are repeated ---------------------------------------------------------------------------------------- */
 
 typedef struct {
-    PyObject **objects;
-    int64_t *indexes;
+    struct {
+        PyObject *object;
+        int64_t index;
+    } *places;
     size_t mask;
 } Met;
 
@@ -191,44 +188,53 @@ static bool met_new(Met *met, Py_ssize_t count) {
     size_t size = 16;
     while (size < 2 * (size_t)count) size *= 2;
     met->mask = size - 1;
-    met->objects = calloc(size, sizeof(PyObject *));
-    met->indexes = malloc(size * sizeof(int64_t));
-    return (met->objects != NULL && met->indexes != NULL) || no_memory();
+    met->places = calloc(size, sizeof *met->places);
+    return met->places != NULL || no_memory();
 }
 
 /* Return the index at which an object was first met, which is this one if it is new. */
 static int64_t met_first(Met *met, PyObject *object, int64_t index) {
     size_t at = (((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u >> 20) & met->mask;
-    for (; met->objects[at] != NULL; at = (at + 1) & met->mask) {
-        if (met->objects[at] == object) return met->indexes[at];
+    while (met->places[at].object != NULL && met->places[at].object != object) at = (at + 1) & met->mask;
+    if (met->places[at].object == NULL) {
+        met->places[at].object = object;
+        met->places[at].index = index;
     }
-    met->objects[at] = object;
-    met->indexes[at] = index;
-    return index;
+    return met->places[at].index;
 }
 
 /* -- the table ------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    Header *table; /* with its rows behind it */
-    char *sources;
-    int64_t filled; /* rows */
+    PyObject *data, *addresses; /* bytes, which nothing else refers to yet */
+    Header *table;              /* in `data`, with its rows behind it */
+    char *sources;              /* in `addresses` */
+    int64_t filled;             /* rows */
 } Growing;
-
-static size_t source_bytes(int64_t width) { return sizeof(int64_t) * (size_t)(1 + width); }
 
 static int64_t *source_at(const Growing *self, int64_t index) {
     return (int64_t *)(self->sources + source_bytes(self->table->width) * (size_t)index);
 }
 
+/* Make bytes, all zeros; return where they are. */
+static void *new_bytes(PyObject **bytes, size_t size) {
+    *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    return *bytes == NULL ? NULL : memset(PyBytes_AsString(*bytes), 0, size);
+}
+
+static void growing_end(Growing *self) {
+    Py_XDECREF(self->data);
+    Py_XDECREF(self->addresses);
+}
+
 /* Make a table with room for that many dimensions, and copy the rows that are filled. */
 static bool widen(Growing *self, int64_t rows, int64_t width) {
-    Growing wide = {calloc(1, sizeof(Header) + row_bytes(width) * (size_t)rows), calloc((size_t)rows + 1, source_bytes(width)),
-                    self->filled};
+    Growing wide = {.filled = self->filled};
+    wide.table = new_bytes(&wide.data, sizeof(Header) + row_bytes(width) * (size_t)rows);
+    wide.sources = new_bytes(&wide.addresses, source_bytes(width) * (size_t)rows);
     if (wide.table == NULL || wide.sources == NULL) {
-        free(wide.table);
-        free(wide.sources);
-        return no_memory();
+        growing_end(&wide);
+        return false;
     }
     *wide.table = (Header){TABLE_MAGIC, rows, width, 0};
     for (int64_t i = 0; i < self->filled; i++) {
@@ -239,21 +245,9 @@ static bool widen(Growing *self, int64_t rows, int64_t width) {
         memcpy(to->sizes + width, from->sizes + self->table->width, kept);
         memcpy(source_at(&wide, i), source_at(self, i), sizeof(int64_t) + kept);
     }
-    free(self->table);
-    free(self->sources);
+    growing_end(self);
     *self = wide;
     return true;
-}
-
-static PyObject *described(const Growing *self, const Figures *sum, PyObject *kept) {
-    const Header *table = self->table;
-    size_t nbytes = sizeof(Header) + row_bytes(table->width) * (size_t)table->rows;
-    PyObject *data = PyBytes_FromStringAndSize((const char *)table, (Py_ssize_t)nbytes);
-    if (data == NULL) return NULL;
-    PyObject *figures = figures_of(data, table, sum);
-    Py_DECREF(data);
-    nbytes = source_bytes(table->width) * (size_t)table->rows;
-    return Py_BuildValue("(Ny#O)", figures, self->sources, (Py_ssize_t)nbytes, kept);
 }
 
 /* Prefetch the memory of the next leaves: a batch's tensors are usually scattered, and not in the caches. */
@@ -269,7 +263,7 @@ static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
 }
 
 /* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see `pinstage._batch._describe`. */
-static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
+PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     PyObject *leaves, *atoms, *plainly;
     int device_type, device_id, arrays;
     if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
@@ -277,14 +271,13 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         return NULL;
     bool are_plain = !may_be_dual();
     Py_ssize_t count = PyList_Size(leaves);
-    Growing made = {NULL, NULL, 0};
-    Met met = {NULL, NULL, 0};
+    Growing made = {NULL};
+    Met met = {NULL, 0};
     int64_t *order = NULL;
     PyObject *kept = PyList_New(0), *result = NULL;
     Found leaf;
     Figures sum = {0};
-    if (kept == NULL) goto done;
-    if (!met_new(&met, count) || !widen(&made, count, 1)) goto done;
+    if (kept == NULL || !met_new(&met, count) || !widen(&made, count, 1)) goto done;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *object = PyList_GetItem(leaves, i);
         if (object == NULL) goto done;
@@ -311,13 +304,9 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
         int64_t *source = source_at(&made, i);
         made.filled = i + 1;
         row->offset = -1;
-        if (first != i) {
-            if (row_at(made.table, first)->kind == OTHER) { /* objects that aren't tensors may repeat */
-                sum.others++;
-            } else {
-                row->kind = ALIAS;
-                row->offset = first;
-            }
+        if (first != i && row_at(made.table, first)->kind != OTHER) { /* objects that aren't tensors may repeat */
+            row->kind = ALIAS;
+            row->offset = first;
             continue;
         }
         row->kind = (uint8_t)leaf.kind;
@@ -336,14 +325,12 @@ static PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     order = malloc(sizeof(int64_t) * (size_t)(sum.packed + 1));
     if (order == NULL && !no_memory()) goto done;
     place_rows(made.table, order);
-    result = described(&made, &sum, kept);
+    result = Py_BuildValue("(NOO)", figures_of(made.data, made.table, &sum), made.addresses, kept);
 done:
     Py_XDECREF(kept);
     free(order);
-    free(met.objects);
-    free(met.indexes);
-    free(made.table);
-    free(made.sources);
+    free(met.places);
+    growing_end(&made);
     return result;
 }
 
@@ -360,7 +347,7 @@ static const char STACK[] = "pinstage.Stack";
 static void stack_end(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, STACK)); }
 
 /* alike(samples): what `stack` needs, for plain CPU tensors of one dtype and shape; None if they aren't. */
-static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
+PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
     Py_ssize_t count = PySequence_Size(samples);
     if (count < 0) return NULL;
     Found leaf;
@@ -407,7 +394,7 @@ static PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
 }
 
 /* stack(found, address, nbytes): write samples one after the other; `found` is the result of `alike`. */
-static PyObject *stack(UNUSED PyObject *module, PyObject *args) {
+PyObject *stack(UNUSED PyObject *module, PyObject *args) {
     PyObject *found;
     unsigned long long address;
     long long room;
@@ -420,10 +407,3 @@ static PyObject *stack(UNUSED PyObject *module, PyObject *args) {
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
-
-PyMethodDef describe_methods[] = {
-    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
-    {"alike", alike, METH_O, "alike(samples): what stack() needs, or None if they differ or are not plain."},
-    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one after the other."},
-    {NULL, NULL, 0, NULL},
-};

@@ -1,9 +1,7 @@
 /* The module, and torch's functions and classes that Python passes to it. */
 #include "core.h"
 
-#include <string.h>
-
-Torch torch;
+Torch torch = {.by_format = {[0 ... 255] = 255}, .by_scalar = {[0 ... 255] = 255}, .scalar = {[0 ... MOST_DTYPES - 1] = -1}};
 
 typedef struct Exchange { /* DLPackExchangeAPI of DLPack 1.3: a stable header, then functions */
     uint32_t major, minor;
@@ -68,11 +66,8 @@ static PyObject *add_dtype(UNUSED PyObject *module, PyObject *args) {
     if (code < 0 || code >= MOST_DTYPES || itemsize < 1 || itemsize > ALIGNMENT)
         return PyErr_Format(PyExc_ValueError, "no such dtype");
     torch.itemsize[code] = (uint8_t)itemsize;
-    if (format[0] == 'Z') {
-        *(format[1] == 'f' ? &torch.complex_float : &torch.complex_double) = (uint8_t)code;
-    } else {
-        for (; *format; format++) torch.by_format[(unsigned char)*format] = (uint8_t)code;
-    }
+    bool is_complex = format[0] == 'Z';
+    for (format += is_complex; *format; format++) torch.by_format[format_index(*format, is_complex)] = (uint8_t)code;
     Py_RETURN_NONE;
 }
 
@@ -107,45 +102,19 @@ static PyObject *facts(UNUSED PyObject *module, PyObject *tensor) {
                          torch.is_neg(handle), torch.is_conj(handle));
 }
 
-void *new_object(PyObject *type) {
-    return ((allocfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_alloc))((PyTypeObject *)type, 0);
-}
-
 void free_object(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
 
-int add_type(PyObject *module, PyType_Spec *spec) {
+/* Add a type to the module; -1 with an error. */
+static int add_type(PyObject *module, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
     int status = type == NULL ? -1 : PyModule_AddType(module, (PyTypeObject *)type);
     Py_XDECREF(type);
     return status;
 }
-
-PyObject *tuple_of(int64_t count, const int64_t *numbers) {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
-    for (int64_t i = 0; tuple != NULL && i < count; i++) {
-        PyObject *number = PyLong_FromLongLong(numbers[i]);
-        if (number == NULL || PyTuple_SetItem(tuple, (Py_ssize_t)i, number) != 0) Py_CLEAR(tuple);
-    }
-    return tuple;
-}
-
-static PyMethodDef torch_methods[] = {
-    {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
-    {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(exchange, functions, owner, name, modes): take DLPack's capsule, addresses of functions, the level of "
-     "forward-mode AD as an attribute, and a function that counts modes."},
-    {"use_handle", use_handle, METH_O,
-     "use_handle(place): set where a tensor object has its at::Tensor, 0 for nowhere; return the last place."},
-    {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
-    {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
-    {"facts", facts, METH_O,
-     "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
-    {NULL, NULL, 0, NULL},
-};
 
 /* -- a context that does nothing ------------------------------------------------------------------------------------ */
 
@@ -163,60 +132,44 @@ static PyMethodDef nothing_methods[] = {
 static PyType_Slot nothing_slots[] = {{Py_tp_methods, nothing_methods}, {0, NULL}};
 static PyType_Spec nothing_spec = {"pinstage._native._core.Nothing", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, nothing_slots};
 
-/* -- steps ---------------------------------------------------------------------------------------------------------- */
+/* -- the module ----------------------------------------------------------------------------------------------------- */
 
-/* step(name): `pinstage._steps.step`. `self` is the tuple of the arguments of `steps`. */
-static PyObject *step(PyObject *self, PyObject *name) {
-    PyObject *timed = PyTuple_GetItem(self, 0), *is_profiling = PyTuple_GetItem(self, 1);
-    int looks = PyDict_Size(timed) > 0;
-    if (!looks) {
-        PyObject *answer = PyObject_CallNoArgs(is_profiling);
-        if (answer == NULL) return NULL;
-        looks = PyObject_IsTrue(answer);
-        Py_DECREF(answer);
-    }
-    if (looks < 0) return NULL;
-    if (looks) return PyObject_CallFunctionObjArgs(PyTuple_GetItem(self, 2), name, NULL);
-    PyObject *nothing = PyTuple_GetItem(self, 3);
-    Py_XINCREF(nothing);
-    return nothing;
-}
-
-static PyMethodDef step_method = {"step", step, METH_O, "Return the context of one step; see pinstage._steps."};
-
-static PyObject *steps(UNUSED PyObject *module, PyObject *args) {
-    if (PyTuple_Size(args) != 4 || !PyDict_Check(PyTuple_GetItem(args, 0)))
-        return PyErr_Format(PyExc_TypeError, "steps() takes a dict, two functions and a context");
-    return PyCFunction_NewEx(&step_method, args, NULL);
-}
-
-static PyMethodDef steps_methods[] = {
-    {"steps", steps, METH_VARARGS,
-     "steps(timed, is_profiling, make, nothing): make(name) if timed or is_profiling(), else nothing."},
+static PyMethodDef functions[] = {
+    {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
+    {"use_torch", use_torch, METH_VARARGS,
+     "use_torch(exchange, functions, owner, name, modes): take DLPack's capsule, addresses of functions, the level of "
+     "forward-mode AD as an attribute, and a function that counts modes."},
+    {"use_handle", use_handle, METH_O,
+     "use_handle(place): set where a tensor object has its at::Tensor, 0 for nowhere; return the last place."},
+    {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
+    {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
+    {"facts", facts, METH_O,
+     "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
+    {"figures", figures, METH_O,
+     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows are valid."},
+    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
+    {"alike", alike, METH_O, "alike(samples): what stack() needs, or None if they differ or are not plain."},
+    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one after the other."},
+    {"pack", pack, METH_VARARGS,
+     "pack(table, sources, address, nbytes): write leaves to their places, except those whose source is at 0."},
+    {"find_driver", find_driver, METH_NOARGS,
+     "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
+    {"fits", fits, METH_VARARGS,
+     "fits(table, leaves, device_type, device_index): whether existing tensors can take the bytes as they are."},
+    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
     {NULL, NULL, 0, NULL},
 };
 
-static int fill(PyObject *module) {
-    PyMethodDef *parts[] = {torch_methods, table_methods, describe_methods, pack_methods, blocks_methods, steps_methods};
-    PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec};
-    int status = PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
-    for (size_t i = 0; i < sizeof parts / sizeof parts[0] && status == 0; i++) status = PyModule_AddFunctions(module, parts[i]);
-    for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++) status = add_type(module, types[i]);
-    return status;
-}
-
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_core",
-                                        .m_doc = "Describes, packs and cuts batches; see pinstage._native.", .m_size = -1};
+                                        .m_doc = "Describes, packs and cuts batches; see pinstage._native.", .m_size = -1,
+                                        .m_methods = functions};
 
 /* Single-phase: torch's functions and the packing threads belong to the process, so subinterpreters are refused. */
 PyMODINIT_FUNC PyInit__core(void) {
+    PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec};
     PyObject *module = PyModule_Create(&definition);
-    if (module == NULL) return NULL;
-    memset(torch.by_format, 255, sizeof torch.by_format);
-    memset(torch.by_scalar, 255, sizeof torch.by_scalar);
-    memset(torch.scalar, 255, sizeof torch.scalar);
-    torch.complex_float = torch.complex_double = 255;
-    if (fill(module) == 0) return module;
-    Py_DECREF(module);
-    return NULL;
+    int status = module == NULL ? -1 : PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
+    for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++) status = add_type(module, types[i]);
+    if (status != 0) Py_CLEAR(module);
+    return module;
 }

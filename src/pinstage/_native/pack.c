@@ -186,9 +186,8 @@ struct Job {
     int64_t count;
     char *slab;
     int64_t nbytes;
-    Piece *pieces;
     int64_t piece_count;
-    Chunk *chunks;
+    Chunk *chunks; /* behind the pieces */
     int64_t chunk_count;
     Stores stores;
     int64_t reused;       /* chunks before this one were begun, or have a reused place */
@@ -198,6 +197,7 @@ struct Job {
     int wanted;           /* helpers that may still come; under the lock of the helpers */
     atomic_int helping;   /* helpers that work on it */
     Job *behind;          /* the next in the line of jobs; under the same lock */
+    Piece pieces[];
 };
 
 /* The bytes between a leaf and the next one. */
@@ -206,9 +206,13 @@ static int64_t padding_behind(const Leaf *leaves, int64_t count, int64_t index, 
     return next - leaves[index].offset - leaves[index].nbytes;
 }
 
-/* Copy a leaf, or a part of it, and set the padding behind the leaf to zero. */
+/* Parts of a leaf are counted in elements if it is strided, else in bytes. */
+static int64_t unit_of(const Leaf *leaf) { return leaf->strides != NULL ? leaf->itemsize : 1; }
+
+/* Copy a part of a leaf, or all of it if `to` is 0, and set the padding behind the leaf to zero. */
 static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int64_t padding, Stores stores) {
-    int64_t unit = leaf->strides != NULL ? leaf->itemsize : 1;
+    int64_t unit = unit_of(leaf);
+    if (to == 0) to = leaf->strides != NULL ? leaf->nbytes / unit : leaf->nbytes; /* a division takes longer */
     if (leaf->source == NULL || from == to) {
         /* it was written elsewhere, or there is nothing to write */
     } else if (leaf->strides != NULL) {
@@ -219,26 +223,21 @@ static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int6
     if (to * unit == leaf->nbytes && padding > 0) memset(at + (to - from) * unit, 0, (size_t)padding);
 }
 
-static void move_leaf(const Leaf *leaves, int64_t count, int64_t index, int64_t nbytes, char *at, Stores stores) {
-    const Leaf *leaf = &leaves[index];
-    int64_t length = leaf->strides != NULL ? leaf->nbytes / leaf->itemsize : leaf->nbytes;
-    move_part(leaf, 0, length, at, padding_behind(leaves, count, index, nbytes), stores);
-}
-
 void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, bool past_caches) {
     for (int64_t i = 0; i < count; i++) {
         if (i + 4 < count) { /* small leaves are usually scattered, and not in the caches */
             const char *next = leaves[i + 4].source;
             for (int64_t at = 0; at < leaves[i + 4].nbytes && at < 1024; at += 64) __builtin_prefetch(next + at);
         }
-        move_leaf(leaves, count, i, nbytes, slab + leaves[i].offset, past_caches ? PAST_CACHES : CACHED);
+        int64_t padding = padding_behind(leaves, count, i, nbytes);
+        move_part(&leaves[i], 0, 0, slab + leaves[i].offset, padding, past_caches ? PAST_CACHES : CACHED);
     }
     if (past_caches) end_streams();
 }
 
 static int64_t start_of(const Job *job, const Piece *piece) {
     const Leaf *leaf = &job->leaves[piece->first];
-    return leaf->offset + piece->from * (leaf->strides != NULL ? leaf->itemsize : 1);
+    return leaf->offset + piece->from * unit_of(leaf);
 }
 
 static void move_piece(const Job *job, const Piece *piece) {
@@ -246,15 +245,11 @@ static void move_piece(const Job *job, const Piece *piece) {
     int64_t place = atomic_load_explicit(&chunk->place, memory_order_acquire);
     if ((place & BEGUN) == 0) place = atomic_fetch_or(&chunk->place, BEGUN);
     char *slab = job->slab + (place & ~BEGUN); /* of the chunk */
-    if (piece->to == 0) {
-        for (int64_t i = piece->first; i < piece->last; i++) {
-            move_leaf(job->leaves, job->count, i, job->nbytes, slab + (job->leaves[i].offset - chunk->start), job->stores);
-        }
-        return;
+    for (int64_t i = piece->first; i < piece->last; i++) {
+        const Leaf *leaf = &job->leaves[i];
+        char *at = slab + (leaf->offset + piece->from * unit_of(leaf) - chunk->start);
+        move_part(leaf, piece->from, piece->to, at, padding_behind(job->leaves, job->count, i, job->nbytes), job->stores);
     }
-    const Leaf *leaf = &job->leaves[piece->first];
-    int64_t padding = padding_behind(job->leaves, job->count, piece->first, job->nbytes);
-    move_part(leaf, piece->from, piece->to, slab + (start_of(job, piece) - chunk->start), padding, job->stores);
 }
 
 /* Return how many pieces there are, and write them if `pieces` is not NULL. */
@@ -262,8 +257,7 @@ static int64_t cut_pieces(const Leaf *leaves, int64_t count, Piece *pieces) {
     int64_t made = 0;
     for (int64_t i = 0; i < count;) {
         if (leaves[i].nbytes > PIECE_BYTES) {
-            int64_t unit = leaves[i].strides != NULL ? leaves[i].itemsize : 1;
-            int64_t length = leaves[i].nbytes / unit, step = PIECE_BYTES / unit;
+            int64_t length = leaves[i].nbytes / unit_of(&leaves[i]), step = PIECE_BYTES / unit_of(&leaves[i]);
             for (int64_t from = 0; from < length; from += step, made++) {
                 int64_t to = from + step < length ? from + step : length;
                 if (pieces != NULL) pieces[made] = (Piece){i, i + 1, from, to, 0};
@@ -405,19 +399,12 @@ int pack_threads(void) {
 /* -- jobs --------------------------------------------------------------------------------------------------------- */
 
 Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int most_threads, bool reuses) {
-    Job *job = calloc(1, sizeof(Job));
+    int64_t piece_count = cut_pieces(leaves, count, NULL);
+    Job *job = calloc(1, sizeof(Job) + (sizeof(Piece) + sizeof(Chunk)) * (size_t)piece_count);
     if (job == NULL) return NULL;
-    *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes, .forks = forks};
+    *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes, .piece_count = piece_count, .forks = forks};
+    job->chunks = (Chunk *)(job->pieces + piece_count);
     job->stores = reuses ? DEMOTED : PAST_CACHES;
-    job->piece_count = cut_pieces(leaves, count, NULL);
-    job->pieces = calloc((size_t)(job->piece_count > 0 ? job->piece_count : 1), sizeof(Piece));
-    job->chunks = calloc((size_t)(job->piece_count + 1), sizeof(Chunk));
-    if (job->pieces == NULL || job->chunks == NULL) {
-        free(job->pieces);
-        free(job->chunks);
-        free(job);
-        return NULL;
-    }
     cut_pieces(leaves, count, job->pieces);
     cut_chunks(job);
     job->helpers = most_threads - 1;
@@ -494,8 +481,6 @@ bool job_free(Job *job, int milliseconds) {
     /* The last helper may still have the lock under which it counted itself out. */
     pthread_mutex_lock(&lock);
     pthread_mutex_unlock(&lock);
-    free(job->pieces);
-    free(job->chunks);
     free(job);
     return true;
 }

@@ -3,44 +3,35 @@
 
 #include <stdlib.h>
 
-/* From this size on, the interpreter lock is released; below, handing it over costs as much as packing. A smaller batch
- * is also left in the caches: writing past them gains nothing, and the CPU reads a batch of at most 64 KiB. */
-static const int64_t RELEASE_FROM_BYTES = 128 * 1024;
-
 /* Interval at which a working thread checks for Ctrl-C. */
 enum { ANSWER_MS = 20 };
 
-void work_end(Work *work) {
+static void work_end(Work *work) {
     free(work->leaves);
-    PyBuffer_Release(&work->sources);
+    Py_CLEAR(work->sources);
     table_end(&work->table);
 }
 
-bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room, const char *skip, Py_ssize_t skips) {
+static bool take_leaves(Work *work, const Table *table, PyObject *sources, int64_t room) {
     const Header *header = table->header;
-    size_t source_bytes = sizeof(int64_t) * (size_t)(1 + header->width);
     int64_t end = 0;
+    char *start;
+    Py_ssize_t length;
     work->nbytes = header->nbytes;
-    if (PyObject_GetBuffer(sources, &work->sources, PyBUF_SIMPLE) != 0) goto failed;
-    if (header->nbytes > room || (size_t)work->sources.len != source_bytes * (size_t)header->rows ||
-        (skip != NULL && skips != header->rows)) {
-        fail(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
-        goto failed;
-    }
+    work->sources = Py_NewRef(sources);
+    if (PyBytes_AsStringAndSize(sources, &start, &length) != 0) return false;
+    if (header->nbytes > room || (size_t)length != source_bytes(header->width) * (size_t)header->rows)
+        return fail(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
     work->leaves = malloc(sizeof(Leaf) * (size_t)(table->packed + 1));
-    if (work->leaves == NULL && !no_memory()) goto failed;
+    if (work->leaves == NULL) return no_memory();
     for (; work->count < table->packed; work->count++) {
         int64_t index = table->order[work->count];
         const Row *row = row_at(header, index);
-        if (row->offset < end) {
-            fail(PyExc_ValueError, "leaves of the offset table overlap");
-            goto failed;
-        }
+        if (row->offset < end) return fail(PyExc_ValueError, "leaves of the offset table overlap");
         end = row->offset + row->nbytes;
-        const int64_t *source = (const int64_t *)((const char *)work->sources.buf + source_bytes * (size_t)index);
-        bool is_left_out = skip != NULL && skip[index];
+        const int64_t *source = (const int64_t *)(start + source_bytes(header->width) * (size_t)index);
         work->leaves[work->count] = (Leaf){
-            .source = is_left_out ? NULL : (const char *)(uintptr_t)source[0],
+            .source = (const char *)(uintptr_t)source[0],
             .offset = row->offset,
             .nbytes = row->nbytes,
             .shape = row->sizes,
@@ -50,12 +41,17 @@ bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room,
         };
     }
     return true;
-failed:
-    work_end(work);
-    return false;
+}
+
+bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room) {
+    bool is_good = take_leaves(work, table, sources, room);
+    if (!is_good) work_end(work);
+    return is_good;
 }
 
 void work_do(Work *work, char *slab) {
+    /* A smaller batch is also left in the caches: writing past them gains nothing, and the CPU reads a batch of at most
+     * 64 KiB. */
     bool is_large = work->nbytes >= RELEASE_FROM_BYTES;
     PyThreadState *state = is_large ? PyEval_SaveThread() : NULL;
     pack_all(work->leaves, work->count, slab, work->nbytes, is_large);
@@ -63,24 +59,16 @@ void work_do(Work *work, char *slab) {
     work_end(work);
 }
 
-static PyObject *pack(UNUSED PyObject *module, PyObject *args) {
+PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     PyObject *table, *sources;
     unsigned long long address;
     long long room;
-    const char *skip = NULL;
-    Py_ssize_t skips = 0;
-    if (!PyArg_ParseTuple(args, "OOKL|z#:pack", &table, &sources, &address, &room, &skip, &skips)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOKL:pack", &table, &sources, &address, &room)) return NULL;
     Work work = {.leaves = NULL};
-    if (!table_begin(&work.table, table) || !work_begin(&work, &work.table, sources, room, skip, skips)) return NULL;
+    if (!table_begin(&work.table, table) || !work_begin(&work, &work.table, sources, room)) return NULL;
     work_do(&work, (char *)(uintptr_t)address);
     Py_RETURN_NONE;
 }
-
-PyMethodDef pack_methods[] = {
-    {"pack", pack, METH_VARARGS,
-     "pack(table, sources, address, nbytes[, skip]): write leaves to their places; skip: a byte per row, 1 to leave it out."},
-    {NULL, NULL, 0, NULL},
-};
 
 /* -- Job ---------------------------------------------------------------------------------------------------------- */
 
@@ -116,10 +104,10 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     int most_threads, reuses = 0;
     if (kwargs != NULL && PyDict_Size(kwargs) > 0) return PyErr_Format(PyExc_TypeError, "Job takes no keywords");
     if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner, &most_threads, &reuses)) return NULL;
-    JobObject *self = new_object((PyObject *)type);
+    JobObject *self = (JobObject *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     Work *work = &self->work;
-    if (!table_begin(&work->table, table) || !work_begin(work, &work->table, sources, room, NULL, 0)) {
+    if (!table_begin(&work->table, table) || !work_begin(work, &work->table, sources, room)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -130,7 +118,7 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
         Py_DECREF(self);
         return PyErr_NoMemory();
     }
-    self->owner = held(owner);
+    self->owner = Py_XNewRef(owner);
     return (PyObject *)self;
 }
 
@@ -206,13 +194,9 @@ static PyObject *job_exit(PyObject *object, UNUSED PyObject *raised) {
 static int warn_of_threads(int code) {
     PyObject *errors = PyImport_ImportModule("pinstage.errors");
     PyObject *kind = errors == NULL ? NULL : PyObject_GetAttrString(errors, "StagingWarning");
-    int failed =
-        kind == NULL
-            ? -1
-            : PyErr_WarnFormat(kind, 1,
-                               "packing goes on with %d threads: no other could be started (error %d); raise the limit of "
-                               "threads (ulimit -u, pids.max of the cgroup), or pass Stager(pack_threads=...)",
-                               pack_threads() + 1, code);
+    static const char text[] = "packing goes on with %d threads: no other could be started (error %d); raise the limit of "
+                               "threads (ulimit -u, pids.max of the cgroup), or pass Stager(pack_threads=...)";
+    int failed = kind == NULL ? -1 : PyErr_WarnFormat(kind, 1, text, pack_threads() + 1, code);
     Py_XDECREF(kind);
     Py_XDECREF(errors);
     return failed;
@@ -226,7 +210,7 @@ static PyObject *job_enter(PyObject *object, UNUSED PyObject *nothing) {
         has_warned = true;
         if (warn_of_threads(code) != 0) return NULL;
     }
-    return held(object);
+    return Py_XNewRef(object);
 }
 
 static PyMethodDef job_methods[] = {

@@ -30,7 +30,7 @@ typedef struct {
 } Structure;
 
 static Structure *structure_new(PyObject *type) {
-    Structure *self = new_object(type);
+    Structure *self = (Structure *)PyType_GenericAlloc((PyTypeObject *)type, 0);
     if (self != NULL) self->is_native = true;
     return self;
 }
@@ -103,7 +103,7 @@ static Py_ssize_t add_node(Structure *self, int32_t op, Py_ssize_t number, PyObj
         self->room = room;
     }
     Node *node = &self->nodes[self->count++];
-    *node = (Node){op, (int32_t)number, held(keys), held(type), held(handler), NULL};
+    *node = (Node){op, (int32_t)number, Py_XNewRef(keys), Py_XNewRef(type), Py_XNewRef(handler), NULL};
     return op == DICT && !sort_keys(node) ? -1 : self->count - 1;
 }
 
@@ -126,14 +126,33 @@ typedef struct {
     PyObject *handlers, *leaves;
     PyObject *met; /* for handlers that ask for it: a dict that lasts as long as the walk; NULL until one asks */
     int depth;
+    const Node *next; /* the node that `follow` compares next */
 } Walk;
 
+/* The outcome of a visit: an error; the batch has another structure; or neither. */
+enum { FAILED = -1, UNKNOWN = 0, KNOWN = 1 };
+
 static int find(Walk *walk, PyObject *object);
+
+/* The size of a list, or of a tuple. */
+static Py_ssize_t items_in(int32_t op, PyObject *object) { return op == LIST ? PyList_Size(object) : PyTuple_Size(object); }
+
+/* Visit the items of a list, which may become shorter meanwhile, or of a tuple. */
+static inline int each_item(Walk *walk, int32_t op, PyObject *object, Py_ssize_t count,
+                            int (*visit)(Walk *walk, PyObject *object)) {
+    int result = KNOWN;
+    for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
+        PyObject *item = Py_XNewRef(op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
+        result = item == NULL ? FAILED : visit(walk, item);
+        Py_XDECREF(item);
+    }
+    return result;
+}
 
 /* The table's handler of a class, held; a class that it doesn't have yet is looked up by its `__missing__`. */
 static PyObject *handler_of(PyObject *handlers, PyObject *type) {
     PyObject *handler = PyDict_GetItemWithError(handlers, type);
-    if (handler != NULL || PyErr_Occurred()) return held(handler);
+    if (handler != NULL || PyErr_Occurred()) return Py_XNewRef(handler);
     return PyObject_GetItem(handlers, type);
 }
 
@@ -148,16 +167,15 @@ static PyObject *call(PyObject *handler, Py_ssize_t n, PyObject *one, PyObject *
 
 static int find_custom(Walk *walk, PyObject *object, PyObject *type, PyObject *handler) {
     PyObject *parts = call(handler, 0, object, NULL, &walk->met), *all = NULL, *keys = NULL;
-    if (parts == NULL) return -1;
-    int result = -1;
+    if (parts == NULL) return FAILED;
+    int result = FAILED;
     PyObject *given, *metadata, *entries = Py_None;
     if (!PyArg_ParseTuple(parts, "OO|O:flatten", &given, &metadata, &entries)) goto done;
     all = PySequence_Tuple(given);
     keys = all == NULL ? NULL : Py_BuildValue("(OO)", metadata, entries);
     if (keys == NULL || add_node(walk->self, CUSTOM, PyTuple_Size(all), type, handler, keys) < 0) goto done;
     walk->self->is_native = false;
-    result = 0;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(all) && result == 0; i++) result = find(walk, PyTuple_GetItem(all, i));
+    result = each_item(walk, TUPLE, all, PyTuple_Size(all), find);
 done:
     Py_XDECREF(keys);
     Py_XDECREF(all);
@@ -167,15 +185,15 @@ done:
 
 /* The dict of a DICT or an INSTANCE, held. */
 static PyObject *dict_of(int32_t op, PyObject *object) {
-    return op == DICT ? held(object) : PyObject_GenericGetDict(object, NULL);
+    return op == DICT ? Py_XNewRef(object) : PyObject_GenericGetDict(object, NULL);
 }
 
 static int find_dict(Walk *walk, int32_t op, PyObject *object, PyObject *type, PyObject *handler) {
     PyObject *key, *values = NULL, *names = NULL, *dict = dict_of(op, object);
     Py_ssize_t count = 0, node, at = 0;
     bool is_text = true;
-    int result = -1;
-    if (dict == NULL) return -1;
+    int result = FAILED;
+    if (dict == NULL) return FAILED;
     do { /* making either may run a finaliser that changes the dict */
         Py_XDECREF(names);
         Py_XDECREF(values);
@@ -186,19 +204,19 @@ static int find_dict(Walk *walk, int32_t op, PyObject *object, PyObject *type, P
     if (values == NULL) goto done;
     for (Py_ssize_t i = 0; i < count && PyDict_Next(dict, &at, &key, NULL); i++) {
         is_text = is_text && Py_TYPE(key) == &PyUnicode_Type;
-        PyTuple_SetItem(names, i, held(key));
+        PyTuple_SetItem(names, i, Py_XNewRef(key));
     }
     if (op == DICT && !is_text) {
         PyObject *other = handler_of(walk->handlers, type);
-        result = other == NULL ? -1 : find_custom(walk, dict, type, other);
+        result = other == NULL ? FAILED : find_custom(walk, dict, type, other);
         Py_XDECREF(other);
         goto done;
     }
     node = add_node(walk->self, op, count, type, handler, names);
     if (node < 0) goto done;
-    result = 0;
+    result = KNOWN;
     const int32_t *order = walk->self->nodes[node].order; /* the nodes may move */
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
+    for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
         result = find(walk, PyList_GetItem(values, order == NULL ? i : order[i]));
     }
 done:
@@ -209,34 +227,28 @@ done:
 }
 
 static int find_sequence(Walk *walk, int32_t op, PyObject *object, PyObject *type) {
-    Py_ssize_t count = op == LIST ? PyList_Size(object) : PyTuple_Size(object);
-    int result = count < 0 || add_node(walk->self, op, count, type, NULL, NULL) < 0 ? -1 : 0;
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) {
-        PyObject *child = held(op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
-        if (child == NULL) return -1;
-        result = find(walk, child);
-        Py_DECREF(child);
-    }
-    return result;
+    Py_ssize_t count = items_in(op, object);
+    if (count < 0 || add_node(walk->self, op, count, type, NULL, NULL) < 0) return FAILED;
+    return each_item(walk, op, object, count, find);
 }
 
 static int find_leaf(Walk *walk, PyObject *object) {
-    if (add_node(walk->self, LEAF, walk->self->leaves++, NULL, NULL, NULL) < 0) return -1;
-    return PyList_Append(walk->leaves, object);
+    if (add_node(walk->self, LEAF, walk->self->leaves++, NULL, NULL, NULL) < 0) return FAILED;
+    return PyList_Append(walk->leaves, object) != 0 ? FAILED : KNOWN;
 }
 
 static int find(Walk *walk, PyObject *object) {
     PyTypeObject *class = Py_TYPE(object);
     if (class == torch.tensor || class == torch.array) return find_leaf(walk, object);
-    if (object == Py_None) return add_node(walk->self, NOTHING, 0, NULL, NULL, NULL) < 0 ? -1 : 0;
+    if (object == Py_None) return add_node(walk->self, NOTHING, 0, NULL, NULL, NULL) < 0 ? FAILED : KNOWN;
     PyObject *type = (PyObject *)class, *handler = NULL;
     int32_t op = class == &PyDict_Type ? DICT : class == &PyList_Type ? LIST : class == &PyTuple_Type ? TUPLE : LEAF;
     if (op == LEAF) {
         handler = handler_of(walk->handlers, type);
-        if (handler == NULL) return -1;
+        if (handler == NULL) return FAILED;
         if (handler != Py_None) op = handler == Py_True ? NAMED : PyTuple_Check(handler) ? CUSTOM : INSTANCE;
     }
-    int result = -1;
+    int result = FAILED;
     if (op == LEAF) {
         result = find_leaf(walk, object);
     } else if (walk->depth == MOST_DEEP) {
@@ -267,9 +279,9 @@ static PyObject *structure_of(PyObject *type, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OO!:of", &batch, &PyDict_Type, &walk.handlers)) return NULL;
     walk.self = structure_new(type);
     walk.leaves = PyList_New(0);
-    int result = walk.self == NULL || walk.leaves == NULL ? -1 : find(&walk, batch);
+    int result = walk.self == NULL || walk.leaves == NULL ? FAILED : find(&walk, batch);
     Py_XDECREF(walk.met);
-    if (result == 0) return Py_BuildValue("(NN)", (PyObject *)walk.self, walk.leaves);
+    if (result == KNOWN) return Py_BuildValue("(NN)", (PyObject *)walk.self, walk.leaves);
     Py_XDECREF((PyObject *)walk.self);
     Py_XDECREF(walk.leaves);
     return NULL;
@@ -277,14 +289,11 @@ static PyObject *structure_of(PyObject *type, PyObject *args) {
 
 /* -- another batch of it ---------------------------------------------------------------------------------------------- */
 
-enum { FAILED = -1, UNKNOWN = 0, KNOWN = 1 };
-
 enum { FEW = 64 }; /* values of a dict that have room on the stack */
 
-static int follow(const Structure *self, Py_ssize_t *next, PyObject *object, PyObject *handlers, PyObject *leaves);
+static inline int follow(Walk *walk, PyObject *object);
 
-static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers,
-                       PyObject *leaves) {
+static int follow_dict(Walk *walk, const Node *node, PyObject *object) {
     Py_ssize_t count = node->number, at = 0, found = 0;
     PyObject *few[FEW], **values = count <= FEW ? few : malloc(sizeof(PyObject *) * (size_t)count);
     PyObject *key, *value, *dict = values == NULL ? PyErr_NoMemory() : dict_of(node->op, object);
@@ -294,10 +303,10 @@ static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node
         if (key != expected &&
             (Py_TYPE(key) != &PyUnicode_Type || Py_TYPE(expected) != &PyUnicode_Type || PyUnicode_Compare(key, expected) != 0))
             result = UNKNOWN;
-        values[found++] = held(value);
+        values[found++] = Py_XNewRef(value);
     }
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
-        result = follow(self, next, values[place_of(node, i)], handlers, leaves);
+        result = follow(walk, values[place_of(node, i)]);
     }
     for (Py_ssize_t i = 0; i < found; i++) Py_DECREF(values[i]);
     if (values != few) free(values);
@@ -305,47 +314,33 @@ static int follow_dict(const Structure *self, Py_ssize_t *next, const Node *node
     return result;
 }
 
-static int follow_sequence(const Structure *self, Py_ssize_t *next, const Node *node, PyObject *object, PyObject *handlers,
-                           PyObject *leaves) {
-    Py_ssize_t count = node->op == LIST ? PyList_Size(object) : PyTuple_Size(object);
-    int result = count == node->number ? KNOWN : UNKNOWN;
-    for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
-        PyObject *child = held(node->op == LIST ? PyList_GetItem(object, i) : PyTuple_GetItem(object, i));
-        if (child == NULL) return FAILED;
-        result = follow(self, next, child, handlers, leaves);
-        Py_DECREF(child);
-    }
-    return result;
-}
-
-static int follow(const Structure *self, Py_ssize_t *next, PyObject *object, PyObject *handlers, PyObject *leaves) {
-    const Node *node = &self->nodes[(*next)++];
+static inline int follow(Walk *walk, PyObject *object) {
+    const Node *node = walk->next++;
     PyTypeObject *type = Py_TYPE(object);
     if (node->op == LEAF) {
         if (type != torch.tensor && type != torch.array) {
-            PyObject *handler = PyDict_GetItemWithError(handlers, (PyObject *)type);
+            PyObject *handler = PyDict_GetItemWithError(walk->handlers, (PyObject *)type);
             if (handler != Py_None) return handler == NULL && PyErr_Occurred() ? FAILED : UNKNOWN;
         }
-        return PyList_SetItem(leaves, node->number, held(object)) != 0 ? FAILED : KNOWN;
+        return PyList_SetItem(walk->leaves, node->number, Py_XNewRef(object)) != 0 ? FAILED : KNOWN;
     }
     if (node->op == NOTHING) return object == Py_None ? KNOWN : UNKNOWN;
     if ((PyObject *)type != node->type || node->op == CUSTOM) return UNKNOWN;
-    if (node->op == DICT || node->op == INSTANCE) return follow_dict(self, next, node, object, handlers, leaves);
-    return follow_sequence(self, next, node, object, handlers, leaves);
+    if (node->op == DICT || node->op == INSTANCE) return follow_dict(walk, node, object);
+    return items_in(node->op, object) == node->number ? each_item(walk, node->op, object, node->number, follow) : UNKNOWN;
 }
 
 /* leaves(batch, handlers): the leaves of a batch of exactly this structure, the order of keys included. None if the
  * batch has another structure, or if one of its containers has functions of its own. */
 static PyObject *structure_leaves(PyObject *object, PyObject *args) {
     Structure *self = (Structure *)object;
-    PyObject *batch, *handlers;
-    if (!PyArg_ParseTuple(args, "OO!:leaves", &batch, &PyDict_Type, &handlers)) return NULL;
-    PyObject *leaves = PyList_New(self->leaves);
-    if (leaves == NULL) return NULL;
-    Py_ssize_t next = 0;
-    int result = follow(self, &next, batch, handlers, leaves);
-    if (result == KNOWN) return leaves;
-    Py_DECREF(leaves);
+    PyObject *batch;
+    Walk walk = {.next = self->nodes};
+    if (!PyArg_ParseTuple(args, "OO!:leaves", &batch, &PyDict_Type, &walk.handlers)) return NULL;
+    walk.leaves = PyList_New(self->leaves);
+    int result = walk.leaves == NULL ? FAILED : follow(&walk, batch);
+    if (result == KNOWN) return walk.leaves;
+    Py_XDECREF(walk.leaves);
     if (result == FAILED) return NULL;
     Py_RETURN_NONE;
 }
@@ -355,7 +350,7 @@ static PyObject *structure_leaves(PyObject *object, PyObject *args) {
 static PyObject *build(const Structure *self, Py_ssize_t *next, PyObject *leaves, PyObject **met) {
     const Node *node = &self->nodes[(*next)++];
     Py_ssize_t count = node->number;
-    if (node->op == LEAF) return held(PyList_GetItem(leaves, count));
+    if (node->op == LEAF) return Py_XNewRef(PyList_GetItem(leaves, count));
     if (node->op == NOTHING) Py_RETURN_NONE;
     bool is_list = node->op == LIST;
     PyObject *items = is_list ? PyList_New(count) : PyTuple_New(count), *result = NULL, *dict = NULL;
@@ -373,7 +368,7 @@ static PyObject *build(const Structure *self, Py_ssize_t *next, PyObject *leaves
         result = call(node->handler, 1, PyTuple_GetItem(node->keys, 0), items, met);
     } else {
         result = node->op == DICT ? PyDict_New() : PyObject_CallObject(node->handler, NULL);
-        dict = result == NULL ? NULL : node->op == DICT ? held(result) : PyObject_GenericGetDict(result, NULL);
+        dict = result == NULL ? NULL : dict_of(node->op, result);
         bool failed = dict == NULL;
         for (Py_ssize_t i = 0; i < count && !failed; i++) {
             failed = PyDict_SetItem(dict, PyTuple_GetItem(node->keys, i), PyTuple_GetItem(items, i)) != 0;

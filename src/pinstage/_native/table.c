@@ -3,26 +3,24 @@
 #include "core.h"
 
 #include <stdlib.h>
-#include <string.h>
 
-bool table_of(PyObject *object, Py_buffer *buffer, const Header **table) {
-    if (PyObject_GetBuffer(object, buffer, PyBUF_SIMPLE) != 0) return false;
-    const Header *header = buffer->buf;
-    if (buffer->len >= (Py_ssize_t)sizeof(Header) && (uintptr_t)header % _Alignof(Header) == 0 &&
-        header->magic == TABLE_MAGIC && header->width >= 1 && header->width <= MAX_DIMS && header->rows >= 0 &&
-        header->nbytes >= 0 && header->nbytes % ALIGNMENT == 0) {
-        Py_ssize_t rows = (buffer->len - (Py_ssize_t)sizeof(Header)) / (Py_ssize_t)row_bytes(header->width);
-        if (header->rows == rows && (size_t)buffer->len == sizeof(Header) + row_bytes(header->width) * (size_t)rows) {
-            *table = header;
-            return true;
-        }
+const Header *table_of(PyObject *data) {
+    char *start;
+    Py_ssize_t length;
+    if (PyBytes_AsStringAndSize(data, &start, &length) != 0) return NULL;
+    const Header *header = (const Header *)start;
+    if (length >= (Py_ssize_t)sizeof(Header) && (uintptr_t)header % _Alignof(Header) == 0 && header->magic == TABLE_MAGIC &&
+        header->width >= 1 && header->width <= MAX_DIMS && header->rows >= 0 && header->nbytes >= 0 &&
+        header->nbytes % ALIGNMENT == 0) {
+        Py_ssize_t rows = (length - (Py_ssize_t)sizeof(Header)) / (Py_ssize_t)row_bytes(header->width);
+        if (header->rows == rows && (size_t)length == sizeof(Header) + row_bytes(header->width) * (size_t)rows) return header;
     }
-    PyBuffer_Release(buffer);
     PyErr_SetString(PyExc_ValueError, "its header or its length is wrong");
-    return false;
+    return NULL;
 }
 
-bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes) {
+/* Whether a packed row's size, shape and strides agree, and its leaf stays inside a slab of `nbytes`. */
+static bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes) {
     int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0; /* a power of two */
     if (itemsize == 0 || row->ndim > width || row->offset < 0 || row->offset > nbytes || (row->offset & (itemsize - 1)))
         return false;
@@ -53,11 +51,14 @@ static const int64_t MOST_IN_BLOCK[] = {[SMALL] = 1024 * 1024, [MEDIUM] = 4 * 10
 
 static int group_of(const Row *row) { return row->nbytes < MEDIUM_FROM ? SMALL : row->nbytes < LARGE_FROM ? MEDIUM : LARGE; }
 
-static int key_of(const Row *row) { return group_of(row) << 8 | row->dtype; }
+enum { KEYS = GROUPS * (MOST_DTYPES + 1) };
+
+/* Rows of unknown dtypes, which `lies_in_slab` refuses, may have the key of another dtype. */
+static int key_of(const Row *row) { return group_of(row) * (MOST_DTYPES + 1) + row->dtype % (MOST_DTYPES + 1); }
 
 /* Write the packed rows to `order`, by size group and dtype; return their number. */
 static int64_t rows_by_key(const Header *table, int64_t *order) {
-    int64_t starts[GROUPS << 8], packed = 0;
+    int64_t starts[KEYS] = {0}, packed = 0;
     int last = 0;
     bool is_sorted = true;
     for (int64_t i = 0; i < table->rows; i++) {
@@ -65,15 +66,11 @@ static int64_t rows_by_key(const Header *table, int64_t *order) {
         if (!is_packed(row)) continue;
         is_sorted = is_sorted && key_of(row) >= last;
         last = key_of(row);
+        starts[last]++;
         order[packed++] = i;
     }
     if (is_sorted) return packed;
-    memset(starts, 0, sizeof starts);
-    for (int64_t i = 0; i < table->rows; i++) {
-        const Row *row = row_at(table, i);
-        if (is_packed(row)) starts[key_of(row)]++;
-    }
-    for (int64_t key = 0, start = 0; key < GROUPS << 8; key++) {
+    for (int64_t key = 0, start = 0; key < KEYS; key++) {
         int64_t here = starts[key];
         starts[key] = start;
         start += here;
@@ -109,10 +106,11 @@ static int by_offset(const void *a, const void *b, void *table) {
     return one->nbytes < other->nbytes ? -1 : one->nbytes > other->nbytes;
 }
 
-bool table_begin(Table *self, PyObject *object) {
-    *self = (Table){.order = NULL};
-    if (!table_of(object, &self->buffer, &self->header)) return false;
-    const Header *header = self->header;
+bool table_begin(Table *self, PyObject *data) {
+    const Header *header = table_of(data);
+    *self = (Table){.header = header};
+    if (header == NULL) return false;
+    self->data = Py_NewRef(data);
     int64_t *order = self->order = malloc(sizeof(int64_t) * (size_t)(header->rows + 1));
     bool is_good = order != NULL || no_memory(), is_rising = true; /* as `place_rows` placed them */
     if (is_good) self->packed = rows_by_key(header, order);
@@ -132,7 +130,7 @@ bool table_begin(Table *self, PyObject *object) {
 
 void table_end(Table *self) {
     free(self->order);
-    PyBuffer_Release(&self->buffer);
+    Py_XDECREF(self->data);
     *self = (Table){.order = NULL};
 }
 
@@ -141,10 +139,9 @@ PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum) {
                          (long long)sum->moved, (long long)sum->others);
 }
 
-static PyObject *figures(UNUSED PyObject *module, PyObject *object) {
-    Py_buffer buffer;
-    const Header *header;
-    if (!table_of(object, &buffer, &header)) return NULL;
+PyObject *figures(UNUSED PyObject *module, PyObject *data) {
+    const Header *header = table_of(data);
+    if (header == NULL) return NULL;
     Figures sum = {0};
     int64_t index = 0;
     for (; index < header->rows; index++) {
@@ -154,19 +151,7 @@ static PyObject *figures(UNUSED PyObject *module, PyObject *object) {
                                                 : row->kind == MOVED || row->kind == OTHER;
         if (!is_possible || !add_row(&sum, row)) break;
     }
-    PyObject *result = NULL;
-    if (index == header->rows) {
-        result = figures_of(object, header, &sum);
-    } else {
-        PyErr_Format(PyExc_ValueError, "row %lld leads outside of its %lld bytes, or has an unknown kind or dtype",
-                     (long long)index, (long long)header->nbytes);
-    }
-    PyBuffer_Release(&buffer);
-    return result;
+    if (index == header->rows) return figures_of(data, header, &sum);
+    return PyErr_Format(PyExc_ValueError, "row %lld leads outside of its %lld bytes, or has an unknown kind or dtype",
+                        (long long)index, (long long)header->nbytes);
 }
-
-PyMethodDef table_methods[] = {
-    {"figures", figures, METH_O,
-     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows are valid."},
-    {NULL, NULL, 0, NULL},
-};
