@@ -54,7 +54,7 @@ def want(device, nbytes):
 
 
 def stage(device, truth, place, seconds):
-    """Stage batches of many sizes while another process does the same; return the results."""
+    """Stage batches of many sizes, and give the memory back, while another process does the same."""
     chance, end = random.Random(place), time.monotonic() + float(seconds)
     kind, owner = (TruthfulPageable, ()) if device == "cpu" else (TruthfulRegistered, (device,))
     memory = kind(Truth(truth), int(place), BUDGET.max_bytes, *owner)
@@ -66,8 +66,7 @@ def stage(device, truth, place, seconds):
             part = slice(chance.randrange(8 * MIB), chance.randrange(9, 48) * MIB)
             wrong += not torch.equal(stager.to_device(noise[part]), there[part])
             batches += 1
-            if chance.random() < 0.1:
-                pool.trim()
+            pool.trim()
     say(batches=batches, wrong=wrong, excesses=memory.excesses)
 
 
