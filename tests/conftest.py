@@ -44,9 +44,9 @@ def nothing_left_behind():
     assert not any(live), f"live bytes left behind: {live}"
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def quick_collections():
-    """Keep imported objects out of collections, since many tests need some."""
+    """Keep imported objects out of collections, since many tests need some. Some modules are imported by tests."""
     gc.collect()
     gc.freeze()
 
