@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 
@@ -60,6 +61,12 @@ def one_thread():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_forkserver():
+    """Let workers of multiprocessing's fork server have torch already."""
+    multiprocessing.set_forkserver_preload(["torch"])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -66,7 +66,7 @@ def serve(listener: socket.socket) -> list[str]:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     running: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        asking = {connection: pid for pid, connection in running.values()}
+        asking = {connection: end for end, (_, connection) in running.items()}
         ready, _, _ = select.select([0, listener, *running, *asking], [], [])
         for one in ready:
             if one == 0:
@@ -83,14 +83,14 @@ def serve(listener: socket.socket) -> list[str]:
                 for stream in streams:
                     os.close(stream)
                 running[os.pidfd_open(pid)] = pid, connection
-            elif one in asking:  # it was killed
-                os.kill(asking[one], signal.SIGKILL)
-            else:
+            elif one in running:
                 pid, connection = running.pop(one)
                 os.close(one)
                 _, status = os.waitpid(pid, 0)
                 with connection, contextlib.suppress(BrokenPipeError):
                     connection.send(b"%d" % os.waitstatus_to_exitcode(status))
+            elif asking[one] in running:  # the one that asked was killed
+                signal.pidfd_send_signal(asking[one], signal.SIGKILL)
 
 
 def become(request: bytes, streams: list[int]) -> list[str]:
@@ -136,6 +136,7 @@ if __name__ == "__main__":
     else:
         status = ask(int(sys.argv[1]), sys.argv[2:])
         if status < 0:
-            signal.signal(-status, signal.SIG_DFL) if status not in (-signal.SIGKILL, -signal.SIGSTOP) else None
+            if status != -signal.SIGKILL:
+                signal.signal(-status, signal.SIG_DFL)
             os.kill(os.getpid(), -status)
         os._exit(status)
