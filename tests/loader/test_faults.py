@@ -450,7 +450,9 @@ def test_no_thread_is_left_when_the_interpreter_ends():
     assert result.stdout == "[]\n"
 
 
-def test_persistent_workers_that_end_by_themselves_are_replaced():
+def test_persistent_workers_that_end_by_themselves_are_replaced(monkeypatch):
+    looking = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(looking, "__defaults__", (0.2,))  # seconds from one look at the workers to the next
     loader = make(data.exits_at_seven, 40, persistent_workers=True)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(loader)
