@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import gc
+import multiprocessing
 import os
 import signal
 
@@ -44,9 +45,9 @@ def nothing_left_behind():
     assert not any(live), f"live bytes left behind: {live}"
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def quick_collections():
-    """Keep imported objects out of collections, since many tests need some."""
+    """Keep imported objects out of collections, since many tests need some. Some modules are imported by tests."""
     gc.collect()
     gc.freeze()
 
@@ -60,6 +61,12 @@ def one_thread():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_forkserver():
+    """Let workers of multiprocessing's fork server have torch already."""
+    multiprocessing.set_forkserver_preload(["torch"])
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import warm
 
 import pinstage
 from pinstage._compat.loader import _ITERATOR_HAS
@@ -359,7 +360,7 @@ def run_python(code):
 
 
 def test_importing_pinstage_initialises_nothing():
-    run_python("""
+    code = """
 import os, sys, torch
 torchs_own = set(sys.modules)  # some versions of torch import cuda-python
 import pinstage
@@ -375,7 +376,9 @@ for name, module in {"DataLoader": "pinstage._loader", "audit": "pinstage.inspec
     before = loaded()
     assert getattr(pinstage, name) is getattr(pinstage, name)
     assert loaded() - before == {module}, loaded()
-""")
+"""
+    done = subprocess.run(warm.command("-c", code), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_importing_pinstage_takes_little_longer_than_importing_torch():

@@ -2,10 +2,10 @@
 
 import difflib
 import subprocess
-import sys
 
 import public_api
 import pytest
+import warm
 
 import pinstage as ps
 
@@ -19,7 +19,7 @@ for name in {SUBMODULES}:
     assert name == "errors" or f"pinstage.{{name}}" not in sys.modules, name
     assert getattr(ps, name).__name__ == f"pinstage.{{name}}" and name in dir(ps)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run(warm.command("-c", program), check=True, timeout=120)
 
 
 def test_unknown_names_are_attribute_errors():

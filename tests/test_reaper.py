@@ -1,8 +1,8 @@
 """The thread that does deferred work of finalisers."""
 
 import subprocess
-import sys
 
+import warm
 from doubles import ManualEvent, wait_until
 
 from pinstage._reaper import Reaper
@@ -65,5 +65,5 @@ while not calls:
 
 def test_no_task_begins_while_the_program_ends():
     """A task queries an event, and a CUDA call that returns while Python exits aborts the program."""
-    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False)
+    done = subprocess.run(warm.command("-c", AT_THE_END), capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("True 0\n", "", 0)

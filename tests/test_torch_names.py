@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch_names import CASES, WORKS
 
 from pinstage._compat import calls, probes, views
@@ -19,7 +19,7 @@ def found():
     """The results of each case, read from the running program."""
     program = Path(__file__).parent / "helpers" / "torch_names.py"
     results = {}
-    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(warm.command(program), stdout=subprocess.PIPE, text=True) as process:
 
         def result(name):
             while name not in results:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from doubles import PATIENCE_SECONDS, outcome
 from strategies import tensor_of
 
@@ -478,7 +478,7 @@ print(slab.eq(1).all().item(), [str(one.message) for one in told])
 
 @pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan needs address space of its own")
 def test_a_thread_that_cannot_start_warns_once():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
+    done = subprocess.run(warm.command("-c", WITHOUT_THREADS), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     text = r"packing goes on with 1 threads: no other could be started \(error 11\); raise the limit of threads"
     assert re.match(rf"True \['{text}[^']*'\]\n", done.stdout), done.stdout
@@ -512,7 +512,7 @@ os._exit(0)
 
 
 def test_ending_a_job_doesn_t_wait_forever():
-    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(warm.command("-c", STUCK), capture_output=True, text=True, check=False, timeout=60)
     if "refused" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr

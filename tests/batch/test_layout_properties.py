@@ -7,15 +7,17 @@ import pytest
 import strategies as known
 import torch
 from hypothesis import given
+from paths import on_both_paths
 from strategies import assert_same, batches, bits
 
 from pinstage import Layout
 from pinstage._batch import ALIGNMENT
 
-pytestmark = [pytest.mark.usefixtures("both_paths"), pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
 @given(batches())
+@on_both_paths
 def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
     layout = Layout.of(batch)
     spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in layout.slots)
@@ -30,6 +32,7 @@ def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
 
 
 @given(batches())
+@on_both_paths
 def test_each_distinct_packable_tensor_has_one_slot(batch):
     leaves = {id(leaf): leaf for leaf in known.leaves_of(batch)}.values()
     packed = [
@@ -44,6 +47,7 @@ def test_each_distinct_packable_tensor_has_one_slot(batch):
 
 
 @given(batches())
+@on_both_paths
 def test_a_path_leads_to_its_slot_s_tensor(batch):
     layout = Layout.of(batch)
     slab = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -58,6 +62,7 @@ def test_a_path_leads_to_its_slot_s_tensor(batch):
 
 
 @given(batches(passthrough=False))
+@on_both_paths
 def test_a_layout_travels_by_pickle(batch):
     layout = Layout.of(batch)
     slab = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -72,6 +77,7 @@ def test_a_layout_travels_by_pickle(batch):
 
 
 @given(batches(passthrough=False))
+@on_both_paths
 def test_a_layout_packs_every_matching_batch(batch):
     layout = Layout.of(batch)
     slab = torch.zeros(layout.nbytes, dtype=torch.uint8)

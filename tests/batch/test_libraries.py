@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+import warm
 from loader_data import Mapped
 from torch.utils._pytree import register_pytree_node
 
@@ -239,5 +240,5 @@ loaded = [name for name in _SHIPPED if name in sys.modules and not name.startswi
 ours = [name for name in sys.modules if name.startswith("pinstage.integrations")]
 assert not loaded and not ours, (loaded, ours)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run(warm.command("-c", code), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

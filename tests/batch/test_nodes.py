@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import strategies as known
 import torch
+import warm
 from loader_data import Mapped
 from strategies import assert_same, through_slab
 from torch.nn.utils.rnn import pack_sequence
@@ -1175,8 +1176,7 @@ except pinstage.errors.LayoutError as error:
     raise SystemExit(f"the classes are not known: {error}")
 assert same == layout
 """
-    command = [sys.executable, "-c", receiver]
-    result = subprocess.run(command, cwd=tmp_path, input=sent, capture_output=True, check=False)
+    result = subprocess.run(warm.command("-c", receiver), cwd=tmp_path, input=sent, capture_output=True, check=False)
     assert result.returncode == 0, result.stderr.decode()
 
 

@@ -143,11 +143,15 @@ def nested_at_last(index):
 
 def taken_from(loader):
     """Return the batches of a loader as plain values, and its final error."""
-    found = []
+    found, iterator = [], iter(loader)
     try:
-        found.extend(repr(batch) for batch in loader)
+        found.extend(repr(batch) for batch in iterator)
     except Exception as error:  # noqa: BLE001 - whatever torch says
         return found, type(error)
+    finally:
+        if type(loader) is torch.utils.data.DataLoader:  # it may wait five seconds for a worker after an error
+            for worker in getattr(iterator, "_workers", ()):
+                worker.terminate()
     return found, None
 
 

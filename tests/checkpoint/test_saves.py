@@ -35,14 +35,15 @@ pytestmark = pytest.mark.filterwarnings(
 IN_PROCESS = AsyncCheckpointerType.PROCESS
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """A process group of this process, as the checkpointer in a process needs one; its process is ended."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    end_writer()
-    dist.destroy_process_group()
+@pytest.fixture(scope="module")
+def alone():
+    """A process group of this process, as the checkpointer in a process needs one. Tests share that process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        end_writer()
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The two ways to describe and make tensors: torch's private functions, or public ones if a probe fails."""
 
 import contextlib
+import functools
 
 from pinstage._native import core
 
@@ -18,3 +19,15 @@ def on_path(path):
         yield
     finally:
         core.use_handle(before)
+
+
+def on_both_paths(test):
+    """Run a property test on both paths with each example: making the examples takes the most time."""
+
+    @functools.wraps(test)
+    def on_each(*args, **kwargs):
+        for path in PATHS:
+            with on_path(path):
+                test(*args, **kwargs)
+
+    return on_each

@@ -267,6 +267,7 @@ def over_loader(storm):
 
 if __name__ == "__main__":
     what, count, *threads = sys.argv[1:]
+    faulthandler.enable()
     faulthandler.dump_traceback_later(300, exit=True)  # a run takes seconds
     torch.set_num_threads(1)
     storm = (ThreadStorm if threads else Storm)(int(count))

@@ -5,6 +5,7 @@ changed name. The results are printed as JSON.
 """
 
 import functools
+import gc
 import importlib.machinery
 import importlib.util
 import json
@@ -377,5 +378,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for module in ("torch._dynamo", "torch._decomp.decompositions_for_jvp"):  # some calls import them, for a second
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # so that the collections of each process skip what was imported
     for name in sys.argv[1:] or CASES:
         print(json.dumps({"name": name, **run(CASES[name])}), flush=True)

@@ -16,6 +16,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+import warm
+
 SRC = Path(__file__).parents[2] / "src"
 
 
@@ -31,7 +33,7 @@ def torchrun(script: Path, *arguments: object, ranks: int = 2) -> str:
     The processes find each other through a port that torchrun chooses itself.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(ranks), __file__, str(script), *map(str, arguments)]
+    command += ["--nproc-per-node", str(ranks), "--no-python", *warm.command(__file__, script, *arguments)]
     variables = environment(OMP_NUM_THREADS="1")  # torchrun's default too, but with a warning
     process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
+import warm
 from trace_maker import naive_loop
 
 from pinstage import _cli
@@ -103,7 +105,7 @@ def batch():
 
 def test_audit_json_is_clean_whatever_the_target_prints(tmp_path):
     (tmp_path / "noisy.py").write_text(NOISY)
-    command = [sys.executable, "-m", "pinstage", "audit", f"{tmp_path / 'noisy.py'}:batch", "--json"]
+    command = warm.command("-m", "pinstage", "audit", f"{tmp_path / 'noisy.py'}:batch", "--json")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["totals"]["leaves"] == 1
     for word in ("imported", "worker", "shell", "bytes"):
@@ -218,7 +220,7 @@ def in_terminal(trace, **environment):
     """Return the command's output to a terminal."""
     main, child = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment
-    command = [sys.executable, "-m", "pinstage", "trace", str(trace)]
+    command = warm.command("-m", "pinstage", "trace", trace)
     with subprocess.Popen(command, stdout=child, stderr=child, stdin=child, env=environment) as process:
         os.close(child)
         shown = b""
@@ -252,11 +254,11 @@ def test_a_terminal_without_colours_gets_no_escapes(trace, environment):
 
 def test_a_reader_that_stops_reading_gets_no_traceback(tmp_path):
     trace = naive_loop(steps=2000, leaves=1).write(tmp_path / "trace.json.gz")  # more JSON than a pipe holds
-    command = f"{sys.executable} -m pinstage trace {trace} --json | head -1"
+    command = f"{shlex.join(warm.command('-m', 'pinstage', 'trace', trace, '--json'))} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, check=False)
     assert (done.stdout, done.stderr) == (b"{\n", b"")
 
 
 def test_a_pipe_on_stderr_gets_no_cursor_codes(trace):
-    done = subprocess.run([sys.executable, "-m", "pinstage", "trace", trace], capture_output=True, check=True)
+    done = subprocess.run(warm.command("-m", "pinstage", "trace", trace), capture_output=True, check=True)
     assert b"\x1b" not in done.stdout + done.stderr

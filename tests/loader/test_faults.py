@@ -26,6 +26,7 @@ from pathlib import Path
 import loader_data as data
 import pytest
 import torch
+import warm
 from doubles import PATIENCE_SECONDS, Background, Gate, Interrupts, ManualEvent, record_work, wait_until
 
 import pinstage as ps
@@ -73,6 +74,7 @@ def forkserver():
     """Start it before anything is counted, since it stays."""
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
+    warm.command()
     list(torch.utils.data.DataLoader([1], num_workers=1))  # makes what Python keeps after the first worker
 
 
@@ -444,12 +446,13 @@ def test_no_thread_is_left_when_the_interpreter_ends():
         assert next(iterator).tolist() == [0, 1]
         assert "SlabBroker" in names()
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = subprocess.run(warm.command("-c", textwrap.dedent(program)), capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
 
 
-def test_persistent_workers_that_end_by_themselves_are_replaced():
+def test_persistent_workers_that_end_by_themselves_are_replaced(monkeypatch):
+    looking = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(looking, "__defaults__", (0.2,))  # seconds from one look at the workers to the next
     loader = make(data.exits_at_seven, 40, persistent_workers=True)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(loader)
@@ -807,7 +810,8 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
 
 def run_script(script, before=()):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [*before, sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+    script = f"import warnings\nwarnings.simplefilter('error')\n{textwrap.dedent(script)}"
+    command = [*before, sys.executable, "-c", script] if before else warm.command("-c", script)
     limit = PATIENCE_SECONDS * 2
     return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=limit)
 

@@ -43,14 +43,14 @@ def test_what_a_loader_keeps_stays_on_the_host(keep_on_host, workers):
     )
 
 
-@pytest.mark.parametrize("keep_on_host", [KEPT_PATHS, is_kept], ids=["paths", "function"])
-def test_spawned_workers_are_told_what_stays(keep_on_host):
+@pytest.mark.parametrize(("keep_on_host", "method"), [(KEPT_PATHS, "spawn"), (is_kept, "forkserver")])
+def test_workers_that_begin_anew_know_what_stays(keep_on_host, method):
     check(
         ps.DataLoader(
             Mapped(sample_of_which_some_stays),
             5,
             num_workers=1,
-            multiprocessing_context="spawn",
+            multiprocessing_context=method,
             device="cpu",
             max_bytes="8MiB",
             keep_on_host=keep_on_host,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from doubles import in_child, is_mapped, shared_files
 
 from pinstage._memory import (
@@ -145,11 +146,11 @@ def test_another_process_s_writes_are_read_here():
 import contextlib, ctypes, sys, torch
 torchs_own = set(sys.modules)
 from pinstage._memory import attach
-with contextlib.closing(attach({block.fd}, {block.nbytes})) as mapping:
+with contextlib.closing(attach(0, {block.nbytes})) as mapping:
     ctypes.memset(mapping.ptr, 5, mapping.nbytes)
 {NO_CUDA}
 """
-    subprocess.run([sys.executable, "-c", code], pass_fds=[block.fd], check=True)
+    subprocess.run(warm.command("-c", code), stdin=block.fd, check=True)
     assert read(block.ptr, block.nbytes) == b"\x05" * block.nbytes
     memory.deallocate(block)
 

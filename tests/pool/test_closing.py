@@ -3,11 +3,11 @@
 import gc
 import re
 import subprocess
-import sys
 import warnings
 import weakref
 
 import pytest
+import warm
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
 from pinstage import SlabPool, Stager
@@ -267,7 +267,7 @@ def test_stager_stats_work_while_the_pool_frees(memory, background):
 
 def run_script(script):
     """Run a program; return its exit status and output."""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(warm.command("-c", script), capture_output=True, text=True, check=False)
     return done.returncode, done.stdout, done.stderr
 
 

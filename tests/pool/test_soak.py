@@ -4,23 +4,30 @@ A small part of the manual run, ``python tests/helpers/soak.py 100000``.
 """
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import soak
 import torch
+import warm
+from paths import PATHS
 
 MIB = 1 << 20
 
 
-@pytest.mark.usefixtures("both_paths")
-def test_random_batches_arrive_intact_and_leave_nothing():
-    run = subprocess.run(
-        [sys.executable, Path(soak.__file__), "600"], env=os.environ, capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("path", PATHS)
+def test_random_batches_arrive_intact_and_leave_nothing(path):
+    program = f"""
+import gc, json, sys
+sys.path.append({str(Path(soak.__file__).parent)!r})
+import paths, soak
+soak.torch.set_num_threads(1)
+gc.freeze()
+with paths.on_path({path!r}):
+    print(json.dumps(soak.soak(600)))
+"""
+    run = subprocess.run(warm.command("-c", program), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert (found["batches"], found["wrong"], found["left"]) == (600, 0, [])

@@ -14,6 +14,7 @@ from pathlib import Path
 import loader_data as data
 import pytest
 import torch
+import warm
 from doubles import outcome, wait_until
 
 import pinstage as ps
@@ -34,9 +35,8 @@ def storm(*arguments):
     def ignore_interrupts():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    command = [sys.executable, "-X", "faulthandler", STORM, *map(str, arguments)]
     done = subprocess.run(
-        command,
+        warm.command(STORM, *arguments),
         check=False,
         capture_output=True,
         text=True,

@@ -13,6 +13,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+import warm
 
 import pinstage
 
@@ -79,8 +80,9 @@ def build(source: Path, *arguments: str | Path, **environment: str) -> subproces
 
 
 def run(installed: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-I", "-c", REFUSING + code, str(installed), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = warm.command("-c", REFUSING + code, installed, *arguments)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 def content(installed: Path) -> set[Path]:

@@ -17,6 +17,7 @@ import weakref
 import loader_data as data
 import pytest
 import torch
+import warm
 from doubles import PATIENCE_SECONDS, claim_in_child, wait_until
 from loader_data import same
 from torch.utils import data as torch_data
@@ -643,7 +644,9 @@ PROGRAMS = {
 @pytest.mark.parametrize("source", PROGRAMS.values(), ids=PROGRAMS)
 def test_a_program_ends_whatever_its_thread_does(source, is_left):
     program = f"""
-import atexit, threading, time, torch, pinstage as ps
+import atexit, threading, time, warnings
+warnings.simplefilter("error", RuntimeWarning)
+import torch, pinstage as ps
 reading = threading.Event()
 {textwrap.dedent(source)}
 stager = ps.Stager("cpu", max_bytes="64MiB")
@@ -656,7 +659,7 @@ print("end", flush=True)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", program],
+        warm.command("-c", program),
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -690,5 +693,5 @@ time.sleep(0.2)
 print("end", flush=True)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(warm.command("-c", program), env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.split()[:2], done.stderr) == (0, ["end", "allocated"], "")
