@@ -194,7 +194,7 @@ def trace(options: argparse.Namespace) -> int:
 
 
 def top(options: argparse.Namespace) -> int:
-    """Show each HostBudget of this host: the bytes and waits of its processes, pools and owners.
+    """Show each HostBudget of this host: the bytes that the pools of each process hold.
 
     On a terminal, the table is redrawn every second until Ctrl-C. Into a pipe, it is printed once.
 

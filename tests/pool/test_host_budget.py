@@ -641,14 +641,10 @@ def test_a_removed_folder_is_made_again(pools, folder):
 def test_a_locked_folder_fails_only_the_request(pools, folder, monkeypatch):
     pool = pools()
     pool.acquire("2MiB").release()
-    with monkeypatch.context() as patch:
-        patch.setattr(_host_budget, "_BUSY_SECONDS", 0.05)
-        other = os.open(folder, os.O_RDONLY)
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with locked(folder, monkeypatch):
         with pytest.raises(HostBudgetError, match=r"another process has held its lock for 0\.05 s: is it stopped\?"):
             pool.acquire("4MiB")
         pool.trim()  # frees its slabs anyway
-        os.close(other)
     with pool.acquire("8MiB", timeout=5):
         pass
 
@@ -731,11 +727,11 @@ def test_a_warm_lease_reads_no_files(pools, monkeypatch):
     pool = pools()
     pool.acquire("1MiB").release()
 
-    def folder(path):
+    def folder(path, work):
         raise AssertionError("the folder was opened")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_host_budget, "_folder", folder)
+        patch.setattr(_host_budget, "_in_folder", folder)
         for _ in range(100):
             pool.acquire("1MiB").release()
 
@@ -753,16 +749,118 @@ def test_a_program_that_closes_nothing_ends_in_silence():
     assert living() == []
 
 
+def is_locked(folder):
+    """Return whether the folder's lock is held, by this process or another."""
+    other = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(other)
+    return False
+
+
+@contextlib.contextmanager
+def locked(folder, monkeypatch):
+    """Hold the folder's lock, for which this process soon stops waiting."""
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_budget, "_BUSY_SECONDS", 0.05)
+        other = os.open(folder, os.O_RDONLY)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        yield
+        os.close(other)
+
+
+@pytest.mark.parametrize("use", ["usage", "wait"])
+def test_interrupts_leave_the_folder_unlocked(pools, folder, use):
+    first, second = pools(), pools()
+    lease = first.acquire("6MiB")
+
+    def wait():
+        with contextlib.suppress(AcquireTimeoutError):
+            second.acquire("3MiB", timeout=0.06)
+
+    countdown, was_interrupted = 1, True
+    while was_interrupted:
+        files = ("_pool/_host_budget.py", "_pool/_pool.py", "contextlib.py")
+        was_interrupted = Interrupts(countdown, *files).during(budget().usage if use == "usage" else wait)
+        wait_until(lambda: not is_locked(folder))
+        countdown += 1
+    assert countdown > 30
+    lease.release()
+
+
+def test_a_locked_folder_delays_what_is_freed(pools, folder, monkeypatch):
+    first, second = pools(), pools()
+    first.acquire("6MiB").release()
+    with locked(folder, monkeypatch):
+        first.trim()
+    with second.acquire("8MiB", timeout=5):
+        pass
+
+
+def test_idle_slabs_serve_while_the_folder_is_locked(pools, folder, monkeypatch):
+    first, second = pools(), pools()
+    with first.acquire("4MiB"), second.acquire("2MiB"):
+        idle = second.acquire("2MiB")
+        with pytest.raises(AcquireTimeoutError):
+            second.acquire("2MiB", timeout=0)
+        idle.release()
+        time.sleep(0.1)
+        with locked(folder, monkeypatch), second.acquire("512KiB", timeout=0) as lease:
+            assert lease.capacity == 2 * MIB
+
+
+def test_a_passing_error_ends_no_waiting_request(pools, folder, background, monkeypatch):
+    first, second = pools(), pools()
+    lease = first.acquire("6MiB")
+    waiting = background(second.acquire, "3MiB", timeout=20)
+    wait_until(lambda: second.stats().waits == 1)
+    with locked(folder, monkeypatch):
+        assert stays_blocked(waiting)
+    lease.release()
+    first.trim()
+    outcome(waiting).release()
+
+
+def test_closing_while_growing_says_so(pools, monkeypatch):
+    pool = pools()
+    check_room = _host_budget.LimitedMemory.check_room
+
+    def close_first(self, *args, **kwargs):
+        _thread.start_new_thread(pool.close, ())
+        wait_until(lambda: self._file == -1)
+        check_room(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_host_budget.LimitedMemory, "check_room", close_first)
+        with pytest.raises(PoolClosedError):
+            pool.acquire("1MiB", timeout=1)
+    wait_until(lambda: living() == [])
+
+
+def test_a_failed_free_makes_no_endless_growth(pools, memory):
+    first, second = pools(), pools()
+    first.acquire("4MiB").release()
+    memory.fail_deallocate(OSError("it cannot be freed"))
+    with pytest.raises(OSError, match="it cannot be freed"):
+        first.trim()
+    with second.acquire("6MiB", timeout=0), pytest.raises(AcquireTimeoutError):
+        first.acquire("3MiB", timeout=0.3)
+    [stuck] = [block for block in memory.live_blocks if block.nbytes == 4 * MIB]
+    memory.deallocate(stuck)
+
+
 def test_a_finaliser_among_the_files_can_only_close(pools, background, folder):
     pool, other = pools(), pools()
 
     def collected_there():
-        with _host_budget._folder(folder):
-            with pytest.raises(PinstageError, match="in the middle of a call of the same thread"):
-                pool.acquire(MIB)  # has to grow: another thread writes its file
-            other.close()
+        with pytest.raises(PinstageError, match="in the middle of a call of the same thread"):
+            pool.acquire(MIB)  # has to grow: another thread writes its file
+        other.close()
 
-    outcome(background(collected_there))
+    outcome(background(_host_budget._in_folder, folder, lambda _: collected_there()))
     with pytest.raises(PoolClosedError):
         other.acquire(MIB)
     pool.acquire(MIB).release()

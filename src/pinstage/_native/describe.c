@@ -112,7 +112,7 @@ int find_array(PyObject *object, Found *leaf) {
     const unsigned char *format = (const unsigned char *)(buffer.format == NULL ? "B" : buffer.format);
     bool is_complex = format[0] == 'Z';
     format += is_complex;
-    int dtype = format[0] && !format[1] ? torch.by_format[format_index(format[0], is_complex)] : 255;
+    int dtype = format[0] && format[0] < 128 && !format[1] ? torch.by_format[format_index(format[0], is_complex)] : 255;
     if (dtype != 255 && buffer.ndim <= MAX_DIMS && buffer.itemsize == torch.itemsize[dtype]) {
         int64_t shape[MAX_DIMS], stride[MAX_DIMS];
         bool is_plain = (uintptr_t)buffer.buf % (uintptr_t)buffer.itemsize == 0;

@@ -136,6 +136,8 @@ class Growth:
     def _attempt(self) -> Lease | None:
         """Decide, and carry out the plan. Return the lease, if there is one."""
         state = self._state
+        if state.host is not None:
+            state.host.look()
         with state.lock:
             found = self._decide()
             if isinstance(found, GrowthPlan):

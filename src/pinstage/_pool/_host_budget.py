@@ -2,7 +2,7 @@
 
 Each pool has a file in a folder of the user's. The file is locked as long as the pool's process lives; a file without a
 lock belongs to a process that has ended. Allocating and freeing read and write these files under the folder's lock, and
-a request that waits reads them again and again. A lease of an idle slab does neither.
+for a request that waits, a thread of the pool reads them again and again. A lease of an idle slab does neither.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from .._compat.calls import ownership
 from .._memory import Block, MemoryResource, PageableMemory
+from .._reaper import reaper
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
+
+T = TypeVar("T")
 
 VARIABLE = "PINSTAGE_BUDGET_DIR"
 """The environment variable that names another folder, such as a volume that several containers share."""
@@ -127,8 +132,7 @@ def usage_of_host() -> list[PoolUsage]:
     """
     if not os.path.lexists(_path()):
         return []
-    with _folder(_path()) as folder:
-        return sorted(_living(folder), key=lambda usage: (usage.budget, usage.pid, usage.pool))
+    return sorted(_in_folder(_path(), _living), key=lambda usage: (usage.budget, usage.pid, usage.pool))
 
 
 def held_bytes(pools: list[PoolUsage]) -> int:
@@ -165,14 +169,7 @@ class LimitedMemory:
         self._inode = "" if inode is None else str(inode)
         self._held, self._checked_at = 0, 0.0
         _limited.add(self)
-        with _folder(self._path) as folder:
-            self._room(folder)
-            for other in [other for other in self.others if other.max_bytes != budget.max_bytes]:
-                raise ValueError(
-                    f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and {other.max_bytes} "
-                    f"bytes in process {other.pid} ({other.program}); give it the same cap everywhere, or another name"
-                )
-            self._write(folder, 0)
+        _in_folder(self._path, self._begin)
 
     def __del__(self) -> None:
         self._close()
@@ -184,11 +181,16 @@ class LimitedMemory:
         total = format_bytes(held_bytes(self.others))
         return f", of which other pools of this host had {total}: {', '.join(names)}" if names else ""
 
+    def is_due(self) -> bool:
+        """Return whether to `look`: the budget had no room, 50 ms ago or earlier."""
+        return self.allowed < self._budget.max_bytes and time.monotonic() - self._checked_at >= _LOOK_SECONDS
+
     def look(self) -> None:
-        """Check for room again after a refusal, at most every 50 ms."""
-        if self.allowed < self._budget.max_bytes and time.monotonic() - self._checked_at >= _LOOK_SECONDS:
-            with _folder(self._path) as folder:
-                self._note(self._room(folder))
+        """Check for room again, if that is due."""
+        if self.is_due():
+            self._checked_at = time.monotonic()
+            with contextlib.suppress(HostBudgetError):  # which would end a request that waits: growing raises it
+                _in_folder(self._path, lambda folder: self._note(self._room(folder)))
 
     def check_room(self, nbytes: int, *, take: bool = False) -> None:
         """Make sure that this many bytes can be allocated now.
@@ -196,14 +198,7 @@ class LimitedMemory:
         Raises:
             HostIsFull: there is no room.
         """
-        with _folder(self._path) as folder:
-            room = self._room(folder)
-            if nbytes > room:
-                self._note(room)
-                raise HostIsFull
-            self.allowed = self._budget.max_bytes
-            if take:
-                self._write(folder, self._held + nbytes)
+        _in_folder(self._path, partial(self._check, nbytes, take))
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate, as `MemoryResource.allocate`.
@@ -222,18 +217,29 @@ class LimitedMemory:
         return block
 
     def deallocate(self, block: Block) -> None:
-        self._memory.deallocate(block)
-        self.give(block.nbytes)
+        try:
+            self._memory.deallocate(block)
+        finally:  # the pool forgets a slab that it could not free
+            self.give(block.nbytes)
 
     def give(self, nbytes: int) -> None:
         """Count bytes as free again; a negative number takes bytes."""
         with _turn:
             self._held -= nbytes
-            # Freeing must not fail because of the folder: the next check writes the file.
-            with contextlib.suppress(HostBudgetError), _folder(self._path) as folder:
-                self._write(folder, self._held)
-            if self._is_ending:
-                self.end()
+        if not self.reap():  # freeing must not fail because of the folder
+            reaper.tasks.put(self)
+
+    def reap(self) -> bool:
+        """Write the file, or close it if the pool is closed and holds nothing; return whether that was possible."""
+        with _turn:
+            if self._is_ending and not self._held:
+                self._close()
+                return True
+            try:
+                _in_folder(self._path, lambda folder: self._write(folder, self._held))
+            except HostBudgetError:
+                return False
+            return True
 
     def end(self) -> None:
         """Close the file, now or as soon as no memory is held."""
@@ -241,6 +247,25 @@ class LimitedMemory:
             self._is_ending = True
             if not self._held:
                 self._close()
+
+    def _begin(self, folder: int) -> None:
+        self._room(folder)
+        budget = self._budget
+        for other in [other for other in self.others if other.max_bytes != budget.max_bytes]:
+            raise ValueError(
+                f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and {other.max_bytes} bytes in "
+                f"process {other.pid} ({other.program}); give it the same cap everywhere, or another name"
+            )
+        self._write(folder, 0)
+
+    def _check(self, nbytes: int, take: bool, folder: int) -> None:
+        room = self._room(folder)
+        if nbytes > room:
+            self._note(room)
+            raise HostIsFull
+        self.allowed = self._budget.max_bytes
+        if take:
+            self._write(folder, self._held + nbytes)
 
     def _room(self, folder: int) -> int:
         """Read the other pools' files; return the bytes by which the pool may grow."""
@@ -256,7 +281,7 @@ class LimitedMemory:
         """Write the pool's file, with the bytes that it holds. Make the file if it is missing or was removed."""
         if self._file < 0 or not os.fstat(self._file).st_nlink:
             self._close()
-            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(self._key + _SUFFIX, flags, 0o600, dir_fd=folder)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shared = {self._inode: held} if self._inode and held else {}
@@ -315,21 +340,25 @@ def _path() -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _folder(path: Path) -> Iterator[int]:
-    """Make sure that the folder exists and is the user's alone; hold its lock; yield its descriptor. Blocks."""
-    with _turn, contextlib.ExitStack() as stack:
+def _in_folder(path: Path, work: Callable[[int], T]) -> T:
+    """Make sure that the folder exists and is the user's alone, and hold its lock while `work` uses its descriptor.
+
+    Blocks. Not a context manager: an interrupt at its end would leave the folder locked.
+    """
+    with _turn:
         try:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            stack.callback(os.close, folder)
-            found, user = os.fstat(folder), os.geteuid()
-            if found.st_uid != user or found.st_mode & 0o077:
-                mode = stat.S_IMODE(found.st_mode)
-                raise PermissionError(f"it belongs to user {found.st_uid}, mode {mode:o}, not to user {user}, mode 700")
-            _lock(folder)
-            yield folder
+            try:
+                found, user = os.fstat(folder), os.geteuid()
+                if found.st_uid != user or found.st_mode & 0o077:
+                    mode = f"mode {stat.S_IMODE(found.st_mode):o}, not to user {user}, mode 700"
+                    raise PermissionError(f"it belongs to user {found.st_uid}, {mode}")
+                _lock(folder)
+                return work(folder)
+            finally:
+                os.close(folder)
         except OSError as error:
             raise HostBudgetError(
                 f"host budgets cannot be used: {path}: {error}; remove that folder while no program uses it, or name "

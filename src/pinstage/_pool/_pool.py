@@ -339,8 +339,6 @@ class SlabPool:
                 line = list(waiters)
                 ahead = line[: line.index(me)]
                 serve = partial(state.serve, account, nbytes, ahead)
-                if state.host is not None:
-                    state.host.look()
                 with state.lock:
                     found = serve()
                 if isinstance(found, GrowthPlan):
@@ -349,6 +347,8 @@ class SlabPool:
                     start += time.monotonic() - began  # growing isn't waiting
                     if found is None:
                         continue
+                elif found is None and state.host is not None and state.host.is_due():
+                    found = self._grow(Growth(state, serve, me), account, nbytes)
                 if found is not None:
                     break
                 if not waits:
