@@ -42,6 +42,9 @@ class GrowthPlan:
     count: int = 0
 
 
+LOOK = GrowthPlan()
+"""Plan to check whether other processes have given back bytes of the `HostBudget`, and then to decide again."""
+
 Decision = Lease | GrowthPlan | None
 
 
@@ -140,6 +143,8 @@ class Growth:
             state.host.look()
         with state.lock:
             found = self._decide()
+            if found is LOOK:
+                return None
             if isinstance(found, GrowthPlan):
                 if self.waiter is not None:
                     state.waiters.remove(self.waiter)  # an error if an interrupt has ended its wait

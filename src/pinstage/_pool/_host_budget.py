@@ -188,9 +188,9 @@ class LimitedMemory:
     def look(self) -> None:
         """Check for room again, if that is due."""
         if self.is_due():
-            self._checked_at = time.monotonic()
             with contextlib.suppress(HostBudgetError):  # which would end a request that waits: growing raises it
                 _in_folder(self._path, lambda folder: self._note(self._room(folder)))
+            self._checked_at = time.monotonic()
 
     def check_room(self, nbytes: int, *, take: bool = False) -> None:
         """Make sure that this many bytes can be allocated now.

@@ -17,7 +17,7 @@ from .._steps import step
 from ..errors import StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._classes import reuse_limit
-from ._growth import Growth, GrowthPlan
+from ._growth import LOOK, Growth, GrowthPlan
 from ._host_budget import HostBudget, HostIsFull, check_budget
 from ._lease import Lease
 from ._slab import Fence, take_free
@@ -342,13 +342,11 @@ class SlabPool:
                 with state.lock:
                     found = serve()
                 if isinstance(found, GrowthPlan):
-                    began = time.monotonic()
+                    began, is_growing = time.monotonic(), found is not LOOK
                     found = self._grow(Growth(state, serve, me), account, nbytes)
-                    start += time.monotonic() - began  # growing isn't waiting
+                    start += is_growing * (time.monotonic() - began)  # growing isn't waiting
                     if found is None:
                         continue
-                elif found is None and state.host is not None and state.host.is_due():
-                    found = self._grow(Growth(state, serve, me), account, nbytes)
                 if found is not None:
                     break
                 if not waits:

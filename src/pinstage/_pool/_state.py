@@ -18,7 +18,7 @@ from operator import attrgetter
 from ..errors import PoolError
 from . import _refusals
 from ._classes import reuse_limit, size_class
-from ._growth import Decision, Growth, GrowthPlan
+from ._growth import LOOK, Decision, Growth, GrowthPlan
 from ._lease import Lease
 from ._refusals import Refusal
 from ._slab import Fence, Holdings, Slab
@@ -43,7 +43,7 @@ class PoolState(Holdings):
         2. there is room under the cap: allocate a slab of the request's class;
         3. any larger idle slab;
         4. idle slabs of other classes would make room: free them, least recently used first, and allocate;
-        5. wait.
+        5. wait, and now and then check whether other processes have given back bytes of the `HostBudget`.
 
         A frozen pool skips 2 and 4, divides what it holds by quotas, and refuses a request at once if no slab fits it.
         After the platform has refused memory, a pool is restricted for a while: it doesn't ask for the refused total
@@ -70,7 +70,7 @@ class PoolState(Holdings):
         missing = capacity - self._headroom(by_freeing=True)
         if may_grow and missing <= sum(slab.capacity for slab in idle):
             return GrowthPlan(_oldest(idle, missing), capacity, 1)
-        return None
+        return LOOK if may_grow and self.host is not None and self.host.is_due() else None
 
     def scan(self) -> list[Slab]:
         """Check all slabs. Return the free ones, least recently used first, and put them in their stacks."""
