@@ -9,7 +9,7 @@ import signal
 
 import pytest
 import torch
-from doubles import CountingMemory, shared_files, wait_until
+from doubles import CountingMemory, nothing_at_once, shared_files, wait_until
 from fake_cuda import FakeCuda
 from hypothesis import HealthCheck, settings
 from paths import PATHS, on_path
@@ -166,8 +166,8 @@ def prefetch(request, stager):
 @pytest.fixture
 def slabs_for_all(monkeypatch):
     """Let small batches take a slab too, instead of being copied from pageable memory."""
-    monkeypatch.setattr("pinstage._stage._stager.AT_ONCE_BYTES", 0)
-    monkeypatch.setattr("pinstage._stage._stager._FEW_LEAVES", -1)
+    nothing_at_once(monkeypatch)
+    monkeypatch.setattr("pinstage._stage._device.Target.move_few", lambda *_: None)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from doubles import CountingMemory, HeldTarget, ManualEvent, claim_in_child, wait_until
+from doubles import CountingMemory, HeldTarget, ManualEvent, claim_in_child, use_target, wait_until
 from paths import PATHS, on_path
 from strategies import assert_same, tensor_of
 
@@ -30,7 +30,7 @@ def page_locked(monkeypatch):
     def pieces_of(tensor):
         return [(0, tensor.nbytes)] if tensor.data_ptr() in found else []
 
-    monkeypatch.setattr("pinstage._stage._stager.pieces_of", pieces_of)
+    monkeypatch.setattr("pinstage._stage._sender.pieces_of", pieces_of)
     return found
 
 
@@ -126,7 +126,7 @@ def test_a_sent_lease_keeps_guards_and_waits():
     batch = torch.zeros(100)
     layout = Layout.of(batch)
     with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
-        stager._target = target = HeldTarget()
+        target = use_target(stager, HeldTarget())
         lease = pool.acquire(layout.nbytes)
         lease.guard(event := ManualEvent())
         stager.stage_lease(lease, layout)
@@ -165,7 +165,7 @@ def test_lenders_are_kept_until_their_copy_is_done(page_locked):
     page_locked.add(tensor.data_ptr())
     died = weakref.ref(tensor)
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
-        stager._target = target = HeldTarget()
+        target = use_target(stager, HeldTarget())
         stager.to_device([tensor])
         del tensor
         gc.collect()

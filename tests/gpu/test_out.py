@@ -287,7 +287,7 @@ def test_host_tensors_have_the_values_after_wait(cuda_device, latch: Latch, pinn
         assert bool((place == 1).all())
         source.fill_(2)
         torch.cuda.synchronize()
-        latch.hold(stager._targets.of(cuda_device).out_stream)
+        latch.hold(stager._fetcher.targets.of(cuda_device).out_stream)
         transfer = stager.fetch([source], out=[place])
         assert not transfer.query()
         assert bool((place == 1).all())
@@ -303,7 +303,7 @@ def test_a_source_may_be_changed_after_fetch(cuda_device, latch: Latch):
         stager.to_host([source], out=[place])
         source.fill_(2)
         torch.cuda.synchronize()
-        latch.hold(stager._targets.of(cuda_device).out_stream)
+        latch.hold(stager._fetcher.targets.of(cuda_device).out_stream)
         transfer = stager.fetch([source], out=[place])
         source.fill_(9)  # after the copy
         latch.open()

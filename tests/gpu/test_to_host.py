@@ -24,7 +24,7 @@ def small_tree(device, leaves=1000, elements=64):
 
 
 def host_stream(stager: ps.Stager) -> torch.cuda.Stream:
-    return stager._targets.of(stager.device).out_stream  # for the tests that hold this stream
+    return stager._fetcher.targets.of(stager.device).out_stream  # for the tests that hold this stream
 
 
 def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

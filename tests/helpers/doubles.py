@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import ctypes
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -218,10 +219,6 @@ class HeldTarget(Target):
         self.copies += 1
         return super().copy(*args, **kwargs)
 
-    def pack_and_copy(self, *args, **kwargs):
-        self.copies += 1
-        return super().pack_and_copy(*args, **kwargs)
-
     def record(self, stream):
         return stream
 
@@ -283,6 +280,20 @@ def outcome(future: concurrent.futures.Future):
     return future.result()
 
 
+def use_target(stager, target):
+    """Let a stager send to another device; return that device."""
+    stager._target = target
+    stager._sender = dataclasses.replace(stager._sender, target=target)
+    stager._into_sender = dataclasses.replace(stager._into_sender, target=target)
+    return target
+
+
+def nothing_at_once(monkeypatch, at_once_bytes=0):
+    """Let small batches take a slab, instead of being copied from ordinary memory."""
+    for module in ("_stager", "_sender"):
+        monkeypatch.setattr(f"pinstage._stage.{module}.AT_ONCE_BYTES", at_once_bytes)
+
+
 def record_work(monkeypatch):
     """Let the CPU target mark the loop's stream as a GPU does; return the marks made, and the marks waited for."""
     made, waited = [], []
@@ -300,7 +311,7 @@ def record_work(monkeypatch):
             return made[-1]
         return None
 
-    monkeypatch.setattr("pinstage._stage._stager.AT_ONCE_BYTES", 0)
+    nothing_at_once(monkeypatch)
     monkeypatch.setattr("pinstage._stage._device.Target.consumer", lambda _, stream: stream or "the loop's")
     monkeypatch.setattr("pinstage._stage._device.Target.record", record)
     return made, waited

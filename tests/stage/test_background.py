@@ -341,7 +341,7 @@ def large(index):
     ],
 )
 def test_batches_page_locked_by_torch_are_not_packed(prefetch, stager, monkeypatch, options, borrows):
-    monkeypatch.setattr("pinstage._stage._stager.pieces_of", lambda tensor: [(0, tensor.nbytes)])
+    monkeypatch.setattr("pinstage._stage._sender.pieces_of", lambda tensor: [(0, tensor.nbytes)])
     batches = [large(number) for number in range(3)]
     source = batches if options is None else DataLoader(data.Mapped(large, 3), None, **options)
     assert same(list(prefetch(source)), batches)

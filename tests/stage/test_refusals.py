@@ -5,15 +5,14 @@ import warnings
 
 import pytest
 import torch
-from doubles import CountingMemory, HeldTarget, outcome, stays_blocked, wait_until
+from doubles import CountingMemory, HeldTarget, outcome, stays_blocked, use_target, wait_until
 from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import assert_same, batches
 
 from pinstage import SlabPool, Stager
-from pinstage._batch import ALIGNMENT, PACKED, RowKind, cut, flat, into_tensors, made_dense, pack, take_apart
+from pinstage._batch import pack, take_apart, windows
 from pinstage._memory import remedy
-from pinstage._stage._out import in_groups
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, StagingWarning
 from pinstage.memory import HostAllocMemory, PageableMemory, RegisteredMemory
 
@@ -196,7 +195,7 @@ def test_the_users_cap_is_no_refusal(walled):
 def test_a_part_isn_t_overwritten_before_its_copy(walled, background, monkeypatch):
     _, pool = walled(MIB)
     stager = Stager("cpu", pool=pool)
-    target = stager._target = HeldTarget()
+    target = use_target(stager, HeldTarget())
     staging = background(stager.stage, torch.arange(MIB))
     wait_until(lambda: target.copies == 2)  # both parts of the slab
     assert stays_blocked(staging)
@@ -211,33 +210,20 @@ def test_a_part_isn_t_overwritten_before_its_copy(walled, background, monkeypatc
 @example(batch=torch.arange(400).as_strided((2, 3, 4), (100, 1, 3)), size=48)  # a piece of it is dense
 def test_the_parts_of_a_batch_are_its_bytes(batch, size):
     parts = take_apart(batch)
-    table = parts.table
-    whole, pieced = (torch.full((table.nbytes,), 0xEE, dtype=torch.uint8) for _ in range(2))
+    whole, pieced = (torch.zeros(parts.table.nbytes, dtype=torch.uint8) for _ in range(2))
     pack(parts, whole)
-    others = [None] * (table.others + table.moved)
-    packed, kinds = table.positions(*PACKED), table.rows["kind"]
-    assert size % ALIGNMENT == 0
-    places = cut(table, pieced, others)
-    leaves = [
-        made_dense(leaf) if kind == RowKind.STRIDED else leaf for leaf, kind in zip(parts.leaves, kinds, strict=True)
-    ]
-    pairs = [(leaves[index], places[index]) for index in packed]
-    for sources, there in in_groups(pairs, size):
-        run = take_apart(sources)
-        slab = torch.empty(size, dtype=torch.uint8)
-        assert run.table.packed == len(sources)
-        assert run.table.nbytes <= size
-        pack(run, slab)
-        into_tensors(run.table, there, False).copy(slab.data_ptr(), 0, run.table.nbytes, 0, False)
-    for one, other in zip(places, cut(table, whole, others), strict=True):
-        assert one is None is other or torch.equal(flat(one).view(torch.uint8), flat(other).view(torch.uint8))
+    for start, leaves in windows(parts, size):
+        window = take_apart(leaves)
+        assert window.table.nbytes <= size
+        pack(window, pieced[start : start + window.table.nbytes])
+    assert torch.equal(pieced, whole)
 
 
 @quietly
 @pytest.mark.parametrize("kind", [RegisteredMemory, HostAllocMemory])
 def test_many_refusals_lose_nothing(kind, cuda, monkeypatch):
     monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
-    monkeypatch.setattr("pinstage._stage._stager._LEAST_SLAB_BYTES", 4096)
+    monkeypatch.setattr("pinstage._stage._host_slabs.LEAST_SLAB_BYTES", 4096)
     monkeypatch.setattr("pinstage._pool._growth.remedy", lambda nbytes: "")  # it reads files, 10,000 times
     chance = random.Random(17)
     call = "cudaHostRegister" if kind is RegisteredMemory else "cudaHostAlloc"

@@ -16,8 +16,10 @@ from doubles import (
     HeldTarget,
     Interrupts,
     claim_in_child,
+    nothing_at_once,
     outcome,
     record_work,
+    use_target,
     wait_until,
 )
 from hypothesis import given
@@ -77,7 +79,7 @@ def shared_stager():
 def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
     before = shared_stager.stats()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("pinstage._stage._stager.AT_ONCE_BYTES", at_once_bytes)
+        nothing_at_once(patched, at_once_bytes)
         transfer = shared_stager.stage(batch)
     assert_same(batch, transfer.wait(), "cpu")
     after = shared_stager.stats()
@@ -284,7 +286,7 @@ def log(monkeypatch):
     monkeypatch.setattr(Target, "record", lambda _, stream: log.append(("event", stream)) or Done(stream))
     monkeypatch.setattr(Target, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
     monkeypatch.setattr(Target, "move_few", lambda *_: None)
-    for name in ("copy", "fill", "pack_and_copy"):
+    for name in ("copy", "fill"):
         monkeypatch.setattr(Target, name, lambda *args, **_: log.append(("copy", args[-1])) or 1)
     monkeypatch.setattr(Target, "hand_over", lambda _, event, tensors, consumer: None)
     return log
@@ -301,11 +303,10 @@ class Done(str):
 
 def test_a_small_batch_uses_the_current_stream(make_stager, log):
     stager = make_stager()
-    stager.to_device(torch.ones(3))
-    assert log == [("copy", "current")]
-    log.clear()
-    stager.stage(torch.ones(3)).wait("another")
-    assert log == [("copy", "current"), ("event", "current")]
+    for stage in (stager.to_device, stager.stage):
+        stage(torch.ones(3))
+        assert log == [("copy", "current"), ("event", "current")]
+        log.clear()
 
 
 def test_the_copying_stream_has_nothing_to_wait_for(make_stager, log, monkeypatch):
@@ -504,7 +505,7 @@ def batch_of_many_chunks(seed):
 def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, lag, how):
     monkeypatch.setattr(_native.core, "demotes", how != "cannot demote")
     stager = make_stager(max_bytes="512MiB", pack_threads=1 if lag == 1 else 3)
-    target = stager._target = LateTarget(lag, is_capturing=how == "captured")
+    target = use_target(stager, LateTarget(lag, is_capturing=how == "captured"))
     staged = [(stager.stage(batch_of_many_chunks(seed)), seed) for seed in range(3)]
     for transfer, seed in staged:
         transfer.synchronize()
@@ -821,8 +822,8 @@ def test_interrupts_never_free_a_slab_during_its_copy(make_stager):
     stager = make_stager()
     began_before = 0
     for number in itertools.count(1):
-        stager._target = target = HeldTarget()
-        interrupted = Interrupts(number, "_stager.py").during(lambda: stager.stage(some_batch()))
+        target = use_target(stager, HeldTarget())
+        interrupted = Interrupts(number, "_stager.py", "_sender.py").during(lambda: stager.stage(some_batch()))
         stats = stager.pool.stats()
         assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1 if target.copies else stats.in_flight_slabs)
         began_before += interrupted and target.copies > 0

@@ -49,7 +49,7 @@ class HeldTarget(Target):
 @pytest.fixture
 def held(stager):
     source = HeldTarget()
-    stager._targets._made[torch.device("cpu")] = source
+    stager._fetcher.targets._made[torch.device("cpu")] = source
     return source
 
 
@@ -205,7 +205,7 @@ def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
             list(executor.map(fetch_all, range(0, 400, 100)))
     finally:
         sys.setswitchinterval(interval)
-    assert len(stager._targets.gatherings) < 40
+    assert len(stager._fetcher.targets.gatherings) < 40
 
 
 # -- half-copied data is never visible ---------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
 def test_interrupts_never_free_a_slab_being_written(stager):
     began_before = 0
     for number in itertools.count(1):
-        source = stager._targets._made[torch.device("cpu")] = HeldTarget()
+        source = stager._fetcher.targets._made[torch.device("cpu")] = HeldTarget()
         interrupted = Interrupts(number, "_to_host.py", "_stager.py").during(lambda: stager.fetch(some_tree()))
         began = bool(source.pieces)
         source.pieces.clear()  # they are views of the slab

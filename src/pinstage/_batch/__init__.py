@@ -15,28 +15,28 @@ from ._blocks import (
     Blocks,
     OwnStorage,
     Sharing,
+    bytes_at,
     check_own_storage,
     cut,
-    fit_as_they_are,
-    into_tensors,
     make_blocks,
+    plain_memory,
     sharing_of,
 )
 from ._describe import IsContainer, Keeping, Parts, contiguous_stride, dense_stride, describe, take_apart
 from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, duplicate, flat, gather
 from ._layout import Layout, Slot, check_content, content_of
-from ._leaves import ATOM_TYPES, WRAPPERS, from_array, is_atom, on_host, tensors_in
+from ._leaves import ATOM_TYPES, WRAPPERS, Whole, as_tensor, is_atom, on_host, tensors_in
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
-from ._pack import borrow, made_dense, most_threads, pack, reuses_places, start_packing
+from ._pack import Borrowed, borrow, most_threads, pack, pack_by_threads, reuses_places, start_packing, windows
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table
 
 __all__ = [
-    "ALIGNMENT", "ATOM_TYPES", "Blocks", "COPIED_AS_THEY_ARE", "DTYPES", "Gathering", "INTEGERS",
+    "ALIGNMENT", "ATOM_TYPES", "Blocks", "Borrowed", "COPIED_AS_THEY_ARE", "DTYPES", "Gathering", "INTEGERS",
     "IsContainer", "Keeping", "Layout", "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode",
-    "Structure", "Table", "WRAPPERS", "arrange", "borrow", "check_content", "check_own_storage", "content_of",
-    "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "fit_as_they_are", "flat", "from_array",
-    "gather", "into_tensors", "is_atom", "made_dense", "make_blocks", "most_threads", "moves_in_silence", "on_host",
-    "pack", "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
-    "take_apart", "tensors_in", "walk",
+    "Structure", "Table", "WRAPPERS", "Whole", "arrange", "as_tensor", "borrow", "bytes_at", "check_content", "check_own_storage",
+    "content_of", "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "flat", "gather",
+    "is_atom", "make_blocks", "most_threads", "moves_in_silence", "on_host", "pack", "pack_by_threads", "plain_memory",
+    "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
+    "take_apart", "tensors_in", "walk", "windows",
 ]  # fmt: skip

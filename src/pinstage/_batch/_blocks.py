@@ -9,12 +9,14 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from pinstage._native import _core
 
 from .._compat.views import check_is_plain
-from ._table import ALIGNMENT, DTYPES, Table
+from ._describe import dlpack_device
+from ._table import ALIGNMENT, CODES, DTYPES, Table
 
 Blocks = _core.Blocks
 
@@ -77,33 +79,6 @@ def make_blocks(table: Table, sharing: Sharing, device: torch.device, slab: torc
     return Blocks.of(table.data, sharing, is_cuda, index, slab, _empty, _view)
 
 
-def into_tensors(table: Table, tensors: list[Any], is_cuda: bool) -> Blocks:
-    """Return the copies of a batch into existing tensors.
-
-    Leaves that are neighbours both in the slab and in one storage are one copy.
-
-    Args:
-        table: the offset table.
-        tensors: by row, with the strides of the table; only those of packed rows are used.
-        is_cuda: whether they are on a GPU.
-    """
-    return Blocks.into(table.data, tensors, int(is_cuda))
-
-
-def fit_as_they_are(table: Table, tensors: list[Any], device: torch.device) -> bool:
-    """Return whether existing tensors can take the bytes of a batch as they are in the slab, and don't overlap.
-
-    Args:
-        table: the offset table.
-        tensors: by row; only those of packed rows are checked.
-        device: the device that they have to be on.
-
-    Returns:
-        False also if that can't be determined quickly.
-    """
-    return _core.fits(table.data, tensors, 2 if device.type == "cuda" else 1, device.index or 0)
-
-
 def _empty(code: int, shape: tuple[int, ...], stride: tuple[int, ...], is_cuda: int, index: int) -> torch.Tensor:
     device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
     made = torch.empty_strided(shape, stride, dtype=DTYPES[code], device=device)
@@ -117,6 +92,28 @@ def _view(tensor: torch.Tensor, code: int, place: int, shape: tuple[int, ...], s
     check_is_plain(view)
     start = tensor.storage_offset() * tensor.itemsize + place
     return view.set_(tensor.untyped_storage(), start // view.itemsize, shape, stride)
+
+
+def plain_memory(table: Table, tensors: list[Any], device: torch.device) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return where existing tensors can take the packed leaves of a batch byte by byte.
+
+    Args:
+        table: the offset table.
+        tensors: one for each row; those of rows that aren't packed are ignored.
+        device: where they have to be.
+
+    Returns:
+        int64 ``[rows, 3]``: the addresses of each tensor's first byte and of the byte behind its last, and the code of
+        its dtype. All are -1 if it isn't a plain tensor on the device with the dtype, shape and strides of its row, or
+        if that can't be determined quickly.
+    """
+    memory = _core.plain_memory(table.data, tensors, *dlpack_device(device))
+    return np.frombuffer(memory, dtype=np.int64).reshape(-1, 3)
+
+
+def bytes_at(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return bytes of a tensor's storage, from the tensor's first element on, as a uint8 view."""
+    return _view(tensor, CODES[torch.uint8], 0, (nbytes,), (1,))
 
 
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:

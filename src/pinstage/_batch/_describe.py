@@ -80,7 +80,12 @@ def _is_in(path: str, container: str) -> bool:
 
 
 _DLPACK = {"cpu": 1, "cuda": 2}
-"""DLPack's numbers for kinds of devices, which the extension uses."""
+
+
+def dlpack_device(device: torch.device) -> tuple[int, int]:
+    """Return DLPack's numbers for a device, which the extension uses."""
+    return _DLPACK[device.type], device.index or 0
+
 
 _CPU = torch.device("cpu")
 
@@ -179,8 +184,7 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
             computed[id(leaf)] = found.source
         return found
 
-    place = _DLPACK[device.type], device.index or 0
-    figures, sources, kept = _native.core.describe(leaves, ATOM_TYPES, plainly, place, arrays)
+    figures, sources, kept = _native.core.describe(leaves, ATOM_TYPES, plainly, dlpack_device(device), arrays)
     if computed:
         leaves[:] = [computed.get(id(leaf), leaf) for leaf in leaves]
     # `tuple.__new__` is faster than the constructors of these classes, which are Python functions.

@@ -142,6 +142,12 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     return _over(array)
 
 
+def as_tensor(leaf: Any) -> Any:
+    """Return a tensor over a leaf that is a numeric array; any other leaf as it is."""
+    tensor = from_array(leaf) if isinstance(leaf, np.ndarray) else None
+    return leaf if tensor is None else tensor
+
+
 def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a tensor over an array, with the strides of the buffer protocol.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -10,9 +10,9 @@ import torch
 
 from .. import _native
 from .._host import usable_cpus
-from ._blocks import cut
 from ._describe import Parts, take_apart
-from ._leaves import from_array
+from ._gather import flat
+from ._leaves import as_tensor
 from ._table import PACKED, RowKind, lay_out
 
 
@@ -41,15 +41,6 @@ def pack(parts: Parts, slab: HostSlab, skip: list[int] | None = None) -> None:
         found[skip, 0] = 0
         sources = found.tobytes()
     _native.core.pack(parts.table.data, sources, slab.data_ptr(), slab.nbytes)
-
-
-def made_dense(leaf: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return a contiguous copy of a strided leaf, bit for bit, as it would be in a slab."""
-    parts = take_apart([leaf])
-    memory = torch.empty(parts.table.nbytes, dtype=torch.uint8, device="cpu")
-    pack(parts, memory)
-    made: torch.Tensor = cut(parts.table, memory, [])[0]
-    return made
 
 
 MOST_THREADS = 12
@@ -115,6 +106,56 @@ def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = 
     return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, owner, threads, reuses)
 
 
+def pack_by_threads(parts: Parts, slab: HostSlab, threads: int) -> None:
+    """Pack a batch, as `start_packing` does, and wait until all bytes are in the slab."""
+    job = start_packing(parts, slab, threads)
+    if job is not None:
+        with job:
+            for chunk in range(len(job.ends)):
+                job.wait(chunk)
+
+
+def windows(parts: Parts, most: int) -> Iterator[tuple[int, list[Any]]]:
+    """Cut a batch into windows of its slab, for a slab that is smaller than the batch.
+
+    Args:
+        parts: the batch.
+        most: the most bytes of a window; a multiple of `ALIGNMENT`.
+
+    Yields:
+        The first byte of each window in the batch's slab, and its leaves. Taken apart, they have the same places behind
+        that byte. A leaf of more than `most` bytes is cut into ranges of its bytes.
+    """
+    rows = parts.table.rows
+    start = 0
+    leaves: list[Any] = []
+    for index in parts.table.by_offset(*PACKED):
+        offset, nbytes = int(rows["offset"][index]), int(rows["nbytes"][index])
+        if leaves and offset + nbytes - start > most:
+            yield start, leaves
+            leaves = []
+        if nbytes > most:
+            dense = _dense_bytes(parts, index)
+            for at in range(0, nbytes, most):
+                yield offset + at, [dense[at : at + most]]
+            continue
+        start = start if leaves else offset
+        leaves.append(parts.leaves[index])
+    if leaves:
+        yield start, leaves
+
+
+def _dense_bytes(parts: Parts, index: int) -> torch.Tensor:
+    """Return the bytes of a leaf as they are in a slab; a copy of them if the leaf is strided."""
+    leaf = parts.leaves[index]
+    if parts.table.rows["kind"][index] == RowKind.STRIDED:
+        alone = take_apart([leaf])
+        memory = torch.empty(alone.table.nbytes, dtype=torch.uint8, device="cpu")
+        pack(alone, memory)
+        return memory[: alone.table.payload_bytes]
+    return flat(as_tensor(leaf)).view(torch.uint8)
+
+
 BORROW_FROM_BYTES = 256 * 1024
 """Below this size, packing a leaf takes less time than checking whether it is page-locked and copying it by itself."""
 
@@ -143,8 +184,8 @@ def borrow(parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int
     leaves, lenders, borrowed = [], [], []
     for index in np.flatnonzero((rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)).tolist():
         leaf = parts.leaves[index]
-        tensor = leaf if isinstance(leaf, torch.Tensor) else from_array(leaf)
-        if tensor is not None and (pieces := pieces_of(tensor)):
+        tensor = as_tensor(leaf)
+        if pieces := pieces_of(tensor):
             address = tensor.data_ptr()
             leaves += [(index, start, end, address + start) for start, end in pieces]
             lenders.append(tensor)

@@ -13,10 +13,6 @@
 
 enum { ONE, SHARED, EACH }; /* one block; the table's blocks; one for each leaf */
 
-/* Copies of at most this size from pageable memory have read it when the call returns, and do not wait for the device
- * (CUDA Programming Guide, Asynchronous Concurrent Execution). */
-enum { AT_ONCE_BYTES = 64 * 1024 };
-
 typedef struct {
     PyObject *tensor;
     char *address;
@@ -25,10 +21,9 @@ typedef struct {
     bool is_leaf;        /* whether the tensor is that of its only leaf */
     void *storage;       /* for a slab that was given, a tensor over all of its storage; else NULL */
     int64_t skipped;     /* where the slab begins in that storage, in bytes */
-    const char *memory;  /* for a tensor that existed before, where its storage begins; NULL if that isn't known */
 } Block;
 
-/* Bytes that are neighbours in the host slab, and in one block or one storage. */
+/* Bytes that are neighbours in the host slab and in one block. */
 typedef struct {
     int64_t start, end; /* in the host slab */
     char *to;
@@ -286,13 +281,6 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     return true;
 }
 
-/* Whether one copy may write two blocks and the bytes between them. In a block that was made here, these are padding; in
- * a storage that existed before, they belong to other tensors. */
-static bool is_one_memory(const Blocks *self, int64_t number, int64_t next, int64_t between) {
-    const char *memory = self->blocks[number].memory;
-    return number == next ? between < ALIGNMENT : between == 0 && memory != NULL && memory == self->blocks[next].memory;
-}
-
 /* Find where the bytes of a host slab go. `host` is a table with the places of the leaves in that slab. */
 static bool find_runs(Blocks *self, const Table *host) {
     Run *runs = malloc(sizeof(Run) * (size_t)(host->packed + 1));
@@ -305,11 +293,9 @@ static bool find_runs(Blocks *self, const Table *host) {
         const Block *block = &self->blocks[number];
         Run next = {there->offset, there->offset + there->nbytes, block->address + (here->offset - block->start), number};
         Run *run = count == 0 ? NULL : &runs[count - 1];
-        bool is_behind =
-            run != NULL && next.start >= run->end && is_one_memory(self, run->block, number, next.start - run->end);
+        bool is_behind = run != NULL && run->block == number && next.start >= run->end && next.start - run->end < ALIGNMENT;
         if (is_behind && run->to + (next.start - run->start) == next.to) {
-            run->end = next.end;
-            run->block = number;
+            run->end = next.end; /* the bytes between them are padding */
         } else {
             runs[count++] = next;
         }
@@ -384,60 +370,7 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
     return blocks_with(type, table, sharing, device_type, device_index, slab, make, cut);
 }
 
-/* Take an existing tensor as the block of its leaf. */
-static bool use_existing(Block *block, PyObject *tensor) {
-    int64_t offset;
-    void *data;
-    block->is_leaf = true;
-    Py_INCREF(tensor);
-    if (torch.wrap == NULL || torch.handle_at == 0 || !PyObject_TypeCheck(tensor, torch.tensor))
-        return use_tensor(block, tensor);
-    void *handle = handle_of(tensor);
-    int dtype = dtype_of(handle);
-    if (dtype < 0 || torch.get_data(handle, &data) || torch.storage_offset(handle, &offset)) return use_tensor(block, tensor);
-    block->tensor = tensor;
-    block->address = data;
-    block->memory = block->address - offset * torch.itemsize[dtype];
-    return true;
-}
-
-/* Blocks.into(table, leaves, is_cuda): the copies of a batch into existing tensors, which have the strides of the
- * table; one for each packed leaf, at its place in the list. */
-static PyObject *blocks_into(PyObject *type, PyObject *args) {
-    PyObject *table, *leaves;
-    int is_cuda;
-    if (!PyArg_ParseTuple(args, "OO!p:into", &table, &PyList_Type, &leaves, &is_cuda)) return NULL;
-    Blocks *self = blocks_new(type, table, EACH, is_cuda, false);
-    if (self == NULL) return NULL;
-    bool is_good = PyList_Size(leaves) == self->table.header->rows ||
-                   fail(PyExc_ValueError, "there are not as many tensors as the offset table has leaves");
-    for (int64_t i = 0; is_good && i < self->table.packed; i++) {
-        is_good = use_existing(&self->blocks[i], PyList_GetItem(leaves, (Py_ssize_t)self->table.order[i]));
-    }
-    if (is_good && find_runs(self, &self->table)) return (PyObject *)self;
-    Py_DECREF(self);
-    return NULL;
-}
-
-typedef struct {
-    const char *start, *end;
-} Span;
-
-static int by_start(const void *one, const void *other) {
-    const Span *a = one, *b = other;
-    return (a->start > b->start) - (a->start < b->start);
-}
-
-/* Whether spans of memory are disjoint; sorts them. */
-static bool are_disjoint(Span *spans, int64_t count) {
-    qsort(spans, (size_t)count, sizeof(Span), by_start);
-    for (int64_t i = 1; i < count; i++) {
-        if (spans[i].start < spans[i - 1].end) return false;
-    }
-    return true;
-}
-
-/* Whether a tensor has this dtype, shape and stride, and can be written as bytes. */
+/* Whether a tensor on a device has this dtype, shape and stride, and can be written as bytes; find where it is. */
 static bool is_plain_place(PyObject *object, int device_type, int device_index, int dtype, int ndim, const int64_t *shape,
                            const int64_t *stride, Found *found) {
     if (Py_TYPE(object) != torch.tensor || find_tensor(object, device_type, device_index, found) != 0) return false;
@@ -448,50 +381,33 @@ static bool is_plain_place(PyObject *object, int device_type, int device_index, 
     return true;
 }
 
-/* fits(table, leaves, device_type, device_index): whether all packed leaves of a batch have, at their place in the list, a
- * plain tensor on a device (by DLPack's numbers) whose bytes are in the same order as in the slab, and no two overlap.
- * False if that can't be determined. */
-PyObject *fits(UNUSED PyObject *module, PyObject *args) {
-    PyObject *table, *leaves;
+/* What plain_memory() says of a destination. */
+typedef struct {
+    int64_t start, end, dtype;
+} Place;
+
+/* plain_memory(table, tensors, device_type, device_index): see `pinstage._batch._blocks`. The device is DLPack's. */
+PyObject *plain_memory(UNUSED PyObject *module, PyObject *args) {
+    PyObject *table, *tensors;
     int device_type, device_index;
-    if (!PyArg_ParseTuple(args, "OO!ii:fits", &table, &PyList_Type, &leaves, &device_type, &device_index)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!ii:plain_memory", &table, &PyList_Type, &tensors, &device_type, &device_index)) return NULL;
     const Header *header = table_of(table);
     if (header == NULL) return NULL;
-    Span *spans = malloc(sizeof(Span) * (size_t)(header->rows + 1));
-    bool all = spans != NULL && makes_views() && !may_be_dual() && PyList_Size(leaves) == header->rows;
-    int64_t count = 0;
-    Found found;
-    for (int64_t i = 0; all && i < header->rows; i++) {
+    if (PyList_Size(tensors) != header->rows)
+        return PyErr_Format(PyExc_ValueError, "there are not as many tensors as the offset table has leaves");
+    PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizeof(Place) * (Py_ssize_t)header->rows);
+    if (made == NULL) return NULL;
+    Place *places = (Place *)PyBytes_AsString(made);
+    bool can_look = makes_views() && !may_be_dual();
+    for (int64_t i = 0; i < header->rows; i++) {
         const Row *row = row_at(header, i);
-        if (!is_packed(row)) continue;
-        PyObject *leaf = PyList_GetItem(leaves, (Py_ssize_t)i);
-        all = row->ndim <= header->width && is_plain_place(leaf, device_type, device_index, row->dtype, row->ndim, row->sizes,
-                                                           row->sizes + header->width, &found);
-        if (all && row->nbytes > 0) spans[count++] = (Span){found.data, found.data + row->nbytes};
+        Found found;
+        bool is_plain = can_look && is_packed(row) && row->ndim <= header->width &&
+                        is_plain_place(PyList_GetItem(tensors, (Py_ssize_t)i), device_type, device_index, row->dtype, row->ndim,
+                                       row->sizes, row->sizes + header->width, &found);
+        places[i] = is_plain ? (Place){(intptr_t)found.data, (intptr_t)found.data + row->nbytes, row->dtype} : (Place){-1, -1, -1};
     }
-    all = all && are_disjoint(spans, count);
-    free(spans);
-    if (PyErr_Occurred()) return NULL;
-    return PyBool_FromLong(all);
-}
-
-/* small_copies(nbytes, most): see its docstring. */
-static PyObject *blocks_small_copies(PyObject *object, PyObject *args) {
-    Blocks *self = (Blocks *)object;
-    long long least, most, count = 0;
-    if (!PyArg_ParseTuple(args, "LL", &least, &most)) return NULL;
-    for (int64_t i = 0; i < self->run_count; i++) count += self->runs[i].end - self->runs[i].start < least;
-    PyObject *rows = PyList_New(0);
-    for (int64_t i = 0, run = 0; rows != NULL && count > most && i < self->table.packed; i++) {
-        const Row *row = row_at(self->table.header, self->table.order[i]);
-        if (row->nbytes == 0) continue;
-        while (run < self->run_count && self->runs[run].end <= row->offset) run++;
-        if (run == self->run_count || self->runs[run].end - self->runs[run].start >= least) continue;
-        PyObject *index = PyLong_FromLongLong(self->table.order[i]);
-        if (index == NULL || PyList_Append(rows, index) != 0) Py_CLEAR(rows);
-        Py_XDECREF(index);
-    }
-    return rows;
+    return made;
 }
 
 /* packed_as(table): use the places of another host slab, which may lack some of the leaves. */
@@ -542,26 +458,6 @@ static PyObject *blocks_copy(PyObject *object, PyObject *args) {
     return send_runs((Blocks *)object, (const char *)(uintptr_t)host, start, end, (void *)(uintptr_t)stream, is_page_locked);
 }
 
-/* Pack all leaves into the host slab, in this thread, and send them. */
-static PyObject *pack_and_send(const Blocks *self, PyObject *sources, char *host, void *stream, bool is_page_locked) {
-    int64_t nbytes = self->table.header->nbytes;
-    Work work = {.leaves = NULL};
-    if (!work_begin(&work, &self->table, sources, nbytes)) return NULL;
-    work_do(&work, host);
-    return send_runs(self, host, 0, nbytes, stream, is_page_locked);
-}
-
-/* pack_and_copy(sources, host, stream, is_page_locked): pack all leaves into the host slab at address `host`, in this
- * thread, and send them. Returns what `copy` returns. */
-static PyObject *blocks_pack_and_copy(PyObject *object, PyObject *args) {
-    PyObject *sources;
-    unsigned long long host, stream;
-    int is_page_locked;
-    if (!PyArg_ParseTuple(args, "OKKp:pack_and_copy", &sources, &host, &stream, &is_page_locked)) return NULL;
-    void *slab = (void *)(uintptr_t)host;
-    return pack_and_send((Blocks *)object, sources, slab, (void *)(uintptr_t)stream, is_page_locked);
-}
-
 /* Add the copy of a part of a leaf, (row, start, end, address); false with an error. */
 static bool add_part(const Blocks *self, Copies *copies, PyObject *part) {
     long long index, start, end;
@@ -604,7 +500,13 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     }
     char *memory = malloc((size_t)self->table.header->nbytes + 1);
     if (memory == NULL) return PyErr_NoMemory();
-    PyObject *result = pack_and_send(self, sources, memory, (void *)(uintptr_t)stream, false);
+    int64_t nbytes = self->table.header->nbytes;
+    Work work = {.leaves = NULL};
+    PyObject *result = NULL;
+    if (work_begin(&work, &self->table, sources, nbytes)) {
+        work_do(&work, memory);
+        result = send_runs(self, memory, 0, nbytes, (void *)(uintptr_t)stream, false);
+    }
     free(memory);
     return result;
 }
@@ -668,9 +570,8 @@ static Py_ssize_t blocks_length(PyObject *object) { return (Py_ssize_t)((Blocks 
 
 /* -- a few leaves ---------------------------------------------------------------------------------------------------- */
 
-/* More leaves, or bytes, are moved as quickly from one slab: a leaf alone takes 7 us, a slab 25 us and 3 us per
- * leaf. */
-enum { MOST_FEW = 8, MOST_FEW_BYTES = 1024 * 1024 };
+/* More bytes are moved as quickly from one slab. */
+enum { MOST_FEW_BYTES = 1024 * 1024 };
 
 /* Describe leaves, and check that the tensors among them are few, small, dense, and different. Returns their number, -1
  * with an error, or NOT_PLAIN. */
@@ -700,11 +601,21 @@ static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found
     return count;
 }
 
+/* Whether no two of a few leaves have destinations that share a byte. */
+static bool are_disjoint(char *const *places, const Found *leaves, int count) {
+    for (int i = 0; i < count; i++) {
+        for (int j = 0; j < i; j++) {
+            if (places[i] < places[j] + leaves[j].nbytes && places[j] < places[i] + leaves[i].nbytes) return false;
+        }
+    }
+    return true;
+}
+
 /* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves as `.to()` would, on
  * torch's current stream, which is not captured. All leaves have been read when it returns, without waiting for earlier
  * work.
  *
- * existing: the tensors to copy to, at the places of their leaves; None makes new tensors.
+ * existing: the tensors to copy to, at the places of their leaves, of at most AT_ONCE_BYTES each; None makes new tensors.
  * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new leaves, how many were moved,
  * their bytes, and the number of copies. Returns None if the leaves are not few, small and plain, would not be read at
  * once, or there is no memory; returns CUDA's error as a negative number. */
@@ -727,7 +638,6 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     if (device_type == 1 && !are_read_at_once(found, count, on)) Py_RETURN_NONE;
     char *memory = malloc(AT_ONCE_BYTES), *places[MOST_FEW];
     PyObject *result = NULL;
-    Span spans[MOST_FEW];
     for (; memory != NULL && made < count; made++) {
         const Found *leaf = &found[made];
         if (existing == NULL) {
@@ -738,14 +648,14 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
         }
         Found there;
         PyObject *place = PyList_GetItem(existing, indexes[made]);
-        if (!is_plain_place(place, device_type == 1 ? DL_CUDA : DL_CPU, device_index, leaf->dtype, leaf->ndim, leaf->shape,
+        if (leaf->nbytes > AT_ONCE_BYTES ||
+            !is_plain_place(place, device_type == 1 ? DL_CUDA : DL_CPU, device_index, leaf->dtype, leaf->ndim, leaf->shape,
                             leaf->stride, &there))
             break;
         places[made] = (char *)there.data;
-        spans[made] = (Span){there.data, there.data + leaf->nbytes};
         tensors[made] = Py_XNewRef(place);
     }
-    if (existing != NULL && made == count && !are_disjoint(spans, count)) Py_DECREF(tensors[--made]);
+    if (existing != NULL && made == count && !are_disjoint(places, found, count)) Py_DECREF(tensors[--made]);
     int64_t nbytes = 0;
     long copies = 0;
     if (made == count) {
@@ -775,13 +685,9 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
 
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
-    {"into", blocks_into, METH_VARARGS | METH_CLASS, "into(table, leaves, is_cuda): copies into existing tensors"},
-    {"small_copies", blocks_small_copies, METH_VARARGS,
-     "small_copies(nbytes, most): the rows of copies of less than nbytes; empty if there are at most `most` such copies"},
     {"packed_as", blocks_packed_as, METH_O, "packed_as(table): use another table's places of leaves in the host slab."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
-    {"pack_and_copy", blocks_pack_and_copy, METH_VARARGS, "pack_and_copy(sources, host, stream, is_page_locked): as copy()"},
     {"copy_leaves", blocks_copy_leaves, METH_VARARGS,
      "copy_leaves([(row, start, end, address)...], stream): from page-locked memory of their own"},
     {"fill", blocks_fill, METH_VARARGS, "fill(sources, stream): pack into ordinary memory, and copy from there"},

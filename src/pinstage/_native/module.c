@@ -154,8 +154,8 @@ static PyMethodDef functions[] = {
      "pack(table, sources, address, nbytes): write leaves to their places, except those whose source is at 0."},
     {"find_driver", find_driver, METH_NOARGS,
      "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
-    {"fits", fits, METH_VARARGS,
-     "fits(table, leaves, device_type, device_index): whether existing tensors can take the bytes as they are."},
+    {"plain_memory", plain_memory, METH_VARARGS,
+     "plain_memory(table, tensors, device_type, device_index): where existing tensors can take leaves byte by byte."},
     {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
     {NULL, NULL, 0, NULL},
 };
@@ -169,6 +169,8 @@ PyMODINIT_FUNC PyInit__core(void) {
     PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec};
     PyObject *module = PyModule_Create(&definition);
     int status = module == NULL ? -1 : PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
+    if (status == 0) status = PyModule_AddIntConstant(module, "AT_ONCE_BYTES", AT_ONCE_BYTES);
+    if (status == 0) status = PyModule_AddIntConstant(module, "MOST_FEW", MOST_FEW);
     for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++) status = add_type(module, types[i]);
     if (status != 0) Py_CLEAR(module);
     return module;

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from .._batch import ALIGNMENT, Structure, contiguous_stride, dense_stride, from_array, walk
+from .._batch import ALIGNMENT, Structure, as_tensor, contiguous_stride, dense_stride, walk
 from .._sizes import format_bytes, round_up
 from ..errors import LayoutError
 
@@ -48,7 +47,7 @@ def arrange(tree: Any) -> Nest:
     found: dict[int, Place] = {}
     end, placed = 0, list(leaves)
     for index, leaf in enumerate(leaves):
-        tensor = from_array(leaf) if isinstance(leaf, np.ndarray) else leaf
+        tensor = as_tensor(leaf)
         if not isinstance(tensor, torch.Tensor):
             continue
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided

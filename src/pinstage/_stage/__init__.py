@@ -7,7 +7,7 @@
                     |                                |
                     +---- release(after=event) ------+---- event: the consumer's stream waits for it, not the host
 
-A few small leaves, and batches of at most 64 KiB, take no slab; see `Stager._send`.
+A few small leaves, and batches of at most 64 KiB, take no slab; see `Sender`.
 
 This package joins the pool, which counts bytes, and the layout, which knows shapes.
 """
@@ -17,14 +17,15 @@ from ._frames import clear_own_frames
 from ._hand_over import HandOver
 from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
-from ._stager import Kept, Stager, StagerStats
-from ._to_host import HostTransfer, Landing, duplicate_rest, event_of, fetch, landings
-from ._transfer import Transfer, copy_event_of, packed_bytes_of, send_packed
+from ._stager import Stager, StagerStats
+from ._to_host import Fetcher, HostTransfer, Landing, duplicate_rest, event_of, landings
+from ._transfer import Kept, Transfer, copy_event_of, packed_bytes_of, send_packed
 from ._weights import IncompatibleKeys
 
 __all__ = [
     "Arrival",
     "EventGroup",
+    "Fetcher",
     "HandOver",
     "HostCopy",
     "HostTransfer",
@@ -43,7 +44,6 @@ __all__ = [
     "copy_event_of",
     "duplicate_rest",
     "event_of",
-    "fetch",
     "landings",
     "packed_bytes_of",
     "send_packed",

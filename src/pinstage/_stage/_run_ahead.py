@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from typing import Any
 
 from .._pool import Fence
 
@@ -42,20 +43,21 @@ class RunAhead:
     """Keeps a loop that never waits for the device from queueing work, and so taking device memory, without end.
 
     Args:
-        most: number of batches whose work may be queued on the device.
+        most: number of batches whose work may be queued on each stream.
     """
 
     def __init__(self, most: int = RUN_AHEAD) -> None:
         self._most = most
-        self._used: deque[Fence | None] = deque()  # behind the consumer's work, batch by batch
+        self._used: defaultdict[Any, deque[Fence | None]] = defaultdict(deque)  # by stream, batch by batch
 
-    def bound(self, event: Fence | None) -> None:
-        """Wait until the device has only the work of the last `most` batches to do. Called once for each batch.
+    def bound(self, event: Fence | None, stream: Any = None) -> None:
+        """Wait until a stream has only the work of the last `most` batches to do. Called once for each batch.
 
         Args:
             event: an event behind the work of this batch, or of earlier ones; None for a device without streams.
+            stream: the consumer's stream.
         """
-        used = self._used
+        used = self._used[stream]
         used.append(event)
         if len(used) > self._most:
             event = used.popleft()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-import warnings
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
@@ -15,55 +13,40 @@ import numpy as np
 import torch
 
 from .._batch import (
-    ALIGNMENT,
-    PACKED,
-    Blocks,
-    IsContainer,
     Keeping,
     Layout,
     OwnStorage,
     Parts,
-    RowKind,
-    Sharing,
-    borrow,
+    Structure,
     check_own_storage,
     content_of,
-    into_tensors,
-    made_dense,
     most_threads,
-    reuses_places,
-    sharing_of,
-    start_packing,
     take_apart,
     walk,
 )
-from .._compat.probes import warn_once
-from .._memory import REFUSALS, PageableMemory, default_memory, remedy
+from .._memory import default_memory
 from .._pool import (
-    Fence,
     HostBudget,
     Lease,
     PoolStats,
     SlabPool,
-    check_open,
     check_owner,
     check_pool,
     check_timeout,
     close_for,
     guard_until_release,
-    state_of,
 )
-from .._reaper import reaper
-from .._region import pieces_of
 from .._sizes import Size, count, format_bytes
 from .._steps import step
-from ..errors import AcquireTimeoutError, BudgetExceededError, PinstageError, PoolError, StagingWarning
-from ._device import AT_ONCE_BYTES, Targets, target_for
-from ._out import LEAST_OF_CAP_BYTES, NOTHING, Direct, OutPlan, copy_through, in_groups, note_written, plan_for, writing
+from ._device import AT_ONCE_BYTES, MOST_FEW, Targets, target_for
+from ._groups import GROUP_BYTES, Write, unpacked_bytes, with_own_sources, write_in_groups
+from ._host_slabs import HostSlabs
+from ._out import Destinations, readable, with_own_copies
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
-from ._to_host import HostTransfer, fetch
-from ._transfer import Sent, Transfer, copy_event_of, move_others, send_packed, written
+from ._sender import SMALL_BYTES, Sender
+from ._to_host import Fetcher, HostTransfer
+from ._transfer import Transfer, TransferInto, copy_event_of, refuse_capture, send_packed
 from ._weights import IncompatibleKeys, load_weights
 
 if TYPE_CHECKING:
@@ -75,40 +58,12 @@ Array: TypeAlias = "np.ndarray[Any, Any]"
 Leaf: TypeAlias = "torch.Tensor | Array"
 Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
 
-SMALL_BYTES = 1024 * 1024
-"""`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy overlaps with nothing, and
-memory of a second stream would have to be recorded on the current one (5 us per tensor)."""
-
-_FEW_LEAVES = 16
-"""Batches with more leaves skip the fast path for a few small tensors; see ``move_few`` in ``_native/blocks.c``."""
-
-_PARTS = 2
-"""Number of parts of a slab that is smaller than its batch. One part is packed while the other is copied. A batch of
-64 MiB takes 1.8 ms through a slab of 2 MiB in two parts, 2.1 ms in three, 2.4 ms in four, 4.0 ms in eight."""
-
-_LEAST_SLAB_BYTES = 1 << 20
-"""Below this slab size, starting the copy of a part takes longer than copying its bytes."""
-
 _MOST_TALLIES = 1000
 """The most batches that are counted later; see `Stager._count`."""
 
-_NO_TALLY = (0,) * 6
+_NO_TALLY = (0,) * 7
 
-
-def _same(blocks: Blocks) -> Blocks:
-    return blocks
-
-
-class Kept:
-    """A task for the reaper that keeps objects alive until an event is done."""
-
-    def __init__(self, event: Fence, things: list[Any]) -> None:
-        self._event = event
-        self._things = things
-
-    def reap(self) -> bool:
-        """Return whether the event is done."""
-        return self._event.query()
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,28 +179,28 @@ class Stager:
         if timeout is not None:
             check_timeout(timeout)
         self._target = target_for(device)
-        self._timeout = timeout
-        self._owner = owner
-        self._threads = most_threads(pack_threads)
-        self._borrow_pinned = borrow_pinned
-        self._own_storage = check_own_storage(own_storage)
-        most_ahead = check_run_ahead(run_ahead)
-        self._run_ahead: dict[Any, RunAhead] | None = None  # by the consumer's stream
-        if most_ahead is not None:
-            self._run_ahead = defaultdict(partial(RunAhead, most_ahead))
+        threads = most_threads(pack_threads)
+        check_own_storage(own_storage)
+        run_ahead = check_run_ahead(run_ahead)
         self._keeping = None if keep_on_host is None else Keeping(keep_on_host)
         self._owns_pool = pool is None
         if pool is None:
             pool = SlabPool(max_bytes, budget=budget, memory=default_memory(self._target.device))
-        self._pool = pool
+        self._slabs = HostSlabs(pool, owner, timeout)
+        self._sender = Sender(
+            target=self._target,
+            slabs=self._slabs,
+            own_storage=own_storage,
+            threads=threads,
+            borrows=borrow_pinned,
+            run_ahead=None if run_ahead is None else RunAhead(run_ahead),
+        )
+        self._into_sender = replace(self._sender, own_storage=False)
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
         self._counters: Counter[str] = Counter()  # by the names of `StagerStats`
         self._tallies: deque[tuple[int, ...]] = deque()  # of batches that aren't in the counters yet
-        self._is_pinned = self._pool.memory.is_pinned
-        self._pool_state = state_of(self._pool)
         self._moves_few = keep_on_host is None and own_storage is not False
-        self._targets = Targets(self._target)
-        self._pageable: SlabPool | None = None  # made where nothing can be page-locked
+        self._fetcher = Fetcher(self.device, self._slabs.lease_whole, Targets(self._target))
 
     @property
     def device(self) -> torch.device:
@@ -255,7 +210,7 @@ class Stager:
     @property
     def pool(self) -> SlabPool:
         """The pool that host slabs are taken from."""
-        return self._pool
+        return self._slabs.pool
 
     @overload
     def stage(self, batch: Array, *, out: torch.Tensor | None = None) -> Transfer[torch.Tensor]: ...
@@ -317,41 +272,32 @@ class Stager:
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         if out is None:
-            return self._stage(batch)
+            return self._stage(batch, self._sender)
         with step("stage"):
-            plan = self._plan(batch, out)
-            return written(
-                self._target, plan.parts, self._write(plan), plan.leaves, [place for _, place, _ in plan.plain]
-            )
+            parts, destinations = self._checked(batch, out)
+            transfer = self._stage_into(parts, destinations, AT_ONCE_BYTES)
+            self._count(1, transfer.copies, transfer.blocks, *parts.table[1:5])
+            return transfer
 
-    def _stage(self, batch: Any, *, is_bounded: bool = True, borrows: bool = False) -> Transfer[Any]:
-        """Stage a batch, without `out`.
-
-        Args:
-            batch: the batch.
-            is_bounded: whether to wait while the device is too far behind. If not, the caller does.
-            borrows: whether to copy page-locked leaves without packing, even without `borrow_pinned`.
-        """
+    def _stage(self, batch: Any, sender: Sender) -> Transfer[Any]:
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
-            return self._transfer(parts, is_watched=True, is_bounded=is_bounded, borrows=borrows)
+            transfer = sender.transfer(parts, AT_ONCE_BYTES)
+            self._count(1, transfer.copies, transfer.blocks, *parts.table[1:5])
+            return transfer
 
-    def _transfer(
-        self, parts: Parts, *, is_watched: bool, is_bounded: bool = True, borrows: bool = False
-    ) -> Transfer[Any]:
-        """Send a batch.
+    def _checked(
+        self, batch: Any, out: Any, walked: tuple[list[Any], Structure] | None = None
+    ) -> tuple[Parts, Destinations]:
+        """Take a batch apart, and check its destinations."""
+        refuse_capture(self._target)
+        parts = readable(take_apart(batch, keeping=self._keeping, walked=walked), _CPU)
+        with step("check"):
+            return parts, Destinations(parts, out, self.device)
 
-        Args:
-            parts: the batch's parts.
-            is_watched: whether the caller can query the copy, or use the batch on another stream.
-            is_bounded: see `_stage`.
-            borrows: see `_stage`.
-        """
-        table = parts.table
-        sent = self._send(parts, is_watched, is_bounded, borrows)
-        others, moved, moved_event = move_others(self._target, parts.structure, table, parts.others())
-        self._count(sent.copies, len(sent.blocks), *table[1:5])
-        return Transfer(self._target, parts.structure, table, sent, others, moved, moved_event)
+    def _stage_into(self, parts: Parts, destinations: Destinations, inline_bytes: int) -> TransferInto[Any]:
+        staged = self._into_sender.transfer(with_own_copies(parts, self.device), inline_bytes)
+        return TransferInto(staged, destinations)
 
     def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
         """Start the copy of a batch that a lease holds already, written there by hand or by `Layout.pack`.
@@ -385,7 +331,7 @@ class Stager:
             event = None
             try:
                 transfer = send_packed(
-                    target, structure, table, host, list(others), self._own_storage, pinned=self._is_pinned
+                    target, structure, table, host, list(others), self._sender.own_storage, pinned=self._slabs.is_pinned
                 )
                 event = copy_event_of(transfer)
             except BaseException:
@@ -393,7 +339,7 @@ class Stager:
                 raise
             finally:
                 lease.release(after=event)
-            self._count(transfer.copies, transfer.blocks, *table[1:5])
+            self._count(1, transfer.copies, transfer.blocks, *table[1:5])
             return transfer
 
     @overload
@@ -432,34 +378,77 @@ class Stager:
         Raises:
             LayoutError, BudgetExceededError, AcquireTimeoutError, PinstageError: as `stage`.
         """
-        target = self._target
         if out is not None:
-            written = self._write_few(batch, out)
-            return self.stage(batch, out=out).wait() if written is None else written
+            return self._write(batch, out)
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            state = self._pool_state
-            if len(leaves) <= _FEW_LEAVES and self._moves_few and not (state.closed or state.is_forked):
-                moved = target.move_few(leaves)
-                if moved is not None:
-                    leaves, count, nbytes, copies = moved
-                    self._count(copies, count, nbytes, nbytes, count, 0)
-                    return structure.rebuild(leaves)
-            parts = take_apart(batch, keeping=self._keeping, walked=walked)
-            table = parts.table
-            if table.moved:
-                return self._transfer(parts, is_watched=False).wait()
-            sent = self._send(parts, is_watched=False)
-            self._count(sent.copies, len(sent.blocks), *table[1:5])
-        blocks, event, _, stream = sent
-        with step("hand_over"):
-            if stream is target.stream:  # else it is the current one
-                target.hand_over(event, blocks.tensors, target.consumer(None))
-            with step("views"):
-                leaves = blocks.leaves(parts.others() if table.others else [])
-            with step("unflatten"):
+            moved = self._target.move_few(leaves) if self._moves_few and self._slabs.is_open() else None
+            if moved is not None:
+                leaves, count, nbytes, copies = moved
+                self._count(1, copies, count, nbytes, nbytes, count, 0)
                 return structure.rebuild(leaves)
+            parts = take_apart(batch, keeping=self._keeping, walked=walked)
+            transfer = self._sender.transfer(parts, SMALL_BYTES)
+            self._count(1, transfer.copies, transfer.blocks, *parts.table[1:5])
+        return transfer.wait()
+
+    def _write(self, batch: Any, out: Any) -> Any:
+        """Copy a batch into existing tensors.
+
+        The cases, in this order:
+
+        1. on a GPU, a few small leaves whose destinations are like them: one copy each, on the current stream;
+        2. what fits into one group: staged, and copied into place;
+        3. any other batch: in groups.
+        """
+        with step("stage"):
+            with step("walk"):
+                walked = leaves, structure = walk(batch)
+            if len(leaves) <= MOST_FEW and self._keeping is None and self._target.stream is not None:
+                written = self._write_few(leaves, structure, out)
+                if written is not None:
+                    return structure.rebuild(written)
+            parts, destinations = self._checked(batch, out, walked)
+            if parts.table.nbytes + unpacked_bytes(parts) <= self._group_bytes():
+                transfer = self._stage_into(parts, destinations, SMALL_BYTES)
+                self._count(1, transfer.copies, transfer.blocks, *parts.table[1:5])
+                return transfer.write()
+            names = parts.structure.paths()
+            writes = [
+                Write(f"out{names[index]}", parts.leaves[index], destinations.leaves[index])
+                for index in destinations.writes()
+            ]
+            self._write_in_groups(with_own_sources(writes))
+            return parts.structure.rebuild(destinations.leaves)
+
+    def _write_few(self, leaves: list[Any], structure: Structure, out: Any) -> list[Any] | None:
+        """Write a few small leaves; return the leaves of the result, or None if they aren't small, few and plain."""
+        existing, its_own = walk(out)
+        is_alike = its_own == structure and self._slabs.is_open()
+        moved = self._target.move_few(leaves, existing) if is_alike else None
+        if moved is None:
+            return None
+        written, count, nbytes, copies = moved
+        tensors = [new for new, leaf in zip(written, leaves, strict=True) if new is not leaf]
+        torch.autograd.graph.increment_version(tensors)
+        self._target.hand_over(None, tensors, self._target.consumer(None))
+        self._count(1, copies, 0, nbytes, nbytes, count, 0)
+        return written
+
+    def _write_in_groups(self, writes: Iterable[Write]) -> None:
+        """Copy leaves into existing tensors in groups, which count as one batch."""
+        write_in_groups(writes, self._group_bytes(), self._stage_group)
+        self._count(1, *_NO_TALLY[1:])
+
+    def _stage_group(self, leaves: list[Any], existing: list[torch.Tensor]) -> TransferInto[Any]:
+        parts = take_apart(leaves)
+        transfer = self._stage_into(parts, Destinations(parts, existing, self.device), SMALL_BYTES)
+        self._count(0, transfer.copies, transfer.blocks, *parts.table[1:5])
+        return transfer
+
+    def _group_bytes(self) -> int:
+        return min(GROUP_BYTES, self.pool.max_bytes // 2)
 
     def load_weights(
         self,
@@ -501,7 +490,7 @@ class Stager:
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state),
                 or `tensors` is something else, such as a path.
         """
-        return load_weights(self.to_device, self.device, module_or_dict, tensors, strict=strict)
+        return load_weights(self._write_in_groups, self.device, module_or_dict, tensors, strict=strict)
 
     def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start copying a nested tree of tensors to the host.
@@ -544,11 +533,12 @@ class Stager:
         if out is not None and not copy:
             raise ValueError("copy=False returns views of a slab, and out= names tensors that exist; pass one of them")
         # `selected`, since a pool that belongs to no device page-locks on the current one.
-        acquire, keep = partial(self._acquire, is_whole=True), self._keep_until
         with step("fetch"), self._target.selected():
-            if out is not None:
-                self._refuse_capture()
-            transfer = fetch(tree, self.device, acquire, self._targets, copy=copy, out=out, keep=keep)
+            if out is None:
+                transfer = self._fetcher.fetch(tree, copy=copy)
+            else:
+                refuse_capture(self._target)
+                transfer = self._fetcher.fetch_into(tree, out)
         with self._lock:
             self._counters.update(fetches=1, fetch_copies=transfer.copies, fetched_bytes=transfer.nbytes)
         return transfer
@@ -636,26 +626,26 @@ class Stager:
         """
         check_depth(depth)
         pinned = is_read_as_torch_does(source) and source.pin_memory  # new buffers each time, never written again
-        stage = partial(self._stage, is_bounded=False, borrows=pinned)
-        return prefetcher_of(stage, self._target, source, depth, background)
+        sender = replace(self._sender, borrows=pinned or self._sender.borrows, run_ahead=None)
+        return prefetcher_of(partial(self._stage, sender=sender), self._target, source, depth, background)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
-        pool = self._pool.stats()  # outside of the lock: this may free slabs
+        pool = self.pool.stats()  # outside of the lock: this may free slabs
         with self._lock:
             self._add_up()
+            self._counters["fallback_batches"] = self._slabs.refusals
             counters = {name: self._counters[name] for name in StagerStats.__slots__ if name != "pool"}
             return StagerStats(**counters, pool=pool)
 
     def close(self) -> None:
         """Close the pool if the stager made it. Staged batches stay valid."""
         if self._owns_pool:
-            close_for(self._pool, "Stager")
-        if self._pageable is not None:
-            self._pageable.close()
+            close_for(self.pool, "Stager")
+        self._slabs.close()
 
     def _count(self, *tally: int) -> None:
-        """Count a batch: its copies, its blocks, and then the fields of its `Table`, as `_add_up` reads them."""
+        """Count batches, their copies, their blocks, and then the fields of a `Table`, as `_add_up` reads them."""
         self._tallies.append(tally)  # unlike the counters, this needs no lock
         if len(self._tallies) >= _MOST_TALLIES:
             self._add_up()
@@ -665,355 +655,16 @@ class Stager:
         with self._lock:
             while self._tallies:
                 tallies.append(self._tallies.popleft())
-            copies, blocks, nbytes, payload, packed, passthrough = map(sum, zip(_NO_TALLY, *tallies, strict=True))
+            sums = map(sum, zip(_NO_TALLY, *tallies, strict=True))
+            batches, copies, blocks, nbytes, payload, packed, passthrough = sums
             self._counters.update(
-                batches=len(tallies),
+                batches=batches,
                 copies=copies,
                 blocks=blocks,
                 packed_leaves=packed,
                 packed_bytes=payload,
                 padding_bytes=nbytes - payload,
                 passthrough_leaves=passthrough,
-            )
-
-    def _send(
-        self,
-        parts: Parts,
-        is_watched: bool,
-        is_bounded: bool = True,
-        borrows: bool = False,
-    ) -> Sent:
-        """Send the leaves that can be packed.
-
-        A batch of at most 64 KiB is sent from ordinary memory, on the caller's current stream: a slab and a second
-        stream would take longer than packing and copying it. A batch below `SMALL_BYTES` that isn't watched is copied
-        through a slab on that stream. Any other batch is copied through a slab, or through a smaller slab in parts, on
-        the copy stream. So are all batches while the current stream is captured. (`to_device` handles batches of a few
-        small leaves itself.)
-
-        Args:
-            parts: the batch's parts.
-            is_watched: see `_transfer`. If not, copies on the current stream need no event, which takes some
-                microseconds.
-            is_bounded: see `_stage`.
-            borrows: see `_stage`.
-        """
-        target, table = self._target, parts.table
-        with target.selected():
-            is_capturing, consumer = target.is_capturing(), target.consumer(None)
-            is_small = table.nbytes <= (AT_ONCE_BYTES if is_watched else SMALL_BYTES - 1) and not is_capturing
-            stream = consumer if is_small else target.stream
-            make = partial(target.blocks, table, sharing_of(self._own_storage, table.packed), stream)
-            if is_small and table.nbytes <= AT_ONCE_BYTES:
-                sent = self._send_at_once(parts, make, stream, is_watched=is_watched)
-                if sent is not None:
-                    return sent
-            run_ahead = None
-            if is_bounded and not is_capturing and consumer is not None and self._run_ahead is not None:
-                run_ahead = self._run_ahead[consumer]
-            if run_ahead is not None and not is_small:
-                run_ahead.bound(target.record(consumer))
-            sent = self._send_through_slab(parts, make, stream, borrows)
-            if run_ahead is not None and is_small:
-                run_ahead.bound(sent.event)
-            return sent
-
-    def _send_at_once(self, parts: Parts, make: Callable[[], Blocks], stream: Any, *, is_watched: bool) -> Sent | None:
-        """Send at most `AT_ONCE_BYTES` from ordinary memory; return None if that would wait for the device."""
-        target, nbytes = self._target, parts.table.nbytes
-        if nbytes:
-            if self._pool_state.closed or self._pool_state.is_forked:
-                check_open(self._pool)
-            if not target.has_room():
-                return None
-        blocks = make()
-        with step("pack"):
-            copies = target.fill(blocks, parts, stream) if nbytes else 0
-        return Sent(blocks, target.record(stream) if is_watched else None, copies, stream)
-
-    def _send_through_slab(
-        self, parts: Parts, make: Callable[[], Blocks], stream: Any, borrows: bool = False, *, into: bool = False
-    ) -> Sent:
-        """Send a batch through a host slab, each chunk while the next one is packed.
-
-        Args:
-            parts: the batch's parts.
-            make: returns the destination tensors.
-            stream: the stream that copies.
-            borrows: see `_stage`.
-            into: whether the destinations are existing tensors; see `_acquire`.
-        """
-        target = self._target
-        borrowed = borrow(parts, pieces_of) if borrows or self._borrow_pinned else None
-        rest = parts if borrowed is None else borrowed.rest
-        lease = self._acquire(rest.table.nbytes, into=into) if rest.table.nbytes else None
-        copies = host = 0
-        if lease is not None:
-            host = guard_until_release(lease, stream)  # an interrupt may come before the release
-        try:
-            if borrowed is not None:
-                reaper.start()
-                blocks = make()
-                with step("copy"):
-                    copies = target.copy_leaves(blocks, borrowed.leaves, stream)
-                blocks.packed_as(rest.table.data)
-                make = partial(_same, blocks)
-            if lease is None:
-                blocks = make()
-            elif lease.nbytes < rest.table.nbytes:
-                blocks = make()
-                copies += self._copy_in_parts(rest, lease, blocks, stream)
-            elif borrowed is None and rest.table.nbytes < SMALL_BYTES:
-                blocks = make()
-                with step("pack"):
-                    copies = target.pack_and_copy(blocks, rest, host, stream, pinned=self._is_pinned)
-            else:
-                blocks, packed = self._pack_and_copy(rest, lease, make, stream)
-                copies += packed
-        finally:
-            event = target.record(stream)
-            if lease is not None:
-                lease.release(after=event)
-            if borrowed is not None:
-                self._keep_until(event, borrowed.lenders)
-        return Sent(blocks, event, copies, stream)
-
-    def _refuse_capture(self) -> None:
-        if self._target.is_capturing():
-            raise PinstageError(
-                "out= cannot be used while a CUDA graph is captured: the graph would copy the same batch each time; "
-                "call it before or after graph.replay(), outside of the capture"
-            )
-
-    def _plan(self, batch: Any, out: Any) -> OutPlan:
-        """Check existing tensors against a batch. Writes nothing."""
-        self._refuse_capture()
-        while True:
-            parts = take_apart(batch, keeping=self._keeping)
-            try:
-                with step("check"):
-                    return plan_for(parts, out, self.device)
-            except IsContainer:
-                continue  # see `take_apart`
-
-    def _write_few(self, batch: Any, out: Any) -> Any:
-        """Write a few small, plain leaves, each by a copy on the current stream; return None for any other batch."""
-        state, target = self._pool_state, self._target
-        if self._keeping is not None or state.closed or state.is_forked:
-            return None
-        with step("stage"):
-            with step("walk"):
-                leaves, structure = walk(batch)
-                if len(leaves) > _FEW_LEAVES:
-                    return None
-                places, found = walk(out)
-            moved = target.move_few(leaves, list(places)) if found == structure else None
-            if moved is None:
-                return None
-            made, count, nbytes, copies = moved
-            tensors = [new for new, leaf in zip(made, leaves, strict=True) if new is not leaf]
-            torch.autograd.graph.increment_version(tensors)
-            target.hand_over(None, tensors, target.consumer(None))
-            self._count(copies, 0, nbytes, nbytes, count, 0)
-            return structure.rebuild(made)
-
-    def _keep_until(self, event: Fence | None, things: list[Any]) -> None:
-        if event is not None and things:
-            reaper.start()
-            reaper.tasks.put(Kept(event, things))
-
-    def _write(self, plan: OutPlan) -> Sent:
-        """Write a batch into existing tensors, behind all work queued on the current stream.
-
-        Copies by torch and copies through scratch run on the current stream. Copies straight to their destinations
-        follow, on the copy stream if they are large. These batches don't count for `run_ahead`, since they keep no
-        device memory.
-
-        Returns:
-            The copies, with an event behind all of them.
-        """
-        target = self._target
-        if self._pool_state.closed or self._pool_state.is_forked:
-            check_open(self._pool)
-        begun: list[int] = []
-        copies = scratches = 0
-        with target.selected():
-            reaper.start()
-            stream = target.consumer(None)
-            through_scratch, direct = plan.ways()
-            try:
-                for index, place, source in plan.plain:
-                    begun.append(index)
-                    with writing([place]):
-                        place.copy_(source, non_blocking=place.is_cuda)
-                for way in plan.through_scratch(through_scratch):
-                    make = partial(target.blocks, way.parts.table, Sharing.ONE, stream)
-                    sent = self._send_into(way.parts, make, stream)
-                    begun += () if scratches else through_scratch
-                    copy_through(way, sent.blocks)
-                    copies, scratches = copies + sent.copies, scratches + 1
-                if direct is not None:
-                    parts = direct.parts
-                    if parts.table.nbytes >= SMALL_BYTES and target.stream is not None:
-                        target.wait(target.record(stream), target.stream)
-                        stream = target.stream
-
-                    def begin(direct: Direct) -> Blocks:
-                        begun.extend(direct.leaves)
-                        torch.autograd.graph.increment_version(direct.blocks.tensors)
-                        return direct.blocks
-
-                    copies += self._send_into(parts, partial(begin, direct), stream).copies
-            except BaseException as error:
-                self._end_writing(plan, begun, error)
-                raise
-            event = target.record(stream)
-            self._keep_until(event, plan.leaves)
-        table = plan.parts.table
-        self._count(copies, scratches, table.nbytes, table.payload_bytes, table.packed, len(plan.plain))
-        return Sent(target.blocks(NOTHING, Sharing.ONE, stream), event, copies, stream)
-
-    def _send_into(self, parts: Parts, make: Callable[[], Blocks], stream: Any) -> Sent:
-        sent = None
-        if parts.table.nbytes <= AT_ONCE_BYTES:
-            sent = self._send_at_once(parts, make, stream, is_watched=False)
-        return self._send_through_slab(parts, make, stream, into=True) if sent is None else sent
-
-    def _end_writing(self, plan: OutPlan, begun: list[int], error: BaseException) -> None:
-        """Wait for the copies of a call that failed, and note what it may have written."""
-        target = self._target
-        with suppress(Exception):  # the device may have failed
-            for stream in (target.consumer(None), target.stream):
-                if (event := target.record(stream)) is not None:
-                    event.synchronize()
-        note_written(error, plan.parts.structure, begun)
-
-    def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
-        """Pack and copy a batch through a slab that is smaller than the batch.
-
-        The host waits for the copy from a part of the slab before it writes that part again.
-        """
-        size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
-        host, slab, table = lease.data_ptr(), lease.tensor(), parts.table
-        places, strided = blocks.leaves([None] * (table.others + table.moved)), set(table.positions(RowKind.STRIDED))
-
-        def pairs() -> Iterator[tuple[Any, torch.Tensor]]:
-            for index in table.positions(*PACKED):
-                leaf = parts.leaves[index]
-                # A piece of a strided leaf may be dense, and would be packed in another order.
-                yield made_dense(leaf) if index in strided and leaf.nbytes > size else leaf, places[index]
-
-        events: list[Fence | None] = [None] * _PARTS
-        copies = 0
-        for number, (sources, there) in enumerate(in_groups(pairs(), size)):
-            part = number % _PARTS
-            if (event := events[part]) is not None:
-                with step("wait"):
-                    event.synchronize()
-            run, start = take_apart(sources), part * size
-            with step("pack"):
-                job = start_packing(run, slab[start : start + size], self._threads)
-                if job is not None:
-                    with job:
-                        for chunk in range(len(job.ends)):
-                            job.wait(chunk)
-            blocks = into_tensors(run.table, there, self.device.type == "cuda")
-            copies += self._copy(blocks, host + start, 0, run.table.nbytes, stream)
-            events[part] = self._target.record(stream)
-        return copies
-
-    def _pack_and_copy(self, parts: Parts, lease: Lease, make: Callable[[], Blocks], stream: Any) -> tuple[Blocks, int]:
-        """Pack, and send each chunk as soon as it is complete.
-
-        Args:
-            parts: the batch's parts.
-            lease: the host slab.
-            make: makes the destination tensors; called while threads pack.
-            stream: the stream that copies.
-
-        Returns:
-            The destination tensors, and the number of copies.
-        """
-        nbytes, target = parts.table.nbytes, self._target
-        host = lease.data_ptr()
-        reuses = reuses_places(parts) and not target.is_capturing()
-        with step("pack"):
-            job = start_packing(parts, lease, self._threads, reuses=reuses)
-        if job is None:
-            blocks = make()
-            return blocks, self._copy(blocks, host, 0, nbytes, stream)
-        sent: deque[tuple[int, Fence | None]] = deque()
-        copies = start = 0
-        with job:
-            blocks = make()
-            for chunk, end in enumerate(job.ends):
-                with step("pack"):
-                    job.wait(chunk)
-                copies += self._copy(blocks, host + job.place(chunk) - start, start, end, stream)
-                start = end
-                if reuses:
-                    sent.append((chunk, target.record(stream)))
-                    while sent and ((event := sent[0][1]) is None or event.query()):
-                        job.reuse(sent.popleft()[0])
-        return blocks, copies
-
-    def _copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any) -> int:
-        with step("copy"):
-            return self._target.copy(blocks, host, start, end, stream, pinned=self._is_pinned)
-
-    def _acquire(self, nbytes: int, *, into: bool = False, is_whole: bool = False) -> Lease:
-        """Lease a slab for a batch, or a smaller slab through which the batch is sent in parts.
-
-        If the platform refuses to page-lock that much, it tries half of the size, and so on, and at last takes a
-        pageable slab. With `is_whole`, it takes a pageable slab at once. If a batch for existing tensors (`into`) is
-        larger than the cap, the slab has half of the cap, so that other users of the pool get the rest.
-        """
-        size = nbytes
-        while True:
-            try:
-                return self._pool.acquire(size, timeout=self._timeout, owner=self._owner)
-            except BudgetExceededError:
-                if not into or size < 2 * LEAST_OF_CAP_BYTES:
-                    raise
-                size = min(size, self._pool.max_bytes) // 2
-            except AcquireTimeoutError as error:
-                error.add_note(
-                    "results of Stager.fetch(copy=False) hold their slabs until their tensors are freed: drop them "
-                    "sooner, or leave copy=False out"
-                )
-                raise
-            except REFUSALS as error:
-                if isinstance(error, PoolError):
-                    raise
-                if size == nbytes:
-                    self._count_refusal(nbytes, is_whole, error)
-                size //= 2
-                if is_whole or size < _LEAST_SLAB_BYTES:
-                    return self._acquire_pageable(nbytes)
-
-    def _acquire_pageable(self, nbytes: int) -> Lease:
-        with self._lock:
-            self._is_pinned = False
-            if self._pageable is None:
-                self._pageable = SlabPool(self._pool.max_bytes, memory=PageableMemory())
-        warn_once(
-            "a stager falls back to pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
-        )
-        return self._pageable.acquire(nbytes, timeout=self._timeout, owner=self._owner)
-
-    def _count_refusal(self, nbytes: int, is_whole: bool, error: Exception) -> None:
-        with self._lock:
-            self._counters["fallback_batches"] += 1
-            is_first = self._counters["fallback_batches"] == 1
-        if is_first:
-            way = "the batch is sent in parts through a smaller slab"
-            if is_whole:
-                way = "tensors are fetched into pageable memory"
-            warnings.warn(
-                f"page-locking of {format_bytes(nbytes)} was refused, {way}: {error}; {remedy(nbytes)}; this warning "
-                "is shown once",
-                StagingWarning,
-                stacklevel=5,
             )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
@@ -1028,5 +679,5 @@ class Stager:
         self.close()
 
     def __repr__(self) -> str:
-        batches = self._counters["batches"] + len(self._tallies)
-        return f"<Stager {self.device} batches={batches} {self._pool!r}>"
+        batches = self._counters["batches"] + sum(tally[0] for tally in list(self._tallies))
+        return f"<Stager {self.device} batches={batches} {self.pool!r}>"

@@ -16,9 +16,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
+import numpy as np
 import torch
 
 from .._batch import (
@@ -43,26 +45,28 @@ from .._compat.views import check_is_plain
 from .._pool import Fence, Lease, guard_until_release
 from .._region import pieces_of
 from .._steps import step
-from ..errors import BudgetExceededError
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
-from ._out import (
-    DIRECT_FROM_BYTES,
-    LEAST_OF_CAP_BYTES,
-    OutPlan,
-    check,
-    copy_all,
-    in_groups,
-    in_order,
-    make_readable,
-    note_written,
-    writing,
-)
-from ._transfer import move
+from ._out import Destinations, note_written, overlap, readable, unwrapped, with_own_copies
+from ._transfer import keep_until, move
+
+DIRECT_FROM_BYTES = 64 * 1024
+"""The device writes page-locked destinations of this size itself."""
 
 _MOST_GATHERINGS = 16
 _CPU = torch.device("cpu")
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class Copied(NamedTuple):
+    """Copies to the host that have been started."""
+
+    host: torch.Tensor
+    """uint8, the slab; empty if no leaf needs one."""
+    event: Fence | None
+    """Behind the copies; None if they are done."""
+    copies: int
 
 
 class HostTransfer(NotABatch, Generic[B_co]):
@@ -71,42 +75,19 @@ class HostTransfer(NotABatch, Generic[B_co]):
     Only `wait` returns the tensors, when their bytes are there. Don't use a transfer in several threads at once.
     """
 
-    __slots__ = (
-        "_copy",
-        "_event",
-        "_fetched",
-        "_host",
-        "_leaves",
-        "_nbytes",
-        "_structure",
-        "_tables",
-        "_written",
-        "copies",
-    )
+    __slots__ = ("_copied", "_fetched", "_is_copied_again", "_leaves", "_nbytes", "_structure", "_tables", "copies")
 
     def __init__(
-        self,
-        structure: Structure,
-        leaves: list[Any],
-        tables: list[Table],
-        host: torch.Tensor,
-        event: Fence | None,
-        copies: int,
-        *,
-        copy: bool,
-        written: list[int] | None,
-        nbytes: int | None = None,
+        self, structure: Structure, leaves: list[Any], tables: list[Table], copied: Copied, *, copy: bool
     ) -> None:
         self._structure = structure
-        self._written = written  # leaves that are existing tensors, filled from the slab; None without `out`
-        self._leaves: list[Any] | None = leaves
+        self._leaves: list[Any] | None = leaves  # those that aren't in the slab
         self._tables = tables
-        self._nbytes = sum(table.nbytes for table in tables) if nbytes is None else nbytes
-        self._host: torch.Tensor | None = host
-        self._event = event
-        self._copy = copy
+        self._nbytes = sum(table.nbytes for table in tables)
+        self._copied = copied
+        self._is_copied_again = copy
         self._fetched: Any = None
-        self.copies = copies
+        self.copies = copied.copies
         """Device-to-host copies issued: one for each device's gathered tensors, and one for each large tensor."""
 
     @property
@@ -116,13 +97,13 @@ class HostTransfer(NotABatch, Generic[B_co]):
 
     def query(self) -> bool:
         """Return whether the bytes are on the host, so that `wait` will not block. Does not block."""
-        return self._event is None or self._event.query()
+        return self._copied.event is None or self._copied.event.query()
 
     def synchronize(self) -> None:
         """Block until the bytes are on the host. Waits for the copies' own event, not for the device or a stream."""
-        if self._event is not None:
+        if self._copied.event is not None:
             with step("wait"):
-                self._event.synchronize()
+                self._copied.event.synchronize()
 
     def wait(self) -> B_co:
         """Wait until the bytes are on the host, and return them.
@@ -140,44 +121,54 @@ class HostTransfer(NotABatch, Generic[B_co]):
             fetched = self._fetched
             return fetched
         with step("views"):
-            leaves = self._cut()  # before the wait, while the copy is under way
+            leaves = self._cut(self._leaves)  # before the wait, while the copy is under way
         self.synchronize()
-        if self._written is not None:
-            if self._written:
-                with step("unpack"):
-                    copy_all([self._leaves[i] for i in self._written], [leaves[i] for i in self._written])
-            leaves = self._leaves
-        elif self._copy:
-            leaves = self._duplicated(leaves)
+        leaves = self._finished(leaves)
         with step("unflatten"):
             self._fetched = fetched = self._structure.rebuild(leaves)
-        self._leaves = self._host = None
+        self._leaves = None
+        self._copied = self._copied._replace(host=_NO_BYTES)
         return fetched
 
-    def _cut(self) -> list[Any]:
+    def _cut(self, leaves: list[Any]) -> list[Any]:
         """Cut the slab into the leaves. Their bytes are valid only after `synchronize`."""
-        assert self._leaves is not None
-        assert self._host is not None
-        leaves, start = self._leaves, 0
+        start = 0
         for table in self._tables:
             others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
-            slab = self._host[start : start + table.nbytes] if table.nbytes else None
+            slab = self._copied.host[start : start + table.nbytes] if table.nbytes else None
             leaves = make_blocks(table, Sharing.ONE, _CPU, slab).leaves(others)
             start += table.nbytes
         return leaves
 
-    def _duplicated(self, leaves: list[Any]) -> list[Any]:
-        """Give the copied leaves memory of their own."""
-        for table in self._tables:
-            for index in table.positions(*PACKED):
-                leaves[index] = duplicate(leaves[index])
-            first = table.rows["offset"]
-            for index in table.positions(RowKind.ALIAS):
-                leaves[index] = leaves[int(first[index])]
+    def _finished(self, leaves: list[Any]) -> list[Any]:
+        """Return the leaves of the result; with ``copy=True``, those in the slab get memory of their own."""
+        if self._is_copied_again:
+            for table in self._tables:
+                for index in table.positions(*PACKED):
+                    leaves[index] = duplicate(leaves[index])
+                first = table.rows["offset"]
+                for index in table.positions(RowKind.ALIAS):
+                    leaves[index] = leaves[int(first[index])]
         return leaves
 
     def __repr__(self) -> str:
         return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{' done' if self.query() else ''}>"
+
+
+class HostTransferInto(HostTransfer[B_co]):
+    """Tensors on their way to existing host tensors. Made by ``Stager.fetch(out=)``."""
+
+    __slots__ = ("_destinations",)
+
+    def __init__(self, left: list[Any], tables: list[Table], copied: Copied, destinations: Destinations) -> None:
+        super().__init__(destinations.structure, left, tables, copied, copy=False)
+        self._destinations = destinations
+
+    def _finished(self, leaves: list[Any]) -> list[Any]:
+        self._destinations.check_again()
+        with step("unpack"):
+            self._destinations.fill(lambda: leaves)
+        return self._destinations.leaves
 
 
 class Landing(NamedTuple):
@@ -207,7 +198,7 @@ def landings(transfer: HostTransfer) -> list[Any]:
 
 def event_of(transfer: HostTransfer) -> Fence | None:
     """Return the event that is done when all bytes are on the host; None if they are there already."""
-    return transfer._event
+    return transfer._copied.event
 
 
 def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
@@ -223,240 +214,230 @@ def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
             transfer._leaves[index] = leaf.clone()
 
 
-def fetch(
-    tree: Any,
-    home: torch.device,
-    acquire: Callable[[int], Lease],
-    targets: Targets,
-    *,
-    copy: bool,
-    out: Any = None,
-    keep: Callable[[Fence | None, list[Any]], None] | None = None,
-    hold: bool = True,
-) -> HostTransfer[Any]:
-    """Start the copies of a tree's tensors to the host; see `Stager.fetch`.
+@dataclass(frozen=True, slots=True)
+class Fetcher:
+    """Starts the copies of trees of tensors to the host."""
 
-    Args:
-        tree: what to fetch.
-        home: the stager's device; CPU tensors are fetched, rather than left as they are, if it is the CPU.
-        acquire: leases a host slab of a number of bytes.
-        targets: the stager's.
-        copy: whether to return ordinary tensors.
-        out: existing host tensors, or None. The device writes page-locked ones; `HostTransfer.wait` fills the others
-            from the slab.
-        keep: keeps objects alive until an event is done: the tensors that the device writes.
-        hold: see `Target.to_host`.
-    """
-    places: list[Any] = []
-    plan: OutPlan | None = None
-    while True:
-        with step("walk"):
-            leaves, structure = walk(tree)
-        try:
-            with step("describe"):
-                parts = describe(leaves, structure, home, arrays=False)
-                if out is not None:
-                    places = in_order(structure, out)
-                    parts = make_readable(parts, places, home, arrays=False)
-                by_device = _by_device(parts, home)
-            if out is not None:
-                with step("check"):
-                    plan = check(list(by_device.values()), places, _CPU)
-            break
-        except IsContainer:
-            continue  # see `take_apart`
-    if not hold:  # the caller doesn't keep tensors that `describe` computed
-        hold = any(map(operator.is_not, parts.leaves, walk(tree)[0]))
-    tables = {device: there.table for device, there in by_device.items()}
-    direct: dict[int, torch.Tensor] = {}
-    written = None
-    if plan is None:
-        left = _left(parts, [table for device, table in tables.items() if device != home])
-    else:
-        left = plan.leaves
-        for device, table in tables.items():
-            tables[device], found = _without_direct(table, plan)
-            direct |= found
-        written = sorted({*plan.direct, *plan.scratch} - direct.keys())
-    shares = {device: _gathering(table, targets) for device, table in tables.items()}
-    plain = [] if plan is None else plan.plain
-    try:
-        host, event, copies = _copy_out(shares, parts, direct, plain, acquire, targets, hold=hold)
-    except BudgetExceededError as error:
-        if plan is None or error.requested_bytes < 2 * LEAST_OF_CAP_BYTES:
-            raise
-        most = error.requested_bytes // 2
-    else:
-        if keep is not None:
-            keep(event, list(direct.values()))
+    home: torch.device
+    """The device of its user. CPU tensors are fetched, rather than left as they are, if it is the CPU."""
+    acquire: Callable[[int], Lease]
+    """Leases a host slab of a number of bytes."""
+    targets: Targets
+    hold: bool = True
+    """See `Target.to_host`."""
+
+    def fetch(self, tree: Any, *, copy: bool) -> HostTransfer[Any]:
+        """Start the copies of a tree's tensors into a slab; see `Stager.fetch`.
+
+        Args:
+            tree: what to fetch.
+            copy: whether to return ordinary tensors, instead of views of the slab.
+        """
+        by_device = self._taken_apart(tree, lambda parts: parts)
+        parts = by_device[self.home]
+        tables = {device: there.table for device, there in by_device.items()}
+        left = _left(parts, list(tables.values()))
+        # The caller doesn't keep tensors that `describe` computed.
+        hold = self.hold or any(map(operator.is_not, parts.leaves, walk(tree)[0]))
+        arranged, copied = self._copy(tables, parts, {}, hold)
+        return HostTransfer(parts.structure, left, arranged, copied, copy=copy)
+
+    def fetch_into(self, tree: Any, out: Any) -> HostTransferInto[Any]:
+        """Start the copies of a tree's tensors into existing host tensors; see `Stager.fetch`.
+
+        The device writes page-locked tensors whose bytes are as in a slab. `HostTransfer.wait` fills the others, from
+        the slab, or from what their own ``.to()`` returned.
+
+        Args:
+            tree: what to fetch.
+            out: existing host tensors.
+        """
+        by_device = self._taken_apart(tree, partial(readable, device=self.home, arrays=False))
+        parts = by_device[self.home]
+        tables = {device: there.table for device, there in by_device.items()}
+        with step("check"):
+            elsewhere = [table for device, table in tables.items() if device != self.home]
+            destinations = Destinations(parts, out, _CPU, elsewhere)
+            direct = _direct(parts, list(tables.values()), destinations)
+        left = _left(with_own_copies(parts, _CPU), list(tables.values()))
+        packed = [index for table in tables.values() for index in table.positions(*PACKED)]
+        by_torch = [index for index in packed if destinations.is_copied_by_torch(index)]
+        for index in by_torch:  # they take no slab
+            source = parts.leaves[index]
+            on_host = _on_host(source, parts, index)
+            left[index] = source.clone() if on_host is source else on_host
+        tables = {device: _without(table, [*direct, *by_torch]) for device, table in tables.items()}
+        arranged, copied = self._copy(tables, parts, direct, self.hold)
+        destinations.leave_out(direct)
+        keep_until(copied.event, list(direct.values()))
+        return HostTransferInto(left, arranged, copied, destinations)
+
+    def _taken_apart(self, tree: Any, read: Callable[[Parts], Parts]) -> dict[torch.device, Parts]:
+        """Describe a tree for the home device, and then for each other GPU that has some of its tensors.
+
+        Args:
+            tree: what to fetch.
+            read: changes the description for the home device.
+        """
+        while True:
+            with step("walk"):
+                leaves, structure = walk(tree)
+            try:
+                with step("describe"):
+                    parts = read(describe(leaves, structure, self.home, arrays=False))
+                    by_device = {self.home: parts}
+                    for leaf in parts.leaves if parts.table.moved else []:
+                        if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.device not in by_device:
+                            by_device[leaf.device] = describe(parts.leaves, structure, leaf.device, arrays=False)
+                    return by_device
+            except IsContainer:
+                continue  # see `take_apart`
+
+    def _copy(
+        self,
+        tables: dict[torch.device, Table],
+        parts: Parts,
+        direct: dict[int, torch.Tensor],
+        hold: bool,
+    ) -> tuple[list[Table], Copied]:
+        """Start the copies of all devices. If it can't have a slab, nothing has been written.
+
+        Args:
+            tables: the tree's tables, by device.
+            parts: the tree's parts.
+            direct: destinations that are written without a slab, by leaf.
+            hold: see `Target.to_host`.
+
+        Returns:
+            The tables, with places in the slab, and the copies.
+        """
+        shares = {device: self._gathering(table) for device, table in tables.items()}
         arranged = [share.table for share in shares.values()]
-        return HostTransfer(structure, left, arranged, host, event, copies, copy=copy, written=written)
-    again = partial(fetch, home=home, acquire=acquire, targets=targets, copy=copy, keep=keep, hold=hold)
-    return _in_parts(plan, structure, most, again)
+        nbytes = sum(table.nbytes for table in arranged)
+        if not (nbytes or direct):
+            return arranged, Copied(_NO_BYTES, None, 0)
+        lease = self.acquire(nbytes) if nbytes else None
+        streams = [
+            self.targets.of(device).out_stream for device, share in shares.items() if share.table.packed or direct
+        ]
+        after: Any = EventGroup([stream for stream in streams if stream is not None])
+        if lease is not None:
+            guard_until_release(lease, after)  # an interrupt may come before the release, and before a copy's event
+        host: Any = None
+        event = None
+        try:
+            torch.autograd.graph.increment_version(list(direct.values()))
+            host = _NO_BYTES if lease is None else lease.tensor()
+            events, copies = self._start(shares, parts.leaves, direct, host, hold)
+            after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
+        except BaseException as error:
+            if direct:
+                with suppress(Exception):  # the device may have failed
+                    after.synchronize()
+            note_written(error, [f"out{parts.structure.path(index)}" for index in direct])
+            clear_own_frames(error)  # an error that is kept must not keep views of the slab
+            host = None
+            raise
+        finally:
+            if lease is not None:
+                lease.release(after=after)
+        return arranged, Copied(host, event, copies)
+
+    def _start(
+        self,
+        shares: dict[torch.device, Gathering],
+        leaves: list[Any],
+        direct: dict[int, torch.Tensor],
+        host: torch.Tensor,
+        hold: bool,
+    ) -> tuple[list[Fence], int]:
+        """Start the copies of all devices; return their events, and the number of copies."""
+        events: list[Fence] = []
+        copies = start = 0
+        for device, gathering in shares.items():
+            here = host[start : start + gathering.table.nbytes]
+            check_is_plain(here)
+            start += gathering.table.nbytes
+            pieces = []
+            if gathering.gathered_bytes:
+                slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
+                with step("gather"):
+                    gather(gathering, leaves, slab)
+                pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
+            for index, offset, nbytes in gathering.direct:
+                there = flat(leaves[index]).view(torch.uint8)
+                pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
+            for index in (index for index in direct if leaves[index].device == device):
+                there, place = flat(leaves[index]).view(torch.uint8), flat(direct[index].detach()).view(torch.uint8)
+                pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(direct[index])]
+            if pieces:
+                with step("copy"):
+                    event = self.targets.of(device).to_host(pieces, hold=hold)
+                if event is not None:
+                    events.append(event)
+                copies += len(pieces)
+        return events, copies
+
+    def _gathering(self, table: Table) -> Gathering:
+        """Arrange leaves for the host, or return the earlier arrangement of leaves like these."""
+        known = self.targets.gatherings
+        gathering = known.get(table)
+        if gathering is None:
+            if len(known) >= _MOST_GATHERINGS:
+                known.clear()  # in one call, since other threads may add to it
+            gathering = known[table] = arrange(table)
+        return gathering
 
 
-def _in_parts(
-    plan: OutPlan, structure: Structure, most: int, again: Callable[..., HostTransfer[Any]]
-) -> HostTransfer[Any]:
-    """Fetch leaves into existing tensors in parts of at most `most` bytes, by `again`. Waits for each part's copies."""
-    chosen = sorted(plan.direct + plan.scratch)
-    parts = [*in_groups(plan.pairs(chosen), most)]
-    if plan.plain:
-        parts.append(([source for _, _, source in plan.plain], [place for _, place, _ in plan.plain]))
-    copies = nbytes = 0
-    try:
-        for sources, places in parts:
-            part = again(sources, out=places)
-            part.wait()
-            copies, nbytes = copies + part.copies, nbytes + part.nbytes
-    except BaseException as error:
-        note_written(error, structure, [*chosen, *(index for index, _, _ in plan.plain)])
-        raise
-    host = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return HostTransfer(structure, plan.leaves, [], host, None, copies, copy=True, written=[], nbytes=nbytes)
-
-
-def _by_device(parts: Parts, home: torch.device) -> dict[torch.device, Parts]:
-    """Describe a tree again for each other GPU that has some of its tensors."""
-    found = {home: parts}
-    if parts.table.moved:
-        for leaf in parts.leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda" and leaf.device not in found:
-                found[leaf.device] = describe(parts.leaves, parts.structure, leaf.device, arrays=False)
-    return found
-
-
-def _left(parts: Parts, elsewhere: list[Table]) -> list[Any]:
+def _left(parts: Parts, tables: list[Table]) -> list[Any]:
     """Return the leaves that don't go through the slab, on the host; the others are None, so the caller may free them.
 
     Leaves that cannot be packed are moved by their own ``.to()``.
 
     Args:
         parts: the tree's parts.
-        elsewhere: the tree's tables for other devices.
+        tables: its tables, that for its home device first.
     """
     left: list[Any] = [None] * len(parts.leaves)
-    if parts.table.packed == len(left):
+    if tables[0].packed == len(left):
         return left
-    for index, leaf in zip(parts.table.positions(RowKind.OTHER, RowKind.MOVED), parts.others(), strict=True):
-        left[index] = leaf
-    packed = {index for table in elsewhere for index in table.positions(*PACKED)}
-    for index in parts.table.positions(RowKind.MOVED):
-        leaf = left[index]
-        if index in packed:
-            left[index] = None
-        elif not isinstance(leaf, torch.Tensor) or leaf.device != _CPU:
-            left[index] = move(leaf, _CPU, parts.structure, index)
+    packed = {index for table in tables for index in table.positions(*PACKED)}
+    moved = set(tables[0].positions(RowKind.MOVED)) - packed
+    for index in {*tables[0].positions(RowKind.OTHER), *moved}:
+        left[index] = unwrapped(parts.leaves[index])
+    for index in moved:
+        left[index] = _on_host(left[index], parts, index)
     return left
 
 
-def _without_direct(table: Table, plan: OutPlan) -> tuple[Table, dict[int, torch.Tensor]]:
-    """Take leaves out of the slab if the device can write to their places; also return these places, by leaf."""
+def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.device == _CPU:
+        return leaf
+    return move(leaf, _CPU, parts.structure, index)
+
+
+def _direct(parts: Parts, tables: list[Table], destinations: Destinations) -> dict[int, torch.Tensor]:
+    """Return the destinations that the device can write, by leaf: large page-locked ones, in no source's memory."""
+    large: set[int] = set()
+    repeated: set[int] = set()
+    for table in tables:
+        rows = table.rows
+        is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
+        large.update(np.flatnonzero(is_large).tolist())
+        repeated.update(rows["offset"][rows["kind"] == RowKind.ALIAS].tolist())
+    chosen = [index for index in destinations.as_they_are if index in large - repeated]
+    direct = {index: destinations.leaves[index] for index in chosen if pieces_of(destinations.leaves[index])}
+    sources = [leaf for leaf in parts.leaves if isinstance(leaf, torch.Tensor) and leaf.device == _CPU]
+    if not (direct and sources):
+        return direct
+    share = overlap(list(direct.values()), sources)
+    return {index: place for (index, place), shares in zip(direct.items(), share, strict=True) if not shares}
+
+
+def _without(table: Table, leaves: list[int]) -> Table:
+    """Take leaves out of a slab."""
+    if not leaves:
+        return table
     rows = table.rows.copy()
-    is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
-    places = {index: plan.leaves[index] for index in plan.direct if is_large[index] and pieces_of(plan.leaves[index])}
-    rows["kind"][list(places)] = RowKind.MOVED
-    return table.moved_to(rows, table.nbytes), places
-
-
-def _gathering(table: Table, targets: Targets) -> Gathering:
-    """Arrange leaves for the host, or return the earlier arrangement of leaves like these."""
-    known = targets.gatherings
-    found = known.get(table)
-    if found is None:
-        if len(known) >= _MOST_GATHERINGS:
-            known.clear()  # in one call, since other threads may add to it
-        found = known[table] = arrange(table)
-    return found
-
-
-def _copy_out(
-    shares: dict[torch.device, Gathering],
-    parts: Parts,
-    direct: dict[int, torch.Tensor],
-    plain: list[tuple[int, torch.Tensor, torch.Tensor]],
-    acquire: Callable[[int], Lease],
-    targets: Targets,
-    *,
-    hold: bool,
-) -> tuple[torch.Tensor, Fence | None, int]:
-    """Start the copies of all devices. If it can't have a slab, nothing has been written.
-
-    Args:
-        shares: how each device's leaves get into its part of the slab.
-        parts: the tree's parts.
-        direct: destinations that are written without a slab, by leaf.
-        plain: see `OutPlan`.
-        acquire: leases a host slab of a number of bytes.
-        targets: the stager's.
-        hold: see `Target.to_host`.
-
-    Returns:
-        The slab, the event behind the copies, and their number.
-    """
-    nbytes = sum(share.table.nbytes for share in shares.values())
-    if not (nbytes or direct or plain):
-        return torch.empty(0, dtype=torch.uint8, device="cpu"), None, 0
-    lease = acquire(nbytes) if nbytes else None
-    streams = [targets.of(device).out_stream for device, share in shares.items() if share.table.packed or direct]
-    after: Any = EventGroup([stream for stream in streams if stream is not None])
-    if lease is not None:
-        guard_until_release(lease, after)  # an interrupt may come before the release, and before a copy's event
-    host: Any = None
-    event = None
-    try:
-        for _, place, source in plain:
-            with writing([place]):
-                place.copy_(source)
-        torch.autograd.graph.increment_version(list(direct.values()))
-        host = torch.empty(0, dtype=torch.uint8, device="cpu") if lease is None else lease.tensor()
-        events, copies = _start(shares, parts.leaves, direct, host, targets, hold)
-        after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
-    except BaseException as error:
-        if direct:
-            with suppress(Exception):  # the device may have failed
-                after.synchronize()
-        note_written(error, parts.structure, [*direct, *(index for index, _, _ in plain)])
-        clear_own_frames(error)  # an error that is kept must not keep views of the slab
-        host = None
-        raise
-    finally:
-        if lease is not None:
-            lease.release(after=after)
-    return host, event, copies
-
-
-def _start(
-    shares: dict[torch.device, Gathering],
-    leaves: list[Any],
-    direct: dict[int, torch.Tensor],
-    host: torch.Tensor,
-    targets: Targets,
-    hold: bool,
-) -> tuple[list[Fence], int]:
-    """Start the copies of all devices; return their events, and the number of copies."""
-    events: list[Fence] = []
-    copies = start = 0
-    for device, gathering in shares.items():
-        here = host[start : start + gathering.table.nbytes]
-        check_is_plain(here)
-        start += gathering.table.nbytes
-        pieces = []
-        if gathering.gathered_bytes:
-            slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
-            with step("gather"):
-                gather(gathering, leaves, slab)
-            pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
-        for index, offset, nbytes in gathering.direct:
-            there = flat(leaves[index]).view(torch.uint8)
-            pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
-        for index in (index for index in direct if leaves[index].device == device):
-            there, place = flat(leaves[index]).view(torch.uint8), flat(direct[index].detach()).view(torch.uint8)
-            pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(direct[index])]
-        if pieces:
-            with step("copy"):
-                event = targets.of(device).to_host(pieces, hold=hold)
-            if event is not None:
-                events.append(event)
-            copies += len(pieces)
-    return events, copies
+    rows["kind"][leaves] = RowKind.MOVED
+    return table.moved_to(rows, table.nbytes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -9,20 +11,29 @@ import torch
 from .._batch import (
     Blocks,
     OwnStorage,
-    Parts,
     RowKind,
+    Sharing,
     Structure,
     Table,
+    make_blocks,
     moves_in_silence,
     sharing_of,
+    take_apart,
     tensors_in,
 )
 from .._compat.calls import memory_of
 from .._compat.probes import warn_once
 from .._pool import Fence
+from .._reaper import reaper
+from .._sizes import format_bytes
 from .._steps import step
+from ..errors import PinstageError, StagingWarning
 from ._device import Target
 from ._not_a_batch import B_co, NotABatch
+from ._out import Destinations
+
+_NOT_YET: Any = object()
+"""In place of a batch that hasn't been put together."""
 
 
 class Sent(NamedTuple):
@@ -37,45 +48,60 @@ class Sent(NamedTuple):
     """The stream of the copies."""
 
 
+class Moved(NamedTuple):
+    """The leaves of a batch that aren't packed, after those that have to were moved by their own ``.to()``."""
+
+    others: list[Any]
+    """All leaves that aren't packed, in order."""
+    moved: list[Any]
+    """Those that were moved."""
+    event: Fence | None
+    """Behind the moves; None if there were none."""
+
+
+_NO_BLOCKS = make_blocks(take_apart([]).table, Sharing.ONE, torch.device("cpu"))
+_NOTHING_MOVED = Moved([], [], None)
+
+
+class Kept:
+    """A task for the reaper that keeps objects alive until an event is done."""
+
+    def __init__(self, event: Fence, things: list[Any]) -> None:
+        self._event = event
+        self._things = things
+
+    def reap(self) -> bool:
+        """Return whether the event is done."""
+        return self._event.query()
+
+
+def keep_until(event: Fence | None, things: list[Any]) -> None:
+    """Keep objects alive until an event is done."""
+    if event is not None and things:
+        reaper.start()
+        reaper.tasks.put(Kept(event, things))
+
+
 class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, whose copy may still be under way. Made by `Stager.stage`.
 
     You may change or free packed tensors as soon as `stage` returns. Don't use a transfer in several threads at once.
     """
 
-    __slots__ = (
-        "_batch",
-        "_is_whole",
-        "_leaves",
-        "_moved",
-        "_moved_event",
-        "_others",
-        "_sent",
-        "_structure",
-        "_table",
-        "_target",
-    )
+    __slots__ = ("_batch", "_leaves", "_moved", "_sent", "_structure", "_table", "_target", "blocks", "copies")
 
-    def __init__(
-        self,
-        target: Target,
-        structure: Structure,
-        table: Table,
-        sent: Sent,
-        others: list[Any],
-        moved: list[Any],
-        moved_event: Fence | None,
-    ) -> None:
+    def __init__(self, target: Target, structure: Structure, table: Table, sent: Sent, moved: Moved) -> None:
         self._target = target
         self._structure = structure
         self._table = table
         self._sent = sent
-        self._others = others
         self._moved = moved
-        self._moved_event = moved_event
         self._leaves: list[Any] | None = None  # between `_cut` and `wait`
-        self._is_whole = False
-        self._batch: Any = None
+        self._batch: Any = _NOT_YET
+        self.copies = sent.copies
+        """Host-to-device copies of the packed leaves: one per block, and several for a large block."""
+        self.blocks = len(sent.blocks)
+        """Device tensors made for the packed leaves: one per leaf with its own tensor, and one per shared block."""
 
     @property
     def nbytes(self) -> int:
@@ -83,27 +109,17 @@ class Transfer(NotABatch, Generic[B_co]):
         return self._table.nbytes
 
     @property
-    def copies(self) -> int:
-        """Host-to-device copies of the packed leaves: one per block, and several for a large block."""
-        return self._sent.copies
-
-    @property
-    def blocks(self) -> int:
-        """Device tensors made for the packed leaves: one per leaf with its own tensor, and one per shared block."""
-        return len(self._sent.blocks)
-
-    @property
     def passthrough_leaves(self) -> int:
         """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
-        return len(self._moved)
+        return self._table.moved
 
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
-        return all(event is None or event.query() for event in (self._sent.event, self._moved_event))
+        return all(event is None or event.query() for event in (self._sent.event, self._moved.event))
 
     def synchronize(self) -> None:
         """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the stream waits."""
-        for event in (self._sent.event, self._moved_event):
+        for event in (self._sent.event, self._moved.event):
             if event is not None:
                 event.synchronize()
 
@@ -113,61 +129,121 @@ class Transfer(NotABatch, Generic[B_co]):
         Does not block: the stream waits for the copy, the host does not. To use the batch on another stream too, call
         `wait` again with that stream; it returns the same batch.
 
+        With ``out=``, the first call copies the staged bytes into `out`, on that stream, behind its earlier work, and
+        returns the staged memory to torch's allocator. If it is interrupted, call it again. Later calls copy nothing;
+        their stream waits for that copy.
+
         Args:
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
 
         Returns:
             A batch of the same types. Tensors and arrays are tensors on the device. The stager's `own_storage`
             says which of them share memory.
+
+        Raises:
+            PinstageError: with ``out=``, while the stream is captured.
         """
         with step("hand_over"):
-            blocks, event, _, writer = self._sent
-            consumer = self._target.consumer(stream)
-            if consumer is not writer:
-                self._target.hand_over(event, blocks.tensors, consumer)
-            if self._moved:
-                tensors = [tensor for thing in self._moved for tensor in tensors_in(thing)]
-                self._target.hand_over(self._moved_event, [part for t in tensors for part in memory_of(t)], consumer)
-            if not self._is_whole:
-                self._cut()
-                leaves, self._leaves, self._others = self._leaves, None, []
-                assert leaves is not None
+            self._hand_over(self._target.consumer(stream))
+            if self._batch is _NOT_YET:
+                leaves = self._cut()
                 with step("unflatten"):
                     self._batch = self._structure.rebuild(leaves)
-                self._is_whole = True
+                self._leaves = None
+                if self._moved.others:
+                    self._moved = self._moved._replace(others=[])
             batch: B_co = self._batch
             return batch
 
-    def _cut(self) -> None:
-        """Make the leaves that `wait` puts together, if they are not there yet."""
+    def _hand_over(self, consumer: Any) -> None:
+        """Make a stream wait for the bytes, and keep the memory while that stream uses it."""
+        blocks, event, _, writer = self._sent
+        if consumer is not writer:
+            self._target.hand_over(event, blocks.tensors, consumer)
+        if self._moved.moved:
+            tensors = [tensor for thing in self._moved.moved for tensor in tensors_in(thing)]
+            memory = [part for tensor in tensors for part in memory_of(tensor)]
+            self._target.hand_over(self._moved.event, memory, consumer)
+
+    def _cut(self) -> list[Any]:
+        """Return the leaves that `wait` puts together."""
         if self._leaves is None:
             with step("views"):
-                self._leaves = self._sent.blocks.leaves(self._others)
+                self._leaves = self._sent.blocks.leaves(self._moved.others)
+        return self._leaves
 
     def __repr__(self) -> str:
-        nbytes = self._table.nbytes
         done = " done" if self.query() else ""
-        return f"<Transfer nbytes={nbytes} copies={self.copies} to {self._target.device}{done}>"
+        return f"<Transfer nbytes={self.nbytes} copies={self.copies} to {self._target.device}{done}>"
+
+
+class TransferInto(Transfer[B_co]):
+    """A staged batch that the first `wait` copies into existing tensors. Made by ``Stager.stage(out=)``."""
+
+    __slots__ = ("_destinations",)
+
+    def __init__(self, staged: Transfer[Any], destinations: Destinations) -> None:
+        super().__init__(staged._target, staged._structure, staged._table, staged._sent, staged._moved)
+        self._destinations = destinations
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
+        """See `Transfer.wait`."""
+        if self._batch is _NOT_YET:
+            self._destinations.check_again()
+        return self.write(stream)
+
+    def write(self, stream: torch.cuda.Stream | None = None) -> B_co:
+        """Do what `wait` does, right after staging: `out` can't have changed."""
+        target, consumer = self._target, self._target.consumer(stream)
+        with step("hand_over"), target.on(consumer):
+            refuse_capture(target)
+            if self._batch is not _NOT_YET:
+                target.hand_over(self._sent.event, [], consumer)
+            else:
+                self._hand_over(consumer)
+                with step("unpack"):
+                    blocks, others = self._sent.blocks, self._moved.others
+                    slab = blocks.tensors[0] if len(blocks) else None
+                    self._destinations.fill(lambda: blocks.leaves(others), slab)
+                self._end(target.record(consumer))
+            batch: B_co = self._batch
+            return batch
+
+    def _end(self, event: Fence | None) -> None:
+        """Keep the destinations until the copy's event, and drop the staged memory."""
+        leaves = self._destinations.leaves
+        keep_until(event, leaves)
+        sent = Sent(_NO_BLOCKS, event, self.copies, None)
+        batch = self._structure.rebuild(leaves)
+        # No interrupt is seen between assignments. After one before them, `wait` can copy again.
+        self._sent, self._moved, self._batch = sent, _NOTHING_MOVED, batch
+
+    def __del__(self) -> None:
+        if getattr(self, "_batch", None) is _NOT_YET and not sys.is_finalizing():
+            warnings.warn(
+                f"out= was not written: a transfer of {format_bytes(self.nbytes)} was dropped before wait(); call "
+                "transfer.wait(), or to_device(batch, out=...)",
+                StagingWarning,
+                stacklevel=2,
+            )
+
+
+def refuse_capture(target: Target) -> None:
+    """Check that the current stream isn't captured.
+
+    Raises:
+        PinstageError: it is.
+    """
+    if target.is_capturing():
+        raise PinstageError(
+            "out= cannot be used while a CUDA graph is captured: the graph would copy the same batch each time; call "
+            "it before or after graph.replay(), outside of the capture"
+        )
 
 
 def packed_bytes_of(transfer: Transfer[Any]) -> int:
     """Return the bytes of the packed leaves, without padding."""
     return transfer._table.payload_bytes
-
-
-def written(target: Target, parts: Parts, sent: Sent, leaves: list[Any], moved: list[Any]) -> Transfer[Any]:
-    """Return the transfer of a batch that is written into existing tensors.
-
-    Args:
-        target: the device.
-        parts: the batch's parts.
-        sent: the copies, without tensors; the event is behind all of them.
-        leaves: the leaves of the result.
-        moved: the leaves that torch copied.
-    """
-    transfer: Transfer[Any] = Transfer(target, parts.structure, parts.table, sent, [], moved, None)
-    transfer._leaves = leaves
-    return transfer
 
 
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
@@ -204,9 +280,7 @@ def _move(thing: Any, device: torch.device) -> Any:
     return thing if moved is None else moved  # as Lightning does for a to() that doesn't return the object
 
 
-def move_others(
-    target: Target, structure: Structure, table: Table, others: list[Any]
-) -> tuple[list[Any], list[Any], Fence | None]:
+def move_others(target: Target, structure: Structure, table: Table, others: list[Any]) -> Moved:
     """Move the leaves that cannot be packed, each by its own ``.to()``, on the current stream.
 
     Args:
@@ -214,18 +288,15 @@ def move_others(
         structure: the batch's structure.
         table: the batch's table.
         others: the leaves that are not in the slab, in order.
-
-    Returns:
-        These leaves after the move, the moved ones among them, and the event behind the moves.
     """
     if not table.moved:
-        return others, [], None
+        return Moved(others, [], None)
     leaves = table.positions(RowKind.OTHER, RowKind.MOVED)
     result, moved = list(others), []
     for index in (table.rows["kind"][leaves] == RowKind.MOVED).nonzero()[0].tolist():
         result[index] = move(others[index], target.device, structure, leaves[index])
         moved.append(result[index])
-    return result, moved, target.record(target.consumer(None))
+    return Moved(result, moved, target.record(target.consumer(None)))
 
 
 def send_packed(
@@ -260,7 +331,7 @@ def send_packed(
             finally:
                 event = target.record(stream)
     sent = Sent(blocks, event, copies, stream)
-    others, moved, moved_event = move_others(target, structure, table, others)
-    transfer: Transfer[Any] = Transfer(target, structure, table, sent, others, moved, moved_event)
+    moved = move_others(target, structure, table, others)
+    transfer: Transfer[Any] = Transfer(target, structure, table, sent, moved)
     transfer._cut()
     return transfer

@@ -1,12 +1,12 @@
-"""`Stager.load_weights`: a checkpoint's tensors are copied into the tensors of a module or dict, in waves.
+"""`Stager.load_weights`: a checkpoint's tensors are copied into the tensors of a module or dict, in groups.
 
 ::
 
-    tensors       mapping, pairs, or safetensors' safe_open; read in its order, one wave at a time
+    tensors       mapping, pairs, or safetensors' safe_open; read in its order, one group at a time
     known names   all names, shapes and devices are checked before the first byte is written
-    each wave     {name: host tensor} --to_device(out=)--> {name: destination}; meta tensors are made just before
+    each group    host tensors --staged--> device --copied--> destinations; meta tensors are made just before
 
-The packing threads take the page faults of mapped files, each wave while the one before is copied.
+The packing threads take the page faults of mapped files, each group while the one before is copied.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 import torch
 
 from .._compat.calls import changes_its_loading
-
-WAVE_BYTES = 256 << 20
-"""Bytes of host tensors per call of the stager. A generator's tensors hold about this much host memory at a time."""
+from ._groups import Write
 
 
 class IncompatibleKeys(NamedTuple):
@@ -180,9 +178,17 @@ class Destination:
 
 @torch.no_grad()
 def load_weights(
-    to_device: Callable[..., Any], device: torch.device, target: Any, tensors: Any, *, strict: bool
+    write: Callable[[Iterable[Write]], None], device: torch.device, target: Any, tensors: Any, *, strict: bool
 ) -> IncompatibleKeys:
-    """See `Stager.load_weights`."""
+    """See `Stager.load_weights`.
+
+    Args:
+        write: copies tensors into other tensors; see `write_in_groups`.
+        device: where the destinations have to be.
+        target: see `Stager.load_weights`.
+        tensors: the same.
+        strict: the same.
+    """
     shapes, read = _opened(tensors)
     destination = Destination(target, device, strict=strict)
     unexpected = [name for name in shapes or () if name not in destination.tensors]
@@ -190,40 +196,30 @@ def load_weights(
     problems = [problem for name, shape in known.items() if (problem := destination.problem_of(name, shape))]
     hoped = destination.tensors if shapes is None else known
     destination.check({destination.keys[name] for name in hoped}, unexpected, problems)
-    loaded: set[Any] = set()
     # Of names that share a tensor, the module's last one is loaded, as in `load_state_dict`. The checkpoint's order
     # decides in which order names are read.
     last = {destination.keys[name]: name for name in destination.tensors if name in known}
     names = [name for name in known if last[destination.keys[name]] == name]
-    for wave in _waves(read(names), destination, unexpected, strict=strict):
-        to_device(wave, out={name: destination.local(name) for name in wave})
-        loaded.update(destination.keys[name] for name in wave)
+    loaded: set[Any] = set()
+    write(_writes(read(names), destination, loaded, unexpected, strict=strict))
     destination.check(loaded, unexpected, [])
     return IncompatibleKeys(destination.missing(loaded), unexpected)
 
 
-def _waves(
-    pairs: Iterable[tuple[str, Any]], destination: Destination, unexpected: list[str], *, strict: bool
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield waves of this rank's parts of the tensors that have a destination, by name; note other names."""
-    wave: dict[Any, tuple[str, torch.Tensor]] = {}
-    nbytes = 0
+def _writes(
+    pairs: Iterable[tuple[str, Any]], destination: Destination, loaded: set[Any], unexpected: list[str], *, strict: bool
+) -> Iterator[Write]:
+    """Yield this rank's parts of the tensors that have a destination; note other names."""
     for name, tensor in pairs:
         if name in destination.tensors:
             if problem := destination.problem_of(name, _shape_of(tensor)):
                 destination.refuse([problem])
-            part = destination.part_of(name, tensor)
-            wave[destination.keys[name]] = name, part
-            nbytes += part.nbytes
+            yield Write(name, destination.part_of(name, tensor), destination.local(name).detach())
+            loaded.add(destination.keys[name])
         elif strict:
             destination.refuse([f'Unexpected key(s) in state_dict: "{name}". '])
         else:
             unexpected.append(name)
-        if nbytes >= WAVE_BYTES:
-            yield dict(wave.values())
-            wave, nbytes = {}, 0
-    if wave:
-        yield dict(wave.values())
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

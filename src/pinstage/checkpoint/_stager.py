@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._memory import SharedMemory
 from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout, descriptor_of
 from .._sizes import Size, format_bytes
-from .._stage import HostTransfer, Targets, clear_own_frames, duplicate_rest, event_of, fetch, wait_here
+from .._stage import Fetcher, HostTransfer, Targets, clear_own_frames, duplicate_rest, event_of, wait_here
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
 from ._snapshot import Snapshot, take
@@ -172,7 +172,8 @@ class CheckpointStager(AsyncStager):
             return lease
 
         try:
-            transfer = fetch(snapshot.tensors, _CPU, acquire, self._targets, copy=False, hold=self._hold == "stream")
+            fetcher = Fetcher(_CPU, acquire, self._targets, hold=self._hold == "stream")
+            transfer = fetcher.fetch(snapshot.tensors, copy=False)
             duplicate_rest(transfer, snapshot.tensors)
             return transfer, slab
         except BaseException as error:

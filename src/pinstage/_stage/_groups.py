@@ -1,0 +1,124 @@
+"""Writing a batch of any size into existing tensors, in groups of leaves.
+
+Each group is staged while the one before is copied into place. So neither the host nor the device needs memory for the
+whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from .._batch import ALIGNMENT, Parts, RowKind, Whole, as_tensor
+from .._pool import Fence
+from ._out import note_written, overlap
+from ._transfer import TransferInto, copy_event_of
+
+GROUP_BYTES = 64 << 20
+"""The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting a group."""
+
+_MOST_GROUPS = 2
+"""The most groups that are on the device: one is copied into place while the next one crosses the bus."""
+
+
+class Write(NamedTuple):
+    """A leaf, and the tensor it is copied to."""
+
+    name: str
+    """For errors."""
+    source: Any
+    place: torch.Tensor
+
+
+Stage: TypeAlias = Callable[[list[Any], list[torch.Tensor]], TransferInto[Any]]
+"""Stages leaves, to be copied into tensors."""
+
+
+def write_in_groups(writes: Iterable[Write], group_bytes: int, stage: Stage) -> None:
+    """Copy leaves into existing tensors, as operations of the current stream.
+
+    Blocks until all sources have been read, and while more than `_MOST_GROUPS` groups are on the device.
+
+    Args:
+        writes: read as far as the group that is staged.
+        group_bytes: the most bytes of a group.
+        stage: stages a group.
+    """
+    begun: list[str] = []
+    copied: deque[Fence | None] = deque()
+    try:
+        for group in groups_of(writes, group_bytes):
+            if len(copied) == _MOST_GROUPS and (event := copied.popleft()) is not None:
+                event.synchronize()
+            transfer = stage([write.source for write in group], [write.place for write in group])
+            begun += [write.name for write in group]
+            transfer.write()
+            copied.append(copy_event_of(transfer))
+    except BaseException as error:
+        note_written(error, dict.fromkeys(begun))
+        raise
+
+
+def groups_of(writes: Iterable[Write], group_bytes: int) -> Iterator[list[Write]]:
+    """Yield groups of at most `group_bytes` in a slab, in order; larger leaves are cut into several."""
+    group: list[Write] = []
+    nbytes = 0
+    for write in writes:
+        for piece in _cut(write, group_bytes):
+            room = -(-_bytes_of(piece.source) // ALIGNMENT) * ALIGNMENT
+            if group and nbytes + room > group_bytes:
+                yield group
+                group, nbytes = [], 0
+            group.append(piece)
+            nbytes += room
+    if group:
+        yield group
+
+
+def _cut(write: Write, most: int) -> Iterator[Write]:
+    """Cut a leaf, and its destination in the same way, along the destination's largest stride."""
+    name, source, place = write
+    if _bytes_of(source) <= most:
+        yield write
+        return
+    tensor = as_tensor(source)
+    if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):
+        yield Write(name, Whole(tensor), place)  # moves by its own .to(), so it needs no slab
+        return
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    if not dims:
+        yield write
+        return
+    dim = max(dims, key=place.stride)
+    size = tensor.shape[dim]
+    rows = max(1, size * most // _bytes_of(tensor))
+    for start in range(0, size, rows):
+        count = min(rows, size - start)
+        yield from _cut(Write(name, tensor.narrow(dim, start, count), place.narrow(dim, start, count)), most)
+
+
+def _bytes_of(source: Any) -> int:
+    """Return the bytes of a dense leaf; 0 for any other, which isn't cut."""
+    if isinstance(source, torch.Tensor) and source.layout is not torch.strided:
+        return 0
+    return source.nbytes if isinstance(source, np.ndarray | torch.Tensor) else 0
+
+
+def unpacked_bytes(parts: Parts) -> int:
+    """Return the bytes of a batch's dense leaves that aren't packed, such as tensors that are on the device already."""
+    moved = parts.table.positions(RowKind.MOVED) if parts.table.moved else []
+    return sum(_bytes_of(parts.leaves[index]) for index in moved)
+
+
+def with_own_sources(writes: list[Write]) -> list[Write]:
+    """Copy the sources that share memory with a destination, since earlier groups would change them."""
+    tensors = [as_tensor(write.source) for write in writes]
+    share = overlap(tensors, [write.place for write in writes])
+    return [
+        write._replace(source=tensor.detach().clone()) if shares else write
+        for write, tensor, shares in zip(writes, tensors, share, strict=True)
+    ]
