@@ -2,9 +2,11 @@
 
     python benchmarks/out.py --out benchmarks/results/out.json
 
-Compares `Stager.to_device(batch, out=static)` with a loop of ``dst.copy_(src, non_blocking=True)``, with that loop from
-page-locked memory, and with `to_device` without `out`. ``4GiB-weights`` has a cap of 256 MiB. Cases with ``pinned``
-have page-locked sources, which pinstage borrows. Each variant runs in a fresh process.
+Compares `Stager.to_device(batch, out=static)` with `to_device` and `torch._foreach_copy_`, as written by hand, with a
+loop of ``dst.copy_(src, non_blocking=True)``, with that loop from page-locked memory, and with `to_device` without `out`.
+``4GiB-weights`` has a cap of 256 MiB. Cases with ``pinned`` have page-locked sources, which pinstage borrows. The
+``replay`` cases are loops that write each batch into the inputs of a CUDA graph and replay it; their times are the
+loop's, per step. Each variant runs in a fresh process.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from comparison.harness import Outcome, Variant
 
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 3
+STEPS = 60
+"""Steps of a loop that replays a graph."""
+GRAPH_ALONE = "graph"
 
 Tensors = list[torch.Tensor]
 Write = Callable[[Tensors, Tensors], Any]
@@ -40,6 +45,9 @@ class Batch:
     pinned: bool = False
     separate: bool = True
     """Whether each destination has its own memory; otherwise `to_device` made them."""
+    products: int = 0
+    """Matrix products of a graph that is replayed after each write, in a loop; 0: single writes are measured."""
+    dtype: torch.dtype = torch.int32
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +64,9 @@ class Way(NamedTuple):
 
 CASES = (
     Batch("4GiB-weights", 64, 64 * MIB),
+    Batch("images-37MiB-replay", 2, 37 * MIB // 2, separate=False, products=7, dtype=torch.float32),
+    Batch("200-leaves-9MiB-replay", 200, 48_000, separate=False, products=3, dtype=torch.float32),
+    Batch("tokens-1MiB-replay", 2, MIB // 2, separate=False, products=1, dtype=torch.int64),
     Batch("1000x256B-returned", 1000, 256, separate=False),
     Batch("1000x256B-separate", 1000, 256),
     *(
@@ -72,6 +83,7 @@ CASES = (
 )
 SMOKE_CASES = (
     Batch("4MiB-weights", 4, MIB),
+    Batch("tokens-replay", 2, 4 * KIB, separate=False, products=1, dtype=torch.int64),
     Batch("40x256B-returned", 40, 256, separate=False),
     Batch("40x256B-separate", 40, 256),
     Batch("2x1MiB", 2, MIB),
@@ -85,6 +97,23 @@ def _out(device: torch.device, case: Batch) -> Iterator[Way]:
     cap = min(256 * MIB, case.nbytes // 4) if case.id.endswith("weights") else "2GiB"
     with ps.Stager(device, max_bytes=cap, borrow_pinned=case.pinned) as stager:
         yield Way(list, lambda sources, places: stager.to_device(sources, out=places))
+
+
+@contextmanager
+def _by_hand(device: torch.device, case: Batch) -> Iterator[Way]:
+    import pinstage as ps
+
+    def write(sources: Tensors, places: Tensors) -> Tensors:
+        torch._foreach_copy_(places, stager.to_device(sources))
+        return places
+
+    with ps.Stager(device, max_bytes="6GiB", borrow_pinned=case.pinned) as stager:
+        yield Way(list, write)
+
+
+@contextmanager
+def _nothing(device: torch.device, case: Batch) -> Iterator[Way]:  # noqa: ARG001
+    yield Way(list, lambda _, places: places)
 
 
 @contextmanager
@@ -113,41 +142,91 @@ def _copy_each(sources: Tensors, places: Tensors) -> Tensors:
 
 VARIANTS = (
     Variant("pinstage_out", _out, "`stager.to_device(batch, out=places)`", package="pinstage", ours=True),
+    Variant("by_hand", _by_hand, "`torch._foreach_copy_(places, stager.to_device(batch))`", package="pinstage"),
     Variant("pinstage", _new, "`stager.to_device(batch)`: new tensors", package="pinstage", ours=True),
     Variant("copy", _copy, "`place.copy_(leaf, non_blocking=True)` for each leaf"),
     Variant("pin_copy", _pinned_copy, "the same from memory that `pin_memory()` made before", needs_cuda=True),
+    Variant(GRAPH_ALONE, _nothing, "the loops without a write: the graph alone"),
 )
 
 
 def measure(variant: Variant, repeats: int, device: torch.device, case: Batch) -> Outcome:
-    """Return the seconds of each write, until it is done on the device."""
-
-    def settle() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    def make(seed: int) -> Tensors:
-        made = [torch.full((case.leaf_bytes // 4,), seed + i, dtype=torch.int32) for i in range(case.leaves)]
-        return [leaf.pin_memory() for leaf in made] if case.pinned and device.type == "cuda" else made
-
-    sources = make(1)
-    places = _places(device, case, sources)
-    large = case.nbytes >= 1 << 30
-    total = []
+    """Return the seconds of each write, until it is done on the device; or of each step of loops that replay a graph."""
+    if variant.id == GRAPH_ALONE and not case.products:
+        return {"status": "ok", "detail": "nothing is written", "total": [0.0]}
+    batches = [_batch(device, case, seed) for seed in range(4 if case.products else 1)]
+    places = _places(device, case, batches[0])
+    settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
     with variant.setup(device, case) as way:
         began = time.perf_counter()
-        ready = way.prepare(sources)
+        ready = [way.prepare(batch) for batch in batches]
         prepared = time.perf_counter() - began
-        for repeat in range(WARM_UPS + (min(repeats, 5) if large else repeats)):
-            settle()
-            start = time.perf_counter()
-            got = way.write(ready, places)
-            settle()
-            if repeat >= WARM_UPS:
-                total.append(time.perf_counter() - start)
-        right = all(torch.equal(there.cpu(), here) for there, here in zip(got, sources, strict=True))
+        if case.products:
+            times, got = _loops(way.write, ready, places, settle, case)
+        else:
+            repeats = min(repeats, 5) if case.nbytes >= 1 << 30 else repeats
+            times, got = _writes(way.write, ready[0], places, settle, repeats)
+        pairs = zip(got, batches[-1], strict=True)
+        right = variant.id == GRAPH_ALONE or all(torch.equal(there.cpu(), here) for there, here in pairs)
     detail = f"made ready in {prepared * 1e3:.0f} ms" if prepared > 1e-3 else ""
-    return {"status": "ok" if right else "incorrect", "detail": detail, "total": total}
+    return {"status": "ok" if right else "incorrect", "detail": detail, "total": times}
+
+
+def _batch(device: torch.device, case: Batch, seed: int) -> Tensors:
+    count = case.leaf_bytes // case.dtype.itemsize
+    made = [torch.full((count,), seed + i, dtype=case.dtype) for i in range(case.leaves)]
+    return [leaf.pin_memory() for leaf in made] if case.pinned and device.type == "cuda" else made
+
+
+def _writes(
+    write: Write, sources: Tensors, places: Tensors, settle: Callable[[], Any], repeats: int
+) -> tuple[list[float], Tensors]:
+    times = []
+    for _ in range(WARM_UPS + repeats):
+        settle()
+        start = time.perf_counter()
+        got = write(sources, places)
+        settle()
+        times.append(time.perf_counter() - start)
+    return times[WARM_UPS:], got
+
+
+def _loops(
+    write: Write, batches: list[Tensors], places: Tensors, settle: Callable[[], Any], case: Batch
+) -> tuple[list[float], Tensors]:
+    """Return the seconds per step of loops that write each batch and replay a graph, which reads it."""
+    replay = _graph(places, case.products)
+    times = []
+    for _ in range(WARM_UPS + 5):
+        settle()
+        start = time.perf_counter()
+        for step in range(STEPS):
+            got = write(batches[step % len(batches)], places)
+            replay()
+        settle()
+        times.append((time.perf_counter() - start) / STEPS)
+    return times[WARM_UPS:], got if got is places or len(got) == len(places) else places
+
+
+def _graph(places: Tensors, products: int) -> Callable[[], Any]:
+    """Capture a model of matrix products that reads all places; on the CPU, return a function that does this."""
+    device = places[0].device
+    weight = torch.rand(4096, 4096, device=device, dtype=torch.bfloat16) if device.type == "cuda" else torch.rand(8, 8)
+
+    def work() -> torch.Tensor:
+        total = sum(place.float().sum() for place in places)
+        for _ in range(products):
+            torch.mm(weight, weight)
+        return total  # type: ignore[return-value]
+
+    if device.type != "cuda":
+        return work
+    work()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def _places(device: torch.device, case: Batch, sources: Tensors) -> Tensors:

@@ -2,7 +2,7 @@
 
 import gc
 import importlib.util
-import weakref
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,7 @@ def test_every_kind_of_destination_has_the_bytes(cuda_device, kind, count, eleme
             assert torch.equal(place.cpu(), source.to(place.dtype))
 
 
-def test_a_batch_above_the_cap_goes_in_parts(cuda_device):
+def test_a_batch_above_the_cap_goes_in_groups(cuda_device):
     sources = [torch.randn(4 * MIB), torch.randn(1000, 3000).t(), torch.arange(5 * MIB + 3, dtype=torch.uint8)]
     places = [torch.empty(source.shape, dtype=source.dtype, device=cuda_device) for source in sources]
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
@@ -72,18 +72,47 @@ def test_neighbours_are_one_copy(cuda_device):
         assert stager.stats().copies - before.copies == before.copies == 1
 
 
-def test_the_steady_state_allocates_nothing(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        sources = [filled(LARGE, 1), filled(SMALL, 2)]
-        static = stager.to_device(sources)
-        for _ in range(5):
-            stager.to_device(sources, out=static)
+def test_a_loop_that_replays_takes_the_memory_of_four_batches(cuda_device):
+    with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
+        batches = [[torch.full((4, LARGE), float(value))] for value in range(4)]
+        static = stager.to_device(batches[0])
+        work = torch.rand(2048, 2048, device=cuda_device)
+
+        def step() -> torch.Tensor:
+            total = static[0].sum()
+            for _ in range(20):
+                torch.mm(work, work)
+            return total
+
+        step()
         torch.cuda.synchronize()
-        stager.pool.freeze()
-        before = torch.cuda.memory_stats(cuda_device)["allocation.all.allocated"]
-        for _ in range(50):
-            stager.to_device(sources, out=static)
-        assert torch.cuda.memory_stats(cuda_device)["allocation.all.allocated"] == before
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            total = step()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(cuda_device)
+        before = torch.cuda.memory_allocated(cuda_device)
+        for number in range(40):
+            stager.to_device(batches[number % 4], out=static)
+            graph.replay()
+            if number > 30:
+                assert total.item() == 4 * LARGE * (number % 4)
+        peak = torch.cuda.max_memory_allocated(cuda_device) - before
+        assert peak <= 4 * static[0].nbytes
+
+
+def test_a_load_above_a_group_takes_two_groups_of_the_device(cuda_device):
+    weights = {f"{number}": torch.full((20, MIB), float(number)) for number in range(8)}
+    with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
+        there = {name: torch.zeros_like(tensor, device=cuda_device) for name, tensor in weights.items()}
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(cuda_device)
+        before = torch.cuda.memory_allocated(cuda_device)
+        stager.load_weights(there, weights)
+        assert torch.cuda.max_memory_allocated(cuda_device) - before <= 2 * (64 << 20)
+        assert all(bool((there[name] == weights[name][0, 0]).all()) for name in there)
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -109,38 +138,93 @@ def test_earlier_work_reads_old_values_later_work_new(cuda_device, latch: Latch,
         assert bool((after == 2).all())
 
 
-def test_earlier_work_is_spoiled_without_the_wait(cuda_device, latch: Latch, monkeypatch):
+def test_the_copy_is_too_early_without_the_hand_over(cuda_device, latch: Latch, monkeypatch):
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        place = on(cuda_device, LARGE, 1)
+        stager.to_device([filled(LARGE, 1)], out=[place])
+        torch.cuda.synchronize()
+        monkeypatch.setattr(type(stager._target), "hand_over", lambda *_: None)
+        latch.hold(stager._target.stream)
+        stager.to_device([filled(LARGE, 2)], out=[place])
+        torch.cuda.current_stream(cuda_device).synchronize()
+        seen = place.clone()
+        latch.open()
+        torch.cuda.synchronize()
+        assert not bool((seen == 2).all())
+
+
+def test_a_batch_crosses_the_bus_while_its_destination_is_in_use(cuda_device, latch: Latch):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         place = on(cuda_device, LARGE, 1)
         stager.to_device([filled(LARGE, 1)], out=[place])
         place.clone()
         torch.cuda.synchronize()
-        monkeypatch.setattr(type(stager._target), "wait", lambda *_: None)
         latch.hold(consumer)
         before = place.clone()
         transfer = stager.stage([filled(LARGE, 2)], out=[place])
-        transfer.synchronize()
-        latch.open()
-        consumer.synchronize()
-        assert bool((before == 2).all())
-
-
-@pytest.mark.parametrize("elements", [MIDDLE, LARGE])
-def test_packed_sources_can_be_overwritten_after_the_call(cuda_device, latch: Latch, elements):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        source, place = filled(elements, 3), on(cuda_device, elements)
-        stager.to_device([source], out=[place])
-        torch.cuda.synchronize()
-        held = stager._target.stream if elements == LARGE else torch.cuda.current_stream(cuda_device)
-        latch.hold(held)
-        source.fill_(5)
-        transfer = stager.stage([source], out=[place])
-        source.fill_(9)
+        transfer.synchronize()  # the bytes are on the device
+        transfer.wait()
         assert not transfer.query()
         latch.open()
-        transfer.synchronize()
-        assert bool((transfer.wait()[0] == 5).all())
+        consumer.synchronize()
+        assert bool((before == 1).all())
+        assert bool((place == 2).all())
+
+
+def half_registered(stack: ExitStack, elements: int) -> torch.Tensor:
+    """Make a tensor whose first half is page-locked."""
+    memory = filled(elements + 2048, 0)
+    begin = -(-memory.data_ptr() // 4096) * 4096
+    tensor = memory[(begin - memory.data_ptr()) // 4 :][:elements]
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostRegister(begin, max(4096, tensor.nbytes // 2 // 4096 * 4096), 0)) == 0
+    stack.callback(runtime.cudaHostUnregister, begin)
+    return tensor
+
+
+def lent(stack: ExitStack, elements: int) -> torch.Tensor:
+    pool = stack.enter_context(ps.SlabPool("64MiB", memory=ps.memory.RegisteredMemory("cuda")))
+    return stack.enter_context(pool.acquire(4 * elements)).tensor((elements,), torch.int32)
+
+
+SOURCES = {
+    "pageable": lambda stack, elements: filled(elements, 0),
+    "page-locked": lambda stack, elements: filled(elements, 0).pin_memory(),
+    "half registered": half_registered,
+    "a lease": lent,
+    "a parameter": lambda stack, elements: torch.nn.Parameter(filled(elements, 0), requires_grad=False),
+    "on the device": lambda stack, elements: on(torch.device("cuda"), elements),
+}
+
+
+@pytest.mark.parametrize("elements", [1024, SMALL * 200, MIDDLE, LARGE])
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("method", ["to_device", "stage"])
+def test_a_source_may_be_overwritten_after_the_call(cuda_device, latch: Latch, method, kind, elements):
+    consumer = torch.cuda.Stream(cuda_device)
+    with ExitStack() as stack:
+        stager = stack.enter_context(ps.Stager(cuda_device, max_bytes="64MiB"))
+        source, place = SOURCES[kind](stack, elements), on(cuda_device, elements)
+        stack.callback(torch.cuda.synchronize)
+        stack.enter_context(latch)
+        stack.enter_context(torch.cuda.stream(consumer))
+        stager.to_device([source], out=[place])
+        source.add_(0)
+        source.data.fill_(5)
+        torch.cuda.synchronize()
+        if kind == "on the device":
+            latch.hold(stager._target.stream)  # the call copies it on the current stream
+        else:
+            latch.hold(consumer)
+            latch.hold(stager._target.stream)
+        written = getattr(stager, method)([source], out=[place])
+        source.data.fill_(9)
+        if method == "stage":
+            written.wait()
+        latch.open()
+        torch.cuda.synchronize()
+        assert bool((place == 5).all())
 
 
 def test_a_borrowed_source_is_read_late_and_kept(cuda_device, latch: Latch):
@@ -158,24 +242,24 @@ def test_a_borrowed_source_is_read_late_and_kept(cuda_device, latch: Latch):
         others = [filled(LARGE, 9).pin_memory() for _ in range(4)]
         assert address not in [other.data_ptr() for other in others]
         latch.open()
-        transfer.synchronize()
-        assert bool((place == 2).all())
+        assert bool((transfer.wait()[0] == 2).all())
 
 
-def test_dropped_destinations_are_kept_until_the_copy(cuda_device, latch: Latch):
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_dropped_destinations_are_kept_until_the_copy(cuda_device, latch: Latch, elements):
+    side = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        stager.to_device([filled(LARGE, 1)], out=[on(cuda_device, LARGE)])
-        on(cuda_device, LARGE, 7)
+        stager.to_device([filled(elements, 1)], out=[on(cuda_device, elements)])
+        on(cuda_device, elements, 7)
         torch.cuda.synchronize()
-        place = on(cuda_device, LARGE)
-        gone = weakref.ref(place)
+        place = on(cuda_device, elements)
         torch.cuda.synchronize()
-        latch.hold(stager._target.stream)
-        stager.stage([filled(LARGE, 2)], out=[place])
-        del place
+        transfer = stager.stage([filled(elements, 2)], out=[place])
+        latch.hold(side)
+        transfer.wait(side)
+        del place, transfer
         gc.collect()
-        assert gone() is not None
-        others = [on(cuda_device, LARGE, 7) for _ in range(4)]
+        others = [on(cuda_device, elements, 7) for _ in range(4)]
         latch.open()
         torch.cuda.synchronize()
         assert all(bool((other == 7).all()) for other in others)
@@ -197,18 +281,18 @@ def test_another_stream_sees_the_values_after_wait(cuda_device, latch: Latch):
         assert bool((seen == 2).all())
 
 
-def test_no_warm_call_waits_for_a_busy_device(cuda_device, latch: Latch):
+def test_no_warm_call_within_run_ahead_waits_for_a_busy_device(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager, latch:
-        places = [on(cuda_device, LARGE) for _ in range(8)]
+        places = [on(cuda_device, LARGE) for _ in range(3)]
         stager.pool.reserve(4 * LARGE, count=8)
         stager.to_device(filled(LARGE, 1), out=places[0])
         torch.cuda.synchronize()
         latch.hold(torch.cuda.current_stream(cuda_device))
-        for value, place in enumerate(places):  # more than run_ahead
+        for value, place in enumerate(places):
             stager.to_device(filled(LARGE, value), out=place)
         latch.open()
         torch.cuda.synchronize()
-        assert [int(place[-1]) for place in places] == list(range(8))
+        assert [int(place[-1]) for place in places] == list(range(3))
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -250,14 +334,19 @@ def test_a_capture_is_refused_and_goes_on(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         place = on(cuda_device, SMALL)
         stager.to_device(filled(SMALL, 1), out=place)
+        transfer = stager.stage(filled(SMALL, 1), out=place)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
+            for call in (stager.to_device, stager.stage):
+                with pytest.raises(ps.errors.PinstageError, match="while a CUDA graph is captured"):
+                    call(filled(SMALL, 2), out=place)
             with pytest.raises(ps.errors.PinstageError, match="while a CUDA graph is captured"):
-                stager.to_device(filled(SMALL, 2), out=place)
+                transfer.wait()
             doubled = place * 2
         graph.replay()
         assert bool((doubled == 2).all())
+        assert transfer.wait() is place
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # torch's own, of its compiler
@@ -318,11 +407,12 @@ def test_values_are_cast_on_the_way_back(cuda_device):
         assert bool((places[1] == 4).all())
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-def test_trees_above_the_cap_come_in_parts(cuda_device, pinned):
-    sources = [torch.randn(4 * MIB), torch.randn(1000, 3000).t(), torch.arange(5 * MIB + 3, dtype=torch.uint8)]
-    places = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=pinned) for source in sources]
+def test_only_page_locked_destinations_may_exceed_the_cap(cuda_device):
+    sources = [torch.randn(4 * MIB), torch.arange(5 * MIB + 3, dtype=torch.uint8)]
+    there = [source.to(cuda_device) for source in sources]
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
-        stager.to_host([source.to(cuda_device) for source in sources], out=places)
-        assert stager.stats().pool.peak_held_bytes <= 8 * MIB
+        places = [torch.zeros_like(source).pin_memory() for source in sources]
+        stager.to_host(there, out=places)
         assert all(map(torch.equal, places, sources))
+        with pytest.raises(ps.errors.BudgetExceededError):
+            stager.to_host(there, out=[torch.zeros_like(source) for source in sources])

@@ -13,13 +13,14 @@ This package knows shapes, and counts no bytes of any pool.
 from ._attributes import stored_attributes
 from ._blocks import (
     Blocks,
+    Match,
     OwnStorage,
     Sharing,
     bytes_at,
     check_own_storage,
     cut,
     make_blocks,
-    plain_memory,
+    match,
     sharing_of,
 )
 from ._describe import IsContainer, Keeping, Parts, contiguous_stride, dense_stride, describe, take_apart
@@ -32,11 +33,12 @@ from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, RowKind, Table
 
 __all__ = [
-    "ALIGNMENT", "ATOM_TYPES", "Blocks", "Borrowed", "COPIED_AS_THEY_ARE", "DTYPES", "Gathering", "INTEGERS",
-    "IsContainer", "Keeping", "Layout", "OwnStorage", "PACKED", "Parts", "RowKind", "Sharing", "Slot", "StagingNode",
-    "Structure", "Table", "WRAPPERS", "Whole", "arrange", "as_tensor", "borrow", "bytes_at", "check_content", "check_own_storage",
-    "content_of", "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "flat", "gather",
-    "is_atom", "make_blocks", "most_threads", "moves_in_silence", "on_host", "pack", "pack_by_threads", "plain_memory",
-    "register_node", "register_tensor", "reuses_places", "sharing_of", "start_packing", "stored_attributes",
-    "take_apart", "tensors_in", "walk", "windows",
+    "ALIGNMENT", "ATOM_TYPES", "Blocks", "Borrowed", "COPIED_AS_THEY_ARE", "DTYPES", "Gathering",
+    "INTEGERS", "IsContainer", "Keeping", "Layout", "Match", "OwnStorage", "PACKED", "Parts",
+    "RowKind", "Sharing", "Slot", "StagingNode", "Structure", "Table", "WRAPPERS", "Whole",
+    "arrange", "as_tensor", "borrow", "bytes_at", "check_content", "check_own_storage",
+    "content_of", "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "flat",
+    "gather", "is_atom", "make_blocks", "match", "most_threads", "moves_in_silence", "on_host",
+    "pack", "pack_by_threads", "register_node", "register_tensor", "reuses_places", "sharing_of",
+    "start_packing", "stored_attributes", "take_apart", "tensors_in", "walk", "windows",
 ]  # fmt: skip

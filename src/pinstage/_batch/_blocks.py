@@ -7,9 +7,8 @@ shim can't be used, such as in a mode. A block is one tensor and one range of th
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 
 from pinstage._native import _core
@@ -94,21 +93,32 @@ def _view(tensor: torch.Tensor, code: int, place: int, shape: tuple[int, ...], s
     return view.set_(tensor.untyped_storage(), start // view.itemsize, shape, stride)
 
 
-def plain_memory(table: Table, tensors: list[Any], device: torch.device) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return where existing tensors can take the packed leaves of a batch byte by byte.
+class Match(NamedTuple):
+    """The tensors among existing ones that can take the packed leaves of a batch byte by byte."""
+
+    memory: bytes
+    """For each row, two int64: the addresses of the tensor's first byte and of the byte behind its last. Both are -1 if
+    it isn't a plain tensor on the device with the dtype, shape and strides of its row, or if that can't be determined
+    quickly."""
+    is_complete: bool
+    """Whether all packed rows have such a tensor, and no two share a byte."""
+    dtype: int
+    """The code of the dtype of all packed rows; -1 if they have several."""
+    runs: list[tuple[int, int, int]]
+    """If the match is complete, the ranges of bytes that leaves form both in the slab and in the memory of these
+    tensors: the offset in the slab, the bytes, and the row that they begin with. Empty if there are nearly as many
+    ranges as leaves."""
+
+
+def match(table: Table, tensors: list[Any], device: torch.device) -> Match:
+    """Look at existing tensors for the leaves of a batch.
 
     Args:
         table: the offset table.
         tensors: one for each row; those of rows that aren't packed are ignored.
         device: where they have to be.
-
-    Returns:
-        int64 ``[rows, 3]``: the addresses of each tensor's first byte and of the byte behind its last, and the code of
-        its dtype. All are -1 if it isn't a plain tensor on the device with the dtype, shape and strides of its row, or
-        if that can't be determined quickly.
     """
-    memory = _core.plain_memory(table.data, tensors, *dlpack_device(device))
-    return np.frombuffer(memory, dtype=np.int64).reshape(-1, 3)
+    return tuple.__new__(Match, _core.match(table.data, tensors, *dlpack_device(device)))
 
 
 def bytes_at(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:

@@ -217,7 +217,7 @@ PyObject *alike(PyObject *module, PyObject *samples);
 PyObject *stack(PyObject *module, PyObject *args);
 PyObject *pack(PyObject *module, PyObject *args);
 PyObject *find_driver(PyObject *module, PyObject *nothing);
-PyObject *plain_memory(PyObject *module, PyObject *args);
+PyObject *match(PyObject *module, PyObject *args);
 PyObject *move_few(PyObject *module, PyObject *args);
 
 extern PyType_Spec structure_spec, job_spec, blocks_spec;

@@ -154,8 +154,8 @@ static PyMethodDef functions[] = {
      "pack(table, sources, address, nbytes): write leaves to their places, except those whose source is at 0."},
     {"find_driver", find_driver, METH_NOARGS,
      "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
-    {"plain_memory", plain_memory, METH_VARARGS,
-     "plain_memory(table, tensors, device_type, device_index): where existing tensors can take leaves byte by byte."},
+    {"match", match, METH_VARARGS,
+     "match(table, tensors, device_type, device_index): which existing tensors can take leaves byte by byte."},
     {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
     {NULL, NULL, 0, NULL},
 };

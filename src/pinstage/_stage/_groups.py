@@ -15,6 +15,7 @@ import torch
 
 from .._batch import ALIGNMENT, Parts, RowKind, Whole, as_tensor
 from .._pool import Fence
+from .._sizes import round_up
 from ._out import note_written, overlap
 from ._transfer import TransferInto, copy_event_of
 
@@ -66,39 +67,40 @@ def write_in_groups(writes: Iterable[Write], group_bytes: int, stage: Stage) -> 
 def groups_of(writes: Iterable[Write], group_bytes: int) -> Iterator[list[Write]]:
     """Yield groups of at most `group_bytes` in a slab, in order; larger leaves are cut into several."""
     group: list[Write] = []
-    nbytes = 0
+    room = group_bytes
     for write in writes:
-        for piece in _cut(write, group_bytes):
-            room = -(-_bytes_of(piece.source) // ALIGNMENT) * ALIGNMENT
-            if group and nbytes + room > group_bytes:
+        nbytes = _bytes_of(write.source)
+        for piece, needed in [(write, nbytes)] if nbytes <= group_bytes else _cut(write, group_bytes):
+            if group and needed > room:
                 yield group
-                group, nbytes = [], 0
+                group, room = [], group_bytes
             group.append(piece)
-            nbytes += room
+            room -= round_up(needed, ALIGNMENT)
     if group:
         yield group
 
 
-def _cut(write: Write, most: int) -> Iterator[Write]:
-    """Cut a leaf, and its destination in the same way, along the destination's largest stride."""
+def _cut(write: Write, most: int) -> Iterator[tuple[Write, int]]:
+    """Cut a leaf, and its destination in the same way, along the destination's largest stride.
+
+    Yields:
+        Pieces of at most `most` bytes, and the bytes of each.
+    """
     name, source, place = write
-    if _bytes_of(source) <= most:
-        yield write
-        return
     tensor = as_tensor(source)
-    if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):
-        yield Write(name, Whole(tensor), place)  # moves by its own .to(), so it needs no slab
-        return
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
-    if not dims:
-        yield write
-        return
-    dim = max(dims, key=place.stride)
-    size = tensor.shape[dim]
-    rows = max(1, size * most // _bytes_of(tensor))
-    for start in range(0, size, rows):
-        count = min(rows, size - start)
-        yield from _cut(Write(name, tensor.narrow(dim, start, count), place.narrow(dim, start, count)), most)
+    if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):
+        yield Write(name, Whole(tensor), place), 0  # moves by its own .to(), so it needs no slab
+    elif tensor.nbytes <= most or not dims:
+        yield Write(name, tensor, place), tensor.nbytes
+    else:
+        dim = max(dims, key=place.stride)
+        size = tensor.shape[dim]
+        rows = max(1, size * most // tensor.nbytes)
+        for start in range(0, size, rows):
+            count = min(rows, size - start)
+            piece = Write(name, tensor.narrow(dim, start, count), place.narrow(dim, start, count))
+            yield from _cut(piece, most)
 
 
 def _bytes_of(source: Any) -> int:
@@ -116,9 +118,11 @@ def unpacked_bytes(parts: Parts) -> int:
 
 def with_own_sources(writes: list[Write]) -> list[Write]:
     """Copy the sources that share memory with a destination, since earlier groups would change them."""
+    device = writes[0].place.device
     tensors = [as_tensor(write.source) for write in writes]
-    share = overlap(tensors, [write.place for write in writes])
-    return [
-        write._replace(source=tensor.detach().clone()) if shares else write
-        for write, tensor, shares in zip(writes, tensors, share, strict=True)
-    ]
+    near = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+    share = overlap([tensors[number] for number in near], [write.place for write in writes] if near else [])
+    for number, shares in zip(near, share, strict=True):
+        if shares:
+            writes[number] = writes[number]._replace(source=tensors[number].detach().clone())
+    return writes

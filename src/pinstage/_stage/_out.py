@@ -9,14 +9,15 @@ So a batch crosses the bus while `out` is still in use, for example by a CUDA gr
 
 from __future__ import annotations
 
+import struct
 import warnings
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from itertools import accumulate
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from .._batch import (
@@ -24,6 +25,7 @@ from .._batch import (
     INTEGERS,
     PACKED,
     WRAPPERS,
+    Match,
     Parts,
     RowKind,
     Structure,
@@ -32,31 +34,19 @@ from .._batch import (
     bytes_at,
     dense_stride,
     describe,
-    plain_memory,
+    match,
     walk,
 )
 from .._compat.calls import copy_each
 from ..errors import LayoutError
 
-Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
-
-_LEAVES_PER_RUN = 4
-"""Leaves that are neighbours are copied as one range of bytes if a range has this many on average. The two tensors of a
-range cost as much as the views of some leaves."""
+Span: TypeAlias = tuple[int, int]
+"""The addresses of a tensor's first byte, and of the byte behind its last; -1 if only torch knows them."""
 
 _MOST_PATHS = 8
 """The most paths that a note names."""
 
 _MAY_BE_WRITTEN = "may be written in part"
-
-
-class _Run(NamedTuple):
-    """Bytes of the device slab whose destinations are one range of memory, too."""
-
-    offset: int
-    nbytes: int
-    first: int
-    """The leaf that they begin with."""
 
 
 class Destinations:
@@ -83,54 +73,26 @@ class Destinations:
         self._tables = parts.table, *elsewhere
         existing = in_order(parts.structure, out)
         self.leaves = _results(parts, existing)
-        memory = self._memory_of(existing)
-        self.as_they_are: list[int] = np.flatnonzero(memory[:, 0] >= 0).tolist()
+        self._matches = self._matched(existing)
+        self._shapes: dict[int, torch.Size] = {}  # of destinations that aren't written as they are
         self._by_torch: list[int] = []
         self._in_order: list[int] = []
-        if len(self.as_they_are) < len(existing):
-            self._by_torch = [index for index in tensors_of(parts.table) if memory[index, 0] < 0]
-        spans = memory[:, :2].copy() if self._by_torch else memory[:, :2]
-        self._shapes: dict[int, torch.Size] = {}
+        self.as_they_are = tensors_of(parts.table)
+        if self._matches[0].is_complete and parts.table.packed == len(self.as_they_are):
+            return
+        spans = self._spans()
+        self.as_they_are = [index for index in self.as_they_are if spans[index][0] >= 0]
+        self._by_torch = sorted(set(tensors_of(parts.table)) - set(self.as_they_are))
         for index in self._by_torch:
-            _check(parts, index, existing[index], device)
-            spans[index] = span_of(existing[index])
-            self._shapes[index] = existing[index].shape
-        self._memory = memory
+            place = existing[index]
+            _check(parts, index, place, device)
+            spans[index] = span_of(place)
+            self._shapes[index] = place.shape
         self._order(spans)
 
-    def is_copied_by_torch(self, index: int) -> bool:
+    def is_opaque(self, index: int) -> bool:
         """Return whether only ``Tensor.copy_`` can write a destination: it is sparse, of a subclass, or conjugated."""
         return index in self._shapes and not _is_plain(self.leaves[index])
-
-    def check_again(self) -> None:
-        """Check that no destination has changed its memory or shape since the call.
-
-        Raises:
-            LayoutError: one has.
-        """
-        differs = (self._memory_of(self.leaves) != self._memory).any(1)
-        changed = np.flatnonzero(differs).tolist()
-        changed += [index for index, shape in self._shapes.items() if self.leaves[index].shape != shape]
-        if changed:
-            path = self.structure.path(changed[0])
-            raise LayoutError(f"out{path} has changed its shape or memory since the call; call stage() again", path)
-
-    def fill(self, leaves: Callable[[], list[Any]], slab: torch.Tensor | None = None) -> None:
-        """Copy a staged batch into the destinations, on the current stream.
-
-        Args:
-            leaves: makes the staged leaves.
-            slab: uint8, the bytes of all packed leaves, on the device, if they are in one tensor.
-        """
-        runs = [] if slab is None else self._runs()
-        try:
-            if slab is not None and runs:
-                self._copy_runs(runs, slab)
-            if not runs or self._by_torch or self._in_order:
-                self._copy(leaves(), [] if runs else self.as_they_are)
-        except BaseException as error:
-            note_written(error, self.paths())
-            raise
 
     def leave_out(self, leaves: Iterable[int]) -> None:
         """Don't write some leaves, whose bytes the device writes itself."""
@@ -141,38 +103,63 @@ class Destinations:
         """Return the leaves to copy, in an order in which they can be copied one by one."""
         return sorted(self.as_they_are + self._by_torch) + self._in_order
 
-    def paths(self) -> list[str]:
-        """Return the paths of all leaves to copy."""
-        paths = self.structure.paths()
-        return [f"out{paths[index]}" for index in sorted(self.writes())]
+    def check_again(self) -> None:
+        """Check that no destination has changed its memory or shape since the call.
 
-    def _memory_of(self, tensors: list[Any]) -> Numbers:
-        memory = plain_memory(self._tables[0], tensors, self._device)
-        for table in self._tables[1:]:
-            memory = np.maximum(memory, plain_memory(table, tensors, self._device))
-        return memory
+        Raises:
+            LayoutError: one has.
+        """
+        before = self._spans()
+        matches, self._matches = self._matches, self._matched(self.leaves)
+        if self._matches == matches and all(self.leaves[i].shape == shape for i, shape in self._shapes.items()):
+            return
+        now, self._matches = self._spans(), matches
+        changed = [index for index, span in enumerate(before) if now[index] != span]
+        changed += [index for index, shape in self._shapes.items() if self.leaves[index].shape != shape]
+        path = self.structure.path(changed[0])
+        raise LayoutError(f"out{path} has changed its shape or memory since the call; call stage() again", path)
 
-    def _order(self, spans: Numbers) -> None:
+    def fill(self, leaves: Callable[[], list[Any]], slab: torch.Tensor | None = None) -> None:
+        """Copy a staged batch into the destinations, on the current stream.
+
+        Args:
+            leaves: makes the staged leaves.
+            slab: uint8, the bytes of all packed leaves, on the device, if they are in one tensor.
+        """
+        runs = [] if slab is None else self._matches[0].runs
+        is_whole = bool(runs) and all(_reaches(self.leaves[first], nbytes) for _, nbytes, first in runs)
+        try:
+            if slab is not None and is_whole:
+                self._copy_runs(runs, slab)
+            if not is_whole or self._by_torch or self._in_order:
+                self._copy(leaves(), [] if is_whole else self.as_they_are)
+        except BaseException as error:
+            paths = self.structure.paths()
+            note_written(error, [f"out{paths[index]}" for index in sorted(self.writes())])
+            raise
+
+    def _matched(self, tensors: list[Any]) -> list[Match]:
+        return [match(table, tensors, self._device) for table in self._tables]
+
+    def _spans(self) -> list[Span]:
+        """Return the memory of each destination that is written as it is."""
+        tables = [struct.iter_unpack("=2q", matched.memory) for matched in self._matches]
+        return [max(spans) for spans in zip(*tables, strict=True)]
+
+    def _order(self, spans: list[Span]) -> None:
         """Find the destinations that share memory.
 
         - Of several for the same source, with the same memory, one is written.
         - Different sources for the same memory, or for dense destinations that overlap, are an error.
-        - Others may interleave without sharing a byte, such as columns. They are copied one by one, in the batch's order,
-          after all others.
+        - Others may interleave without sharing a byte, such as columns. They are copied one by one, in the batch's
+          order, after all others.
         """
         crowded = _crowded(spans)
-        opaque = [index for index in self._by_torch if spans[index, 0] < 0]
-        if not crowded and len(opaque) < 2:
-            return
+        opaque = [index for index in self._by_torch if spans[index][0] < 0]
         repeated = self._repeated(sorted(crowded + opaque))
-        last = None
-        for index in (index for index in crowded if index not in repeated and _is_dense(self.leaves[index])):
-            if last is not None and spans[index, 0] < spans[last, 1]:
-                self._check_sources(last, index, "overlaps")
-            if last is None or spans[index, 1] > spans[last, 1]:
-                last = index
+        self._check_dense([index for index in crowded if index not in repeated], spans)
         self._in_order = sorted(set(crowded) - repeated)
-        others = repeated | set(crowded)
+        others = repeated.union(crowded)
         self.as_they_are = [index for index in self.as_they_are if index not in others]
         self._by_torch = [index for index in self._by_torch if index not in others]
 
@@ -188,6 +175,15 @@ class Destinations:
                     repeated.add(index)
         return repeated
 
+    def _check_dense(self, crowded: list[int], spans: list[Span]) -> None:
+        """Raise if two dense destinations, given by address, overlap and have different sources."""
+        furthest = None
+        for index in filter(lambda index: _is_dense(self.leaves[index]), crowded):
+            if furthest is not None and spans[index][0] < spans[furthest][1]:
+                self._check_sources(furthest, index, "overlaps")
+            if furthest is None or spans[index][1] > spans[furthest][1]:
+                furthest = index
+
     def _check_sources(self, one: int, other: int, relation: str) -> None:
         """Raise if two destinations that share memory have different sources."""
         rows = self._tables[0].rows
@@ -198,37 +194,20 @@ class Destinations:
                 f"out{second} {relation} out{first}, and their sources differ; pass tensors that don't overlap", second
             )
 
-    def _runs(self) -> list[_Run]:
-        """Return the ranges that leaves form both in the slab and in memory; none if these are too many."""
-        rows = self._tables[0].rows
-        leaves = [index for index in self.as_they_are if rows["nbytes"][index]]
-        offsets, (starts, ends) = rows["offset"][leaves], self._memory[leaves, :2].T
-        order = np.argsort(offsets, kind="stable")
-        offsets, starts, ends = offsets[order], starts[order], ends[order]
-        is_behind = (starts[1:] == ends[:-1]) & (np.diff(offsets) == np.diff(starts))
-        begins = np.flatnonzero(np.concatenate(([True], ~is_behind)))
-        if len(begins) * _LEAVES_PER_RUN > len(leaves):
-            return []
-        sizes = ends[np.append(begins[1:], len(leaves)) - 1] - starts[begins]
-        firsts = np.array(leaves)[order[begins]]
-        runs = [
-            _Run(*numbers) for numbers in zip(offsets[begins].tolist(), sizes.tolist(), firsts.tolist(), strict=True)
-        ]
-        return runs if all(_reaches(self.leaves[run.first], run.nbytes) for run in runs) else []
-
-    def _copy_runs(self, runs: list[_Run], slab: torch.Tensor) -> None:
-        written = [self.leaves[index] for index in self.as_they_are]
-        with writing(written):
-            ranges = [bytes_at(self.leaves[run.first], run.nbytes) for run in runs]
-            copy_each(ranges, [slab[run.offset : run.offset + run.nbytes] for run in runs])
-        torch.autograd.graph.increment_version(written)  # the ranges have versions of their own
+    def _copy_runs(self, runs: list[tuple[int, int, int]], slab: torch.Tensor) -> None:
+        ranges = [bytes_at(self.leaves[first], nbytes) for _, nbytes, first in runs]
+        copy_each(ranges, [slab[offset : offset + nbytes] for offset, nbytes, _ in runs])
+        # The ranges have versions of their own.
+        torch.autograd.graph.increment_version([self.leaves[index] for index in self.as_they_are])
 
     def _copy(self, leaves: list[Any], as_they_are: list[int]) -> None:
         """Copy leaves one by one only where torch can't copy several at once."""
+        if self._matches[0].dtype >= 0 and len(as_they_are) == len(leaves):
+            copy_all(self.leaves, leaves)
+            return
         groups: defaultdict[Any, list[int]] = defaultdict(list)
-        codes = self._memory[as_they_are, 2]
-        for code in np.unique(codes).tolist():
-            groups[code] = [as_they_are[at] for at in np.flatnonzero(codes == code).tolist()]
+        for index in as_they_are:
+            groups[self.leaves[index].dtype].append(index)
         one_by_one = []
         for index in self._by_torch:
             place, leaf = self.leaves[index], leaves[index]
@@ -239,12 +218,7 @@ class Destinations:
         for group in groups.values():
             copy_all([self.leaves[index] for index in group], [leaves[index] for index in group])
         for index in one_by_one + self._in_order:
-            place = self.leaves[index]
-            if _is_plain(place):
-                copy_all([place], [leaves[index]])
-            else:
-                with writing([place]):
-                    place.copy_(leaves[index])
+            copy_one(self.leaves[index], leaves[index])
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -279,6 +253,8 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
 
 def tensors_of(table: Table) -> list[int]:
     """Return the leaves that have a destination: tensors and arrays, and what moves by its own ``.to()``."""
+    if not table.others:
+        return list(range(len(table.rows)))
     return table.positions(*PACKED, RowKind.MOVED, RowKind.ALIAS)
 
 
@@ -346,7 +322,7 @@ def _can_cast(source: torch.dtype, destination: torch.dtype, device: torch.devic
 
 
 def _is_plain(place: torch.Tensor) -> bool:
-    """Return whether a tensor's bytes are its values: it isn't sparse, of a subclass, or lazily conjugated or negated."""
+    """Return whether a tensor's bytes are its values: it isn't sparse, a subclass, or lazily conjugated or negated."""
     is_known = type(place) in (torch.Tensor, torch.nn.Parameter) and place.layout is torch.strided
     return is_known and not (place.is_quantized or any(_lazy_flags(place)))
 
@@ -365,8 +341,8 @@ def _is_dense(place: torch.Tensor) -> bool:
     return dense_stride(tuple(place.shape), place.stride())
 
 
-def span_of(place: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's first byte, and of the byte behind its last; -1 if only torch knows them."""
+def span_of(place: torch.Tensor) -> Span:
+    """Return the range of a tensor's memory."""
     if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):
         return -1, -1
     try:
@@ -380,12 +356,13 @@ def span_of(place: torch.Tensor) -> tuple[int, int]:
 
 def overlap(tensors: list[Any], others: list[Any]) -> list[bool]:
     """Return, for each tensor, whether its range of memory overlaps that of one of the others."""
-    ranges = np.array([span_of(other) for other in others]).reshape(-1, 2)
-    starts, ends = ranges[np.argsort(ranges[:, 0])].T
-    furthest = np.concatenate(([-1], np.maximum.accumulate(ends)))  # the end of those before a number
-    spans = np.array([span_of(tensor) for tensor in tensors]).reshape(-1, 2)
-    begun = np.searchsorted(starts, spans[:, 1])
-    result: list[bool] = ((furthest[begun] > spans[:, 0]) & (spans[:, 1] > spans[:, 0])).tolist()
+    spans = sorted(map(span_of, others))
+    starts = [start for start, _ in spans]
+    furthest = [-1, *accumulate((end for _, end in spans), max)]  # the end of those before a number
+    result = []
+    for tensor in tensors:
+        start, end = span_of(tensor)
+        result.append(furthest[bisect_left(starts, end)] > start and end > start)
     return result
 
 
@@ -395,17 +372,18 @@ def _key_of(place: torch.Tensor) -> Any:
     return id(place) if start < 0 else (start, place.dtype, place.shape, place.stride())
 
 
-def _crowded(spans: Numbers) -> list[int]:
+def _crowded(spans: list[Span]) -> list[int]:
     """Return the tensors whose range of memory overlaps that of another, by address."""
-    leaves = np.flatnonzero(spans[:, 1] > spans[:, 0])
-    leaves = leaves[np.argsort(spans[leaves, 0], kind="stable")]
-    starts, ends = spans[leaves].T
-    is_apart = starts[1:] >= np.maximum.accumulate(ends)[:-1]
-    if is_apart.all():
-        return []
-    cluster = np.concatenate(([0], np.cumsum(is_apart)))
-    crowded: list[int] = leaves[np.bincount(cluster)[cluster] > 1].tolist()
-    return crowded
+    crowded: list[int] = []
+    cluster: list[int] = []
+    furthest = 0
+    for start, end, index in sorted((*span, index) for index, span in enumerate(spans) if span[0] < span[1]):
+        if start >= furthest:
+            crowded += cluster if len(cluster) > 1 else []
+            cluster = []
+        cluster.append(index)
+        furthest = max(furthest, end)
+    return crowded + (cluster if len(cluster) > 1 else [])
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -419,8 +397,9 @@ def readable(parts: Parts, device: torch.device, *, arrays: bool = True) -> Part
         device: see `describe`.
         arrays: see `describe`.
     """
-    moved = parts.table.positions(RowKind.MOVED) if parts.table.moved else []
-    leaves = list(parts.leaves)
+    if not parts.table.moved:
+        return parts
+    moved, leaves = parts.table.positions(RowKind.MOVED), list(parts.leaves)
     for index in moved:
         leaf = leaves[index]
         if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or type(leaf) is torch.nn.Parameter):
@@ -453,19 +432,28 @@ def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if dtype is sources[0].dtype and dtype not in COPIED_AS_THEY_ARE:
         integer = INTEGERS[dtype.itemsize]
         places, sources = [place.view(integer) for place in places], [source.view(integer) for source in sources]
-    with writing(places):
-        copy_each(places, sources)
+    _write(copy_each, places, sources)
 
 
-@contextmanager
-def writing(places: list[torch.Tensor]) -> Iterator[None]:
-    """Allow torch's own functions to write tensors, whatever mode they were made in."""
-    are_inference = not torch.is_inference_mode_enabled() and any(map(torch.Tensor.is_inference, places))
-    places = list(places)
-    with torch.inference_mode() if are_inference else torch.no_grad():
-        yield
-    if are_inference:  # inference mode counts no changes of other tensors
-        torch.autograd.graph.increment_version(places)
+def copy_one(place: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy any tensor to another one of its shape and device, bit for bit if both are plain and of one dtype."""
+    if _is_plain(place):
+        copy_all([place], [source])
+    else:
+        _write(lambda places, sources: places[0].copy_(sources[0]), [place], [source])
+
+
+def _write(copy: Callable[..., Any], places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Let torch write tensors, whatever mode they were made in."""
+    try:
+        with torch.no_grad():
+            copy(places, sources)
+    except RuntimeError:  # asked afterwards, since asking a thousand tensors takes a tenth of a millisecond
+        if torch.is_inference_mode_enabled() or not any(map(torch.Tensor.is_inference, places)):
+            raise
+        with torch.inference_mode():
+            copy(places, sources)
+        torch.autograd.graph.increment_version(places)  # inference mode counts no changes of other tensors
 
 
 def note_written(error: BaseException, paths: Iterable[str]) -> None:

@@ -61,7 +61,7 @@ Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tens
 _MOST_TALLIES = 1000
 """The most batches that are counted later; see `Stager._count`."""
 
-_NO_TALLY = (0,) * 7
+_NO_TALLY = (0,) * 6
 
 _CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ class StagerStats:
     """Counters of a stager, and its pool's statistics."""
 
     batches: int
-    """Batches staged."""
+    """Batches staged. With `out`, each group of a larger batch counts."""
     copies: int
     """Host-to-device copies of packed leaves: one per block, and several for a large block."""
     blocks: int
@@ -274,29 +274,26 @@ class Stager:
         if out is None:
             return self._stage(batch, self._sender)
         with step("stage"):
-            parts, destinations = self._checked(batch, out)
-            transfer = self._stage_into(parts, destinations, AT_ONCE_BYTES)
-            self._count(1, transfer.copies, transfer.blocks, *parts.table[1:5])
-            return transfer
+            return self._stage_into(self._readable(batch), out, AT_ONCE_BYTES)
 
     def _stage(self, batch: Any, sender: Sender) -> Transfer[Any]:
         with step("stage"):
             parts = take_apart(batch, keeping=self._keeping)
             transfer = sender.transfer(parts, AT_ONCE_BYTES)
-            self._count(1, transfer.copies, transfer.blocks, *parts.table[1:5])
+            self._count(transfer.copies, transfer.blocks, *parts.table[1:5])
             return transfer
 
-    def _checked(
-        self, batch: Any, out: Any, walked: tuple[list[Any], Structure] | None = None
-    ) -> tuple[Parts, Destinations]:
-        """Take a batch apart, and check its destinations."""
+    def _readable(self, batch: Any, walked: tuple[list[Any], Structure] | None = None) -> Parts:
+        """Take a batch apart that is copied into existing tensors."""
         refuse_capture(self._target)
-        parts = readable(take_apart(batch, keeping=self._keeping, walked=walked), _CPU)
-        with step("check"):
-            return parts, Destinations(parts, out, self.device)
+        return readable(take_apart(batch, keeping=self._keeping, walked=walked), _CPU)
 
-    def _stage_into(self, parts: Parts, destinations: Destinations, inline_bytes: int) -> TransferInto[Any]:
+    def _stage_into(self, parts: Parts, out: Any, inline_bytes: int) -> TransferInto[Any]:
+        """Stage a batch, and check its destinations while the copies are under way."""
         staged = self._into_sender.transfer(with_own_copies(parts, self.device), inline_bytes)
+        with step("check"):
+            destinations = Destinations(parts, out, self.device)
+        self._count(staged.copies, staged.blocks, *parts.table[1:5])
         return TransferInto(staged, destinations)
 
     def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
@@ -339,7 +336,7 @@ class Stager:
                 raise
             finally:
                 lease.release(after=event)
-            self._count(1, transfer.copies, transfer.blocks, *table[1:5])
+            self._count(transfer.copies, transfer.blocks, *table[1:5])
             return transfer
 
     @overload
@@ -386,11 +383,11 @@ class Stager:
             moved = self._target.move_few(leaves) if self._moves_few and self._slabs.is_open() else None
             if moved is not None:
                 leaves, count, nbytes, copies = moved
-                self._count(1, copies, count, nbytes, nbytes, count, 0)
+                self._count(copies, count, nbytes, nbytes, count, 0)
                 return structure.rebuild(leaves)
             parts = take_apart(batch, keeping=self._keeping, walked=walked)
             transfer = self._sender.transfer(parts, SMALL_BYTES)
-            self._count(1, transfer.copies, transfer.blocks, *parts.table[1:5])
+            self._count(transfer.copies, transfer.blocks, *parts.table[1:5])
         return transfer.wait()
 
     def _write(self, batch: Any, out: Any) -> Any:
@@ -409,18 +406,18 @@ class Stager:
                 written = self._write_few(leaves, structure, out)
                 if written is not None:
                     return structure.rebuild(written)
-            parts, destinations = self._checked(batch, out, walked)
+            parts = self._readable(batch, walked)
             if parts.table.nbytes + unpacked_bytes(parts) <= self._group_bytes():
-                transfer = self._stage_into(parts, destinations, SMALL_BYTES)
-                self._count(1, transfer.copies, transfer.blocks, *parts.table[1:5])
-                return transfer.write()
+                return self._stage_into(parts, out, SMALL_BYTES).write()
+            with step("check"):
+                destinations = Destinations(parts, out, self.device)
             names = parts.structure.paths()
             writes = [
                 Write(f"out{names[index]}", parts.leaves[index], destinations.leaves[index])
                 for index in destinations.writes()
             ]
             self._write_in_groups(with_own_sources(writes))
-            return parts.structure.rebuild(destinations.leaves)
+            return structure.rebuild(destinations.leaves)
 
     def _write_few(self, leaves: list[Any], structure: Structure, out: Any) -> list[Any] | None:
         """Write a few small leaves; return the leaves of the result, or None if they aren't small, few and plain."""
@@ -433,19 +430,15 @@ class Stager:
         tensors = [new for new, leaf in zip(written, leaves, strict=True) if new is not leaf]
         torch.autograd.graph.increment_version(tensors)
         self._target.hand_over(None, tensors, self._target.consumer(None))
-        self._count(1, copies, 0, nbytes, nbytes, count, 0)
+        self._count(copies, 0, nbytes, nbytes, count, 0)
         return written
 
     def _write_in_groups(self, writes: Iterable[Write]) -> None:
-        """Copy leaves into existing tensors in groups, which count as one batch."""
+        """Copy leaves into existing tensors in groups."""
         write_in_groups(writes, self._group_bytes(), self._stage_group)
-        self._count(1, *_NO_TALLY[1:])
 
     def _stage_group(self, leaves: list[Any], existing: list[torch.Tensor]) -> TransferInto[Any]:
-        parts = take_apart(leaves)
-        transfer = self._stage_into(parts, Destinations(parts, existing, self.device), SMALL_BYTES)
-        self._count(0, transfer.copies, transfer.blocks, *parts.table[1:5])
-        return transfer
+        return self._stage_into(take_apart(leaves), existing, SMALL_BYTES)
 
     def _group_bytes(self) -> int:
         return min(GROUP_BYTES, self.pool.max_bytes // 2)
@@ -645,7 +638,7 @@ class Stager:
         self._slabs.close()
 
     def _count(self, *tally: int) -> None:
-        """Count batches, their copies, their blocks, and then the fields of a `Table`, as `_add_up` reads them."""
+        """Count a batch: its copies, its blocks, and then the fields of its `Table`, as `_add_up` reads them."""
         self._tallies.append(tally)  # unlike the counters, this needs no lock
         if len(self._tallies) >= _MOST_TALLIES:
             self._add_up()
@@ -656,9 +649,9 @@ class Stager:
             while self._tallies:
                 tallies.append(self._tallies.popleft())
             sums = map(sum, zip(_NO_TALLY, *tallies, strict=True))
-            batches, copies, blocks, nbytes, payload, packed, passthrough = sums
+            copies, blocks, nbytes, payload, packed, passthrough = sums
             self._counters.update(
-                batches=batches,
+                batches=len(tallies),
                 copies=copies,
                 blocks=blocks,
                 packed_leaves=packed,
@@ -679,5 +672,5 @@ class Stager:
         self.close()
 
     def __repr__(self) -> str:
-        batches = self._counters["batches"] + sum(tally[0] for tally in list(self._tallies))
+        batches = self._counters["batches"] + len(self._tallies)
         return f"<Stager {self.device} batches={batches} {self.pool!r}>"

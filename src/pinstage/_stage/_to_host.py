@@ -261,7 +261,7 @@ class Fetcher:
             direct = _direct(parts, list(tables.values()), destinations)
         left = _left(with_own_copies(parts, _CPU), list(tables.values()))
         packed = [index for table in tables.values() for index in table.positions(*PACKED)]
-        by_torch = [index for index in packed if destinations.is_copied_by_torch(index)]
+        by_torch = [index for index in packed if destinations.is_opaque(index)]
         for index in by_torch:  # they take no slab
             source = parts.leaves[index]
             on_host = _on_host(source, parts, index)
