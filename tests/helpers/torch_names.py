@@ -30,6 +30,7 @@ WORKS = {
     "registered with pytree": "staged",
     "profile": "has steps",
     "workers": "staged",
+    "weights": "loaded",
 }
 """The results if nothing is missing."""
 
@@ -201,6 +202,12 @@ CASES = {
     "pytree's registry": Case(
         for_us_only(torch.utils, "_pytree", "SUPPORTED_NODES"), instead={"registered with pytree": "refused: .*"}
     ),
+    # -- modules
+    "non_persistent_buffers_set": Case(
+        instead(torch.nn.Module, "_non_persistent_buffers_set", property(lambda _: set(), lambda *_: None)),
+        doctor="load_weights",
+        instead={"weights": "refused: load_weights can't load a module here: torch .*; use load_state_dict"},
+    ),
     # -- profiling
     "profiler_enabled": Case(gone(torch.autograd, "_profiler_enabled"), instead={"profile": "has none"}),
     # -- torch's loader
@@ -306,6 +313,14 @@ def workers(ps: Any) -> str:
     return "staged" if torch.equal(xs, torch.arange(8.0).repeat_interleave(3).view(8, 3)) else "lost"
 
 
+def weights(ps: Any, stager: Any) -> str:
+    module = torch.nn.BatchNorm1d(2)
+    module.register_buffer("angles", torch.zeros(2), persistent=False)
+    missing, _ = stager.load_weights(module, {"running_mean": torch.ones(2)}, strict=False)
+    is_loaded = missing == ["weight", "bias", "running_var", "num_batches_tracked"] and module.running_mean.sum() == 2
+    return "loaded" if is_loaded else "lost"
+
+
 def outcome(ps: Any, attempt: Callable[..., str], *args: Any) -> str:
     try:
         return attempt(ps, *args)
@@ -339,6 +354,7 @@ def try_all() -> dict[str, Any]:
                 "registered with pytree": outcome(ps, registered_with_pytree, stager),
                 "profile": profile(ps, stager),
                 "workers": workers(ps),
+                "weights": outcome(ps, weights, stager),
             }
             wrong += stage_some(ps, stager, 3)
             left = stager.stats().pool

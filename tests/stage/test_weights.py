@@ -1,4 +1,4 @@
-"""Loading checkpoints into existing tensors: as load_state_dict does, in waves."""
+"""Loading checkpoints into existing tensors: as load_state_dict does, in groups."""
 
 import copy
 
@@ -11,8 +11,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pinstage as ps
-from pinstage._stage import _weights
-from pinstage._stage._weights import load_weights
+from pinstage._stage import _stager
+from pinstage._stage._weights import Destination
 
 KIB = 1 << 10
 
@@ -138,13 +138,70 @@ def test_memory_that_is_shared_counts_as_one(stager):
     assert whole.sum() == 4
 
 
-def test_the_last_of_two_names_counts(stager, source):
+@pytest.mark.parametrize("group_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("order", [1, -1], ids=["module's order", "reversed"])
+def test_the_modules_last_name_of_a_tensor_counts(stager, source, monkeypatch, order, group_bytes):
+    monkeypatch.setattr(_stager, "GROUP_BYTES", group_bytes)
     state = content_of(Tied(seed=1))
     state["head.weight"] = torch.full((50, 16), 3.0)
     module, other = Tied(), Tied()
-    stager.load_weights(module, source(state))
+    stager.load_weights(module, source(dict(list(state.items())[::order])))
     other.load_state_dict(state)
     assert_same(module, content_of(other))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["module's order", "reversed"])
+def test_overlapping_tensors_are_copied_in_the_modules_order(stager, source, order):
+    memory = torch.zeros(4, 4)
+    found = {"w": memory, "flat": memory[1:].view(-1), "bits": memory[2:].view(torch.int32), "rest": torch.zeros(3)}
+    state = {"w": torch.ones(4, 4), "flat": torch.full((12,), 2.0), "rest": torch.ones(3)}
+    state["bits"] = torch.full((2, 4), 3, dtype=torch.int32)
+    stager.load_weights(found, source(dict(list(state.items())[::order])))
+    assert memory[:2].mean(1).tolist() == [1, 2]
+    assert (found["bits"] == 3).all()
+    assert found["rest"].sum() == 3
+
+
+def test_one_element_is_loaded_into_a_0d_tensor(stager, source):
+    found = {"scale": torch.zeros(()), "one": torch.zeros(1)}
+    stager.load_weights(found, source({"scale": torch.ones(1), "one": torch.ones(1)}))
+    assert (found["scale"], found["one"]) == (1, 1)
+    with pytest.raises(RuntimeError, match=r"mismatch for one.*\[\].*\[1\]"):
+        stager.load_weights(found, source({"scale": torch.ones(1), "one": torch.ones(())}))
+
+
+def test_names_of_a_removed_module_are_ignored(stager, source):
+    module, state = Tied(), content_of(Tied(seed=1))
+    module.conv = None
+    assert module.load_state_dict(state) == ([], [])
+    assert stager.load_weights(module, source(state)) == ([], [])
+
+
+def test_sparse_tensors_are_loaded(stager, source):
+    found = {"a": torch.zeros(3).to_sparse(), "b": torch.zeros(2)}
+    stager.load_weights(found, source({"a": torch.arange(3.0).to_sparse(), "b": torch.ones(2)}))
+    assert found["a"].to_dense().tolist() == [0, 1, 2]
+
+
+class Wrapper(torch.Tensor):
+    """A tensor without memory of its own: another has the values, as in torchao's quantized weights."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
+
+    def __init__(self, values):
+        self.values = values
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*(arg.values if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+
+
+def test_wrapper_tensors_of_one_shape_are_not_tied(stager, source):
+    found = {name: Wrapper(torch.zeros(3)) for name in "abc"}
+    stager.load_weights(found, source({name: torch.full((3,), float(ord(name))) for name in found}))
+    assert [tensor.values[0] for tensor in found.values()] == [97, 98, 99]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -189,11 +246,9 @@ def test_misshapen_tensors_are_errors_without_strict(stager, source):
 
 
 def test_a_parameter_on_another_device_is_named():
-    def never(*_, **__):
-        raise AssertionError
-
+    shapes = {name: tuple(tensor.shape) for name, tensor in content_of(Tied()).items()}
     with pytest.raises(RuntimeError, match=r"conv\.weight is on cpu, the stager is for cuda:1; move it"):
-        load_weights(never, torch.device("cuda", 1), Tied(), content_of(Tied()), strict=True)
+        Destination(Tied(), torch.device("cuda", 1), strict=True).plan(shapes)
 
 
 class OwnLoading(torch.nn.Linear):
@@ -215,16 +270,23 @@ def hooked(name):
     return module
 
 
+def own_method():
+    module = torch.nn.Linear(2, 2)
+    module._load_from_state_dict = lambda *_: None
+    return module
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: OwnLoading(2, 2),
+        own_method,
         lambda: ExtraState(2, 2),
         lambda: hooked("register_load_state_dict_pre_hook"),
         lambda: hooked("register_load_state_dict_post_hook"),
         lambda: torch.nn.LazyLinear(2),
     ],
-    ids=["own", "extra state", "pre-hook", "post-hook", "lazy"],
+    ids=["own", "own method", "extra state", "pre-hook", "post-hook", "lazy"],
 )
 def test_modules_that_take_part_in_loading_are_refused(stager, make):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), make())
@@ -256,59 +318,149 @@ def test_values_that_are_not_tensors_are_named(stager, source):
     assert stager.load_weights(found, source(state), strict=False) == ([], ["step"])
 
 
-NAMES = "abcdef"
-DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+SHARING = {
+    "nothing": lambda tensor: torch.zeros(2),
+    "all": lambda tensor: tensor,
+    "memory": lambda tensor: tensor.detach(),
+    "flat": lambda tensor: tensor.detach().flatten(),
+    "rows": lambda tensor: torch.atleast_1d(tensor.detach())[:2],
+    "columns": lambda tensor: torch.atleast_1d(tensor.detach())[..., ::2],
+}
 
 
-class Drawn(torch.nn.Module):
-    """Parameters of these shapes and dtypes; those with the same number are one tensor."""
+class Made(torch.nn.Module):
+    """A module of drawn tensors.
 
-    def __init__(self, shapes, dtypes, numbers):
+    Args:
+        rows: for each tensor its module, how it is registered, shape and dtype, what it shares with an earlier tensor,
+            and which.
+        hides: whether `state_dict` lacks all tensors and has another key.
+    """
+
+    def __init__(self, rows, hides):
         super().__init__()
-        made = {}
-        for name, shape, dtype, number in zip(NAMES, shapes, dtypes, numbers, strict=True):
-            tensor = made.setdefault(number, torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
-            self.register_parameter(name, tensor)
+        self.hides = hides
+        self.x, self.y = torch.nn.Module(), torch.nn.Module()
+        self.y_again = self.y
+        self.register_module("gone", None)
+        tensors = []
+        for number, (path, registered, shape, dtype, shared, earlier) in enumerate(rows):
+            if tensors and shared != "nothing":
+                tensor = SHARING[shared](tensors[earlier % len(tensors)])
+            else:
+                tensor = torch.zeros(shape, dtype=dtype)
+            if registered == "parameter":
+                if not isinstance(tensor, torch.nn.Parameter):
+                    tensor = torch.nn.Parameter(tensor, requires_grad=False)
+                self.get_submodule(path).register_parameter(f"t{number}", tensor)
+            else:
+                self.get_submodule(path).register_buffer(f"t{number}", tensor, persistent=registered == "buffer")
+            tensors.append(tensor)
+
+    def state_dict(self, *args, **kwargs):
+        return {"extra": torch.zeros(1)} if self.hides else super().state_dict(*args, **kwargs)
+
+    def tensors(self):
+        return dict([*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)])
+
+
+ROWS = st.tuples(
+    st.sampled_from(["", "x", "y"]),
+    st.sampled_from(["parameter", "buffer", "not in checkpoints"]),
+    st.lists(st.integers(0, 4), max_size=2),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64]),
+    st.sampled_from(sorted(SHARING)),
+    st.integers(0, 9),
+)
+"""A row of `Made`."""
+SOURCES = {"mapping": dict, "file": File, "pairs": lambda state: iter(state.items())}
+
+
+def is_same_memory(tensor, other):
+    memory = [(t.data_ptr(), t.dtype, t.shape, t.stride()) for t in (tensor, other)]
+    return tensor is other or (tensor.numel() > 0 and memory[0] == memory[1])
+
+
+def outcome_of(load, *args, **kwargs):
+    """Return the result and the error's message."""
+    try:
+        return load(*args, **kwargs), ""
+    except RuntimeError as error:
+        return None, str(error)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    shapes=st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=6, max_size=6),
-    dtypes=st.lists(st.sampled_from(DTYPES), min_size=6, max_size=6),
-    numbers=st.lists(st.integers(0, 9), min_size=6, max_size=6),
-    names=st.permutations([*NAMES, "x", "y"]),
-    count=st.integers(0, 8),
-    wrong=st.sets(st.sampled_from(NAMES), max_size=2),
-    wave_bytes=st.sampled_from([1, 64, 1 << 20]),
-    has_names=st.booleans(),
+    rows=st.lists(ROWS, min_size=1, max_size=7),
+    hides=st.booleans(),
+    random=st.randoms(use_true_random=False),
+    left_out=st.integers(0, 2),
+    more=st.sets(st.sampled_from(["more", "x", "x.more", "y_again.more.weight", "gone.weight"]), max_size=2),
+    wrong=st.sampled_from([0, 0, 0, 1]),
+    source=st.sampled_from(sorted(SOURCES)),
+    strict=st.booleans(),
+    group_bytes=st.sampled_from([1, 64, 1 << 20]),
 )
 def test_any_checkpoint_ends_as_with_load_state_dict(
-    stager, monkeypatch, shapes, dtypes, numbers, names, count, wrong, wave_bytes, has_names
+    stager, monkeypatch, rows, hides, random, left_out, more, wrong, source, strict, group_bytes
 ):
+    ours, torchs = Made(rows, hides), Made(rows, hides)
+    needed = torchs.load_state_dict({}, strict=False).missing_keys
+    names = [*random.sample(needed, max(len(needed) - left_out, 0)), *sorted(more)]
+    random.shuffle(names)
+    tensors, state = torchs.tensors(), {}
+    for number, name in enumerate(names):
+        shape = tuple(tensors[name].shape) if name in needed else (2,)
+        state[name] = torch.full(shape or random.choice([(), (1,)]), number + 1.0)
+    for name in names[:wrong]:
+        state[name] = torch.zeros(5, 5, 5)
+    expected, torchs_error = outcome_of(torchs.load_state_dict, state, strict=False)
     with monkeypatch.context() as patch:
-        patch.setattr(_weights, "WAVE_BYTES", wave_bytes)
-        ours, torchs = Drawn(shapes, dtypes, numbers), Drawn(shapes, dtypes, numbers)
-        state = {}
-        for position, name in enumerate(names[:count]):
-            shape = tuple(getattr(torchs, name).shape) if name in NAMES else (2,)
-            value = position if has_names or name not in NAMES else numbers[NAMES.index(name)]
-            state[name] = torch.full((*shape, *([2] if name in wrong else [])), value + 1.0)
-        source = state if has_names else iter(state.items())
-        if wrong & state.keys():
-            with pytest.raises(RuntimeError) as expected:
-                torchs.load_state_dict(state, strict=False)
-            with pytest.raises(RuntimeError) as found:
-                stager.load_weights(ours, source, strict=False)
-            if has_names:
-                assert sorted(str(found.value).splitlines()) == sorted(str(expected.value).splitlines())
-                assert not any(parameter.any() for parameter in ours.parameters())
-            return
-        expected = torchs.load_state_dict(state, strict=False)
-        missing, unexpected = stager.load_weights(ours, source, strict=False)
-        loaded = {id(getattr(ours, name)) for name in state if name in NAMES}
-        assert missing == [name for name in expected.missing_keys if id(getattr(ours, name)) not in loaded]
-        assert unexpected == expected.unexpected_keys
-        assert_same(ours, torchs.state_dict())
+        patch.setattr(_stager, "GROUP_BYTES", group_bytes)
+        found, error = outcome_of(stager.load_weights, ours, SOURCES[source](state), strict=strict and not torchs_error)
+    if torchs_error:
+        assert error == torchs_error
+        return
+    loaded = [tensors[name] for name in names if name in needed]
+    missing = [
+        name for name in expected.missing_keys if not any(is_same_memory(tensors[name], tensor) for tensor in loaded)
+    ]
+    wrong_names = [*missing, *expected.unexpected_keys]
+    if not (strict and wrong_names):
+        assert found.missing_keys == missing
+        assert sorted(found.unexpected_keys) == sorted(expected.unexpected_keys)
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in ours.tensors().items())
+    elif source == "pairs":
+        assert any(f'"{name}"' in error for name in wrong_names)
+    else:
+        assert all(f'"{name}"' in error for name in wrong_names)
+        assert not any(tensor.any() for tensor in ours.tensors().values())
+
+
+class Hiding(torch.nn.Module):
+    """Its `state_dict` lacks the frozen part; a hook adds a key."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.register_state_dict_post_hook(lambda module, state, *_: state.update(extra=torch.zeros(1)))
+
+    def state_dict(self, *args, **kwargs):
+        state = super().state_dict(*args, **kwargs)
+        return {name: tensor for name, tensor in state.items() if not name.startswith("frozen")}
+
+
+def test_hidden_tensors_are_loaded_or_missing(stager, source):
+    state = {"part.weight": torch.ones(2, 2), "part.bias": torch.ones(2)}
+    with pytest.raises(RuntimeError) as expected:
+        Hiding().load_state_dict(state)
+    with pytest.raises(RuntimeError) as found:
+        stager.load_weights(Hiding(), source(state))
+    assert str(found.value) == str(expected.value)
+    module = Hiding()
+    state |= {"frozen.weight": torch.full((2, 2), 2.0), "frozen.bias": torch.full((2,), 2.0)}
+    assert stager.load_weights(module, source(state)) == ([], [])
+    assert (module.frozen.weight == 2).all()
 
 
 # -- meta --------------------------------------------------------------------------------------------------------------
@@ -368,11 +520,11 @@ def test_dicts_of_meta_tensors_are_filled(stager, source):
     assert found["a"].sum() == 3
 
 
-# -- waves -------------------------------------------------------------------------------------------------------------
+# -- groups -------------------------------------------------------------------------------------------------------------
 
 
-def test_waves_bound_what_a_generator_holds(stager, monkeypatch):
-    monkeypatch.setattr(_weights, "WAVE_BYTES", 4 * KIB)
+def test_groups_bound_what_a_generator_holds(stager, monkeypatch):
+    monkeypatch.setattr(_stager, "GROUP_BYTES", 4 * KIB)
     found = {f"{number}": torch.zeros(256) for number in range(20)}
     alive, most = set(), 0
 
@@ -388,17 +540,17 @@ def test_waves_bound_what_a_generator_holds(stager, monkeypatch):
             yield name, tensor
 
     sizes = []
-    plain = stager.to_device
+    plain = stager._stage_group
 
-    def counted(batch, *, out):
-        sizes.append(len(batch))
+    def counted(leaves, existing):
+        sizes.append(len(leaves))
         alive.clear()
-        return plain(batch, out=out)
+        return plain(leaves, existing)
 
-    monkeypatch.setattr(stager, "to_device", counted)
+    monkeypatch.setattr(stager, "_stage_group", counted)
     assert stager.load_weights(found, pairs()) == ([], [])
     assert sizes == [4] * 5
-    assert most == 4
+    assert most == 5  # a group, and the tensor that did not fit
     assert all((found[name] == float(name)).all() for name in found)
 
 

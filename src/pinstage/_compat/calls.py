@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import PinstageError
 from .probes import WRONG, in_this_torch, warn_once
 
 
@@ -28,13 +29,76 @@ def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
 
 
 def changes_its_loading(module: torch.nn.Module) -> bool:
-    """Return whether a module's tensors can't be loaded by copying: its class or a hook takes part."""
+    """Return whether a module's tensors can't be loaded by copying: it, its class or a hook takes part."""
     base, kind = torch.nn.Module, type(module)
     # BatchNorm and InstanceNorm override it only for checkpoints of torch 0.4 and older.
     harmless = [known._load_from_state_dict for known in (base, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)]
     names = "load_state_dict", "get_extra_state", "set_extra_state"
     is_own = kind._load_from_state_dict not in harmless or any(getattr(kind, n) is not getattr(base, n) for n in names)
+    is_own = is_own or not vars(module).keys().isdisjoint({"_load_from_state_dict", *names})
     return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
+def modules_by_path(
+    module: torch.nn.Module,
+    path: str = "",
+) -> Iterator[tuple[str, torch.nn.Module | None]]:
+    """Yield a module and those in it, by all their paths, in the order of `load_state_dict`.
+
+    A module that was replaced by None is yielded too. The module's own `named_modules` isn't asked.
+    """
+    yield path, module
+    for name, child in module._modules.items():
+        child_path = f"{path}.{name}" if path else name
+        if child is None:
+            yield child_path, None
+        else:
+            yield from modules_by_path(child, child_path)
+
+
+def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield a module's own tensors as `load_state_dict` reads them: parameters, then buffers.
+
+    Its submodules and its `state_dict` aren't asked.
+
+    Yields:
+        The tensor's name, the tensor, and whether checkpoints have it (it isn't a non-persistent buffer).
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter, True
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield name, buffer, name not in module._non_persistent_buffers_set
+
+
+@cache
+def why_checkpoints_are_unknown() -> str | None:
+    """Return why a module's names in checkpoints can't be read; None if they can."""
+    try:
+        module = torch.nn.Module()
+        module.register_parameter("weight", torch.nn.Parameter(torch.empty(1, device="meta")))
+        module.register_parameter("bias", None)
+        module.register_buffer("count", torch.empty(1, device="meta"))
+        module.register_buffer("angles", torch.empty(1, device="meta"), persistent=False)
+        module.register_module("head", None)
+        names = [(name, is_persistent) for name, _, is_persistent in tensors_of(module)]
+        is_known = names == [("weight", True), ("count", True), ("angles", False)]
+        is_known = is_known and list(modules_by_path(module)) == [("", module), ("head", None)]
+    except WRONG:
+        is_known = False
+    return None if is_known else in_this_torch("doesn't show which tensors checkpoints have")
+
+
+def check_checkpoints_are_known() -> None:
+    """Refuse to load a module's tensors if their names can't be read.
+
+    Raises:
+        PinstageError: they can't be read.
+    """
+    reason = why_checkpoints_are_unknown()
+    if reason is not None:
+        raise PinstageError(f"load_weights can't load a module here: {reason}; use load_state_dict")
 
 
 class CudaCalls(NamedTuple):

@@ -33,49 +33,67 @@ class Write(NamedTuple):
     """For errors."""
     source: Any
     place: torch.Tensor
+    key: Any = None
+    """Writes with the same key are in different groups: the later one counts."""
+    ends_group: bool = False
+    """Whether it must be copied before the next one is read."""
 
 
 Stage: TypeAlias = Callable[[list[Any], list[torch.Tensor]], TransferInto[Any]]
 """Stages leaves, to be copied into tensors."""
 
 
-def write_in_groups(writes: Iterable[Write], group_bytes: int, stage: Stage) -> None:
+def write_in_groups(
+    writes: Iterable[Write],
+    check: Callable[[list[str]], None],
+    group_bytes: int,
+    stage: Stage,
+) -> None:
     """Copy leaves into existing tensors, as operations of the current stream.
 
     Blocks until all sources have been read, and while more than `_MOST_GROUPS` groups are on the device.
 
     Args:
         writes: read as far as the group that is staged.
+        check: called with the names of a group when it is packed, before it is written.
         group_bytes: the most bytes of a group.
         stage: stages a group.
     """
-    begun: list[str] = []
+    begun: dict[str, None] = {}
     copied: deque[Fence | None] = deque()
     try:
         for group in groups_of(writes, group_bytes):
             if len(copied) == _MOST_GROUPS and (event := copied.popleft()) is not None:
                 event.synchronize()
             transfer = stage([write.source for write in group], [write.place for write in group])
-            begun += [write.name for write in group]
+            names = dict.fromkeys(write.name for write in group)
+            check(list(names))
+            begun |= names
             transfer.write()
             copied.append(copy_event_of(transfer))
     except BaseException as error:
-        note_written(error, dict.fromkeys(begun))
+        note_written(error, begun)
         raise
 
 
 def groups_of(writes: Iterable[Write], group_bytes: int) -> Iterator[list[Write]]:
     """Yield groups of at most `group_bytes` in a slab, in order; larger leaves are cut into several."""
     group: list[Write] = []
+    keys: set[Any] = set()
     room = group_bytes
     for write in writes:
         nbytes = _bytes_of(write.source)
         for piece, needed in [(write, nbytes)] if nbytes <= group_bytes else _cut(write, group_bytes):
-            if group and needed > room:
+            is_full = needed > room or (write.key is not None and write.key in keys)
+            if group and is_full:
                 yield group
-                group, room = [], group_bytes
+                group, keys, room = [], set(), group_bytes
             group.append(piece)
             room -= round_up(needed, ALIGNMENT)
+        keys.add(write.key)
+        if write.ends_group and group:
+            yield group
+            group, keys, room = [], set(), group_bytes
     if group:
         yield group
 
@@ -86,7 +104,7 @@ def _cut(write: Write, most: int) -> Iterator[tuple[Write, int]]:
     Yields:
         Pieces of at most `most` bytes, and the bytes of each.
     """
-    name, source, place = write
+    name, source, place, *_ = write
     tensor = as_tensor(source)
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):

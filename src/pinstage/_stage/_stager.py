@@ -47,7 +47,7 @@ from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._sender import SMALL_BYTES, Sender
 from ._to_host import Fetcher, HostTransfer
 from ._transfer import Transfer, TransferInto, copy_event_of, refuse_capture, send_packed
-from ._weights import IncompatibleKeys, load_weights
+from ._weights import Destination, IncompatibleKeys, load_weights
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -274,7 +274,9 @@ class Stager:
         if out is None:
             return self._stage(batch, self._sender)
         with step("stage"):
-            return self._stage_into(self._readable(batch), out, AT_ONCE_BYTES)
+            transfer = self._stage_into(self._readable(batch), out, AT_ONCE_BYTES)
+            transfer.is_handed_out = True
+            return transfer
 
     def _stage(self, batch: Any, sender: Sender) -> Transfer[Any]:
         with step("stage"):
@@ -416,7 +418,7 @@ class Stager:
                 Write(f"out{names[index]}", parts.leaves[index], destinations.leaves[index])
                 for index in destinations.writes()
             ]
-            self._write_in_groups(with_own_sources(writes))
+            self._write_in_groups(with_own_sources(writes), lambda _: None)
             return structure.rebuild(destinations.leaves)
 
     def _write_few(self, leaves: list[Any], structure: Structure, out: Any) -> list[Any] | None:
@@ -433,9 +435,8 @@ class Stager:
         self._count(copies, 0, nbytes, nbytes, count, 0)
         return written
 
-    def _write_in_groups(self, writes: Iterable[Write]) -> None:
-        """Copy leaves into existing tensors in groups."""
-        write_in_groups(writes, self._group_bytes(), self._stage_group)
+    def _write_in_groups(self, writes: Iterable[Write], check: Callable[[list[str]], None]) -> None:
+        write_in_groups(writes, check, self._group_bytes(), self._stage_group)
 
     def _stage_group(self, leaves: list[Any], existing: list[torch.Tensor]) -> TransferInto[Any]:
         return self._stage_into(take_apart(leaves), existing, SMALL_BYTES)
@@ -460,7 +461,8 @@ class Stager:
         The pool bounds the host memory, whatever the size of the checkpoint. Dtypes may differ: tensors are cast on the
         device. Tensors on ``"meta"`` that the checkpoint names are made on the stager's device, once for all names that
         share a tensor. A DTensor (plain Shard or Replicate) takes this rank's part of a tensor of global shape. A name
-        whose tensor is loaded under another name isn't missing (tied weights).
+        whose tensor is loaded under another name isn't missing (tied weights). The module's ``state_dict`` isn't
+        called.
 
         The copies are operations on the current stream, as with ``to_device(out=)``: later work on that stream sees the
         weights. When the call has returned, you may change the source tensors, except page-locked ones with
@@ -469,8 +471,8 @@ class Stager:
         Args:
             module_or_dict: a module or a dict of tensors, on the stager's device or on meta.
             tensors: host tensors by name: a mapping (``state_dict``, ``torch.load(path, mmap=True)``), an iterable of
-                (name, tensor) pairs (for example of all shards), or safetensors' ``safe_open``. They are read in waves
-                of 256 MiB.
+                (name, tensor) pairs (for example of all shards), or safetensors' ``safe_open``. They are read in groups
+                of at most 64 MiB.
             strict: whether missing and unexpected names are errors.
 
         Returns:
@@ -483,7 +485,8 @@ class Stager:
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state),
                 or `tensors` is something else, such as a path.
         """
-        return load_weights(self._write_in_groups, self.device, module_or_dict, tensors, strict=strict)
+        destination = Destination(module_or_dict, self.device, strict=strict)
+        return load_weights(self._write_in_groups, destination, tensors)
 
     def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start copying a nested tree of tensors to the host.

@@ -180,9 +180,10 @@ class Transfer(NotABatch, Generic[B_co]):
 class TransferInto(Transfer[B_co]):
     """A staged batch that the first `wait` copies into existing tensors. Made by ``Stager.stage(out=)``."""
 
-    __slots__ = ("_destinations",)
+    __slots__ = ("_destinations", "is_handed_out")
 
     def __init__(self, staged: Transfer[Any], destinations: Destinations) -> None:
+        self.is_handed_out = False  # to a caller who may forget to wait for it
         super().__init__(staged._target, staged._structure, staged._table, staged._sent, staged._moved)
         self._destinations = destinations
 
@@ -219,7 +220,8 @@ class TransferInto(Transfer[B_co]):
         self._sent, self._moved, self._batch = sent, _NOTHING_MOVED, batch
 
     def __del__(self) -> None:
-        if getattr(self, "_batch", None) is _NOT_YET and not sys.is_finalizing():
+        is_expected = getattr(self, "is_handed_out", False) and self._batch is _NOT_YET
+        if is_expected and not sys.is_finalizing():
             warnings.warn(
                 f"out= was not written: a transfer of {format_bytes(self.nbytes)} was dropped before wait(); call "
                 "transfer.wait(), or to_device(batch, out=...)",

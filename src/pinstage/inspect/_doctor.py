@@ -19,6 +19,7 @@ import torch
 import pinstage as ps
 
 from .. import _host
+from .._compat.calls import why_checkpoints_are_unknown
 from .._compat.loader import why_loader_is_unknown
 from .._compat.storages import why_changes_are_not_seen
 from .._compat.views import why_tensors_are_slow
@@ -121,6 +122,7 @@ def private_names() -> list[Check]:
     probes = [
         ("tensors", why_tensors_are_slow(), "tensors are described and made in Python, one by one"),
         ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
+        ("load_weights", why_checkpoints_are_unknown(), "modules are refused: use load_state_dict"),
         ("DataLoader", why_loader_is_unknown(), "batches of workers are staged in the main process, which is slower"),
     ]
     found = [Check(name, "warning", reason, remedy) for name, reason, remedy in probes if reason is not None]
