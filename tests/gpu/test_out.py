@@ -72,7 +72,7 @@ def test_neighbours_are_one_copy(cuda_device):
         assert stager.stats().copies - before.copies == before.copies == 1
 
 
-def test_a_loop_that_replays_takes_the_memory_of_four_batches(cuda_device):
+def test_replays_take_the_memory_of_four_batches(cuda_device):
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
         batches = [[torch.full((4, LARGE), float(value))] for value in range(4)]
         static = stager.to_device(batches[0])
@@ -102,7 +102,7 @@ def test_a_loop_that_replays_takes_the_memory_of_four_batches(cuda_device):
         assert peak <= 4 * static[0].nbytes
 
 
-def test_a_load_above_a_group_takes_two_groups_of_the_device(cuda_device):
+def test_weights_take_two_groups_of_the_device(cuda_device):
     weights = {f"{number}": torch.full((20, MIB), float(number)) for number in range(8)}
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
         there = {name: torch.zeros_like(tensor, device=cuda_device) for name, tensor in weights.items()}
@@ -138,7 +138,7 @@ def test_earlier_work_reads_old_values_later_work_new(cuda_device, latch: Latch,
         assert bool((after == 2).all())
 
 
-def test_the_copy_is_too_early_without_the_hand_over(cuda_device, latch: Latch, monkeypatch):
+def test_without_the_hand_over_the_copy_is_early(cuda_device, latch: Latch, monkeypatch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
         place = on(cuda_device, LARGE, 1)
         stager.to_device([filled(LARGE, 1)], out=[place])
@@ -153,7 +153,7 @@ def test_the_copy_is_too_early_without_the_hand_over(cuda_device, latch: Latch, 
         assert not bool((seen == 2).all())
 
 
-def test_a_batch_crosses_the_bus_while_its_destination_is_in_use(cuda_device, latch: Latch):
+def test_a_batch_crosses_the_bus_behind_the_graph(cuda_device, latch: Latch):
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         place = on(cuda_device, LARGE, 1)
@@ -281,7 +281,7 @@ def test_another_stream_sees_the_values_after_wait(cuda_device, latch: Latch):
         assert bool((seen == 2).all())
 
 
-def test_no_warm_call_within_run_ahead_waits_for_a_busy_device(cuda_device, latch: Latch):
+def test_no_warm_call_waits_for_the_device(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager, latch:
         places = [on(cuda_device, LARGE) for _ in range(3)]
         stager.pool.reserve(4 * LARGE, count=8)

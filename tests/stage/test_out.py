@@ -489,7 +489,7 @@ def test_without_a_slab_no_host_tensor_is_written(make_stager):
     assert stager.to_host(sources[:1], out=places[:1])[0].all()
 
 
-def test_what_needs_a_slab_has_to_fit_the_cap(make_stager, monkeypatch):
+def test_slabs_for_destinations_fit_the_cap(make_stager, monkeypatch):
     stager = make_stager("64KiB")
     sources = [torch.ones(50_000), torch.ones(3), torch.full((50_000,), 3.0)]
     places = [torch.zeros(50_000), torch.zeros(3), torch.zeros(50_000).as_subclass(TensorSubclass)]
@@ -505,7 +505,7 @@ def test_what_needs_a_slab_has_to_fit_the_cap(make_stager, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
-def test_opaque_destinations_above_the_cap_are_copied_by_torch(make_stager, method):
+def test_torch_copies_large_opaque_destinations(make_stager, method):
     place = torch.zeros(50_000).as_subclass(TensorSubclass)
     getattr(make_stager("64KiB"), method)([torch.ones(50_000)], out=[place])
     assert place.all()
@@ -618,7 +618,7 @@ def test_the_waiting_stream_copies_behind_the_staged_bytes(queue, elements):
     assert log == [("on", "another"), ("another", "waits for", staged), ("event", "another")]
 
 
-def test_later_waits_copy_nothing_and_wait_for_the_copy(queue):
+def test_later_waits_only_wait_for_the_copy(queue):
     place = torch.zeros(3)
     transfer = queue.stage(torch.ones(3), out=place)
     transfer.wait("another")
@@ -629,7 +629,7 @@ def test_later_waits_copy_nothing_and_wait_for_the_copy(queue):
     assert place.tolist() == [7, 7, 7]
 
 
-def test_a_transfer_is_done_with_its_staged_bytes_then_with_its_copy(queue):
+def test_a_transfer_reports_staged_bytes_then_the_copy(queue):
     transfer = queue.stage(torch.ones(MIB), out=torch.zeros(MIB))
     assert not transfer.query()
     queue._target.finish()
@@ -640,7 +640,7 @@ def test_a_transfer_is_done_with_its_staged_bytes_then_with_its_copy(queue):
     transfer.synchronize()
 
 
-def test_a_transfer_that_is_not_waited_for_writes_nothing(stager):
+def test_a_forgotten_transfer_writes_nothing_and_warns(stager):
     place = torch.zeros(3)
     transfer = stager.stage(torch.ones(3), out=place)
     with pytest.warns(StagingWarning, match=r"out= was not written: .*16 B .*wait\(\)"):
@@ -648,7 +648,7 @@ def test_a_transfer_that_is_not_waited_for_writes_nothing(stager):
     assert not place.any()
 
 
-def test_the_last_of_two_transfers_for_one_destination_counts(stager):
+def test_the_last_of_two_waits_counts(stager):
     place = torch.zeros(3)
     first, second = (stager.stage(torch.full((3,), float(value)), out=place) for value in (1, 2))
     second.wait()
@@ -671,7 +671,7 @@ def test_sources_can_change_before_the_copy(stager):
 @pytest.mark.filterwarnings("ignore:out= was not written")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
 @pytest.mark.parametrize("method", ["stage", "fetch"])
-def test_a_destination_of_another_shape_since_the_call_is_refused(stager, method, dtype):
+def test_destinations_that_changed_shape_are_refused(stager, method, dtype):
     place = torch.zeros(3, dtype=dtype)
     transfer = getattr(stager, method)({"x": torch.ones(3)}, out={"x": place})
     place.data = torch.zeros(2, 3, dtype=dtype)  # to which torch would broadcast
