@@ -11,7 +11,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pinstage as ps
-from pinstage._stage import _stager
+from pinstage._stage import _writer
 from pinstage._stage._weights import Destination
 
 KIB = 1 << 10
@@ -141,7 +141,7 @@ def test_memory_that_is_shared_counts_as_one(stager):
 @pytest.mark.parametrize("group_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("order", [1, -1], ids=["module's order", "reversed"])
 def test_the_modules_last_name_of_a_tensor_counts(stager, source, monkeypatch, order, group_bytes):
-    monkeypatch.setattr(_stager, "GROUP_BYTES", group_bytes)
+    monkeypatch.setattr(_writer, "GROUP_BYTES", group_bytes)
     state = content_of(Tied(seed=1))
     state["head.weight"] = torch.full((50, 16), 3.0)
     module, other = Tied(), Tied()
@@ -416,7 +416,7 @@ def test_any_checkpoint_ends_as_with_load_state_dict(
         state[name] = torch.zeros(5, 5, 5)
     expected, torchs_error = outcome_of(torchs.load_state_dict, state, strict=False)
     with monkeypatch.context() as patch:
-        patch.setattr(_stager, "GROUP_BYTES", group_bytes)
+        patch.setattr(_writer, "GROUP_BYTES", group_bytes)
         found, error = outcome_of(stager.load_weights, ours, SOURCES[source](state), strict=strict and not torchs_error)
     if torchs_error:
         assert error == torchs_error
@@ -520,11 +520,11 @@ def test_dicts_of_meta_tensors_are_filled(stager, source):
     assert found["a"].sum() == 3
 
 
-# -- groups -------------------------------------------------------------------------------------------------------------
+# -- groups -----------------------------------------------------------------------------------------------------------
 
 
 def test_groups_bound_what_a_generator_holds(stager, monkeypatch):
-    monkeypatch.setattr(_stager, "GROUP_BYTES", 4 * KIB)
+    monkeypatch.setattr(_writer, "GROUP_BYTES", 4 * KIB)
     found = {f"{number}": torch.zeros(256) for number in range(20)}
     alive, most = set(), 0
 
@@ -540,14 +540,14 @@ def test_groups_bound_what_a_generator_holds(stager, monkeypatch):
             yield name, tensor
 
     sizes = []
-    plain = stager._stage_group
+    plain = _writer.take_apart
 
-    def counted(leaves, existing):
+    def counted(leaves):
         sizes.append(len(leaves))
         alive.clear()
-        return plain(leaves, existing)
+        return plain(leaves)
 
-    monkeypatch.setattr(stager, "_stage_group", counted)
+    monkeypatch.setattr(_writer, "take_apart", counted)
     assert stager.load_weights(found, pairs()) == ([], [])
     assert sizes == [4] * 5
     assert most == 5  # a group, and the tensor that did not fit

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._pool import PoolStats
 from .._sizes import count, format_bytes
-from .._stage import Transfer, packed_bytes_of
+from .._stage import Transfer, table_of
 
 _NOTICEABLE = 0.1
 """Share of the time above which waiting is called a bottleneck; for batches without a slab, the share of the
@@ -100,7 +100,7 @@ class Counters:
         with self._lock:
             self.batches += 1
             self.copies += transfer.copies
-            self.packed_bytes += packed_bytes_of(transfer)
+            self.packed_bytes += table_of(transfer).payload_bytes
             self.fallback_batches += fallback
             if fallback:
                 self.largest_fallback = max(self.largest_fallback, transfer.nbytes)

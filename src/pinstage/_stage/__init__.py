@@ -17,9 +17,10 @@ from ._frames import clear_own_frames
 from ._hand_over import HandOver
 from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
-from ._stager import Stager, StagerStats
+from ._stager import Stager
+from ._stats import StagerStats
 from ._to_host import Fetcher, HostTransfer, Landing, duplicate_rest, event_of, landings
-from ._transfer import Kept, Transfer, copy_event_of, packed_bytes_of, send_packed
+from ._transfer import Kept, Transfer, copy_event_of, send_packed, table_of
 from ._weights import IncompatibleKeys
 
 __all__ = [
@@ -45,7 +46,7 @@ __all__ = [
     "duplicate_rest",
     "event_of",
     "landings",
-    "packed_bytes_of",
+    "table_of",
     "send_packed",
     "shared_targets",
     "target_for",

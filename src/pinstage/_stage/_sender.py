@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 from .._batch import (
     ALIGNMENT,
     Blocks,
     Borrowed,
+    Keeping,
     OwnStorage,
     Parts,
     borrow,
@@ -29,6 +30,7 @@ from .._batch import (
     sharing_of,
     start_packing,
     take_apart,
+    walk,
     windows,
 )
 from .._pool import Fence, Lease, guard_until_release
@@ -37,7 +39,8 @@ from .._steps import step
 from ._device import AT_ONCE_BYTES, Target
 from ._host_slabs import HostSlabs
 from ._run_ahead import RunAhead
-from ._transfer import Sent, Transfer, keep_until, move_others
+from ._stats import Counters
+from ._transfer import Sent, Transfer, keep_until, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024
 """`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy overlaps with nothing, and
@@ -55,6 +58,8 @@ class Sender:
     Args:
         target: the device.
         slabs: where host slabs come from.
+        counters: count the batches.
+        keeping: says which leaves stay on the host.
         own_storage: see `Stager`.
         threads: number of threads that may pack.
         borrows: whether page-locked leaves are copied without packing.
@@ -63,10 +68,43 @@ class Sender:
 
     target: Target
     slabs: HostSlabs
+    counters: Counters
+    keeping: Keeping | None
     own_storage: OwnStorage
     threads: int
     borrows: bool
     run_ahead: RunAhead | None
+
+    def move(self, batch: Any) -> Any:
+        """See `Stager.to_device`."""
+        with step("stage"):
+            with step("walk"):
+                walked = leaves, structure = walk(batch)
+            few = None
+            if self.keeping is None and self.own_storage is not False and self.slabs.is_open():
+                few = self.target.move_few(leaves)
+            if few is not None:
+                moved, count, nbytes, copies = few
+                self.counters.add(copies, count, nbytes, nbytes, count, 0)
+                return structure.rebuild(moved)
+            parts = take_apart(batch, keeping=self.keeping, walked=walked)
+            transfer = self.transfer(parts, SMALL_BYTES)
+            self.count(transfer)
+        return transfer.wait()
+
+    def begin(self, batch: Any) -> Transfer[Any]:
+        """See `Stager.stage`."""
+        with step("stage"):
+            transfer = self.transfer(take_apart(batch, keeping=self.keeping), AT_ONCE_BYTES)
+            self.count(transfer)
+            return transfer
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("a stager cannot be copied or pickled; make another Stager, or pass this one on")
+
+    def count(self, transfer: Transfer[Any]) -> None:
+        """Count a staged batch."""
+        self.counters.add(transfer.copies, transfer.blocks, *table_of(transfer)[1:5])
 
     def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:
         """Start the copies of a batch: of its packed leaves by `send`, of others by their own ``.to()``."""
@@ -102,13 +140,9 @@ class Sender:
                 return self._send_through_slab(parts, target.stream)
             if nbytes <= AT_ONCE_BYTES and (nbytes == 0 or target.has_room()):
                 return self._send_at_once(parts, consumer)
-            is_inline = nbytes < inline_bytes
-            if self.run_ahead is not None and not is_inline:
+            if self.run_ahead is not None:
                 self.run_ahead.bound(target.record(consumer), consumer)
-            sent = self._send_through_slab(parts, consumer if is_inline else target.stream)
-            if self.run_ahead is not None and is_inline:
-                self.run_ahead.bound(sent.event, consumer)
-            return sent
+            return self._send_through_slab(parts, consumer if nbytes < inline_bytes else target.stream)
 
     def _send_at_once(self, parts: Parts, stream: Any) -> Sent:
         """Send at most `AT_ONCE_BYTES` from ordinary memory."""

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
 
-from .._batch import (
-    Keeping,
-    Layout,
-    OwnStorage,
-    Parts,
-    Structure,
-    check_own_storage,
-    content_of,
-    most_threads,
-    take_apart,
-    walk,
-)
+from .._batch import Keeping, Layout, OwnStorage, check_own_storage, content_of, most_threads
 from .._memory import default_memory
 from .._pool import (
     HostBudget,
     Lease,
-    PoolStats,
     SlabPool,
     check_owner,
     check_pool,
@@ -36,18 +21,18 @@ from .._pool import (
     close_for,
     guard_until_release,
 )
-from .._sizes import Size, count, format_bytes
+from .._sizes import Size
 from .._steps import step
-from ._device import AT_ONCE_BYTES, MOST_FEW, Targets, target_for
-from ._groups import GROUP_BYTES, Write, unpacked_bytes, with_own_sources, write_in_groups
+from ._device import Targets, target_for
 from ._host_slabs import HostSlabs
-from ._out import Destinations, readable, with_own_copies
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
-from ._sender import SMALL_BYTES, Sender
+from ._sender import Sender
+from ._stats import Counters, StagerStats
 from ._to_host import Fetcher, HostTransfer
-from ._transfer import Transfer, TransferInto, copy_event_of, refuse_capture, send_packed
+from ._transfer import Transfer, copy_event_of, refuse_capture, send_packed
 from ._weights import Destination, IncompatibleKeys, load_weights
+from ._writer import Writer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -57,53 +42,6 @@ K = TypeVar("K")
 Array: TypeAlias = "np.ndarray[Any, Any]"
 Leaf: TypeAlias = "torch.Tensor | Array"
 Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
-
-_MOST_TALLIES = 1000
-"""The most batches that are counted later; see `Stager._count`."""
-
-_NO_TALLY = (0,) * 6
-
-_CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagerStats:
-    """Counters of a stager, and its pool's statistics."""
-
-    batches: int
-    """Batches staged. With `out`, each group of a larger batch counts."""
-    copies: int
-    """Host-to-device copies of packed leaves: one per block, and several for a large block."""
-    blocks: int
-    """Device tensors made for packed leaves: one per leaf with its own tensor, and one per shared block."""
-    packed_leaves: int
-    """Tensors and arrays that were packed. A leaf that a batch repeats counts once."""
-    packed_bytes: int
-    """Bytes of the packed leaves."""
-    padding_bytes: int
-    """Alignment bytes sent with the packed leaves."""
-    passthrough_leaves: int
-    """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
-    fallback_batches: int
-    """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
-    fetches: int
-    """Calls of `fetch` and `to_host`."""
-    fetch_copies: int
-    """Device-to-host copies issued by these calls."""
-    fetched_bytes: int
-    """Bytes of the device-to-host copies, padding included."""
-    pool: PoolStats
-    """The pool's counters."""
-
-    def __str__(self) -> str:
-        """Return one line for a log."""
-        sent = f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
-        fetched = f"{format_bytes(self.fetched_bytes)} in {count(self.fetch_copies, 'copy', 'copies')}"
-        return (
-            f"{count(self.batches, 'batch', 'batches')}, {sent}; {count(self.fetches, 'fetch', 'fetches')}, {fetched}; "
-            f"pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}, "
-            f"waited {self.pool.wait_seconds:.3f} s"
-        )
 
 
 class Stager:
@@ -182,7 +120,6 @@ class Stager:
         threads = most_threads(pack_threads)
         check_own_storage(own_storage)
         run_ahead = check_run_ahead(run_ahead)
-        self._keeping = None if keep_on_host is None else Keeping(keep_on_host)
         self._owns_pool = pool is None
         if pool is None:
             pool = SlabPool(max_bytes, budget=budget, memory=default_memory(self._target.device))
@@ -190,16 +127,14 @@ class Stager:
         self._sender = Sender(
             target=self._target,
             slabs=self._slabs,
+            counters=Counters(),
+            keeping=None if keep_on_host is None else Keeping(keep_on_host),
             own_storage=own_storage,
             threads=threads,
             borrows=borrow_pinned,
             run_ahead=None if run_ahead is None else RunAhead(run_ahead),
         )
-        self._into_sender = replace(self._sender, own_storage=False)
-        self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
-        self._counters: Counter[str] = Counter()  # by the names of `StagerStats`
-        self._tallies: deque[tuple[int, ...]] = deque()  # of batches that aren't in the counters yet
-        self._moves_few = keep_on_host is None and own_storage is not False
+        self._writer = Writer(replace(self._sender, own_storage=False))
         self._fetcher = Fetcher(self.device, self._slabs.lease_whole, Targets(self._target))
 
     @property
@@ -272,31 +207,8 @@ class Stager:
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         if out is None:
-            return self._stage(batch, self._sender)
-        with step("stage"):
-            transfer = self._stage_into(self._readable(batch), out, AT_ONCE_BYTES)
-            transfer.is_handed_out = True
-            return transfer
-
-    def _stage(self, batch: Any, sender: Sender) -> Transfer[Any]:
-        with step("stage"):
-            parts = take_apart(batch, keeping=self._keeping)
-            transfer = sender.transfer(parts, AT_ONCE_BYTES)
-            self._count(transfer.copies, transfer.blocks, *parts.table[1:5])
-            return transfer
-
-    def _readable(self, batch: Any, walked: tuple[list[Any], Structure] | None = None) -> Parts:
-        """Take a batch apart that is copied into existing tensors."""
-        refuse_capture(self._target)
-        return readable(take_apart(batch, keeping=self._keeping, walked=walked), _CPU)
-
-    def _stage_into(self, parts: Parts, out: Any, inline_bytes: int) -> TransferInto[Any]:
-        """Stage a batch, and check its destinations while the copies are under way."""
-        staged = self._into_sender.transfer(with_own_copies(parts, self.device), inline_bytes)
-        with step("check"):
-            destinations = Destinations(parts, out, self.device)
-        self._count(staged.copies, staged.blocks, *parts.table[1:5])
-        return TransferInto(staged, destinations)
+            return self._sender.begin(batch)
+        return self._writer.begin_into(batch, out)
 
     def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
         """Start the copy of a batch that a lease holds already, written there by hand or by `Layout.pack`.
@@ -338,7 +250,7 @@ class Stager:
                 raise
             finally:
                 lease.release(after=event)
-            self._count(transfer.copies, transfer.blocks, *table[1:5])
+            self._sender.count(transfer)
             return transfer
 
     @overload
@@ -377,72 +289,9 @@ class Stager:
         Raises:
             LayoutError, BudgetExceededError, AcquireTimeoutError, PinstageError: as `stage`.
         """
-        if out is not None:
-            return self._write(batch, out)
-        with step("stage"):
-            with step("walk"):
-                walked = leaves, structure = walk(batch)
-            moved = self._target.move_few(leaves) if self._moves_few and self._slabs.is_open() else None
-            if moved is not None:
-                leaves, count, nbytes, copies = moved
-                self._count(copies, count, nbytes, nbytes, count, 0)
-                return structure.rebuild(leaves)
-            parts = take_apart(batch, keeping=self._keeping, walked=walked)
-            transfer = self._sender.transfer(parts, SMALL_BYTES)
-            self._count(transfer.copies, transfer.blocks, *parts.table[1:5])
-        return transfer.wait()
-
-    def _write(self, batch: Any, out: Any) -> Any:
-        """Copy a batch into existing tensors.
-
-        The cases, in this order:
-
-        1. on a GPU, a few small leaves whose destinations are like them: one copy each, on the current stream;
-        2. what fits into one group: staged, and copied into place;
-        3. any other batch: in groups.
-        """
-        with step("stage"):
-            with step("walk"):
-                walked = leaves, structure = walk(batch)
-            if len(leaves) <= MOST_FEW and self._keeping is None and self._target.stream is not None:
-                written = self._write_few(leaves, structure, out)
-                if written is not None:
-                    return structure.rebuild(written)
-            parts = self._readable(batch, walked)
-            if parts.table.nbytes + unpacked_bytes(parts) <= self._group_bytes():
-                return self._stage_into(parts, out, SMALL_BYTES).write()
-            with step("check"):
-                destinations = Destinations(parts, out, self.device)
-            names = parts.structure.paths()
-            writes = [
-                Write(f"out{names[index]}", parts.leaves[index], destinations.leaves[index])
-                for index in destinations.writes()
-            ]
-            self._write_in_groups(with_own_sources(writes), lambda _: None)
-            return structure.rebuild(destinations.leaves)
-
-    def _write_few(self, leaves: list[Any], structure: Structure, out: Any) -> list[Any] | None:
-        """Write a few small leaves; return the leaves of the result, or None if they aren't small, few and plain."""
-        existing, its_own = walk(out)
-        is_alike = its_own == structure and self._slabs.is_open()
-        moved = self._target.move_few(leaves, existing) if is_alike else None
-        if moved is None:
-            return None
-        written, count, nbytes, copies = moved
-        tensors = [new for new, leaf in zip(written, leaves, strict=True) if new is not leaf]
-        torch.autograd.graph.increment_version(tensors)
-        self._target.hand_over(None, tensors, self._target.consumer(None))
-        self._count(copies, 0, nbytes, nbytes, count, 0)
-        return written
-
-    def _write_in_groups(self, writes: Iterable[Write], check: Callable[[list[str]], None]) -> None:
-        write_in_groups(writes, check, self._group_bytes(), self._stage_group)
-
-    def _stage_group(self, leaves: list[Any], existing: list[torch.Tensor]) -> TransferInto[Any]:
-        return self._stage_into(take_apart(leaves), existing, SMALL_BYTES)
-
-    def _group_bytes(self) -> int:
-        return min(GROUP_BYTES, self.pool.max_bytes // 2)
+        if out is None:
+            return self._sender.move(batch)
+        return self._writer.write_batch(batch, out)
 
     def load_weights(
         self,
@@ -486,7 +335,7 @@ class Stager:
                 or `tensors` is something else, such as a path.
         """
         destination = Destination(module_or_dict, self.device, strict=strict)
-        return load_weights(self._write_in_groups, destination, tensors)
+        return load_weights(self._writer.write_all, destination, tensors)
 
     def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start copying a nested tree of tensors to the host.
@@ -535,8 +384,7 @@ class Stager:
             else:
                 refuse_capture(self._target)
                 transfer = self._fetcher.fetch_into(tree, out)
-        with self._lock:
-            self._counters.update(fetches=1, fetch_copies=transfer.copies, fetched_bytes=transfer.nbytes)
+        self._sender.counters.add_fetch(transfer.copies, transfer.nbytes)
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
@@ -623,45 +471,20 @@ class Stager:
         check_depth(depth)
         pinned = is_read_as_torch_does(source) and source.pin_memory  # new buffers each time, never written again
         sender = replace(self._sender, borrows=pinned or self._sender.borrows, run_ahead=None)
-        return prefetcher_of(partial(self._stage, sender=sender), self._target, source, depth, background)
+        return prefetcher_of(sender.begin, self._target, source, depth, background)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
-        pool = self.pool.stats()  # outside of the lock: this may free slabs
-        with self._lock:
-            self._add_up()
-            self._counters["fallback_batches"] = self._slabs.refusals
-            counters = {name: self._counters[name] for name in StagerStats.__slots__ if name != "pool"}
-            return StagerStats(**counters, pool=pool)
+        totals = self._sender.counters.totals()
+        totals["fallback_batches"] = self._slabs.refusals
+        counters = {name: totals[name] for name in StagerStats.__slots__ if name != "pool"}
+        return StagerStats(**counters, pool=self.pool.stats())
 
     def close(self) -> None:
         """Close the pool if the stager made it. Staged batches stay valid."""
         if self._owns_pool:
             close_for(self.pool, "Stager")
         self._slabs.close()
-
-    def _count(self, *tally: int) -> None:
-        """Count a batch: its copies, its blocks, and then the fields of its `Table`, as `_add_up` reads them."""
-        self._tallies.append(tally)  # unlike the counters, this needs no lock
-        if len(self._tallies) >= _MOST_TALLIES:
-            self._add_up()
-
-    def _add_up(self) -> None:
-        tallies = []
-        with self._lock:
-            while self._tallies:
-                tallies.append(self._tallies.popleft())
-            sums = map(sum, zip(_NO_TALLY, *tallies, strict=True))
-            copies, blocks, nbytes, payload, packed, passthrough = sums
-            self._counters.update(
-                batches=len(tallies),
-                copies=copies,
-                blocks=blocks,
-                packed_leaves=packed,
-                packed_bytes=payload,
-                padding_bytes=nbytes - payload,
-                passthrough_leaves=passthrough,
-            )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(f"a stager cannot be copied or pickled: {self!r}; make another Stager, or pass this one on")
@@ -675,5 +498,4 @@ class Stager:
         self.close()
 
     def __repr__(self) -> str:
-        batches = self._counters["batches"] + len(self._tallies)
-        return f"<Stager {self.device} batches={batches} {self.pool!r}>"
+        return f"<Stager {self.device} batches={self._sender.counters.batches} {self.pool!r}>"

@@ -191,9 +191,9 @@ class TransferInto(Transfer[B_co]):
         """See `Transfer.wait`."""
         if self._batch is _NOT_YET:
             self._destinations.check_again()
-        return self.write(stream)
+        return self.wait_now(stream)
 
-    def write(self, stream: torch.cuda.Stream | None = None) -> B_co:
+    def wait_now(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """Do what `wait` does, right after staging: `out` can't have changed."""
         target, consumer = self._target, self._target.consumer(stream)
         with step("hand_over"), target.on(consumer):
@@ -243,9 +243,9 @@ def refuse_capture(target: Target) -> None:
         )
 
 
-def packed_bytes_of(transfer: Transfer[Any]) -> int:
-    """Return the bytes of the packed leaves, without padding."""
-    return transfer._table.payload_bytes
+def table_of(transfer: Transfer[Any]) -> Table:
+    """Return the offset table of a batch."""
+    return transfer._table
 
 
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:

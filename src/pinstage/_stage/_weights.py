@@ -26,7 +26,7 @@ from .._compat.calls import (
     modules_by_path,
     tensors_of,
 )
-from ._groups import Write
+from ._writer import Write
 
 WAVE_BYTES = 256 << 20
 """Bytes of host tensors per call of the stager. A generator's tensors hold about this much host memory at a time."""
@@ -355,7 +355,7 @@ def load_weights(
     """Copy a checkpoint's tensors to their destinations; see `Stager.load_weights`.
 
     Args:
-        write: copies tensors into other tensors; see `write_in_groups`.
+        write: copies tensors into other tensors; see `Writer.write_all`.
         destination: where they are copied.
         tensors: see `Stager.load_weights`.
     """

@@ -1,0 +1,224 @@
+"""Which way a batch goes into existing tensors.
+
+A batch is staged, and copied into place by the transfer's `wait`. `Writer.write_batch` does both. It takes a larger batch in
+groups, each staged while the one before is copied into place, so that neither the host nor the device needs memory for
+the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .._batch import ALIGNMENT, Parts, RowKind, Structure, Whole, as_tensor, take_apart, walk
+from .._pool import Fence
+from .._sizes import round_up
+from .._steps import step
+from ._device import AT_ONCE_BYTES, MOST_FEW
+from ._out import Destinations, note_written, overlap, readable, with_own_copies
+from ._sender import SMALL_BYTES, Sender
+from ._transfer import TransferInto, copy_event_of, refuse_capture
+
+GROUP_BYTES = 64 << 20
+"""The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting a group."""
+
+_MOST_GROUPS = 2
+"""The most groups that are on the device: one is copied into place while the next one crosses the bus."""
+
+_CPU = torch.device("cpu")
+
+
+class Write(NamedTuple):
+    """A leaf, and the tensor it is copied to."""
+
+    name: str
+    """For errors."""
+    source: Any
+    place: torch.Tensor
+    key: Any = None
+    """Writes with the same key are in different groups: the later one counts."""
+    ends_group: bool = False
+    """Whether it must be copied before the next one is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Copies batches into existing tensors.
+
+    Args:
+        sender: stages them, each in one device slab.
+    """
+
+    sender: Sender
+
+    def begin_into(self, batch: Any, out: Any) -> TransferInto[Any]:
+        """See `Stager.stage`."""
+        with step("stage"):
+            refuse_capture(self.sender.target)
+            parts = take_apart(batch, keeping=self.sender.keeping)
+            transfer = self._staged(parts, out, AT_ONCE_BYTES)
+            transfer.is_handed_out = True
+            return transfer
+
+    def write_batch(self, batch: Any, out: Any) -> Any:
+        """See `Stager.to_device`.
+
+        The cases, in this order:
+
+        1. on a GPU, a few small leaves whose destinations are like them: one copy each, on the current stream;
+        2. what fits into one group: staged, and copied into place;
+        3. any other batch: in groups.
+        """
+        with step("stage"):
+            with step("walk"):
+                walked = leaves, structure = walk(batch)
+            few = self._write_few(leaves, structure, out)
+            if few is not None:
+                return structure.rebuild(few)
+            refuse_capture(self.sender.target)
+            parts = take_apart(batch, keeping=self.sender.keeping, walked=walked)
+            if parts.table.nbytes + _unpacked_bytes(parts) <= self._group_bytes():
+                return self._staged(parts, out, SMALL_BYTES).wait_now()
+            parts = readable(parts, _CPU)
+            with step("check"):
+                destinations = Destinations(parts, out, self.sender.target.device)
+            names = parts.structure.paths()
+            writes = [
+                Write(f"out{names[index]}", parts.leaves[index], destinations.leaves[index])
+                for index in destinations.writes()
+            ]
+            self.write_all(_with_own_sources(writes))
+            return parts.structure.rebuild(destinations.leaves)
+
+    def write_all(self, writes: Iterable[Write], check: Callable[[list[str]], None] = lambda _: None) -> None:
+        """Copy leaves into existing tensors, in groups, as operations of the current stream.
+
+        Blocks until all sources have been read, and while more than `_MOST_GROUPS` groups are on the device.
+
+        Args:
+            writes: read as far as the group that is staged.
+            check: called with the names of a group when it is packed, before it is written.
+        """
+        begun: dict[str, None] = {}
+        copied: deque[Fence | None] = deque()
+        try:
+            for group in groups_of(writes, self._group_bytes()):
+                if len(copied) == _MOST_GROUPS and (event := copied.popleft()) is not None:
+                    event.synchronize()
+                parts = take_apart([write.source for write in group])
+                transfer = self._staged(parts, [write.place for write in group], SMALL_BYTES)
+                names = dict.fromkeys(write.name for write in group)
+                check(list(names))
+                begun |= names
+                transfer.wait_now()
+                copied.append(copy_event_of(transfer))
+        except BaseException as error:
+            note_written(error, begun)
+            raise
+
+    def _write_few(self, leaves: list[Any], structure: Structure, out: Any) -> list[Any] | None:
+        """Write a few small leaves; return the leaves of the result, or None if they aren't small, few and plain."""
+        sender, target = self.sender, self.sender.target
+        if len(leaves) > MOST_FEW or sender.keeping is not None or target.stream is None:
+            return None
+        existing, its_own = walk(out)
+        is_alike = its_own == structure and sender.slabs.is_open()
+        few = target.move_few(leaves, existing) if is_alike else None
+        if few is None:
+            return None
+        written, count, nbytes, copies = few
+        tensors = [new for new, leaf in zip(written, leaves, strict=True) if new is not leaf]
+        torch.autograd.graph.increment_version(tensors)
+        target.hand_over(None, tensors, target.consumer(None))
+        sender.counters.add(copies, 0, nbytes, nbytes, count, 0)
+        return written
+
+    def _staged(self, parts: Parts, out: Any, inline_bytes: int) -> TransferInto[Any]:
+        """Stage a batch, and check its destinations while the copies are under way."""
+        device, parts = self.sender.target.device, readable(parts, _CPU)
+        staged = self.sender.transfer(with_own_copies(parts, device), inline_bytes)
+        with step("check"):
+            destinations = Destinations(parts, out, device)
+        self.sender.count(staged)
+        return TransferInto(staged, destinations)
+
+    def _group_bytes(self) -> int:
+        return min(GROUP_BYTES, self.sender.slabs.pool.max_bytes // 2)
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+def groups_of(writes: Iterable[Write], group_bytes: int) -> Iterator[list[Write]]:
+    """Yield groups of at most `group_bytes` in a slab, in order; larger leaves are cut into several."""
+    group: list[Write] = []
+    keys: set[Any] = set()
+    room = group_bytes
+    for write in writes:
+        nbytes = _bytes_of(write.source)
+        for piece, needed in [(write, nbytes)] if nbytes <= group_bytes else _cut(write, group_bytes):
+            is_full = needed > room or (write.key is not None and write.key in keys)
+            if group and is_full:
+                yield group
+                group, keys, room = [], set(), group_bytes
+            group.append(piece)
+            room -= round_up(needed, ALIGNMENT)
+        keys.add(write.key)
+        if write.ends_group and group:
+            yield group
+            group, keys, room = [], set(), group_bytes
+    if group:
+        yield group
+
+
+def _cut(write: Write, most: int) -> Iterator[tuple[Write, int]]:
+    """Cut a leaf, and its destination in the same way, along the destination's largest stride.
+
+    Yields:
+        Pieces of at most `most` bytes, and the bytes of each.
+    """
+    name, source, place, *_ = write
+    tensor = as_tensor(source)
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):
+        yield Write(name, Whole(tensor), place), 0  # moves by its own .to(), so it needs no slab
+    elif tensor.nbytes <= most or not dims:
+        yield Write(name, tensor, place), tensor.nbytes
+    else:
+        dim = max(dims, key=place.stride)
+        size = tensor.shape[dim]
+        rows = max(1, size * most // tensor.nbytes)
+        for start in range(0, size, rows):
+            count = min(rows, size - start)
+            piece = Write(name, tensor.narrow(dim, start, count), place.narrow(dim, start, count))
+            yield from _cut(piece, most)
+
+
+def _bytes_of(source: Any) -> int:
+    """Return the bytes of a dense leaf; 0 for any other, which isn't cut."""
+    if isinstance(source, torch.Tensor) and source.layout is not torch.strided:
+        return 0
+    return source.nbytes if isinstance(source, np.ndarray | torch.Tensor) else 0
+
+
+def _unpacked_bytes(parts: Parts) -> int:
+    """Return the bytes of a batch's dense leaves that aren't packed, such as tensors that are on the device already."""
+    moved = parts.table.positions(RowKind.MOVED) if parts.table.moved else []
+    return sum(_bytes_of(parts.leaves[index]) for index in moved)
+
+
+def _with_own_sources(writes: list[Write]) -> list[Write]:
+    """Copy the sources that share memory with a destination, since earlier groups would change them."""
+    device = writes[0].place.device
+    tensors = [as_tensor(write.source) for write in writes]
+    near = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+    share = overlap([tensors[number] for number in near], [write.place for write in writes] if near else [])
+    for number, shares in zip(near, share, strict=True):
+        if shares:
+            writes[number] = writes[number]._replace(source=tensors[number].detach().clone())
+    return writes
