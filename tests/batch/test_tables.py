@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import itertools
+import pickle
 import struct
 import sys
+from random import Random
 
 import numpy as np
 import oracle
@@ -15,9 +17,13 @@ from hypothesis import strategies as st
 from paths import PATHS, on_path
 from strategies import DTYPES, NUMPY_DTYPES, arrays, batches, tensors
 
-from pinstage import _native
-from pinstage._batch import RowKind, Sharing, Table, cut, make_blocks, pack, take_apart
+import pinstage as ps
+from pinstage import Layout, _native
+from pinstage._batch import RowKind, Sharing, Table, content_of, cut, make_blocks, pack, take_apart
 from pinstage._batch._table import INTEGERS
+from pinstage._loader._messages import BROKERS, receive
+from pinstage._loader._sending import send
+from pinstage._loader._slabs import Settings, Slabs
 from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -230,6 +236,8 @@ IMPOSSIBLE = {
     "a stride that overflows": one_row(0, 8, RowKind.RAW, FLOAT32, 2, [2, 1], [2**62, 1]),
     "a reach that overflows": one_row(0, 16, RowKind.RAW, FLOAT32, 2, [2, 2], [LARGEST, LARGEST]),
     "a stride out of the slab": one_row(0, 8, RowKind.RAW, FLOAT32, 1, [2], [64]),
+    "a stride that repeats elements": one_row(0, 64, RowKind.RAW, FLOAT32, 2, [4, 4], [0, 1]),
+    "a stride that leaves gaps": one_row(0, 16, RowKind.RAW, FLOAT32, 2, [2, 2], [3, 0]),
     "a negative stride": one_row(16, 8, RowKind.RAW, FLOAT32, 1, [2], [-1]),
     "a negative size": one_row(0, 4, RowKind.RAW, FLOAT32, 2, [-1, -1], [1, 1]),
     "a negative offset": one_row(-16, 4, RowKind.RAW, FLOAT32, 1, [1], [1]),
@@ -243,6 +251,7 @@ IMPOSSIBLE = {
     "the alias of none": one_row(-1, 0, RowKind.ALIAS, 0, 0, [], []),
     "a negative slab": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], slab_bytes=-16),
     "a slab of odd size": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], slab_bytes=8),
+    "rows that overlap": with_header(1, 256, [(start, 32, RowKind.RAW, 0, 1, 0, [32], [1]) for start in (16, 0)]),
     "more bytes than can be counted": with_header(1, 2**63 - 16, [(0, 2**62, RowKind.RAW, 0, 1, 0, [2**62], [1])] * 2),
     "another magic number": HEADER.pack(MAGIC - 1, 0, 1, 0),
     "no width": HEADER.pack(MAGIC, 0, 0, 0),
@@ -332,15 +341,21 @@ def outcome_of(function, *arguments):
     """Call a function that may refuse: torch can't make an empty view with a huge shape, for example."""
     try:
         return function(*arguments)
-    except (ValueError, RuntimeError, OverflowError):
+    except (LayoutError, ValueError, RuntimeError, OverflowError):
         return None
 
 
+def is_filled(leaf):
+    """Return whether the memory of a leaf has room for all its elements."""
+    return leaf.storage_offset() * leaf.itemsize + leaf.nbytes <= leaf.untyped_storage().nbytes()
+
+
 @many
-@given(tables, st.sampled_from([0, 16, 256, 512]))
-@example(IMPOSSIBLE["a product that overflows to nothing"], 256)
-@example(IMPOSSIBLE["a stride out of the slab"], 256)
-def test_the_extension_stays_inside_its_slab(data, nbytes):
+@given(tables, st.sampled_from([0, 16, 256, 512]), ends_of_pieces)
+@example(IMPOSSIBLE["a product that overflows to nothing"], 256, [])
+@example(IMPOSSIBLE["a stride out of the slab"], 256, [])
+@example(IMPOSSIBLE["rows that overlap"], 256, [20])
+def test_the_extension_stays_inside_its_slab(data, nbytes, cuts):
     sources = sources_for(data)
     with guarded(nbytes) as slab:
         core = _native.core
@@ -356,6 +371,107 @@ def test_the_extension_stays_inside_its_slab(data, nbytes):
                 for chunk, end in enumerate(job.ends):
                     job.wait(chunk)
                     assert 0 <= end <= nbytes
+            ends = sorted({min(at, nbytes) for at in cuts} | {0, nbytes})
+            for sharing in Sharing:
+                made = outcome_of(core.Blocks.of, data, sharing, 0, 0)
+                assert made is None or all(map(is_filled, made.tensors))
+                for start, end in itertools.pairwise(ends if made is not None else []):
+                    made.copy(slab.data_ptr(), start, end, 0, False)
+
+
+# -- damaged tables, by every way from outside -------------------------------------------------------------------------
+
+BATCHES = (
+    [torch.arange(64.0).view(8, 8), torch.arange(20.0).view(4, 5).t(), torch.arange(30.0).view(6, 5)[:, ::2]],
+    [torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.ones(7, dtype=torch.bool), torch.ones(())],
+    [torch.arange(float(count)) for count in range(12)],
+    [torch.full((40, 41), 7), torch.zeros(3, 0), torch.zeros(1, 16, dtype=torch.complex64)],
+)
+DAMAGED = 1500
+"""Damaged tables of each batch."""
+
+
+def damaged(data, random):
+    """Return a table with some of its words or bytes changed: to other words of it, neighbours, or any number."""
+    data = bytearray(data)
+    words = memoryview(data).cast("q")
+    for _ in range(random.randint(1, 3)):
+        at = random.randrange(4 if random.random() < 0.9 else 0, len(words))
+        way = random.randrange(5)
+        if way == 0:
+            other = random.randrange(len(words))
+            words[at], words[other] = words[other], words[at]
+        elif way == 1:
+            words[at] = random.choice(words)
+        elif way == 2:
+            words[at] = random.choice([0, 1, 2, 16, 2**32, 2**60, LARGEST, -1])
+        elif way == 3:
+            words[at] = min(max(words[at] * random.choice([1, 2]) + random.choice([-16, -1, 1, 16]), -LARGEST), LARGEST)
+        else:
+            data[8 * at + random.randrange(8)] = random.randrange(256)
+    return bytes(data)
+
+
+class Broker:
+    """Knows the structures of one worker."""
+
+    def __init__(self):
+        self.known = {}
+
+
+@pytest.fixture
+def ways(own_storage):
+    """Yield a function that starts copies by a layout: of a lease, and of a worker's message."""
+    stager = ps.Stager("cpu", max_bytes="16MiB", own_storage=own_storage)
+    slabs = Slabs(Settings("cpu", None, "16MiB", None, 1, None, own_storage, "test").checked())
+    BROKERS[-1] = broker = Broker()
+
+    def transfers(layout, memory, others):
+        broker.known.clear()
+        structure, table = content_of(layout)
+        message = pickle.dumps(structure), table.data, pickle.dumps(others), bytearray(memory.numpy())
+        yield outcome_of(send, slabs, receive(-1, 0, None, 0, *message, 0.0))
+        with stager.pool.acquire(max(layout.nbytes, 1)) as lease:
+            lease.tensor()[: layout.nbytes].copy_(memory)
+            yield outcome_of(stager.stage_lease, lease, layout, others)
+
+    yield transfers
+    stager.close()
+    del BROKERS[-1]
+
+
+def restored(batch, data):
+    """Return the layout of a batch from a pickle in which another table took its place; None if it is refused."""
+    layout = Layout.of(batch)
+    with contextlib.suppress(LayoutError):
+        return pickle.loads(pickle.dumps(layout).replace(content_of(layout)[1].data, data))
+
+
+def in_slab(layout, leaves):
+    """Return the leaves of a list that are in the slab."""
+    return [] if leaves is None else [leaves[int(slot.path[1:-1])] for slot in layout.slots]
+
+
+@pytest.mark.parametrize("own_storage", ["auto", True, False])
+def test_damaged_tables_are_refused_or_exact(ways):
+    random, accepted = Random(1), 0
+    for batch, _ in itertools.product(BATCHES, range(DAMAGED)):
+        layout = restored(batch, damaged(take_apart(batch).table.data, random))
+        if layout is None or layout.nbytes > 1 << 16:
+            continue
+        accepted += 1
+        table = content_of(layout)[1]
+        others = [torch.zeros(1)] * (table.others + table.moved)
+        with guarded(layout.nbytes) as slab:
+            outcome_of(layout.pack, batch, slab)
+            slab.copy_(torch.from_numpy(_memory)[: layout.nbytes])
+            expected = [bytes(slab.numpy()[slot.offset : slot.offset + slot.nbytes]) for slot in layout.slots]
+            for transfer in ways(layout, slab, others):
+                leaves = in_slab(layout, transfer and transfer.wait())
+                assert all(map(is_filled, leaves))
+                assert transfer is None or [bits(leaf) for leaf in leaves] == expected
+            write_all(in_slab(layout, outcome_of(layout.unpack, slab, others)), slab)
+    assert accepted > DAMAGED / 20
 
 
 @pytest.mark.parametrize("length", [-16, -1, 1, 16])

@@ -144,32 +144,46 @@ def figures_of(data):
         raise ValueError("its header or its length is wrong")
     if count < 0 or len(data) != HEADER.size + count * row_type(width).itemsize:
         raise ValueError("its header or its length is wrong")
-    payload = packed = moved = others = 0
-    for index, row in enumerate(Table(data, *[0] * 5).entries()):
-        offset, size, kind, _ = row[:4]
-        is_possible = True
-        if kind in PACKED:
-            payload, packed = payload + size, packed + 1
-            is_possible = lies_in_slab(row, nbytes) and payload < 2**63
-        elif kind == RowKind.ALIAS:
-            is_possible = 0 <= offset < index
-        elif kind == RowKind.MOVED:
-            moved += 1
-        else:
-            is_possible = kind == RowKind.OTHER
-            others += 1
-        if not is_possible:
-            raise ValueError(f"row {index} leads outside of its {nbytes} bytes, or has an unknown kind or dtype")
-    return nbytes, payload, packed, moved, others
+    table = Table(data, *[0] * 5)
+    rows = list(table.entries())
+    wrong = next((index for index, row in enumerate(rows) if not is_possible(row, index, nbytes)), None)
+    if wrong is None:
+        wrong = first_overlap(rows)
+    if wrong is not None:
+        raise ValueError(
+            f"row {wrong} has an unknown kind or dtype, contradicts itself, overlaps another row, or leads outside of "
+            f"its {nbytes} bytes"
+        )
+    kinds = [row[2] for row in rows]
+    packed = [row[1] for row in rows if row[2] in PACKED]
+    return nbytes, sum(packed), len(packed), kinds.count(RowKind.MOVED), kinds.count(RowKind.OTHER)
+
+
+def is_possible(row, index, nbytes):
+    """Return whether a table whose slab has `nbytes` bytes may have such a row."""
+    offset, _, kind = row[:3]
+    if kind in PACKED:
+        return lies_in_slab(row, nbytes)
+    return 0 <= offset < index if kind == RowKind.ALIAS else kind in (RowKind.MOVED, RowKind.OTHER)
+
+
+def first_overlap(rows):
+    """Return the number of the first row, by offset and size, that begins inside another; None if none does."""
+    end = 0
+    for offset, size, index in sorted((row[0], row[1], index) for index, row in enumerate(rows) if row[2] in PACKED):
+        if offset < end:
+            return index
+        end = offset + size
+    return None
 
 
 def lies_in_slab(row, nbytes):
-    """Return whether a packed leaf with its strides stays inside a slab of `nbytes` bytes."""
+    """Return whether a packed leaf stays inside a slab of `nbytes` bytes, and fills its bytes."""
     offset, size, _, code, ndim, _, shape, stride = row
     dtype = DTYPES[code] if code < len(DTYPES) else None
-    if dtype is None or ndim > len(shape) or min(offset, *shape[:ndim], *stride[:ndim], 0) < 0:
+    shape, stride = shape[:ndim], stride[:ndim]
+    if dtype is None or ndim > len(row[6]) or min(offset, *shape, *stride, 0) < 0:
         return False
-    if offset % dtype.itemsize or size != math.prod(shape[:ndim]) * dtype.itemsize:
+    if offset % dtype.itemsize or size != math.prod(shape) * dtype.itemsize or offset + size > nbytes:
         return False
-    reach = sum((size - 1) * step for size, step in zip(shape[:ndim], stride[:ndim], strict=True)) + 1 if size else 0
-    return bool(offset + size <= nbytes and reach * dtype.itemsize <= size)
+    return not size or dense_stride(tuple(shape), tuple(stride))

@@ -67,14 +67,17 @@ static inline bool add_row(Figures *sum, const Row *row) {
 /* The fields of `pinstage._batch._table.Table`. */
 PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum);
 
-/* The table that a bytes object holds; NULL with an error if it isn't one. Rows are not checked. */
+/* The table that a bytes object holds; NULL with an error if it isn't one. Only `table_begin` checks the rows. */
 const Header *table_of(PyObject *data);
+
+/* Whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. No size is 0. */
+bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride);
 
 /* Give each packed row its place in the slab, and its block; set the table's size. `order` has room for all packed
  * rows. */
 void place_rows(Header *table, int64_t *order);
 
-/* A table whose packed rows stay inside its slab. */
+/* A table whose rows were checked: packed ones are inside the slab, disjoint and dense, and ALIASes repeat an earlier row. */
 typedef struct {
     PyObject *data; /* the bytes that hold it */
     const Header *header;

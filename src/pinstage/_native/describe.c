@@ -6,23 +6,6 @@
 
 /* -- what a leaf is ----------------------------------------------------------------------------------------------- */
 
-/* Return whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. */
-static bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
-    int32_t order[MAX_DIMS], count = 0;
-    for (int32_t d = 0; d < ndim; d++) {
-        if (shape[d] == 1) continue;
-        int32_t at = count++;
-        for (; at > 0 && stride[order[at - 1]] > stride[d]; at--) order[at] = order[at - 1];
-        order[at] = d;
-    }
-    int64_t expected = 1;
-    for (int32_t i = 0; i < count; i++) {
-        if (stride[order[i]] != expected) return false;
-        expected *= shape[order[i]];
-    }
-    return true;
-}
-
 static bool is_contiguous(int32_t ndim, const int64_t *shape, const int64_t *stride) {
     int64_t expected = 1;
     for (int32_t d = ndim - 1; d >= 0; d--) {

@@ -14,7 +14,6 @@ static void work_end(Work *work) {
 
 static bool take_leaves(Work *work, const Table *table, PyObject *sources, int64_t room) {
     const Header *header = table->header;
-    int64_t end = 0;
     char *start;
     Py_ssize_t length;
     work->nbytes = header->nbytes;
@@ -27,8 +26,6 @@ static bool take_leaves(Work *work, const Table *table, PyObject *sources, int64
     for (; work->count < table->packed; work->count++) {
         int64_t index = table->order[work->count];
         const Row *row = row_at(header, index);
-        if (row->offset < end) return fail(PyExc_ValueError, "leaves of the offset table overlap");
-        end = row->offset + row->nbytes;
         const int64_t *source = (const int64_t *)(start + source_bytes(header->width) * (size_t)index);
         work->leaves[work->count] = (Leaf){
             .source = (const char *)(uintptr_t)source[0],

@@ -19,23 +19,47 @@ const Header *table_of(PyObject *data) {
     return NULL;
 }
 
-/* Whether a packed row's size, shape and strides agree, and its leaf stays inside a slab of `nbytes`. */
-static bool lies_in_slab(const Row *row, int64_t width, int64_t nbytes) {
-    int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0; /* a power of two */
-    if (itemsize == 0 || row->ndim > width || row->offset < 0 || row->offset > nbytes || (row->offset & (itemsize - 1)))
-        return false;
-    bool is_empty = false, overflows = false;
-    int64_t bytes = itemsize, reach = 0, part;
-    for (int d = 0; d < row->ndim; d++) {
-        int64_t size = row->sizes[d], stride = row->sizes[width + d];
-        if (size < 0 || stride < 0) return false;
-        is_empty = is_empty || size == 0;
-        overflows = overflows || __builtin_mul_overflow(bytes, size, &bytes) ||
-                    __builtin_mul_overflow(size - 1, stride, &part) || __builtin_add_overflow(reach, part, &reach);
+bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
+    int32_t order[MAX_DIMS], count = 0; /* dimensions of more than one element, by stride */
+    for (int32_t d = ndim - 1; d >= 0; d--) {
+        if (shape[d] == 1) continue;
+        int32_t at = count++;
+        for (; at > 0 && stride[order[at - 1]] > stride[d]; at--) order[at] = order[at - 1];
+        order[at] = d;
     }
+    int64_t expected = 1;
+    for (int32_t i = 0; i < count; i++) {
+        if (stride[order[i]] != expected) return false;
+        expected *= shape[order[i]];
+    }
+    return true;
+}
+
+/* Whether a packed row's size, shape and strides agree, and its leaf is in a slab of `nbytes`. A tensor made from the
+ * row has exactly the bytes of the row: a stride that repeats elements would make a smaller one. */
+static bool is_in_slab(const Row *row, int64_t width, int64_t nbytes) {
+    int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0; /* a power of two */
+    if (itemsize == 0 || row->ndim > width || row->offset < 0 || row->offset > nbytes) return false;
+    const int64_t *shape = row->sizes, *stride = row->sizes + width;
+    bool is_empty = false, overflows = false;
+    int64_t bytes = itemsize;
+    for (int d = 0; d < row->ndim; d++) {
+        if (shape[d] < 0 || stride[d] < 0) return false;
+        is_empty = is_empty || shape[d] == 0;
+        overflows = overflows || __builtin_mul_overflow(bytes, shape[d], &bytes);
+    }
+    if ((row->offset & (itemsize - 1)) != 0) return false;
     if (is_empty) return row->nbytes == 0;
-    overflows = overflows || __builtin_add_overflow(reach, 1, &reach) || __builtin_mul_overflow(reach, itemsize, &reach);
-    return !overflows && row->nbytes == bytes && bytes <= nbytes - row->offset && reach <= bytes;
+    bool has_room = !overflows && row->nbytes == bytes && bytes <= nbytes - row->offset;
+    return has_room && is_dense(row->ndim, shape, stride);
+}
+
+/* Whether a table may have such a row. Rows may overlap nevertheless. */
+static bool is_possible(const Header *table, int64_t index) {
+    const Row *row = row_at(table, index);
+    if (is_packed(row)) return is_in_slab(row, table->width, table->nbytes);
+    if (row->kind == ALIAS) return row->offset >= 0 && row->offset < index;
+    return row->kind == MOVED || row->kind == OTHER;
 }
 
 /* -- places ---------------------------------------------------------------------------------------------------------
@@ -51,10 +75,9 @@ static const int64_t MOST_IN_BLOCK[] = {[SMALL] = 1024 * 1024, [MEDIUM] = 4 * 10
 
 static int group_of(const Row *row) { return row->nbytes < MEDIUM_FROM ? SMALL : row->nbytes < LARGE_FROM ? MEDIUM : LARGE; }
 
-enum { KEYS = GROUPS * (MOST_DTYPES + 1) };
+enum { KEYS = GROUPS * MOST_DTYPES };
 
-/* Rows of unknown dtypes, which `lies_in_slab` refuses, may have the key of another dtype. */
-static int key_of(const Row *row) { return group_of(row) * (MOST_DTYPES + 1) + row->dtype % (MOST_DTYPES + 1); }
+static int key_of(const Row *row) { return group_of(row) * MOST_DTYPES + row->dtype; }
 
 /* Write the packed rows to `order`, by size group and dtype; return their number. */
 static int64_t rows_by_key(const Header *table, int64_t *order) {
@@ -101,31 +124,50 @@ void place_rows(Header *table, int64_t *order) {
 
 /* Compare the places of two rows; an empty leaf comes before another leaf at its place. */
 static int by_offset(const void *a, const void *b, void *table) {
-    const Row *one = row_at(table, *(const int64_t *)a), *other = row_at(table, *(const int64_t *)b);
+    int64_t first = *(const int64_t *)a, second = *(const int64_t *)b;
+    const Row *one = row_at(table, first), *other = row_at(table, second);
     if (one->offset != other->offset) return one->offset < other->offset ? -1 : 1;
-    return one->nbytes < other->nbytes ? -1 : one->nbytes > other->nbytes;
+    if (one->nbytes != other->nbytes) return one->nbytes < other->nbytes ? -1 : 1;
+    return first < second ? -1 : first > second;
+}
+
+/* Sort the packed rows by their offsets, and return the first that overlaps the one before it; -1 if there is none. */
+static int64_t sort_rows(Table *self) {
+    const Header *header = self->header;
+    bool is_sorted = true; /* as `place_rows` placed them */
+    self->packed = rows_by_key(header, self->order);
+    for (int64_t i = 1; i < self->packed && is_sorted; i++) {
+        is_sorted = by_offset(&self->order[i - 1], &self->order[i], (void *)header) <= 0;
+    }
+    if (!is_sorted) qsort_r(self->order, (size_t)self->packed, sizeof(int64_t), by_offset, (void *)header);
+    int64_t end = 0;
+    for (int64_t i = 0; i < self->packed; i++) {
+        const Row *row = row_at(header, self->order[i]);
+        if (row->offset < end) return self->order[i];
+        end = row->offset + row->nbytes;
+    }
+    return -1;
 }
 
 bool table_begin(Table *self, PyObject *data) {
     const Header *header = table_of(data);
     *self = (Table){.header = header};
     if (header == NULL) return false;
-    self->data = Py_NewRef(data);
-    int64_t *order = self->order = malloc(sizeof(int64_t) * (size_t)(header->rows + 1));
-    bool is_good = order != NULL || no_memory(), is_rising = true; /* as `place_rows` placed them */
-    if (is_good) self->packed = rows_by_key(header, order);
-    for (int64_t i = 0; i < self->packed && is_good; i++) {
-        const Row *row = row_at(header, order[i]);
-        is_rising = is_rising && (i == 0 || row->offset >= row_at(header, order[i - 1])->offset);
-        is_good = lies_in_slab(row, header->width, header->nbytes) ||
-                  fail(PyExc_ValueError, "the offset table leads outside of its slab, or names an unknown dtype");
+    int64_t wrong = 0;
+    while (wrong < header->rows && is_possible(header, wrong)) wrong++;
+    if (wrong == header->rows) {
+        self->order = malloc(sizeof(int64_t) * (size_t)(header->rows + 1));
+        if (self->order == NULL) return no_memory();
+        wrong = sort_rows(self);
     }
-    if (!is_good) {
-        table_end(self);
-    } else if (!is_rising) {
-        qsort_r(order, (size_t)self->packed, sizeof(int64_t), by_offset, (void *)header);
+    if (wrong < 0) {
+        self->data = Py_NewRef(data);
+        return true;
     }
-    return is_good;
+    table_end(self);
+    const char *text = "row %lld has an unknown kind or dtype, contradicts itself, overlaps another row, or leads outside of "
+                       "its %lld bytes";
+    return PyErr_Format(PyExc_ValueError, text, (long long)wrong, (long long)header->nbytes) != NULL;
 }
 
 void table_end(Table *self) {
@@ -140,18 +182,11 @@ PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum) {
 }
 
 PyObject *figures(UNUSED PyObject *module, PyObject *data) {
-    const Header *header = table_of(data);
-    if (header == NULL) return NULL;
+    Table table;
+    if (!table_begin(&table, data)) return NULL;
     Figures sum = {0};
-    int64_t index = 0;
-    for (; index < header->rows; index++) {
-        const Row *row = row_at(header, index);
-        bool is_possible = is_packed(row)       ? lies_in_slab(row, header->width, header->nbytes)
-                           : row->kind == ALIAS ? row->offset >= 0 && row->offset < index
-                                                : row->kind == MOVED || row->kind == OTHER;
-        if (!is_possible || !add_row(&sum, row)) break;
-    }
-    if (index == header->rows) return figures_of(data, header, &sum);
-    return PyErr_Format(PyExc_ValueError, "row %lld leads outside of its %lld bytes, or has an unknown kind or dtype",
-                        (long long)index, (long long)header->nbytes);
+    for (int64_t i = 0; i < table.header->rows; i++) add_row(&sum, row_at(table.header, i)); /* disjoint: no overflow */
+    PyObject *result = figures_of(data, table.header, &sum);
+    table_end(&table);
+    return result;
 }
