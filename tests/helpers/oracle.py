@@ -75,15 +75,12 @@ def take_apart(batch):
 
 
 def describe(leaves, structure, device, leaf, index):
-    """Describe a leaf, and decide how it is stored: dense leaves with four or more dimensions keep their order."""
+    """Describe a leaf, and decide how it is stored: dense and empty leaves keep their strides."""
     kind, dtype, shape, stride, source, address = _describe_leaf(leaves, structure, device, True, leaf, index)
     if source is None:
         return Described(kind, dtype, (), (), 0, None, 0)
-    contiguous = contiguous_stride(shape)
-    if not source.numel() or (source.is_contiguous() and len(shape) < 4):
-        stride = contiguous
-    elif not dense_stride(shape, stride):
-        kind, stride = RowKind.STRIDED if kind is RowKind.RAW else kind, contiguous
+    if source.numel() and not dense_stride(shape, stride):
+        kind, stride = RowKind.STRIDED if kind is RowKind.RAW else kind, contiguous_stride(shape)
     return Described(kind, dtype, shape, stride, source.nbytes, source, address)
 
 

@@ -470,8 +470,9 @@ def as_tensor(array):
 
 
 def staged_stride(tensor):
-    """Return the stride a tensor has once it is staged: its own if it is dense in some order, else contiguous."""
-    return _telling_stride(tensor.shape, tensor.stride() if _is_dense(tensor) else torch.empty(tensor.shape).stride())
+    """Return the stride a tensor has once it is staged: its own if it is empty or dense, else contiguous."""
+    is_kept = not tensor.numel() or _is_dense(tensor)
+    return tensor.stride() if is_kept else torch.empty(tensor.shape).stride()
 
 
 def _is_dense(tensor):
@@ -485,7 +486,7 @@ def _is_dense(tensor):
 
 
 def _telling_stride(shape, stride):
-    # Strides of dimensions with one element have no meaning, and neither have strides of an empty tensor.
+    # An array's strides in dimensions of one element have no meaning, and neither have those of an empty array.
     return [step for step, size in zip(stride, shape, strict=True) if size != 1] if math.prod(shape) else []
 
 
@@ -555,13 +556,16 @@ class _Comparison:
             _assert_as_by_to(original, staged, original.to(self.device), path)
             return
         address = original.data_ptr() if isinstance(original, torch.Tensor) else original.__array_interface__["data"][0]
-        if isinstance(original, np.ndarray):
+        is_array = isinstance(original, np.ndarray)
+        if is_array:
             original = as_tensor(original)
         assert type(staged) is torch.Tensor, f"{path}: {type(staged)}"
         assert staged.device == self.device, f"{path}: on {staged.device}"
         assert staged.dtype == original.dtype, f"{path}: {staged.dtype} instead of {original.dtype}"
         assert staged.shape == original.shape, f"{path}: {staged.shape} instead of {original.shape}"
-        stride, expected = _telling_stride(staged.shape, staged.stride()), staged_stride(original)
+        stride, expected = staged.stride(), staged_stride(original)
+        if is_array:
+            stride, expected = _telling_stride(staged.shape, stride), _telling_stride(staged.shape, expected)
         assert stride == expected, f"{path}: stride {stride} instead of {expected}"
         assert not any((staged.is_conj(), staged.is_neg(), staged.requires_grad)), path
         assert torch.equal(bits(staged), bits(original)), f"{path}: other content"

@@ -28,7 +28,7 @@ class Slot(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements. Dense permuted tensors (channels-last) keep theirs; others are contiguous."""
+    """In elements. Dense and empty tensors keep theirs (channels-last, for example); others are contiguous."""
     block: int
     """Slots with the same number may share a tensor on the device; see `own_storage` of `Stager`."""
 

@@ -151,9 +151,11 @@ def as_tensor(leaf: Any) -> Any:
 def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a tensor over an array, with the strides of the buffer protocol.
 
-    An array's own strides may be meaningless in dimensions of one element.
+    An array's own strides may be meaningless in dimensions of one element. An empty tensor is contiguous.
     """
     tensor = torch.from_numpy(array)
+    if not array.size:
+        return tensor.new_empty(array.shape)
     if 1 in array.shape:
         steps = memoryview(array).strides or ()  # type: ignore[arg-type]
         stride = tuple(step // array.itemsize for step in steps)

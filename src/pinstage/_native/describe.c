@@ -33,17 +33,10 @@ static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
     }
     if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[leaf->dtype], &leaf->nbytes)) return NOT_PLAIN;
     if (leaf->nbytes > INT64_MAX / 4) return NOT_PLAIN; /* Python refuses it */
-    leaf->kind = RAW;
-    /* A shape of four or more dimensions may have two memory formats: the stride says which. */
-    if (count == 0 || (is_contiguous(leaf->ndim, shape, stride) && leaf->ndim < 4)) {
-        set_contiguous(leaf->ndim, shape, leaf->stride);
-    } else if (is_dense(leaf->ndim, shape, stride)) {
-        memcpy(leaf->stride, stride, sizeof(int64_t) * (size_t)leaf->ndim);
-    } else {
-        leaf->kind = STRIDED;
-        set_contiguous(leaf->ndim, shape, leaf->stride);
-        memcpy(leaf->source_stride, stride, sizeof(int64_t) * (size_t)leaf->ndim);
-    }
+    bool is_raw = count == 0 || is_dense(leaf->ndim, shape, stride);
+    leaf->kind = is_raw ? RAW : STRIDED;
+    memcpy(is_raw ? leaf->stride : leaf->source_stride, stride, sizeof(int64_t) * (size_t)leaf->ndim);
+    if (!is_raw) set_contiguous(leaf->ndim, shape, leaf->stride);
     return 0;
 }
 
@@ -108,6 +101,8 @@ int find_array(PyObject *object, Found *leaf) {
         leaf->ndim = buffer.ndim;
         leaf->data = buffer.buf;
         if (is_plain) result = arrange(leaf, shape, stride);
+        bool is_empty = result == 0 && leaf->nbytes == 0;
+        if (is_empty) set_contiguous(leaf->ndim, leaf->shape, leaf->stride); /* the buffer's may be 0 */
     }
     PyBuffer_Release(&buffer);
     return result;
