@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,43 @@ def has_no_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
     kinds = getattr(torch, "_is_functional_tensor", None), getattr(torch.Tensor, "_is_zerotensor", None)
     return any(is_one is not None and is_one(tensor) for is_one in kinds)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Refuse a dtype that bytes in memory can't have.
+
+    Raises:
+        TypeError: it isn't a dtype of torch, or it is quantised. torch would make a tensor without scale and zero
+            point, and end the process when that tensor is used.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"not a dtype of torch: {dtype!r}; pass one such as torch.float32")
+    name = str(dtype).removeprefix("torch.")
+    if name.startswith("q"):  # qint8, quint4x2, ...: all quantised dtypes, and no others
+        raise TypeError(
+            f"memory can't be a tensor of {dtype}: a quantised tensor also has a scale and a zero point; take its "
+            "integers (torch.int8, torch.uint8, torch.int32)"
+        )
+
+
+def tensor_over(
+    memory: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None, offset: int = 0
+) -> torch.Tensor:
+    """Return a tensor over writable memory, which it keeps alive; an empty one has no memory.
+
+    Args:
+        memory: has the buffer protocol.
+        dtype: for which `check_dtype` has passed.
+        shape: the tensor's; its sizes aren't negative.
+        stride: in elements; dense. None for a contiguous tensor.
+        offset: the first byte, a multiple of the dtype's size.
+    """
+    count = math.prod(shape)
+    if count == 0:
+        empty = torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device
+        return empty if stride is None else empty.as_strided(shape, stride)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
 
 def check_is_plain(made: torch.Tensor) -> None:

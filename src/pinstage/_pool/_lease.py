@@ -18,6 +18,7 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 import torch
 
+from .._compat.views import check_dtype, tensor_over
 from ..errors import LeaseError
 from . import _refusals
 from ._slab import Fence, Holdings, Slab, add_guard, check_fence
@@ -103,15 +104,16 @@ class Lease:
 
         Raises:
             LeaseError: the lease was released.
-            TypeError: torch has no such dtype, or `dtype` is None.
+            TypeError: torch has no such dtype, it is quantised, or `dtype` is None.
             ValueError: the tensor needs more than the leased bytes, or a size or `offset` is wrong.
         """
         if shape is None and dtype is _BYTE and not offset:
             return _tensor_of(self._export("tensor()"), dtype=_BYTE, count=self._nbytes)
-        if dtype is None:
+        if dtype is None:  # numpy would take it for float64
             raise TypeError("no dtype: None; pass torch's or numpy's, such as torch.float32")
         if not isinstance(dtype, torch.dtype):
             dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        check_dtype(dtype)
         size = dtype.itemsize
         if offset < 0 or offset % size:
             raise ValueError(f"offset must be a multiple of {size} for {dtype}, and not negative: {offset}")
@@ -124,10 +126,7 @@ class Lease:
                 f"tensor does not fit the lease: shape {sizes} of {dtype} at offset {offset} needs "
                 f"{offset + count * size} bytes, leased {self._nbytes}; acquire more, or ask for a smaller tensor"
             )
-        exporter = self._export("tensor()")
-        if count == 0:
-            return torch.empty(sizes, dtype=dtype, device="cpu")  # whatever the default device
-        return torch.frombuffer(exporter, dtype=dtype, count=count, offset=offset).view(sizes)
+        return tensor_over(self._export("tensor()"), dtype, sizes, offset=offset)
 
     def numpy(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """Return the leased bytes as a uint8 array of shape ``[nbytes]``.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .._batch import contiguous_stride
+from .._compat.views import check_dtype, tensor_over
 from .._memory import HostRange
 from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout
 from .._reaper import reaper
@@ -225,9 +226,11 @@ class HostRegion:
 
         Raises:
             ValueError: it doesn't fit the region, or it crosses the end of a chunk (see the class).
+            TypeError: `dtype` isn't torch's, or it is quantised.
             PinningError: the region is closed, or this is a forked child without the memory.
         """
         self._check(inherits=True)
+        check_dtype(dtype)
         size = dtype.itemsize
         if shape is None:
             shape = max(self._plan.nbytes - offset, 0) // size
@@ -263,12 +266,7 @@ class HostRegion:
         return structure.rebuild([views.get(id(leaf), leaf) for leaf in leaves])
 
     def _view(self, place: Place) -> torch.Tensor:
-        exporter = self._check(inherits=True)
-        if place.nbytes == 0:
-            return torch.empty(place.shape, dtype=place.dtype, device="cpu")
-        count = place.nbytes // place.dtype.itemsize
-        flat = torch.frombuffer(exporter, dtype=place.dtype, count=count, offset=place.offset)
-        return flat.as_strided(place.shape, place.stride, 0)
+        return tensor_over(self._check(inherits=True), place.dtype, place.shape, place.stride, place.offset)
 
     def query(self) -> bool:
         """Return whether `synchronize` returns, or raises, at once: all of the region is ready. Doesn't block."""
