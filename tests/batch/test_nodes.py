@@ -143,6 +143,9 @@ CONTAINERS = {
     "OrderedDict subclass in another order": lambda: moved(Ordered(b=leaf(1), a=leaf(2))),
     "OrderedDict subclass": lambda: Ordered([("b", leaf(1)), ("a", leaf(2))]),
     "OrderedDict subclass with attributes": lambda: known.AttributeOrderedDict([("b", leaf(1)), ("a", 2)], leaf(3)),
+    "OrderedDict with attributes": lambda: noted(collections.OrderedDict([("b", leaf(1)), (2, leaf(2))])),
+    "OrderedDict with attributes and a tensor for a key": lambda: noted(collections.OrderedDict({leaf(1): leaf(2)})),
+    "a module's state": lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict(),
     "defaultdict": lambda: collections.defaultdict(list, b=leaf(1), a=leaf(2)),
     "defaultdict subclass": lambda: DefaultDict(tuple, b=leaf(1), a=leaf(2)),
     "defaultdict subclass with attributes": lambda: noted(known.AttributeDefaultDict(None, b=leaf(1), a=leaf(2))),
@@ -215,6 +218,12 @@ def test_a_dict_packs_by_a_reordered_layout():
     slab = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.pack(other, slab)
     assert_same({"b": other["b"], "a": other["a"]}, layout.unpack(slab), "cpu")
+
+
+def test_the_attributes_of_an_ordered_dict_have_paths():
+    ordered = collections.OrderedDict({"a": leaf(1), 2: leaf(2)})
+    ordered.note = {"inner": leaf(3)}
+    assert [slot.path for slot in Layout.of(ordered).slots] == ["['a']", "[2]", ".note['inner']"]
 
 
 def test_an_ordered_dict_keeps_moved_keys_in_order():

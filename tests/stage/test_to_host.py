@@ -4,6 +4,7 @@ import concurrent.futures
 import gc
 import itertools
 import sys
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -111,6 +112,16 @@ def test_channels_last_tensors_keep_their_strides(stager):
     fetched = stager.fetch([image, frames], copy=False).wait()
     assert [tensor.stride() for tensor in fetched] == [image.stride(), frames.stride()]
     assert torch.equal(fetched[0], image)
+
+
+def test_a_module_s_state_keeps_its_metadata(stager):
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    state = module.state_dict()
+    fetched = stager.to_host(state)
+    assert fetched._metadata == state._metadata
+    assert fetched._metadata["1"]["version"] == 2
+    assert_same(state, fetched, "cpu")
+    assert_same(state, stager.to_host(state, out=deepcopy(state)), "cpu")
 
 
 def test_a_repeated_tensor_is_copied_once(stager):

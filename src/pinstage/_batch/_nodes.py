@@ -20,7 +20,7 @@ import torch.utils.data
 from torch.nn.utils.rnn import PackedSequence
 
 from .._compat.probes import warn_once
-from ._attributes import builtin_base, has_attributes_only
+from ._attributes import builtin_base, has_attributes_only, set_attributes
 from ._copies import attribute_handler
 from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten, checked
 from ._leaves import ATOM_TYPES, IS_ATOM, OnHost, Whole, is_atom
@@ -106,24 +106,28 @@ REGISTERED: dict[type, Any] = {}
 
 def _flatten_dict(obj: Any) -> tuple[Any, Any]:
     keys, factory = tuple(obj), getattr(obj, "default_factory", None)
+    attributes = getattr(obj, "__dict__", {})  # an OrderedDict may have some: `_metadata` of a module's state
+    children, names = (*obj.values(), *attributes.values()), tuple(attributes)
     if any(isinstance(key, torch.Tensor) for key in keys):  # as in `optimizer.state`: a layout must not keep them
-        return (*obj.values(), OnHost(keys)), (factory, len(keys))
-    return obj.values(), (factory, keys)
+        return (*children, OnHost(keys)), (factory, len(keys), names)
+    return children, (factory, keys, names)
 
 
 def _unflatten_dict(cls: Any, metadata: Any, children: Any) -> Any:
-    factory, keys = metadata
+    factory, keys, names = metadata
     if isinstance(keys, int):
         *children, keys = children
-    items = zip(keys, children, strict=True)
-    return defaultdict(factory, items) if cls is defaultdict else cls(items)
+    items = zip(keys, children[: len(keys)], strict=True)
+    made = defaultdict(factory, items) if cls is defaultdict else cls(items)
+    set_attributes(made, names, children[len(keys) :])
+    return made
 
 
 def _steps_of_dict(metadata: Any) -> list[str]:
-    _, keys = metadata
+    _, keys, names = metadata
     if isinstance(keys, int):  # a tensor is too long to be written out, and may be on a device
-        return [f"[<key {number}>]" for number in range(keys)]
-    return [f"[{key!r}]" for key in keys]
+        return [*(f"[<key {number}>]" for number in range(keys)), *(f".{name}" for name in names)]
+    return [*(f"[{key!r}]" for key in keys), *(f".{name}" for name in names)]
 
 
 def _flatten_packed_sequence(packed: Any) -> tuple[Any, Any]:
