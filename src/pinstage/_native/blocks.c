@@ -2,12 +2,10 @@
  *
  * Torch's stable C shim makes the tensors, and libtorch_python's `THPVariable_Wrap` makes Python objects of them;
  * `pinstage._compat` probes both. A block is one tensor. A leaf that is alone in its block is that tensor itself, as
- * `.to()` would make it; leaves that share a block are views of it. Copies go through CUDA's driver, found by dlsym. One
- * call for a batch of copies takes as long as one copy of all the bytes: 300 leaves of 1 MiB take 5.80 ms, like one copy
- * of 300 MiB; with a call for each they take 6.50 ms. */
-#include "core.h"
+ * `.to()` would make it; leaves that share a block are views of it. */
+#include "blocks.h"
+#include "driver.h"
 
-#include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -42,124 +40,7 @@ typedef struct {
     PyObject *make, *view; /* functions that make tensors and views; NULL if torch's C shim does */
 } Blocks;
 
-/* -- the driver ------------------------------------------------------------------------------------------------------ */
-
-typedef struct {
-    int order;
-    int source_hint[2], target_hint[2];
-    unsigned flags;
-} Attributes; /* CUmemcpyAttributes */
-
-enum { IN_STREAM_ORDER = 1 }; /* CU_MEMCPY_SRC_ACCESS_ORDER_STREAM */
-
-static struct {
-    int (*copy)(unsigned long long to, const void *from, size_t nbytes, void *stream);
-    int (*query)(void *stream);
-    int (*attributes)(unsigned count, int *attributes, void **values, unsigned long long address);
-    int (*batch)(unsigned long long *to, unsigned long long *from, size_t *nbytes, size_t count, Attributes *attributes,
-                 size_t *attributes_from, size_t kinds, void *stream); /* of CUDA 13 */
-    int (*batch_12)(unsigned long long *to, unsigned long long *from, size_t *nbytes, size_t count, Attributes *attributes,
-                    size_t *attributes_from, size_t kinds, size_t *failed, void *stream); /* of CUDA 12.8 */
-} driver;
-
-/* find_driver(): find the functions of CUDA's driver, if this process has loaded it; return whether it can copy. */
-PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
-    void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
-    if (library == NULL) Py_RETURN_FALSE;
-    *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
-    *(void **)&driver.query = dlsym(library, "cuStreamQuery");
-    *(void **)&driver.attributes = dlsym(library, "cuPointerGetAttributes");
-    *(void **)&driver.batch = dlsym(library, "cuMemcpyBatchAsync_v2");
-    *(void **)&driver.batch_12 = dlsym(library, "cuMemcpyBatchAsync");
-    return PyBool_FromLong(driver.copy != NULL && driver.query != NULL && driver.attributes != NULL);
-}
-
-/* Whether CUDA knows the byte at an address. `cuPointerGetAttribute` would make an error of ordinary memory, and take 1 us
- * instead of 0.2. */
-static bool is_known(const char *address) {
-    int attribute = 2 /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE */, type = 0;
-    void *value = &type;
-    return driver.attributes(1, &attribute, &value, (uintptr_t)address) != 0 || type != 0;
-}
-
-/* Whether CUDA knows neither the first nor the last of these bytes, so that a small copy from them has read them when the
- * call returns. A tensor may begin in ordinary memory and end in a registered range. */
-static bool is_pageable(const Found *leaf) { return !is_known(leaf->data) && !is_known(leaf->data + leaf->nbytes - 1); }
-
-/* Whether copies of these leaves have read them when they return, without waiting for earlier work. Small copies do that
- * through a buffer of ordinary memory; larger ones only from ordinary memory, and while the stream is idle. Then this is
- * the quickest way: 588 KiB take 55 us, or 77 us if they are packed first. */
-static bool are_read_at_once(const Found *leaves, int count, void *stream) {
-    bool is_idle = false;
-    for (int i = 0; i < count; i++) {
-        if (leaves[i].nbytes <= AT_ONCE_BYTES) continue;
-        if (!is_pageable(&leaves[i]) || !(is_idle || (is_idle = driver.query(stream) == 0))) return false;
-    }
-    return true;
-}
-
-/* Copy a leaf for which `are_read_at_once` is true to a device; return CUDA's error.
- *
- * buffer: AT_ONCE_BYTES of ordinary memory. Page-locked bytes are copied through it, or they would be read too late.
- * Copying a few KiB takes no longer than finding out where they are. */
-static int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream) {
-    size_t size = (size_t)leaf->nbytes;
-    bool is_direct = leaf->nbytes > AT_ONCE_BYTES || (leaf->nbytes > AT_ONCE_BYTES / 4 && is_pageable(leaf));
-    if (!is_direct) memcpy(buffer, leaf->data, size);
-    return driver.copy((uintptr_t)to, is_direct ? leaf->data : buffer, size, stream);
-}
-
-/* Send page-locked ranges in one call; return whether that was done. The driver refuses it on the legacy default
- * stream, and while a graph is captured. */
-static bool send_batch(size_t count, unsigned long long *to, unsigned long long *from, size_t *nbytes, void *stream) {
-    Attributes attributes = {.order = IN_STREAM_ORDER};
-    size_t attributes_from = 0, failed = 0;
-    if (count < 2 || (uintptr_t)stream <= 1) return false;
-    if (driver.batch != NULL) return driver.batch(to, from, nbytes, count, &attributes, &attributes_from, 1, stream) == 0;
-    if (driver.batch_12 == NULL) return false;
-    return driver.batch_12(to, from, nbytes, count, &attributes, &attributes_from, 1, &failed, stream) == 0;
-}
-
-/* Copies to be sent together. All three arrays are in the memory of `to`. */
-typedef struct {
-    unsigned long long *to, *from;
-    size_t *nbytes, count;
-} Copies;
-
-static bool copies_new(Copies *copies, int64_t room) {
-    unsigned long long *memory = malloc((2 * sizeof *memory + sizeof(size_t)) * (size_t)(room + 1));
-    *copies = (Copies){memory, memory + (room + 1), (size_t *)(memory + 2 * (room + 1)), 0};
-    return memory != NULL || no_memory();
-}
-
-static void copies_add(Copies *copies, const char *to, const char *from, int64_t nbytes) {
-    copies->to[copies->count] = (uintptr_t)to;
-    copies->from[copies->count] = (uintptr_t)from;
-    copies->nbytes[copies->count++] = (size_t)nbytes;
-}
-
-/* Send them; return the number of copies, or CUDA's error as a negative number. May release the interpreter lock. */
-static PyObject *send(const Blocks *self, Copies *copies, void *stream, bool is_page_locked) {
-    int code = 0;
-    size_t total = 0;
-    for (size_t i = 0; i < copies->count; i++) total += copies->nbytes[i];
-    PyThreadState *state = self->is_cuda || (int64_t)total >= RELEASE_FROM_BYTES ? PyEval_SaveThread() : NULL;
-    if (!self->is_cuda) {
-        for (size_t i = 0; i < copies->count; i++) {
-            memcpy((void *)(uintptr_t)copies->to[i], (const void *)(uintptr_t)copies->from[i], copies->nbytes[i]);
-        }
-    } else if (!is_page_locked || !send_batch(copies->count, copies->to, copies->from, copies->nbytes, stream)) {
-        for (size_t i = 0; i < copies->count && code == 0; i++) {
-            code = driver.copy(copies->to[i], (const void *)(uintptr_t)copies->from[i], copies->nbytes[i], stream);
-        }
-    }
-    if (state != NULL) PyEval_RestoreThread(state);
-    return PyLong_FromLongLong(code == 0 ? (long long)copies->count : -(long long)code);
-}
-
-/* Whether torch makes views now. In a mode such as FakeTensorMode it would make something else, and the C shim, which
- * is below all modes, would ignore that. */
-static bool makes_views(void) {
+bool makes_views(void) {
     if (torch.wrap == NULL || torch.handle_at == 0 || torch.count_modes == NULL) return false;
     PyObject *modes = PyObject_CallNoArgs(torch.count_modes);
     bool is_off = modes != NULL && PyLong_AsLong(modes) == 0;
@@ -210,10 +91,8 @@ static bool cut_table(Blocks *self, int sharing, bool by_shim) {
     return true;
 }
 
-/* Make a tensor as `torch.empty_strided` would, on torch's current stream, and set `address` to its memory; NULL
- * without an error if there is no memory. */
-static PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype, int device_type,
-                            int device_index, char **address) {
+PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype, int device_type, int device_index,
+                     char **address) {
     void *handle = NULL, *data = NULL;
     if (torch.empty_strided(ndim, shape, stride, torch.scalar[dtype], device_type, device_index, &handle) ||
         torch.get_data(handle, &data)) {
@@ -370,115 +249,6 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
     return blocks_with(type, table, sharing, device_type, device_index, slab, make, cut);
 }
 
-/* Whether a tensor on a device has this dtype, shape and stride, and can be written as bytes; find where it is. */
-static bool is_plain_place(PyObject *object, int device_type, int device_index, int dtype, int ndim, const int64_t *shape,
-                           const int64_t *stride, Found *found) {
-    if (Py_TYPE(object) != torch.tensor || find_tensor(object, device_type, device_index, found) != 0) return false;
-    if (found->kind != RAW || found->dtype != dtype || found->ndim != ndim) return false;
-    for (int i = 0; i < ndim; i++) {
-        if (found->shape[i] != shape[i] || (shape[i] > 1 && found->stride[i] != stride[i])) return false;
-    }
-    return true;
-}
-
-/* The memory of a destination. */
-typedef struct {
-    int64_t start, end; /* addresses; -1 if it isn't plain */
-} Memory;
-
-static int by_start(const void *one, const void *other) {
-    const Memory *a = one, *b = other;
-    return (a->start > b->start) - (a->start < b->start);
-}
-
-/* Whether all destinations of packed rows are plain, and no two share a byte. */
-static bool are_apart(const Table *table, const Memory *memory) {
-    Memory *sorted = malloc(sizeof(Memory) * (size_t)(table->packed + 1));
-    int64_t count = 0;
-    bool is_rising = true, are = sorted != NULL;
-    for (int64_t i = 0; i < table->packed && are; i++) {
-        const Memory *one = &memory[table->order[i]];
-        are = one->start >= 0;
-        if (one->start == one->end) continue;
-        is_rising = is_rising && (count == 0 || one->start >= sorted[count - 1].start);
-        sorted[count++] = *one;
-    }
-    if (are && !is_rising) qsort(sorted, (size_t)count, sizeof(Memory), by_start);
-    for (int64_t i = 1; i < count && are; i++) are = sorted[i].start >= sorted[i - 1].end;
-    free(sorted);
-    return are;
-}
-
-/* From this many leaves per run on, copying ranges of bytes pays: the two tensors of a range cost as much as the views of
- * some leaves. */
-enum { LEAVES_PER_RUN = 4 };
-
-/* Whether a leaf is directly behind another one, in the slab and in the memory of its destination. */
-static bool is_next(const Table *table, const Memory *memory, int64_t before, int64_t index) {
-    const Row *one = row_at(table->header, before), *other = row_at(table->header, index);
-    return one->offset + one->nbytes == other->offset && memory[before].end == memory[index].start;
-}
-
-/* A list with (offset, nbytes, row) of each range that leaves form both in the slab and in memory; an empty one if these are too
- * many. */
-static PyObject *runs_of(const Table *table, const Memory *memory) {
-    int64_t count = 0, start = 0;
-    for (int64_t i = 1; i < table->packed; i++) count += !is_next(table, memory, table->order[i - 1], table->order[i]);
-    PyObject *runs = PyList_New(0);
-    if (table->packed < LEAVES_PER_RUN * (count + 1)) return runs;
-    for (int64_t i = 1; i <= table->packed && runs != NULL; i++) {
-        if (i < table->packed && is_next(table, memory, table->order[i - 1], table->order[i])) continue;
-        int64_t first = table->order[start], nbytes = memory[table->order[i - 1]].end - memory[first].start;
-        PyObject *run = Py_BuildValue("(LLL)", row_at(table->header, first)->offset, nbytes, first);
-        if (run == NULL || PyList_Append(runs, run) != 0) Py_CLEAR(runs);
-        Py_XDECREF(run);
-        start = i;
-    }
-    return runs;
-}
-
-/* The dtype of all packed rows; -1 if there are several. */
-static int only_dtype(const Table *table) {
-    int dtype = -1;
-    for (int64_t i = 0; i < table->packed; i++) {
-        const Row *row = row_at(table->header, table->order[i]);
-        if (i > 0 && row->dtype != dtype) return -1;
-        dtype = row->dtype;
-    }
-    return dtype;
-}
-
-/* match(table, tensors, device_type, device_index): see `pinstage._batch._blocks.match`. The device is DLPack's. */
-PyObject *match(UNUSED PyObject *module, PyObject *args) {
-    PyObject *data, *tensors, *result = NULL;
-    int device_type, device_index;
-    Table table;
-    if (!PyArg_ParseTuple(args, "OO!ii:match", &data, &PyList_Type, &tensors, &device_type, &device_index)) return NULL;
-    if (!table_begin(&table, data)) return NULL;
-    const Header *header = table.header;
-    PyObject *made = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizeof(Memory) * (Py_ssize_t)header->rows);
-    bool is_good = made != NULL && (PyList_Size(tensors) == header->rows ||
-                                    fail(PyExc_ValueError, "there are not as many tensors as the offset table has leaves"));
-    if (is_good) {
-        Memory *memory = (Memory *)PyBytes_AsString(made);
-        bool can_look = makes_views() && !may_be_dual();
-        for (int64_t i = 0; i < header->rows; i++) {
-            const Row *row = row_at(header, i);
-            Found found;
-            bool is_plain = can_look && is_packed(row) &&
-                            is_plain_place(PyList_GetItem(tensors, (Py_ssize_t)i), device_type, device_index, row->dtype,
-                                           row->ndim, row->sizes, row->sizes + header->width, &found);
-            memory[i] = is_plain ? (Memory){(intptr_t)found.data, (intptr_t)found.data + row->nbytes} : (Memory){-1, -1};
-        }
-        bool are = are_apart(&table, memory);
-        PyObject *runs = are ? runs_of(&table, memory) : PyList_New(0);
-        result = Py_BuildValue("(OOiN)", made, are ? Py_True : Py_False, only_dtype(&table), runs);
-    }
-    Py_XDECREF(made);
-    table_end(&table);
-    return result;
-}
-
 /* packed_as(table): use the places of another host slab, which may lack some of the leaves. */
 static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
     Blocks *self = (Blocks *)object;
@@ -511,7 +281,7 @@ static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, 
             int64_t from = run->start > start ? run->start : start, to = run->end < end ? run->end : end;
             copies_add(&copies, run->to + (from - run->start), host + from, to - from);
         }
-        result = send(self, &copies, stream, is_page_locked);
+        result = copies_send(&copies, self->is_cuda, stream, is_page_locked);
     }
     free(copies.to);
     return result;
@@ -552,7 +322,7 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Py_ssize_t count = PyList_Size(leaves);
     bool is_good = copies_new(&copies, count);
     for (Py_ssize_t i = 0; i < count && is_good; i++) is_good = add_part(self, &copies, PyList_GetItem(leaves, i));
-    if (is_good) result = send(self, &copies, (void *)(uintptr_t)stream, true);
+    if (is_good) result = copies_send(&copies, self->is_cuda, (void *)(uintptr_t)stream, true);
     free(copies.to);
     return result;
 }
@@ -636,121 +406,6 @@ static PyObject *blocks_tensors(PyObject *object, UNUSED void *nothing) {
 }
 
 static Py_ssize_t blocks_length(PyObject *object) { return (Py_ssize_t)((Blocks *)object)->count; }
-
-/* -- a few leaves ---------------------------------------------------------------------------------------------------- */
-
-/* More bytes are moved as quickly from one slab. */
-enum { MOST_FEW_BYTES = 1024 * 1024 };
-
-/* Describe leaves, and check that the tensors among them are few, small, dense, and different. Returns their number, -1
- * with an error, or NOT_PLAIN. */
-static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found *found, Py_ssize_t *indexes) {
-    int count = 0;
-    int64_t nbytes = 0;
-    if (may_be_dual()) return NOT_PLAIN;
-    for (Py_ssize_t i = 0; i < PyList_Size(leaves); i++) {
-        PyObject *leaf = PyList_GetItem(leaves, i);
-        PyTypeObject *type = Py_TYPE(leaf);
-        if (type != torch.tensor && type != torch.array) {
-            int is_atom = PySet_Contains(atoms, (PyObject *)type), is_wrapper = PySet_Contains(wrappers, (PyObject *)type);
-            if (is_atom < 0 || is_wrapper < 0) return -1;
-            if (!is_atom || is_wrapper) return NOT_PLAIN;
-            continue;
-        }
-        for (int j = 0; j < count; j++) {
-            if (PyList_GetItem(leaves, indexes[j]) == leaf) return NOT_PLAIN;
-        }
-        if (count == MOST_FEW) return NOT_PLAIN;
-        int result = type == torch.tensor ? find_tensor(leaf, DL_CPU, 0, &found[count]) : find_array(leaf, &found[count]);
-        if (result != 0) return result;
-        nbytes += found[count].nbytes;
-        if (found[count].kind != RAW || nbytes > MOST_FEW_BYTES || torch.scalar[found[count].dtype] < 0) return NOT_PLAIN;
-        indexes[count++] = i;
-    }
-    return count;
-}
-
-/* Whether no two of a few leaves have destinations that share a byte. */
-static bool are_disjoint(char *const *places, const Found *leaves, int count) {
-    for (int i = 0; i < count; i++) {
-        for (int j = 0; j < i; j++) {
-            if (places[i] < places[j] + leaves[j].nbytes && places[j] < places[i] + leaves[i].nbytes) return false;
-        }
-    }
-    return true;
-}
-
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves as `.to()` would, on
- * torch's current stream, which is not captured. All leaves have been read when it returns, without waiting for earlier
- * work.
- *
- * existing: the tensors to copy to, at the places of their leaves, of at most AT_ONCE_BYTES each; None makes new tensors.
- * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new leaves, how many were moved,
- * their bytes, and the number of copies. Returns None if the leaves are not few, small and plain, would not be read at
- * once, or there is no memory; returns CUDA's error as a negative number. */
-PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
-    PyObject *leaves, *existing, *atoms, *wrappers, *tensors[MOST_FEW];
-    int device_type, device_index;
-    unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiKO:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
-                          &stream, &existing))
-        return NULL;
-    if (existing == Py_None) existing = NULL;
-    Found found[MOST_FEW];
-    Py_ssize_t indexes[MOST_FEW];
-    if (!makes_views() || (device_type == 1 && driver.copy == NULL)) Py_RETURN_NONE;
-    if (existing != NULL && (!PyList_Check(existing) || PyList_Size(existing) != PyList_Size(leaves))) Py_RETURN_NONE;
-    int count = find_few(leaves, atoms, wrappers, found, indexes), code = 0, made = 0;
-    if (count == -1) return NULL;
-    if (count <= 0) Py_RETURN_NONE;
-    void *on = (void *)(uintptr_t)stream;
-    if (device_type == 1 && !are_read_at_once(found, count, on)) Py_RETURN_NONE;
-    char *memory = malloc(AT_ONCE_BYTES), *places[MOST_FEW];
-    PyObject *result = NULL;
-    for (; memory != NULL && made < count; made++) {
-        const Found *leaf = &found[made];
-        if (existing == NULL) {
-            tensors[made] =
-                new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
-            if (tensors[made] == NULL) break;
-            continue;
-        }
-        Found there;
-        PyObject *place = PyList_GetItem(existing, indexes[made]);
-        if (leaf->nbytes > AT_ONCE_BYTES ||
-            !is_plain_place(place, device_type == 1 ? DL_CUDA : DL_CPU, device_index, leaf->dtype, leaf->ndim, leaf->shape,
-                            leaf->stride, &there))
-            break;
-        places[made] = (char *)there.data;
-        tensors[made] = Py_XNewRef(place);
-    }
-    if (existing != NULL && made == count && !are_disjoint(places, found, count)) Py_DECREF(tensors[--made]);
-    int64_t nbytes = 0;
-    long copies = 0;
-    if (made == count) {
-        PyThreadState *state = device_type == 1 ? PyEval_SaveThread() : NULL;
-        for (int i = 0; i < count && code == 0; i++) {
-            if (found[i].nbytes == 0) continue;
-            if (device_type == 1) {
-                code = copy_at_once(places[i], &found[i], memory, on);
-            } else {
-                memmove(places[i], found[i].data, (size_t)found[i].nbytes);
-            }
-            copies++;
-            nbytes += found[i].nbytes;
-        }
-        if (state != NULL) PyEval_RestoreThread(state);
-        if (code == 0) result = PyList_GetSlice(leaves, 0, PyList_Size(leaves));
-        for (int i = 0; result != NULL && i < count; i++) {
-            if (PyList_SetItem(result, indexes[i], Py_XNewRef(tensors[i])) != 0) Py_CLEAR(result);
-        }
-    }
-    free(memory);
-    for (int i = 0; i < made; i++) Py_DECREF(tensors[i]);
-    if (code != 0) return PyLong_FromLong(-(long)code);
-    if (made < count) Py_RETURN_NONE;
-    return result == NULL ? NULL : Py_BuildValue("(NiLl)", result, count, (long long)nbytes, copies);
-}
 
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
