@@ -83,9 +83,8 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
         }
         Found there;
         PyObject *place = PyList_GetItem(existing, indexes[made]);
-        if (leaf->nbytes > AT_ONCE_BYTES ||
-            !is_plain_place(place, device_type == 1 ? DL_CUDA : DL_CPU, device_index, leaf->dtype, leaf->ndim, leaf->shape,
-                            leaf->stride, &there))
+        if (leaf->nbytes > AT_ONCE_BYTES || !is_plain_place(place, device_type == 1 ? DL_CUDA : DL_CPU, device_index,
+                                                            leaf->dtype, leaf->ndim, leaf->shape, leaf->stride, &there))
             break;
         places[made] = (char *)there.data;
         tensors[made] = Py_XNewRef(place);

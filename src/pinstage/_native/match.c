@@ -5,7 +5,7 @@
 
 /* Whether a tensor on a device has this dtype, shape and stride, and can be written as bytes; find where it is. */
 bool is_plain_place(PyObject *object, int device_type, int device_index, int dtype, int ndim, const int64_t *shape,
-                           const int64_t *stride, Found *found) {
+                    const int64_t *stride, Found *found) {
     if (Py_TYPE(object) != torch.tensor || find_tensor(object, device_type, device_index, found) != 0) return false;
     if (found->kind != RAW || found->dtype != dtype || found->ndim != ndim) return false;
     for (int i = 0; i < ndim; i++) {
