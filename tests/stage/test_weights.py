@@ -1,6 +1,8 @@
 """Loading checkpoints into existing tensors: as load_state_dict does, in groups."""
 
 import copy
+from collections import UserDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -300,7 +302,10 @@ def test_modules_that_take_part_in_loading_are_refused(stager, make):
         (3, {}, r"loads a torch\.nn\.Module or a dict of tensors: int"),
         ({"a": 3}, {}, "a must be a tensor to load into: int"),
         ({"a": torch.ones(1)}, 3, "tensors must be a mapping, pairs of name and tensor.*: a int"),
-        ({"a": torch.ones(1)}, "model.safetensors", "pairs of name and tensor.*: a str"),
+        ({"a": torch.ones(1)}, "model.pt", r"a str\. Pass for example torch\.load\(path"),
+        ({"a": torch.ones(1)}, "model.safetensors", r"a str\. Pass for example safe_open\(path"),
+        ({"a": torch.ones(1)}, Path("model.safetensors"), r"Path\. Pass for example safe_open\(path"),
+        ({"a": torch.ones(1)}, ["1.safetensors"], r"that yields a str\. Pass for example safe_open\(path"),
         ({"a": torch.ones(1)}, [torch.ones(2)], "pairs of name and tensor.*: an iterable that yields a Tensor"),
     ],
 )
@@ -550,7 +555,7 @@ def test_groups_bound_what_a_generator_holds(stager, monkeypatch):
     monkeypatch.setattr(_writer, "take_apart", counted)
     assert stager.load_weights(found, pairs()) == ([], [])
     assert sizes == [4] * 5
-    assert most == 5  # a group, and the tensor that did not fit
+    assert most == 4
     assert all((found[name] == float(name)).all() for name in found)
 
 
@@ -580,6 +585,111 @@ def test_safetensors_files_are_loaded(stager, tmp_path):
     with safetensors.safe_open(tmp_path / "w.safetensors", framework="pt") as file:
         assert stager.load_weights(module, file) == ([], [])
     assert_same(module, content_of(Tied(seed=1)))
+
+
+# -- readers that use their memory again -------------------------------------------------------------------------------
+
+LAYOUTS = {
+    "contiguous": lambda: torch.zeros(100, 9),
+    "bytes": lambda: torch.zeros(1001, dtype=torch.uint8),
+    "half": lambda: torch.zeros(33, dtype=torch.bfloat16),
+    "0-d": lambda: torch.zeros(()),
+    "turned": lambda: torch.zeros(9, 100).t(),
+    "columns": lambda: torch.zeros(100, 9)[:, 2:5],
+    "expanded": lambda: torch.zeros(3, 1).expand(3, 9),
+}
+
+
+@pytest.fixture(params=["pairs", "mapping"])
+def reading(request):
+    """Yield tensors of these names through a reader that calls a function before it returns each."""
+
+    def make(names, read):
+        if request.param == "pairs":
+            return ((name, read(name)) for name in names)
+
+        class Reader(UserDict):
+            def items(self):
+                return dict.fromkeys(names, read(names[0])).items()
+
+            def __getitem__(self, name):
+                return read(name)
+
+        return Reader()
+
+    return make
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("element", ["first", "middle", "last"])
+def test_a_tensor_that_was_overwritten_is_named(stager, reading, layout, element):
+    buffer = LAYOUTS[layout]()
+    names = [f"w{number}" for number in range(3)]
+    found = {name: torch.zeros(buffer.shape) for name in names}
+    index = tuple({"first": 0, "middle": size // 2, "last": -1}[element] for size in buffer.shape)
+
+    def read(name):
+        buffer[index] = names.index(name) + 1
+        return buffer
+
+    pattern = rf"w0 was overwritten.*: {buffer.nbytes} bytes of shape .*; yield tensor\.clone\(\)"
+    with pytest.raises(RuntimeError, match=pattern):
+        stager.load_weights(found, reading(names, read))
+
+
+def test_the_next_group_may_use_the_memory_again(stager, reading, monkeypatch):
+    monkeypatch.setattr(_writer, "GROUP_BYTES", 1)
+    buffer, found = torch.zeros(100), {"a": torch.zeros(100), "b": torch.zeros(100)}
+    stager.load_weights(found, reading("ab", lambda name: buffer.fill_(ord(name))))
+    assert [tensor.unique().tolist() for tensor in found.values()] == [[97], [98]]
+
+
+class Host(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["subclass", "sparse"])
+def test_tensors_that_cannot_be_compared_are_copied_first(stager, kind):
+    if kind == "sparse":
+        buffer = torch.ones(3).to_sparse().coalesce()
+        values, found = buffer.values(), {name: torch.ones(3).to_sparse() for name in "ab"}
+    else:
+        buffer = values = torch.zeros(3).as_subclass(Host)
+        found = {name: torch.zeros(3) for name in "ab"}
+
+    def pairs():
+        for name in found:
+            values.fill_(ord(name))
+            yield name, buffer
+
+    stager.load_weights(found, pairs())
+    assert [tensor.to_dense().unique().tolist() for tensor in found.values()] == [[97], [98]]
+
+
+def test_what_is_not_the_tensors_may_change(stager):
+    memory, nan = torch.zeros(100, 6), torch.full((100,), torch.nan)
+
+    def pairs():
+        yield "a", memory[:, :2]
+        memory[:, 2:].fill_(1)
+        yield "b", memory[:, 2:]
+        yield from {"c": nan, "tied": nan, "empty": torch.zeros(0), "turned": memory[:, :2].t()}.items()
+
+    found = {"a": torch.zeros(100, 2), "b": torch.zeros(100, 4), "c": nan.clone(), "tied": nan.clone()}
+    found |= {"empty": torch.zeros(0), "turned": torch.ones(2, 100)}
+    assert stager.load_weights(found, pairs()) == ([], [])
+    assert (found["b"].sum(), found["turned"].sum()) == (400, 0)
+
+
+def test_a_tensor_that_was_freed_is_an_error(stager):
+    tensor = torch.zeros(100)[10:]
+
+    def pairs():
+        yield "a", tensor
+        tensor.untyped_storage().resize_(0)
+
+    with pytest.raises(ps.errors.LayoutError, match="'a'.* lacks the memory"):
+        stager.load_weights({"a": torch.zeros(90)}, pairs())
 
 
 # -- DTensors ----------------------------------------------------------------------------------------------------------

@@ -315,7 +315,8 @@ class Stager:
 
         The copies are operations on the current stream, as with ``to_device(out=)``: later work on that stream sees the
         weights. When the call has returned, you may change the source tensors, except page-locked ones with
-        ``borrow_pinned``.
+        ``borrow_pinned``. Until then they have to stay unchanged, those of an iterable too: a reader must not use
+        the memory of a tensor again for the next.
 
         Args:
             module_or_dict: a module or a dict of tensors, on the stager's device or on meta.
@@ -329,8 +330,9 @@ class Stager:
 
         Raises:
             RuntimeError: names are missing or unexpected, or shapes differ, as in ``load_state_dict``; a tensor is on
-                another device; or a tensor would stay on meta. A mapping or ``safe_open`` is checked before anything is
-                written. The names of an iterable are checked as they are read.
+                another device; a tensor of an iterable was overwritten before it was packed (its first, middle and last
+                64 bytes are compared); or a tensor would stay on meta. A mapping or ``safe_open`` is checked before
+                anything is written. The names of an iterable are checked as they are read.
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state),
                 or `tensors` is something else, such as a path.
         """

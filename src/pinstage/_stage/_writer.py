@@ -1,8 +1,8 @@
 """Which way a batch goes into existing tensors.
 
-A batch is staged, and copied into place by the transfer's `wait`. `Writer.write_batch` does both. It takes a larger batch in
-groups, each staged while the one before is copied into place, so that neither the host nor the device needs memory for
-the whole batch.
+A batch is staged, and copied into place by the transfer's `wait`. `Writer.write_batch` does both. It takes a larger
+batch in groups, each staged while the one before is copied into place, so that neither the host nor the device needs
+memory for the whole batch.
 """
 
 from __future__ import annotations
@@ -110,8 +110,10 @@ class Writer:
             for group in groups_of(writes, self._group_bytes()):
                 if len(copied) == _MOST_GROUPS and (event := copied.popleft()) is not None:
                     event.synchronize()
-                parts = take_apart([write.source for write in group])
-                transfer = self._staged(parts, [write.place for write in group], SMALL_BYTES)
+                named = {(write.name, number): write for number, write in enumerate(group)}
+                parts = take_apart({name: write.source for name, write in named.items()})
+                out = {name: write.place for name, write in named.items()}
+                transfer = self._staged(parts, out, SMALL_BYTES)
                 names = dict.fromkeys(write.name for write in group)
                 check(list(names))
                 begun |= names
@@ -161,15 +163,15 @@ def groups_of(writes: Iterable[Write], group_bytes: int) -> Iterator[list[Write]
     room = group_bytes
     for write in writes:
         nbytes = _bytes_of(write.source)
+        is_again = write.key is not None and write.key in keys
         for piece, needed in [(write, nbytes)] if nbytes <= group_bytes else _cut(write, group_bytes):
-            is_full = needed > room or (write.key is not None and write.key in keys)
-            if group and is_full:
+            if group and (needed > room or is_again):
                 yield group
-                group, keys, room = [], set(), group_bytes
+                group, keys, room, is_again = [], set(), group_bytes, False
             group.append(piece)
+            keys.add(piece.key)
             room -= round_up(needed, ALIGNMENT)
-        keys.add(write.key)
-        if write.ends_group and group:
+        if room <= 0 or write.ends_group:
             yield group
             group, keys, room = [], set(), group_bytes
     if group:
@@ -182,21 +184,20 @@ def _cut(write: Write, most: int) -> Iterator[tuple[Write, int]]:
     Yields:
         Pieces of at most `most` bytes, and the bytes of each.
     """
-    name, source, place, *_ = write
-    tensor = as_tensor(source)
+    tensor, place = as_tensor(write.source), write.place
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):
-        yield Write(name, Whole(tensor), place), 0  # moves by its own .to(), so it needs no slab
+        yield write._replace(source=Whole(tensor)), 0  # moves by its own .to(), so it needs no slab
     elif tensor.nbytes <= most or not dims:
-        yield Write(name, tensor, place), tensor.nbytes
+        yield write._replace(source=tensor), tensor.nbytes
     else:
         dim = max(dims, key=place.stride)
         size = tensor.shape[dim]
         rows = max(1, size * most // tensor.nbytes)
         for start in range(0, size, rows):
             count = min(rows, size - start)
-            piece = Write(name, tensor.narrow(dim, start, count), place.narrow(dim, start, count))
-            yield from _cut(piece, most)
+            source, there = tensor.narrow(dim, start, count), place.narrow(dim, start, count)
+            yield from _cut(write._replace(source=source, place=there), most)
 
 
 def _bytes_of(source: Any) -> int:
