@@ -688,7 +688,7 @@ def test_a_tensor_that_was_freed_is_an_error(stager):
         yield "a", tensor
         tensor.untyped_storage().resize_(0)
 
-    with pytest.raises(ps.errors.LayoutError, match="'a'.* lacks the memory"):
+    with pytest.raises(ps.errors.LayoutError, match=r"'a'.* lacks the memory"):
         stager.load_weights({"a": torch.zeros(90)}, pairs())
 
 
