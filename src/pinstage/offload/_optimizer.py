@@ -113,22 +113,25 @@ class OffloadedOptimizer(Offloaded):
         """Yield the values that can be offloaded: plain, large enough, and sharing no memory within the optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        tensors = _tensors_in([list(optimizer.state.values()), parameters, [p.grad for p in parameters]])
-        users = Counter(
-            tensor.untyped_storage().data_ptr()
-            for tensor in tensors
-            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        )
+        users = _users_of_storages(optimizer)
         for state, key, value in self._values():
-            if (
-                can_leave(value, self._pool)
-                and value.nbytes >= self._min_bytes
-                and value.untyped_storage().nbytes() == value.nbytes
-                and not value.requires_grad
-                and users[value.untyped_storage().data_ptr()] == 1
-            ):
+            if not can_leave(value, self._pool) or value.requires_grad:
+                continue
+            storage = value.untyped_storage()
+            is_alone = storage.nbytes() == value.nbytes and users[storage.data_ptr()] == 1
+            if is_alone and value.nbytes >= self._min_bytes:
                 yield state, key, value
+
+
+def _users_of_storages(optimizer: torch.optim.Optimizer) -> Counter[int]:
+    """Return the number of the optimizer's tensors in each storage, by the storage's address."""
+    parameters = list(_tensors_in([group["params"] for group in optimizer.param_groups]))
+    gradients = [parameter.grad for parameter in parameters]
+    return Counter(
+        tensor.untyped_storage().data_ptr()
+        for tensor in _tensors_in([list(optimizer.state.values()), parameters, gradients])
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    )
 
 
 def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
