@@ -8,6 +8,9 @@
 | `onload` | one module, until it is on the device |
 | `offload` | one module, until its device memory is free |
 | `in turn` | all three, each used once, with the device memory of two |
+| `in turn, buffers` | the same, for modules that count their uses in a buffer |
+
+With a buffer, the end of a block waits for the block's work: the last two columns differ by the cost of that.
 
 `bus` copies as many bytes from memory that is already page-locked. Outputs are compared outside the timer, bit for
 bit, with outputs of the same weights copied one by one.
@@ -53,7 +56,7 @@ class Case:
 
 def cases_of(width: int, layers: int, tokens: int) -> tuple[Case, ...]:
     """Return the cases for modules of one size."""
-    modules = {"first": MODULES, "onload": 1, "offload": 1, "in turn": MODULES}
+    modules = {"first": MODULES, "onload": 1, "offload": 1, "in turn": MODULES, "in turn, buffers": MODULES}
     return tuple(Case(name, width, layers, tokens, count) for name, count in modules.items())
 
 
@@ -89,6 +92,16 @@ def make(case: Case) -> list[torch.nn.Sequential]:
     return modules
 
 
+def count_uses(module: torch.nn.Module) -> None:
+    """Give a module a buffer, which each use changes."""
+
+    def count(module: torch.nn.Module, *_: object) -> None:
+        module.uses.add_(1)
+
+    module.register_buffer("uses", torch.zeros((), dtype=torch.int64))
+    module.register_forward_hook(count)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work of the device."""
     if device.type == "cuda":
@@ -100,9 +113,13 @@ def synchronize(device: torch.device) -> None:
 Modules = list[torch.nn.Sequential]
 
 
+def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
 def _pin(module: torch.nn.Module, device: torch.device) -> None:
-    for parameter in module.parameters():
-        parameter.data = parameter.data.pin_memory() if device.type == "cuda" else parameter.data.clone()
+    for tensor in _tensors(module):
+        tensor.data = tensor.data.pin_memory() if device.type == "cuda" else tensor.data.clone()
 
 
 @contextmanager
@@ -122,15 +139,17 @@ def _to(modules: Modules, device: torch.device, *, pinned: bool) -> Iterator[Way
 def _by_hand(modules: Modules, device: torch.device) -> Iterator[Way]:
     for module in modules:
         _pin(module, device)
-    host = [[parameter.data for parameter in module.parameters()] for module in modules]
+    host = [[tensor.data for tensor in _tensors(module)] for module in modules]
 
     def onload(number: int) -> None:
-        for parameter, content in zip(modules[number].parameters(), host[number], strict=True):
-            parameter.data = content.to(device, non_blocking=True)
+        for tensor, content in zip(_tensors(modules[number]), host[number], strict=True):
+            tensor.data = content.to(device, non_blocking=True)
 
     def offload(number: int) -> None:
-        for parameter, content in zip(modules[number].parameters(), host[number], strict=True):
-            parameter.data = content
+        for tensor, content in zip(_tensors(modules[number]), host[number], strict=True):
+            if not isinstance(tensor, torch.nn.Parameter):
+                content.copy_(tensor)
+            tensor.data = content
 
     yield Way(onload, offload)
 
@@ -220,17 +239,32 @@ class Measure:
                 began = self._begin()
                 way.offload(0)
                 self._add("offload", began)
-            for _ in self._turns():
-                for number in range(MODULES):
-                    way.before(number)
-                began = self._begin()
-                y = self._in_turn(way, modules, x)
-                self._add("in turn", began)
-        for name in ("onload", "offload", "in turn"):
+            results = self._in_turns("in turn", way, modules, x)
+        for module in modules:
+            count_uses(module)
+        with torch.inference_mode(), self._variant.setup(modules, device) as way:
+            results += self._in_turns("in turn, buffers", way, modules, x)
+        is_right = self._variant.id == "bus" or self._is_right(results, expected, modules)
+        for name in ("onload", "offload", "in turn", "in turn, buffers"):
             del self._samples[name][0]  # made allocations and loaded kernels
         peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
-        is_right = self._variant.id == "bus" or torch.equal(y, expected)
         self._outcome = {"status": "ok" if is_right else "incorrect", "detail": f"device peak {peak:.1f} GB"}
+
+    def _in_turns(self, name: str, way: Way, modules: Modules, x: torch.Tensor) -> list[torch.Tensor]:
+        """Take the samples of all modules in turn; return the last output."""
+        for _ in self._turns():
+            for number in range(MODULES):
+                way.before(number)
+            began = self._begin()
+            y = self._in_turn(way, modules, x)
+            self._add(name, began)
+        return [y]
+
+    def _is_right(self, results: list[torch.Tensor], expected: torch.Tensor, modules: Modules) -> bool:
+        """Return whether outputs are as expected, and the modules have counted their uses."""
+        uses = len(self._samples["in turn, buffers"])
+        has_counted = all(int(module.uses) == uses for module in modules)
+        return has_counted and all(torch.equal(y, expected) for y in results)
 
     def _turns(self) -> Iterator[int]:
         """Yield once for the allocations and kernels, then for each sample: at least one, until the time is up."""

@@ -536,14 +536,18 @@ def ways_by_cases(result: dict[str, Any] | None = None, *, name: str, rates: Seq
     return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
 
 
-frozen = partial(
-    ways_by_cases,
-    name="frozen",
-    rates=["onload"],
-    said="Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one module, until it is on "
-    "the device, or its device memory is free. `in turn`: all three, each used once, with the device memory of two. "
-    "The bus alone copies as many bytes and computes nothing.",
-)
+def frozen(result: dict[str, Any] | None = None) -> str:
+    """Return the ways to keep modules on the host, with their heading; nothing until they were measured."""
+    result = result or measured("frozen")
+    said = (
+        "Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one module, until it is on "
+        "the device, or its device memory is free. `in turn`: all three, each used once, with the device memory of "
+        "two. "
+    )
+    if result is not None and "in turn, buffers" in by_case(result):
+        said += "`in turn, buffers`: the same with a buffer in each, so that the host waits at the end of each use. "
+    said += "The bus alone copies as many bytes and computes nothing."
+    return ways_by_cases(result, name="frozen", rates=["onload"], said=said)
 
 
 def out(result: dict[str, Any] | None = None) -> str:
