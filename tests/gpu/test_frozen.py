@@ -21,11 +21,12 @@ def pool(cuda_device):
         torch.cuda.synchronize(cuda_device)
 
 
-def make(seed, width=2048, layers=4):
+def make(seed, width=2048, layers=4, *, buffers=True):
     """Return a module of 16 MiB per layer, on the host."""
     torch.manual_seed(seed)
     layers = [torch.nn.Linear(width, width) for _ in range(layers)]
-    return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(width)).requires_grad_(False)
+    norm = torch.nn.BatchNorm1d(width) if buffers else torch.nn.LayerNorm(width)
+    return torch.nn.Sequential(*layers, norm).requires_grad_(False)
 
 
 def content_of(module):
@@ -68,6 +69,68 @@ def test_the_next_module_is_copied_during_compute(cuda_device, pool, latch: Latc
     second.offload()
 
 
+def test_only_modules_with_buffers_wait_at_the_end(cuda_device, pool, latch: Latch):
+    plain, normed = (frozen_module(make(0, buffers=buffers), pool, device=cuda_device) for buffers in (False, True))
+    stream = torch.cuda.current_stream(cuda_device)
+    for handle in (plain, normed):
+        with handle:  # allocations before the latch
+            pass
+    torch.cuda.synchronize(cuda_device)
+    with latch:
+        with plain:
+            latch.hold(stream)
+        assert not stream.query()
+    x = torch.randn(4096, 2048, device=cuda_device)
+    with normed:
+        for _ in range(20):
+            normed._module(x)
+    assert stream.query()
+
+
+class Codebook(torch.nn.Module):
+    """Buffers of which torch counts no change, norms with the same statistics, and buffers that are replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("embed", torch.zeros(4))
+        self.register_buffer("table", torch.arange(16.0).view(4, 4))
+        self.register_buffer("steps", torch.tensor(0))
+        self.first, self.second = (torch.nn.BatchNorm1d(4, affine=False) for _ in range(2))
+        self.second.running_mean = self.first.running_mean
+
+    def forward(self, x):
+        self.embed.data.copy_(self.embed * 0.9 + x.mean(0) * 0.1)
+        self.table.t_()
+        self.steps = torch.tensor(int(self.steps) + 1)  # on the host
+        self.first.running_var = self.first.running_var * 2
+        return self.second(x) + self.embed
+
+
+def test_changes_of_buffers_are_kept(cuda_device, pool):
+    plain, module = Codebook().to(cuda_device), Codebook()
+    x = torch.randn(64, 4, device=cuda_device)
+    handle = frozen_module(module, pool, device=cuda_device)
+    for _ in range(3):
+        expected = plain(x)
+        with handle:
+            assert torch.equal(module(x), expected)
+        assert all(tensor.is_pinned() for tensor in module.buffers())
+        assert_equal(content_of(module), [tensor.cpu() for tensor in content_of(plain)])
+
+
+def test_a_refused_change_leaves_the_module_alone(cuda_device, pool):
+    module = make(0, width=256)
+    handle = frozen_module(module, pool, device=cuda_device)
+    before, objects = content_of(module), [*module.parameters(), *module.buffers()]
+    handle.__enter__()
+    module.double()
+    with pytest.raises(RuntimeError, match="changed inside the block"):
+        handle.offload()
+    assert_equal(content_of(module), before)
+    assert all(one is other for one, other in zip([*module.parameters(), *module.buffers()], objects, strict=True))
+    assert all(tensor.is_pinned() for tensor in objects)
+
+
 def test_device_memory_is_free_after_the_block(cuda_device, pool):
     torch.cuda.synchronize(cuda_device)
     before = torch.cuda.memory_allocated(cuda_device)
@@ -84,7 +147,8 @@ def test_device_memory_is_free_after_the_block(cuda_device, pool):
 
 def test_modules_in_turn_need_the_memory_of_two(cuda_device, pool):
     """The host runs ahead of all copies and kernels."""
-    handles = [frozen_module(make(seed).eval(), pool, device=cuda_device) for seed in range(3)]
+    modules = [make(seed, buffers=False) for seed in range(3)]
+    handles = [frozen_module(module, pool, device=cuda_device) for module in modules]
     x = torch.randn(64, 2048, device=cuda_device)
     expected = x
     for handle in handles:
@@ -127,7 +191,7 @@ def test_too_little_device_memory_leaves_everything_as_before(cuda_device, pool)
 
 
 def test_onloaded_memory_is_not_reused_too_early(cuda_device, pool, latch: Latch):
-    handle = frozen_module(make(0).eval(), pool, device=cuda_device)
+    handle = frozen_module(make(0, buffers=False), pool, device=cuda_device)
     x = torch.randn(64, 2048, device=cuda_device)
     side = torch.cuda.Stream(cuda_device)
     side.wait_stream(torch.cuda.current_stream(cuda_device))

@@ -175,7 +175,9 @@ class OffloadedBlock:
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's bytes and strides describe it completely."""
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 def can_leave(tensor: torch.Tensor, pool: SlabPool) -> bool:
@@ -186,7 +188,9 @@ def can_leave(tensor: torch.Tensor, pool: SlabPool) -> bool:
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's bytes begin in its storage, and where they end. It must not be empty."""
+    """Return where a tensor's bytes begin in its storage, and where they end; zeros for an empty tensor."""
+    if not tensor.numel():
+        return 0, 0
     itemsize = tensor.itemsize
     begin = int(tensor.storage_offset()) * itemsize
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -5,20 +5,26 @@
     module's tensors --once--> slabs of the pool          outside the block, the module's tensors are views of them
     onload            one copy per slab, side stream  --> device memory
     with handle:      the module's tensors are views of the device memory
-    end of the block  changed buffers are copied back;    the device memory is freed
+    end of the block  buffers are copied back;            the device memory is freed
 
 Memory is copied by storage, not by tensor, so that tied weights, views and strides stay as they are.
+
+Versions of tensors don't count every change: writes through ``.data`` are missing, and the statistics that kernels of
+batch norm write. So the end of a block copies buffers back whether torch has counted a change or not. It compares the
+module with its state before the block, and decides before it changes anything: an error leaves the module as it was.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 
+from .._compat.registered import Registered, entries_of
 from .._compat.storages import version_of
-from .._pool import SlabPool, check_pool
+from .._pool import Fence, SlabPool, check_pool
 from .._sizes import format_bytes, round_up
 from .._stage import Arrival, HostCopy, Target, shared_targets, target_for
 from ..errors import BudgetExceededError
@@ -29,6 +35,9 @@ SLAB_BYTES = 256 << 20
 """Tensors are gathered in slabs of at most this size; a larger tensor has a slab of its own. A copy of about 16 MiB or
 more reaches the bandwidth of the bus."""
 
+COPIED_BACK_BYTES = 64 << 20
+"""Buffers of at most this size in all are copied back by every block: in 1.2 ms, at the bandwidth of the bus."""
+
 ACQUIRE_SECONDS = 60.0
 """Timeout for a slab, the same as a `Stager`'s default."""
 
@@ -37,38 +46,98 @@ _holders: weakref.WeakValueDictionary[int, FrozenModule] = weakref.WeakValueDict
 
 
 class Held(NamedTuple):
-    """A parameter or buffer, and its place in a slab."""
+    """A parameter or buffer, and its bytes in a slab."""
 
-    owner: str
-    """Path of the submodule."""
-    path: str
     tensor: torch.Tensor
     """The module's own object."""
+    paths: list[str]
+    """Its names in the module; a tied tensor has several."""
     slab: int
     begin: int
     """Byte offset in the slab, and in its copy on the device."""
     host: torch.Tensor
     """View of the slab: the tensor's content outside the ``with`` block."""
 
-    def is_at(self, memory: torch.Tensor) -> bool:
-        """Return whether the tensor's memory is its place in a slab, or in a slab's copy."""
-        return not self.tensor.numel() or self.tensor.data_ptr() == memory.data_ptr() + self.begin
+    @property
+    def span(self) -> int:
+        """The number of bytes from the tensor's first one to its last one."""
+        begin, end = range_of(self.host)
+        return end - begin
+
+    @property
+    def name(self) -> str:
+        """The paths, for messages."""
+        return " = ".join(self.paths)
+
+    @property
+    def owners(self) -> set[str]:
+        """The paths of the submodules that have the tensor."""
+        return {path.rpartition(".")[0] for path in self.paths}
+
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, torch.nn.Parameter)
+
+    def is_now(self, tensor: torch.Tensor | None, now: dict[str, torch.Tensor]) -> bool:
+        """Return whether the module has a given tensor under all names of the held one."""
+        return {id(now.get(path)) for path in self.paths} == {id(tensor)}
+
+    def is_unmoved(self, now: dict[str, torch.Tensor], memory: torch.Tensor) -> bool:
+        """Return whether the module has the held tensor, as the same view of a slab, or of the slab's copy."""
+        tensor, host = self.tensor, self.host
+        if not self.is_now(tensor, now):
+            return False
+        if not has_plain_memory(tensor) or tensor.device != memory.device:
+            return False
+        if (tensor.shape, tensor.stride(), tensor.dtype) != (host.shape, host.stride(), host.dtype):
+            return False
+        return not host.numel() or tensor.data_ptr() == memory.data_ptr() + self.begin
+
+    def can_keep_values(self, now: dict[str, torch.Tensor]) -> bool:
+        """Return whether this is a buffer, and the module has one tensor of the same shape and dtype for it."""
+        tensor = now.get(self.paths[0])
+        if self.is_parameter() or not self.is_now(tensor, now):
+            return False
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.is_meta or tensor.is_nested:
+            return False
+        return (tensor.shape, tensor.dtype) == (self.host.shape, self.host.dtype)
+
+
+class Outcome(NamedTuple):
+    """A decision about the end of a block, made before anything is changed."""
+
+    lost: set[str]
+    """Tensors whose changes can't be kept. If there are any, no change of the block is kept."""
+    values: list[tuple[Held, torch.Tensor]]
+    """Buffers that were replaced or re-strided, each with a copy of its values on the host."""
+    copies: dict[int, tuple[int, int]]
+    """The bytes to copy back, from begin to end, by slab."""
+
+
+NOTHING = Outcome(set(), [], {})
 
 
 class FrozenModule(Offloaded):
-    """A module that is on the host, except inside its block."""
+    """A module that is on the host, except inside its block.
+
+    ``_before`` is the module before the block, and None outside. ``_outcome`` is None while the block runs. It is
+    decided once, so that a second call of `offload` completes an interrupted one.
+    """
 
     def __init__(self, module: torch.nn.Module, pool: SlabPool, target: Target) -> None:
         self._module = module
         self._target = target
         self._arrivals: list[Arrival] = []
         self._versions: list[int] = []
-        self._inside = False
-        tensors = _tensors_of(module)
-        for path, tensor in tensors.items():
+        self._before: Registered | None = None
+        self._outcome: Outcome | None = NOTHING
+        self._tensors = _tensors_of(module)
+        for path, tensor in self._tensors.items():
             _check(path, tensor)
         with torch.inference_mode(False):
-            self._slabs, self._held = _move_to_slabs(tensors, pool)
+            self._slabs, self._held = _move_to_slabs(self._tensors, pool)
+        self._overlapping = _overlapping(self._held)
         self._keys = {id(held.tensor) for held in self._held}
         self._keys |= {held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()}
         _holders.update(dict.fromkeys(self._keys, self))
@@ -85,18 +154,17 @@ class FrozenModule(Offloaded):
         before you enqueue that work.
 
         Raises:
-            RuntimeError: a parameter or buffer was moved, replaced, added or removed, or the handle was closed.
+            RuntimeError: a parameter or buffer was moved, replaced, added or removed, or has another shape, dtype or
+                other strides, or the handle was closed. The error names it.
             torch.OutOfMemoryError: the device has too little memory; the module is unchanged.
         """
         if self._arrivals:
             return
-        now, then = _tensors_of(self._module), {held.path: held.tensor for held in self._held}
-        moved = {path for path in now.keys() | then.keys() if now.get(path) is not then.get(path)}
-        moved.update(held.path for held in self._held if not held.is_at(self._slabs[held.slab]))
+        moved = self._moved_outside()
         if moved:
             raise RuntimeError(
-                f"{min(moved)} of {self!r} isn't held: it was moved, replaced, added or removed outside the block, or "
-                "the handle was closed. Change tensors in place, or make a new handle"
+                f"{min(moved)} of {self!r} isn't held: it was moved, replaced, reshaped, added or removed outside the "
+                "block, or the handle was closed. Change tensors in place, or make a new handle"
             )
         self._versions = [version_of(held.tensor) for held in self._held]
         try:
@@ -109,54 +177,54 @@ class FrozenModule(Offloaded):
             raise
 
     def __enter__(self) -> Self:
-        if self._inside:
+        if self._before is not None:
             raise RuntimeError(f"{self!r} is on the device already; leave its other block first")
-        if self._arrivals and self._versions != [version_of(held.tensor) for held in self._held]:
+        if self._arrivals and (self._moved_outside() or self._written()):
             self._drop()  # changed on the host since `onload`
         self.onload()
         for arrival in self._arrivals:
             self._target.take(arrival)
-        self._inside = True
+        self._outcome = NOTHING  # if this call is interrupted
+        self._before = Registered(self._module)
         with torch.inference_mode(False):  # the module's tensors may be used elsewhere, too
             for held in self._held:
-                storage = self._arrivals[held.slab].there.untyped_storage()
-                held.tensor.data = view_of(storage, held.begin, held.host.dtype, held.host.shape, held.host.stride())
+                storage, host = self._arrivals[held.slab].there.untyped_storage(), held.host
+                there = view_of(storage, held.begin, host.dtype, host.shape, host.stride())
+                held.tensor.data = there
+        self._outcome = None
         return self
 
     def offload(self) -> None:
         """Return the module's tensors to the host, and free the device memory behind the current stream's work.
 
-        Blocks only if buffers have changed, until they are copied back. If the version of one buffer has changed, all
-        buffers of its submodule are copied: kernels of batch norm change the version of the batch count, but not those
-        of the statistics.
+        If the module has buffers, blocks until the current stream's work is done and the buffers are copied back: all
+        of them up to 64 MiB, and beyond that the buffers of each submodule in which torch has counted a change.
 
         Raises:
-            RuntimeError: a parameter was changed, or a tensor was moved, inside the block; the change is dropped.
+            RuntimeError: inside the block, a parameter was changed, a buffer was replaced by one of another shape or
+                dtype, or a tensor was added or removed. The error names one. The module is as before the block, its
+                buffers included.
         """
-        if not self._inside:
+        if self._before is None:
             self._drop()
             return
-        lost, changed = [], set()
-        for held, version in zip(self._held, self._versions, strict=True):
-            is_there = held.is_at(self._arrivals[held.slab].there)
-            if (is_there and version_of(held.tensor) == version) or held.is_at(self._slabs[held.slab]):
-                continue  # unchanged, or returned already by a call that was interrupted
-            if is_there and not _is_parameter(held.tensor):
-                changed.add(held.owner)
-            else:
-                lost.append(held.path)
-        buffers = [held for held in self._held if held.owner in changed and not _is_parameter(held.tensor)]
-        for event in [self._copy_back(held) for held in buffers]:
-            if event is not None:
-                event.synchronize()
+        if self._outcome is None:
+            self._outcome = self._decide()
+        lost = self._outcome.lost
+        if lost:
+            self._before.restore()
+        else:
+            self._keep_changes(self._outcome)
         for held in self._held:
             held.tensor.data = held.host
-        self._inside = False
+        self._before = None
         self._arrivals.clear()
+        self._outcome = NOTHING
         if lost:
             raise RuntimeError(
-                f"{', '.join(lost)} of {self!r} changed inside the block; the change is dropped. Change parameters in "
-                "place outside the block, where they are on the host; train a module without frozen_module"
+                f"{min(lost)} of {self!r} changed inside the block: {len(lost)} in all; every change is dropped. "
+                "Change parameters in place outside the block, where they are on the host; replace buffers by tensors "
+                "of the same shape and dtype, or change them in place; train a module without frozen_module"
             )
 
     def close(self) -> None:
@@ -167,14 +235,69 @@ class FrozenModule(Offloaded):
         self.offload()
         for key in self._keys:
             _holders.pop(key, None)
-        self._held, self._slabs = [], []
+        self._tensors, self._held, self._slabs = {}, [], []
 
-    def _copy_back(self, held: Held) -> Any:
-        """Copy a buffer to its slab; return the event, or None if the copy is done."""
-        first, last = range_of(held.host) if held.host.numel() else (0, 0)
-        part = slice(held.begin, held.begin + last - first)
-        copy = HostCopy(self._arrivals[held.slab].there[part], self._slabs[held.slab][part], owned=False)
-        return self._target.to_host([copy], hold=False)
+    # -- changes
+
+    def _written(self) -> list[Held]:
+        """Return the tensors of which torch has counted a change since `onload`."""
+        versions = zip(self._held, self._versions, strict=True)
+        return [held for held, version in versions if version_of(held.tensor) != version]
+
+    def _moved(self, now: dict[str, torch.Tensor], memory: list[torch.Tensor]) -> list[Held]:
+        """Return the tensors that were replaced, or have other memory than the slabs or than the slabs' copies."""
+        return [held for held in self._held if not held.is_unmoved(now, memory[held.slab])]
+
+    def _moved_outside(self) -> set[str]:
+        """Return the names of tensors that aren't held, or aren't in their slab as they were."""
+        now = _tensors_of(self._module)
+        added = now.keys() - self._tensors.keys()
+        return added | {held.name for held in self._moved(now, self._slabs)}
+
+    def _decide(self) -> Outcome:
+        """Decide about the end of the block. Waits for the values of buffers that were replaced."""
+        now = _tensors_of(self._module)
+        written = self._written()
+        moved = self._moved(now, [arrival.there for arrival in self._arrivals])
+        lost = now.keys() - self._tensors.keys()
+        lost |= {held.name for held in written if held.is_parameter()}
+        lost |= {held.name for held in moved if not held.can_keep_values(now)}
+        lost |= {held.name for held in moved} & self._overlapping
+        if lost:
+            return Outcome(lost, [], {})
+        values = [(held, now[held.paths[0]].detach().to("cpu", copy=True)) for held in moved]
+        return Outcome(lost, values, self._copies([*written, *moved]))
+
+    def _copies(self, changed: list[Held]) -> dict[int, tuple[int, int]]:
+        """Return the bytes to copy back: of all buffers, or from the first to the last that may have changed."""
+        buffers = [held for held in self._held if not held.is_parameter()]
+        copies = {held.slab: (0, self._slabs[held.slab].numel()) for held in buffers}
+        if sum(nbytes for _, nbytes in copies.values()) <= COPIED_BACK_BYTES:
+            return copies
+        owners = set().union(*(held.owners for held in changed))
+        copies.clear()
+        for held in buffers:
+            if not owners.isdisjoint(held.owners):
+                begin, end = copies.get(held.slab, (held.begin, 0))
+                copies[held.slab] = min(begin, held.begin), max(end, held.begin + held.span)
+        return copies
+
+    def _keep_changes(self, outcome: Outcome) -> None:
+        """Write the values of buffers to the slabs, and make the held tensors the module's again."""
+        events = [self._copy_back(slab, *ends) for slab, ends in outcome.copies.items()]
+        for event in events:
+            if event is not None:
+                event.synchronize()
+        for held, value in outcome.values:
+            held.host.copy_(value)
+        if outcome.values:
+            for entry in entries_of(self._module):
+                entry.tensors[entry.name] = self._tensors[entry.path]
+
+    def _copy_back(self, slab: int, begin: int, end: int) -> Fence | None:
+        """Copy a part of a slab from the device; return the event, or None if the copy is done."""
+        there, here = self._arrivals[slab].there[begin:end], self._slabs[slab][begin:end]
+        return self._target.to_host([HostCopy(there, here, owned=False)], hold=False)
 
     def _drop(self) -> None:
         """Free the device memory of copies that no block has used."""
@@ -190,13 +313,22 @@ class FrozenModule(Offloaded):
         return f"<{type(self._module).__name__} in frozen_module, to {self._target.device}>"
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
-
-
 def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers by path, each object once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Return the parameters and buffers by path; a tied tensor has several."""
+    return {entry.path: entry.tensor for entry in entries_of(module)}
+
+
+def _overlapping(tensors: list[Held]) -> set[str]:
+    """Return the names of tensors that share bytes with others."""
+    names: set[str] = set()
+    last, reach = "", 0
+    for held in sorted(tensors, key=lambda held: held.host.data_ptr()):
+        begin = held.host.data_ptr()
+        if begin < reach:
+            names |= {last, held.name}
+        if begin + held.span > reach:
+            last, reach = held.name, begin + held.span
+    return names
 
 
 def _check(path: str, tensor: torch.Tensor) -> None:
@@ -214,31 +346,78 @@ def _check(path: str, tensor: torch.Tensor) -> None:
     raise ValueError(f"frozen_module can't hold {path}: it {why}")
 
 
-def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[list[torch.Tensor], list[Held]]:
-    """Move the memory of tensors to slabs, by storage; return the slabs, uint8 ``[n]``, and the places there.
+@dataclass
+class UsedPart:
+    """The part of a storage that tensors use, and its copy."""
+
+    begin: int
+    end: int
+    kind: str
+    """The dtype of its buffers; empty for parameters alone."""
+    slab: int = 0
+    start: int = 0
+    """Offset in the slab."""
+    copy: torch.UntypedStorage | None = None
+    """A storage of its own over the slab, or `torch.save` would refuse tensors of other dtypes beside it."""
+
+
+def _move_to_slabs(
+    tensors: dict[str, torch.Tensor],
+    pool: SlabPool,
+) -> tuple[list[torch.Tensor], list[Held]]:
+    """Move the memory of tensors to slabs, by storage; return the slabs, uint8 ``[n]``, and the held tensors."""
+    paths: dict[int, list[str]] = {}
+    for path, tensor in tensors.items():
+        paths.setdefault(id(tensor), []).append(path)
+    parts = _used_parts(tensors)
+    slabs = _acquire(_arrange(parts), pool)
+    held = []
+    for names in paths.values():
+        tensor = tensors[names[0]]
+        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
+        part = parts[storage.data_ptr()]
+        if part.copy is None:
+            part.copy = _copied(storage, part, slabs[part.slab])
+        offset -= part.begin
+        host = view_of(part.copy, offset, tensor.dtype, tensor.shape, tensor.stride())
+        tensor.data = host  # at once, so that its old memory can be freed
+        held.append(Held(tensor, names, part.slab, part.start + offset, host))
+    return slabs, held
+
+
+def _used_parts(tensors: dict[str, torch.Tensor]) -> dict[int, UsedPart]:
+    """Return the parts that tensors use, by the storage's address."""
+    parts: dict[int, UsedPart] = {}
+    for tensor in tensors.values():
+        begin, end = range_of(tensor)
+        begin = begin // ALIGNMENT * ALIGNMENT
+        kind = "" if isinstance(tensor, torch.nn.Parameter) else str(tensor.dtype)
+        part = parts.setdefault(tensor.untyped_storage().data_ptr(), UsedPart(begin, end, kind))
+        part.begin, part.end = min(part.begin, begin), max(part.end, end)
+        part.kind = max(part.kind, kind)
+    return parts
+
+
+def _arrange(parts: dict[int, UsedPart]) -> list[int]:
+    """Give each part its offset in a slab; return the sizes of the slabs.
 
     Parameters share slabs, and so do the buffers of one dtype: `torch.compile` refuses changes of tensors that share a
     storage with tensors of other dtypes.
     """
-    ranges: dict[int, tuple[int, int]] = {}  # by the storage's address: the bytes that tensors use
-    kinds: dict[int, str] = {}  # by the storage's address: dtype of buffers, empty for parameters
-    for tensor in tensors.values():
-        begin, end = range_of(tensor) if tensor.numel() else (0, 0)
-        address = tensor.untyped_storage().data_ptr()
-        least, most = ranges.get(address, (begin, end))
-        ranges[address] = min(least, begin // ALIGNMENT * ALIGNMENT), max(most, end)
-        kinds[address] = max(kinds.get(address, ""), "" if _is_parameter(tensor) else str(tensor.dtype))
-    sizes: list[int] = []  # of slabs
-    places: dict[int, tuple[int, int]] = {}  # by the storage's address: slab, and offset there
-    last = ""
-    for address in sorted(ranges, key=kinds.__getitem__):
-        begin, end = ranges[address]
-        nbytes = max(ALIGNMENT, round_up(end - begin, ALIGNMENT))
-        if not sizes or sizes[-1] + nbytes > SLAB_BYTES or kinds[address] != last:
+    sizes: list[int] = []
+    kind = None
+    for part in sorted(parts.values(), key=lambda part: part.kind):
+        nbytes = max(ALIGNMENT, round_up(part.end - part.begin, ALIGNMENT))
+        if part.kind != kind or sizes[-1] + nbytes > SLAB_BYTES:
             sizes.append(0)
-            last = kinds[address]
-        places[address] = len(sizes) - 1, sizes[-1]
+        kind = part.kind
+        part.slab, part.start = len(sizes) - 1, sizes[-1]
         sizes[-1] += nbytes
+    return sizes
+
+
+def _acquire(sizes: list[int], pool: SlabPool) -> list[torch.Tensor]:
+    """Return slabs, uint8 ``[n]``. Each is returned to the pool when its views are freed."""
     if sum(sizes) > pool.max_bytes:
         raise BudgetExceededError(
             f"the module doesn't fit the pool: {format_bytes(sum(sizes))} of max_bytes {format_bytes(pool.max_bytes)}; "
@@ -251,20 +430,19 @@ def _move_to_slabs(tensors: dict[str, torch.Tensor], pool: SlabPool) -> tuple[li
         lease = pool.acquire(nbytes, timeout=ACQUIRE_SECONDS, owner=OWNER)
         slabs.append(torch.from_numpy(lease.numpy()))
         lease.release()  # the view keeps the slab
-    storages: dict[int, torch.UntypedStorage] = {}  # on the host: one each, or torch.save refuses mixed dtypes
-    held = []
-    for path, tensor in tensors.items():
-        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
-        (begin, end), (slab, start) = ranges[storage.data_ptr()], places[storage.data_ptr()]
-        if storage.data_ptr() not in storages:
-            own = slabs[slab][start : start + end - begin]
-            own = torch.frombuffer(own.numpy(), dtype=torch.uint8) if end > begin else torch.empty_like(own)
-            own.copy_(bytes_of(storage, begin, end))
-            storages[storage.data_ptr()] = own.untyped_storage()
-        host = view_of(storages[storage.data_ptr()], offset - begin, tensor.dtype, tensor.shape, tensor.stride())
-        tensor.data = host  # at once, so that its old memory can be freed
-        held.append(Held(path.rpartition(".")[0], path, tensor, slab, start + offset - begin, host))
-    return slabs, held
+    return slabs
+
+
+def _copied(
+    storage: torch.UntypedStorage,
+    part: UsedPart,
+    slab: torch.Tensor,
+) -> torch.UntypedStorage:
+    """Copy a part of a storage to a slab; return a storage over the copy."""
+    nbytes = part.end - part.begin
+    copy = slab[part.start : part.start + nbytes]
+    copy = torch.frombuffer(copy.numpy(), dtype=torch.uint8) if nbytes else torch.empty_like(copy)
+    return copy.copy_(bytes_of(storage, part.begin, part.end)).untyped_storage()
 
 
 def frozen_module(
@@ -290,10 +468,14 @@ def frozen_module(
     behind the current stream's work; the next block copies from the slabs again. Views that you keep of slabs or of
     device memory stay valid, and keep the memory.
 
-    The end of the block copies changed buffers back. A parameter that was changed in the block is an error, unless the
-    change went through ``.data``, which torch doesn't count: then it is lost. Change weights outside the block. Hooks,
-    tied weights and modules compiled by `torch.compile` work. Plain tensor attributes stay where they are, as with
-    ``module.to``. Run backward through the module, for inputs that require grad, inside the block.
+    The end of the block copies buffers back, and waits for the block's work to do so; without buffers it doesn't block.
+    Values of buffers are kept, also if a buffer was replaced by a tensor of the same shape and dtype. A parameter that
+    was changed in the block is an error, and so is a tensor of another shape or dtype: the module is as before the
+    block then, its buffers included. A change through ``parameter.data`` isn't seen, and is lost. Change weights
+    outside the block.
+
+    Hooks, tied weights and modules compiled by `torch.compile` work. Plain tensor attributes stay where they are, as
+    with ``module.to``. Run backward through the module, for inputs that require grad, inside the block.
 
     Args:
         module: a module on any device. No parameter may require grad, or be held by another handle.

@@ -31,7 +31,10 @@ class Offloaded(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Copy changed tensors to the host, and free the device memory behind earlier work of the current stream."""
+        """Copy changed tensors to the host, and free the device memory behind earlier work of the current stream.
+
+        Doesn't block, unless a frozen module has buffers: then it waits for that work.
+        """
 
     @abstractmethod
     def stats(self) -> OffloadedStats:
