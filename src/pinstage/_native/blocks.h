@@ -13,8 +13,15 @@ bool makes_views(void);
 PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype, int device_type, int device_index,
                      char **address);
 
-/* Whether a tensor has this dtype, shape and stride, and can be written as bytes. */
-bool is_plain_place(PyObject *object, int device_type, int device_index, int dtype, int ndim, const int64_t *shape,
-                    const int64_t *stride, Found *found);
+/* Dense bytes of a leaf. */
+typedef struct {
+    int dtype, ndim;
+    int64_t nbytes;
+    const int64_t *shape, *stride;
+} Bytes;
+
+/* Whether a tensor on a device (DLPack's) has the same dtype, shape and stride, and can be written as bytes; find where it
+ * is. */
+bool is_plain_place(PyObject *object, int device_type, int device_index, const Bytes *like, char **address);
 
 #endif

@@ -81,12 +81,10 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
             if (tensors[made] == NULL) break;
             continue;
         }
-        Found there;
+        Bytes like = {leaf->dtype, leaf->ndim, leaf->nbytes, leaf->shape, leaf->stride};
         PyObject *place = PyList_GetItem(existing, indexes[made]);
-        if (leaf->nbytes > AT_ONCE_BYTES || !is_plain_place(place, device_type == 1 ? DL_CUDA : DL_CPU, device_index,
-                                                            leaf->dtype, leaf->ndim, leaf->shape, leaf->stride, &there))
-            break;
-        places[made] = (char *)there.data;
+        int there = device_type == 1 ? DL_CUDA : DL_CPU;
+        if (leaf->nbytes > AT_ONCE_BYTES || !is_plain_place(place, there, device_index, &like, &places[made])) break;
         tensors[made] = Py_XNewRef(place);
     }
     if (existing != NULL && made == count && !are_disjoint(places, found, count)) Py_DECREF(tensors[--made]);

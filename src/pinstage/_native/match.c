@@ -3,15 +3,31 @@
 
 #include <stdlib.h>
 
-/* Whether a tensor on a device has this dtype, shape and stride, and can be written as bytes; find where it is. */
-bool is_plain_place(PyObject *object, int device_type, int device_index, int dtype, int ndim, const int64_t *shape,
-                    const int64_t *stride, Found *found) {
-    if (Py_TYPE(object) != torch.tensor || find_tensor(object, device_type, device_index, found) != 0) return false;
-    if (found->kind != RAW || found->dtype != dtype || found->ndim != ndim) return false;
-    for (int i = 0; i < ndim; i++) {
-        if (found->shape[i] != shape[i] || (shape[i] > 1 && found->stride[i] != stride[i])) return false;
+/* Whether a tensor's storage has this many bytes from its first element on. */
+static bool has_bytes(void *handle, int dtype, int64_t nbytes) {
+    int64_t size, offset;
+    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset)) return false;
+    return offset * torch.itemsize[dtype] + nbytes <= size;
+}
+
+bool is_plain_place(PyObject *object, int device_type, int device_index, const Bytes *like, char **address) {
+    DLTensor tensor;
+    void *handle = handle_of(object);
+    if (Py_TYPE(object) != torch.tensor || torch.handle_at == 0) return false;
+    if (torch.export_tensor(object, &tensor)) {
+        PyErr_Clear(); /* sparse, nested, fake, a dtype that DLPack does not have */
+        return false;
     }
-    return true;
+    if (tensor.device_type != device_type || (device_type != DL_CPU && tensor.device_id != device_index)) return false;
+    if (tensor.ndim != like->ndim || dtype_of(handle) != like->dtype) return false;
+    for (int i = 0; i < like->ndim; i++) {
+        if (tensor.shape[i] != like->shape[i]) return false;
+        if (like->shape[i] > 1 && like->nbytes > 0 && tensor.strides[i] != like->stride[i]) return false;
+    }
+    bool is_lazy = torch.is_neg(handle) || (tensor.dtype.code == DL_COMPLEX && torch.is_conj(handle));
+    if (is_lazy || torch.requires_grad(*(void **)handle)) return false;
+    *address = (char *)tensor.data + tensor.byte_offset;
+    return like->nbytes == 0 || (tensor.data != NULL && has_bytes(handle, like->dtype, like->nbytes));
 }
 
 /* The memory of a destination. */
@@ -97,11 +113,11 @@ PyObject *match(UNUSED PyObject *module, PyObject *args) {
         bool can_look = makes_views() && !may_be_dual();
         for (int64_t i = 0; i < header->rows; i++) {
             const Row *row = row_at(header, i);
-            Found found;
-            bool is_plain = can_look && is_packed(row) &&
-                            is_plain_place(PyList_GetItem(tensors, (Py_ssize_t)i), device_type, device_index, row->dtype,
-                                           row->ndim, row->sizes, row->sizes + header->width, &found);
-            memory[i] = is_plain ? (Memory){(intptr_t)found.data, (intptr_t)found.data + row->nbytes} : (Memory){-1, -1};
+            Bytes like = {row->dtype, row->ndim, row->nbytes, row->sizes, row->sizes + header->width};
+            PyObject *tensor = PyList_GetItem(tensors, (Py_ssize_t)i);
+            char *address;
+            bool is_plain = can_look && is_packed(row) && is_plain_place(tensor, device_type, device_index, &like, &address);
+            memory[i] = is_plain ? (Memory){(intptr_t)address, (intptr_t)address + row->nbytes} : (Memory){-1, -1};
         }
         bool are = are_apart(&table, memory);
         PyObject *runs = are ? runs_of(&table, memory) : PyList_New(0);

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, SupportsIndex
 
 from .._batch import (
@@ -106,13 +105,13 @@ class Sender:
         """Count a staged batch."""
         self.counters.add(transfer.copies, transfer.blocks, *table_of(transfer)[1:5])
 
-    def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:
+    def transfer(self, parts: Parts, inline_bytes: int, meanwhile: Callable[[], object] = int) -> Transfer[Any]:
         """Start the copies of a batch: of its packed leaves by `send`, of others by their own ``.to()``."""
-        sent = self.send(parts, inline_bytes)
+        sent = self.send(parts, inline_bytes, meanwhile)
         moved = move_others(self.target, parts.structure, parts.table, parts.others())
         return Transfer(self.target, parts.structure, parts.table, sent, moved)
 
-    def send(self, parts: Parts, inline_bytes: int) -> Sent:
+    def send(self, parts: Parts, inline_bytes: int, meanwhile: Callable[[], object]) -> Sent:
         """Send the packed leaves of a batch, and wait if the host is too far ahead of the device.
 
         The cases, in this order:
@@ -129,24 +128,31 @@ class Sender:
             parts: the batch's parts.
             inline_bytes: the size from which a batch is worth another stream: small for a caller who may use the batch
                 much later, or elsewhere.
+            meanwhile: called once; while threads pack, if they do.
 
         Raises:
             PoolError: the pool is closed, or has no slab.
         """
         target, nbytes = self.target, parts.table.nbytes
+
+        def make(stream: Any) -> Blocks:
+            blocks = target.blocks(parts.table, sharing_of(self.own_storage, parts.table.packed), stream)
+            meanwhile()
+            return blocks
+
         with target.selected():
             consumer, is_capturing = target.consumer(None), target.is_capturing()
             if is_capturing:
-                return self._send_through_slab(parts, target.stream)
+                return self._send_through_slab(parts, make, target.stream)
             if nbytes <= AT_ONCE_BYTES and (nbytes == 0 or target.has_room()):
-                return self._send_at_once(parts, consumer)
+                return self._send_at_once(parts, make(consumer), consumer)
             if self.run_ahead is not None:
                 self.run_ahead.bound(target.record(consumer), consumer)
-            return self._send_through_slab(parts, consumer if nbytes < inline_bytes else target.stream)
+            return self._send_through_slab(parts, make, consumer if nbytes < inline_bytes else target.stream)
 
-    def _send_at_once(self, parts: Parts, stream: Any) -> Sent:
+    def _send_at_once(self, parts: Parts, blocks: Blocks, stream: Any) -> Sent:
         """Send at most `AT_ONCE_BYTES` from ordinary memory."""
-        blocks, copies, event = self._blocks(parts, stream), 0, None
+        copies, event = 0, None
         if parts.table.nbytes:
             self.slabs.check_open()
             with step("pack"):
@@ -154,15 +160,14 @@ class Sender:
             event = self.target.record(stream)
         return Sent(blocks, event, copies, stream)
 
-    def _send_through_slab(self, parts: Parts, stream: Any) -> Sent:
+    def _send_through_slab(self, parts: Parts, make: Callable[[Any], Blocks], stream: Any) -> Sent:
         """Send a batch through a host slab, apart from leaves that are borrowed."""
-        make = partial(self._blocks, parts, stream)
         if not parts.table.nbytes:
-            return Sent(make(), None, 0, stream)
+            return Sent(make(stream), None, 0, stream)
         borrowed = borrow(parts, pieces_of) if self.borrows else None
         if borrowed is None:
             return self._send_packed(parts, make, stream)
-        return self._send_borrowed(borrowed, make(), stream)
+        return self._send_borrowed(borrowed, make(stream), stream)
 
     def _send_borrowed(self, borrowed: Borrowed, blocks: Blocks, stream: Any) -> Sent:
         """Send page-locked leaves from where they are, and the others through a host slab."""
@@ -172,25 +177,25 @@ class Sender:
                 copies = self.target.copy_leaves(blocks, borrowed.leaves, stream)
             if rest.table.nbytes:
                 blocks.packed_as(rest.table.data)
-                copies += self._send_packed(rest, lambda: blocks, stream).copies
+                copies += self._send_packed(rest, lambda _: blocks, stream).copies
         finally:
             event = self.target.record(stream)
             keep_until(event, borrowed.lenders)
         return Sent(blocks, event, copies, stream)
 
-    def _send_packed(self, parts: Parts, make: Callable[[], Blocks], stream: Any) -> Sent:
+    def _send_packed(self, parts: Parts, make: Callable[[Any], Blocks], stream: Any) -> Sent:
         """Send a batch through a host slab, which is released behind the copies.
 
         Args:
             parts: the batch's parts.
-            make: makes the destination tensors.
+            make: makes the destination tensors for a stream.
             stream: the stream that copies.
         """
         lease = self.slabs.lease(parts.table.nbytes)
         guard_until_release(lease, stream)  # an interrupt may come before the release
         try:
             if lease.nbytes < parts.table.nbytes:
-                blocks, copies = self._copy_in_parts(parts, lease, make(), stream)
+                blocks, copies = self._copy_in_parts(parts, lease, make(stream), stream)
             else:
                 blocks, copies = self._copy_in_chunks(parts, lease, make, stream)
         finally:
@@ -199,7 +204,7 @@ class Sender:
         return Sent(blocks, event, copies, stream)
 
     def _copy_in_chunks(
-        self, parts: Parts, lease: Lease, make: Callable[[], Blocks], stream: Any
+        self, parts: Parts, lease: Lease, make: Callable[[Any], Blocks], stream: Any
     ) -> tuple[Blocks, int]:
         """Pack, and send each chunk as soon as it is complete.
 
@@ -211,12 +216,12 @@ class Sender:
         with step("pack"):
             job = start_packing(parts, lease, self.threads, reuses=reuses)
         if job is None:
-            blocks = make()
+            blocks = make(stream)
             return blocks, self._copy(blocks, host, (0, parts.table.nbytes), stream)
         sent: deque[tuple[int, Fence | None]] = deque()
         copies = start = 0
         with job:
-            blocks = make()
+            blocks = make(stream)
             for chunk, end in enumerate(job.ends):
                 with step("pack"):
                     job.wait(chunk)
@@ -250,9 +255,6 @@ class Sender:
     def _copy(self, blocks: Blocks, host: int, extent: tuple[int, int], stream: Any) -> int:
         with step("copy"):
             return self.target.copy(blocks, host, *extent, stream, pinned=self.slabs.is_pinned)
-
-    def _blocks(self, parts: Parts, stream: Any) -> Blocks:
-        return self.target.blocks(parts.table, sharing_of(self.own_storage, parts.table.packed), stream)
 
 
 def _reuse_places(job: Any, sent: deque[tuple[int, Fence | None]]) -> None:

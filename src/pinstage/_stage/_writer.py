@@ -7,7 +7,6 @@ memory for the whole batch.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,19 +15,15 @@ import numpy as np
 import torch
 
 from .._batch import ALIGNMENT, Parts, RowKind, Structure, Whole, as_tensor, take_apart, walk
-from .._pool import Fence
 from .._sizes import round_up
 from .._steps import step
 from ._device import AT_ONCE_BYTES, MOST_FEW
 from ._out import Destinations, note_written, overlap, readable, with_own_copies
 from ._sender import SMALL_BYTES, Sender
-from ._transfer import TransferInto, copy_event_of, refuse_capture
+from ._transfer import TransferInto, refuse_capture
 
 GROUP_BYTES = 64 << 20
 """The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting a group."""
-
-_MOST_GROUPS = 2
-"""The most groups that are on the device: one is copied into place while the next one crosses the bus."""
 
 _CPU = torch.device("cpu")
 
@@ -98,27 +93,29 @@ class Writer:
     def write_all(self, writes: Iterable[Write], check: Callable[[list[str]], None] = lambda _: None) -> None:
         """Copy leaves into existing tensors, in groups, as operations of the current stream.
 
-        Blocks until all sources have been read, and while more than `_MOST_GROUPS` groups are on the device.
+        Blocks until all sources have been read, and while two groups are on the device: one is copied into place while
+        the next one crosses the bus.
 
         Args:
             writes: read as far as the group that is staged.
             check: called with the names of a group when it is packed, before it is written.
         """
         begun: dict[str, None] = {}
-        copied: deque[Fence | None] = deque()
+        before = last = None
         try:
             for group in groups_of(writes, self._group_bytes()):
-                if len(copied) == _MOST_GROUPS and (event := copied.popleft()) is not None:
-                    event.synchronize()
+                if before is not None:
+                    before.synchronize()  # or a third group would need memory
                 named = {(write.name, number): write for number, write in enumerate(group)}
                 parts = take_apart({name: write.source for name, write in named.items()})
                 out = {name: write.place for name, write in named.items()}
-                transfer = self._staged(parts, out, SMALL_BYTES)
+                before, copy_last = last, int if last is None else last.wait_now
+                last = self._staged(parts, out, SMALL_BYTES, copy_last)
                 names = dict.fromkeys(write.name for write in group)
                 check(list(names))
                 begun |= names
-                transfer.wait_now()
-                copied.append(copy_event_of(transfer))
+            if last is not None:
+                last.wait_now()
         except BaseException as error:
             note_written(error, begun)
             raise
@@ -140,14 +137,28 @@ class Writer:
         sender.counters.add(copies, 0, nbytes, nbytes, count, 0)
         return written
 
-    def _staged(self, parts: Parts, out: Any, inline_bytes: int) -> TransferInto[Any]:
-        """Stage a batch, and check its destinations while the copies are under way."""
+    def _staged(
+        self, parts: Parts, out: Any, inline_bytes: int, meanwhile: Callable[[], object] = int
+    ) -> TransferInto[Any]:
+        """Stage a batch, and check its destinations while threads pack.
+
+        Args:
+            parts: the batch's parts.
+            out: the destinations.
+            inline_bytes: see `Sender.send`.
+            meanwhile: called while threads pack, too.
+        """
         device, parts = self.sender.target.device, readable(parts, _CPU)
-        staged = self.sender.transfer(with_own_copies(parts, device), inline_bytes)
-        with step("check"):
-            destinations = Destinations(parts, out, device)
+        checked = []
+
+        def check() -> None:
+            meanwhile()
+            with step("check"):
+                checked.append(Destinations(parts, out, device))
+
+        staged = self.sender.transfer(with_own_copies(parts, device), inline_bytes, check)
         self.sender.count(staged)
-        return TransferInto(staged, destinations)
+        return TransferInto(staged, *checked)
 
     def _group_bytes(self) -> int:
         return min(GROUP_BYTES, self.sender.slabs.pool.max_bytes // 2)
