@@ -77,10 +77,10 @@ class Destinations:
         self._shapes: dict[int, torch.Size] = {}  # of destinations that aren't written as they are
         self._by_torch: list[int] = []
         self._in_order: list[int] = []
-        self.as_they_are = tensors_of(parts.table)
-        if self._matches[0].is_complete and parts.table.packed == len(self.as_they_are):
+        self.as_they_are = list(range(len(existing)))
+        if self._matches[0].is_complete and parts.table.packed == len(existing):
             return
-        spans = self._spans()
+        self.as_they_are, spans = tensors_of(parts.table), self._spans()
         self.as_they_are = [index for index in self.as_they_are if spans[index][0] >= 0]
         self._by_torch = sorted(set(tensors_of(parts.table)) - set(self.as_they_are))
         for index in self._by_torch:
@@ -253,8 +253,6 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
 
 def tensors_of(table: Table) -> list[int]:
     """Return the leaves that have a destination: tensors and arrays, and what moves by its own ``.to()``."""
-    if not table.others:
-        return list(range(len(table.rows)))
     return table.positions(*PACKED, RowKind.MOVED, RowKind.ALIAS)
 
 

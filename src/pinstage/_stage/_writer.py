@@ -220,8 +220,9 @@ def _bytes_of(source: Any) -> int:
 
 def _unpacked_bytes(parts: Parts) -> int:
     """Return the bytes of a batch's dense leaves that aren't packed, such as tensors that are on the device already."""
-    moved = parts.table.positions(RowKind.MOVED) if parts.table.moved else []
-    return sum(_bytes_of(parts.leaves[index]) for index in moved)
+    if not parts.table.moved:
+        return 0
+    return sum(_bytes_of(parts.leaves[index]) for index in parts.table.positions(RowKind.MOVED))
 
 
 def _with_own_sources(writes: list[Write]) -> list[Write]:
