@@ -107,7 +107,9 @@ REGISTERED: dict[type, Any] = {}
 def _flatten_dict(obj: Any) -> tuple[Any, Any]:
     keys, factory = tuple(obj), getattr(obj, "default_factory", None)
     attributes = getattr(obj, "__dict__", {})  # an OrderedDict may have some: `_metadata` of a module's state
-    children, names = (*obj.values(), *attributes.values()), tuple(attributes)
+    children, names = tuple(obj.values()), tuple(attributes)
+    if names:
+        children += tuple(attributes.values())
     if any(isinstance(key, torch.Tensor) for key in keys):  # as in `optimizer.state`: a layout must not keep them
         return (*children, OnHost(keys)), (factory, len(keys), names)
     return children, (factory, keys, names)
@@ -119,7 +121,8 @@ def _unflatten_dict(cls: Any, metadata: Any, children: Any) -> Any:
         *children, keys = children
     items = zip(keys, children[: len(keys)], strict=True)
     made = defaultdict(factory, items) if cls is defaultdict else cls(items)
-    set_attributes(made, names, children[len(keys) :])
+    if names:
+        set_attributes(made, names, children[len(keys) :])
     return made
 
 

@@ -70,6 +70,16 @@ PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum);
 /* The table that a bytes object holds; NULL with an error if it isn't one. Only `table_begin` checks the rows. */
 const Header *table_of(PyObject *data);
 
+/* Whether memory of this shape and stride is in the order of its dimensions, without gaps. No size is 0. */
+static inline bool is_contiguous(int32_t ndim, const int64_t *shape, const int64_t *stride) {
+    int64_t expected = 1;
+    for (int32_t d = ndim - 1; d >= 0; d--) {
+        if (shape[d] != 1 && stride[d] != expected) return false;
+        expected *= shape[d];
+    }
+    return true;
+}
+
 /* Whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. No size is 0. */
 bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride);
 

@@ -6,15 +6,6 @@
 
 /* -- what a leaf is ----------------------------------------------------------------------------------------------- */
 
-static bool is_contiguous(int32_t ndim, const int64_t *shape, const int64_t *stride) {
-    int64_t expected = 1;
-    for (int32_t d = ndim - 1; d >= 0; d--) {
-        if (shape[d] != 1 && stride[d] != expected) return false;
-        expected *= shape[d];
-    }
-    return true;
-}
-
 static void set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) {
     int64_t step = 1;
     for (int32_t d = ndim - 1; d >= 0; d--) {
@@ -28,15 +19,16 @@ static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
     int64_t count = 1, step = 1; /* a shape without elements may still have more steps than can be counted */
     for (int32_t d = 0; d < leaf->ndim; d++) {
         leaf->shape[d] = shape[d];
+        leaf->stride[d] = stride[d];
         if (shape[d] < 0 || __builtin_mul_overflow(step, shape[d] > 1 ? shape[d] : 1, &step)) return NOT_PLAIN;
         count *= shape[d];
     }
     if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[leaf->dtype], &leaf->nbytes)) return NOT_PLAIN;
     if (leaf->nbytes > INT64_MAX / 4) return NOT_PLAIN; /* Python refuses it */
-    bool is_raw = count == 0 || is_dense(leaf->ndim, shape, stride);
-    leaf->kind = is_raw ? RAW : STRIDED;
-    memcpy(is_raw ? leaf->stride : leaf->source_stride, stride, sizeof(int64_t) * (size_t)leaf->ndim);
-    if (!is_raw) set_contiguous(leaf->ndim, shape, leaf->stride);
+    leaf->kind = count == 0 || is_dense(leaf->ndim, shape, stride) ? RAW : STRIDED;
+    if (leaf->kind == RAW) return 0;
+    set_contiguous(leaf->ndim, shape, leaf->stride);
+    memcpy(leaf->source_stride, stride, sizeof(int64_t) * (size_t)leaf->ndim);
     return 0;
 }
 

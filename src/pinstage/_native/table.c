@@ -20,7 +20,8 @@ const Header *table_of(PyObject *data) {
 }
 
 bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
-    int32_t order[MAX_DIMS], count = 0; /* dimensions of more than one element, by stride */
+    if (is_contiguous(ndim, shape, stride)) return true; /* the usual case */
+    int32_t order[MAX_DIMS], count = 0;                  /* dimensions of more than one element, by stride */
     for (int32_t d = ndim - 1; d >= 0; d--) {
         if (shape[d] == 1) continue;
         int32_t at = count++;
@@ -131,22 +132,23 @@ static int by_offset(const void *a, const void *b, void *table) {
     return first < second ? -1 : first > second;
 }
 
-/* Sort the packed rows by their offsets, and return the first that overlaps the one before it; -1 if there is none. */
-static int64_t sort_rows(Table *self) {
-    const Header *header = self->header;
-    bool is_sorted = true; /* as `place_rows` placed them */
-    self->packed = rows_by_key(header, self->order);
-    for (int64_t i = 1; i < self->packed && is_sorted; i++) {
-        is_sorted = by_offset(&self->order[i - 1], &self->order[i], (void *)header) <= 0;
-    }
-    if (!is_sorted) qsort_r(self->order, (size_t)self->packed, sizeof(int64_t), by_offset, (void *)header);
+/* The first packed row that begins before the end of the one before it; -1 if there is none. */
+static int64_t first_overlap(const Table *self) {
     int64_t end = 0;
     for (int64_t i = 0; i < self->packed; i++) {
-        const Row *row = row_at(header, self->order[i]);
+        const Row *row = row_at(self->header, self->order[i]);
         if (row->offset < end) return self->order[i];
         end = row->offset + row->nbytes;
     }
     return -1;
+}
+
+/* Sort the packed rows by their offsets; return one that overlaps another, or -1. */
+static int64_t sort_rows(Table *self) {
+    self->packed = rows_by_key(self->header, self->order);
+    if (first_overlap(self) < 0) return -1; /* as `place_rows` placed them */
+    qsort_r(self->order, (size_t)self->packed, sizeof(int64_t), by_offset, (void *)self->header);
+    return first_overlap(self);
 }
 
 bool table_begin(Table *self, PyObject *data) {
