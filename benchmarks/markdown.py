@@ -555,14 +555,25 @@ def out(result: dict[str, Any] | None = None) -> str:
     result = result or measured("out")
     if result is None:
         return ""
-    ways = {"pinstage_out": "`out=`", "pinstage": "new tensors", "copy": "`copy_`", "pin_copy": "pinned `copy_`"}
-    lines = head(["ms", *ways.values()])
-    for case, rows in by_case(result).items():
-        lines.append(f"| {case} | {' | '.join(shown(rows[way]) for way in ways)} |")
+    ways = {
+        "pinstage_out": "`out=`",
+        "by_hand": "by hand",
+        "pinstage": "new tensors",
+        "copy": "`copy_`",
+        "pin_copy": "pinned `copy_`",
+        "graph": "graph alone",
+    }
+    cases = by_case(result)
+    ran = [way for way in ways if any(way in rows for rows in cases.values())]
+    lines = head(["ms", *(ways[way] for way in ran)])
+    for case, rows in cases.items():
+        cells = [shown(rows[way]) if rows[way]["median"] else "" for way in ran]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
     said = (
-        "Until the batch is in its place. The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors, "
-        "with `borrow_pinned=True`; `copy_`: a loop with `non_blocking=True`, at the end from memory that "
-        "`pin_memory()` made before."
+        "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. The weights go through "
+        "a cap of 256 MiB; `pinned`: of page-locked tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then "
+        "`torch._foreach_copy_`; `copy_`: a loop with `non_blocking=True`, at the end from memory that `pin_memory()` "
+        "made before."
     )
     return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
 

@@ -184,25 +184,27 @@ class Stager:
         and tensors that aren't on the CPU. An unknown object that holds tensors and has a ``to(device)`` method is
         moved by that method, after a warning.
 
-        With `out`, the batch is written into existing tensors. The copies start behind the work already queued on the
-        current stream. Don't use `out` before `Transfer.wait`. The stager keeps its tensors alive until the copies are
-        done. Everything is checked before anything is written. A call that fails later, because of a time-out or an
-        interrupt, may leave some tensors written in part; a note on the error names them. A batch larger than the
-        pool's cap is sent in parts, and the call waits for them.
+        With `out`, the batch is staged in the same way, into one block. The first `Transfer.wait` copies it into `out`,
+        on the waiting stream, behind that stream's earlier work. So the batch crosses the bus while `out` is in use, for
+        example by a CUDA graph that reads the batch before it. Nothing is written before `Transfer.wait`; a transfer
+        that is dropped without it gives a `StagingWarning`. `out` is checked before anything is written. If the copy
+        itself fails, a note on the error names the tensors that may be written in part. Tensors that require grad are
+        read detached; tensors that are on the device already are copied at the call.
 
         Args:
             batch: containers that `Layout` knows, with tensors, numpy arrays and anything else in them.
             out: tensors on the stager's device, with the structure and shapes of the batch, such as a result
                 of `to_device`. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
                 that aren't tensors are neither compared nor changed. The result has these tensors and the
-                batch's other leaves.
+                batch's other leaves. The stager keeps the tensors alive until they are written.
 
         Raises:
             LayoutError: something in the batch cannot be staged; a path of `keep_on_host` leads to nothing in the first
                 batch; or `out` has another structure or shape, or tensors that are on another device, are expanded,
-                overlap, or require grad while grad mode is on. The error's ``path`` says where.
+                overlap, would need a cast that torch doesn't have, or require grad while grad mode is on. The error's
+                ``path`` says where.
             PinstageError: `out` is given while a CUDA graph is captured.
-            BudgetExceededError: the batch is larger than the pool's cap, and `out` isn't given.
+            BudgetExceededError: the batch is larger than the pool's cap.
             AcquireTimeoutError: no host slab became free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
@@ -279,8 +281,10 @@ class Stager:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``.
 
         With `out`, the call acts like an operation on the current stream: it writes behind earlier work there, and
-        later work sees the new values. Memory that isn't torch's own, as of a tensor from another library, has to
-        outlive the copies.
+        later work sees the new values. A batch of more than 64 MiB, or half of the pool's cap, goes in groups of that
+        size. Each group is staged while the one before is copied, and at most two are on the device; the call waits
+        for earlier ones. So the batch may be larger than the cap. If `out` shares memory with the batch, the batch is
+        read first. Memory that isn't torch's own, as of a tensor from another library, has to outlive the copies.
 
         Args:
             batch: see `stage`.
@@ -353,13 +357,12 @@ class Stager:
         a subclass, or requires grad) is moved by its own ``.to("cpu")``, which blocks. If it requires grad,
         ``detach()`` avoids that.
 
-        A tree with `out` that is larger than the pool's cap is fetched in parts, and the call waits for them.
-
         Args:
             tree: containers that `Layout` knows, with anything in them.
             out: host tensors, with the structure and shapes of the tree, to use instead of new tensors. The device
                 writes page-locked ones of 64 KiB and more with the same dtype and strides. `HostTransfer.wait` fills
-                the others from a slab. Don't use any of them before that. See also `stage`.
+                the others from a slab; together, they have to fit the pool's cap. Don't use any of them before that.
+                See also `stage`.
             copy: True: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and
                 returns the slab. False: the tensors are views of the slab, which stays leased until the last view is
                 freed.
@@ -374,7 +377,7 @@ class Stager:
             PinstageError: `out` is given while a CUDA graph is captured.
             AcquireTimeoutError: no slab became free within the stager's `timeout`, for example because earlier results
                 are still alive.
-            BudgetExceededError: the tensors are larger than the pool's cap, and `out` isn't given.
+            BudgetExceededError: the tensors that go through a slab are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         if out is not None and not copy:
