@@ -567,7 +567,7 @@ def out(result: dict[str, Any] | None = None) -> str:
     ran = [way for way in ways if any(way in rows for rows in cases.values())]
     lines = head(["ms", *(ways[way] for way in ran)])
     for case, rows in cases.items():
-        cells = [shown(rows[way]) if rows[way]["median"] else "" for way in ran]
+        cells = [shown(rows[way]) if way in rows else "" for way in ran]
         lines.append(f"| {case} | {' | '.join(cells)} |")
     said = (
         "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. The weights go through "

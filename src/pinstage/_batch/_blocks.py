@@ -94,7 +94,7 @@ def _view(tensor: torch.Tensor, code: int, place: int, shape: tuple[int, ...], s
 
 
 class Match(NamedTuple):
-    """The tensors among existing ones that can take the packed leaves of a batch byte by byte."""
+    """The existing tensors that can take the packed leaves of a batch byte by byte."""
 
     memory: bytes
     """For each row, two int64: the addresses of the tensor's first byte and of the byte behind its last. Both are -1 if
@@ -111,7 +111,7 @@ class Match(NamedTuple):
 
 
 def match(table: Table, tensors: list[Any], device: torch.device) -> Match:
-    """Look at existing tensors for the leaves of a batch.
+    """Look for existing tensors that can take the leaves of a batch byte by byte.
 
     Args:
         table: the offset table.

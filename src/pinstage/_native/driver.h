@@ -1,4 +1,4 @@
-/* What `driver.c` has for blocks and for few leaves. */
+/* Calls of CUDA's driver, for blocks and for few leaves (`driver.c`). */
 #ifndef PINSTAGE_DRIVER_H
 #define PINSTAGE_DRIVER_H
 

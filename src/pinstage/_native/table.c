@@ -143,7 +143,7 @@ static int64_t first_overlap(const Table *self) {
     return -1;
 }
 
-/* Sort the packed rows by their offsets; return one that overlaps another, or -1. */
+/* Sort the packed rows by their offsets; return a row that overlaps another, or -1. */
 static int64_t sort_rows(Table *self) {
     self->packed = rows_by_key(self->header, self->order);
     if (first_overlap(self) < 0) return -1; /* as `place_rows` placed them */

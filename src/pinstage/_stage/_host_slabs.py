@@ -27,7 +27,7 @@ class HostSlabs:
     Args:
         pool: the pool.
         owner: the name under which slabs are leased.
-        timeout: the most seconds to wait for a slab; None for ever.
+        timeout: the most seconds to wait for a slab; None forever.
 
     Attributes:
         pool: the pool.
