@@ -363,7 +363,7 @@ def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
     assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
     frames = {found.name: found.frame.f_locals for found in caught.traceback}
     assert frames["fail"]["note"].startswith("of ")  # for a debugger
-    assert frames["_start"] == {}
+    assert frames["_begin"] == {}
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")

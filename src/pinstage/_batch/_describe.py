@@ -56,23 +56,28 @@ class Keeping:
         Raises:
             LayoutError: one of the paths leads to nothing in the first batch.
         """
-        known, paths, places = self._last
+        known, paths, kept = self._last
         if known is not structure:
-            paths = structure.paths()
-            found = {kept: [at for at, path in enumerate(paths) if _is_in(path, kept)] for kept in self.paths}
-            missing = next((kept for kept in found if not found[kept]), None)
-            if known is None and missing is not None:  # later batches may have nothing there
-                there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-                raise LayoutError(
-                    f"keep_on_host={missing!r} leads to nothing in this batch; its leaves are at {there}", missing
-                )
-            places = [index for some in found.values() for index in some]
-            self._last = structure, paths, places
+            paths, kept = self._look(structure, is_first=known is None)
+            self._last = structure, paths, kept
         if self.says is not None:
-            places = [index for index, path in enumerate(paths) if self.says(path, leaves[index])]
-        for index in places:
+            kept = [index for index, path in enumerate(paths) if self.says(path, leaves[index])]
+        for index in kept:
             if type(leaves[index]) is not OnHost:
                 leaves[index] = OnHost(leaves[index])
+
+    def _look(self, structure: Structure, *, is_first: bool) -> tuple[list[str], list[int]]:
+        """Return the paths of a structure's leaves, and the leaves at the given paths."""
+        paths, kept = structure.paths(), []
+        for container in self.paths:
+            inside = [index for index, path in enumerate(paths) if _is_in(path, container)]
+            if is_first and not inside:  # later batches may have nothing there
+                there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+                raise LayoutError(
+                    f"keep_on_host={container!r} leads to nothing in this batch; its leaves are at {there}", container
+                )
+            kept += inside
+        return paths, kept
 
 
 def _is_in(path: str, container: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 from .._sizes import round_up
 from ._blocks import view_of
 from ._describe import contiguous_stride
-from ._table import ALIGNMENT, DTYPES, INTEGERS, RowKind, Table, lay_out
+from ._table import ALIGNMENT, INTEGERS, RowKind, Table, dtype_of, lay_out
 
 DIRECT_BYTES = 1024 * 1024
 """From this size on, a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8
@@ -58,39 +58,36 @@ class Gathering(NamedTuple):
 
 def arrange(table: Table) -> Gathering:
     """Give leaves places so that few kernels gather them: those of one kind side by side, large ones last."""
-    rows = table.rows.copy()
-    by_kind: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-    strided, large = [], []
-    for index, (_, nbytes, kind, dtype, ndim, _, shape, stride) in enumerate(table.entries()):
-        if kind == RowKind.STRIDED:
-            strided.append(index)
-        elif kind == RowKind.RAW and nbytes >= DIRECT_BYTES:
-            large.append(index)
-        elif kind == RowKind.RAW:
-            # Permuted tensors are flattened: joined directly, they would lose their stride.
-            contiguous = tuple(stride[:ndim]) == contiguous_stride(tuple(shape[:ndim]))
-            by_kind[dtype, tuple(shape[1:ndim]) if contiguous else ()].append(index)
-    joined: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for (dtype, trailing), members in by_kind.items():
-        are_flat = len(members) < _ROW_GROUP or 0 in trailing
-        joined[dtype, () if are_flat else trailing] += members
-
-    end = 0
-    groups = []
-    for (dtype, trailing), members in joined.items():
+    rows, groups, end = table.rows.copy(), [], 0
+    for (dtype, trailing), members in _joined(table).items():
         start = end
         for index in members:
             rows["offset"][index] = end
             end += int(rows["nbytes"][index])
-        code = DTYPES[dtype]
-        assert code is not None
         if end > start:
-            groups.append(Group(code, start, end - start, trailing, members))
+            groups.append(Group(dtype_of(dtype), start, end - start, trailing, members))
         end = round_up(end, ALIGNMENT)
+    is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_BYTES)
+    strided, large = table.positions(RowKind.STRIDED), is_large.nonzero()[0].tolist()
     gathered = lay_out(rows, strided, end)
     end = lay_out(rows, large, gathered)
     direct = [(index, int(rows["offset"][index]), int(rows["nbytes"][index])) for index in large]
     return Gathering(table.moved_to(rows, end), groups, strided, gathered, direct)
+
+
+def _joined(table: Table) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Return the small dense leaves that one kernel can join, by dtype and shape of a row (``()``: joined flat)."""
+    alike: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for index, (_, nbytes, kind, dtype, ndim, _, shape, stride) in enumerate(table.entries()):
+        if kind == RowKind.RAW and nbytes < DIRECT_BYTES:
+            # Permuted tensors are flattened: joined directly, they would lose their stride.
+            is_contiguous = tuple(stride[:ndim]) == contiguous_stride(tuple(shape[:ndim]))
+            alike[dtype, tuple(shape[1:ndim]) if is_contiguous else ()].append(index)
+    joined: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for (dtype, trailing), members in alike.items():
+        are_flat = len(members) < _ROW_GROUP or 0 in trailing
+        joined[dtype, () if are_flat else trailing] += members
+    return joined
 
 
 def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:

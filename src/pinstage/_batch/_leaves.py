@@ -197,21 +197,26 @@ def _data_in(thing: Any) -> Iterator[Any]:
         if len(seen) > _SEARCH_LIMIT:
             raise OverflowError(f"more than {_SEARCH_LIMIT} objects")
         obj, level, arrays = pending.pop()
-        if isinstance(obj, torch.Tensor):
+        is_array = isinstance(obj, np.ndarray)
+        if isinstance(obj, torch.Tensor) or (is_array and arrays and obj.dtype.kind in "biufc"):
             yield obj
-        elif isinstance(obj, np.ndarray):
-            if obj.dtype.kind in "biufc" and arrays:
-                yield obj
-            if obj.dtype.kind == "O":
-                pending.extend((item, level, arrays) for item in obj.ravel().tolist())
         elif not is_atom(type(obj)) and id(obj) not in seen:
             seen[id(obj)] = obj
-            cls: Any = type(obj)
-            if _has_more(cls):
-                pending.extend((inner, level, False) for inner in gc.get_referents(obj))
-            if level < _LEVELS_OF_ITEMS:
-                pending.extend((item, level + 1, arrays) for item in _first_items(obj))
-            pending.extend((inner, level, arrays) for inner in _contents(obj))
+            pending.extend(_inside_array(obj, level, arrays) if is_array else _inside(obj, level, arrays))
+
+
+def _inside_array(array: np.ndarray[Any, Any], level: int, arrays: bool) -> Iterator[tuple[Any, int, bool]]:
+    if array.dtype.kind == "O":
+        yield from ((item, level, arrays) for item in array.ravel().tolist())
+
+
+def _inside(obj: Any, level: int, arrays: bool) -> Iterator[tuple[Any, int, bool]]:
+    """Yield what to search next: the objects inside another one, the level of items, and whether arrays count."""
+    if _has_more(type(obj)):
+        yield from ((inner, level, False) for inner in gc.get_referents(obj))
+    if level < _LEVELS_OF_ITEMS:
+        yield from ((item, level + 1, arrays) for item in _first_items(obj))
+    yield from ((inner, level, arrays) for inner in _contents(obj))
 
 
 def _contents(obj: Any) -> Iterator[Any]:

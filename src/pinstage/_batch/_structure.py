@@ -75,13 +75,16 @@ walking it."""
 
 def _steps(operation: int, count: int, cls: Any, keys: Any) -> list[str]:
     """Return the step of the path from a container to each child."""
+    if operation == _CUSTOM:
+        return _custom_steps(count, cls, *keys)
     if operation == _DICT:
         return [f"[{key!r}]" for key in sorted(keys)]
     if operation in (_NAMED, _INSTANCE):
         return [f".{name}" for name in (keys if operation == _INSTANCE else cls._fields)]
-    if operation != _CUSTOM:
-        return [f"[{index}]" for index in range(count)]
-    metadata, entries = keys
+    return [f"[{index}]" for index in range(count)]
+
+
+def _custom_steps(count: int, cls: Any, metadata: Any, entries: Any) -> list[str]:
     if entries is not None:
         return [f".{entry}" if isinstance(entry, str) else f"[{entry!r}]" for entry in entries]
     steps_of = getattr(HANDLERS[cls], "steps", None)

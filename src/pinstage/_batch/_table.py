@@ -36,6 +36,14 @@ DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for na
 
 CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
 
+
+def dtype_of(code: int) -> torch.dtype:
+    """Return the dtype of a code in a table."""
+    dtype = DTYPES[code]
+    assert dtype is not None  # no table is made, or read, with another one
+    return dtype
+
+
 ALIGNMENT = 16
 """Each leaf starts at a multiple of this many bytes: the size of the largest element torch stores (complex128; a view
 of another dtype needs an offset that is a multiple of its element), and of the widest load of a GPU thread, which

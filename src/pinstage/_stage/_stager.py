@@ -185,11 +185,11 @@ class Stager:
         moved by that method, after a warning.
 
         With `out`, the batch is staged in the same way, into one block. The first `Transfer.wait` copies it into `out`,
-        on the waiting stream, behind that stream's earlier work. So the batch crosses the bus while `out` is in use, for
-        example by a CUDA graph that reads the batch before it. Nothing is written before `Transfer.wait`; a transfer
-        that is dropped without it gives a `StagingWarning`. `out` is checked before anything is written. If the copy
-        itself fails, a note on the error names the tensors that may be written in part. Tensors that require grad are
-        read detached; tensors that are on the device already are copied at the call.
+        on the waiting stream, behind that stream's earlier work. So the batch crosses the bus while `out` is in use,
+        for example by a CUDA graph that reads the batch before it. Nothing is written before `Transfer.wait`; a
+        transfer that is dropped without it gives a `StagingWarning`. `out` is checked before anything is written. If
+        the copy itself fails, a note on the error names the tensors that may be written in part. Tensors that require
+        grad are read detached; tensors that are on the device already are copied at the call.
 
         Args:
             batch: containers that `Layout` knows, with tensors, numpy arrays and anything else in them.

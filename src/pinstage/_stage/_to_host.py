@@ -239,8 +239,8 @@ class Fetcher:
         left = _left(parts, list(tables.values()))
         # The caller doesn't keep tensors that `describe` computed.
         hold = self.hold or any(map(operator.is_not, parts.leaves, walk(tree)[0]))
-        arranged, copied = self._copy(tables, parts, {}, hold)
-        return HostTransfer(parts.structure, left, arranged, copied, copy=copy)
+        plan = _Plan(self._gatherings(tables), parts, {}, hold)
+        return HostTransfer(parts.structure, left, plan.tables(), self._copy(plan), copy=copy)
 
     def fetch_into(self, tree: Any, out: Any) -> HostTransferInto[Any]:
         """Start the copies of a tree's tensors into existing host tensors; see `Stager.fetch`.
@@ -267,10 +267,11 @@ class Fetcher:
             on_host = _on_host(source, parts, index)
             left[index] = source.clone() if on_host is source else on_host
         tables = {device: _without(table, [*direct, *by_torch]) for device, table in tables.items()}
-        arranged, copied = self._copy(tables, parts, direct, self.hold)
+        plan = _Plan(self._gatherings(tables), parts, direct, self.hold)
+        copied = self._copy(plan)
         destinations.leave_out(direct)
         keep_until(copied.event, list(direct.values()))
-        return HostTransferInto(left, arranged, copied, destinations)
+        return HostTransferInto(left, plan.tables(), copied, destinations)
 
     def _taken_apart(self, tree: Any, read: Callable[[Parts], Parts]) -> dict[torch.device, Parts]:
         """Describe a tree for the home device, and then for each other GPU that has some of its tensors.
@@ -293,100 +294,102 @@ class Fetcher:
             except IsContainer:
                 continue  # see `take_apart`
 
-    def _copy(
-        self,
-        tables: dict[torch.device, Table],
-        parts: Parts,
-        direct: dict[int, torch.Tensor],
-        hold: bool,
-    ) -> tuple[list[Table], Copied]:
-        """Start the copies of all devices. If it can't have a slab, nothing has been written.
-
-        Args:
-            tables: the tree's tables, by device.
-            parts: the tree's parts.
-            direct: destinations that are written without a slab, by leaf.
-            hold: see `Target.to_host`.
-
-        Returns:
-            The tables, with places in the slab, and the copies.
-        """
-        shares = {device: self._gathering(table) for device, table in tables.items()}
-        arranged = [share.table for share in shares.values()]
-        nbytes = sum(table.nbytes for table in arranged)
-        if not (nbytes or direct):
-            return arranged, Copied(_NO_BYTES, None, 0)
-        lease = self.acquire(nbytes) if nbytes else None
-        streams = [
-            self.targets.of(device).out_stream for device, share in shares.items() if share.table.packed or direct
-        ]
-        after: Any = EventGroup([stream for stream in streams if stream is not None])
-        if lease is not None:
-            guard_until_release(lease, after)  # an interrupt may come before the release, and before a copy's event
-        host: Any = None
-        event = None
+    def _copy(self, plan: _Plan) -> Copied:
+        """Start the copies of all devices. If it can't have a slab, nothing has been written."""
+        nbytes = sum(table.nbytes for table in plan.tables())
+        if not nbytes:
+            return self._begin(plan, _NO_BYTES) if plan.direct else Copied(_NO_BYTES, None, 0)
+        lease = self.acquire(nbytes)
+        after: Fence | None = self._streams(plan)
+        guard_until_release(lease, after)  # an interrupt may come before the release, and before a copy's event
         try:
-            torch.autograd.graph.increment_version(list(direct.values()))
-            host = _NO_BYTES if lease is None else lease.tensor()
-            events, copies = self._start(shares, parts.leaves, direct, host, hold)
-            after = event = events[0] if len(events) == 1 else EventGroup(events) if events else None
+            copied = self._begin(plan, lease.tensor())
+            after = copied.event
+            return copied
         except BaseException as error:
-            if direct:
-                with suppress(Exception):  # the device may have failed
-                    after.synchronize()
-            note_written(error, [f"out{parts.structure.path(index)}" for index in direct])
             clear_own_frames(error)  # an error that is kept must not keep views of the slab
-            host = None
             raise
         finally:
-            if lease is not None:
-                lease.release(after=after)
-        return arranged, Copied(host, event, copies)
+            lease.release(after=after)
 
-    def _start(
-        self,
-        shares: dict[torch.device, Gathering],
-        leaves: list[Any],
-        direct: dict[int, torch.Tensor],
-        host: torch.Tensor,
-        hold: bool,
-    ) -> tuple[list[Fence], int]:
-        """Start the copies of all devices; return their events, and the number of copies."""
+    def _begin(self, plan: _Plan, host: torch.Tensor) -> Copied:
+        """Start the copies of all devices into a slab, uint8 ``[n]``, and to the destinations outside of it."""
         events: list[Fence] = []
         copies = start = 0
-        for device, gathering in shares.items():
-            here = host[start : start + gathering.table.nbytes]
-            check_is_plain(here)
-            start += gathering.table.nbytes
-            pieces = []
-            if gathering.gathered_bytes:
-                slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
-                with step("gather"):
-                    gather(gathering, leaves, slab)
-                pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
-            for index, offset, nbytes in gathering.direct:
-                there = flat(leaves[index]).view(torch.uint8)
-                pieces.append(HostCopy(there, here[offset : offset + nbytes], owned=False))
-            for index in (index for index in direct if leaves[index].device == device):
-                there, place = flat(leaves[index]).view(torch.uint8), flat(direct[index].detach()).view(torch.uint8)
-                pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(direct[index])]
-            if pieces:
-                with step("copy"):
-                    event = self.targets.of(device).to_host(pieces, hold=hold)
-                if event is not None:
-                    events.append(event)
-                copies += len(pieces)
-        return events, copies
+        torch.autograd.graph.increment_version(list(plan.direct.values()))
+        try:
+            for device, gathering in plan.gatherings.items():
+                here = host[start : start + gathering.table.nbytes]
+                check_is_plain(here)
+                start += gathering.table.nbytes
+                pieces = plan.pieces(device, here)
+                if pieces:
+                    with step("copy"):
+                        event = self.targets.of(device).to_host(pieces, hold=plan.hold)
+                    events += [] if event is None else [event]
+                    copies += len(pieces)
+        except BaseException as error:
+            if plan.direct:
+                with suppress(Exception):  # the device may have failed
+                    self._streams(plan).synchronize()
+                note_written(error, [f"out{plan.parts.structure.path(index)}" for index in plan.direct])
+            raise
+        if len(events) > 1:
+            return Copied(host, EventGroup(events), copies)
+        return Copied(host, events[0] if events else None, copies)
 
-    def _gathering(self, table: Table) -> Gathering:
-        """Arrange leaves for the host, or return the earlier arrangement of leaves like these."""
+    def _streams(self, plan: _Plan) -> EventGroup:
+        """Return the streams that copy, as an event behind all their work."""
+        streams = [self.targets.of(device).out_stream for device in plan.gatherings]
+        return EventGroup([stream for stream in streams if stream is not None])
+
+    def _gatherings(self, tables: dict[torch.device, Table]) -> dict[torch.device, Gathering]:
+        """Arrange leaves for the host, or return the earlier arrangements of leaves like these."""
         known = self.targets.gatherings
-        gathering = known.get(table)
-        if gathering is None:
-            if len(known) >= _MOST_GATHERINGS:
-                known.clear()  # in one call, since other threads may add to it
-            gathering = known[table] = arrange(table)
-        return gathering
+        gatherings = {}
+        for device, table in tables.items():
+            gathering = known.get(table)
+            if gathering is None:
+                if len(known) >= _MOST_GATHERINGS:
+                    known.clear()  # in one call, since other threads may add to it
+                gathering = known[table] = arrange(table)
+            gatherings[device] = gathering
+        return gatherings
+
+
+class _Plan(NamedTuple):
+    """How a tree is copied to the host."""
+
+    gatherings: dict[torch.device, Gathering]
+    """How each device's leaves get into its part of the slab."""
+    parts: Parts
+    direct: dict[int, torch.Tensor]
+    """Destinations that are written without a slab, by leaf."""
+    hold: bool
+    """See `Target.to_host`."""
+
+    def tables(self) -> list[Table]:
+        """Return the tables of all devices, with places in the slab."""
+        return [gathering.table for gathering in self.gatherings.values()]
+
+    def pieces(self, device: torch.device, here: torch.Tensor) -> list[HostCopy]:
+        """Gather the small leaves of a device, and return its copies: into its part of the slab, and outside of it."""
+        gathering, leaves, pieces = self.gatherings[device], self.parts.leaves, []
+        if gathering.gathered_bytes:
+            slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
+            with step("gather"):
+                gather(gathering, leaves, slab)
+            pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
+        for index, offset, nbytes in gathering.direct:
+            pieces.append(HostCopy(_bytes_of(leaves[index]), here[offset : offset + nbytes], owned=False))
+        for index in (index for index in self.direct if leaves[index].device == device):
+            there, place = _bytes_of(leaves[index]), _bytes_of(self.direct[index])
+            pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(self.direct[index])]
+        return pieces
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return flat(tensor.detach()).view(torch.uint8)
 
 
 def _left(parts: Parts, tables: list[Table]) -> list[Any]:
