@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+import pinstage
 from pinstage._memory import Block
 from pinstage._stage import Arrival, Targets
 from pinstage._stage._device import Target
@@ -182,6 +183,24 @@ def claim_in_child(claim: Callable[[], object]) -> None:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert not failure, f"in the child:\n{failure}"
     assert status == 0
+
+
+def calls_of(work: Callable[[], object]) -> list[str]:
+    """Return the files of the package whose Python functions `work` calls, one per call."""
+    package = f"{Path(pinstage.__file__).parent}/"  # a clone's folder is named pinstage, too
+    files = []
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            files.append(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return files
 
 
 def is_mapped(address: int) -> bool:

@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, outcome, wait_until
+from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, calls_of, outcome, wait_until
 
 from pinstage import SlabPool
 from pinstage._pool import guard_until_release, lease_in_flight
@@ -285,18 +285,8 @@ def test_a_warm_lease_takes_at_most_six_calls(pool):
         pool.acquire(100).release(after=(event := ManualEvent()))
         event.finish()
 
-    def count(frame, event, _):
-        if event == "call" and "/pinstage/" in frame.f_code.co_filename:
-            calls.append(frame.f_code.co_name)
-
-    calls = []
     lease_and_release()
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        lease_and_release()
-    finally:
-        sys.setprofile(before)
+    calls = calls_of(lease_and_release)
     assert 0 < len(calls) <= 6, calls
 
 

@@ -4,15 +4,13 @@ import copy
 import io
 import itertools
 import pickle
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import strategies as known
 import torch
-from doubles import claim_in_child, record_work
+from doubles import calls_of, claim_in_child, record_work
 from hypothesis import given
 from own_leaves import assert_in_blocks, assert_own, few, many, of_bytes, samples, storage_bytes
 from strategies import assert_same, batches, tensor_of
@@ -545,23 +543,6 @@ def test_few_leaves_are_refused_in_a_forked_child():
 def test_empty_leaves_are_no_copies(stager):
     stager.to_device([torch.zeros(0), torch.ones(3)])
     assert stager.stats().copies == stager.stage([torch.zeros(0), torch.ones(3)]).copies == 1
-
-
-def calls_of(work):
-    """Return the files of the package whose Python functions are called, one per call."""
-    package = str(Path(ps.__file__).parent)
-    files = []
-
-    def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            files.append(frame.f_code.co_filename)
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return files
 
 
 def test_a_warm_small_batch_takes_few_python_calls(stager):
