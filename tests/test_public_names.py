@@ -38,3 +38,18 @@ def test_public_signatures_are_those_decided_upon():
 
 def test_types_in_public_signatures_can_be_imported():
     assert public_api.hidden_types() == []
+
+
+def test_all_names_of_the_package_can_be_loaded_without_extras():
+    program = """
+import inspect, pydoc, rlcompleter, sys
+from unittest.mock import create_autospec
+sys.modules["prometheus_client"] = None  # as if it weren't installed
+import pinstage as ps
+assert "metrics" not in dir(ps)
+assert set(ps.__all__) <= dict(inspect.getmembers(ps)).keys()
+assert "class Stager(" in pydoc.plaintext.document(ps)
+create_autospec(ps)
+assert "ps.Stager(" in rlcompleter.Completer({"ps": ps}).attr_matches("ps.")
+"""
+    subprocess.run(warm.command("-c", program), check=True, timeout=120)

@@ -15,6 +15,7 @@ they are first used.
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
@@ -84,4 +85,6 @@ if not TYPE_CHECKING:  # else a type checker would accept every name
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    # `help`, `inspect.getmembers` and completion load every name that is listed, and end with the error of one of them.
+    missing = set() if find_spec("prometheus_client") else {"metrics"}
+    return sorted({*globals(), *_LATER} - missing)
