@@ -58,7 +58,7 @@ core = Extension(
 )
 
 repository, site = (os.environ.get(name, "").rstrip("/") for name in ("PINSTAGE_REPOSITORY", "PINSTAGE_SITE"))
-readme = Path("README.md").read_text()
+readme = Path("README.md").read_text(encoding="utf-8")  # whatever the locale
 urls = {}
 if site:
     readme = re.sub(r"\]\(docs/(?:index|([\w/]+?)(?:/index)?)\.md(#[^)]+)?\)", rf"]({site}/\1/\2)", readme)

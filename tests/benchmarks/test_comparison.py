@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -340,6 +341,7 @@ def test_the_committed_result_is_shown_with_its_ratios(capsys):
     assert ours.count("x") >= 8
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git isn't installed")
 def test_a_commit_is_of_the_file_s_repository(tmp_path, monkeypatch):
     monkeypatch.delenv("PINSTAGE_COMMIT", raising=False)
     identity = ["-c", "user.name=n", "-c", "user.email=e"]

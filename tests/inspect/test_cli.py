@@ -241,7 +241,7 @@ def test_a_terminal_gets_tables_with_colours(trace):
     pytest.importorskip("rich")
     text = in_terminal(trace)
     assert "\x1b[" in text
-    assert "─" in text
+    assert "─" in text or "+--" in text  # as the locale's encoding allows
     assert "The GPU idles" in text
 
 

@@ -71,7 +71,8 @@ def test_a_terminal_is_drawn_anew_until_an_interrupt(two_pools):
         finally:
             process.kill()
     os.close(main)
-    assert "─" in shown.decode(errors="replace")
+    text = shown.decode(errors="replace")
+    assert "─" in text or "+--" in text  # as the locale's encoding allows
 
 
 @pytest.mark.parametrize(

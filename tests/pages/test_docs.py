@@ -3,6 +3,7 @@
 import importlib.util
 import operator
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -238,6 +239,8 @@ def test_the_picture_of_loops_matches_its_result_file(markdown):
 
 
 def git(*arguments):
+    if shutil.which("git") is None:
+        return None
     done = subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
 

@@ -179,11 +179,11 @@ def test_own_leaves_are_saved_like_those_of_to(way, make, own_storage):
     batch = make()
     staged, moved = way(batch, own_storage), [leaf.clone() for leaf in batch]
     assert saved_bytes(staged) == saved_bytes(moved)
-    # Some bytes depend on the objects that pickle has seen before.
-    assert len(pickle.dumps(staged)) == pytest.approx(len(pickle.dumps(moved)), abs=4 * len(batch))
+    # A storage's address is written twice, in digits; other bytes depend on the objects that pickle has seen before.
+    assert len(pickle.dumps(staged)) == pytest.approx(len(pickle.dumps(moved)), abs=32 * len(batch))
     for leaf, other in zip(staged, moved, strict=True):
         assert saved_bytes(leaf) == saved_bytes(other)
-        assert len(pickle.dumps(leaf)) == pytest.approx(len(pickle.dumps(other)), abs=4)
+        assert len(pickle.dumps(leaf)) == pytest.approx(len(pickle.dumps(other)), abs=32)
     assert_own(batch, copy.deepcopy(staged))
     received = through_queue(staged)
     assert_same(batch, received, "cpu")
