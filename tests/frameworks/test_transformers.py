@@ -115,6 +115,35 @@ def test_what_accelerate_dispatches_is_staged_by_its_loader(tmp_path, dataset):
         assert evaluating.stats().batches == 4
 
 
+class Custom(Trainer):
+    pass
+
+
+class Capped(StageInputs):
+    max_bytes = "3MiB"
+
+
+@pytest.mark.parametrize(
+    ("bases", "better"),
+    [
+        ((Trainer, StageInputs), "StageInputs, Trainer"),
+        ((Custom, StageInputs), "StageInputs, Custom"),
+        ((Trainer, Capped), "Capped, Trainer"),
+    ],
+    ids=["trainer", "derived trainer", "derived mixin"],
+)
+def test_a_trainer_before_the_mixin_is_refused(bases, better):
+    with pytest.raises(TypeError, match=rf"Mine would stage nothing: .*; write class Mine\({better}\)"):
+        type("Mine", bases, {})
+
+
+def test_a_derived_trainer_whose_base_follows_the_mixin_is_staged():
+    class Mine(Custom, StageInputs, Trainer):  # methods of Custom call the mixin's
+        pass
+
+    assert Mine.get_train_dataloader is StageInputs.get_train_dataloader
+
+
 def test_predictions_are_staged_under_the_class_s_cap(tmp_path):
     class Mine(StageInputs, Trainer):
         max_bytes = "3MiB"

@@ -52,6 +52,24 @@ class StageInputs(_Trainer):
     """Whether workers pack. If False, loaders leave batches on the host, and `training_step` and `prediction_step`
     stage each batch in the main process. With gradient accumulation, batches then stay on the host until used."""
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a class in which the trainer's methods hide the mixin's.
+
+        Raises:
+            TypeError: `transformers.Trainer` comes before this class in the order of bases.
+        """
+        super().__init_subclass__(**options)
+        from transformers import Trainer
+
+        order = cls.__mro__
+        if Trainer in order[: order.index(StageInputs)]:
+            bases = sorted(cls.__bases__, key=lambda base: not issubclass(base, StageInputs))
+            names = ", ".join(base.__name__ for base in bases)
+            raise TypeError(
+                f"{cls.__name__} would stage nothing: its bases name the trainer before StageInputs; write "
+                f"class {cls.__name__}({names})"
+            )
+
     @cached_property
     def _loaders(self) -> TrainerLoaders:
         return self._made(self.args.device, in_workers=self.workers)
