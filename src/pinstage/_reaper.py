@@ -10,12 +10,13 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import logging
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from ._memory import as_called_here
@@ -68,6 +69,26 @@ def warn(text: str) -> None:
     """Warn from one of our threads. A warning that is turned into an error is suppressed, since it has no caller."""
     with contextlib.suppress(StagingWarning):
         warnings.warn(text, StagingWarning, stacklevel=2)
+
+
+class _Remarks:
+    """Lines for the package's logger.
+
+    The reaper writes them: a handler takes locks, which the thread of a finaliser may hold, or an interrupt leave held.
+    """
+
+    def __init__(self) -> None:
+        self._lines: SimpleQueue[str] = SimpleQueue()
+
+    def add(self, line: str) -> None:
+        self._lines.put(line)
+        reaper.tasks.put(self)
+
+    def reap(self) -> bool:
+        with contextlib.suppress(Empty):
+            while True:
+                logging.getLogger("pinstage").warning("%s", self._lines.get_nowait())
+        return True
 
 
 class _Buried:
@@ -146,6 +167,9 @@ class Reaper:
 reaper = Reaper()
 """The reaper of this process."""
 
+remarks = _Remarks()
+"""The lines of this process."""
+
 
 _of_parents: list[Any] = []
 
@@ -159,6 +183,7 @@ def _forget() -> None:
     ending.clear()
     _of_parents.append(vars(reaper).copy())
     reaper.__init__()  # type: ignore[misc]
+    remarks.__init__()  # type: ignore[misc]
 
 
 os.register_at_fork(after_in_child=_forget)
@@ -167,6 +192,7 @@ os.register_at_fork(after_in_child=_forget)
 @atexit.register
 def _wait_for_the_last() -> None:
     ending.append(True)
+    remarks.reap()  # the reaper begins no more tasks
     deadline = time.monotonic() + _EXIT_SECONDS
     while running and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -3,7 +3,9 @@
 import ctypes
 import gc
 import itertools
+import logging
 import math
+import subprocess
 import sys
 import threading
 import weakref
@@ -11,10 +13,12 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import warm
 from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, calls_of, outcome, wait_until
 
 from pinstage import SlabPool
 from pinstage._pool import guard_until_release, lease_in_flight
+from pinstage._reaper import reaper
 from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarning
 from pinstage.memory import PageableMemory
 
@@ -493,6 +497,50 @@ def test_a_forgotten_lease_returns_with_a_warning(full_pool):
         full_pool.stats()
     assert states(full_pool) == FREE
     full_pool.acquire(100, timeout=0).release()
+
+
+class Buried:
+    """Has weak references."""
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """What the package's logger is told from now on, each time with the number of its thread."""
+    lines = []
+
+    class Handler(logging.Handler):
+        def emit(self, record):
+            lines.append((record.getMessage(), threading.get_ident()))
+
+    monkeypatch.setattr("pinstage._pool._pool._LOGGED", [], raising=False)
+    logger, handler = logging.getLogger("pinstage"), Handler()
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+
+
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
+def test_the_first_forgotten_lease_is_logged_by_another_thread(pool, logged):
+    for _ in range(2):
+        pool.acquire(100)
+        pool.stats()
+    reaper.bury(last := Buried())  # behind what the calls gave it
+    buried = weakref.ref(last)
+    del last
+    wait_until(lambda: buried() is None)
+    [(line, thread)] = logged
+    assert "100 bytes of 104" in line
+    assert thread != threading.get_ident()
+
+
+def test_a_forgotten_lease_is_logged_if_the_program_ends_behind_it():
+    program = """
+import pinstage as ps
+with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
+    pool.acquire(100)
+"""
+    done = subprocess.run(warm.command("-c", program), capture_output=True, text=True, timeout=120, check=True)
+    assert "lease was never released: 100 bytes of 104" in done.stderr
 
 
 def test_a_forgotten_lease_waits_for_its_guard(full_pool):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import NoReturn, SupportsIndex
 
 from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory
+from .._reaper import remarks
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
 from ..errors import StagingWarning, UnreleasedLeaseWarning
@@ -24,6 +25,9 @@ from ._slab import Fence, take_free
 from ._state import PoolState
 from ._stats import PoolStats
 from ._waiting import GIVE_UP_SECONDS, POLL_SECONDS, Account, Waiter, check_timeout, this_thread
+
+_LOGGED: list[str] = []
+"""The logged line about the first forgotten lease of this process."""
 
 
 def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
@@ -408,12 +412,14 @@ class SlabPool:
         forgotten = self._state.forgotten
         while forgotten:
             nbytes, capacity = forgotten.pop()
-            warnings.warn(
+            text = (
                 f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage collection; use "
-                "`with pool.acquire(...)` or call release()",
-                UnreleasedLeaseWarning,
-                stacklevel=stacklevel,
+                "`with pool.acquire(...)` or call release()"
             )
+            if not _LOGGED:  # Python hides the warning by default
+                _LOGGED.append(text)
+                remarks.add(f"{text}; this is logged once, `python -W default` shows each UnreleasedLeaseWarning")
+            warnings.warn(text, UnreleasedLeaseWarning, stacklevel=stacklevel)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(f"a pool cannot be copied or pickled: {self!r}; make another SlabPool, or pass this one on")
