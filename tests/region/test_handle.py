@@ -3,7 +3,9 @@
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -60,6 +62,14 @@ def test_another_process_has_the_same_bytes(context):
         assert peer.said == {"seen": 77, "ends": region._chunks.ends, "name": "x", "nbytes": region.nbytes}
         assert region.tree()["table"][1] == 99
         peer.end()
+
+
+def test_a_pickled_handle_is_good_once():
+    with make() as region:
+        pickled = bytes(ForkingPickler.dumps(region.handle()))
+        pickle.loads(pickled)
+        with pytest.raises(PinningError, match="unpickle each pickle once"):
+            pickle.loads(pickled)
 
 
 def held(budget):

@@ -91,9 +91,29 @@ def test_progress_is_told_of_each_chunk(make):
     assert told == [(MIB, whole), (2 * MIB, whole), (whole, whole)]
 
 
-def test_an_error_of_progress_is_a_warning(make):
-    with pytest.warns(StagingWarning, match=r"isn't called again, since it raised ZeroDivisionError"):
-        make(progress=lambda *_: 1 / 0).synchronize()
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
+def test_an_error_of_progress_is_a_warning(make, error):
+    def fail(*_):
+        raise error
+
+    with pytest.warns(StagingWarning, match=rf"isn't called again, since it raised {error.__name__}"):
+        make(progress=fail).synchronize()
+
+
+def test_a_wait_for_a_region_that_progress_closes_says_so(make, background):
+    regions, is_waited_for = [], threading.Event()
+
+    def close(ready, _):
+        if ready > MIB:
+            assert is_waited_for.wait(20)
+            regions.pop().close()
+
+    regions.append(make(64 * MIB, progress=close))
+    waiting = background(regions[0].synchronize)
+    assert stays_blocked(waiting)
+    is_waited_for.set()
+    with pytest.raises(PinningError, match="the region was closed before it was ready"):
+        outcome(waiting)
 
 
 @pytest.mark.parametrize("nbytes", [1, 4096, MIB - 1, MIB, 3 * MIB + 1])

@@ -103,7 +103,14 @@ class Chunks:
                 ready = f"{format_bytes(self.ready)} of {format_bytes(nbytes)} ready"
                 raise TimeoutError(f"the region isn't ready after {timeout} s: {ready}; wait longer or for less")
         if self.ready < nbytes:
-            raise PinningError(self.reason or "the region was closed before it was ready") from self._error
+            raise PinningError(self._why_never_ready()) from self._error
+
+    def _why_never_ready(self) -> str:
+        if isinstance(self._error, REFUSALS):
+            return self.reason
+        if self._error is not None:
+            return f"the region isn't ready, and its thread has ended: {self._error!r}; make another one"
+        return "the region was closed before it was ready; make another one"
 
     def pieces(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the ranges in which CUDA can copy bytes, once they are ready; none if they are pageable. Blocks."""
@@ -178,7 +185,7 @@ class Chunks:
         try:
             if self._progress is not None:
                 self._progress(end, self.ends[-1])
-        except Exception as error:  # noqa: BLE001 - the memory doesn't depend on it
+        except BaseException as error:  # noqa: BLE001 - the memory doesn't depend on it, and SystemExit ends no thread
             self._progress = None
             warn(f"progress= of a region isn't called again, since it raised {error!r}")
 

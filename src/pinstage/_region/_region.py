@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from multiprocessing.reduction import DupFd
 from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex
 
@@ -362,7 +363,7 @@ class RegionHandle:
 
     Picklable by ``multiprocessing`` and ``torch.multiprocessing``, as an argument of a process or through a queue or
     pipe: the descriptor of the memory is inherited, or sent over a socket of the process that pickles it. Pickle it
-    separately for each process: a pickle can be unpickled only once.
+    separately for each process: a pickle can be unpickled only once, and raises `PinningError` after that.
     """
 
     __slots__ = ("_ends", "_fd", "_plan")
@@ -377,8 +378,15 @@ class RegionHandle:
         os.close(self._fd)
 
 
-def _received(plan: RegionPlan, ends: tuple[int, ...], fd: Any) -> RegionHandle:
-    return RegionHandle(plan, ends, fd.detach())
+def _received(plan: RegionPlan, ends: tuple[int, ...], shared: Any) -> RegionHandle:
+    try:
+        fd = shared.detach()
+    except (AuthenticationError, EOFError, OSError) as error:
+        raise PinningError(
+            f"the handle of a region can't be unpickled: {error!r}; unpickle each pickle once, in a process of the same "
+            "program, while the process that pickled it lives"
+        ) from error
+    return RegionHandle(plan, ends, fd)
 
 
 def _positive(name: str, size: Size) -> int:
