@@ -450,12 +450,15 @@ def test_no_thread_is_left_when_the_interpreter_ends():
     assert result.stdout == "[]\n"
 
 
-def test_persistent_workers_that_end_by_themselves_are_replaced(monkeypatch):
-    looking = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
-    monkeypatch.setattr(looking, "__defaults__", (0.2,))  # seconds from one look at the workers to the next
-    loader = make(data.exits_at_seven, 40, persistent_workers=True)
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_workers_that_end_by_themselves_are_missed_at_once_and_replaced(monkeypatch, persistent_workers):
+    torchs = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
+    monkeypatch.setattr(torchs, "__defaults__", (60.0,))  # seconds from one look of torch's at the workers to the next
+    loader = make(data.exits_at_seven, 40, persistent_workers=persistent_workers)
+    began = time.monotonic()
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(loader)
+    assert time.monotonic() - began < 50
     loader.dataset.sample = data.large
     assert numbers(loader) == list(range(40))
 

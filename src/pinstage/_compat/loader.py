@@ -35,7 +35,7 @@ _LOADER_HAS = (
 _ITERATOR_HAS = (
     "_data_queue", "_in_order", "_index_queues", "_next_data", "_num_yielded", "_persistent_workers", "_rcvd_idx",
     "_reset", "_send_idx", "_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers",
-    "_workers_done_event",
+    "_workers_done_event", "_workers_status",
 )  # fmt: skip
 """Names of the loader's iterator that are used here and in `_loader`."""
 
@@ -114,6 +114,12 @@ def next_batch(batches: Any) -> Any:
     batch: object = batches._next_data()
     batches._num_yielded += 1
     return batch
+
+
+def has_lost_a_worker(batches: Any) -> bool:
+    """Return whether a worker that torch's iterator still counts on has ended."""
+    workers = zip(batches._workers_status, batches._workers, strict=True)
+    return any(is_needed and not worker.is_alive() for is_needed, worker in workers)
 
 
 def is_resumption(mark: Any) -> bool:

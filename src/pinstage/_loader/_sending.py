@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 import torch
 
-from .._compat.loader import close_writing_end, is_resumption, queue_file
+from .._compat.loader import close_writing_end, has_lost_a_worker, is_resumption, queue_file
 from .._stage import HandOver, Transfer, copy_event_of, send_packed
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
+
+LOOK_SECONDS = 0.2
+"""Interval at which a loop that waits for a batch looks for a worker that has ended. torch's interval is 5 s."""
 
 
 def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
@@ -83,11 +88,20 @@ class SendingQueue:
         """Return the next message. Blocks for at most `timeout` seconds.
 
         Raises:
-            queue.Empty: there was no message in that time.
+            queue.Empty: there was no message in that time, or a worker has ended: torch's iterator then looks which.
             BaseException: a message could not be unpickled, or the thread failed.
         """
         self._allow(self._wanted())
-        item = self._ready.get(timeout)
+        deadline = time.monotonic() + timeout
+        item = None
+        while item is None:
+            left = max(deadline - time.monotonic(), 0.0)
+            try:
+                item = self._ready.get(min(left, LOOK_SECONDS))
+            except Empty:
+                batches = self._batches()
+                if left <= LOOK_SECONDS or batches is None or has_lost_a_worker(batches):
+                    raise
         self._taken += isinstance(_batch_in(item[1]), Transfer)
         return item
 
