@@ -21,7 +21,7 @@ tar -xf dist/*.tar.gz -C "$build/source" --strip-components=1
 for machine in x86_64 aarch64; do
   platform=manylinux_${GLIBC/./_}_$machine
   echo "== $platform"
-  compiler="$PYTHON -m ziglang cc -target $machine-linux-gnu.$GLIBC"
+  compiler="'$PYTHON' -m ziglang cc -target $machine-linux-gnu.$GLIBC"
   # -s leaves out the debug information of zig's runtime. _PYTHON_HOST_PLATFORM is the target machine.
   CC=$compiler LDSHARED="$compiler -shared -s" CFLAGS=-Werror _PYTHON_HOST_PLATFORM=linux-$machine \
     "$PYTHON" -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation \

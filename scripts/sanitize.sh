@@ -60,7 +60,7 @@ libraries=$("$CC" -print-file-name=libasan.so):$("$CC" -print-file-name=libstdc+
 package=$(echo "$PWD/$build"/lib.*)
 nm -D "$package"/pinstage/_native/_core.abi3.so | grep __asan_init >/dev/null || { echo "$0: setup.py has built it without the sanitizers" >&2; exit 1; }
 # Reports go to files: pytest captures stderr, and a crash would lose it.
-log=log_path=$PWD/$build/report
+log="log_path='$PWD/$build/report'" # in quotes, since the path may have spaces
 # PYTHONMALLOC lets ASan see the bounds of Python's objects.
 sanitized=(env LD_PRELOAD="$libraries" ASAN_OPTIONS="detect_leaks=0:handle_abort=1:$log" UBSAN_OPTIONS="$UBSAN_OPTIONS:$log"
   PYTHONMALLOC=malloc PYTHONPATH="$package" "$PYTHON")
