@@ -383,8 +383,8 @@ def _received(plan: RegionPlan, ends: tuple[int, ...], shared: Any) -> RegionHan
         fd = shared.detach()
     except (AuthenticationError, EOFError, OSError) as error:
         raise PinningError(
-            f"the handle of a region can't be unpickled: {error!r}; unpickle each pickle once, in a process of the same "
-            "program, while the process that pickled it lives"
+            f"the handle of a region can't be unpickled: {error!r}; unpickle each pickle once, in a "
+            "process of the same program, while the process that pickled it lives"
         ) from error
     return RegionHandle(plan, ends, fd)
 
