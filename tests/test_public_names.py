@@ -40,7 +40,7 @@ def test_types_in_public_signatures_can_be_imported():
     assert public_api.hidden_types() == []
 
 
-def test_all_names_of_the_package_can_be_loaded_without_extras():
+def test_all_names_can_be_loaded_without_extras():
     program = """
 import inspect, pydoc, rlcompleter, sys
 from unittest.mock import create_autospec

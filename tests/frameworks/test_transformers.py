@@ -137,7 +137,7 @@ def test_a_trainer_before_the_mixin_is_refused(bases, better):
         type("Mine", bases, {})
 
 
-def test_a_derived_trainer_whose_base_follows_the_mixin_is_staged():
+def test_a_derived_trainer_may_come_before_the_mixin():
     class Mine(Custom, StageInputs, Trainer):  # methods of Custom call the mixin's
         pass
 

@@ -451,7 +451,7 @@ def test_no_thread_is_left_when_the_interpreter_ends():
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-def test_workers_that_end_by_themselves_are_missed_at_once_and_replaced(monkeypatch, persistent_workers):
+def test_workers_that_end_are_missed_and_replaced(monkeypatch, persistent_workers):
     torchs = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
     monkeypatch.setattr(torchs, "__defaults__", (60.0,))  # seconds from one look of torch's at the workers to the next
     loader = make(data.exits_at_seven, 40, persistent_workers=persistent_workers)

@@ -520,7 +520,7 @@ def logged(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
-def test_the_first_forgotten_lease_is_logged_by_another_thread(pool, logged):
+def test_another_thread_logs_the_first_forgotten_lease(pool, logged):
     for _ in range(2):
         pool.acquire(100)
         pool.stats()
@@ -533,7 +533,7 @@ def test_the_first_forgotten_lease_is_logged_by_another_thread(pool, logged):
     assert thread != threading.get_ident()
 
 
-def test_a_forgotten_lease_is_logged_if_the_program_ends_behind_it():
+def test_a_forgotten_lease_is_logged_at_the_end():
     program = """
 import pinstage as ps
 with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:

@@ -100,7 +100,7 @@ def test_an_error_of_progress_is_a_warning(make, error):
         make(progress=fail).synchronize()
 
 
-def test_a_wait_for_a_region_that_progress_closes_says_so(make, background):
+def test_a_wait_says_that_progress_closed_the_region(make, background):
     regions, is_waited_for = [], threading.Event()
 
     def close(ready, _):
