@@ -27,10 +27,10 @@ test-frameworks: $(FRAMEWORKS)/.stamp ## run the tests with the frameworks, in a
 	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks $(PYTEST_ARGS)
 
 sanitize: $(VENV)/.stamp-test ## run the extension under ASan, UBSan and TSan (PYTEST_ARGS)
-	scripts/sanitize.sh $(PYTEST_ARGS)
+	PYTHON=$(BIN)/python scripts/sanitize.sh $(PYTEST_ARGS)
 
 wheels: $(VENV)/.stamp-wheels ## build wheels for x86_64 and aarch64 into dist/, and try one
-	scripts/build_wheels.sh
+	PYTHON=$(BIN)/python scripts/build_wheels.sh
 
 release: ## build and check what is uploaded (REPOSITORY=https://... SITE=https://...)
 	@test -n "$(REPOSITORY)" || { echo "make release REPOSITORY=https://...: the README's links need its address"; exit 2; }
