@@ -200,8 +200,7 @@ class SlabBroker:
             if incoming is None and (incoming := self._incoming) is not None:
                 source = incoming.fileno()
                 poll.register(source, select.POLLIN)
-            pause = (_STARVED_MS if self._copying else _IDLE_MS) if self._starved else _IDLE_MS if waits else None
-            for file, _ in poll.poll(pause):
+            for file, _ in poll.poll(self._poll_ms(waits)):
                 if incoming is not None and file == source:
                     incoming.receive()
                 elif file == wake:
@@ -211,6 +210,16 @@ class SlabBroker:
             if incoming is not None:
                 waits = incoming.send_ready()
             self._sweep()
+
+    def _poll_ms(self, waits: bool) -> int | None:
+        """Return how long the thread sleeps unless a message wakes it; None for no limit.
+
+        Args:
+            waits: whether a batch waits for its turn.
+        """
+        if self._starved and self._copying:
+            return _STARVED_MS
+        return _IDLE_MS if self._starved or waits else None
 
     def _receive(self, worker: int) -> bool:
         """Read a worker's request, and serve it. Return whether the worker may send another one."""

@@ -63,20 +63,16 @@ class SlabCollate:
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
         stacks: Stacks = {}
-        is_looked_at = self.keeping is not None and self.keeping.says is not None
-        lazily = self.collate is torch.utils.data.default_collate and not is_looked_at
-        batch = collate_lazily(samples, stacks) if lazily else self.collate(samples)
-        parts = take_apart(batch, keeping=self.keeping)
-        others = [stack_privately(stacks[id(leaf)].samples) if id(leaf) in stacks else leaf for leaf in parts.others()]
-        # Pickled here: the queue's thread would only print an error, and the main process would wait forever.
-        pickled = bytes(ForkingPickler.dumps(others)) if others else None
+        parts = take_apart(self._collated(samples, stacks), keeping=self.keeping)
+        pickled = _pickled_others(parts, stacks)
         nbytes = parts.table.nbytes
         slab = slabs.take(nbytes) if nbytes else None
         raw = bytearray(nbytes) if nbytes and slab is None else None
-        room = torch.frombuffer(raw, dtype=torch.uint8) if raw else None if slab is None else slab.tensor
         try:
-            if room is not None:
-                pack_and_stack(parts, stacks, room)
+            if slab is not None and slab.tensor is not None:
+                pack_and_stack(parts, stacks, slab.tensor)
+            elif raw is not None:
+                pack_and_stack(parts, stacks, torch.frombuffer(raw, dtype=torch.uint8))
             number, structure, table = self._look(parts)
         except BaseException:
             if slab is not None:
@@ -84,6 +80,13 @@ class SlabCollate:
             raise
         where = None if slab is None else slab.number
         return Message(self.token, self._worker, where, number, structure, table, pickled, raw, slabs.waited_seconds)
+
+    def _collated(self, samples: Any, stacks: Stacks) -> Any:
+        keeping = self.keeping
+        shows_leaves = keeping is not None and keeping.says is not None  # to a function of the user's
+        if shows_leaves or self.collate is not torch.utils.data.default_collate:
+            return self.collate(samples)
+        return collate_lazily(samples, stacks)
 
     def _begin(self) -> WorkerSlabs:
         info = torch.utils.data.get_worker_info()
@@ -130,6 +133,18 @@ class Stack(NamedTuple):
 
 Stacks = dict[int, Stack]
 """Stacks by the ids of their stand-ins."""
+
+
+def _pickled_others(parts: Parts, stacks: Stacks) -> bytes | None:
+    """Pickle the leaves that aren't packed; return None if there are none.
+
+    The queue's thread would only print an error of pickling, and the main process would wait forever.
+    """
+    others = parts.others()
+    for index, leaf in enumerate(others):
+        if id(leaf) in stacks:
+            others[index] = stack_privately(stacks[id(leaf)].samples)
+    return bytes(ForkingPickler.dumps(others)) if others else None
 
 
 def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:

@@ -105,11 +105,9 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 
     def _workers_iterator(self) -> LoaderIterator:
         slabs = self._slabs
-        for iterator in list(slabs.iterators):
-            if iterator.closed:
-                iterator.close()  # its slabs may be needed
-        draws = [generator for generator in (torch.default_generator, self.generator) if generator is not None]
-        drawn = [generator.get_state() for generator in draws]
+        for iterator in [iterator for iterator in slabs.iterators if iterator.closed]:
+            iterator.close()  # its slabs may be needed
+        random_states = _random_states(torch.default_generator, self.generator)
         ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.num_workers)), strict=True)
         broker = SlabBroker(slabs, ours, self._settings.owner)
         ending: Ending | None = None
@@ -135,7 +133,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         broker.finish(leak=False)
         end_workers(batches)  # else they end when it is freed
         warn_once(f"ps.DataLoader stages in the main process, which is slower: {unknown}")
-        for generator, state in zip(draws, drawn, strict=True):
+        for generator, state in random_states:
             generator.set_state(state)  # or samples would come in another order
         return self._inline_iterator()
 
@@ -330,6 +328,11 @@ def wrap_loader(
         return wrapped
     given.base_dataloader = wrapped
     return given  # type: ignore[no-any-return]
+
+
+def _random_states(*generators: Any) -> list[tuple[Any, Any]]:
+    """Return the state of each generator with it; None is no generator."""
+    return [(generator, generator.get_state()) for generator in generators if generator is not None]
 
 
 def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:

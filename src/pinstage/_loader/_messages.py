@@ -125,28 +125,15 @@ def receive(
     broker = BROKERS.get(token)
     if broker is None:
         return None
-    known = broker.known
     try:
-        found = known.pop((worker, number), None)  # if the table is refused, the number is unknown
-        if structure is not None:
-            found = WorkerStructure(structure, Table.of_bytes(table))
-        elif found is None:
-            raise LayoutError(f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}")
-        elif table is not None:
-            found.table = Table.of_bytes(table)
-        known[worker, number] = found  # even if it cannot be unpickled now
-        if isinstance(found.structure, bytes):
-            found.structure = pickle.loads(found.structure)
-        check_content(found.structure, found.table)
+        current = _structure_of(broker, worker, number, structure, table)
         others = pickle.loads(pickled) if pickled is not None else []
-        room = 0 if raw is None else len(raw)
-        if slab is not None:
-            room = broker.loan_of(worker, slab).lease.nbytes
-        described = found.table.others + found.table.moved
-        if found.table.nbytes > room or len(others) != described:
+        room = len(raw or b"") if slab is None else broker.loan_of(worker, slab).lease.nbytes
+        nbytes, described = current.table.nbytes, current.table.others + current.table.moved
+        if nbytes > room or len(others) != described:
             raise LayoutError(
-                f"worker {worker} sent a batch that its offset table doesn't describe: {found.table.nbytes} bytes in "
-                f"{room}, and {len(others)} of {described} leaves that are not packed; {BEGIN_AGAIN}"
+                f"worker {worker} sent a batch that its offset table doesn't describe: {nbytes} bytes in {room}, and "
+                f"{len(others)} of {described} leaves that are not packed; {BEGIN_AGAIN}"
             )
     except BaseException as error:
         if slab is not None:
@@ -154,7 +141,27 @@ def receive(
         if isinstance(error, Exception) and not isinstance(error, OSError):
             return Failed(error)
         raise
-    return PackedBatch(broker, found.structure, found.table, slab, raw, others, waited)
+    assert not isinstance(current.structure, bytes)
+    return PackedBatch(broker, current.structure, current.table, slab, raw, others, waited)
+
+
+def _structure_of(
+    broker: Any, worker: int, number: int, structure: bytes | Structure | None, table: Any
+) -> WorkerStructure:
+    """Return what a worker's number stands for now, unpickled and checked. The arguments are those of `receive`."""
+    known: dict[tuple[int, int], WorkerStructure] = broker.known
+    current = known.pop((worker, number), None)  # if the table is refused, the number is unknown
+    if structure is not None:
+        current = WorkerStructure(structure, Table.of_bytes(table))
+    elif current is None:
+        raise LayoutError(f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}")
+    elif table is not None:
+        current.table = Table.of_bytes(table)
+    known[worker, number] = current  # even if it cannot be unpickled now
+    if isinstance(current.structure, bytes):
+        current.structure = pickle.loads(current.structure)
+    check_content(current.structure, current.table)
+    return current
 
 
 # -- channels ----------------------------------------------------------------------------------------------------------

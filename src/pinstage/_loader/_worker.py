@@ -83,27 +83,45 @@ class WorkerSlabs:
         self._patience -= 1
         while self._channel.poll():
             self._receive()
-        while True:
-            fitting = [slab for slab in self._slabs.values() if slab.nbytes >= nbytes]
-            found = min((slab for slab in fitting if slab.is_free), key=lambda slab: slab.nbytes, default=None)
-            if found is not None:
-                found.is_free = False
-                return found
-            idle = [slab for slab in self._slabs.values() if slab.is_free]
-            is_full = len(self._slabs) >= self._limit
-            dropped = idle if is_full else []
-            if self._is_asking or (is_full and not idle) or (fitting and self._patience > 0):
+        while (slab := self._smallest_free(nbytes)) is None:
+            if self._has_to_wait(nbytes):
                 self._send(("starved", nbytes))
                 self._wait()
-                continue
-            self._ask(nbytes, dropped)
-            if fitting or self._wait_for_answer():
-                continue
-            if not idle or dropped:
+            elif not self._gets_another(nbytes):
                 return None
-            self._ask(nbytes, idle)
-            if not self._wait_for_answer():
-                return None
+        slab.is_free = False
+        return slab
+
+    def _smallest_free(self, nbytes: int) -> WorkerSlab | None:
+        fitting = [slab for slab in self._idle() if slab.nbytes >= nbytes]
+        return min(fitting, key=lambda slab: slab.nbytes, default=None)
+
+    def _idle(self) -> list[WorkerSlab]:
+        return [slab for slab in self._slabs.values() if slab.is_free]
+
+    def _will_fit(self, nbytes: int) -> bool:
+        """Return whether a slab is large enough, though it may not be free yet."""
+        return any(slab.nbytes >= nbytes for slab in self._slabs.values())
+
+    def _has_to_wait(self, nbytes: int) -> bool:
+        """Return whether the worker can only wait for a slab: it has asked, it has its share, or it was refused."""
+        if self._is_asking:
+            return True
+        if len(self._slabs) >= self._limit and not self._idle():
+            return True
+        return self._patience > 0 and self._will_fit(nbytes)
+
+    def _gets_another(self, nbytes: int) -> bool:
+        """Ask for another slab; return False if there is none. Waits for the answer unless a slab will fit anyway."""
+        idle = self._idle()
+        dropped = idle if len(self._slabs) >= self._limit else []
+        self._ask(nbytes, dropped)
+        if self._will_fit(nbytes) or self._wait_for_answer():
+            return True
+        if dropped or not idle:
+            return False
+        self._ask(nbytes, idle)  # there may be room if these are given up
+        return self._wait_for_answer()
 
     def _ask(self, nbytes: int, dropped: list[WorkerSlab]) -> None:
         """Give up some slabs, and ask the main process for another slab."""
