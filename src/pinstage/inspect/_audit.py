@@ -321,14 +321,26 @@ def _contiguity(leaf: Leaf) -> str:
 
 def _table(leaves: Sequence[LeafReport]) -> TextTable:
     columns = ["leaf", "dtype and shape", ">bytes", "memory", "contiguous", "pin_memory", "same as"]
-    rows = []
-    for leaf in leaves:
-        memory = "pinned" if leaf.pinned else "pageable" if leaf.device == "cpu" else leaf.device
-        pins = f"no: {leaf.stopped_by.rpartition('.')[2]}" if leaf.stopped_by else "-"
-        shape, same = f"{leaf.dtype} {list(leaf.shape)}", None if leaf.alias_of is None else leaf.alias_of or "(batch)"
-        row = [leaf.path or "(batch)", shape, format_bytes(leaf.nbytes), memory, leaf.contiguous]
-        rows.append([*row, "pins" if leaf.loader_pins else pins, same or ""])
+    rows = [_row(leaf) for leaf in leaves]
     if not any(row[-1] for row in rows):
         columns, rows = columns[:-1], [row[:-1] for row in rows]
     styles = ["warning" if leaf.stopped_by and leaf.device == "cpu" else "" for leaf in leaves]
     return TextTable(columns, rows, "", styles)
+
+
+def _row(leaf: LeafReport) -> list[str]:
+    shape, nbytes = f"{leaf.dtype} {list(leaf.shape)}", format_bytes(leaf.nbytes)
+    same_as = "" if leaf.alias_of is None else leaf.alias_of or "(batch)"
+    return [leaf.path or "(batch)", shape, nbytes, _memory(leaf), leaf.contiguous, _pin_memory(leaf), same_as]
+
+
+def _memory(leaf: LeafReport) -> str:
+    if leaf.pinned:
+        return "pinned"
+    return "pageable" if leaf.device == "cpu" else leaf.device
+
+
+def _pin_memory(leaf: LeafReport) -> str:
+    if leaf.loader_pins:
+        return "pins"
+    return f"no: {leaf.stopped_by.rpartition('.')[2]}" if leaf.stopped_by else "-"

@@ -48,22 +48,33 @@ def first_batch(target: str) -> Any:
         raise TargetError(
             f"not module:callable: {target!r}; write for example train:make_loader, or train.py:make_loader"
         )
-    thing: Any = _import(module_name)
-    for part in name.split("."):
-        if not hasattr(thing, part):
-            public = [name for name, value in vars(thing).items() if callable(value) and not name.startswith("_")]
-            raise TargetError(f"{module_name} has no {name!r}; it has {', '.join(public[:8]) or 'no functions'}")
-        thing = getattr(thing, part)
-    batches = (torch.Tensor, np.ndarray, Mapping, Sequence, Set)
+    thing = _object_in(_import(module_name), name, module_name)
     try:
         made = thing() if callable(thing) and not isinstance(thing, DataLoader) else thing
-        if not isinstance(made, DataLoader | Iterator) and (isinstance(made, batches) or not hasattr(made, "__iter__")):
+        if _is_batch(made):
             return made
         for batch in made:
             return batch
     except Exception as error:
         raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
     raise TargetError(f"{target} returns an empty {type(made).__name__}; there is no batch to look at")
+
+
+def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
+    thing: Any = module
+    for part in name.split("."):
+        if not hasattr(thing, part):
+            functions = [key for key, value in vars(thing).items() if callable(value) and key[0] != "_"]
+            raise TargetError(f"{module_name} has no {name!r}; it has {', '.join(functions[:8]) or 'no functions'}")
+        thing = getattr(thing, part)
+    return thing
+
+
+def _is_batch(made: Any) -> bool:
+    """Return whether a result is itself a batch, and not an iterable of batches."""
+    if isinstance(made, DataLoader | Iterator):
+        return False
+    return isinstance(made, torch.Tensor | np.ndarray | Mapping | Sequence | Set) or not hasattr(made, "__iter__")
 
 
 def _import(name: str) -> ModuleType:

@@ -84,20 +84,27 @@ class TraceFile:
         if not first or first not in "{[":
             raise self._not_a_trace("invalid JSON" if first else "empty file")
         self._at += 1
-        inside = seen = first == "["  # the older of the two formats: a list of events
-        while (character := self._peek()) != ("]" if first == "[" else "}"):
-            if inside and character == "]":
-                inside, self._at = False, self._at + 1
-            elif inside:
-                if isinstance(event := self._value(), dict):
-                    yield event
-            elif (key := self._value()) == "traceEvents" and self._peek() == "[":
-                inside, seen, self._at = True, True, self._at + 1
+        if first == "[":  # the older of the two formats: a list of events
+            yield from self._listed()
+            return
+        has_events = False
+        while self._peek() != "}":
+            key = self._value()
+            if key == "traceEvents" and self._peek() == "[":
+                has_events, self._at = True, self._at + 1
+                yield from self._listed()
             elif self._peek():
                 self.header[str(key)] = self._value()
-        if not seen:
+        if not has_events:
             keys = clean(", ".join(list(self.header)[:5])) or "none"
             raise self._not_a_trace(f"JSON without traceEvents (its keys: {keys})")
+
+    def _listed(self) -> Iterator[Event]:
+        """Yield the events up to the end of a list, behind which the window begins then."""
+        while self._peek() != "]":
+            if isinstance(event := self._value(), dict):
+                yield event
+        self._at += 1
 
     def _not_a_trace(self, reason: str) -> TraceError:
         return TraceError(f"{self.shown} isn't a profiler trace: {reason}; {_EXPECTED}")

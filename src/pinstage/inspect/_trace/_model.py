@@ -66,10 +66,12 @@ class Packing:
         self._staging = middle("staging_seconds" if self.waits_for_device else "host_staging_seconds")
         self._profiled = middle("profiler_staging_seconds"), middle("profiler_stall_seconds")
         self.real_seconds, self.real_staging_seconds, _ = self._without(1.0)  # without the profiler
+        self._predict()
 
+    def _predict(self) -> None:
         can_save = self.is_measured and not self.is_ours
         can_now = can_save and not self.waits_for_loader
-        spread = SPREAD if step_seconds is None else 1.0
+        spread = SPREAD if self._given is None else 1.0
         self.saved_seconds = self._saved(1.0, 1.0) if can_now else 0.0  # of each step
         self.least_saved_seconds = self._saved(spread, SPREAD) if can_now else 0.0
         self.most_saved_seconds = self._saved(1 / spread, 1 / SPREAD) if can_save else 0.0
