@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 import torch.utils.data
 
-from .._batch import OwnStorage
+from .._batch import OwnStorage, integration
 from .._compat.loader import end_workers, why_loader_cannot_be_taken_over
 from .._compat.probes import warn_once
 from .._pool import HostBudget, SlabPool
@@ -314,7 +314,8 @@ def wrap_loader(
         ValueError, CudaUnavailableError: as `DataLoader`.
     """
     given: Any = loader
-    inner = given if issubclass(type(given), torch.utils.data.DataLoader) else getattr(given, "base_dataloader", given)
+    is_torchs = issubclass(type(given), torch.utils.data.DataLoader)
+    inner = given if is_torchs else integration("_prepared").inner_loader(given)
     if inner is not given and device is None:
         device = getattr(given, "device", None)
     if not isinstance(inner, torch.utils.data.DataLoader) or isinstance(inner, Staging):
@@ -326,12 +327,12 @@ def wrap_loader(
     wrapped = _wrap(inner, settings)
     if inner is given:
         return wrapped
-    given.base_dataloader = wrapped
+    integration("_prepared").replace_inner_loader(given, wrapped)
     return given  # type: ignore[no-any-return]
 
 
 def _random_states(*generators: Any) -> list[tuple[Any, Any]]:
-    """Return the state of each generator with it; None is no generator."""
+    """Return each generator, unless it is None, with its state."""
     return [(generator, generator.get_state()) for generator in generators if generator is not None]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader
 
-from ..errors import PinstageError
+from .._batch import integration
 from ._background import Exhausted, Reading, stop_reading, surroundings_of
 from ._device import Target
 from ._run_ahead import RunAhead
@@ -23,9 +22,6 @@ InBackground: TypeAlias = bool | Literal["auto"]
 
 _NO_MORE: Any = object()
 
-_FLAGS = ("end_of_dataloader", "remainder")
-"""Attributes of Accelerate's prepared loaders, which its gradient accumulation and `gather_for_metrics` read."""
-
 
 class _Said(NamedTuple):
     """The state of a source after a batch was read."""
@@ -33,12 +29,9 @@ class _Said(NamedTuple):
     state: Any
     """The result of its ``state_dict()``; a `_Failed` if that failed; None if it has no such method."""
     flags: dict[str, Any]
-    """The values of `_FLAGS`, if it has these attributes."""
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the source marked this batch as the last one."""
-        return bool(self.flags.get("end_of_dataloader"))
+    """Attributes of the source that a framework reads, and their values for this batch."""
+    is_last: bool = False
+    """Whether the source marked this batch as the last one."""
 
 
 class _Failed(NamedTuple):
@@ -100,7 +93,7 @@ class Prefetcher(Generic[T]):
             PinstageError: that thread still reads after the loader's ``timeout``, or after a minute.
         """
         stop_reading(self._source)
-        active = _active_loader()
+        active = integration("_prepared").active_loader()
         read = partial(self._read, iter(self._source))
         self._place = place = _Place(self._target.consumer(None), _Said(self._state(), {}))
         call = surroundings_of(self._target) if self._background else None
@@ -110,7 +103,7 @@ class Prefetcher(Generic[T]):
         run_ahead, target = RunAhead(), self._target
         try:
             if reading.read_here():
-                _refuse_hidden_loader(self._source, active)
+                integration("_prepared").refuse_hidden_loader(self._source, active)
                 if call is not None:
                     reading.start(call)
             while True:
@@ -125,8 +118,9 @@ class Prefetcher(Generic[T]):
         batch = next(batches, _NO_MORE)
         if batch is _NO_MORE:
             return None
-        flags = _FLAGS if _is_prepared(self._source) else ()
-        return batch, _Said(self._state(), {name: getattr(self._source, name) for name in flags})
+        prepared = integration("_prepared")
+        flags = prepared.flags_of(self._source)
+        return batch, _Said(self._state(), flags, prepared.is_last(flags))
 
     def _state(self) -> Any:
         return None
@@ -236,14 +230,17 @@ def _in_background(source: object, depth: int, background: InBackground) -> bool
         raise ValueError(f"background must be 'auto', True or False: {background!r}")
     if background is True and depth == 0:
         raise ValueError("background=True needs a depth of 1 or more: 0 stages nothing ahead; pass depth=2")
-    if background is True and _is_prepared(source):
+    is_prepared = integration("_prepared").is_prepared(source)
+    if background is True and is_prepared:
         raise ValueError(
             f"background=True cannot read Accelerate's {type(source).__name__}: gradient accumulation would see its "
             "end too early; leave background out, or use pinstage.integrations.accelerate.prepare, whose workers stage"
         )
     if background != "auto":
         return background
-    return depth > 0 and not _is_prepared(source) and is_read_as_torch_does(source) and _samplers_are_of_torch(source)
+    if depth == 0 or is_prepared:
+        return False
+    return is_read_as_torch_does(source) and _samplers_are_of_torch(source)
 
 
 def is_read_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:
@@ -268,11 +265,6 @@ def _is_of_torch(thing: Any) -> bool:
     return getattr(thing, "__module__", "").partition(".")[0] in ("torch", "torchdata")
 
 
-def _is_prepared(source: object) -> bool:
-    """Return whether a source is a loader that Accelerate prepared."""
-    return hasattr(source, "gradient_state")
-
-
 def _has_state(source: object) -> bool:
     """Return whether a source has a ``state_dict()`` without arguments (those of mosaicml's datasets require some)."""
     state_dict = getattr(source, "state_dict", None)
@@ -285,28 +277,3 @@ def _has_state(source: object) -> bool:
     except ValueError:  # no signature
         return True
     return True
-
-
-def _active_loader() -> object:
-    """Return the loader that Accelerate considers active; None if there isn't any."""
-    state = sys.modules.get("accelerate.state")
-    return None if state is None else state.GradientState().active_dataloader
-
-
-def _refuse_hidden_loader(source: object, active: object) -> None:
-    """Check that reading the first batch didn't begin a pass of an Accelerate loader other than the source itself.
-
-    Args:
-        source: the source of batches.
-        active: the result of `_active_loader` before that.
-
-    Raises:
-        PinstageError: it did, and that loader's flags couldn't be set.
-    """
-    now = _active_loader()
-    if now is not active and now is not source:
-        outside, inside = type(source).__name__, type(now).__name__
-        raise PinstageError(
-            f"cannot prefetch from Accelerate's {inside} through a {outside}: gradient accumulation would see its end "
-            f"too early; call stager.prefetch(loader) with the prepared loader, and put the {outside} around that"
-        )
