@@ -9,6 +9,9 @@ FRAMEWORKS := .venv-frameworks
 CONSTRAINTS := $(if $(TORCH),$(VENV)/)constraints.txt
 PIP_INSTALL := -m pip install $(if $(MAKE_TERMOUT),,--quiet) --disable-pip-version-check -c $(CONSTRAINTS)
 
+# The project's files are in UTF-8, whatever the locale.
+export PYTHONUTF8 := 1
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-frameworks sanitize wheels release lint types docs bench bench-smoke clean

@@ -247,7 +247,7 @@ def git(*arguments):
 
 def test_every_cited_commit_is_in_this_repository():
     if git("rev-parse", "--is-shallow-repository") != "false":
-        pytest.skip("this is not a clone with its history")
+        pytest.skip("this isn't a clone with its history, or git isn't installed")
     pages = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
     cited = {commit for page in pages for commit in re.findall(r"\bcommit `?([0-9a-f]{7,40})\b", page.read_text())}
     assert len(cited) > 10
