@@ -85,6 +85,6 @@ if not TYPE_CHECKING:  # else a type checker would accept every name
 
 
 def __dir__() -> list[str]:
-    # `help`, `inspect.getmembers` and completion load every name that is listed, and end with the error of one of them.
+    # `help`, `inspect.getmembers` and completion load every name that is listed here.
     missing = set() if find_spec("prometheus_client") else {"metrics"}
     return sorted({*globals(), *_LATER} - missing)

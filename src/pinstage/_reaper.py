@@ -74,7 +74,8 @@ def warn(text: str) -> None:
 class _Remarks:
     """Lines for the package's logger.
 
-    The reaper writes them: a handler takes locks, which the thread of a finaliser may hold, or an interrupt leave held.
+    The reaper writes them: a handler takes locks, which the thread of a finaliser may hold, and
+    which an interrupt may leave held.
     """
 
     def __init__(self) -> None:

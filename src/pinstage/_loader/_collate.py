@@ -83,7 +83,7 @@ class SlabCollate:
 
     def _collated(self, samples: Any, stacks: Stacks) -> Any:
         keeping = self.keeping
-        shows_leaves = keeping is not None and keeping.says is not None  # to a function of the user's
+        shows_leaves = keeping is not None and keeping.says is not None  # to the user's function
         if shows_leaves or self.collate is not torch.utils.data.default_collate:
             return self.collate(samples)
         return collate_lazily(samples, stacks)

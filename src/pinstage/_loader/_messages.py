@@ -148,7 +148,10 @@ def receive(
 def _structure_of(
     broker: Any, worker: int, number: int, structure: bytes | Structure | None, table: Any
 ) -> WorkerStructure:
-    """Return what a worker's number stands for now, unpickled and checked. The arguments are those of `receive`."""
+    """Return what a worker's number stands for now, unpickled and checked.
+
+    The arguments are those of `receive`.
+    """
     known: dict[tuple[int, int], WorkerStructure] = broker.known
     current = known.pop((worker, number), None)  # if the table is refused, the number is unknown
     if structure is not None:

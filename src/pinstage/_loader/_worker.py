@@ -104,7 +104,7 @@ class WorkerSlabs:
         return any(slab.nbytes >= nbytes for slab in self._slabs.values())
 
     def _has_to_wait(self, nbytes: int) -> bool:
-        """Return whether the worker can only wait for a slab: it has asked, it has its share, or it was refused."""
+        """Return whether the worker can only wait: it has asked, or has its share, or was refused."""
         if self._is_asking:
             return True
         if len(self._slabs) >= self._limit and not self._idle():
@@ -112,7 +112,10 @@ class WorkerSlabs:
         return self._patience > 0 and self._will_fit(nbytes)
 
     def _gets_another(self, nbytes: int) -> bool:
-        """Ask for another slab; return False if there is none. Waits for the answer unless a slab will fit anyway."""
+        """Ask for another slab; return False if there is none.
+
+        Waits for the answer, unless a slab that is large enough will be free anyway.
+        """
         idle = self._idle()
         dropped = idle if len(self._slabs) >= self._limit else []
         self._ask(nbytes, dropped)

@@ -331,7 +331,8 @@ def _table(leaves: Sequence[LeafReport]) -> TextTable:
 def _row(leaf: LeafReport) -> list[str]:
     shape, nbytes = f"{leaf.dtype} {list(leaf.shape)}", format_bytes(leaf.nbytes)
     same_as = "" if leaf.alias_of is None else leaf.alias_of or "(batch)"
-    return [leaf.path or "(batch)", shape, nbytes, _memory(leaf), leaf.contiguous, _pin_memory(leaf), same_as]
+    columns = [leaf.path or "(batch)", shape, nbytes, _memory(leaf), leaf.contiguous]
+    return [*columns, _pin_memory(leaf), same_as]
 
 
 def _memory(leaf: LeafReport) -> str:

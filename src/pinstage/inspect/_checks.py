@@ -124,7 +124,10 @@ def cuda(built_for: str | None, available: bool, gpus: list[Gpu], driver: Driver
 
 
 def versions(python: str, driver: Driver, built_for: str | None, bindings: str | None) -> Check:
-    """Compare the driver with torch's CUDA and with cuda-python: a list of cases, the first that holds is reported."""
+    """Compare the driver with torch's CUDA and with cuda-python.
+
+    The cases are in the order in which they matter; the first that holds is reported.
+    """
     served, name = _major(driver.cuda), "versions"
     found = f"Python {python}, driver {driver.version or 'none'} (CUDA {driver.cuda or '?'}), "
     found += f"torch CUDA {built_for or 'none'}, cuda-python {bindings or 'none'}"
@@ -213,19 +216,20 @@ def bandwidth(points: Sequence[Point], gpu: Gpu) -> list[Check]:
     by_direction: dict[str, list[Point]] = {}
     for point in points:
         by_direction.setdefault(point.direction, []).append(point)
-    return [_largest_copies(direction, measured, gpu) for direction, measured in by_direction.items()]
+    return [_largest_copies(name, measured, gpu) for name, measured in by_direction.items()]
 
 
 def _largest_copies(direction: str, points: Sequence[Point], gpu: Gpu) -> Check:
     largest = max(point.nbytes for point in points)
     rates = {point.kind: point.bytes_per_second for point in points if point.nbytes == largest}
-    found = ", ".join(f"{kind} {rate(speed)}" for kind, speed in rates.items()) + f", {format_bytes(largest)}"
+    speeds = ", ".join(f"{kind} {rate(speed)}" for kind, speed in rates.items())
+    found = f"{speeds}, {format_bytes(largest)}"
     pinned = math.inf if gpu.host_page_tables else rates.get(PINNED, math.inf)
     if gpu.link_rate is not None and pinned < LEAST_OF_LINK * gpu.link_rate:
         found += f": {share(pinned, gpu.link_rate)} of the link's {rate(gpu.link_rate)}"
         remedy = (
-            "is another process on this GPU or its switch, or the memory of another NUMA node? Else look at the slot "
-            "and at the link speed in the BIOS"
+            "is another process on this GPU or its switch, or the memory of another NUMA node? Else "
+            "look at the slot and at the link speed in the BIOS"
         )
         return Check(direction, "warning", found, remedy)
     if pinned < LEAST_GAIN * rates.get(PAGEABLE, 0.0):

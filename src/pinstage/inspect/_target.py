@@ -64,8 +64,9 @@ def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
     thing: Any = module
     for part in name.split("."):
         if not hasattr(thing, part):
-            functions = [key for key, value in vars(thing).items() if callable(value) and key[0] != "_"]
-            raise TargetError(f"{module_name} has no {name!r}; it has {', '.join(functions[:8]) or 'no functions'}")
+            names = (key for key, value in vars(thing).items() if callable(value))
+            public = [key for key in names if not key.startswith("_")][:8]
+            raise TargetError(f"{module_name} has no {name!r}; it has {', '.join(public) or 'no functions'}")
         thing = getattr(thing, part)
     return thing
 
@@ -74,7 +75,8 @@ def _is_batch(made: Any) -> bool:
     """Return whether a result is itself a batch, and not an iterable of batches."""
     if isinstance(made, DataLoader | Iterator):
         return False
-    return isinstance(made, torch.Tensor | np.ndarray | Mapping | Sequence | Set) or not hasattr(made, "__iter__")
+    batches = (torch.Tensor, np.ndarray, Mapping, Sequence, Set)
+    return isinstance(made, batches) or not hasattr(made, "__iter__")
 
 
 def _import(name: str) -> ModuleType:
