@@ -212,7 +212,8 @@ def _inside_array(array: np.ndarray[Any, Any], level: int, arrays: bool) -> Iter
 
 def _inside(obj: Any, level: int, arrays: bool) -> Iterator[tuple[Any, int, bool]]:
     """Yield what to search next: the objects inside another one, the level of items, and whether arrays count."""
-    if _has_more(type(obj)):
+    cls: Any = type(obj)
+    if _has_more(cls):
         yield from ((inner, level, False) for inner in gc.get_referents(obj))
     if level < _LEVELS_OF_ITEMS:
         yield from ((item, level + 1, arrays) for item in _first_items(obj))
