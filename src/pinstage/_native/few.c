@@ -8,109 +8,176 @@
 /* More bytes are moved as quickly from one slab. */
 enum { MOST_FEW_BYTES = 1024 * 1024 };
 
-/* Describe leaves, and check that the tensors among them are few, small, dense, and different. Returns their number, -1
- * with an error, or NOT_PLAIN. */
-static int find_few(PyObject *leaves, PyObject *atoms, PyObject *wrappers, Found *found, Py_ssize_t *indexes) {
-    int count = 0;
-    int64_t nbytes = 0;
-    if (may_be_dual()) return NOT_PLAIN;
-    for (Py_ssize_t i = 0; i < PyList_Size(leaves); i++) {
-        PyObject *leaf = PyList_GetItem(leaves, i);
-        PyTypeObject *type = Py_TYPE(leaf);
-        if (type != torch.tensor && type != torch.array) {
-            int is_atom = PySet_Contains(atoms, (PyObject *)type), is_wrapper = PySet_Contains(wrappers, (PyObject *)type);
-            if (is_atom < 0 || is_wrapper < 0) return -1;
-            if (!is_atom || is_wrapper) return NOT_PLAIN;
-            continue;
-        }
-        for (int j = 0; j < count; j++) {
-            if (PyList_GetItem(leaves, indexes[j]) == leaf) return NOT_PLAIN;
-        }
-        if (count == MOST_FEW) return NOT_PLAIN;
-        int result = type == torch.tensor ? find_tensor(leaf, DL_CPU, 0, &found[count]) : find_array(leaf, &found[count]);
-        if (result != 0) return result;
-        nbytes += found[count].nbytes;
-        if (found[count].kind != RAW || nbytes > MOST_FEW_BYTES || torch.scalar[found[count].dtype] < 0) return NOT_PLAIN;
-        indexes[count++] = i;
+typedef struct {
+    PyObject *leaves;           /* of the batch */
+    PyObject *atoms, *wrappers; /* see `move_few` */
+    bool is_cuda;
+    int device_index;
+    void *stream;
+    int count; /* tensors and arrays among the leaves */
+    int made;  /* those that have a destination */
+    int64_t nbytes;
+    Found sources[MOST_FEW];
+    Py_ssize_t index[MOST_FEW];  /* of each source in the leaves */
+    PyObject *tensors[MOST_FEW]; /* the destinations, held */
+    char *to[MOST_FEW];          /* their memory */
+} Few;
+
+static bool is_repeated(const Few *few, PyObject *leaf) {
+    for (int i = 0; i < few->count; i++) {
+        if (PyList_GetItem(few->leaves, few->index[i]) == leaf) return true;
     }
-    return count;
+    return false;
 }
 
-/* Whether no two of a few leaves have destinations that share a byte. */
-static bool are_disjoint(char *const *places, const Found *leaves, int count) {
-    for (int i = 0; i < count; i++) {
+/* Add a tensor or an array. Returns 0, or NOT_PLAIN, or -1 with an error. */
+static int add_source(Few *few, PyObject *leaf, Py_ssize_t index) {
+    if (few->count == MOST_FEW || is_repeated(few, leaf)) return NOT_PLAIN;
+    Found *source = &few->sources[few->count];
+    bool is_tensor = Py_TYPE(leaf) == torch.tensor;
+    int result = is_tensor ? find_tensor(leaf, DL_CPU, 0, source) : find_array(leaf, source);
+    if (result != 0) return result;
+    few->nbytes += source->nbytes;
+    bool is_small = few->nbytes <= MOST_FEW_BYTES;
+    if (!is_small || source->kind != RAW || torch.scalar[source->dtype] < 0) return NOT_PLAIN;
+    few->index[few->count++] = index;
+    return 0;
+}
+
+/* Check that a leaf of another type stays as it is. Returns what `add_source` returns. */
+static int check_stays(const Few *few, PyObject *type) {
+    int is_atom = PySet_Contains(few->atoms, type), is_wrapper = PySet_Contains(few->wrappers, type);
+    if (is_atom < 0 || is_wrapper < 0) return -1;
+    return is_atom && !is_wrapper ? 0 : NOT_PLAIN;
+}
+
+/* Find the sources, which are few, small, dense, and different objects, and are read at once. Returns what `add_source`
+ * returns. */
+static int find_sources(Few *few) {
+    int result = may_be_dual() ? NOT_PLAIN : 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(few->leaves) && result == 0; i++) {
+        PyObject *leaf = PyList_GetItem(few->leaves, i);
+        PyTypeObject *type = Py_TYPE(leaf);
+        bool is_data = type == torch.tensor || type == torch.array;
+        result = is_data ? add_source(few, leaf, i) : check_stays(few, (PyObject *)type);
+    }
+    if (result != 0) return result;
+    bool is_read = !few->is_cuda || are_read_at_once(few->sources, few->count, few->stream);
+    return few->count > 0 && is_read ? 0 : NOT_PLAIN;
+}
+
+/* Make the destinations; false if there is no memory. */
+static bool make_tensors(Few *few) {
+    for (; few->made < few->count; few->made++) {
+        const Found *leaf = &few->sources[few->made];
+        char **to = &few->to[few->made];
+        PyObject *made = new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, few->is_cuda, few->device_index, to);
+        if (made == NULL) return false;
+        few->tensors[few->made] = made;
+    }
+    return true;
+}
+
+/* Whether no two destinations share a byte. */
+static bool are_disjoint(const Few *few) {
+    for (int i = 0; i < few->count; i++) {
         for (int j = 0; j < i; j++) {
-            if (places[i] < places[j] + leaves[j].nbytes && places[j] < places[i] + leaves[i].nbytes) return false;
+            bool starts_before = few->to[i] < few->to[j] + few->sources[j].nbytes;
+            if (starts_before && few->to[j] < few->to[i] + few->sources[i].nbytes) return false;
         }
     }
     return true;
+}
+
+/* Take existing tensors as the destinations; false if one of them is large or doesn't fit, or two overlap. */
+static bool take_existing(Few *few, PyObject *existing) {
+    int device_type = few->is_cuda ? DL_CUDA : DL_CPU;
+    for (; few->made < few->count; few->made++) {
+        const Found *leaf = &few->sources[few->made];
+        Bytes like = {leaf->dtype, leaf->ndim, leaf->nbytes, leaf->shape, leaf->stride};
+        PyObject *tensor = PyList_GetItem(existing, few->index[few->made]);
+        char **to = &few->to[few->made];
+        if (leaf->nbytes > AT_ONCE_BYTES || !is_plain_place(tensor, device_type, few->device_index, &like, to)) return false;
+        few->tensors[few->made] = Py_XNewRef(tensor);
+    }
+    return are_disjoint(few);
+}
+
+/* Copy the sources to a device; return CUDA's error. `buffer`: see `copy_at_once`. */
+static int copy_to_device(const Few *few, char *buffer) {
+    int code = 0;
+    PyThreadState *state = PyEval_SaveThread();
+    for (int i = 0; i < few->count && code == 0; i++) {
+        if (few->sources[i].nbytes > 0) code = copy_at_once(few->to[i], &few->sources[i], buffer, few->stream);
+    }
+    PyEval_RestoreThread(state);
+    return code;
+}
+
+static void copy_on_host(const Few *few) {
+    for (int i = 0; i < few->count; i++) {
+        const Found *source = &few->sources[i];
+        if (source->nbytes > 0) memmove(few->to[i], source->data, (size_t)source->nbytes);
+    }
+}
+
+/* The leaves with the destinations in the places of the sources, and the figures that `move_few` returns. */
+static PyObject *moved(const Few *few) {
+    long copies = 0;
+    PyObject *leaves = PyList_GetSlice(few->leaves, 0, PyList_Size(few->leaves));
+    for (int i = 0; leaves != NULL && i < few->count; i++) {
+        copies += few->sources[i].nbytes > 0;
+        if (PyList_SetItem(leaves, few->index[i], Py_XNewRef(few->tensors[i])) != 0) Py_CLEAR(leaves);
+    }
+    return leaves == NULL ? NULL : Py_BuildValue("(NiLl)", leaves, few->count, (long long)few->nbytes, copies);
+}
+
+/* Copy, and return what `move_few` returns. */
+static PyObject *copy_few(const Few *few) {
+    if (!few->is_cuda) {
+        copy_on_host(few);
+        return moved(few);
+    }
+    char *buffer = malloc(AT_ONCE_BYTES);
+    if (buffer == NULL) Py_RETURN_NONE;
+    int code = copy_to_device(few, buffer);
+    free(buffer);
+    return code != 0 ? PyLong_FromLong(-(long)code) : moved(few);
+}
+
+/* Whether anything can be moved here, whatever the leaves are. */
+static bool is_possible(const Few *few, PyObject *existing) {
+    if (!makes_views() || (few->is_cuda && !has_driver())) return false;
+    return existing == NULL || (PyList_Check(existing) && PyList_Size(existing) == PyList_Size(few->leaves));
 }
 
 /* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves as `.to()` would, on
  * torch's current stream, which is not captured. All leaves have been read when it returns, without waiting for earlier
  * work.
  *
- * existing: the tensors to copy to, at the places of their leaves, of at most AT_ONCE_BYTES each; None makes new tensors.
+ * existing: the tensors to copy to, at the places of their leaves; None makes new tensors.
  * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new leaves, how many were moved,
  * their bytes, and the number of copies. Returns None if the leaves are not few, small and plain, would not be read at
  * once, or there is no memory; returns CUDA's error as a negative number. */
 PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
-    PyObject *leaves, *existing, *atoms, *wrappers, *tensors[MOST_FEW];
-    int device_type, device_index;
+    Few few; /* not all zeros: that would take as long as a small copy */
+    few.count = few.made = 0;
+    few.nbytes = 0;
+    PyObject *existing;
+    int device_type;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiKO:move_few", &PyList_Type, &leaves, &atoms, &wrappers, &device_type, &device_index,
-                          &stream, &existing))
+    if (!PyArg_ParseTuple(args, "O!(OO)iiKO:move_few", &PyList_Type, &few.leaves, &few.atoms, &few.wrappers, &device_type,
+                          &few.device_index, &stream, &existing))
         return NULL;
+    few.is_cuda = device_type == 1;
+    few.stream = (void *)(uintptr_t)stream;
     if (existing == Py_None) existing = NULL;
-    Found found[MOST_FEW];
-    Py_ssize_t indexes[MOST_FEW];
-    if (!makes_views() || (device_type == 1 && !has_driver())) Py_RETURN_NONE;
-    if (existing != NULL && (!PyList_Check(existing) || PyList_Size(existing) != PyList_Size(leaves))) Py_RETURN_NONE;
-    int count = find_few(leaves, atoms, wrappers, found, indexes), code = 0, made = 0;
-    if (count == -1) return NULL;
-    if (count <= 0) Py_RETURN_NONE;
-    void *on = (void *)(uintptr_t)stream;
-    if (device_type == 1 && !are_read_at_once(found, count, on)) Py_RETURN_NONE;
-    char *memory = malloc(AT_ONCE_BYTES), *places[MOST_FEW];
-    PyObject *result = NULL;
-    for (; memory != NULL && made < count; made++) {
-        const Found *leaf = &found[made];
-        if (existing == NULL) {
-            tensors[made] =
-                new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, device_type, device_index, &places[made]);
-            if (tensors[made] == NULL) break;
-            continue;
-        }
-        Bytes like = {leaf->dtype, leaf->ndim, leaf->nbytes, leaf->shape, leaf->stride};
-        PyObject *place = PyList_GetItem(existing, indexes[made]);
-        int there = device_type == 1 ? DL_CUDA : DL_CPU;
-        if (leaf->nbytes > AT_ONCE_BYTES || !is_plain_place(place, there, device_index, &like, &places[made])) break;
-        tensors[made] = Py_XNewRef(place);
-    }
-    if (existing != NULL && made == count && !are_disjoint(places, found, count)) Py_DECREF(tensors[--made]);
-    int64_t nbytes = 0;
-    long copies = 0;
-    if (made == count) {
-        PyThreadState *state = device_type == 1 ? PyEval_SaveThread() : NULL;
-        for (int i = 0; i < count && code == 0; i++) {
-            if (found[i].nbytes == 0) continue;
-            if (device_type == 1) {
-                code = copy_at_once(places[i], &found[i], memory, on);
-            } else {
-                memmove(places[i], found[i].data, (size_t)found[i].nbytes);
-            }
-            copies++;
-            nbytes += found[i].nbytes;
-        }
-        if (state != NULL) PyEval_RestoreThread(state);
-        if (code == 0) result = PyList_GetSlice(leaves, 0, PyList_Size(leaves));
-        for (int i = 0; result != NULL && i < count; i++) {
-            if (PyList_SetItem(result, indexes[i], Py_XNewRef(tensors[i])) != 0) Py_CLEAR(result);
-        }
-    }
-    free(memory);
-    for (int i = 0; i < made; i++) Py_DECREF(tensors[i]);
-    if (code != 0) return PyLong_FromLong(-(long)code);
-    if (made < count) Py_RETURN_NONE;
-    return result == NULL ? NULL : Py_BuildValue("(NiLl)", result, count, (long long)nbytes, copies);
+    if (!is_possible(&few, existing)) Py_RETURN_NONE;
+    int result = find_sources(&few);
+    if (result == -1) return NULL;
+    if (result == NOT_PLAIN) Py_RETURN_NONE;
+    bool is_ready = existing == NULL ? make_tensors(&few) : take_existing(&few, existing);
+    PyObject *answer = is_ready ? copy_few(&few) : Py_NewRef(Py_None);
+    for (int i = 0; i < few.made; i++) Py_DECREF(few.tensors[i]);
+    return answer;
 }
