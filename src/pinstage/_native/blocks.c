@@ -368,30 +368,37 @@ static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
     return object;
 }
 
+/* A packed leaf, as a new reference. */
+static PyObject *packed_leaf(const Blocks *self, int64_t index) {
+    const Block *block = &self->blocks[self->block_of[index]];
+    return block->is_leaf ? Py_XNewRef(block->tensor) : view(self, block, row_at(self->table.header, index));
+}
+
+/* The number of leaves that are neither packed nor repeated. */
+static Py_ssize_t count_others(const Header *table) {
+    Py_ssize_t count = 0;
+    for (int64_t i = 0; i < table->rows; i++) {
+        const Row *row = row_at(table, i);
+        count += !is_packed(row) && row->kind != ALIAS;
+    }
+    return count;
+}
+
 /* leaves(others): all leaves of the batch, in order. others: the values of the leaves that are not packed, in order. */
 static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
     Blocks *self = (Blocks *)object;
+    const Header *table = self->table.header;
     if (!PyList_Check(others)) return PyErr_Format(PyExc_TypeError, "the leaves that are not packed are a list");
-    PyObject *leaves = PyList_New((Py_ssize_t)self->table.header->rows);
-    Py_ssize_t other = 0;
-    for (int64_t i = 0; leaves != NULL && i < self->table.header->rows; i++) {
-        const Row *row = row_at(self->table.header, i);
-        PyObject *leaf = NULL;
-        if (is_packed(row)) {
-            const Block *block = &self->blocks[self->block_of[i]];
-            leaf = block->is_leaf ? Py_XNewRef(block->tensor) : view(self, block, row);
-        } else if (row->kind == ALIAS && row->offset >= 0 && row->offset < i) {
-            leaf = Py_XNewRef(PyList_GetItem(leaves, (Py_ssize_t)row->offset));
-        } else if (row->kind != ALIAS && other < PyList_Size(others)) {
-            leaf = Py_XNewRef(PyList_GetItem(others, other++));
-        } else {
-            PyErr_SetString(PyExc_ValueError, "the offset table repeats a leaf that it does not have, or has more others");
-        }
+    if (PyList_Size(others) != count_others(table))
+        return PyErr_Format(PyExc_ValueError, "there are not as many leaves as the offset table does not pack");
+    PyObject *leaves = PyList_New((Py_ssize_t)table->rows);
+    Py_ssize_t next = 0;
+    for (int64_t i = 0; leaves != NULL && i < table->rows; i++) {
+        const Row *row = row_at(table, i);
+        PyObject *leaf = is_packed(row)       ? packed_leaf(self, i)
+                         : row->kind == ALIAS ? Py_XNewRef(PyList_GetItem(leaves, (Py_ssize_t)row->offset))
+                                              : Py_XNewRef(PyList_GetItem(others, next++));
         if (leaf == NULL || PyList_SetItem(leaves, (Py_ssize_t)i, leaf) != 0) Py_CLEAR(leaves);
-    }
-    if (leaves != NULL && other != PyList_Size(others)) {
-        PyErr_SetString(PyExc_ValueError, "more leaves were passed than the offset table says");
-        Py_CLEAR(leaves);
     }
     return leaves;
 }

@@ -70,33 +70,44 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
     return 0;
 }
 
+/* The code of the dtype of a buffer; -1 if it isn't plain. */
+static int dtype_of_buffer(const Py_buffer *buffer) {
+    const unsigned char *format = (const unsigned char *)(buffer->format == NULL ? "B" : buffer->format);
+    bool is_complex = format[0] == 'Z';
+    format += is_complex;
+    bool is_letter = format[0] != 0 && format[0] < 128 && format[1] == 0;
+    int dtype = is_letter ? torch.by_format[format_index((char)format[0], is_complex)] : 255;
+    return dtype != 255 && buffer->itemsize == torch.itemsize[dtype] ? dtype : -1;
+}
+
+/* Read the strides of a buffer, in elements; false if torch has no such strides, or elements aren't aligned. */
+static bool read_strides(const Py_buffer *buffer, int64_t *stride) {
+    if ((uintptr_t)buffer->buf % (uintptr_t)buffer->itemsize != 0) return false;
+    for (int d = 0; d < buffer->ndim; d++) {
+        if (buffer->strides[d] < 0 || buffer->strides[d] % buffer->itemsize != 0) return false;
+        stride[d] = buffer->strides[d] / buffer->itemsize;
+    }
+    return true;
+}
+
 int find_array(PyObject *object, Found *leaf) {
     Py_buffer buffer;
     if (PyObject_GetBuffer(object, &buffer, PyBUF_RECORDS_RO) != 0) {
         PyErr_Clear(); /* such as dates */
         return NOT_PLAIN;
     }
-    int result = NOT_PLAIN;
-    const unsigned char *format = (const unsigned char *)(buffer.format == NULL ? "B" : buffer.format);
-    bool is_complex = format[0] == 'Z';
-    format += is_complex;
-    int dtype = format[0] && format[0] < 128 && !format[1] ? torch.by_format[format_index(format[0], is_complex)] : 255;
-    if (dtype != 255 && buffer.ndim <= MAX_DIMS && buffer.itemsize == torch.itemsize[dtype]) {
-        int64_t shape[MAX_DIMS], stride[MAX_DIMS];
-        bool is_plain = (uintptr_t)buffer.buf % (uintptr_t)buffer.itemsize == 0;
-        for (int d = 0; d < buffer.ndim && is_plain; d++) {
-            shape[d] = buffer.shape[d];
-            stride[d] = buffer.strides[d] / buffer.itemsize;
-            is_plain = buffer.strides[d] >= 0 && buffer.strides[d] % buffer.itemsize == 0;
-        }
+    int64_t shape[MAX_DIMS], stride[MAX_DIMS];
+    int result = NOT_PLAIN, dtype = dtype_of_buffer(&buffer);
+    if (dtype >= 0 && buffer.ndim <= MAX_DIMS && read_strides(&buffer, stride)) {
         leaf->dtype = dtype;
         leaf->ndim = buffer.ndim;
         leaf->data = buffer.buf;
-        if (is_plain) result = arrange(leaf, shape, stride);
-        bool is_empty = result == 0 && leaf->nbytes == 0;
-        if (is_empty) set_contiguous(leaf->ndim, leaf->shape, leaf->stride); /* the buffer's may be 0 */
+        for (int d = 0; d < buffer.ndim; d++) shape[d] = buffer.shape[d];
+        result = arrange(leaf, shape, stride);
     }
     PyBuffer_Release(&buffer);
+    bool is_empty = result == 0 && leaf->nbytes == 0;
+    if (is_empty) set_contiguous(leaf->ndim, leaf->shape, leaf->stride); /* the buffer's strides may be 0 */
     return result;
 }
 
@@ -232,75 +243,105 @@ static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
     __builtin_prefetch(tensor + 128);
 }
 
+typedef struct {
+    PyObject *leaves, *atoms, *plainly; /* see `pinstage._batch._describe` */
+    int device_type, device_id, arrays;
+    bool are_plain; /* whether tensors have no tangents of forward-mode AD */
+    Py_ssize_t count;
+    Growing made;
+    Met met;
+    PyObject *kept;
+    Figures sum;
+} Describing;
+
+/* Whether a leaf stays as it is, by its type alone; -1 with an error. */
+static int is_atom(const Describing *self, PyTypeObject *type) {
+    if (type == torch.tensor || type == torch.array) return 0;
+    return PySet_Contains(self->atoms, (PyObject *)type);
+}
+
+/* Describe a leaf that isn't an atom, here or in Python; -1 with an error. */
+static int describe_leaf(const Describing *self, PyObject *object, Py_ssize_t index, Found *leaf) {
+    PyTypeObject *type = Py_TYPE(object);
+    int result = NOT_PLAIN;
+    if (type == torch.tensor && self->are_plain) {
+        result = find_tensor(object, self->device_type, self->device_id, leaf);
+    } else if (type == torch.array && self->arrays) {
+        result = find_array(object, leaf);
+    }
+    return result == NOT_PLAIN ? ask(self->plainly, object, index, self->kept, leaf) : result;
+}
+
+/* Fill in the row of a leaf that isn't repeated, and its source; false with an error. */
+static bool fill_row(Describing *self, Row *row, int64_t *source, const Found *leaf) {
+    row->kind = (uint8_t)leaf->kind;
+    row->dtype = (uint8_t)leaf->dtype;
+    row->nbytes = leaf->nbytes;
+    bool is_counted = add_row(&self->sum, row);
+    if (!is_packed(row)) return true;
+    size_t sizes = sizeof(int64_t) * (size_t)leaf->ndim;
+    row->ndim = (uint8_t)leaf->ndim;
+    memcpy(row->sizes, leaf->shape, sizes);
+    memcpy(row->sizes + self->made.table->width, leaf->stride, sizes);
+    source[0] = (int64_t)(uintptr_t)leaf->data;
+    if (leaf->kind == STRIDED) memcpy(source + 1, leaf->source_stride, sizes);
+    bool fits = leaf->nbytes <= INT64_MAX / 4 && self->sum.payload - leaf->nbytes <= INT64_MAX / 4;
+    return (is_counted && fits) || fail(PyExc_OverflowError, "batch is larger than any memory");
+}
+
+/* Add the row of a leaf; false with an error. */
+static bool add_leaf(Describing *self, Py_ssize_t index) {
+    Growing *made = &self->made;
+    PyObject *object = PyList_GetItem(self->leaves, index);
+    int stays = object == NULL ? -1 : is_atom(self, Py_TYPE(object));
+    if (stays < 0) return false;
+    Found leaf; /* not all zeros, for speed */
+    leaf.kind = OTHER;
+    leaf.dtype = leaf.ndim = 0;
+    leaf.nbytes = 0;
+    leaf.data = NULL;
+    int64_t first = stays ? index : met_first(&self->met, object, index);
+    bool is_new = first == index;
+    if (is_new && !stays && describe_leaf(self, object, index, &leaf) != 0) return false;
+    if (leaf.ndim > made->table->width && !widen(made, self->count, leaf.ndim)) return false;
+    Row *row = row_at(made->table, index);
+    row->offset = -1;
+    made->filled = index + 1;
+    if (is_new || row_at(made->table, first)->kind == OTHER) /* objects that aren't tensors may repeat */
+        return fill_row(self, row, source_at(made, index), &leaf);
+    row->kind = ALIAS;
+    row->offset = first;
+    return true;
+}
+
+/* Place all rows; return what `describe` returns. */
+static PyObject *place_leaves(Describing *self) {
+    int64_t *order = malloc(sizeof(int64_t) * (size_t)(self->sum.packed + 1));
+    if (order == NULL) return PyErr_NoMemory();
+    place_rows(self->made.table, order);
+    free(order);
+    PyObject *figures = figures_of(self->made.data, self->made.table, &self->sum);
+    return Py_BuildValue("(NOO)", figures, self->made.addresses, self->kept);
+}
+
 /* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see `pinstage._batch._describe`. */
 PyObject *describe(UNUSED PyObject *module, PyObject *args) {
-    PyObject *leaves, *atoms, *plainly;
-    int device_type, device_id, arrays;
-    if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &leaves, &atoms, &plainly, &device_type, &device_id,
-                          &arrays))
+    Describing self = {NULL};
+    if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &self.leaves, &self.atoms, &self.plainly, &self.device_type,
+                          &self.device_id, &self.arrays))
         return NULL;
-    bool are_plain = !may_be_dual();
-    Py_ssize_t count = PyList_Size(leaves);
-    Growing made = {NULL};
-    Met met = {NULL, 0};
-    int64_t *order = NULL;
-    PyObject *kept = PyList_New(0), *result = NULL;
-    Found leaf;
-    Figures sum = {0};
-    if (kept == NULL || !met_new(&met, count) || !widen(&made, count, 1)) goto done;
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *object = PyList_GetItem(leaves, i);
-        if (object == NULL) goto done;
-        look_ahead(leaves, count, i);
-        PyTypeObject *type = Py_TYPE(object);
-        leaf.kind = leaf.dtype = leaf.ndim = 0; /* OTHER */
-        leaf.nbytes = 0;
-        leaf.data = NULL;
-        bool is_data = type == torch.tensor || type == torch.array;
-        int is_atom = is_data ? 0 : PySet_Contains(atoms, (PyObject *)type), found = is_atom == 1 ? 0 : NOT_PLAIN;
-        if (is_atom < 0) goto done;
-        int64_t first = is_atom ? i : met_first(&met, object, i);
-        if (first != i) {
-            found = 0;
-        } else if (type == torch.tensor && are_plain) {
-            found = find_tensor(object, device_type, device_id, &leaf);
-        } else if (type == torch.array && arrays) {
-            found = find_array(object, &leaf);
-        }
-        if (found == NOT_PLAIN) found = ask(plainly, object, i, kept, &leaf);
-        if (found != 0) goto done;
-        if (leaf.ndim > made.table->width && !widen(&made, count, leaf.ndim)) goto done;
-        Row *row = row_at(made.table, i);
-        int64_t *source = source_at(&made, i);
-        made.filled = i + 1;
-        row->offset = -1;
-        if (first != i && row_at(made.table, first)->kind != OTHER) { /* objects that aren't tensors may repeat */
-            row->kind = ALIAS;
-            row->offset = first;
-            continue;
-        }
-        row->kind = (uint8_t)leaf.kind;
-        row->dtype = (uint8_t)leaf.dtype;
-        row->nbytes = leaf.nbytes;
-        bool is_counted = add_row(&sum, row);
-        if (!is_packed(row)) continue;
-        row->ndim = (uint8_t)leaf.ndim;
-        memcpy(row->sizes, leaf.shape, sizeof(int64_t) * (size_t)leaf.ndim);
-        memcpy(row->sizes + made.table->width, leaf.stride, sizeof(int64_t) * (size_t)leaf.ndim);
-        source[0] = (int64_t)(uintptr_t)leaf.data;
-        if (leaf.kind == STRIDED) memcpy(source + 1, leaf.source_stride, sizeof(int64_t) * (size_t)leaf.ndim);
-        bool fits = is_counted && leaf.nbytes <= INT64_MAX / 4 && sum.payload - leaf.nbytes <= INT64_MAX / 4;
-        if (!fits && !fail(PyExc_OverflowError, "batch is larger than any memory")) goto done;
+    self.are_plain = !may_be_dual();
+    self.count = PyList_Size(self.leaves);
+    self.kept = PyList_New(0);
+    bool is_good = self.kept != NULL && met_new(&self.met, self.count) && widen(&self.made, self.count, 1);
+    for (Py_ssize_t i = 0; i < self.count && is_good; i++) {
+        look_ahead(self.leaves, self.count, i);
+        is_good = add_leaf(&self, i);
     }
-    order = malloc(sizeof(int64_t) * (size_t)(sum.packed + 1));
-    if (order == NULL && !no_memory()) goto done;
-    place_rows(made.table, order);
-    result = Py_BuildValue("(NOO)", figures_of(made.data, made.table, &sum), made.addresses, kept);
-done:
-    Py_XDECREF(kept);
-    free(order);
-    free(met.places);
-    growing_end(&made);
+    PyObject *result = is_good ? place_leaves(&self) : NULL;
+    Py_XDECREF(self.kept);
+    free(self.met.places);
+    growing_end(&self.made);
     return result;
 }
 
@@ -308,6 +349,8 @@ done:
 
 typedef struct {
     int64_t count, nbytes; /* nbytes: of all */
+    int dtype;
+    int32_t ndim;
     int64_t shape[MAX_DIMS];
     Leaf leaves[]; /* followed by the stride of each */
 } Stack;
@@ -316,50 +359,74 @@ static const char STACK[] = "pinstage.Stack";
 
 static void stack_end(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, STACK)); }
 
+static size_t stride_bytes(const Found *leaf) { return sizeof(int64_t) * (size_t)leaf->ndim; }
+
+/* A stack of samples like the first one, without any yet; NULL with an error. */
+static Stack *stack_new(const Found *first, Py_ssize_t count) {
+    Stack *stack = malloc(sizeof *stack + (sizeof(Leaf) + stride_bytes(first)) * (size_t)count);
+    if (stack == NULL) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    stack->count = count;
+    stack->nbytes = first->nbytes * count;
+    stack->dtype = first->dtype;
+    stack->ndim = first->ndim;
+    memcpy(stack->shape, first->shape, stride_bytes(first));
+    return stack;
+}
+
+static bool is_like_first(const Stack *stack, const Found *leaf) {
+    if (leaf->dtype != stack->dtype || leaf->ndim != stack->ndim) return false;
+    return memcmp(leaf->shape, stack->shape, stride_bytes(leaf)) == 0;
+}
+
+static void set_sample(Stack *stack, Py_ssize_t index, const Found *leaf) {
+    int64_t *stride = (int64_t *)(stack->leaves + stack->count) + index * leaf->ndim;
+    /* A dense sample may be permuted; in the stack it is contiguous. */
+    bool strided = leaf->kind == STRIDED || !is_contiguous(leaf->ndim, leaf->shape, leaf->stride);
+    memcpy(stride, leaf->kind == STRIDED ? leaf->source_stride : leaf->stride, stride_bytes(leaf));
+    stack->leaves[index] = (Leaf){.source = leaf->data,
+                                  .offset = index * leaf->nbytes,
+                                  .nbytes = leaf->nbytes,
+                                  .ndim = leaf->ndim,
+                                  .shape = stack->shape,
+                                  .strides = strided ? stride : NULL,
+                                  .itemsize = torch.itemsize[leaf->dtype]};
+}
+
+/* Describe a sample, which the caller's list keeps. Returns what `find_tensor` returns. */
+static int find_sample(PyObject *samples, Py_ssize_t index, Found *leaf) {
+    PyObject *sample = PySequence_GetItem(samples, index);
+    if (sample == NULL) return -1;
+    int result = Py_TYPE(sample) == torch.tensor ? find_tensor(sample, DL_CPU, 0, leaf) : NOT_PLAIN;
+    Py_DECREF(sample);
+    return result;
+}
+
+/* Add a sample; the first one makes the stack. Returns what `find_tensor` returns. */
+static int add_sample(Stack **stack, PyObject *samples, Py_ssize_t index, Py_ssize_t count) {
+    Found leaf;
+    int result = find_sample(samples, index, &leaf);
+    if (result != 0) return result;
+    if (leaf.nbytes > INT64_MAX / count) return NOT_PLAIN;
+    if (index == 0) *stack = stack_new(&leaf, count);
+    if (*stack == NULL) return -1;
+    if (!is_like_first(*stack, &leaf)) return NOT_PLAIN;
+    set_sample(*stack, index, &leaf);
+    return 0;
+}
+
 /* alike(samples): what `stack` needs, for plain CPU tensors of one dtype and shape; None if they aren't. */
 PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
     Py_ssize_t count = PySequence_Size(samples);
     if (count < 0) return NULL;
-    Found leaf;
     Stack *stack = NULL;
-    int64_t *stride = NULL;
-    int dtype = -1, found = may_be_dual() ? NOT_PLAIN : 0;
-    for (Py_ssize_t i = 0; i < count && found == 0; i++) {
-        PyObject *sample = PySequence_GetItem(samples, i);
-        found = sample == NULL ? -1 : Py_TYPE(sample) == torch.tensor ? find_tensor(sample, DL_CPU, 0, &leaf) : NOT_PLAIN;
-        Py_XDECREF(sample); /* the caller's list keeps it */
-        if (found != 0) break;
-        size_t sizes = sizeof(int64_t) * (size_t)leaf.ndim;
-        if (i == 0) {
-            stack = malloc(sizeof *stack + (sizeof(Leaf) + sizes) * (size_t)count);
-            if (stack == NULL) return PyErr_NoMemory();
-            stack->count = count;
-            if (__builtin_mul_overflow(leaf.nbytes, count, &stack->nbytes)) found = NOT_PLAIN;
-            memcpy(stack->shape, leaf.shape, sizes);
-            stride = (int64_t *)(stack->leaves + count);
-            dtype = leaf.dtype;
-            stack->leaves[0].ndim = leaf.ndim;
-        }
-        if (leaf.dtype != dtype || leaf.ndim != stack->leaves[0].ndim || memcmp(leaf.shape, stack->shape, sizes)) {
-            found = NOT_PLAIN;
-        }
-        if (found != 0) break;
-        /* A dense sample may be permuted; in the stack it is contiguous. */
-        bool strided = leaf.kind == STRIDED || !is_contiguous(leaf.ndim, leaf.shape, leaf.stride);
-        stack->leaves[i] = (Leaf){.source = leaf.data,
-                                  .offset = i * leaf.nbytes,
-                                  .nbytes = leaf.nbytes,
-                                  .ndim = leaf.ndim,
-                                  .shape = stack->shape,
-                                  .strides = strided ? stride : NULL,
-                                  .itemsize = torch.itemsize[dtype]};
-        memcpy(stride, leaf.kind == STRIDED ? leaf.source_stride : leaf.stride, sizes);
-        stride += leaf.ndim;
-    }
-    PyObject *capsule = found == 0 && stack != NULL ? PyCapsule_New(stack, STACK, stack_end) : NULL;
-    if (capsule != NULL) return capsule;
-    free(stack);
-    if (PyErr_Occurred()) return NULL;
+    int result = count == 0 || may_be_dual() ? NOT_PLAIN : 0;
+    for (Py_ssize_t i = 0; i < count && result == 0; i++) result = add_sample(&stack, samples, i, count);
+    PyObject *capsule = result == 0 ? PyCapsule_New(stack, STACK, stack_end) : NULL;
+    if (capsule == NULL) free(stack);
+    if (capsule != NULL || PyErr_Occurred()) return capsule;
     Py_RETURN_NONE;
 }
 
