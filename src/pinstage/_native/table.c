@@ -36,23 +36,28 @@ bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
     return true;
 }
 
+/* The bytes of a row's shape; -1 if a size or a stride is negative, or there are more than can be counted. */
+static int64_t bytes_of(const Row *row, int64_t width, int64_t itemsize) {
+    bool is_empty = false, overflows = false;
+    int64_t bytes = itemsize;
+    for (int d = 0; d < row->ndim; d++) {
+        int64_t size = row->sizes[d], stride = row->sizes[width + d];
+        if (size < 0 || stride < 0) return -1;
+        is_empty = is_empty || size == 0;
+        overflows = overflows || __builtin_mul_overflow(bytes, size, &bytes);
+    }
+    if (is_empty) return 0;
+    return overflows ? -1 : bytes;
+}
+
 /* Whether a packed row's size, shape and strides agree, and its leaf is in a slab of `nbytes`. A tensor made from the
  * row has exactly the bytes of the row: a stride that repeats elements would make a smaller one. */
 static bool is_in_slab(const Row *row, int64_t width, int64_t nbytes) {
     int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0; /* a power of two */
-    if (itemsize == 0 || row->ndim > width || row->offset < 0 || row->offset > nbytes) return false;
-    const int64_t *shape = row->sizes, *stride = row->sizes + width;
-    bool is_empty = false, overflows = false;
-    int64_t bytes = itemsize;
-    for (int d = 0; d < row->ndim; d++) {
-        if (shape[d] < 0 || stride[d] < 0) return false;
-        is_empty = is_empty || shape[d] == 0;
-        overflows = overflows || __builtin_mul_overflow(bytes, shape[d], &bytes);
-    }
-    if ((row->offset & (itemsize - 1)) != 0) return false;
-    if (is_empty) return row->nbytes == 0;
-    bool has_room = !overflows && row->nbytes == bytes && bytes <= nbytes - row->offset;
-    return has_room && is_dense(row->ndim, shape, stride);
+    if (itemsize == 0 || row->ndim > width) return false;
+    if (row->nbytes < 0 || row->nbytes != bytes_of(row, width, itemsize)) return false;
+    if (row->offset < 0 || (row->offset & (itemsize - 1)) != 0 || row->offset > nbytes - row->nbytes) return false;
+    return row->nbytes == 0 || is_dense(row->ndim, row->sizes, row->sizes + width);
 }
 
 /* Whether a table may have such a row. Rows may overlap nevertheless. */
@@ -143,7 +148,7 @@ static int64_t first_overlap(const Table *self) {
     return -1;
 }
 
-/* Sort the packed rows by their offsets; return a row that overlaps another, or -1. */
+/* Sort the packed rows by their offsets; return the number of a row that overlaps another, or -1. */
 static int64_t sort_rows(Table *self) {
     self->packed = rows_by_key(self->header, self->order);
     if (first_overlap(self) < 0) return -1; /* as `place_rows` placed them */
