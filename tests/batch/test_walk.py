@@ -195,6 +195,9 @@ WRONG_NODES = {
     "no plain object": [(6, 1, Told, ("a",)), LEAF_NODE],
     "functions of a named tuple": [(7, 1, Pair, None), LEAF_NODE],
     "no class": [(7, 1, [], None), LEAF_NODE],
+    "a list that is a tuple": [(2, 1, tuple, None), LEAF_NODE],
+    "a dict that is a list": [(1, 0, list, ())],
+    "more levels than a batch has": [(2, 1, list, None)] * 1001 + [LEAF_NODE],
     "too short": [(0, 0)],
     "no tuple": [0],
 }

@@ -188,40 +188,58 @@ static PyObject *dict_of(int32_t op, PyObject *object) {
     return op == DICT ? Py_XNewRef(object) : PyObject_GenericGetDict(object, NULL);
 }
 
-static int find_dict(Walk *walk, int32_t op, PyObject *object, PyObject *type, PyObject *handler) {
-    PyObject *key, *values = NULL, *names = NULL, *dict = dict_of(op, object);
-    Py_ssize_t count = 0, node, at = 0;
-    bool is_text = true;
-    int result = FAILED;
-    if (dict == NULL) return FAILED;
+/* A dict's items, taken out of it. */
+typedef struct {
+    PyObject *keys, *values; /* a tuple, and a list; NULL with an error */
+    Py_ssize_t count;
+    bool are_text; /* the keys */
+} Items;
+
+static Items items_of(PyObject *dict) {
+    Items items = {NULL, NULL, 0, true};
+    Py_ssize_t at = 0;
+    PyObject *key;
     do { /* making either may run a finaliser that changes the dict */
-        Py_XDECREF(names);
-        Py_XDECREF(values);
-        count = PyDict_Size(dict);
-        names = PyTuple_New(count);
-        values = names == NULL ? NULL : PyDict_Values(dict);
-    } while (values != NULL && PyList_Size(values) != count);
-    if (values == NULL) goto done;
-    for (Py_ssize_t i = 0; i < count && PyDict_Next(dict, &at, &key, NULL); i++) {
-        is_text = is_text && Py_TYPE(key) == &PyUnicode_Type;
-        PyTuple_SetItem(names, i, Py_XNewRef(key));
+        Py_XDECREF(items.keys);
+        Py_XDECREF(items.values);
+        items.count = PyDict_Size(dict);
+        items.keys = PyTuple_New(items.count);
+        items.values = items.keys == NULL ? NULL : PyDict_Values(dict);
+    } while (items.values != NULL && PyList_Size(items.values) != items.count);
+    if (items.values == NULL) return items;
+    for (Py_ssize_t i = 0; i < items.count && PyDict_Next(dict, &at, &key, NULL); i++) {
+        items.are_text = items.are_text && Py_TYPE(key) == &PyUnicode_Type;
+        PyTuple_SetItem(items.keys, i, Py_NewRef(key));
     }
-    if (op == DICT && !is_text) {
+    return items;
+}
+
+/* Add the node of a DICT or an INSTANCE, and visit its values. */
+static int find_items(Walk *walk, int32_t op, const Items *items, PyObject *type, PyObject *handler) {
+    Py_ssize_t node = add_node(walk->self, op, items->count, type, handler, items->keys);
+    if (node < 0) return FAILED;
+    const int32_t *order = walk->self->nodes[node].order; /* the nodes may move */
+    int result = KNOWN;
+    for (Py_ssize_t i = 0; i < items->count && result == KNOWN; i++) {
+        result = find(walk, PyList_GetItem(items->values, order == NULL ? i : order[i]));
+    }
+    return result;
+}
+
+static int find_dict(Walk *walk, int32_t op, PyObject *object, PyObject *type, PyObject *handler) {
+    PyObject *dict = dict_of(op, object);
+    if (dict == NULL) return FAILED;
+    Items items = items_of(dict);
+    int result = FAILED;
+    if (items.values != NULL && op == DICT && !items.are_text) {
         PyObject *other = handler_of(walk->handlers, type);
         result = other == NULL ? FAILED : find_custom(walk, dict, type, other);
         Py_XDECREF(other);
-        goto done;
+    } else if (items.values != NULL) {
+        result = find_items(walk, op, &items, type, handler);
     }
-    node = add_node(walk->self, op, count, type, handler, names);
-    if (node < 0) goto done;
-    result = KNOWN;
-    const int32_t *order = walk->self->nodes[node].order; /* the nodes may move */
-    for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
-        result = find(walk, PyList_GetItem(values, order == NULL ? i : order[i]));
-    }
-done:
-    Py_XDECREF(names);
-    Py_XDECREF(values);
+    Py_XDECREF(items.keys);
+    Py_XDECREF(items.values);
     Py_DECREF(dict);
     return result;
 }
@@ -293,22 +311,35 @@ enum { FEW = 64 }; /* values of a dict that have room on the stack */
 
 static inline int follow(Walk *walk, PyObject *object);
 
-static int follow_dict(Walk *walk, const Node *node, PyObject *object) {
-    Py_ssize_t count = node->number, at = 0, found = 0;
-    PyObject *few[FEW], **values = count <= FEW ? few : malloc(sizeof(PyObject *) * (size_t)count);
-    PyObject *key, *value, *dict = values == NULL ? PyErr_NoMemory() : dict_of(node->op, object);
-    int result = dict == NULL ? FAILED : PyDict_Size(dict) == count ? KNOWN : UNKNOWN;
-    while (result == KNOWN && found < count && PyDict_Next(dict, &at, &key, &value)) {
-        PyObject *expected = PyTuple_GetItem(node->keys, found);
-        if (key != expected &&
-            (Py_TYPE(key) != &PyUnicode_Type || Py_TYPE(expected) != &PyUnicode_Type || PyUnicode_Compare(key, expected) != 0))
-            result = UNKNOWN;
-        values[found++] = Py_XNewRef(value);
+/* Whether keys of two dicts are the same text; others need only be the same object. */
+static inline bool is_same_key(PyObject *one, PyObject *other) {
+    if (one == other) return true;
+    if (Py_TYPE(one) != &PyUnicode_Type || Py_TYPE(other) != &PyUnicode_Type) return false;
+    return PyUnicode_Compare(one, other) == 0;
+}
+
+/* Take the values of a dict, held, as long as its keys are those of a node, in that order; return how many. */
+static Py_ssize_t take_values(const Node *node, PyObject *dict, PyObject **values) {
+    Py_ssize_t at = 0, taken = 0;
+    PyObject *key, *value;
+    while (taken < node->number && PyDict_Next(dict, &at, &key, &value)) {
+        if (!is_same_key(key, PyTuple_GetItem(node->keys, taken))) break;
+        values[taken++] = Py_NewRef(value);
     }
+    return taken;
+}
+
+static int follow_dict(Walk *walk, const Node *node, PyObject *object) {
+    Py_ssize_t count = node->number;
+    PyObject *few[FEW], **values = count <= FEW ? few : malloc(sizeof(PyObject *) * (size_t)count);
+    PyObject *dict = values == NULL ? PyErr_NoMemory() : dict_of(node->op, object);
+    bool has_size = dict != NULL && PyDict_Size(dict) == count;
+    Py_ssize_t taken = has_size ? take_values(node, dict, values) : 0;
+    int result = dict == NULL ? FAILED : has_size && taken == count ? KNOWN : UNKNOWN;
     for (Py_ssize_t i = 0; i < count && result == KNOWN; i++) {
         result = follow(walk, values[place_of(node, i)]);
     }
-    for (Py_ssize_t i = 0; i < found; i++) Py_DECREF(values[i]);
+    for (Py_ssize_t i = 0; i < taken; i++) Py_DECREF(values[i]);
     if (values != few) free(values);
     Py_XDECREF(dict);
     return result;
@@ -347,37 +378,57 @@ static PyObject *structure_leaves(PyObject *object, PyObject *args) {
 
 /* -- put together ------------------------------------------------------------------------------------------------------- */
 
-static PyObject *build(const Structure *self, Py_ssize_t *next, PyObject *leaves, PyObject **met) {
-    const Node *node = &self->nodes[(*next)++];
+typedef struct {
+    const Structure *self;
+    Py_ssize_t next; /* the node to build */
+    PyObject *leaves;
+    PyObject *met; /* as in `Walk` */
+} Building;
+
+static PyObject *build(Building *building);
+
+/* The children of a node: a list for a LIST, else a tuple. */
+static PyObject *build_children(Building *building, const Node *node) {
     Py_ssize_t count = node->number;
-    if (node->op == LEAF) return Py_XNewRef(PyList_GetItem(leaves, count));
-    if (node->op == NOTHING) Py_RETURN_NONE;
     bool is_list = node->op == LIST;
-    PyObject *items = is_list ? PyList_New(count) : PyTuple_New(count), *result = NULL, *dict = NULL;
-    for (Py_ssize_t i = 0; items != NULL && i < count; i++) {
-        PyObject *child = build(self, next, leaves, met);
-        Py_ssize_t place = place_of(node, i);
-        if (child == NULL || (is_list ? PyList_SetItem(items, i, child) : PyTuple_SetItem(items, place, child)) != 0) {
-            Py_CLEAR(items);
-        }
+    PyObject *children = is_list ? PyList_New(count) : PyTuple_New(count);
+    for (Py_ssize_t i = 0; children != NULL && i < count; i++) {
+        PyObject *child = build(building);
+        if (child == NULL ||
+            (is_list ? PyList_SetItem(children, i, child) : PyTuple_SetItem(children, place_of(node, i), child)) != 0)
+            Py_CLEAR(children);
     }
-    if (items == NULL || is_list || node->op == TUPLE) return items;
+    return children;
+}
+
+/* A DICT or an INSTANCE with these values. */
+static PyObject *build_dict(const Node *node, PyObject *values) {
+    PyObject *made = node->op == DICT ? PyDict_New() : PyObject_CallObject(node->handler, NULL);
+    PyObject *dict = made == NULL ? NULL : dict_of(node->op, made);
+    bool is_good = dict != NULL;
+    for (Py_ssize_t i = 0; i < node->number && is_good; i++) {
+        is_good = PyDict_SetItem(dict, PyTuple_GetItem(node->keys, i), PyTuple_GetItem(values, i)) == 0;
+    }
+    Py_XDECREF(dict);
+    if (!is_good) Py_CLEAR(made);
+    return made;
+}
+
+static PyObject *build(Building *building) {
+    const Node *node = &building->self->nodes[building->next++];
+    if (node->op == LEAF) return Py_XNewRef(PyList_GetItem(building->leaves, node->number));
+    if (node->op == NOTHING) Py_RETURN_NONE;
+    PyObject *children = build_children(building, node), *made;
+    if (children == NULL || node->op == LIST || node->op == TUPLE) return children;
     if (node->op == NAMED) {
-        result = PyObject_CallObject(node->type, items);
+        made = PyObject_CallObject(node->type, children);
     } else if (node->op == CUSTOM) {
-        result = call(node->handler, 1, PyTuple_GetItem(node->keys, 0), items, met);
+        made = call(node->handler, 1, PyTuple_GetItem(node->keys, 0), children, &building->met);
     } else {
-        result = node->op == DICT ? PyDict_New() : PyObject_CallObject(node->handler, NULL);
-        dict = result == NULL ? NULL : dict_of(node->op, result);
-        bool failed = dict == NULL;
-        for (Py_ssize_t i = 0; i < count && !failed; i++) {
-            failed = PyDict_SetItem(dict, PyTuple_GetItem(node->keys, i), PyTuple_GetItem(items, i)) != 0;
-        }
-        Py_XDECREF(dict);
-        if (failed) Py_CLEAR(result);
+        made = build_dict(node, children);
     }
-    Py_DECREF(items);
-    return result;
+    Py_DECREF(children);
+    return made;
 }
 
 /* rebuild(leaves): a batch of this structure. */
@@ -385,9 +436,9 @@ static PyObject *structure_rebuild(PyObject *object, PyObject *leaves) {
     Structure *self = (Structure *)object;
     if (!PyList_Check(leaves) || PyList_Size(leaves) != self->leaves)
         return PyErr_Format(PyExc_ValueError, "a structure is rebuilt from a list of all its leaves");
-    Py_ssize_t next = 0;
-    PyObject *met = NULL, *result = build(self, &next, leaves, &met);
-    Py_XDECREF(met);
+    Building building = {self, 0, leaves, NULL};
+    PyObject *result = build(&building);
+    Py_XDECREF(building.met);
     return result;
 }
 
@@ -444,38 +495,77 @@ static PyObject *structure_nodes(PyObject *object, UNUSED PyObject *nothing) {
     return nodes;
 }
 
+/* The containers whose children are being restored. */
+typedef struct {
+    Structure *self;
+    PyObject *handlers;
+    int depth;               /* -1 when all nodes are there */
+    int left[MOST_DEEP + 1]; /* how many children are to come, of each container */
+} Restoring;
+
+/* Count a node among the children of its container; false if it has none, or is nested too deeply. */
+static bool enter(Restoring *restoring, int number) {
+    if (restoring->depth < 0) return false;
+    restoring->left[restoring->depth]--;
+    if (number > 0) {
+        if (restoring->depth == MOST_DEEP) return false;
+        restoring->left[++restoring->depth] = number;
+    }
+    while (restoring->depth >= 0 && restoring->left[restoring->depth] == 0) restoring->depth--;
+    return true;
+}
+
+/* Whether a node's type is the one of its operation. The types of others have handlers, which are checked. */
+static bool fits_type(int op, PyObject *type) {
+    if (op == DICT) return type == (PyObject *)&PyDict_Type;
+    if (op == LIST) return type == (PyObject *)&PyList_Type;
+    return op != TUPLE || type == (PyObject *)&PyTuple_Type;
+}
+
+static bool fits_handler(int op, PyObject *handler) {
+    if (op == NAMED) return handler == Py_True;
+    return op == CUSTOM ? PyTuple_Check(handler) : !PyTuple_Check(handler) && PyCallable_Check(handler);
+}
+
+static inline bool has_keys(int op) { return op == DICT || op >= INSTANCE; }
+
+static bool fits_keys(int op, int number, PyObject *keys) {
+    return !has_keys(op) || (PyTuple_Check(keys) && PyTuple_Size(keys) == (op == CUSTOM ? 2 : number));
+}
+
+/* Append the node of a container; false if it isn't valid, with or without an error. */
+static bool restore_container(Restoring *restoring, int op, int number, PyObject *type, PyObject *keys) {
+    if (!fits_type(op, type) || !fits_keys(op, number, keys)) return false;
+    PyObject *handler = op < NAMED ? NULL : handler_of(restoring->handlers, type);
+    bool fits = op < NAMED || (handler != NULL && fits_handler(op, handler));
+    fits = fits && add_node(restoring->self, op, number, type, handler, has_keys(op) ? keys : NULL) >= 0;
+    if (op == CUSTOM) restoring->self->is_native = false;
+    Py_XDECREF(handler);
+    return fits && !PyErr_Occurred();
+}
+
 /* Append a node; false if it isn't valid, with or without an error. */
-static bool restore_node(Structure *self, PyObject *node, PyObject *handlers, int64_t *open) {
+static bool restore_node(Restoring *restoring, PyObject *node) {
     int op, number;
-    PyObject *type, *keys, *handler = NULL;
+    PyObject *type, *keys;
+    Structure *self = restoring->self;
     if (!PyTuple_Check(node) || !PyArg_ParseTuple(node, "iiOO", &op, &number, &type, &keys)) return false;
-    if (*open <= 0 || op < LEAF || op > CUSTOM || number < 0) return false;
-    *open += number - 1;
+    if (op < LEAF || op > CUSTOM || number < 0 || !enter(restoring, number)) return false;
     if (op == LEAF) return number == 0 && add_node(self, op, self->leaves++, NULL, NULL, NULL) >= 0;
     if (op == NOTHING) return number == 0 && add_node(self, op, 0, NULL, NULL, NULL) >= 0;
-    bool has_keys = op == DICT || op >= INSTANCE;
-    if (has_keys && !(PyTuple_Check(keys) && PyTuple_Size(keys) == (op == CUSTOM ? 2 : number))) return false;
-    if (op >= NAMED && (handler = handler_of(handlers, type)) == NULL) return false;
-    bool fits = op < NAMED || (op == NAMED              ? handler == Py_True
-                               : PyTuple_Check(handler) ? op == CUSTOM
-                                                        : op == INSTANCE && PyCallable_Check(handler));
-    fits = fits && add_node(self, op, number, type, handler, has_keys ? keys : NULL) >= 0 && !PyErr_Occurred();
-    self->is_native = self->is_native && op != CUSTOM;
-    Py_XDECREF(handler);
-    return fits;
+    return restore_container(restoring, op, number, type, keys);
 }
 
 /* restore(nodes, handlers): the structure that has these nodes. */
 static PyObject *structure_restore(PyObject *type, PyObject *args) {
-    PyObject *nodes, *handlers;
-    int64_t open = 1; /* how many nodes are to come */
-    if (!PyArg_ParseTuple(args, "O!O!:restore", &PyList_Type, &nodes, &PyDict_Type, &handlers)) return NULL;
-    Structure *self = structure_new(type);
-    bool fits = self != NULL;
-    for (Py_ssize_t i = 0; fits && i < PyList_Size(nodes); i++)
-        fits = restore_node(self, PyList_GetItem(nodes, i), handlers, &open);
-    if (fits && open == 0) return (PyObject *)self;
-    Py_XDECREF((PyObject *)self);
+    Restoring restoring = {.left = {1}};
+    PyObject *nodes;
+    if (!PyArg_ParseTuple(args, "O!O!:restore", &PyList_Type, &nodes, &PyDict_Type, &restoring.handlers)) return NULL;
+    restoring.self = structure_new(type);
+    bool fits = restoring.self != NULL;
+    for (Py_ssize_t i = 0; fits && i < PyList_Size(nodes); i++) fits = restore_node(&restoring, PyList_GetItem(nodes, i));
+    if (fits && restoring.depth < 0) return (PyObject *)restoring.self;
+    Py_XDECREF((PyObject *)restoring.self);
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "these are not the nodes of a structure");
     return NULL;
 }
