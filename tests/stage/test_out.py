@@ -213,7 +213,7 @@ def test_at_most_two_groups_are_on_the_device(make_stager, monkeypatch):
         return made
 
     monkeypatch.setattr(Target, "blocks", counted)
-    sources = [numbers(torch.float32, (7, 300, 2), seed) for seed in range(3)] + [torch.ones(3)]
+    sources = [numbers(torch.float32, (7, 300, 2), seed) for seed in range(8)] + [torch.ones(3)]
     places = [torch.empty(source.shape, dtype=torch.float64) for source in sources]
     make_stager("1MiB").to_device(sources, out=places)
     assert all(bool((place == source).all()) for place, source in zip(places, sources, strict=True))
@@ -520,7 +520,7 @@ def test_a_timeout_between_groups_names_written_destinations(make_stager, monkey
     leases = itertools.count()
 
     def fail_later(nbytes, **options):
-        if next(leases) == 2:
+        if next(leases) == 3:
             stager.pool.trim()
             options["timeout"] = 0
             nbytes += 4 * MIB

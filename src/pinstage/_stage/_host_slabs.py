@@ -54,11 +54,15 @@ class HostSlabs:
         if not self.is_open():
             check_open(self.pool)
 
-    def lease(self, nbytes: int) -> Lease:
+    def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
         """Lease a slab, or a smaller one if page-locking is refused. Blocks while the pool is at its cap.
 
         A smaller slab has at least `LEAST_SLAB_BYTES`. If not even that can be page-locked, the slab is pageable, and
         has `nbytes`.
+
+        Args:
+            nbytes: its size.
+            timeout: the most seconds to wait; None is that of these slabs.
 
         Raises:
             PoolError: as `SlabPool.acquire`.
@@ -66,7 +70,7 @@ class HostSlabs:
         size = nbytes
         while True:
             try:
-                return self._acquire(size)
+                return self._acquire(size, timeout)
             except PoolError:
                 raise
             except REFUSALS as error:
@@ -83,7 +87,7 @@ class HostSlabs:
             PoolError: as `SlabPool.acquire`.
         """
         try:
-            return self._acquire(nbytes)
+            return self._acquire(nbytes, None)
         except PoolError:
             raise
         except REFUSALS as error:
@@ -95,9 +99,10 @@ class HostSlabs:
         if self._pageable is not None:
             self._pageable.close()
 
-    def _acquire(self, nbytes: int) -> Lease:
+    def _acquire(self, nbytes: int, timeout: float | None) -> Lease:
+        timeout = self._timeout if timeout is None else timeout
         try:
-            return self.pool.acquire(nbytes, timeout=self._timeout, owner=self._owner)
+            return self.pool.acquire(nbytes, timeout=timeout, owner=self._owner)
         except AcquireTimeoutError as error:
             error.add_note(
                 "results of Stager.fetch(copy=False) hold their slabs until their tensors are freed: drop them sooner, "

@@ -3,16 +3,15 @@
 ::
 
     a few small leaves      one copy each, from ordinary memory, on the current stream    `Target.move_few`
-    up to 64 KiB            one copy for each block, from ordinary memory, likewise       `Sender._send_at_once`
-    everything else         through a host slab, in chunks on our stream                  `Sender._send_through_slab`
-      page-locked leaves    straight from where they are                                  `Sender._send_borrowed`
+    up to 64 KiB            one copy for each block, from ordinary memory, likewise       `Target.fill`
+    everything else         through a host slab, in chunks on our stream                  `Sender._copy_in_chunks`
+      page-locked leaves    straight from where they are                                  `Target.copy_leaves`
       slab refused          in parts, through a smaller slab                              `Sender._copy_in_parts`
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
@@ -38,7 +37,7 @@ from .._steps import step
 from ._device import AT_ONCE_BYTES, Target
 from ._host_slabs import HostSlabs
 from ._run_ahead import RunAhead
-from ._stats import Counters
+from ._stats import StagerCounters
 from ._transfer import Sent, Transfer, keep_until, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024
@@ -48,6 +47,43 @@ memory of a second stream would have to be recorded on the current one (5 us per
 _PARTS = 2
 """Number of parts of a slab that is smaller than its batch. One part is packed while the other is copied. A batch of
 64 MiB takes 1.8 ms through a slab of 2 MiB in two parts, 2.1 ms in three, 2.4 ms in four, 4.0 ms in eight."""
+
+
+@dataclass(slots=True)
+class PendingSend:
+    """A batch between `Sender.start` and `Sender.finish`. Threads may be packing it."""
+
+    parts: Parts
+    stream: Any
+    """The stream of its copies."""
+    borrowed: Borrowed | None = None
+    """Its page-locked leaves, which are copied from where they are."""
+    slab: Lease | None = None
+    """For the other packed leaves; None: they go from ordinary memory."""
+    reuses: bool = False
+    """Whether chunks are packed in the places of earlier ones."""
+    job: Any = None
+    """Threads that pack into the slab; None: all bytes are there, or the slab is smaller than the batch."""
+
+    @property
+    def packed(self) -> Parts:
+        """The leaves that aren't borrowed."""
+        return self.parts if self.borrowed is None else self.borrowed.rest
+
+    def pack_into(self, slab: Lease, threads: int) -> None:
+        """Pack a small batch, or let threads begin."""
+        job = start_packing(self.packed, slab, threads, reuses=self.reuses)
+        if job is not None:
+            self.job = job.__enter__()
+
+    def close(self, event: Fence | None) -> None:
+        """Stop packing. Give the slab back, and keep the borrowed leaves, until the event."""
+        if self.job is not None:
+            self.job.__exit__()
+        if self.slab is not None:
+            self.slab.release(after=event)
+        if self.borrowed is not None:
+            keep_until(event, self.borrowed.lenders)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +103,7 @@ class Sender:
 
     target: Target
     slabs: HostSlabs
-    counters: Counters
+    counters: StagerCounters
     keeping: Keeping | None
     own_storage: OwnStorage
     threads: int
@@ -79,40 +115,41 @@ class Sender:
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            few = None
-            if self.keeping is None and self.own_storage is not False and self.slabs.is_open():
-                few = self.target.move_few(leaves)
+            few, tally = (None, ()) if self.own_storage is False else self.move_few(leaves)
             if few is not None:
-                moved, count, nbytes, copies = few
-                self.counters.add(copies, count, nbytes, nbytes, count, 0)
-                return structure.rebuild(moved)
+                self.counters.add(*tally)
+                return structure.rebuild(few)
             parts = take_apart(batch, keeping=self.keeping, walked=walked)
             transfer = self.transfer(parts, SMALL_BYTES)
-            self.count(transfer)
         return transfer.wait()
 
     def begin(self, batch: Any) -> Transfer[Any]:
         """See `Stager.stage`."""
         with step("stage"):
-            transfer = self.transfer(take_apart(batch, keeping=self.keeping), AT_ONCE_BYTES)
-            self.count(transfer)
-            return transfer
+            return self.transfer(take_apart(batch, keeping=self.keeping), AT_ONCE_BYTES)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError("a stager cannot be copied or pickled; make another Stager, or pass this one on")
 
-    def count(self, transfer: Transfer[Any]) -> None:
-        """Count a staged batch."""
-        self.counters.add(transfer.copies, transfer.blocks, *table_of(transfer)[1:5])
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any] | None, tuple[int, ...]]:
+        """Move a few small leaves without a slab.
 
-    def transfer(self, parts: Parts, inline_bytes: int, meanwhile: Callable[[], object] = int) -> Transfer[Any]:
-        """Start the copies of a batch: of its packed leaves by `send`, of others by their own ``.to()``."""
-        sent = self.send(parts, inline_bytes, meanwhile)
-        moved = move_others(self.target, parts.structure, parts.table, parts.others())
-        return Transfer(self.target, parts.structure, parts.table, sent, moved)
+        Returns:
+            The leaves on the device, and what to count; None if they aren't small, few and plain.
+        """
+        is_possible = self.keeping is None and self.slabs.is_open()
+        few = self.target.move_few(leaves) if is_possible else None
+        if few is None:
+            return None, ()
+        moved, count, nbytes, copies = few
+        return moved, (copies, count, nbytes, nbytes, count, 0)
 
-    def send(self, parts: Parts, inline_bytes: int, meanwhile: Callable[[], object]) -> Sent:
-        """Send the packed leaves of a batch, and wait if the host is too far ahead of the device.
+    def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:
+        """Send a batch; see `start`."""
+        return self.finish(self.start(parts, inline_bytes))
+
+    def start(self, parts: Parts, inline_bytes: int, timeout: float | None = None) -> PendingSend:
+        """Decide which way the packed leaves of a batch go, and let threads begin to pack them.
 
         The cases, in this order:
 
@@ -125,114 +162,109 @@ class Sender:
         since a capture allows no events of other work.
 
         Args:
-            parts: the batch's parts.
+            parts: the batch's parts. Its leaves must not change before `finish`.
             inline_bytes: the size from which a batch is worth another stream: small for a caller who may use the batch
                 much later, or elsewhere.
-            meanwhile: called once; while threads pack, if they do.
+            timeout: see `HostSlabs.lease`.
+
+        Returns:
+            What `finish` takes. Close it if there is an error before.
 
         Raises:
             PoolError: the pool is closed, or has no slab.
         """
         target, nbytes = self.target, parts.table.nbytes
-
-        def make(stream: Any) -> Blocks:
-            blocks = target.blocks(parts.table, sharing_of(self.own_storage, parts.table.packed), stream)
-            meanwhile()
-            return blocks
-
         with target.selected():
-            consumer, is_capturing = target.consumer(None), target.is_capturing()
-            if is_capturing:
-                return self._send_through_slab(parts, make, target.stream)
+            consumer = target.consumer(None)
+            if target.is_capturing():
+                return self._start_packing(parts, target.stream, timeout)
             if nbytes <= AT_ONCE_BYTES and (nbytes == 0 or target.has_room()):
-                return self._send_at_once(parts, make(consumer), consumer)
+                return PendingSend(parts, consumer)
             if self.run_ahead is not None:
                 self.run_ahead.bound(target.record(consumer), consumer)
-            return self._send_through_slab(parts, make, consumer if nbytes < inline_bytes else target.stream)
+            return self._start_packing(parts, consumer if nbytes < inline_bytes else target.stream, timeout)
 
-    def _send_at_once(self, parts: Parts, blocks: Blocks, stream: Any) -> Sent:
-        """Send at most `AT_ONCE_BYTES` from ordinary memory."""
-        copies, event = 0, None
-        if parts.table.nbytes:
+    def _start_packing(self, parts: Parts, stream: Any, timeout: float | None) -> PendingSend:
+        """Lease a slab for the leaves that aren't borrowed, and let threads begin to pack, if it has room for all."""
+        borrowed = borrow(parts, pieces_of) if self.borrows and parts.table.nbytes else None
+        pending = PendingSend(parts, stream, borrowed)
+        nbytes = pending.packed.table.nbytes
+        if not nbytes:
+            return pending
+        pending.slab = slab = self.slabs.lease(nbytes, timeout)
+        guard_until_release(slab, stream)  # an interrupt may come before the release
+        if slab.nbytes >= nbytes:
+            pending.reuses = reuses_places(pending.packed) and not self.target.is_capturing()
+            try:
+                with step("pack"):
+                    pending.pack_into(slab, self.threads)
+            except BaseException:
+                pending.close(None)
+                raise
+        return pending
+
+    def finish(self, pending: PendingSend) -> Transfer[Any]:
+        """Start the copies of a batch: of its packed leaves as `start` decided, of others by their own ``.to()``."""
+        parts, target = pending.parts, self.target
+        with target.selected():
+            sent = self._send(pending)
+        moved = move_others(target, parts.structure, parts.table, parts.others())
+        transfer: Transfer[Any] = Transfer(target, parts.structure, parts.table, sent, moved)
+        self.count(transfer)
+        return transfer
+
+    def count(self, transfer: Transfer[Any]) -> None:
+        """Count a staged batch."""
+        self.counters.add(transfer.copies, transfer.blocks, *table_of(transfer)[1:5])
+
+    def _send(self, pending: PendingSend) -> Sent:
+        """Make the destinations of the packed leaves, and start their copies."""
+        target, stream, table = self.target, pending.stream, pending.parts.table
+        event, copies = None, 0
+        try:
+            blocks = target.blocks(table, sharing_of(self.own_storage, table.packed), stream)
+            if pending.borrowed is not None:
+                with step("copy"):
+                    copies = target.copy_leaves(blocks, pending.borrowed.leaves, stream)
+                blocks.packed_as(pending.packed.table.data)
+            copies += self._copy_packed(pending, blocks)
+        finally:
+            if table.nbytes:
+                event = target.record(stream)
+            pending.close(event)
+        return Sent(blocks, event, copies, stream)
+
+    def _copy_packed(self, pending: PendingSend, blocks: Blocks) -> int:
+        """Start the copies of the leaves that aren't borrowed; return their number."""
+        nbytes = pending.packed.table.nbytes
+        if not nbytes:
+            return 0
+        if pending.slab is None:
             self.slabs.check_open()
             with step("pack"):
-                copies = self.target.fill(blocks, parts, stream)
-            event = self.target.record(stream)
-        return Sent(blocks, event, copies, stream)
+                return self.target.fill(blocks, pending.packed, pending.stream)
+        if pending.slab.nbytes < nbytes:
+            return self._copy_in_parts(pending.packed, pending.slab, blocks, pending.stream)
+        if pending.job is None:
+            return self._copy(blocks, pending.slab.data_ptr(), (0, nbytes), pending.stream)
+        return self._copy_in_chunks(pending, pending.slab.data_ptr(), blocks)
 
-    def _send_through_slab(self, parts: Parts, make: Callable[[Any], Blocks], stream: Any) -> Sent:
-        """Send a batch through a host slab, apart from leaves that are borrowed."""
-        if not parts.table.nbytes:
-            return Sent(make(stream), None, 0, stream)
-        borrowed = borrow(parts, pieces_of) if self.borrows else None
-        if borrowed is None:
-            return self._send_packed(parts, make, stream)
-        return self._send_borrowed(borrowed, make(stream), stream)
-
-    def _send_borrowed(self, borrowed: Borrowed, blocks: Blocks, stream: Any) -> Sent:
-        """Send page-locked leaves from where they are, and the others through a host slab."""
-        copies, rest = 0, borrowed.rest
-        try:
-            with step("copy"):
-                copies = self.target.copy_leaves(blocks, borrowed.leaves, stream)
-            if rest.table.nbytes:
-                blocks.packed_as(rest.table.data)
-                copies += self._send_packed(rest, lambda _: blocks, stream).copies
-        finally:
-            event = self.target.record(stream)
-            keep_until(event, borrowed.lenders)
-        return Sent(blocks, event, copies, stream)
-
-    def _send_packed(self, parts: Parts, make: Callable[[Any], Blocks], stream: Any) -> Sent:
-        """Send a batch through a host slab, which is released behind the copies.
-
-        Args:
-            parts: the batch's parts.
-            make: makes the destination tensors for a stream.
-            stream: the stream that copies.
-        """
-        lease = self.slabs.lease(parts.table.nbytes)
-        guard_until_release(lease, stream)  # an interrupt may come before the release
-        try:
-            if lease.nbytes < parts.table.nbytes:
-                blocks, copies = self._copy_in_parts(parts, lease, make(stream), stream)
-            else:
-                blocks, copies = self._copy_in_chunks(parts, lease, make, stream)
-        finally:
-            event = self.target.record(stream)
-            lease.release(after=event)
-        return Sent(blocks, event, copies, stream)
-
-    def _copy_in_chunks(
-        self, parts: Parts, lease: Lease, make: Callable[[Any], Blocks], stream: Any
-    ) -> tuple[Blocks, int]:
-        """Pack, and send each chunk as soon as it is complete.
-
-        Returns:
-            The destination tensors, which are made while threads pack, and the number of copies.
-        """
-        target, host = self.target, lease.data_ptr()
-        reuses = reuses_places(parts) and not target.is_capturing()
-        with step("pack"):
-            job = start_packing(parts, lease, self.threads, reuses=reuses)
-        if job is None:
-            blocks = make(stream)
-            return blocks, self._copy(blocks, host, (0, parts.table.nbytes), stream)
+    def _copy_in_chunks(self, pending: PendingSend, slab: int, blocks: Blocks) -> int:
+        """Send each chunk as soon as it is packed."""
+        job, stream = pending.job, pending.stream
         sent: deque[tuple[int, Fence | None]] = deque()
         copies = start = 0
-        with job:
-            blocks = make(stream)
-            for chunk, end in enumerate(job.ends):
-                with step("pack"):
-                    job.wait(chunk)
-                copies += self._copy(blocks, host + job.place(chunk) - start, (start, end), stream)
-                start = end
-                if reuses:
-                    sent.append((chunk, target.record(stream)))
-                    _reuse_places(job, sent)
-        return blocks, copies
+        for chunk, end in enumerate(job.ends):
+            with step("pack"):
+                job.wait(chunk)
+            copies += self._copy(blocks, slab + job.place(chunk) - start, (start, end), stream)
+            start = end
+            if pending.reuses:
+                sent.append((chunk, self.target.record(stream)))
+                _reuse_places(job, sent)
+        return copies
 
-    def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> tuple[Blocks, int]:
+    def _copy_in_parts(self, parts: Parts, lease: Lease, blocks: Blocks, stream: Any) -> int:
         """Pack and copy a batch through a slab that is smaller than the batch.
 
         The host waits for the copy from a part of the slab before it writes that part again.
@@ -250,7 +282,7 @@ class Sender:
                 pack_by_threads(window, room, self.threads)
             copies += self._copy(blocks, room.data_ptr() - start, (start, start + window.table.nbytes), stream)
             events[part] = self.target.record(stream)
-        return blocks, copies
+        return copies
 
     def _copy(self, blocks: Blocks, host: int, extent: tuple[int, int], stream: Any) -> int:
         with step("copy"):

@@ -28,7 +28,7 @@ from ._host_slabs import HostSlabs
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._sender import Sender
-from ._stats import Counters, StagerStats
+from ._stats import StagerCounters, StagerStats
 from ._to_host import Fetcher, HostTransfer
 from ._transfer import Transfer, copy_event_of, refuse_capture, send_packed
 from ._weights import Destination, IncompatibleKeys, load_weights
@@ -127,7 +127,7 @@ class Stager:
         self._sender = Sender(
             target=self._target,
             slabs=self._slabs,
-            counters=Counters(),
+            counters=StagerCounters(),
             keeping=None if keep_on_host is None else Keeping(keep_on_host),
             own_storage=own_storage,
             threads=threads,

@@ -10,7 +10,7 @@ from .._pool import PoolStats
 from .._sizes import count, format_bytes
 
 _MOST_TALLIES = 1000
-"""The most batches that are added up later; see `Counters.add`."""
+"""The most batches that are added up later; see `StagerCounters.add`."""
 
 _NO_TALLY = (0,) * 6
 
@@ -55,7 +55,7 @@ class StagerStats:
         )
 
 
-class Counters:
+class StagerCounters:
     """Counts the batches and fetches of a stager, by the names of `StagerStats`. May be used by several threads."""
 
     def __init__(self) -> None:

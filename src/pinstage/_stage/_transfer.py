@@ -211,9 +211,10 @@ class TransferInto(Transfer[B_co]):
             return batch
 
     def _end(self, event: Fence | None) -> None:
-        """Keep the destinations until the copy's event, and drop the staged memory."""
+        """Drop the staged memory, and keep the destinations until the copy's event, if they may be another stream's."""
         leaves = self._destinations.leaves
-        keep_until(event, leaves)
+        if self.is_handed_out:
+            keep_until(event, leaves)
         sent = Sent(_NO_BLOCKS, event, self.copies, None)
         batch = self._structure.rebuild(leaves)
         # No interrupt is seen between assignments. After one before them, `wait` can copy again.

@@ -28,9 +28,6 @@ from .._compat.calls import (
 )
 from ._writer import Write
 
-WAVE_BYTES = 256 << 20
-"""Bytes of host tensors per call of the stager. A generator's tensors hold about this much host memory at a time."""
-
 SAMPLE_BYTES = 64
 """Bytes at the start, in the middle and at the end of a tensor that `Destination.check_unchanged` compares."""
 
@@ -348,7 +345,7 @@ class Destination:
 
 @torch.no_grad()
 def load_weights(
-    write: Callable[[Iterable[Write], Callable[[list[str]], None]], None],
+    write: Callable[[Iterable[Write], Callable[[list[str]], None] | None], None],
     destination: Destination,
     tensors: Any,
 ) -> IncompatibleKeys:
@@ -361,8 +358,10 @@ def load_weights(
     """
     shapes, read = _opened(tensors)
     pairs = read(destination.plan(shapes))
-    parts = destination.parts(pairs, may_reuse_memory=_may_reuse_memory(tensors))
-    write((destination.write(name, part) for name, part in parts), destination.check_unchanged)
+    may_reuse_memory = _may_reuse_memory(tensors)
+    parts = destination.parts(pairs, may_reuse_memory=may_reuse_memory)
+    check = destination.check_unchanged if may_reuse_memory else None
+    write((destination.write(name, part) for name, part in parts), check)
     return destination.result()
 
 

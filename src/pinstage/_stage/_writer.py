@@ -7,6 +7,7 @@ memory for the whole batch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ import torch
 from .._batch import ALIGNMENT, Parts, RowKind, Structure, Whole, as_tensor, take_apart, walk
 from .._sizes import round_up
 from .._steps import step
+from ..errors import AcquireTimeoutError
 from ._device import AT_ONCE_BYTES, MOST_FEW
 from ._out import Destinations, note_written, overlap, readable, with_own_copies
-from ._sender import SMALL_BYTES, Sender
+from ._sender import SMALL_BYTES, Sender, PendingSend
 from ._transfer import TransferInto, refuse_capture
 
 GROUP_BYTES = 64 << 20
@@ -41,6 +43,13 @@ class Write(NamedTuple):
     """Whether it must be copied before the next one is read."""
 
 
+class Started(NamedTuple):
+    """A batch between `Writer.start` and `Writer.finish`."""
+
+    pending: PendingSend
+    destinations: Destinations
+
+
 @dataclass(frozen=True, slots=True)
 class Writer:
     """Copies batches into existing tensors.
@@ -56,7 +65,7 @@ class Writer:
         with step("stage"):
             refuse_capture(self.sender.target)
             parts = take_apart(batch, keeping=self.sender.keeping)
-            transfer = self._staged(parts, out, AT_ONCE_BYTES)
+            transfer = self.finish(self.start(parts, out, AT_ONCE_BYTES))
             transfer.is_handed_out = True
             return transfer
 
@@ -66,22 +75,28 @@ class Writer:
         The cases, in this order:
 
         1. on a GPU, a few small leaves whose destinations are like them: one copy each, on the current stream;
-        2. what fits into one group: staged, and copied into place;
-        3. any other batch: in groups.
+        2. a few small leaves that a stager moves without a slab: moved so, and copied into place;
+        3. what fits into one group: staged, and copied into place;
+        4. any other batch: in groups.
         """
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            few = self._write_few(leaves, structure, out)
-            if few is not None:
-                return structure.rebuild(few)
+            written = self._write_few(leaves, structure, out)
+            if written is not None:
+                return structure.rebuild(written)
             refuse_capture(self.sender.target)
             parts = take_apart(batch, keeping=self.sender.keeping, walked=walked)
+            moved, tally = self.sender.move_few(parts.leaves)
+            if moved is not None:
+                destinations = self._destinations(parts, out)
+                destinations.fill(lambda: moved)
+                self.sender.counters.add(*tally)
+                return parts.structure.rebuild(destinations.leaves)
             if parts.table.nbytes + _unpacked_bytes(parts) <= self._group_bytes():
-                return self._staged(parts, out, SMALL_BYTES).wait_now()
+                return self.finish(self.start(parts, out, SMALL_BYTES)).wait_now()
             parts = readable(parts, _CPU)
-            with step("check"):
-                destinations = Destinations(parts, out, self.sender.target.device)
+            destinations = self._destinations(parts, out)
             names = parts.structure.paths()
             writes = [
                 Write(f"out{names[index]}", parts.leaves[index], destinations.leaves[index])
@@ -90,35 +105,53 @@ class Writer:
             self.write_all(_with_own_sources(writes))
             return parts.structure.rebuild(destinations.leaves)
 
-    def write_all(self, writes: Iterable[Write], check: Callable[[list[str]], None] = lambda _: None) -> None:
+    def write_all(self, writes: Iterable[Write], check: Callable[[list[str]], None] | None = None) -> None:
         """Copy leaves into existing tensors, in groups, as operations of the current stream.
 
         Blocks until all sources have been read, and while two groups are on the device: one is copied into place while
         the next one crosses the bus.
 
         Args:
-            writes: read as far as the group that is staged.
-            check: called with the names of a group when it is packed, before it is written.
+            writes: read as far as the group that is packed.
+            check: called with the names of a group when it is packed, before it is written. Then the next group isn't
+                read earlier.
         """
-        begun: dict[str, None] = {}
-        before = last = None
+        groups = _Groups(self, check)
         try:
             for group in groups_of(writes, self._group_bytes()):
-                if before is not None:
-                    before.synchronize()  # or a third group would need memory
-                named = {(write.name, number): write for number, write in enumerate(group)}
-                parts = take_apart({name: write.source for name, write in named.items()})
-                out = {name: write.place for name, write in named.items()}
-                before, copy_last = last, int if last is None else last.wait_now
-                last = self._staged(parts, out, SMALL_BYTES, copy_last)
-                names = dict.fromkeys(write.name for write in group)
-                check(list(names))
-                begun |= names
-            if last is not None:
-                last.wait_now()
+                groups.start(group)
+                if check is not None or group[-1].ends_group:
+                    groups.finish()
+            groups.finish()
         except BaseException as error:
-            note_written(error, begun)
+            groups.close()
+            note_written(error, groups.begun)
             raise
+
+    def start(self, parts: Parts, out: Any, inline_bytes: int, timeout: float | None = None) -> Started:
+        """Let threads begin to pack a batch, and check its destinations meanwhile.
+
+        Args:
+            parts: the batch's parts.
+            out: the destinations.
+            inline_bytes: see `Sender.start`.
+            timeout: see `Sender.start`.
+        """
+        parts = readable(parts, _CPU)
+        pending = self.sender.start(with_own_copies(parts, self.sender.target.device), inline_bytes, timeout)
+        try:
+            return Started(pending, self._destinations(parts, out))
+        except BaseException:
+            pending.close(None)
+            raise
+
+    def finish(self, started: Started) -> TransferInto[Any]:
+        """Start the copies of a batch to the device."""
+        return TransferInto(self.sender.finish(started.pending), started.destinations)
+
+    def _destinations(self, parts: Parts, out: Any) -> Destinations:
+        with step("check"):
+            return Destinations(parts, out, self.sender.target.device)
 
     def _write_few(self, leaves: list[Any], structure: Structure, out: Any) -> list[Any] | None:
         """Write a few small leaves; return the leaves of the result, or None if they aren't small, few and plain."""
@@ -137,34 +170,62 @@ class Writer:
         sender.counters.add(copies, 0, nbytes, nbytes, count, 0)
         return written
 
-    def _staged(
-        self, parts: Parts, out: Any, inline_bytes: int, meanwhile: Callable[[], object] = int
-    ) -> TransferInto[Any]:
-        """Stage a batch, and check its destinations while threads pack.
-
-        Args:
-            parts: the batch's parts.
-            out: the destinations.
-            inline_bytes: see `Sender.send`.
-            meanwhile: called while threads pack, too.
-        """
-        device, parts = self.sender.target.device, readable(parts, _CPU)
-        checked = []
-
-        def check() -> None:
-            meanwhile()
-            with step("check"):
-                checked.append(Destinations(parts, out, device))
-
-        staged = self.sender.transfer(with_own_copies(parts, device), inline_bytes, check)
-        self.sender.count(staged)
-        return TransferInto(staged, *checked)
-
     def _group_bytes(self) -> int:
         return min(GROUP_BYTES, self.sender.slabs.pool.max_bytes // 2)
 
 
 # -- groups ------------------------------------------------------------------------------------------------------------
+
+
+class _Groups:
+    """Groups of writes on their way: one is packed while the one before is sent, and two are on the device.
+
+    Args:
+        writer: stages them.
+        check: see `Writer.write_all`.
+
+    Attributes:
+        begun: the names of the writes that may have been done, at least in part.
+    """
+
+    def __init__(self, writer: Writer, check: Callable[[list[str]], None] | None) -> None:
+        self.begun: dict[str, None] = {}
+        self._writer, self._check = writer, check
+        self._names: list[str] = []
+        self._started: Started | None = None
+        self._sent: deque[TransferInto[Any]] = deque()
+
+    def start(self, group: list[Write]) -> None:
+        """Let threads begin to pack a group, and send the group before."""
+        numbered = {(write.name, number): write for number, write in enumerate(group)}
+        parts = take_apart({key: write.source for key, write in numbered.items()})
+        out = {key: write.place for key, write in numbered.items()}
+        try:
+            started = self._writer.start(parts, out, SMALL_BYTES, timeout=0)
+        except AcquireTimeoutError:
+            self.finish()  # with its slab, two writers could wait for each other's
+            started = self._writer.start(parts, out, SMALL_BYTES)
+        self.finish()
+        self._started, self._names = started, list(dict.fromkeys(write.name for write in group))
+
+    def finish(self) -> None:
+        """Send the group that was started, if there is one, and copy it into place."""
+        if self._started is None:
+            return
+        if len(self._sent) > 1:
+            self._sent.popleft().synchronize()  # or a third group would need memory
+        started, self._started = self._started, None
+        transfer = self._writer.finish(started)
+        if self._check is not None:
+            self._check(self._names)
+        self.begun |= dict.fromkeys(self._names)
+        transfer.wait_now()
+        self._sent.append(transfer)
+
+    def close(self) -> None:
+        """Stop packing, after an error."""
+        if self._started is not None:
+            self._started.pending.close(None)
 
 
 def groups_of(writes: Iterable[Write], group_bytes: int) -> Iterator[list[Write]]:
