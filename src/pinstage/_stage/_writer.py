@@ -21,7 +21,7 @@ from .._steps import step
 from ..errors import AcquireTimeoutError
 from ._device import AT_ONCE_BYTES, MOST_FEW
 from ._out import Destinations, note_written, overlap, readable, with_own_copies
-from ._sender import SMALL_BYTES, Sender, PendingSend
+from ._sender import SMALL_BYTES, PendingSend, Sender
 from ._transfer import TransferInto, refuse_capture
 
 GROUP_BYTES = 64 << 20
