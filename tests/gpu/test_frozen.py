@@ -108,6 +108,7 @@ class Codebook(torch.nn.Module):
 
 def test_changes_of_buffers_are_kept(cuda_device, pool):
     plain, module = Codebook().to(cuda_device), Codebook()
+    plain.second.running_mean = plain.first.running_mean  # .to() has made two tensors of it
     x = torch.randn(64, 4, device=cuda_device)
     handle = frozen_module(module, pool, device=cuda_device)
     for _ in range(3):
