@@ -12,6 +12,7 @@ cd "$(dirname "$0")/.."
 PYTHON=$(realpath -s "${PYTHON:-.venv/bin/python}")
 GLIBC=2.28 # as in torch's own wheels
 build=$PWD/build/wheels
+export ZIG_GLOBAL_CACHE_DIR=${ZIG_GLOBAL_CACHE_DIR:-$PWD/build/zig} # else in the home folder, which may be read-only
 rm -rf "$build" dist
 mkdir -p "$build/source" dist
 

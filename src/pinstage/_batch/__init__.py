@@ -27,7 +27,6 @@ from ._describe import IsContainer, Keeping, Parts, contiguous_stride, dense_str
 from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, duplicate, flat, gather
 from ._layout import Layout, Slot, check_content, content_of
 from ._leaves import ATOM_TYPES, WRAPPERS, Whole, as_tensor, is_atom, on_host, tensors_in
-from ._libraries import integration
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
 from ._pack import Borrowed, borrow, most_threads, pack, pack_by_threads, reuses_places, start_packing, windows
 from ._structure import Structure, walk
@@ -39,7 +38,7 @@ __all__ = [
     "RowKind", "Sharing", "Slot", "StagingNode", "Structure", "Table", "WRAPPERS", "Whole",
     "arrange", "as_tensor", "borrow", "bytes_at", "check_content", "check_own_storage",
     "content_of", "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "flat",
-    "gather", "integration", "is_atom", "make_blocks", "match", "most_threads", "moves_in_silence", "on_host",
+    "gather", "is_atom", "make_blocks", "match", "most_threads", "moves_in_silence", "on_host",
     "pack", "pack_by_threads", "register_node", "register_tensor", "reuses_places", "sharing_of",
     "start_packing", "stored_attributes", "take_apart", "tensors_in", "walk", "windows",
 ]  # fmt: skip

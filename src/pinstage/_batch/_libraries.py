@@ -37,12 +37,6 @@ _SHIPPED = {
 Nodes = Callable[[type], Any]
 
 
-@cache
-def integration(name: str) -> Any:
-    """Return a module of `pinstage.integrations`. It is imported late, since it may import this package."""
-    return importlib.import_module(f"pinstage.integrations.{name}")
-
-
 def library_functions(cls: type) -> tuple[Flatten, Unflatten] | bool | None:
     """Return how a class of a library is taken apart; False if it moves as a whole; None if no library knows it."""
     for nodes in dict.fromkeys(nodes for base in cls.__mro__ for nodes in _that_know(base.__module__)):
@@ -72,7 +66,7 @@ def _nodes_of(package: str) -> Nodes | None:
         if package in _others():
             found: Any = _others()[package].load()
         elif package in _SHIPPED:
-            found = integration(_SHIPPED[package]).nodes
+            found = importlib.import_module(f"pinstage.integrations.{_SHIPPED[package]}").nodes
         else:
             return None
     except Exception as error:  # noqa: BLE001 - any version of that library may raise anything

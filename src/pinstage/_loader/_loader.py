@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 import torch.utils.data
 
-from .._batch import OwnStorage, integration
+from .._batch import OwnStorage
+from .._compat import prepared
 from .._compat.loader import end_workers, why_loader_cannot_be_taken_over
 from .._compat.probes import warn_once
 from .._pool import HostBudget, SlabPool
@@ -315,7 +316,7 @@ def wrap_loader(
     """
     given: Any = loader
     is_torchs = issubclass(type(given), torch.utils.data.DataLoader)
-    inner = given if is_torchs else integration("_prepared").inner_loader(given)
+    inner = given if is_torchs else prepared.inner_loader(given)
     if inner is not given and device is None:
         device = getattr(given, "device", None)
     if not isinstance(inner, torch.utils.data.DataLoader) or isinstance(inner, Staging):
@@ -327,7 +328,7 @@ def wrap_loader(
     wrapped = _wrap(inner, settings)
     if inner is given:
         return wrapped
-    integration("_prepared").replace_inner_loader(given, wrapped)
+    prepared.replace_inner_loader(given, wrapped)
     return given  # type: ignore[no-any-return]
 
 

@@ -418,7 +418,10 @@ class SlabPool:
             )
             if not _LOGGED:  # Python hides the warning by default
                 _LOGGED.append(text)
-                remarks.add(f"{text}; this is logged once: `python -W default` shows each UnreleasedLeaseWarning")
+                remarks.add(
+                    f"{text}. If an interrupt ended a call, that was its lease, and nothing is wrong. "
+                    "This is logged once: `python -W default` shows each UnreleasedLeaseWarning"
+                )
             warnings.warn(text, UnreleasedLeaseWarning, stacklevel=stacklevel)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, 
 
 from torch.utils.data import DataLoader
 
-from .._batch import integration
+from .._compat import prepared
 from ._background import Exhausted, Reading, stop_reading, surroundings_of
 from ._device import Target
 from ._run_ahead import RunAhead
@@ -93,7 +93,7 @@ class Prefetcher(Generic[T]):
             PinstageError: that thread still reads after the loader's ``timeout``, or after a minute.
         """
         stop_reading(self._source)
-        active = integration("_prepared").active_loader()
+        active = prepared.active_loader()
         read = partial(self._read, iter(self._source))
         self._place = place = _Place(self._target.consumer(None), _Said(self._state(), {}))
         call = surroundings_of(self._target) if self._background else None
@@ -103,7 +103,7 @@ class Prefetcher(Generic[T]):
         run_ahead, target = RunAhead(), self._target
         try:
             if reading.read_here():
-                integration("_prepared").refuse_hidden_loader(self._source, active)
+                prepared.refuse_hidden_loader(self._source, active)
                 if call is not None:
                     reading.start(call)
             while True:
@@ -118,7 +118,6 @@ class Prefetcher(Generic[T]):
         batch = next(batches, _NO_MORE)
         if batch is _NO_MORE:
             return None
-        prepared = integration("_prepared")
         flags = prepared.flags_of(self._source)
         return batch, _Said(self._state(), flags, prepared.is_last(flags))
 
@@ -230,7 +229,7 @@ def _in_background(source: object, depth: int, background: InBackground) -> bool
         raise ValueError(f"background must be 'auto', True or False: {background!r}")
     if background is True and depth == 0:
         raise ValueError("background=True needs a depth of 1 or more: 0 stages nothing ahead; pass depth=2")
-    is_prepared = integration("_prepared").is_prepared(source)
+    is_prepared = prepared.is_prepared(source)
     if background is True and is_prepared:
         raise ValueError(
             f"background=True cannot read Accelerate's {type(source).__name__}: gradient accumulation would see its "

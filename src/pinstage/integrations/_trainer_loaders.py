@@ -11,8 +11,6 @@ from torch.utils.data import DataLoader
 
 import pinstage as ps
 
-from ._prepared import inner_loader
-
 _SUMS = [field.name for field in fields(ps.LoaderStats) if field.name not in ("num_workers", "pool")]
 
 
@@ -70,7 +68,7 @@ class TrainerLoaders:
             always: whether to wrap the loader even without `in_workers`.
         """
         stager = self.stager
-        inner = inner_loader(loader)
+        inner = getattr(loader, "base_dataloader", loader)  # if Accelerate prepared it
         settings = getattr(inner, "_settings", None)  # if it stages already
         if not (self.in_workers or always) or (settings is not None and settings.device == stager.device):
             return loader
@@ -81,7 +79,7 @@ class TrainerLoaders:
             except TypeError:  # it has workers already: the options were checked
                 pass
             else:
-                self._counters.append(inner_loader(wrapped)._slabs.counters)
+                self._counters.append(getattr(wrapped, "base_dataloader", wrapped)._slabs.counters)
                 self._num_workers = max(self._num_workers, inner.num_workers)
                 return wrapped
         return loader if inner is not loader else stager.prefetch(loader, depth=0, background=False)

@@ -1,6 +1,8 @@
-"""Loaders that Accelerate prepared, for `Stager.prefetch` and `wrap_loader`. Doesn't import Accelerate.
+"""Loaders that Accelerate prepared, for `Stager.prefetch` and `wrap_loader`.
 
-Its gradient accumulation and `gather_for_metrics` read flags of the active loader, which describe the loop's batch.
+Accelerate's gradient accumulation and `gather_for_metrics` read flags of the active loader, which describe the loop's
+batch. This module doesn't import Accelerate. It isn't in `integrations`, since `prefetch` would have to import it late:
+if an exception from another thread ends an import, the module's lock stays held.
 """
 
 from __future__ import annotations
