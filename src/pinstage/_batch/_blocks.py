@@ -6,6 +6,7 @@ shim can't be used, such as in a mode. A block is one tensor and one range of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -85,12 +86,19 @@ def _empty(code: int, shape: tuple[int, ...], stride: tuple[int, ...], is_cuda: 
     return made
 
 
-def _view(tensor: torch.Tensor, code: int, place: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """Make a view that begins at a byte. ``as_strided`` isn't used: its views share one version counter."""
-    view = torch.empty(0, dtype=DTYPES[code], device=tensor.device)
+def view_at(
+    slab: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Return a view of a slab from a byte on. ``as_strided`` isn't used: its views share one version counter."""
+    view = torch.empty(0, dtype=dtype, device=slab.device)
     check_is_plain(view)
-    start = tensor.storage_offset() * tensor.itemsize + place
-    return view.set_(tensor.untyped_storage(), start // view.itemsize, shape, stride)
+    begin = slab.storage_offset() * slab.itemsize + start
+    return view.set_(slab.untyped_storage(), begin // view.itemsize, shape, stride)
+
+
+def _view(slab: torch.Tensor, code: int, start: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    dtype: Any = DTYPES[code]
+    return view_at(slab, start, dtype, shape, stride)
 
 
 class Match(NamedTuple):
@@ -148,11 +156,3 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
     if size % ALIGNMENT:
         slab = slab[: table.nbytes]
     return make_blocks(table, Sharing.ONE, slab.device, slab).leaves(others)
-
-
-def view_of(row: Any, slab: torch.Tensor) -> torch.Tensor:
-    """Return the place of one packed leaf, a row of `Table.rows`, as a view of a slab."""
-    dtype, offset, ndim = DTYPES[row["dtype"]], int(row["offset"]), int(row["ndim"])
-    assert dtype is not None
-    place = slab[offset : offset + int(row["nbytes"])].view(dtype)
-    return place.as_strided(row["shape"][:ndim].tolist(), row["stride"][:ndim].tolist())

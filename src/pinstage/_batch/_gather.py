@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .._sizes import round_up
-from ._blocks import view_of
+from ._blocks import view_at
 from ._describe import contiguous_stride
-from ._table import ALIGNMENT, INTEGERS, RowKind, Table, dtype_of, lay_out
+from ._table import ALIGNMENT, INTEGERS, Place, RowKind, Table, dtype_of, lay_out
 
 DIRECT_BYTES = 1024 * 1024
 """From this size on, a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8
@@ -48,8 +48,8 @@ class Gathering(NamedTuple):
     table: Table
     """The offset table, with places in the host slab."""
     groups: list[Group]
-    strided: list[int]
-    """Leaves that are copied element by element."""
+    strided: list[tuple[int, Place]]
+    """The number and the place of each leaf that is copied element by element."""
     gathered_bytes: int
     """The groups and the strided leaves end here in the slab."""
     direct: list[tuple[int, int, int]]
@@ -72,7 +72,9 @@ def arrange(table: Table) -> Gathering:
     gathered = lay_out(rows, strided, end)
     end = lay_out(rows, large, gathered)
     direct = [(index, int(rows["offset"][index]), int(rows["nbytes"][index])) for index in large]
-    return Gathering(table.moved_to(rows, end), groups, strided, gathered, direct)
+    arranged = table.moved_to(rows, end)
+    places = dict(arranged.places()) if strided else {}
+    return Gathering(arranged, groups, [(index, places[index]) for index in strided], gathered, direct)
 
 
 def _joined(table: Table) -> dict[tuple[int, tuple[int, ...]], list[int]]:
@@ -104,16 +106,14 @@ def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
         if not trailing:
             pieces = [piece if piece.ndim == 1 else flat(piece) for piece in pieces]
         _join(pieces, rows.view(-1, *trailing) if trailing else rows)
-    table_rows = gathering.table.rows
-    for index in gathering.strided:
-        _join([leaves[index]], view_of(table_rows[index], slab))
+    for index, (offset, _, dtype, shape, stride) in gathering.strided:
+        _join([leaves[index]], view_at(slab, offset, dtype, shape, stride))
 
 
 def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
     """Copy tensors of one dtype bit for bit: several into the rows of a tensor, or one into a tensor of its shape."""
     if rows.dtype not in COPIED_AS_THEY_ARE:
-        integer = INTEGERS[rows.dtype.itemsize]
-        pieces, rows = [piece.view(integer) for piece in pieces], rows.view(integer)
+        pieces, rows = list(map(as_integers, pieces)), as_integers(rows)
     if len(pieces) == 1:
         rows.copy_(pieces[0])
     else:
@@ -124,7 +124,12 @@ def duplicate(tensor: torch.Tensor) -> torch.Tensor:
     """Return a bit-exact copy of a dense tensor, with memory of its own."""
     if tensor.dtype in COPIED_AS_THEY_ARE:
         return tensor.clone()
-    return tensor.view(INTEGERS[tensor.dtype.itemsize]).clone().view(tensor.dtype)
+    return as_integers(tensor).clone().view(tensor.dtype)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor, of at most 8 bytes an element, as integers of its shape."""
+    return tensor.view(INTEGERS[tensor.itemsize])
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ._blocks import cut
 from ._describe import Parts, contiguous_stride, take_apart
 from ._pack import pack
 from ._structure import Structure
-from ._table import ALIGNMENT, DTYPES, PACKED, RowKind, Table, name_of
+from ._table import ALIGNMENT, RowKind, Table, name_of, place_of
 
 
 class Slot(NamedTuple):
@@ -68,8 +68,8 @@ class Layout:
     def slots(self) -> tuple[Slot, ...]:
         """A row for each tensor in the slab, in the order of the batch. Aligned, disjoint, inside ``[0, nbytes)``."""
         if self._slots is None:
-            rows = zip(self._structure.paths(), self._table.rows, strict=True)
-            self._slots = tuple(_slot(path, row) for path, row in rows if row["kind"] in PACKED)
+            paths, blocks = self._structure.paths(), self._table.rows["block"].tolist()
+            self._slots = tuple(Slot(paths[leaf], *place, blocks[leaf]) for leaf, place in self._table.places())
         return self._slots
 
     def others(self, batch: Any) -> list[Any]:
@@ -155,12 +155,13 @@ class Layout:
             )
 
     def _mismatch(self, table: Table) -> LayoutError:
-        for leaf, (expected, found) in enumerate(zip(self._table.rows, table.rows, strict=True)):
-            if _in_words(expected) != _in_words(found):
+        for leaf, rows in enumerate(zip(self._table.entries(), table.entries(), strict=True)):
+            expected, given = map(_in_words, rows)
+            if given != expected:
                 path = self._structure.path(leaf)
                 return LayoutError(
-                    f"batch{path} does not match the layout: {_in_words(found)} instead of {_in_words(expected)}; make "
-                    "a layout with Layout.of(batch)",
+                    f"batch{path} does not match the layout: {given} instead of {expected}; make a layout with "
+                    "Layout.of(batch)",
                     path,
                 )
         return LayoutError(
@@ -226,24 +227,17 @@ def _restore(structure: Structure, table: Table) -> Layout:
     return Layout(structure, table)
 
 
-def _slot(path: str, row: Any) -> Slot:
-    ndim = int(row["ndim"])
-    shape, stride = (tuple(row[name][:ndim].tolist()) for name in ("shape", "stride"))
-    dtype: Any = DTYPES[row["dtype"]]
-    return Slot(path, int(row["offset"]), int(row["nbytes"]), dtype, shape, stride, int(row["block"]))
-
-
-def _in_words(row: Any) -> str:
+def _in_words(entry: tuple[Any, ...]) -> str:
     """Describe a row in words, for errors."""
-    kind = RowKind(row["kind"])
+    kind = RowKind(entry[2])
     if kind is RowKind.OTHER:
         return "a leaf that isn't a tensor"
     if kind is RowKind.ALIAS:
-        return f"the same object as leaf number {row['offset']}"
+        return f"the same object as leaf number {entry[0]}"
     if kind is RowKind.MOVED:
         return "a tensor that cannot be packed"
-    slot = _slot("", row)
-    permuted = kind is RowKind.RAW and slot.nbytes and slot.stride != contiguous_stride(slot.shape)
-    stride = f" with stride {list(slot.stride)}" if permuted else ""
+    _, _, dtype, shape, stride = place_of(entry)
+    is_contiguous = stride == contiguous_stride(shape)
+    strides = "" if is_contiguous else f" with stride {list(stride)}"
     how = ", strided" if kind is RowKind.STRIDED else ""
-    return f"{name_of(slot.dtype)} {list(slot.shape)}{stride}{how}"
+    return f"{name_of(dtype)} {list(shape)}{strides}{how}"

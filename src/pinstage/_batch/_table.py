@@ -119,6 +119,24 @@ def row_type(width: int) -> np.dtype[np.void]:
     )
 
 
+class Place(NamedTuple):
+    """Where a tensor is stored in a slab, or in a region."""
+
+    offset: int
+    """The first byte."""
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements; dense."""
+
+
+def place_of(entry: tuple[Any, ...]) -> Place:
+    """Return the place of a packed leaf, given its row as `Table.entries` yields it."""
+    offset, nbytes, _, code, ndim, _, shape, stride = entry
+    return Place(offset, nbytes, dtype_of(code), tuple(shape[:ndim]), tuple(stride[:ndim]))
+
+
 class Table(NamedTuple):
     """Where each leaf of a batch is stored in a slab. Holds nothing of the batch. Equal if the buffers are equal."""
 
@@ -164,6 +182,10 @@ class Table(NamedTuple):
         """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, block, shape, stride."""
         rows = self.rows
         return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
+
+    def places(self) -> Iterator[tuple[int, Place]]:
+        """Yield the number and the place of each packed leaf."""
+        return ((index, place_of(entry)) for index, entry in enumerate(self.entries()) if entry[2] in PACKED)
 
     def positions(self, *kinds: RowKind) -> list[int]:
         """Return the numbers of the leaves of some kinds."""

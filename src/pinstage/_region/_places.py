@@ -7,25 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._batch import ALIGNMENT, Structure, as_tensor, contiguous_stride, dense_stride, walk
+from .._batch import ALIGNMENT, Place, Structure, as_tensor, contiguous_stride, dense_stride, walk
 from .._sizes import format_bytes, round_up
 from ..errors import LayoutError
 
 
-class Place(NamedTuple):
-    """A tensor's place in a region."""
-
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """In elements; dense."""
-
-    def has_rows_of(self, row_bytes: int) -> bool:
-        """Return whether the first dimension is the outermost in memory, and advances by a multiple of `row_bytes`."""
-        step = self.stride[0] * self.dtype.itemsize if self.shape else self.nbytes
-        return step * (*self.shape, 1)[0] == self.nbytes and step % row_bytes == 0
+def has_rows_of(place: Place, row_bytes: int) -> bool:
+    """Return whether the first dimension is the outermost in memory, and advances by a multiple of `row_bytes`."""
+    step = place.stride[0] * place.dtype.itemsize if place.shape else place.nbytes
+    return step * (*place.shape, 1)[0] == place.nbytes and step % row_bytes == 0
 
 
 class Nest(NamedTuple):
@@ -93,7 +83,7 @@ def check_is_whole(place: Place, inside: Sequence[int], row_bytes: int | None, c
     Raises:
         ValueError: the copy of a single row could touch two chunks.
     """
-    has_rows = row_bytes and place.has_rows_of(row_bytes)
+    has_rows = row_bytes and has_rows_of(place, row_bytes)
     if inside and not (has_rows and all((border - place.offset) % row_bytes == 0 for border in inside)):  # type: ignore[operator]
         raise ValueError(
             f"a tensor of shape {list(place.shape)} and {place.dtype} at byte {place.offset} crosses the border of two "

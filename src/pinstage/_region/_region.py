@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex
 import numpy as np
 import torch
 
-from .._batch import contiguous_stride
+from .._batch import Place, contiguous_stride
 from .._compat.views import check_dtype, tensor_over
 from .._memory import HostRange
 from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout
@@ -21,7 +21,7 @@ from .._reaper import reaper
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
 from ._chunks import Chunks
-from ._places import Nest, Place, arrange, check_is_whole, ends_of_chunks
+from ._places import Nest, arrange, check_is_whole, ends_of_chunks, has_rows_of
 
 
 class RegionPlan(NamedTuple):
@@ -113,7 +113,7 @@ class HostRegion:
         pieces = [(0, plan.nbytes, row or 1)]
         if nest is not None:
             places = dict.fromkeys(leaf for leaf in nest.leaves if isinstance(leaf, Place) and leaf.nbytes)
-            pieces = [(place.offset, place.nbytes, row if row and place.has_rows_of(row) else 0) for place in places]
+            pieces = [(place.offset, place.nbytes, row if row and has_rows_of(place, row) else 0) for place in places]
         memory = HostRange(plan.nbytes, device, numa_node, shared=shared, huge_page_bytes=plan.huge_page_bytes)
         self._begin(plan, memory, ends_of_chunks(pieces, memory.nbytes, plan.chunk_bytes), progress)
 
