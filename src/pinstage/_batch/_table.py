@@ -158,7 +158,8 @@ class Table(NamedTuple):
         """Read a table.
 
         Args:
-            data: a buffer from elsewhere; rows that lead outside their slab are refused here.
+            data: a buffer from elsewhere. Rows that contradict themselves, overlap, or lead outside of their slab are
+                refused.
 
         Raises:
             LayoutError: it is not such a table.
