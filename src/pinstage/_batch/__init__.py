@@ -31,14 +31,3 @@ from ._nodes import StagingNode, moves_in_silence, register_node, register_tenso
 from ._pack import Borrowed, borrow, most_threads, pack, pack_by_threads, reuses_places, start_packing, windows
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, Place, RowKind, Table
-
-__all__ = [
-    "ALIGNMENT", "ATOM_TYPES", "Blocks", "Borrowed", "COPIED_AS_THEY_ARE", "DTYPES", "Gathering",
-    "INTEGERS", "IsContainer", "Keeping", "Layout", "Match", "OwnStorage", "PACKED", "Parts", "Place",
-    "RowKind", "Sharing", "Slot", "StagingNode", "Structure", "Table", "WRAPPERS", "Whole",
-    "arrange", "as_tensor", "borrow", "bytes_at", "check_content", "check_own_storage",
-    "content_of", "contiguous_stride", "cut", "dense_stride", "describe", "duplicate", "flat",
-    "gather", "is_atom", "make_blocks", "match", "most_threads", "moves_in_silence", "on_host",
-    "pack", "pack_by_threads", "register_node", "register_tensor", "reuses_places", "sharing_of",
-    "start_packing", "stored_attributes", "take_apart", "tensors_in", "walk", "windows",
-]  # fmt: skip

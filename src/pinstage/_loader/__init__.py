@@ -25,5 +25,3 @@ Where to look: `_loader` has the public names; `_iterator` a pass over the data,
 
 from ._loader import DataLoader, WrappedLoader, wrap_loader
 from ._stats import LoaderStats
-
-__all__ = ["DataLoader", "LoaderStats", "WrappedLoader", "wrap_loader"]

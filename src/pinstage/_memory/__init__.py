@@ -23,12 +23,6 @@ from ._streams import DeviceEvent, record_current_streams
 REFUSALS = (MemoryError, OSError, PinningError)
 """The errors of a resource when the platform refuses memory. Some of pinstage's own errors have these bases, too."""
 
-__all__ = [
-    "Block", "DeviceEvent", "HostAllocMemory", "HostRange", "MemoryResource", "PageableMemory", "REFUSALS",
-    "RegisteredMemory", "SharedMapping", "SharedMemory", "as_called_here", "attach", "cap_bytes", "copy_error",
-    "default_memory", "disregard_captures", "make_current", "record_current_streams", "remedy", "why_unusable",
-]  # fmt: skip
-
 
 def default_memory(device: _cuda.Device = None) -> MemoryResource:
     """Pick the memory resource for staging to a device.

@@ -36,29 +36,3 @@ from ._pool import SlabPool, cap_of, check_open, check_pool, close_for, lease_in
 from ._slab import Fence, add_guard
 from ._stats import OwnerStats, PoolStats
 from ._waiting import check_owner, check_timeout, give_up_waiting_if
-
-__all__ = [
-    "Claim",
-    "Fence",
-    "HostBudget",
-    "Lease",
-    "OwnerStats",
-    "PoolStats",
-    "PoolUsage",
-    "SlabPool",
-    "add_guard",
-    "cap_of",
-    "check_open",
-    "check_owner",
-    "check_pool",
-    "check_timeout",
-    "close_for",
-    "descriptor_of",
-    "give_up_waiting_if",
-    "guard_until_release",
-    "held_bytes",
-    "lease_in_flight",
-    "size_class",
-    "state_of",
-    "usage_of_host",
-]

@@ -8,5 +8,3 @@ where tensors are and chunks end; `_region` has the public classes.
 
 from ._chunks import pieces_of
 from ._region import HostRegion, RegionHandle
-
-__all__ = ["HostRegion", "RegionHandle", "pieces_of"]

@@ -22,33 +22,3 @@ from ._stats import StagerStats
 from ._to_host import Fetcher, HostTransfer, Landing, duplicate_rest, event_of, landings
 from ._transfer import Kept, Transfer, copy_event_of, send_packed, table_of
 from ._weights import IncompatibleKeys
-
-__all__ = [
-    "Arrival",
-    "EventGroup",
-    "Fetcher",
-    "HandOver",
-    "HostCopy",
-    "HostTransfer",
-    "IncompatibleKeys",
-    "Kept",
-    "Landing",
-    "Prefetcher",
-    "RunAhead",
-    "Stager",
-    "StagerStats",
-    "Target",
-    "Targets",
-    "Transfer",
-    "check_depth",
-    "clear_own_frames",
-    "copy_event_of",
-    "duplicate_rest",
-    "event_of",
-    "landings",
-    "table_of",
-    "send_packed",
-    "shared_targets",
-    "target_for",
-    "wait_here",
-]

@@ -5,5 +5,3 @@ times by interval arithmetic. `_model` estimates the saving by packing.
 """
 
 from ._report import TraceReport, trace_report
-
-__all__ = ["TraceReport", "trace_report"]
