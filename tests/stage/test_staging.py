@@ -214,6 +214,25 @@ def test_gradients_flow_through_what_is_not_packed(stager):
     assert torch.equal(leaf.grad, torch.full((3,), 2.0))
 
 
+class MetAsLeaf:
+    """A class that torch's registry gets to know later."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def test_to_device_knows_a_class_registered_since_its_last_call(stager):
+    stager.to_device([MetAsLeaf(None)])
+    torch.utils._pytree.register_pytree_node(
+        MetAsLeaf, lambda met: ([met.value], None), lambda values, _: MetAsLeaf(*values)
+    )
+    alone = stager.to_device(MetAsLeaf(torch.ones(3)))
+    assert isinstance(alone, MetAsLeaf)
+    assert alone.value.tolist() == [1, 1, 1]
+    first, second = stager.to_device([MetAsLeaf(torch.ones(3)), torch.zeros(2)])
+    assert (first.value.tolist(), second.tolist()) == ([1, 1, 1], [0, 0])
+
+
 def test_an_error_in_to_returns_the_slab(stager):
     with pytest.raises(NotImplementedError, match="meta"):
         stager.stage([torch.ones(3), torch.ones(3, device="meta")])

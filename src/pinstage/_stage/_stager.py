@@ -50,7 +50,9 @@ class Stager:
     A batch is packed into one page-locked slab and copied asynchronously. On the device, large leaves and the leaves of
     small batches have memory of their own. Other leaves share blocks; see `own_storage`. A batch of at most 64 KiB,
     padding included, is copied from ordinary memory: copies of that size return at once (CUDA Programming Guide,
-    Asynchronous Concurrent Execution).
+    Asynchronous Concurrent Execution). Tensors that can't be packed are moved by their own ``.to()``: those that
+    require grad, sparse ones, and subclasses. ``.to()`` returns a tensor that is on the device already, so a stager for
+    the CPU returns such a tensor itself, where the others are copied.
 
     Args:
         device: the device to stage to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the
