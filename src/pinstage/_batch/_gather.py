@@ -74,7 +74,8 @@ def arrange(table: Table) -> Gathering:
     direct = [(index, int(rows["offset"][index]), int(rows["nbytes"][index])) for index in large]
     arranged = table.moved_to(rows, end)
     places = dict(arranged.places()) if strided else {}
-    return Gathering(arranged, groups, [(index, places[index]) for index in strided], gathered, direct)
+    moved = [(index, places[index]) for index in strided]
+    return Gathering(arranged, groups, moved, gathered, direct)
 
 
 def _joined(table: Table) -> dict[tuple[int, tuple[int, ...]], list[int]]:

@@ -69,7 +69,8 @@ class Layout:
         """A row for each tensor in the slab, in the order of the batch. Aligned, disjoint, inside ``[0, nbytes)``."""
         if self._slots is None:
             paths, blocks = self._structure.paths(), self._table.rows["block"].tolist()
-            self._slots = tuple(Slot(paths[leaf], *place, blocks[leaf]) for leaf, place in self._table.places())
+            places = self._table.places()
+            self._slots = tuple(Slot(paths[leaf], *place, blocks[leaf]) for leaf, place in places)
         return self._slots
 
     def others(self, batch: Any) -> list[Any]:

@@ -106,7 +106,7 @@ REGISTERED: dict[type, Any] = {}
 
 def _flatten_dict(obj: Any) -> tuple[Any, Any]:
     keys, factory = tuple(obj), getattr(obj, "default_factory", None)
-    attributes = getattr(obj, "__dict__", {})  # an OrderedDict may have some: `_metadata` of a module's state
+    attributes = getattr(obj, "__dict__", {})  # of an OrderedDict, such as a module's state
     children, names = tuple(obj.values()), tuple(attributes)
     if names:
         children += tuple(attributes.values())

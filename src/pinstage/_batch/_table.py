@@ -186,7 +186,8 @@ class Table(NamedTuple):
 
     def places(self) -> Iterator[tuple[int, Place]]:
         """Yield the number and the place of each packed leaf."""
-        return ((index, place_of(entry)) for index, entry in enumerate(self.entries()) if entry[2] in PACKED)
+        entries = enumerate(self.entries())
+        return ((index, place_of(entry)) for index, entry in entries if entry[2] in PACKED)
 
     def positions(self, *kinds: RowKind) -> list[int]:
         """Return the numbers of the leaves of some kinds."""

@@ -389,15 +389,20 @@ static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
     Blocks *self = (Blocks *)object;
     const Header *table = self->table.header;
     if (!PyList_Check(others)) return PyErr_Format(PyExc_TypeError, "the leaves that are not packed are a list");
-    if (PyList_Size(others) != count_others(table))
-        return PyErr_Format(PyExc_ValueError, "there are not as many leaves as the offset table does not pack");
+    Py_ssize_t given = PyList_Size(others), count = count_others(table);
+    if (given != count) return PyErr_Format(PyExc_ValueError, "%zd leaves for %zd that aren't packed", given, count);
     PyObject *leaves = PyList_New((Py_ssize_t)table->rows);
     Py_ssize_t next = 0;
     for (int64_t i = 0; leaves != NULL && i < table->rows; i++) {
         const Row *row = row_at(table, i);
-        PyObject *leaf = is_packed(row)       ? packed_leaf(self, i)
-                         : row->kind == ALIAS ? Py_XNewRef(PyList_GetItem(leaves, (Py_ssize_t)row->offset))
-                                              : Py_XNewRef(PyList_GetItem(others, next++));
+        PyObject *leaf;
+        if (is_packed(row)) {
+            leaf = packed_leaf(self, i);
+        } else if (row->kind == ALIAS) {
+            leaf = Py_XNewRef(PyList_GetItem(leaves, (Py_ssize_t)row->offset));
+        } else {
+            leaf = Py_XNewRef(PyList_GetItem(others, next++));
+        }
         if (leaf == NULL || PyList_SetItem(leaves, (Py_ssize_t)i, leaf) != 0) Py_CLEAR(leaves);
     }
     return leaves;

@@ -21,7 +21,8 @@ const Header *table_of(PyObject *data) {
 
 bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
     if (is_contiguous(ndim, shape, stride)) return true; /* the usual case */
-    int32_t order[MAX_DIMS], count = 0;                  /* dimensions of more than one element, by stride */
+    /* dimensions of more than one element, by stride: */
+    int32_t order[MAX_DIMS], count = 0;
     for (int32_t d = ndim - 1; d >= 0; d--) {
         if (shape[d] == 1) continue;
         int32_t at = count++;

@@ -154,7 +154,7 @@ class Destinations:
         - Others may interleave without sharing a byte, such as columns. They are copied one by one, in the batch's
           order, after all others.
         """
-        crowded = _crowded(spans)
+        crowded = overlapping(spans)
         opaque = [index for index in self._by_torch if spans[index][0] < 0]
         repeated = self._repeated(sorted(crowded + opaque))
         self._check_dense([index for index in crowded if index not in repeated], spans)
@@ -168,7 +168,7 @@ class Destinations:
         first_of: dict[Any, int] = {}
         repeated = set()
         for index in leaves:
-            first = first_of.setdefault(_key_of(self.leaves[index]), index)
+            first = first_of.setdefault(key_of(self.leaves[index]), index)
             if first != index:
                 self._check_sources(first, index, "is the same memory as")
                 if _lazy_flags(self.leaves[first]) == _lazy_flags(self.leaves[index]):
@@ -347,6 +347,8 @@ def span_of(place: torch.Tensor) -> Span:
         start = place.data_ptr()
     except RuntimeError:  # a subclass without memory of its own
         return -1, -1
+    if not start and place.numel():  # on meta, or in other tensors, as in a quantised weight
+        return -1, -1
     steps = zip(place.shape, place.stride(), strict=True)
     reach = sum((size - 1) * step for size, step in steps) + 1 if place.numel() else 0
     return start, start + reach * place.itemsize
@@ -364,14 +366,14 @@ def overlap(tensors: list[Any], others: list[Any]) -> list[bool]:
     return result
 
 
-def _key_of(place: torch.Tensor) -> Any:
+def key_of(place: torch.Tensor) -> Any:
     """Return a key that is equal for tensors of the same elements in memory."""
     start, _ = span_of(place)
     return id(place) if start < 0 else (start, place.dtype, place.shape, place.stride())
 
 
-def _crowded(spans: list[Span]) -> list[int]:
-    """Return the tensors whose range of memory overlaps that of another, by address."""
+def overlapping(spans: list[Span]) -> list[int]:
+    """Return the tensors whose range of memory overlaps that of another, by number, sorted by address."""
     crowded: list[int] = []
     cluster: list[int] = []
     furthest = 0

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from .._batch import (
-    DTYPES,
     PACKED,
     Gathering,
     IsContainer,
@@ -171,29 +170,15 @@ class HostTransferInto(HostTransfer[B_co]):
         return self._destinations.leaves
 
 
-class Landing(NamedTuple):
-    """The place of a tensor in the host slab."""
-
-    offset: int
-    """In bytes."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    """In elements; dense."""
-
-
 def landings(transfer: HostTransfer) -> list[Any]:
-    """Return where each leaf lands, as a `Landing`, or the leaf itself if it isn't in a slab. Call it before `wait`."""
+    """Return the `Place` of each leaf in the slab, or the leaf itself if it isn't there. Call it before `wait`."""
     assert transfer._leaves is not None
-    found, start = list(transfer._leaves), 0
+    landed, start = list(transfer._leaves), 0
     for table in transfer._tables:
-        for index, (offset, _, kind, code, ndim, _, shape, stride) in enumerate(table.entries()):
-            if kind in PACKED:
-                dtype = DTYPES[code]
-                assert dtype is not None
-                found[index] = Landing(start + offset, dtype, tuple(shape[:ndim]), tuple(stride[:ndim]))
+        for index, place in table.places():
+            landed[index] = place._replace(offset=start + place.offset)
         start += table.nbytes
-    return found
+    return landed
 
 
 def event_of(transfer: HostTransfer) -> Fence | None:

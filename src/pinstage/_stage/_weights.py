@@ -15,7 +15,6 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -26,6 +25,7 @@ from .._compat.calls import (
     modules_by_path,
     tensors_of,
 )
+from ._out import key_of, overlapping, span_of
 from ._writer import Write
 
 SAMPLE_BYTES = 64
@@ -136,19 +136,11 @@ class Destination:
 
     def _positions_of_overlapping(self) -> dict[str, int]:
         """Return the positions of names whose memory overlaps another tensor's. Names of one tensor don't count."""
-        spans = {}
-        for name, tensor in self.tensors.items():
-            if span := _span_of(tensor):
-                spans[self.keys[name]] = span
-        overlapping: set[Any] = set()
-        widest, end = None, 0  # the last end so far, and whose it is
-        for key, (first, last) in sorted(spans.items(), key=itemgetter(1)):
-            if first < end:
-                overlapping |= {key, widest}
-            if last > end:
-                widest, end = key, last
-        names = [name for name in self.tensors if self.keys[name] in overlapping]
-        return {name: self._positions[name] for name in names}
+        keys = list(dict.fromkeys(self.keys[name] for name in self.tensors))
+        one_of = {self.keys[name]: tensor for name, tensor in self.tensors.items()}
+        numbers = overlapping([span_of(_local(one_of[key])) for key in keys])
+        shared = {keys[number] for number in numbers}
+        return {name: position for name, position in self._positions.items() if self.keys[name] in shared}
 
     def plan(self, shapes: dict[str, Shape] | None) -> list[str]:
         """Check a checkpoint's names, and return those to read, in this order.
@@ -380,24 +372,11 @@ def _local(tensor: Any) -> torch.Tensor:
     return local
 
 
-def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the addresses where a tensor's memory begins and ends; None if it has none of its own."""
-    local = _local(tensor)
-    if local.is_meta or local.layout is not torch.strided or not local.numel():
-        return None
-    start = local.data_ptr()
-    if not start:  # other tensors have the memory, as in a quantized weight
-        return None
-    steps = zip(local.shape, local.stride(), strict=True)
-    reach = 1 + sum((size - 1) * stride for size, stride in steps)  # in elements
-    end, storage = start + reach * local.element_size(), local.untyped_storage()
-    return (start, end) if end <= storage.data_ptr() + storage.nbytes() else None
-
-
 def _key_of(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors of the same memory."""
-    span, local = _span_of(tensor), _local(tensor)
-    return (local.device, span, local.dtype, local.shape, local.stride()) if span else id(tensor)
+    local = _local(tensor)
+    start, end = span_of(local)
+    return key_of(local) if start < end else id(tensor)
 
 
 def _sample_of(tensor: torch.Tensor) -> bytes | None:
@@ -405,11 +384,11 @@ def _sample_of(tensor: torch.Tensor) -> bytes | None:
 
     If there are gaps between its elements, only three elements, since the gaps aren't the tensor's.
     """
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    span = _span_of(tensor) if is_plain and tensor.device.type == "cpu" else None
-    if span is None:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
-    start, end = span
+    start, end = span_of(tensor)
+    if start == end:
+        return None
     width = min(SAMPLE_BYTES, end - start)
     middle = (start + end - width) // 2
     if end - start != tensor.nbytes:

@@ -25,15 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .._stage import HostTransfer, Landing, clear_own_frames, landings
+from .._batch import Place
+from .._stage import HostTransfer, clear_own_frames, landings
 from ..errors import PinstageError
 from ._snapshot import Snapshot, rebuild
 
 LOOK_AGAIN_SECONDS = 0.01
 """Poll interval for the return of a slab and for the end of a save's thread."""
-
-Place = Landing | torch.Tensor
-"""Where a tensor's bytes are in the slab; or a tensor that could not be packed."""
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """A view of a lease."""
@@ -43,7 +41,8 @@ class Content(NamedTuple):
     """Everything in a staged state dict except the bytes in its slab."""
 
     message: bytes
-    places: list[Place]
+    places: list[Place | torch.Tensor]
+    """Where each tensor's bytes are in the slab; or a tensor that could not be packed."""
     kept: list[Any]
 
     def over(self, memory: Any) -> dict[str, Any]:
@@ -53,7 +52,7 @@ class Content(NamedTuple):
         return state
 
 
-def over(memory: Any, place: Landing) -> torch.Tensor:
+def over(memory: Any, place: Place) -> torch.Tensor:
     """Return a tensor over memory, whose storage ends where the tensor ends."""
     count = math.prod(place.shape)
     if not count:
