@@ -24,10 +24,10 @@ from ._blocks import (
     sharing_of,
 )
 from ._describe import IsContainer, Keeping, Parts, contiguous_stride, dense_stride, describe, take_apart
-from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, duplicate, flat, gather
+from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, as_integers, duplicate, flat, gather
 from ._layout import Layout, Slot, check_content, content_of
 from ._leaves import ATOM_TYPES, WRAPPERS, Whole, as_tensor, is_atom, on_host, tensors_in
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
 from ._pack import Borrowed, borrow, most_threads, pack, pack_by_threads, reuses_places, start_packing, windows
 from ._structure import Structure, walk
-from ._table import ALIGNMENT, DTYPES, INTEGERS, PACKED, Place, RowKind, Table
+from ._table import ALIGNMENT, DTYPES, PACKED, Place, RowKind, Table

@@ -14,7 +14,7 @@ import torch
 
 from pinstage._native import _core
 
-from .._compat.views import check_is_plain
+from .._compat.views import check_is_plain, view_of
 from ._describe import dlpack_device
 from ._table import ALIGNMENT, CODES, DTYPES, Table
 
@@ -89,11 +89,9 @@ def _empty(code: int, shape: tuple[int, ...], stride: tuple[int, ...], is_cuda: 
 def view_at(
     slab: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """Return a view of a slab from a byte on. ``as_strided`` isn't used: its views share one version counter."""
-    view = torch.empty(0, dtype=dtype, device=slab.device)
-    check_is_plain(view)
-    begin = slab.storage_offset() * slab.itemsize + start
-    return view.set_(slab.untyped_storage(), begin // view.itemsize, shape, stride)
+    """Return a view of a slab, or of any tensor's storage, from a byte behind its first element on."""
+    begin = int(slab.storage_offset()) * slab.itemsize + start
+    return view_of(slab.untyped_storage(), begin, dtype, shape, stride)
 
 
 def _view(slab: torch.Tensor, code: int, start: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:

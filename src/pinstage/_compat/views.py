@@ -69,6 +69,25 @@ def tensor_over(
     return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
 
+def view_of(
+    storage: torch.UntypedStorage, begin: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Return a tensor over a storage, from its byte `begin` on.
+
+    ``as_strided`` isn't used: its views share one version counter.
+
+    Args:
+        storage: on any device.
+        begin: a multiple of the dtype's size.
+        dtype: the tensor's.
+        shape: the tensor's.
+        stride: in elements.
+    """
+    view = torch.empty(0, dtype=dtype, device=storage.device)
+    check_is_plain(view)
+    return view.set_(storage, begin // view.itemsize, shape, stride)
+
+
 def check_is_plain(made: torch.Tensor) -> None:
     """Refuse an object that torch made in place of a plain tensor or view.
 

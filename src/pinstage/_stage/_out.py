@@ -22,7 +22,6 @@ import torch
 
 from .._batch import (
     COPIED_AS_THEY_ARE,
-    INTEGERS,
     PACKED,
     WRAPPERS,
     Match,
@@ -30,6 +29,7 @@ from .._batch import (
     RowKind,
     Structure,
     Table,
+    as_integers,
     as_tensor,
     bytes_at,
     dense_stride,
@@ -430,8 +430,7 @@ def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors of one dtype to others of one dtype and device, bit for bit if the dtypes are the same."""
     dtype = places[0].dtype
     if dtype is sources[0].dtype and dtype not in COPIED_AS_THEY_ARE:
-        integer = INTEGERS[dtype.itemsize]
-        places, sources = [place.view(integer) for place in places], [source.view(integer) for source in sources]
+        places, sources = [*map(as_integers, places)], [*map(as_integers, sources)]
     _write(copy_each, places, sources)
 
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from .._batch import Place
+from .._compat.views import tensor_over
 from .._stage import HostTransfer, clear_own_frames, landings
 from ..errors import PinstageError
 from ._snapshot import Snapshot, rebuild
@@ -47,18 +48,14 @@ class Content(NamedTuple):
 
     def over(self, memory: Any) -> dict[str, Any]:
         """Return the state dict, with tensors over memory that shows the slab's bytes; they keep it alive."""
-        tensors = [place if isinstance(place, torch.Tensor) else over(memory, place) for place in self.places]
+        tensors = [
+            place
+            if isinstance(place, torch.Tensor)
+            else tensor_over(memory, place.dtype, place.shape, place.stride, place.offset)
+            for place in self.places
+        ]
         state: dict[str, Any] = rebuild(self.message, tensors, self.kept)
         return state
-
-
-def over(memory: Any, place: Place) -> torch.Tensor:
-    """Return a tensor over memory, whose storage ends where the tensor ends."""
-    count = math.prod(place.shape)
-    if not count:
-        return torch.empty_strided(place.shape, place.stride, dtype=place.dtype, device="cpu")
-    flat = torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset)
-    return flat.as_strided(place.shape, place.stride)
 
 
 class StagedBytes(NamedTuple):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .._compat.views import view_of
 from .._pool import Fence, Lease, SlabPool, lease_in_flight
 from .._reaper import reaper
 from .._stage import Arrival, EventGroup, HostCopy, Kept, Target
@@ -200,9 +201,3 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
 def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tensor:
     """Return a part of a storage as uint8 ``[n]``, unknown to autograd."""
     return view_of(storage, begin, torch.uint8, (end - begin,), (1,))
-
-
-def view_of(storage: torch.UntypedStorage, begin: int, dtype: torch.dtype, shape: Any, stride: Any) -> torch.Tensor:
-    """Return a tensor over a storage, from its byte `begin` on; `stride` is in elements."""
-    empty = torch.empty(0, dtype=dtype, device=storage.device)
-    return empty.set_(storage, begin // dtype.itemsize, shape, stride)

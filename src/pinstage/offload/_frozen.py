@@ -24,11 +24,12 @@ import torch
 
 from .._compat.registered import Registered, entries_of
 from .._compat.storages import version_of
+from .._compat.views import view_of
 from .._pool import Fence, SlabPool, check_pool
 from .._sizes import format_bytes, round_up
 from .._stage import Arrival, HostCopy, Target, shared_targets, target_for
 from ..errors import BudgetExceededError
-from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until, range_of, view_of
+from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until, range_of
 from ._offloaded import Offloaded, OffloadedStats
 
 SLAB_BYTES = 256 << 20

@@ -9,10 +9,11 @@ from typing import Any, Self
 
 import torch
 
+from .._compat.views import view_of
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
 from .._stage import shared_targets
-from ._block import Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now, view_of
+from ._block import Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now
 from ._offloaded import Offloaded, OffloadedStats
 
 

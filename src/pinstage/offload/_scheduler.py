@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .._compat.storages import Changes, version_of
+from .._compat.views import view_of
 from .._pool import Fence, Lease
 from .._stage import Arrival, Target
-from ._block import ALIGNMENT, Load, OffloadedBlock, range_of, view_of
+from ._block import ALIGNMENT, Load, OffloadedBlock, range_of
 
 
 class Saved:
