@@ -1,7 +1,8 @@
 """The C extension, and the README for package indexes. Everything else is in pyproject.toml.
 
-An index doesn't have the files that the README links to. ``PINSTAGE_REPOSITORY``, the address of the repository, makes
-these links absolute; ``PINSTAGE_SITE`` points links to the docs at that site. ``make release`` sets both.
+An index doesn't have the files that the README links to. ``PINSTAGE_REPOSITORY``, the address of
+the repository, makes these links absolute; ``PINSTAGE_SITE`` points links to the docs at that site.
+``make release`` sets both.
 """
 
 import os
@@ -17,11 +18,13 @@ from setuptools.errors import BaseError, CCompilerError
 NATIVE = Path("src/pinstage/_native")
 
 if sys.platform != "linux":
-    raise SystemExit(f"pinstage runs on Linux only: this is {sys.platform}; use Linux, or WSL2 on Windows")
+    raise SystemExit(
+        f"pinstage runs on Linux only: this is {sys.platform}; use Linux, or WSL2 on Windows"
+    )
 if sysconfig.get_config_var("Py_GIL_DISABLED"):  # it has no limited API before 3.15
     raise SystemExit(
-        f"pinstage does not run on free-threaded Python yet: this is {sys.version.split()[0]} without the interpreter "
-        "lock; use the usual build of Python"
+        f"pinstage does not run on free-threaded Python yet: this is {sys.version.split()[0]} "
+        "without the interpreter lock; use the usual build of Python"
     )
 
 
@@ -34,9 +37,10 @@ class BuildExtension(build_ext):
             super().build_extension(ext)
         except (BaseError, CCompilerError) as error:
             raise SystemExit(
-                f"pinstage's extension in C could not be compiled: {error}; install a C compiler and the headers of "
-                f"Python {sys.version_info[0]}.{sys.version_info[1]} (Debian and Ubuntu: apt install gcc python3-dev; "
-                "Fedora: dnf install gcc python3-devel), or install pinstage from a wheel"
+                f"pinstage's extension in C could not be compiled: {error}; install a C compiler "
+                f"and the headers of Python {sys.version_info[0]}.{sys.version_info[1]} (Debian "
+                "and Ubuntu: apt install gcc python3-dev; Fedora: dnf install gcc python3-devel), "
+                "or install pinstage from a wheel"
             ) from error
 
 
@@ -57,11 +61,15 @@ core = Extension(
     py_limited_api=True,  # its version is in core.h
 )
 
-repository, site = (os.environ.get(name, "").rstrip("/") for name in ("PINSTAGE_REPOSITORY", "PINSTAGE_SITE"))
+repository, site = (
+    os.environ.get(name, "").rstrip("/") for name in ("PINSTAGE_REPOSITORY", "PINSTAGE_SITE")
+)
 readme = Path("README.md").read_text(encoding="utf-8")  # whatever the locale
 urls = {}
 if site:
-    readme = re.sub(r"\]\(docs/(?:index|([\w/]+?)(?:/index)?)\.md(#[^)]+)?\)", rf"]({site}/\1/\2)", readme)
+    readme = re.sub(
+        r"\]\(docs/(?:index|([\w/]+?)(?:/index)?)\.md(#[^)]+)?\)", rf"]({site}/\1/\2)", readme
+    )
     readme = readme.replace(f"{site}//", f"{site}/")
 if repository:
     readme = re.sub(r"(?<=\]\()(?=docs/[\w/.-]+\.(?:svg|png)\))", f"{repository}/raw/main/", readme)

@@ -1,10 +1,12 @@
-"""How long an asynchronous checkpoint blocks training, with torch's stagers and with `CheckpointStager`.
+"""How long an asynchronous checkpoint blocks training, with torch's stagers and with
+`CheckpointStager`.
 
     python benchmarks/checkpoint.py --out benchmarks/results/checkpoint.json
 
-The state is 150 tensors of 50 MiB and 2,000 of 32 bytes on the device: 7.9 GB, in the two dicts of a model and its
-optimizer. (With a flat dict torch logs each entry, which took 40 to 90 ms more.) The saves are real `async_save` calls.
-Their writer writes nothing, but checks the first and the last element of each tensor, which change before every save.
+The state is 150 tensors of 50 MiB and 2,000 of 32 bytes on the device: 7.9 GB, in the two dicts of
+a model and its optimizer. (With a flat dict torch logs each entry, which took 40 to 90 ms more.)
+The saves are real `async_save` calls. Their writer writes nothing, but checks the first and the
+last element of each tensor, which change before every save.
 
 | case | sample |
 |---|---|
@@ -12,10 +14,11 @@ Their writer writes nothing, but checks the first and the last element of each t
 | `later` | the same for later saves |
 | `step` | a step during which a save begins: 0.25 s of device work, then a change of all tensors |
 
-In `step`, the loop waits before the change for stagers that need it; `main` is until the call returned, and `none`
-saves nothing.
+In `step`, the loop waits before the change for stagers that need it; `main` is until the call
+returned, and `none` saves nothing.
 
-`detail` has the bytes page-locked by the pool and by torch's host allocator, and the growth of resident memory.
+`detail` has the bytes page-locked by the pool and by torch's host allocator, and the growth of
+resident memory.
 """
 
 from __future__ import annotations
@@ -118,9 +121,13 @@ class Job:
         self.saves += 1
 
     def save(self) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Begin a save; return a function that waits until it is staged, and one that waits for its end and checks."""
+        """Begin a save; return a function that waits until it is staged, and one that waits for its
+        end and checks.
+        """
         writer = LooksOnly(self.saves)
-        response = dcp.async_save(self.state, storage_writer=writer, async_stager=self.stager, no_dist=True)
+        response = dcp.async_save(
+            self.state, storage_writer=writer, async_stager=self.stager, no_dist=True
+        )
         is_future = not hasattr(response, "staging_completion")
         staged = (lambda: None) if is_future else response.staging_completion.result
         upload = response if is_future else response.upload_completion
@@ -128,7 +135,9 @@ class Job:
         def end() -> None:
             upload.result()
             if writer.wrong:
-                raise AssertionError(f"{len(writer.wrong)} tensors with other values, {writer.wrong[0]} first")
+                raise AssertionError(
+                    f"{len(writer.wrong)} tensors with other values, {writer.wrong[0]} first"
+                )
 
         return staged, end
 
@@ -144,8 +153,12 @@ class Job:
         self.change()
         return total - start, returned - start
 
-    def sample_step(self, allow_change: Callable[[Callable[[], None]], None]) -> tuple[float, float]:
-        """Return the seconds of a step during which a save begins, and the seconds until the save's call returned."""
+    def sample_step(
+        self, allow_change: Callable[[Callable[[], None]], None]
+    ) -> tuple[float, float]:
+        """Return the seconds of a step during which a save begins, and the seconds until the save's
+        call returned.
+        """
         self.synchronize()
         start = time.perf_counter()
         staged, end = self.save() if self.stager is not None else (lambda: None, lambda: None)
@@ -164,7 +177,8 @@ def _default(pinned: bool, shared: bool, in_thread: bool) -> Callable[[], Any]:
 
     def make() -> DefaultStager:
         stager = DefaultStager(StagingOptions(pinned, shared, in_thread, pinned))
-        # torch 2.11 closes this after each save, so the second one fails (pytorch/pytorch#183413); later ones do not.
+        # torch 2.11 closes this after each save, so the second one fails (pytorch/pytorch#183413);
+        # later ones do not.
         stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         return stager
 
@@ -206,8 +220,16 @@ VARIANTS = (
     _torchs("default_thread", False, False, True),
     _torchs("default_pinned_thread", True, False, True),
     _torchs("default_pinned_shared_thread", True, True, True),
-    Variant("pinstage", partial(_pool, "stream"), "`CheckpointStager()`", package="pinstage", ours=True),
-    Variant("pinstage_step", partial(_pool, "step"), "`CheckpointStager(hold='step')`", package="pinstage", ours=True),
+    Variant(
+        "pinstage", partial(_pool, "stream"), "`CheckpointStager()`", package="pinstage", ours=True
+    ),
+    Variant(
+        "pinstage_step",
+        partial(_pool, "step"),
+        "`CheckpointStager(hold='step')`",
+        package="pinstage",
+        ours=True,
+    ),
 )
 
 
@@ -221,9 +243,16 @@ def pinned_by(stager: Any, before: int) -> str:
     """Return how much was page-locked, as text."""
     pool = getattr(stager, "pool", None)
     of_pool = f"{pool.stats().held_bytes / 1e9:.2f} GB by the pool, " if pool is not None else ""
-    of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if torch.cuda.is_initialized() else 0
+    of_torch = (
+        torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+        if torch.cuda.is_initialized()
+        else 0
+    )
     grown = resident() - before
-    return f"{of_pool}{of_torch / 1e9:.2f} GB by torch's host allocator; {grown / 1e9:.2f} GB more resident"
+    return (
+        f"{of_pool}{of_torch / 1e9:.2f} GB by torch's host allocator; {grown / 1e9:.2f} GB more "
+        "resident"
+    )
 
 
 class Run:
@@ -248,7 +277,12 @@ class Run:
         sample = step if case.id == "step" else self._job.sample_save
         found = [sample() for _ in range(1 if case.id == "first" else self._repeats)]
         total, main = ([pair[i] for pair in found] for i in range(2))
-        return {"status": "ok", "detail": pinned_by(self._job.stager, self._before), "total": total, "main": main}
+        return {
+            "status": "ok",
+            "detail": pinned_by(self._job.stager, self._before),
+            "total": total,
+            "main": main,
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

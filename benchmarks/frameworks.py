@@ -1,14 +1,17 @@
-"""Training loops of frameworks and of loaders that aren't torch's, with `pin_memory=True` and with pinstage.
+"""Training loops of frameworks and of loaders that aren't torch's, with `pin_memory=True` and with
+pinstage.
 
     python benchmarks/frameworks.py --out benchmarks/results/frameworks.json
     python benchmarks/frameworks.py --smoke                     # a small run on the CPU
 
-Each loop trains one model with one seed in every variant. A sample is the time of a whole step, from the start of its
-work on the device to the start of the next one. ``detail`` has the share of the time in which the GPU was idle, and the
-losses; a variant whose losses differ from those of ``pin_memory`` in any bit is incorrect. ``model`` has its batch on
-the device before the loop begins: its time is that of the model and the framework alone.
+Each loop trains one model with one seed in every variant. A sample is the time of a whole step,
+from the start of its work on the device to the start of the next one. ``detail`` has the share of
+the time in which the GPU was idle, and the losses; a variant whose losses differ from those of
+``pin_memory`` in any bit is incorrect. ``model`` has its batch on the device before the loop
+begins: its time is that of the model and the framework alone.
 
-Each variant runs in a fresh process. The losses are read at the end, so that no step waits for the one before.
+Each variant runs in a fresh process. The losses are read at the end, so that no step waits for the
+one before.
 """
 
 from __future__ import annotations
@@ -85,7 +88,11 @@ class Watch:
         losses = torch.stack(self._losses).tolist()
         digest = hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()[:12]
         said = f"{len(losses)} losses, {losses[0]:.6g} to {losses[-1]:.6g}, sha256 {digest}"
-        return {"status": "ok", "detail": f"GPU idle {sum(gaps) / sum(steps):.1%}; {said}", "total": steps}
+        return {
+            "status": "ok",
+            "detail": f"GPU idle {sum(gaps) / sum(steps):.1%}; {said}",
+            "total": steps,
+        }
 
 
 class Nested(Dataset[Batch]):
@@ -144,7 +151,9 @@ class OnDevice(Dataset[Batch]):
 
     def __init__(self, loader: Iterable[Batch], device: torch.device, length: int) -> None:
         self._batch = ps.Stager(device, own_storage=True).to_device(next(iter(loader)))
-        torch.empty((), dtype=torch.int64).random_()  # the seed that each new pass over a loader would draw
+        torch.empty(
+            (), dtype=torch.int64
+        ).random_()  # the seed that each new pass over a loader would draw
         self._length = length
 
     def __len__(self) -> int:
@@ -166,7 +175,9 @@ def plain_loader(way: str, args: argparse.Namespace, loader_class: Callable[...,
     if way == "model":
         return DataLoader(OnDevice(loader_class(), device, args.steps), batch_size=None)
     pin = way == "pin_memory" and device.type == "cuda"
-    return loader_class(num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0)
+    return loader_class(
+        num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0
+    )
 
 
 def dense(args: argparse.Namespace) -> nn.Module:
@@ -219,7 +230,8 @@ def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
 
     device = torch.device(args.device)
     accelerator = Accelerator(
-        cpu=device.type == "cpu", dataloader_config=DataLoaderConfiguration(non_blocking=way == "pin_memory")
+        cpu=device.type == "cpu",
+        dataloader_config=DataLoaderConfiguration(non_blocking=way == "pin_memory"),
     )
     model = dense(args)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -291,7 +303,9 @@ def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         label_names=["label"],
     )
     trainer_class = Staging if way.startswith("pinstage") else Trainer
-    trainer_class(Module(), arguments, default_collate, train_dataset=plain.dataset, callbacks=[End()]).train()
+    trainer_class(
+        Module(), arguments, default_collate, train_dataset=plain.dataset, callbacks=[End()]
+    ).train()
 
 
 def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
@@ -332,18 +346,30 @@ def webdataset_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
             for index in range(len(samples)):
                 *fields, label = samples[index].values()
                 file.write(
-                    {"__key__": f"{index:04}", "fields.npy": torch.stack(fields).numpy(), "label.npy": label.numpy()}
+                    {
+                        "__key__": f"{index:04}",
+                        "fields.npy": torch.stack(fields).numpy(),
+                        "label.npy": label.numpy(),
+                    }
                 )
-        shards = -(-args.steps * args.batch_size // len(samples)) + args.workers * args.batch_size // len(samples)
-        dataset = wds.WebDataset([f"{folder}/0.tar"] * max(shards, args.workers), shardshuffle=False)
+        shards = -(
+            -args.steps * args.batch_size // len(samples)
+        ) + args.workers * args.batch_size // len(samples)
+        dataset = wds.WebDataset(
+            [f"{folder}/0.tar"] * max(shards, args.workers), shardshuffle=False
+        )
         dataset = dataset.decode().batched(args.batch_size, named_fields, partial=False)
         if way == "pinstage":
-            loader: Any = ps.DataLoader(dataset, None, num_workers=args.workers, device=device, max_bytes="8GiB")
+            loader: Any = ps.DataLoader(
+                dataset, None, num_workers=args.workers, device=device, max_bytes="8GiB"
+            )
         elif way == "model":
             loader = DataLoader(OnDevice(dataset, device, args.steps), batch_size=None)
         else:
             pin = way == "pin_memory" and device.type == "cuda"
-            loader = wds.WebLoader(dataset, batch_size=None, num_workers=args.workers, pin_memory=pin)
+            loader = wds.WebLoader(
+                dataset, batch_size=None, num_workers=args.workers, pin_memory=pin
+            )
         train_on(way, loader, args, watch)
 
 
@@ -363,7 +389,9 @@ def nodes_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     device = torch.device(args.device)
     dataset = Nested(args.steps * args.batch_size, args.fields)
     node: Any = Batcher(IterableWrapper(range(len(dataset))), args.batch_size)
-    node = ParallelMapper(node, partial(collated_samples, dataset), num_workers=max(args.workers, 1), method="process")
+    node = ParallelMapper(
+        node, partial(collated_samples, dataset), num_workers=max(args.workers, 1), method="process"
+    )
     if way == "pinstage":
         node = Stage(node, ps.Stager(device, max_bytes="8GiB"))
     elif way == "pin_memory" and device.type == "cuda":
@@ -382,7 +410,8 @@ def collated_samples(dataset: Nested, indices: Sequence[int]) -> Batch:
 def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     """Train on a plain generator, which takes some time for each batch.
 
-    Both variants read ahead in the main process: `pinstage` in a thread, `pinstage_main` without one.
+    Both variants read ahead in the main process: `pinstage` in a thread, `pinstage_main` without
+    one.
     """
     device = torch.device(args.device)
     samples = Nested(args.batch_size, args.fields)
@@ -404,9 +433,16 @@ def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
 
 
 def train_on(
-    way: str, loader: Iterable[Batch], args: argparse.Namespace, watch: Watch, *, background: bool = True
+    way: str,
+    loader: Iterable[Batch],
+    args: argparse.Namespace,
+    watch: Watch,
+    *,
+    background: bool = True,
 ) -> None:
-    """Train on as many batches as there are steps. Batches on the host are staged, or moved leaf by leaf."""
+    """Train on as many batches as there are steps. Batches on the host are staged, or moved leaf by
+    leaf.
+    """
     device = torch.device(args.device)
     torch.manual_seed(0)  # whatever the loaders have drawn
     model = dense(args).to(device)
@@ -414,11 +450,16 @@ def train_on(
     if way == "pinstage_main":
         loader = ps.Stager(device, max_bytes="8GiB").prefetch(loader, background=background)
     elif way != "pinstage":
-        loader = ({name: leaf.to(device, non_blocking=True) for name, leaf in batch.items()} for batch in loader)
+        loader = (
+            {name: leaf.to(device, non_blocking=True) for name, leaf in batch.items()}
+            for batch in loader
+        )
     train(itertools.islice(loader, args.steps), model, optimizer, watch)
 
 
-def train(batches: Iterable[Batch], model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
+def train(
+    batches: Iterable[Batch], model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch
+) -> None:
     """Train on batches that are on the device."""
     for batch in batches:
         watch.begin()
@@ -450,19 +491,25 @@ CASES = (
 )
 
 VARIANTS = (
-    Variant("pin_memory", nullcontext, "torch's (PyG's) loader with pin_memory=True, moved by the framework"),
+    Variant(
+        "pin_memory",
+        nullcontext,
+        "torch's (PyG's) loader with pin_memory=True, moved by the framework",
+    ),
     Variant(
         "pinstage",
         nullcontext,
-        "packed by the loader's workers: StageBatches, pinstage.integrations.accelerate.prepare, StageInputs, "
-        "ps.wrap_loader, ps.DataLoader; integrations.torchdata.Stage; slow: prefetch(background=True)",
+        "packed by the loader's workers: StageBatches, pinstage.integrations.accelerate.prepare, "
+        "StageInputs, ps.wrap_loader, ps.DataLoader; integrations.torchdata.Stage; slow: "
+        "prefetch(background=True)",
         ours=True,
     ),
     Variant(
         "pinstage_main",
         nullcontext,
-        "the plain loader, packed in the main process: StageBatches(workers=False), Stager.prefetch, StageInputs with "
-        "workers = False; webdataset, nodes: prefetch(background=True)",
+        "the plain loader, packed in the main process: StageBatches(workers=False), "
+        "Stager.prefetch, StageInputs with workers = False; webdataset, nodes: "
+        "prefetch(background=True)",
         ours=True,
     ),
     Variant("model", nullcontext, "one batch that is on the device before the loop begins"),
@@ -480,8 +527,14 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
 
 
 def check_losses(rows: Sequence[Row]) -> None:
-    """Mark rows as incorrect if their losses differ from those of ``pin_memory``; ``model`` trains on one batch."""
-    losses = {(row.case, row.variant): row.detail.rpartition("; ")[2] for row in rows if row.status == "ok"}
+    """Mark rows as incorrect if their losses differ from those of ``pin_memory``; ``model`` trains
+    on one batch.
+    """
+    losses = {
+        (row.case, row.variant): row.detail.rpartition("; ")[2]
+        for row in rows
+        if row.status == "ok"
+    }
     for row in rows:
         expected = losses.get((row.case, "pin_memory"))
         if (
@@ -497,15 +550,23 @@ def check_losses(rows: Sequence[Row]) -> None:
 def report(rows: Sequence[Row]) -> None:
     """Print the medians, and the share of the time in which the GPU was idle."""
     table.grid("ms per step", rows, "median", "p10", "p90")
-    table.show("said", ["loop", "said"], [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows])
+    table.show(
+        "said",
+        ["loop", "said"],
+        [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows],
+    )
     if any(row.vs_best_rival for row in rows):
         table.grid("speed-up over pin_memory", [row for row in rows if row.ours], "vs_best_rival")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or trained to other losses."""
-    parser = script.parser(__doc__, repeats=200, repeats_help="timed steps for each variant and loop")
-    parser.add_argument("--loops", help=f"these, separated by commas: {', '.join(case.id for case in CASES)}")
+    parser = script.parser(
+        __doc__, repeats=200, repeats_help="timed steps for each variant and loop"
+    )
+    parser.add_argument(
+        "--loops", help=f"these, separated by commas: {', '.join(case.id for case in CASES)}"
+    )
     parser.add_argument("--workers", type=int, default=8, help="worker processes")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--fields", type=int, default=FIELDS, help=f"float32 [{WIDTH}] of a sample")
@@ -519,14 +580,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.steps = args.repeats + 1 + (FEWEST if args.smoke else WARM_UPS)
     wanted = args.loops.split(",") if args.loops else [case.id for case in CASES]
     if set(wanted) - {case.id for case in CASES}:
-        raise SystemExit(f"no such loop: {args.loops}; known: {', '.join(case.id for case in CASES)}")
+        raise SystemExit(
+            f"no such loop: {args.loops}; known: {', '.join(case.id for case in CASES)}"
+        )
     cases = [case for case in CASES if case.id in wanted]
     if args.child:
         (variant,) = script.chosen(args.child, VARIANTS)
         warnings.simplefilter("ignore")
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # all of it is overwritten anyway
+        torch.utils.deterministic.fill_uninitialized_memory = (
+            False  # all of it is overwritten anyway
+        )
         torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
         harness.start_device(torch.device(args.device))
         harness.work(cases, partial(measure, variant, args), lambda: None)

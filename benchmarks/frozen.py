@@ -10,10 +10,11 @@
 | `in turn` | all three, each used once, with the device memory of two |
 | `in turn, buffers` | the same, for modules that count their uses in a buffer |
 
-With a buffer, the end of a block waits for the block's work: the last two columns differ by the cost of that.
+With a buffer, the end of a block waits for the block's work: the last two columns differ by the
+cost of that.
 
-`bus` copies as many bytes from memory that is already page-locked. Outputs are compared outside the timer, bit for
-bit, with outputs of the same weights copied one by one.
+`bus` copies as many bytes from memory that is already page-locked. Outputs are compared outside the
+timer, bit for bit, with outputs of the same weights copied one by one.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ class Case:
 
 def cases_of(width: int, layers: int, tokens: int) -> tuple[Case, ...]:
     """Return the cases for modules of one size."""
-    modules = {"first": MODULES, "onload": 1, "offload": 1, "in turn": MODULES, "in turn, buffers": MODULES}
+    modules = {
+        "first": MODULES,
+        "onload": 1,
+        "offload": 1,
+        "in turn": MODULES,
+        "in turn, buffers": MODULES,
+    }
     return tuple(Case(name, width, layers, tokens, count) for name, count in modules.items())
 
 
@@ -71,7 +78,9 @@ class Way(NamedTuple):
     """Start copying the module with this number to the device."""
     offload: Callable[[int], object]
     use: Callable[[int, torch.Tensor], torch.Tensor] | None = None
-    """Compute with a module and offload it, while the next one is copied; None: onload, compute, offload."""
+    """Compute with a module and offload it, while the next one is copied; None: onload, compute,
+    offload.
+    """
     before: Callable[[int], object] = lambda _: None
     """Called outside the timer, before `onload`."""
 
@@ -87,7 +96,9 @@ def make(case: Case) -> list[torch.nn.Sequential]:
             for _ in range(case.layers)
         ]
         for place, layer in enumerate(layers):
-            layer.weight = torch.nn.Parameter(base.roll(number * case.layers + place, 0), requires_grad=False)
+            layer.weight = torch.nn.Parameter(
+                base.roll(number * case.layers + place, 0), requires_grad=False
+            )
         modules.append(torch.nn.Sequential(*layers))
     return modules
 
@@ -108,7 +119,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# -- the ways ----------------------------------------------------------------------------------------------------------
+# -- the ways --------------------------------------------------------------------------------------
 
 Modules = list[torch.nn.Sequential]
 
@@ -184,17 +195,31 @@ def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
                 y: torch.Tensor = modules[number](x)
                 return y
 
-        yield Way(lambda number: handles[number].__enter__(), lambda number: handles[number].offload(), use)
+        yield Way(
+            lambda number: handles[number].__enter__(),
+            lambda number: handles[number].offload(),
+            use,
+        )
         for handle in handles:
             handle.close()
 
 
 WAYS = (
     Variant("to", partial(_to, pinned=False), '`module.to("cuda")`, `.to("cpu")`'),
-    Variant("to_pinned", partial(_to, pinned=True), "the same from page-locked memory, made outside the timer"),
+    Variant(
+        "to_pinned",
+        partial(_to, pinned=True),
+        "the same from page-locked memory, made outside the timer",
+    ),
     Variant("by_hand", _by_hand, "page-locked copies, and `parameter.data =` tensor by tensor"),
     Variant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
-    Variant("pinstage", _pinstage, "`ps.offload.frozen_module(module, pool)`", package="pinstage", ours=True),
+    Variant(
+        "pinstage",
+        _pinstage,
+        "`ps.offload.frozen_module(module, pool)`",
+        package="pinstage",
+        ours=True,
+    ),
 )
 
 
@@ -202,7 +227,11 @@ class Measure:
     """One variant's samples; the first case measures all of them."""
 
     def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant, self._repeats, self._device = variant, args.repeats, torch.device(args.device)
+        self._variant, self._repeats, self._device = (
+            variant,
+            args.repeats,
+            torch.device(args.device),
+        )
         self._samples: dict[str, list[float]] = {}
         self._outcome: Outcome = {}
 
@@ -248,9 +277,14 @@ class Measure:
         for name in ("onload", "offload", "in turn", "in turn, buffers"):
             del self._samples[name][0]  # made allocations and loaded kernels
         peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
-        self._outcome = {"status": "ok" if is_right else "incorrect", "detail": f"device peak {peak:.1f} GB"}
+        self._outcome = {
+            "status": "ok" if is_right else "incorrect",
+            "detail": f"device peak {peak:.1f} GB",
+        }
 
-    def _in_turns(self, name: str, way: Way, modules: Modules, x: torch.Tensor) -> list[torch.Tensor]:
+    def _in_turns(
+        self, name: str, way: Way, modules: Modules, x: torch.Tensor
+    ) -> list[torch.Tensor]:
         """Take the samples of all modules in turn; return the last output."""
         for _ in self._turns():
             for number in range(MODULES):
@@ -260,14 +294,18 @@ class Measure:
             self._add(name, began)
         return [y]
 
-    def _is_right(self, results: list[torch.Tensor], expected: torch.Tensor, modules: Modules) -> bool:
+    def _is_right(
+        self, results: list[torch.Tensor], expected: torch.Tensor, modules: Modules
+    ) -> bool:
         """Return whether outputs are as expected, and the modules have counted their uses."""
         uses = len(self._samples["in turn, buffers"])
         has_counted = all(int(module.uses) == uses for module in modules)
         return has_counted and all(torch.equal(y, expected) for y in results)
 
     def _turns(self) -> Iterator[int]:
-        """Yield once for the allocations and kernels, then for each sample: at least one, until the time is up."""
+        """Yield once for the allocations and kernels, then for each sample: at least one, until the
+        time is up.
+        """
         began = time.perf_counter()
         for turn in range(1 + self._repeats):
             if turn < 2 or time.perf_counter() - began < SECONDS:

@@ -5,16 +5,17 @@
 
 Three scenarios, each for every variant, with `--workers` processes and torch's default collation:
 
-- ``ready``: samples are in memory, and the batches are not used. A time sample covers as many batches as there are
-  workers, divided by their number; the loop waits for each batch on the device. ``main`` is the CPU time of the main
-  thread per batch: `next` and, if separate, `.to()`, without freeing the previous batch.
-- ``step``: the same with a training step, a chain of matrix products of `--step-ms` on the GPU, which the loop doesn't
-  wait for. ``detail`` has the share of the time in which the GPU was idle; ``main`` is the time that the loop spent in
-  `next` and `.to()`.
+- ``ready``: samples are in memory, and the batches are not used. A time sample covers as many
+  batches as there are workers, divided by their number; the loop waits for each batch on the
+  device. ``main`` is the CPU time of the main thread per batch: `next` and, if separate, `.to()`,
+  without freeing the previous batch.
+- ``step``: the same with a training step, a chain of matrix products of `--step-ms` on the GPU,
+  which the loop doesn't wait for. ``detail`` has the share of the time in which the GPU was idle;
+  ``main`` is the time that the loop spent in `next` and `.to()`.
 - ``decode``: workers decode JPEG images, so they are the bottleneck and there is little to gain.
 
-Each variant runs in a fresh process. The first batch is compared bit for bit with the default collation of the same
-samples, outside the timer.
+Each variant runs in a fresh process. The first batch is compared bit for bit with the default
+collation of the same samples, outside the timer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ FEWEST = 8
 WARM_UPS = 12
 """Untimed batches per worker, in which both loaders allocate their page-locked memory."""
 WARM_UP_SECONDS = 4.0
-"""After this time, timing starts anyway. The largest slabs are 7.4 GB, and take longer than this to page-lock."""
+"""After this time, timing starts anyway. The largest slabs are 7.4 GB, and take longer than this to
+page-lock.
+"""
 
 Sample = dict[str, torch.Tensor]
 Batches = Iterable[Sample]
@@ -57,13 +60,16 @@ Batches = Iterable[Sample]
 class Ready(Dataset[Sample]):
     """Samples stored in memory."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, fields: int, length: int) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, fields: int, length: int
+    ) -> None:
         self._length = length
         generator = torch.Generator().manual_seed(0)
         nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
         rows = torch.randint(0, 120, (KEPT, fields, nbytes), dtype=torch.uint8, generator=generator)
         self._samples = [
-            # Each has its own storage: SPDL pickles the samples, and a tensor's pickle contains its whole storage.
+            # Each has its own storage: SPDL pickles the samples, and a tensor's pickle contains its
+            # whole storage.
             {f"field_{i:03}": row.view(dtype).view(shape).clone() for i, row in enumerate(rows[k])}
             for k in range(KEPT)
         ]
@@ -83,12 +89,21 @@ class Decoded(Dataset[Sample]):
         self._side = side
         generator = torch.Generator().manual_seed(0)
         low = torch.rand(KEPT, 3, side // 8, side // 8, generator=generator)
-        images = torch.nn.functional.interpolate(low, (side, side), mode="bicubic").clamp(0, 1).mul(255).byte()
+        images = (
+            torch.nn.functional.interpolate(low, (side, side), mode="bicubic")
+            .clamp(0, 1)
+            .mul(255)
+            .byte()
+        )
         self._coded = [self._encode(image.permute(1, 2, 0).contiguous()) for image in images]
 
     @staticmethod
     def kind() -> str:
-        return "JPEG by Pillow" if harness.importable("PIL") else "no Pillow here: zlib instead of JPEG"
+        return (
+            "JPEG by Pillow"
+            if harness.importable("PIL")
+            else "no Pillow here: zlib instead of JPEG"
+        )
 
     def _encode(self, image: torch.Tensor) -> bytes:
         if not harness.importable("PIL"):
@@ -111,7 +126,10 @@ class Decoded(Dataset[Sample]):
         else:
             raw = zlib.decompress(coded)
         image = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(self._side, self._side, 3)
-        return {"image": image.permute(2, 0, 1).float().div_(255), "label": torch.tensor(index % 1000)}
+        return {
+            "image": image.permute(2, 0, 1).float().div_(255),
+            "label": torch.tensor(index % 1000),
+        }
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,11 @@ class Case:
     def nbytes(self) -> int:
         if self.scenario == "decode":
             return self.batch_size * (4 * 3 * self.shape[0] ** 2 + 8)
-        return self.batch_size * self.leaves * torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
+        return (
+            self.batch_size
+            * self.leaves
+            * torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
+        )
 
     def dataset(self, length: int) -> Dataset[Sample]:
         if self.scenario == "decode":
@@ -159,13 +181,19 @@ SCENARIOS = ("ready", "step", "decode")
 
 
 @contextmanager
-def _torch(dataset: Any, batch_size: int, workers: int, device: torch.device, pin: bool) -> Iterator[Batches]:
+def _torch(
+    dataset: Any, batch_size: int, workers: int, device: torch.device, pin: bool
+) -> Iterator[Batches]:
     loader = DataLoader(dataset, batch_size, num_workers=workers, pin_memory=pin)
-    yield ({key: leaf.to(device, non_blocking=pin) for key, leaf in batch.items()} for batch in loader)
+    yield (
+        {key: leaf.to(device, non_blocking=pin) for key, leaf in batch.items()} for batch in loader
+    )
 
 
 @contextmanager
-def _pinstage(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Iterator[Batches]:
+def _pinstage(
+    dataset: Any, batch_size: int, workers: int, device: torch.device
+) -> Iterator[Batches]:
     import pinstage as ps
 
     yield ps.DataLoader(dataset, batch_size, num_workers=workers, device=device, max_bytes="16GiB")
@@ -178,9 +206,13 @@ def _consolidated(samples: list[Sample]) -> Any:
 
 
 @contextmanager
-def _tensordict(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Iterator[Batches]:
+def _tensordict(
+    dataset: Any, batch_size: int, workers: int, device: torch.device
+) -> Iterator[Batches]:
     pin = device.type == "cuda"
-    loader = DataLoader(dataset, batch_size, num_workers=workers, collate_fn=_consolidated, pin_memory=pin)
+    loader = DataLoader(
+        dataset, batch_size, num_workers=workers, collate_fn=_consolidated, pin_memory=pin
+    )
     yield (batch.to(device, non_blocking=True) for batch in loader)
 
 
@@ -188,7 +220,9 @@ def _tensordict(dataset: Any, batch_size: int, workers: int, device: torch.devic
 def _spdl(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Iterator[Batches]:
     import os
 
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # the only place where SPDL looks for the device
+    os.environ["LOCAL_RANK"] = str(
+        device.index or 0
+    )  # the only place where SPDL looks for the device
     import spdl.io
     from spdl.dataloader import get_pytorch_dataloader
     from spdl.pipeline import PipelineBuilder
@@ -201,37 +235,47 @@ def _spdl(dataset: Any, batch_size: int, workers: int, device: torch.device) -> 
 
 
 VARIANTS = (
-    Variant("torch_to", partial(_torch, pin=False), "torch's DataLoader, then `.to(device)` for each leaf"),
+    Variant(
+        "torch_to",
+        partial(_torch, pin=False),
+        "torch's DataLoader, then `.to(device)` for each leaf",
+    ),
     Variant(
         "torch_pin",
         partial(_torch, pin=True),
-        "torch's DataLoader with pin_memory=True, then `.to(device, non_blocking=True)` for each leaf",
+        "torch's DataLoader with pin_memory=True, then `.to(device, non_blocking=True)` for each "
+        "leaf",
         needs_cuda=True,
     ),
     Variant(
         "tensordict",
         _tensordict,
-        "workers consolidate the collated batch as a TensorDict, pin_memory=True, one `.to(device, non_blocking=True)`",
+        "workers consolidate the collated batch as a TensorDict, pin_memory=True, one "
+        "`.to(device, non_blocking=True)`",
         package="tensordict",
     ),
     Variant(
         "spdl",
         _spdl,
-        "`spdl.dataloader.get_pytorch_dataloader`, then `spdl.io.transfer_tensor_h2d` in a background thread",
+        "`spdl.dataloader.get_pytorch_dataloader`, then `spdl.io.transfer_tensor_h2d` in a "
+        "background thread",
         package="spdl.dataloader",
         needs_cuda=True,
     ),
     Variant(
         "by_hand",
         loader_by_hand.loaded,
-        "no loader, but the least that one can do: fixed shared slots, one byte for a batch, one copy, the views",
+        "no loader, but the least that one can do: fixed shared slots, one byte for a batch, one "
+        "copy, the views",
     ),
     Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
 )
 
 
 class Step:
-    """A chain of matrix products that takes about `milliseconds` on the device, and reads the batch."""
+    """A chain of matrix products that takes about `milliseconds` on the device, and reads the
+    batch.
+    """
 
     def __init__(self, device: torch.device, milliseconds: float) -> None:
         self._device = device
@@ -266,7 +310,9 @@ class Step:
         """
         if len(self._marks) < 2:
             return max(0.0, 1 - self.seconds / mean)
-        gaps = sum(end.elapsed_time(start) for (_, end), (start, _) in itertools.pairwise(self._marks))
+        gaps = sum(
+            end.elapsed_time(start) for (_, end), (start, _) in itertools.pairwise(self._marks)
+        )
         return gaps / self._marks[0][0].elapsed_time(self._marks[-1][1])
 
     def __call__(self, batch: Any) -> None:
@@ -336,10 +382,14 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
         end = time.perf_counter()
     detail = Decoded.kind() if case.scenario == "decode" else ""
     if step:
-        total = [(end - ends[0]) / len(main_thread)]  # the last step's end: single steps are not waited for
+        total = [
+            (end - ends[0]) / len(main_thread)
+        ]  # the last step's end: single steps are not waited for
         detail = f"GPU idle {step.idle(total[0]):.1%} beside steps of {step.seconds * 1e3:.1f} ms"
     else:
-        group = min(args.workers, len(ends) - 1)  # workers finish together: their batches come in bursts
+        group = min(
+            args.workers, len(ends) - 1
+        )  # workers finish together: their batches come in bursts
         total = [(ends[i + group] - ends[i]) / group for i in range(len(ends) - group)]
     return {"status": "ok", "detail": detail, "total": total, "main": main_thread}
 
@@ -356,7 +406,9 @@ def differences(batch: Any, expected: Sample) -> str:
 
 
 def report(rows: Sequence[Row]) -> None:
-    """Print the medians, the time of the main thread, and the share of the time in which the GPU was idle."""
+    """Print the medians, the time of the main thread, and the share of the time in which the GPU
+    was idle.
+    """
     for scenario in dict.fromkeys(row.case.partition(":")[0] for row in rows):
         some = [row for row in rows if row.case.startswith(scenario)]
         table.grid("ms per batch", some, "median", "p10", "p90")
@@ -365,20 +417,32 @@ def report(rows: Sequence[Row]) -> None:
             lines = [[f"{row.variant}, {row.case}", row.detail or "-"] for row in some]
             table.show(f"{scenario}", ["variant", "said"], lines)
     if any(row.vs_best_rival for row in rows):
-        table.grid("speed-up over the best rival", [row for row in rows if row.ours], "vs_best_rival")
+        table.grid(
+            "speed-up over the best rival", [row for row in rows if row.ours], "vs_best_rival"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or gave wrong batches."""
-    parser = script.parser(__doc__, repeats=64, repeats_help="timed batches for each variant and case, at most")
+    parser = script.parser(
+        __doc__, repeats=64, repeats_help="timed batches for each variant and case, at most"
+    )
     parser.add_argument("--scenario", help=f"these, separated by commas: {', '.join(SCENARIOS)}")
     parser.add_argument("--workers", type=int, default=8, help="worker processes")
-    parser.add_argument("--step-ms", type=float, default=10.0, help="length of a training step on the GPU")
-    parser.add_argument("--seconds", type=float, default=0.6, help=f"stop after this time, once {FEWEST} are done")
+    parser.add_argument(
+        "--step-ms", type=float, default=10.0, help="length of a training step on the GPU"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.6, help=f"stop after this time, once {FEWEST} are done"
+    )
     args = parser.parse_args(argv)
     script.settle_device(args)
     if args.smoke:
-        args.repeats, args.seconds, args.workers = min(args.repeats, FEWEST), 0.0, min(args.workers, 2)
+        args.repeats, args.seconds, args.workers = (
+            min(args.repeats, FEWEST),
+            0.0,
+            min(args.workers, 2),
+        )
     wanted = args.scenario.split(",") if args.scenario else SCENARIOS
     if set(wanted) - set(SCENARIOS):
         raise SystemExit(f"no such scenario: {args.scenario}; known: {', '.join(SCENARIOS)}")
@@ -392,7 +456,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         harness.work(cases, partial(measure, variant, args), lambda: None)
         return 0
     variants = script.chosen(args.only, VARIANTS)
-    further = ["--scenario", ",".join(wanted), "--workers", str(args.workers), "--step-ms", str(args.step_ms)]
+    further = [
+        "--scenario",
+        ",".join(wanted),
+        "--workers",
+        str(args.workers),
+        "--step-ms",
+        str(args.step_ms),
+    ]
     further += ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
     judge = script.compare_on_a_gpu(args, "by_hand")  # which isn't a loader
     rows = script.collect("loader", __file__, variants, cases, args, further, judge=judge)

@@ -3,16 +3,18 @@
     python benchmarks/loops.py --out benchmarks/results/loops.json
     python benchmarks/loops.py --only torch_pin,pinstage
 
-Three loops, each with `--workers` processes and a model of a fixed time on the GPU (a chain of matrix products that the
-loop doesn't wait for):
+Three loops, each with `--workers` processes and a model of a fixed time on the GPU (a chain of
+matrix products that the loop doesn't wait for):
 
-- ``detection``: 32 samples of an image, boxes, labels and masks, all of different sizes, as a list of dicts.
+- ``detection``: 32 samples of an image, boxes, labels and masks, all of different sizes, as a list
+  of dicts.
 - ``images``: 64 images of 3 x 224 x 224 floats, stacked by default collation.
 - ``tokens``: three tensors of 32 x 2048 integers.
 
-Samples are in memory, so only the way of batches to the GPU differs. Each way runs in a fresh process. `median` is the
-mean time of a step, from the first timed one to the end of the last; `detail` has the share of that time in which the
-GPU was idle. The first batch is compared with the collation of the same samples.
+Samples are in memory, so only the way of batches to the GPU differs. Each way runs in a fresh
+process. `median` is the mean time of a step, from the first timed one to the end of the last;
+`detail` has the share of that time in which the GPU was idle. The first batch is compared with the
+collation of the same samples.
 """
 
 from __future__ import annotations
@@ -46,26 +48,36 @@ WARM_UP_SECONDS = 4.0
 
 def detection_sample(rng: torch.Generator, scale: int) -> Any:
     """Return an image, and the boxes, labels and masks of its objects."""
-    height, width, objects = (int(torch.randint(*span, (), generator=rng)) for span in ((24, 40), (32, 48), (1, 12)))
+    height, width, objects = (
+        int(torch.randint(*span, (), generator=rng)) for span in ((24, 40), (32, 48), (1, 12))
+    )
     height, width = height * scale, width * scale
     return {
         "image": torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=rng),
         "boxes": torch.rand(objects, 4, generator=rng),
         "labels": torch.randint(0, 90, (objects,), generator=rng),
-        "masks": torch.randint(0, 2, (objects, height // 4, width // 4), dtype=torch.uint8, generator=rng).bool(),
+        "masks": torch.randint(
+            0, 2, (objects, height // 4, width // 4), dtype=torch.uint8, generator=rng
+        ).bool(),
         "name": f"{height}x{width}",
     }
 
 
 def image_sample(rng: torch.Generator, scale: int) -> Any:
     """Return an image and its class."""
-    return torch.rand(3, 14 * scale, 14 * scale, generator=rng), torch.randint(0, 1000, (), generator=rng)
+    return torch.rand(3, 14 * scale, 14 * scale, generator=rng), torch.randint(
+        0, 1000, (), generator=rng
+    )
 
 
 def token_sample(rng: torch.Generator, scale: int) -> Any:
     """Return tokens, their mask, and the labels."""
     tokens = torch.randint(0, 50_000, (128 * scale,), generator=rng)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.roll(-1)}
+    return {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "labels": tokens.roll(-1),
+    }
 
 
 @dataclass(frozen=True)
@@ -120,38 +132,56 @@ def moved(batch: Any, device: torch.device, non_blocking: bool) -> Any:
     """Return a batch whose tensors were moved one by one."""
 
     def move(leaf: Any) -> Any:
-        return leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf
+        return (
+            leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf
+        )
 
     return tree_map(move, batch)
 
 
 @contextmanager
-def _torch(dataset: Any, case: Case, workers: int, device: torch.device, pin: bool) -> Iterator[Iterable[Any]]:
-    batches = DataLoader(dataset, case.batch_size, num_workers=workers, collate_fn=case.collate, pin_memory=pin)
+def _torch(
+    dataset: Any, case: Case, workers: int, device: torch.device, pin: bool
+) -> Iterator[Iterable[Any]]:
+    batches = DataLoader(
+        dataset, case.batch_size, num_workers=workers, collate_fn=case.collate, pin_memory=pin
+    )
     yield (moved(batch, device, pin) for batch in batches)
 
 
 @contextmanager
 def _stager(
-    dataset: Any, case: Case, workers: int, device: torch.device, background: bool, pin: bool = False
+    dataset: Any,
+    case: Case,
+    workers: int,
+    device: torch.device,
+    background: bool,
+    pin: bool = False,
 ) -> Iterator[Iterable[Any]]:
     import pinstage as ps
 
-    batches = DataLoader(dataset, case.batch_size, num_workers=workers, collate_fn=case.collate, pin_memory=pin)
+    batches = DataLoader(
+        dataset, case.batch_size, num_workers=workers, collate_fn=case.collate, pin_memory=pin
+    )
     with ps.Stager(device, max_bytes="4GiB") as stager:
         yield stager.prefetch(batches, background=background)
 
 
 @contextmanager
-def _thread(dataset: Any, case: Case, workers: int, device: torch.device) -> Iterator[Iterable[Any]]:
+def _thread(
+    dataset: Any, case: Case, workers: int, device: torch.device
+) -> Iterator[Iterable[Any]]:
     import pinstage as ps
 
     batches = DataLoader(dataset, case.batch_size, num_workers=workers, collate_fn=case.collate)
     ready: queue.Queue[Any] = queue.Queue(2)
     left = threading.Event()
-    copies = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    copies = (
+        torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
+    )
     with ps.Stager(device, max_bytes="4GiB") as stager:
-        # Fork workers here: a fork during the loop's first calls into torch can copy a locked lock of glibc.
+        # Fork workers here: a fork during the loop's first calls into torch can copy a locked lock
+        # of glibc.
         source = iter(batches)
 
         def read() -> None:
@@ -171,20 +201,32 @@ def _thread(dataset: Any, case: Case, workers: int, device: torch.device) -> Ite
 
 
 @contextmanager
-def _pinstage(dataset: Any, case: Case, workers: int, device: torch.device) -> Iterator[Iterable[Any]]:
+def _pinstage(
+    dataset: Any, case: Case, workers: int, device: torch.device
+) -> Iterator[Iterable[Any]]:
     import pinstage as ps
 
     yield ps.DataLoader(
-        dataset, case.batch_size, num_workers=workers, collate_fn=case.collate, device=device, max_bytes="8GiB"
+        dataset,
+        case.batch_size,
+        num_workers=workers,
+        collate_fn=case.collate,
+        device=device,
+        max_bytes="8GiB",
     )
 
 
 VARIANTS = (
-    Variant("torch_to", partial(_torch, pin=False), "torch's DataLoader, then `.to(device)` for each tensor"),
+    Variant(
+        "torch_to",
+        partial(_torch, pin=False),
+        "torch's DataLoader, then `.to(device)` for each tensor",
+    ),
     Variant(
         "torch_pin",
         partial(_torch, pin=True),
-        "torch's DataLoader with pin_memory=True, then `.to(device, non_blocking=True)` for each tensor",
+        "torch's DataLoader with pin_memory=True, then `.to(device, non_blocking=True)` for each "
+        "tensor",
         needs_cuda=True,
     ),
     Variant(
@@ -234,7 +276,9 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
     model = Model(device, case.step_ms)
     with variant.setup(dataset, case, args.workers, device) as batches:
         iterator = iter(batches)
-        expected = (case.collate or default_collate)([dataset[index] for index in range(case.batch_size)])
+        expected = (case.collate or default_collate)(
+            [dataset[index] for index in range(case.batch_size)]
+        )
         pairs = list(zip(tensors(next(iterator)), tensors(expected), strict=True))
         if not all(torch.equal(found.cpu(), leaf) for found, leaf in pairs):
             return {"status": "incorrect", "detail": "other values"}
@@ -258,12 +302,18 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
 def report(rows: Sequence[Row]) -> None:
     """Print the time per step, and how busy the GPU was."""
     table.grid("ms per step", rows, "median")
-    table.show("the GPU", ["way, loop", "said"], [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows])
+    table.show(
+        "the GPU",
+        ["way, loop", "said"],
+        [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows],
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the loops; return 1 if a way failed or gave wrong batches."""
-    parser = script.parser(__doc__, repeats=400, repeats_help="timed steps of each way and loop, at most")
+    parser = script.parser(
+        __doc__, repeats=400, repeats_help="timed steps of each way and loop, at most"
+    )
     parser.add_argument("--workers", type=int, default=8, help="worker processes")
     parser.add_argument("--seconds", type=float, default=3.0, help="stop after this time")
     args = parser.parse_args(argv)
@@ -280,7 +330,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         harness.work(cases, partial(measure, variant, args), lambda: None)
         return 0
     variants = script.chosen(args.only, VARIANTS)
-    further = ["--workers", str(args.workers), "--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
+    further = [
+        "--workers",
+        str(args.workers),
+        "--seconds",
+        str(args.seconds),
+        *(["--smoke"] if args.smoke else []),
+    ]
     judge = script.compare_on_a_gpu(args)
     rows = script.collect("loops", __file__, variants, cases, args, further, judge=judge)
     report(rows)

@@ -1,7 +1,8 @@
-"""Write the tables of the README and the docs from the result files, so that no figure is typed by hand.
+"""Write the tables of the README and the docs from the result files, so that no figure is typed by
+hand.
 
-python benchmarks/markdown.py            # prints them
-python benchmarks/markdown.py --write    # puts them between the markers `<!-- table: NAME -->` and `<!-- end -->`
+python benchmarks/markdown.py            # prints them python benchmarks/markdown.py --write    #
+puts them between the markers `<!-- table: NAME -->` and `<!-- end -->`
 """
 
 from __future__ import annotations
@@ -42,19 +43,31 @@ SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()}
     "multi_tensor_copier_openmp": "C++, OpenMP",
 }
 OURS = {"pinstage": "**pinstage**"}
-BESIDE_KERNELS = "Milliseconds until the call returns while the GPU has 100 ms of kernels to run first:"
+BESIDE_KERNELS = (
+    "Milliseconds until the call returns while the GPU has 100 ms of kernels to run first:"
+)
 
 
 def folded(short: list[str], whole: list[str], said: list[str]) -> str:
-    """Return a table that fits a narrow page, the whole table to unfold, and the text about both."""
-    unfold = ['<details markdown="1">', "<summary>Every way</summary>", "", *whole, "", "</details>"]
+    """Return a table that fits a narrow page, the whole table to unfold, and the text about
+    both.
+    """
+    unfold = [
+        '<details markdown="1">',
+        "<summary>Every way</summary>",
+        "",
+        *whole,
+        "",
+        "</details>",
+    ]
     return "\n".join([*short, "", *unfold, "", *said])
 
 
 def best_rival(rows: dict[str, dict[str, Any]], names: dict[str, str]) -> dict[str, Any]:
     """Return the row of the fastest way that isn't ours."""
     return min(
-        (row for name, row in rows.items() if name in names and row["status"] == "ok"), key=lambda row: row["median"]
+        (row for name, row in rows.items() if name in names and row["status"] == "ok"),
+        key=lambda row: row["median"],
     )
 
 
@@ -66,7 +79,9 @@ def load(name: str) -> dict[str, Any]:
     """
     result = json.loads((RESULTS / f"{name}.json").read_text())
     if "incomplete" in result:
-        raise ValueError(f"{name}.json is incomplete: {result['incomplete']}; run it to its end, or with --only")
+        raise ValueError(
+            f"{name}.json is incomplete: {result['incomplete']}; run it to its end, or with --only"
+        )
     return result
 
 
@@ -82,17 +97,23 @@ def source(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
     return (
-        f"{_device(machine)}, {machine['cores']} cores, torch {versions['torch']}, Python {versions['python']}; commit "
-        f"{commit}, {result['date'][:10]}"
+        f"{_device(machine)}, {machine['cores']} cores, torch {versions['torch']}, Python "
+        f"{versions['python']}; commit {commit}, {result['date'][:10]}"
     )
 
 
 def _device(machine: dict[str, Any]) -> str:
-    return f"{machine['gpu']}, driver {machine['driver']}" if machine["gpu"] else f"{machine['cpu']}, no GPU"
+    return (
+        f"{machine['gpu']}, driver {machine['driver']}"
+        if machine["gpu"]
+        else f"{machine['cpu']}, no GPU"
+    )
 
 
 def staging(result: dict[str, Any] | None = None) -> str:
-    """Every rival on every batch. Ways that are missing from the file, or could not run, have no column."""
+    """Every rival on every batch. Ways that are missing from the file, or could not run, have no
+    column.
+    """
     result = result or load("staging")
     shown = result["settings"].get("table")  # if the file has a series too, only these
     rows = [row for row in result["rows"] if not shown or row["case"] in shown]
@@ -103,8 +124,16 @@ def staging(result: dict[str, Any] | None = None) -> str:
         heads += [OURS[name], "beside the best rival"]
     whole = ["| leaves x size | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     ours_names = [OURS[name] for name in ours]
-    short = ["| leaves x size | " + " | ".join(ours_names) + " | best rival | ratio |", "|---" * (len(ours) + 3) + "|"]
-    beside = [f"| call beside a busy GPU | {' | '.join(NAMES[name] for name in rivals)} | {' | '.join(ours_names)} |"]
+    short = [
+        "| leaves x size | " + " | ".join(ours_names) + " | best rival | ratio |",
+        "|---" * (len(ours) + 3) + "|",
+    ]
+    beside = [
+        (
+            f"| call beside a busy GPU | {' | '.join(NAMES[name] for name in rivals)} | "
+            f"{' | '.join(ours_names)} |"
+        )
+    ]
     beside.append("|---" * (len(rivals) + len(ours) + 1) + "|")
     in_place = []
     for case in dict.fromkeys(row["case"] for row in rows):
@@ -144,13 +173,17 @@ def staging_short() -> str:
     names = NAMES | {"multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP"}
     lines = ["| leaves x size | `.to()` | best rival | **pinstage** | ratio |", "|---" * 5 + "|"]
     for case in shown:
-        rows = {row["variant"]: row for row in result["rows"] if row["case"] == case and row["status"] == "ok"}
+        rows = {
+            row["variant"]: row
+            for row in result["rows"]
+            if row["case"] == case and row["status"] == "ok"
+        }
         best = best_rival(rows, NAMES)
         ours = rows["pinstage"]
         lines.append(
-            f"| {case.replace('x', ' x ', 1).replace('-', ', ')} | {figure(rows['to']['median'])} | "
-            f"{figure(best['median'])}, {names[best['variant']].replace(' each', '')} | **{figure(ours['median'])}** | "
-            f"{ours['vs_best_rival']:.2f} |"
+            f"| {case.replace('x', ' x ', 1).replace('-', ', ')} | {figure(rows['to']['median'])} "
+            f"| {figure(best['median'])}, {names[best['variant']].replace(' each', '')} | "
+            f"**{figure(ours['median'])}** | {ours['vs_best_rival']:.2f} |"
         )
     return "\n".join([*lines, "", source(result)])
 
@@ -166,7 +199,10 @@ GAINS = {
     ),
     "a stack of images, or another large tensor": (
         lambda leaves, size: leaves == 1 and size >= 16 << 20,
-        "it goes through memory that is page-locked already; page-locking a copy of it each time costs more",
+        (
+            "it goes through memory that is page-locked already; page-locking a copy of it each time "
+            "costs more"
+        ),
     ),
     "several tensors of 16 MiB": (
         lambda leaves, size: leaves > 1 and size >= 16 << 20,
@@ -177,7 +213,9 @@ GAINS = {
         "microseconds either way: a call has a fixed cost",
     ),
 }
-"""Kinds of batches: the rows of `staging` of each kind, by tensors and bytes per tensor, and why they gain."""
+"""Kinds of batches: the rows of `staging` of each kind, by tensors and bytes per tensor, and why
+they gain.
+"""
 
 
 def gains() -> str:
@@ -188,7 +226,9 @@ def gains() -> str:
         over = []
         for case, rows in by_case(result).items():
             ours = rows["pinstage"]
-            if not case.endswith("in-place") and matches(ours["leaves"], ours["nbytes"] / ours["leaves"]):
+            if not case.endswith("in-place") and matches(
+                ours["leaves"], ours["nbytes"] / ours["leaves"]
+            ):
                 best = best_rival(rows, NAMES)["median"]
                 over.append((rows["to"]["median"] / ours["median"], best / ours["median"]))
         cells = [_range([row[column] for row in over]) for column in (0, 1)]
@@ -197,7 +237,9 @@ def gains() -> str:
 
 
 def _range(ratios: list[float]) -> str:
-    low, high = (f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in (min(ratios), max(ratios)))
+    low, high = (
+        f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" for ratio in (min(ratios), max(ratios))
+    )
     return f"{low}x" if low == high else f"{low}x to {high}x"
 
 
@@ -211,28 +253,40 @@ def native_threads() -> str:
         lines.append("|---" * (len(cases) + 1) + "|")
         for variant, about in result["settings"]["variants"].items():
             rows = {row["case"]: row for row in result["rows"] if row["variant"] == variant}
-            lines.append(f"| {about} | {' | '.join(figure(rows[case]['median']) for case in cases)} |")
+            lines.append(
+                f"| {about} | {' | '.join(figure(rows[case]['median']) for case in cases)} |"
+            )
         return lines
 
     return folded(table(["64x1MiB", "1x512MiB"]), table(cases), [source(result)])
 
 
 def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
-    """Return the speed for a batch that was written into page-locked memory, so that nothing is packed."""
-    ways = {"pinstage_lease": "copied from there", "pinstage": "by `Stager(borrow_pinned=True).to_device`"}
+    """Return the speed for a batch that was written into page-locked memory, so that nothing is
+    packed.
+    """
+    ways = {
+        "pinstage_lease": "copied from there",
+        "pinstage": "by `Stager(borrow_pinned=True).to_device`",
+    }
     parts = []
     for name, way in ways.items():
         row = rows.get(name, {})
         if row.get("vs_best_rival") is not None:
             parts.append(f"{way} {figure(row['median'])} ms, {row['vs_best_rival']:.0%} of the bus")
-    return f"{case.removesuffix('-in-place').replace('x', ' x ')} written in place into a lease: {'; '.join(parts)}.\n"
+    return (
+        f"{case.removesuffix('-in-place').replace('x', ' x ')} written in place into a lease: "
+        f"{'; '.join(parts)}.\n"
+    )
 
 
 def scaling() -> str:
     """The picture that `make bench` drew."""
     if not PICTURE.exists():
         return "Not drawn yet: `make bench` does, on a machine with a GPU."
-    return pictures("Time to stage a batch against its leaves and its bytes, pinstage and the rivals", PICTURE)
+    return pictures(
+        "Time to stage a batch against its leaves and its bytes, pinstage and the rivals", PICTURE
+    )
 
 
 def pictures(text: str, path: Path) -> str:
@@ -247,7 +301,9 @@ def waste() -> str:
     lines = ["| percent | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
         of_variant = [row for row in result["rows"] if row["variant"] == variant]
-        cells = [figure(row["median"]) if row["status"] == "ok" else row["status"] for row in of_variant]
+        cells = [
+            figure(row["median"]) if row["status"] == "ok" else row["status"] for row in of_variant
+        ]
         lines.append(f"| {result['settings']['variants'][variant]} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", source(result)])
 
@@ -280,20 +336,32 @@ def loader() -> str:
     about = result["settings"]["variants"]
     rivals = {name: text for name, text in about.items() if name not in ("by_hand", "pinstage")}
     cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    whole = ["| ms per batch (main thread) | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
+    whole = [
+        "| ms per batch (main thread) | " + " | ".join(cases) + " |",
+        "|---" * (len(cases) + 1) + "|",
+    ]
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
         cells = []
         for row in (row for row in result["rows"] if row["variant"] == variant):
-            idle = f", {row['detail'].partition(' beside')[0]}" if row["detail"].startswith("GPU idle") else ""
+            idle = (
+                f", {row['detail'].partition(' beside')[0]}"
+                if row["detail"].startswith("GPU idle")
+                else ""
+            )
             shown = f"{figure(row['median'])} ({figure(row['main_median'])}){idle}"
             cells.append(shown if row["status"] == "ok" else row["status"])
         whole.append(f"| {about[variant]} | {' | '.join(cells)} |")
-    short = ["| ms per batch | **pinstage** | `pin_memory=True` | best rival | ratio |", "|---" * 5 + "|"]
+    short = [
+        "| ms per batch | **pinstage** | `pin_memory=True` | best rival | ratio |",
+        "|---" * 5 + "|",
+    ]
     for case in cases:
         rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
         best, ours = best_rival(rows, rivals)["median"], rows["pinstage"]["median"]
         pinned = figure(rows["torch_pin"]["median"])
-        short.append(f"| {case} | **{figure(ours)}** | {pinned} | {figure(best)} | {best / ours:.2f} |")
+        short.append(
+            f"| {case} | **{figure(ours)}** | {pinned} | {figure(best)} | {best / ours:.2f} |"
+        )
     return folded(short, whole, [source(result)])
 
 
@@ -317,7 +385,9 @@ def to_host() -> str:
 
 
 def loops(result: dict[str, Any] | None = None) -> str:
-    """Training loops: steps/s, and the share of the time for which the GPU was busy; nothing until measured."""
+    """Training loops: steps/s, and the share of the time for which the GPU was busy; nothing until
+    measured.
+    """
     result = result or measured("loops")
     if result is None:
         return ""
@@ -332,12 +402,16 @@ def loops(result: dict[str, Any] | None = None) -> str:
         for name in ways:
             steps = "-" if rows[name]["median"] is None else figure(1e3 / rows[name]["median"])
             cells.append(f"{f'**{steps}**' if name == 'pinstage' else steps}{_busy(rows[name])}")
-        best = min(row["median"] for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok")
+        best = min(
+            row["median"]
+            for name, row in rows.items()
+            if name.startswith("torch") and row["status"] == "ok"
+        )
         lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
     said = (
-        "Steps/s of training loops, and the share of the time for which the GPU was busy. Eight workers; "
-        "samples in memory; a model of a fixed time. The last column compares `ps.DataLoader` with torch's, with or "
-        "without `pin_memory=True`, whichever is faster."
+        "Steps/s of training loops, and the share of the time for which the GPU was busy. Eight "
+        "workers; samples in memory; a model of a fixed time. The last column compares "
+        "`ps.DataLoader` with torch's, with or without `pin_memory=True`, whichever is faster."
     )
     return "\n".join([said, "", *lines, "", source(result)])
 
@@ -365,22 +439,34 @@ LOOPS_PICTURE = """\
 
 
 def loops_picture() -> str:
-    """Return the loops as bars, as SVG: steps/s with torch's loader, with or without pinning, and with ours."""
+    """Return the loops as bars, as SVG: steps/s with torch's loader, with or without pinning, and
+    with ours.
+    """
     result = load("loops")
     bars, described, y = [], [], 16
     for case, rows in by_case(result).items():
-        torchs = [row for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok"]
+        torchs = [
+            row for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok"
+        ]
         before, after = min(torchs, key=lambda row: row["median"]), rows["pinstage"]
         gain = before["median"] / after["median"]
         bars.append(f'  <text class="case" x="16" y="{y + 31}">{case}</text>')
         for row, kind, top in ((before, "before", y), (after, "after", y + 24)):
             width = round(400 * after["median"] / row["median"])
-            text = f"{figure(1e3 / row['median'])} steps/s{_busy(row).replace(', busy', ', GPU busy')}"
+            text = (
+                f"{figure(1e3 / row['median'])} steps/s{_busy(row).replace(', busy', ', GPU busy')}"
+            )
             at = f'x="{104 + width}" text-anchor="end"' if width > 330 else f'x="{120 + width}"'
-            bars.append(f'  <rect class="{kind}" x="112" y="{top}" width="{width}" height="20" rx="3"/>')
+            bars.append(
+                f'  <rect class="{kind}" x="112" y="{top}" width="{width}" height="20" rx="3"/>'
+            )
             bars.append(f'  <text {at} y="{top + 15}">{text}</text>')
-        bars.append(f'  <text class="gain" x="684" y="{y + 29}" text-anchor="end">{gain:.1f}x</text>')
-        described.append(f"{case}: {figure(1e3 / before['median'])} and {figure(1e3 / after['median'])} steps/s.")
+        bars.append(
+            f'  <text class="gain" x="684" y="{y + 29}" text-anchor="end">{gain:.1f}x</text>'
+        )
+        described.append(
+            f"{case}: {figure(1e3 / before['median'])} and {figure(1e3 / after['median'])} steps/s."
+        )
         y += 64
     bars += [
         f'  <rect class="before" x="112" y="{y}" width="12" height="12" rx="2"/>',
@@ -389,7 +475,11 @@ def loops_picture() -> str:
         f'  <text x="498" y="{y + 11}">ps.DataLoader</text>',
     ]
     return LOOPS_PICTURE.format(
-        height=y + 50, foot=y + 37, bars="\n".join(bars), desc=" ".join(described), source=source(result)
+        height=y + 50,
+        foot=y + 37,
+        bars="\n".join(bars),
+        desc=" ".join(described),
+        source=source(result),
     )
 
 
@@ -404,11 +494,15 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
     for case, rows in by_case(result).items():
         if only not in (None, case):
             continue
-        cells = [f"{shown(rows[name])}{_busy(rows[name])}" if name in rows else "-" for name in ways]
-        lines.append(f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |")
+        cells = [
+            f"{shown(rows[name])}{_busy(rows[name])}" if name in rows else "-" for name in ways
+        ]
+        lines.append(
+            f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |"
+        )
     said = (
-        "Time of a training step, and the share of the time for which the GPU was busy. The last column is the time "
-        "with `pin_memory=True` over that with workers that pack."
+        "Time of a training step, and the share of the time for which the GPU was busy. The last "
+        "column is the time with `pin_memory=True` over that with workers that pack."
     )
     if all(row["status"] == "ok" for row in result["rows"]):
         said += " Losses are the same in every way that moves batches, bit for bit."
@@ -416,14 +510,19 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         said += " The model alone has one batch, on the device before the loop begins."
     cases = {row["case"] for row in result["rows"]} if only is None else {only}
     if "webdataset" in cases and only is None:
-        said += " In the main process, a thread packs for `webdataset`, by `prefetch(background=True)`."
+        said += (
+            " In the main process, a thread packs for `webdataset`, by `prefetch(background=True)`."
+        )
     if "nodes" in cases:
         said += (
-            " `nodes` doesn't use torch's loader, and no worker packs. Its columns are `prefetch(background=True)` "
-            "and `torchdata.Stage`."
+            " `nodes` doesn't use torch's loader, and no worker packs. Its columns are "
+            "`prefetch(background=True)` and `torchdata.Stage`."
         )
     if "slow" in cases:
-        said += " `slow` is a generator that takes 6 ms for a batch: without and with a thread that packs."
+        said += (
+            " `slow` is a generator that takes 6 ms for a batch: without and with a thread that "
+            "packs."
+        )
     return "\n".join([*([] if only else ["## Measured", ""]), *lines, "", said, "", source(result)])
 
 
@@ -438,7 +537,9 @@ CHECKPOINTS = {
 
 
 def checkpoint(result: dict[str, Any] | None = None) -> str:
-    """How long training stands still for a save, with its heading; nothing until it was measured."""
+    """How long training stands still for a save, with its heading; nothing until it was
+    measured.
+    """
     result = result or measured("checkpoint")
     if result is None:
         return ""
@@ -446,21 +547,25 @@ def checkpoint(result: dict[str, Any] | None = None) -> str:
     ran = [name for name in about if name in cases["step"]]
 
     short = head(["ms", "the call", "on the host", "a step"])
-    whole = head(["ms", "the call, first", "later", "on the host, first", "later", "a step", "memory"])
+    whole = head(
+        ["ms", "the call, first", "later", "on the host, first", "later", "a step", "memory"]
+    )
     for name in ran:
         first, later, step = (cases[case].get(name, {}) for case in ("first", "later", "step"))
         few = [shown(later, "main_median"), shown(later), shown(step)]
-        memory = "-" if step["median"] is None else _said(r"([\d.]+ GB) more resident", step["detail"])
+        memory = (
+            "-" if step["median"] is None else _said(r"([\d.]+ GB) more resident", step["detail"])
+        )
         if name in CHECKPOINTS:
             short.append(f"| {CHECKPOINTS[name]} | {' | '.join(few)} |")
         cells = [shown(first, "main_median"), few[0], shown(first), *few[1:], memory]
         whole.append(f"| {about[name]} | {' | '.join(cells)} |")
     nbytes = max(row["nbytes"] for row in result["rows"])
     said = (
-        f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors; the short table is of saves after the first. The call is "
-        "the time until `async_save` returned, and the next column that until all is on the host. In the step a save "
-        "begins, and all tensors are changed at its end, as soon as the stager allows it. Memory is what stays "
-        "resident on the host between saves."
+        f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors; the short table is of saves after the "
+        "first. The call is the time until `async_save` returned, and the next column that until "
+        "all is on the host. In the step a save begins, and all tensors are changed at its end, "
+        "as soon as the stager allows it. Memory is what stays resident on the host between saves."
     )
     return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
 
@@ -477,7 +582,9 @@ OFFLOADS = {
 
 
 def offload(result: dict[str, Any] | None = None) -> str:
-    """Activations and an optimizer's state on the host, with their heading; nothing until they were measured."""
+    """Activations and an optimizer's state on the host, with their heading; nothing until they were
+    measured.
+    """
     result = result or measured("offload")
     if result is None:
         return ""
@@ -486,11 +593,14 @@ def offload(result: dict[str, Any] | None = None) -> str:
     ran = [name for name in about if name in later]
 
     short = head(["ms per step", "first", "later", "peak on the device"])
-    whole = head(["ms per step", "first", "later", "over the bus alone", "peak on the device", "page-locked"])
+    whole = head(
+        ["ms per step", "first", "later", "over the bus alone", "peak on the device", "page-locked"]
+    )
     for name in ran:
         times_taken = [shown(first[name]), shown(later[name])]
         peak, locked = (
-            _said(what, later[name]["detail"]) for what in (r"peak ([\d.]+ GiB)", r"page-locked ([\d.]+ GB)")
+            _said(what, later[name]["detail"])
+            for what in (r"peak ([\d.]+ GiB)", r"page-locked ([\d.]+ GB)")
         )
         if name in OFFLOADS:
             short.append(f"| {OFFLOADS[name]} | {' | '.join([*times_taken, peak])} |")
@@ -498,35 +608,55 @@ def offload(result: dict[str, Any] | None = None) -> str:
         whole.append(f"| {about[name]} | {' | '.join(cells)} |")
     out, back = cases["state out"], cases["state back"]
     said = (
-        f"An optimizer's state of {out['state_bus']['nbytes'] / 1e9:.1f} GB leaves in {shown(out['state_pinstage'])} "
-        f"ms and returns in {shown(back['state_pinstage'])}; the bus alone takes {shown(out['state_bus'])} and "
-        f"{shown(back['state_bus'])}."
+        f"An optimizer's state of {out['state_bus']['nbytes'] / 1e9:.1f} GB leaves in "
+        f"{shown(out['state_pinstage'])} ms and returns in {shown(back['state_pinstage'])}; the "
+        f"bus alone takes {shown(out['state_bus'])} and {shown(back['state_bus'])}."
     )
     return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
 
 
 def refusals(result: dict[str, Any] | None = None) -> str:
-    """What is left of the speed where page-locking is refused, with its heading; nothing until it was measured."""
+    """What is left of the speed where page-locking is refused, with its heading; nothing until it
+    was measured.
+    """
     result = result or measured("refusals")
     if result is None:
         return ""
     cases = by_case(result)
-    lines = head(["ms per batch", *(heading for case in cases for heading in (case, "of the speed"))])
+    lines = head(
+        ["ms per batch", *(heading for case in cases for heading in (case, "of the speed"))]
+    )
     for variant, about in result["settings"]["variants"].items():
         cells = []
         for rows in cases.values():
-            cells += [shown(rows[variant]), f"{rows['all']['median'] / rows[variant]['median']:.0%}"]
+            cells += [
+                shown(rows[variant]),
+                f"{rows['all']['median'] / rows[variant]['median']:.0%}",
+            ]
         lines.append(f"| {about} | {' | '.join(cells)} |")
     return "\n".join(["## Measured", "", *lines, "", source(result)])
 
 
-def ways_by_cases(result: dict[str, Any] | None = None, *, name: str, rates: Sequence[str], said: str) -> str:
-    """Return each way's medians, with GB/s for some cases, and a heading; nothing until they were measured."""
+def ways_by_cases(
+    result: dict[str, Any] | None = None, *, name: str, rates: Sequence[str], said: str
+) -> str:
+    """Return each way's medians, with GB/s for some cases, and a heading; nothing until they were
+    measured.
+    """
     result = result or measured(name)
     if result is None:
         return ""
     cases = by_case(result)
-    lines = head(["ms", *(heading for case in cases for heading in [case, *(["GB/s"] if case in rates else [])])])
+    lines = head(
+        [
+            "ms",
+            *(
+                heading
+                for case in cases
+                for heading in [case, *(["GB/s"] if case in rates else [])]
+            ),
+        ]
+    )
     for variant, about in result["settings"]["variants"].items():
         cells = []
         for case, rows in cases.items():
@@ -537,15 +667,20 @@ def ways_by_cases(result: dict[str, Any] | None = None, *, name: str, rates: Seq
 
 
 def frozen(result: dict[str, Any] | None = None) -> str:
-    """Return the ways to keep modules on the host, with their heading; nothing until they were measured."""
+    """Return the ways to keep modules on the host, with their heading; nothing until they were
+    measured.
+    """
     result = result or measured("frozen")
     said = (
-        "Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one module, until it is on "
-        "the device, or its device memory is free. `in turn`: all three, each used once, with the device memory of "
-        "two. "
+        "Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one "
+        "module, until it is on the device, or its device memory is free. `in turn`: all three, "
+        "each used once, with the device memory of two. "
     )
     if result is not None and "in turn, buffers" in by_case(result):
-        said += "`in turn, buffers`: the same with a buffer in each, so that the host waits at the end of each use. "
+        said += (
+            "`in turn, buffers`: the same with a buffer in each, so that the host waits at the "
+            "end of each use. "
+        )
     said += "The bus alone copies as many bytes and computes nothing."
     return ways_by_cases(result, name="frozen", rates=["onload"], said=said)
 
@@ -570,10 +705,10 @@ def out(result: dict[str, Any] | None = None) -> str:
         cells = [shown(rows[way]) if way in rows else "" for way in ran]
         lines.append(f"| {case} | {' | '.join(cells)} |")
     said = (
-        "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. The weights go through "
-        "a cap of 256 MiB; `pinned`: of page-locked tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then "
-        "`torch._foreach_copy_`; `copy_`: a loop with `non_blocking=True`, at the end from memory that `pin_memory()` "
-        "made before."
+        "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. "
+        "The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors, with "
+        "`borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
+        "loop with `non_blocking=True`, at the end from memory that `pin_memory()` made before."
     )
     return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
 
@@ -588,7 +723,9 @@ weights = partial(
 
 
 def page_locking(result: dict[str, Any] | None = None) -> str:
-    """How a large range is page-locked, with its heading and picture; nothing until it was measured."""
+    """How a large range is page-locked, with its heading and picture; nothing until it was
+    measured.
+    """
     result = result or measured("page_locking")
     if result is None:
         return ""
@@ -613,11 +750,23 @@ def page_locking(result: dict[str, Any] | None = None) -> str:
             cells.append(shown(row | {"median": row["median"] and row["median"] * scale}))
         lines.append(f"| {figure} | {' | '.join(cells)} |")
     said = (
-        f"Medians of {result['rows'][0]['repeats']} runs. Of calls, the worst while the memory is made ready: "
-        "`cudaMemGetInfo` in another process, and the launch of a kernel, with its end, in another thread."
+        f"Medians of {result['rows'][0]['repeats']} runs. Of calls, the worst while the memory is "
+        "made ready: `cudaMemGetInfo` in another process, and the launch of a kernel, with its "
+        "end, in another thread."
     )
     picture = [pictures("The times of the table", PAGE_LOCKING).replace("](", "](../images/"), ""]
-    return "\n".join(["## Measured", "", *lines, "", said, "", *(picture * PAGE_LOCKING.exists()), source(result)])
+    return "\n".join(
+        [
+            "## Measured",
+            "",
+            *lines,
+            "",
+            said,
+            "",
+            *(picture * PAGE_LOCKING.exists()),
+            source(result),
+        ]
+    )
 
 
 def by_case(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -642,7 +791,11 @@ def shown(row: dict[str, Any], field: str = "median") -> str:
 
 def times(row: dict[str, Any], other: dict[str, Any]) -> str:
     """Return how many times as long as the other a row took."""
-    return "-" if None in (row["median"], other["median"]) else f"{row['median'] / other['median']:.2f}"
+    return (
+        "-"
+        if None in (row["median"], other["median"])
+        else f"{row['median'] / other['median']:.2f}"
+    )
 
 
 FRAMEWORK_LINES = {
@@ -655,7 +808,9 @@ FRAMEWORK_LINES = {
 def framework_lines() -> str:
     """The line to write for each of three frameworks, and what a step takes before and after."""
     result = load("frameworks")
-    lines = head(["framework", "line", "ms per step with `pin_memory=True`", "with this line", "speed-up"])
+    lines = head(
+        ["framework", "line", "ms per step with `pin_memory=True`", "with this line", "speed-up"]
+    )
     for case, rows in by_case(result).items():
         if case in FRAMEWORK_LINES:
             before, after = rows["pin_memory"], rows["pinstage"]
@@ -676,16 +831,25 @@ def _said(pattern: str, detail: str) -> str:
 
 
 def trace_loops() -> str:
-    """What `pinstage trace` promises beside what was saved: of the recorded loops, by the script that recorded them."""
-    spec = importlib.util.spec_from_file_location("record_traces", ROOT / "scripts" / "record_traces.py")
+    """What `pinstage trace` promises beside what was saved: of the recorded loops, by the script
+    that recorded them.
+    """
+    spec = importlib.util.spec_from_file_location(
+        "record_traces", ROOT / "scripts" / "record_traces.py"
+    )
     assert spec is not None
     assert spec.loader is not None
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look a class's module up
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # dataclasses look a class's module up
     spec.loader.exec_module(script)
     folder = ROOT / "tests" / "traces" / "loops"
     about = json.loads((folder / "loops.json").read_text())
     rows, _ = script.check(folder)
-    said = f"{about['device']}, torch {about['torch']}; medians of {about['rounds']} rounds of {about['steps']} steps"
+    said = (
+        f"{about['device']}, torch {about['torch']}; medians of {about['rounds']} rounds of "
+        f"{about['steps']} steps"
+    )
     return "\n".join([*rows, "", f"{said}; in ms."])
 
 
@@ -697,20 +861,30 @@ def trace_reading() -> str:
 
 
 def demo() -> str:
-    """What the demo printed: `demo.txt` is the log of `scripts/gpu_check.sh demo` under a line with its commit."""
+    """What the demo printed: `demo.txt` is the log of `scripts/gpu_check.sh demo` under a line with
+    its commit.
+    """
     commit, _, printed = (RESULTS / "demo.txt").read_text().partition("\n")
     later = "" if "DataLoader" in printed else " The fourth way came later."
     return f"What it printed on a machine with a GPU ({commit}).{later}\n\n```text\n{printed}```"
 
 
 def doctor() -> str:
-    """What doctor printed: `doctor.txt` is the log of `scripts/gpu_check.sh doctor` under a line with its commit.
+    """What doctor printed: `doctor.txt` is the log of `scripts/gpu_check.sh doctor` under a line
+    with its commit.
 
-    Beside it stands what `--plot` drew there, copied to `docs/bandwidth.png`, and `draw_bandwidth` for dark pages.
+    Beside it stands what `--plot` drew there, copied to `docs/bandwidth.png`, and `draw_bandwidth`
+    for dark pages.
     """
     commit, _, printed = (RESULTS / "doctor.txt").read_text().partition("\n")
-    machine = "without a GPU, where nothing is measured" if "no NVIDIA driver here" in printed else "with a GPU"
-    printed = re.sub(r"^(?:== |written: |kept for pinstage trace: ).*\n", "", printed, flags=re.MULTILINE).strip("\n")
+    machine = (
+        "without a GPU, where nothing is measured"
+        if "no NVIDIA driver here" in printed
+        else "with a GPU"
+    )
+    printed = re.sub(
+        r"^(?:== |written: |kept for pinstage trace: ).*\n", "", printed, flags=re.MULTILINE
+    ).strip("\n")
     text = f"What it printed on a machine {machine} ({commit}):\n\n```text\n{printed}\n```"
     picture = pictures("Bandwidth by size, for each kind of memory, in both directions", BANDWIDTH)
     return text + f"\n\n{picture}" * BANDWIDTH.exists()
@@ -723,7 +897,9 @@ def draw_bandwidth() -> None:
     printed = (RESULTS / "doctor.txt").read_text()
     points = []
     for way, size, unit, *rates in re.findall(
-        r"^(host to device|device to host) +([\d.]+) (KiB|MiB) +([\d.]+)[ #]+([\d.]+)[ #]+([\d.]+)[ #]*$", printed, re.M
+        r"^(host to device|device to host) +([\d.]+) (KiB|MiB) +([\d.]+)[ #]+([\d.]+)[ #]+([\d.]+)[ #]*$",
+        printed,
+        re.M,
     ):
         nbytes = int(float(size) * {"KiB": 1 << 10, "MiB": 1 << 20}[unit])
         for kind, rate in zip((PAGEABLE, PINNED, REGISTERED), rates, strict=True):
@@ -754,19 +930,25 @@ def weather_batch(result: dict[str, Any] | None = None) -> str:
     rows = {(row["case"], row["variant"]): row for row in result["rows"]}
     ways = ("before", "after")
     lines = ["## Measured", "", "| of a step, medians | before | after |", "|---|---|---|"]
-    lines.append("| copies to the device | " + " | ".join(rows["staging", way]["detail"] for way in ways) + " |")
+    lines.append(
+        "| copies to the device | "
+        + " | ".join(rows["staging", way]["detail"] for way in ways)
+        + " |"
+    )
     for case, text in (
         ("staging", "the host stages, or a copy runs, ms"),
         ("GPU waits for staging", "of it, the GPU idles, ms"),
         ("step, profiled", "the step, under the profiler, ms"),
         ("step", "**the step, without it, ms**"),
     ):
-        lines.append(f"| {text} | " + " | ".join(figure(rows[case, way]["median"]) for way in ways) + " |")
+        lines.append(
+            f"| {text} | " + " | ".join(figure(rows[case, way]["median"]) for way in ways) + " |"
+        )
     predicted = rows["saving, predicted", "before"]["median"]
     saved = rows["step", "before"]["median"] - rows["step", "after"]["median"]
     said = (
-        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} ms per step. "
-        f"Measured, without the profiler: {figure(saved)} ms."
+        f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} "
+        f"ms per step. Measured, without the profiler: {figure(saved)} ms."
     )
     return "\n".join([*lines, "", said, "", source(result)])
 
@@ -778,7 +960,9 @@ def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
         return ""
     about = result["settings"]["variants"]
     rows = {(row["case"], row["variant"]): row for row in result["rows"]}
-    cases = list(dict.fromkeys(row["case"] for row in result["rows"] if row["variant"] == "filled_before"))
+    cases = list(
+        dict.fromkeys(row["case"] for row in result["rows"] if row["variant"] == "filled_before")
+    )
 
     def table(cases: list[str], units: Sequence[str]) -> list[str]:
         heads = [f"{case}, {unit}" for case in cases for unit in units]
@@ -787,8 +971,16 @@ def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
             cells = []
             for row in (rows[case, variant] for case in cases):
                 share = row["vs_best_rival"]
-                shown = figure(row["median"]), figure(row["gb_per_s"]), "-" if share is None else f"{share:.0%}"
-                cells += [text for text, unit in zip(shown, ("ms", "GB/s", "of the bus"), strict=True) if unit in units]
+                shown = (
+                    figure(row["median"]),
+                    figure(row["gb_per_s"]),
+                    "-" if share is None else f"{share:.0%}",
+                )
+                cells += [
+                    text
+                    for text, unit in zip(shown, ("ms", "GB/s", "of the bus"), strict=True)
+                    if unit in units
+                ]
             lines.append(f"| {about[variant]} | {' | '.join(cells)} |")
         return lines
 
@@ -846,7 +1038,9 @@ def filled(text: str) -> str:
 
 def main() -> None:
     """Print the tables, or write them into the pages and draw what belongs to them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true", help="into the README and the docs")
     if parser.parse_args().write:
         for page in PAGES:

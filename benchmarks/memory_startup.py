@@ -2,10 +2,10 @@
 
     python benchmarks/memory_startup.py --out benchmarks/results/memory_startup.json
 
-"first" is the first allocation of a fresh process that has its CUDA context; "again" follows after that one is freed.
-Each of the `--rounds` processes gives one sample of "first" and `--repeats` of "again". Before the first process, the
-parent touches more memory than the processes need: a virtual machine may get its memory from the host on first touch,
-and the first variant would pay for that.
+"first" is the first allocation of a fresh process that has its CUDA context; "again" follows after
+that one is freed. Each of the `--rounds` processes gives one sample of "first" and `--repeats` of
+"again". Before the first process, the parent touches more memory than the processes need: a virtual
+machine may get its memory from the host on first touch, and the first variant would pay for that.
 """
 
 from __future__ import annotations
@@ -78,17 +78,29 @@ def _pageable_touched() -> Allocate:
 
 
 def _ours(name: str, about: str) -> Variant:
-    return Variant(name, partial(_resource, name), about, package="pinstage", needs_cuda=True, ours=True)
+    return Variant(
+        name, partial(_resource, name), about, package="pinstage", needs_cuda=True, ours=True
+    )
 
 
 VARIANTS = (
     _ours("HostAllocMemory", "`ps.memory.HostAllocMemory().allocate(n)`"),
     _ours("RegisteredMemory", "`ps.memory.RegisteredMemory().allocate(n)`"),
     _ours("SharedMemory", "`ps.memory.SharedMemory().allocate(n)`"),
-    Variant("cuda_host_alloc", _cuda_host_alloc, "`cudaHostAlloc`, portable", package="cuda.bindings", needs_cuda=True),
-    Variant("torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True),
+    Variant(
+        "cuda_host_alloc",
+        _cuda_host_alloc,
+        "`cudaHostAlloc`, portable",
+        package="cuda.bindings",
+        needs_cuda=True,
+    ),
+    Variant(
+        "torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
+    ),
 )
-SMOKE_VARIANTS = (Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),)
+SMOKE_VARIANTS = (
+    Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),
+)
 
 
 def measure(allocate: Allocate, repeats: int, case: harness.Case) -> Outcome:
@@ -123,7 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.smoke:
         torch.empty(TOUCHED_FIRST, dtype=torch.uint8).zero_()
     further = ["--nbytes", str(args.nbytes)]
-    rows = script.collect("memory_startup", __file__, variants, cases, args, further, judge=record.compare)
+    rows = script.collect(
+        "memory_startup", __file__, variants, cases, args, further, judge=record.compare
+    )
     table.grid("ms until the memory is ready", rows, "median", "p10", "p90")
     table.grid("speed-up over the best rival", [row for row in rows if row.ours], "vs_best_rival")
     return script.finish("memory_startup", rows, variants, args)

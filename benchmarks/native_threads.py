@@ -1,9 +1,10 @@
-"""Packing and copying large leaves with native threads, as the limit of the hardware, compared with pinstage.
+"""Packing and copying large leaves with native threads, as the limit of the hardware, compared with
+pinstage.
 
     python benchmarks/native_threads.py --out benchmarks/results/native_threads.json
 
-Needs CUDA and its compiler. native_threads.cu describes its ways; pinstage doesn't use that file. Each native way is
-shown with its fastest number of threads.
+Needs CUDA and its compiler. native_threads.cu describes its ways; pinstage doesn't use that file.
+Each native way is shown with its fastest number of threads.
 """
 
 from __future__ import annotations
@@ -42,13 +43,21 @@ def native(repeats: int) -> Iterator[tuple[str, str, int, list[float]]]:
     """Build and run the program; yield case, way, threads and the seconds of each repetition."""
     compiler = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if compiler is None:
-        raise SystemExit("needs nvcc, CUDA's compiler: it is neither on the PATH nor in /usr/local/cuda/bin")
+        raise SystemExit(
+            "needs nvcc, CUDA's compiler: it is neither on the PATH nor in /usr/local/cuda/bin"
+        )
     with tempfile.TemporaryDirectory() as folder:
         program = str(Path(folder) / "native_threads")
         source = str(Path(__file__).with_suffix(".cu"))
-        subprocess.run([compiler, "-O3", "-std=c++17", "-o", program, source, "-lpthread"], check=True)
-        words = [str(word) for name, (leaves, nbytes) in CASES.items() for word in (name, leaves, nbytes)]
-        done = subprocess.run([program, str(repeats), *words], check=True, stdout=subprocess.PIPE, text=True)
+        subprocess.run(
+            [compiler, "-O3", "-std=c++17", "-o", program, source, "-lpthread"], check=True
+        )
+        words = [
+            str(word) for name, (leaves, nbytes) in CASES.items() for word in (name, leaves, nbytes)
+        ]
+        done = subprocess.run(
+            [program, str(repeats), *words], check=True, stdout=subprocess.PIPE, text=True
+        )
     for line in done.stdout.splitlines():
         name, way, threads, *times = line.split()
         yield name, way, int(threads), [float(ms) / 1e3 for ms in times]
@@ -71,7 +80,9 @@ def by_python(name: str, device: torch.device, repeats: int) -> Iterator[tuple[s
                 torch.cuda.synchronize(device)
                 if repeat >= 0:
                     times.append(time.perf_counter() - began)
-                if repeat == -1 and not all(map(torch.equal, (leaf.cpu() for leaf in staged), batch)):
+                if repeat == -1 and not all(
+                    map(torch.equal, (leaf.cpu() for leaf in staged), batch)
+                ):
                     raise SystemExit(f"{variant} on {name}: other bytes arrived")
                 del staged
             yield variant, times
@@ -99,7 +110,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         leaves, nbytes = CASES[name]
         before = rows.get((variant, name))
         if before is None or quantile(times, 0.5) * 1e3 < (before.median or 0.0):
-            row = Row("native_threads", name, variant, "ok", detail, variant == "pinstage", leaves * nbytes, leaves)
+            row = Row(
+                "native_threads",
+                name,
+                variant,
+                "ok",
+                detail,
+                variant == "pinstage",
+                leaves * nbytes,
+                leaves,
+            )
             row.fill(times)
             rows[variant, name] = row
 

@@ -8,10 +8,10 @@
 | `later steps` | the same, again and again |
 | `state out`, `state back` | an optimizer's state of 8 GB in 32 tensors, until all is on the host, or on the device |
 
-`bus` is the limit of the hardware: the saved bytes are copied from the device to existing page-locked buffers, and then
-back. The detail of a row has the peak of device memory and the page-locked bytes; for ours, also the number of slabs
-allocated after the first step. Gradients are compared outside the timer, bit for bit, with those of a plain step in the
-same process.
+`bus` is the limit of the hardware: the saved bytes are copied from the device to existing
+page-locked buffers, and then back. The detail of a row has the peak of device memory and the
+page-locked bytes; for ours, also the number of slabs allocated after the first step. Gradients are
+compared outside the timer, bit for bit, with those of a plain step in the same process.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ class Training:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the last step's gradients."""
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [
+            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+        ]
 
 
 def synchronize(device: torch.device) -> None:
@@ -129,7 +131,7 @@ def pinned_by_torch() -> int:
     return int(stats.get("allocated_bytes.peak", stats.get("reserved_bytes.peak", 0)))
 
 
-# -- the ways of a step ------------------------------------------------------------------------------------------------
+# -- the ways of a step ----------------------------------------------------------------------------
 
 Step = Callable[[], float]
 """Runs a step and returns its seconds."""
@@ -160,7 +162,9 @@ def _torch(training: Training, case: Case, *, pin: bool) -> Iterator[tuple[Step,
 def _bus(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:
     on_cuda = training.device.type == "cuda"
     buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda) for nbytes in case.saved]
-    tensors = [torch.zeros(nbytes, dtype=torch.uint8, device=training.device) for nbytes in case.saved[:4]]
+    tensors = [
+        torch.zeros(nbytes, dtype=torch.uint8, device=training.device) for nbytes in case.saved[:4]
+    ]
 
     def step() -> float:
         synchronize(training.device)
@@ -186,7 +190,9 @@ def _pinstage(
         if reserve:
             for nbytes in set(case.saved):
                 pool.reserve(nbytes, count=case.saved.count(nbytes), background=True).synchronize()
-        offload = ps.offload.save_on_cpu(pool, min_bytes=min(MIB, smallest), max_device_bytes=max_device_bytes)
+        offload = ps.offload.save_on_cpu(
+            pool, min_bytes=min(MIB, smallest), max_device_bytes=max_device_bytes
+        )
         made = 0
 
         def step() -> float:
@@ -198,9 +204,9 @@ def _pinstage(
         def said() -> str:
             stats, counted = pool.stats(), offload.stats()
             return (
-                f"page-locked {stats.peak_held_bytes / 1e9:.1f} GB, {stats.held_slabs - made} slabs after the first "
-                f"step; {counted.still_there} still there, {counted.ahead} ahead, {counted.late} late, "
-                f"{counted.stayed_at_cap} at the cap"
+                f"page-locked {stats.peak_held_bytes / 1e9:.1f} GB, {stats.held_slabs - made} "
+                f"slabs after the first step; {counted.still_there} still there, {counted.ahead} "
+                f"ahead, {counted.late} late, {counted.stayed_at_cap} at the cap"
             )
 
         yield step, said
@@ -241,8 +247,14 @@ class Steps:
     def measure(self, case: Case) -> Outcome:
         """Train at the first case; return the samples of each."""
         if case.id != "first step":
-            detail = self._detail if self._is_right else "other gradients than those of a plain step"
-            return {"status": "ok" if self._is_right else "incorrect", "detail": detail, "total": self._later}
+            detail = (
+                self._detail if self._is_right else "other gradients than those of a plain step"
+            )
+            return {
+                "status": "ok" if self._is_right else "incorrect",
+                "detail": detail,
+                "total": self._later,
+            }
         device = torch.device(self._args.device)
         training = Training(case, device)
         training.step(nullcontext(), training.forward)  # loads kernels, for every way
@@ -252,7 +264,10 @@ class Steps:
             first = step()
             began = time.perf_counter()
             while len(self._later) < self._args.repeats:
-                if len(self._later) >= FEWEST_REPEATS and time.perf_counter() - began > self._args.seconds:
+                if (
+                    len(self._later) >= FEWEST_REPEATS
+                    and time.perf_counter() - began > self._args.seconds
+                ):
                     break
                 self._later.append(step())
             peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0
@@ -264,20 +279,28 @@ class Steps:
         return {"status": "ok", "detail": self._detail, "total": [first]}
 
 
-# -- an optimizer's state ----------------------------------------------------------------------------------------------
+# -- an optimizer's state --------------------------------------------------------------------------
 
 
 @contextmanager
 def _state_bus(device: torch.device, case: Case) -> Iterator[dict[str, Callable[[], None]]]:
     on_cuda = device.type == "cuda"
-    buffers = [torch.empty(case.bytes_each, dtype=torch.uint8, pin_memory=on_cuda) for _ in range(case.tensors)]
-    tensors = [torch.zeros(case.bytes_each, dtype=torch.uint8, device=device) for _ in range(case.tensors)]
+    buffers = [
+        torch.empty(case.bytes_each, dtype=torch.uint8, pin_memory=on_cuda)
+        for _ in range(case.tensors)
+    ]
+    tensors = [
+        torch.zeros(case.bytes_each, dtype=torch.uint8, device=device) for _ in range(case.tensors)
+    ]
 
     def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
 
-    yield {"state out": partial(copy, buffers, tensors), "state back": partial(copy, tensors, buffers)}
+    yield {
+        "state out": partial(copy, buffers, tensors),
+        "state back": partial(copy, tensors, buffers),
+    }
 
 
 @contextmanager
@@ -287,11 +310,16 @@ def _state_pinstage(device: torch.device, case: Case) -> Iterator[dict[str, Call
     parameters = [torch.nn.Parameter(torch.zeros(1, device=device)) for _ in range(case.tensors)]
     optimizer = torch.optim.SGD(parameters, momentum=0.9, lr=0.1)
     for parameter in parameters:
-        optimizer.state[parameter]["momentum_buffer"] = torch.zeros(case.bytes_each // 4, device=device)
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros(
+            case.bytes_each // 4, device=device
+        )
     with ps.SlabPool("16GiB", memory=ps.memory.default_memory(device)) as pool:
         offloaded = ps.offload.optimizer_state(optimizer, pool, min_bytes=min(MIB, case.bytes_each))
         # `state_dict` brings the state back as a step does.
-        yield {"state out": offloaded.offload, "state back": lambda: optimizer.state_dict() and None}
+        yield {
+            "state out": offloaded.offload,
+            "state back": lambda: optimizer.state_dict() and None,
+        }
         offloaded.close()
 
 
@@ -305,7 +333,13 @@ class StateWay(Variant):
 
 STATE_WAYS = (
     StateWay("state_bus", _state_bus, "page-locked buffers that are there already, copies only"),
-    StateWay("state_pinstage", _state_pinstage, "`ps.offload.optimizer_state(...)`", package="pinstage", ours=True),
+    StateWay(
+        "state_pinstage",
+        _state_pinstage,
+        "`ps.offload.optimizer_state(...)`",
+        package="pinstage",
+        ours=True,
+    ),
 )
 
 
@@ -333,14 +367,19 @@ class States:
         return {"status": "ok", "detail": "", "total": self._total[case.id]}
 
 
-# -- the comparison ----------------------------------------------------------------------------------------------------
+# -- the comparison --------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or gave other gradients."""
-    parser = script.parser(__doc__, repeats=20, repeats_help="later steps for each variant, at most")
+    parser = script.parser(
+        __doc__, repeats=20, repeats_help="later steps for each variant, at most"
+    )
     parser.add_argument(
-        "--seconds", type=float, default=4.0, help=f"stop after this time, once {FEWEST_REPEATS} are done"
+        "--seconds",
+        type=float,
+        default=4.0,
+        help=f"stop after this time, once {FEWEST_REPEATS} are done",
     )
     args = parser.parse_args(argv)
     script.settle_device(args)
@@ -357,7 +396,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     variants = script.chosen(args.only, known)
     further = ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
     judge = script.compare_on_a_gpu(args, "bus")
-    rows = script.collect("offload", __file__, variants, [*steps, *states], args, further, judge=judge)
+    rows = script.collect(
+        "offload", __file__, variants, [*steps, *states], args, further, judge=judge
+    )
     for ways in (WAYS, STATE_WAYS):
         ids = [variant.id for variant in ways]
         table.grid("median ms", [row for row in rows if row.variant in ids], "median")

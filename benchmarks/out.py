@@ -1,12 +1,14 @@
-"""Time until a batch is in existing tensors: weights, tensors that `to_device` returned, or separate tensors.
+"""Time until a batch is in existing tensors: weights, tensors that `to_device` returned, or
+separate tensors.
 
     python benchmarks/out.py --out benchmarks/results/out.json
 
-Compares `Stager.to_device(batch, out=static)` with `to_device` and `torch._foreach_copy_`, as written by hand, with a
-loop of ``dst.copy_(src, non_blocking=True)``, with that loop from page-locked memory, and with new tensors.
-``4GiB-weights`` has a cap of 256 MiB. Cases with ``pinned`` have page-locked sources, which pinstage borrows. The
-``replay`` cases are loops that write each batch into the inputs of a CUDA graph and replay it; their times are the
-loop's, per step. Each variant runs in a fresh process.
+Compares `Stager.to_device(batch, out=static)` with `to_device` and `torch._foreach_copy_`, as
+written by hand, with a loop of ``dst.copy_(src, non_blocking=True)``, with that loop from
+page-locked memory, and with new tensors. ``4GiB-weights`` has a cap of 256 MiB. Cases with
+``pinned`` have page-locked sources, which pinstage borrows. The ``replay`` cases are loops that
+write each batch into the inputs of a CUDA graph and replay it; their times are the loop's, per
+step. Each variant runs in a fresh process.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ class Batch:
     separate: bool = True
     """Whether each destination has its own memory; otherwise `to_device` made them."""
     products: int = 0
-    """Matrix products of a graph that is replayed after each write, in a loop; 0: single writes are measured."""
+    """Matrix products of a graph that is replayed after each write, in a loop; 0: single writes are
+    measured.
+    """
     dtype: torch.dtype = torch.int32
 
     @property
@@ -149,17 +153,33 @@ class GraphAlone(Variant):
 
 
 VARIANTS = (
-    Variant("pinstage_out", _out, "`stager.to_device(batch, out=places)`", package="pinstage", ours=True),
-    Variant("by_hand", _by_hand, "`torch._foreach_copy_(places, stager.to_device(batch))`", package="pinstage"),
-    Variant("pinstage", _new, "`stager.to_device(batch)`: new tensors", package="pinstage", ours=True),
+    Variant(
+        "pinstage_out", _out, "`stager.to_device(batch, out=places)`", package="pinstage", ours=True
+    ),
+    Variant(
+        "by_hand",
+        _by_hand,
+        "`torch._foreach_copy_(places, stager.to_device(batch))`",
+        package="pinstage",
+    ),
+    Variant(
+        "pinstage", _new, "`stager.to_device(batch)`: new tensors", package="pinstage", ours=True
+    ),
     Variant("copy", _copy, "`place.copy_(leaf, non_blocking=True)` for each leaf"),
-    Variant("pin_copy", _pinned_copy, "the same from memory that `pin_memory()` made before", needs_cuda=True),
+    Variant(
+        "pin_copy",
+        _pinned_copy,
+        "the same from memory that `pin_memory()` made before",
+        needs_cuda=True,
+    ),
     GraphAlone(GRAPH_ALONE, _nothing, "the loops without a write: the graph alone"),
 )
 
 
 def measure(variant: Variant, repeats: int, device: torch.device, case: Batch) -> Outcome:
-    """Return the seconds of each write, until it is done on the device; of each step if a graph is replayed."""
+    """Return the seconds of each write, until it is done on the device; of each step if a graph is
+    replayed.
+    """
     batches = [_batch(device, case, seed) for seed in range(4 if case.products else 1)]
     places = _places(device, case, batches[0])
     settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
@@ -173,7 +193,9 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: Batch) -
             repeats = min(repeats, 5) if case.nbytes >= 1 << 30 else repeats
             times, got = _writes(way.write, ready[0], places, settle, repeats)
         pairs = zip(got, batches[-1], strict=True)
-        right = variant.id == GRAPH_ALONE or all(torch.equal(there.cpu(), here) for there, here in pairs)
+        right = variant.id == GRAPH_ALONE or all(
+            torch.equal(there.cpu(), here) for there, here in pairs
+        )
     detail = f"made ready in {prepared * 1e3:.0f} ms" if prepared > 1e-3 else ""
     return {"status": "ok" if right else "incorrect", "detail": detail, "total": times}
 
@@ -200,7 +222,9 @@ def _writes(
 def _loops(
     write: Write, batches: list[Tensors], places: Tensors, settle: Callable[[], Any], case: Batch
 ) -> tuple[list[float], Tensors]:
-    """Return the seconds per step of loops that write each batch and replay a graph, which reads it."""
+    """Return the seconds per step of loops that write each batch and replay a graph, which reads
+    it.
+    """
     replay = _graph(places, case.products)
     times = []
     for _ in range(WARM_UPS + 5):
@@ -215,9 +239,15 @@ def _loops(
 
 
 def _graph(places: Tensors, products: int) -> Callable[[], Any]:
-    """Capture a model of matrix products that reads all places; on the CPU, return a function that does this."""
+    """Capture a model of matrix products that reads all places; on the CPU, return a function that
+    does this.
+    """
     device = places[0].device
-    weight = torch.rand(4096, 4096, device=device, dtype=torch.bfloat16) if device.type == "cuda" else torch.rand(8, 8)
+    weight = (
+        torch.rand(4096, 4096, device=device, dtype=torch.bfloat16)
+        if device.type == "cuda"
+        else torch.rand(8, 8)
+    )
 
     def work() -> torch.Tensor:
         total = sum(place.float().sum() for place in places)
@@ -246,7 +276,9 @@ def _places(device: torch.device, case: Batch, sources: Tensors) -> Tensors:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or delivered a wrong byte."""
-    parser = script.parser(__doc__, repeats=50, repeats_help="writes for each variant and case; 5 of the largest")
+    parser = script.parser(
+        __doc__, repeats=50, repeats_help="writes for each variant and case; 5 of the largest"
+    )
     args = parser.parse_args(argv)
     script.settle_device(args)
     cases = SMOKE_CASES if args.smoke else CASES

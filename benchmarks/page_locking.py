@@ -1,12 +1,15 @@
-"""Page-lock a large range: its time, its resident memory, and the delay of other processes and threads.
+"""Page-lock a large range: its time, its resident memory, and the delay of other processes and
+threads.
 
-    python benchmarks/page_locking.py --out benchmarks/results/page_locking.json --plot docs/images/page_locking.png
-    python benchmarks/page_locking.py --from benchmarks/results/page_locking.json --plot docs/images/page_locking.png
+    python benchmarks/page_locking.py --out benchmarks/results/page_locking.json --plot
+    docs/images/page_locking.png python benchmarks/page_locking.py --from
+    benchmarks/results/page_locking.json --plot docs/images/page_locking.png
 
-Each way runs in a fresh process, `--repeats` times in turn with an idle GPU and with kernels of 20 ms running.
-Meanwhile another process calls ``cudaMemGetInfo``, and another thread launches kernels; the longest of these calls
-counts. Resident memory is VmRSS and HugetlbPages together. Before the first process, the parent touches as much memory:
-a virtual machine may get it from its host on first touch.
+Each way runs in a fresh process, `--repeats` times in turn with an idle GPU and with kernels of 20
+ms running. Meanwhile another process calls ``cudaMemGetInfo``, and another thread launches kernels;
+the longest of these calls counts. Resident memory is VmRSS and HugetlbPages together. Before the
+first process, the parent touches as much memory: a virtual machine may get it from its host on
+first touch.
 """
 
 from __future__ import annotations
@@ -38,7 +41,13 @@ CHUNK_BYTES = 64 * MIB
 COPIED_BYTES = 4 * GIB
 KERNEL_SECONDS = 0.02
 
-FIRST, LAST, RESIDENT, TO_DEVICE, BACK = "first byte", "last byte", "resident", "host to device", "given back"
+FIRST, LAST, RESIDENT, TO_DEVICE, BACK = (
+    "first byte",
+    "last byte",
+    "resident",
+    "host to device",
+    "given back",
+)
 NEIGHBOUR, LAUNCH, LAUNCH_BACK = "neighbour's call", "own launch", "own launch, given back"
 MEASURED = (FIRST, LAST, NEIGHBOUR, LAUNCH, RESIDENT, TO_DEVICE, BACK, LAUNCH_BACK)
 
@@ -57,7 +66,7 @@ class Held(NamedTuple):
 Allocate = Callable[[int], Held]
 
 
-# -- ways --------------------------------------------------------------------------------------------------------------
+# -- ways ------------------------------------------------------------------------------------------
 
 
 def _parts(held: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
@@ -81,7 +90,9 @@ def _resource(name: str, device: str) -> Allocate:
     def allocate(nbytes: int) -> Held:
         memory = getattr(ps.memory, name)(device)
         block = memory.allocate(nbytes)
-        whole = torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(block.ptr), dtype=torch.uint8)
+        whole = torch.frombuffer(
+            (ctypes.c_ubyte * nbytes).from_address(block.ptr), dtype=torch.uint8
+        )
         return Held(int, _parts([whole]), lambda: memory.deallocate(block))
 
     return allocate
@@ -130,19 +141,27 @@ VARIANTS = (
         package="pinstage",
         needs_cuda=True,
     ),
-    Variant("cuda_host_alloc", partial(_resource, "HostAllocMemory"), "`cudaHostAlloc`", needs_cuda=True),
-    Variant("torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True),
+    Variant(
+        "cuda_host_alloc", partial(_resource, "HostAllocMemory"), "`cudaHostAlloc`", needs_cuda=True
+    ),
+    Variant(
+        "torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
+    ),
 )
-SMOKE_VARIANTS = (Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),)
+SMOKE_VARIANTS = (
+    Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),
+)
 
 
-# -- witnesses ---------------------------------------------------------------------------------------------------------
+# -- witnesses -------------------------------------------------------------------------------------
 
 
 def _resident() -> int:
     """Return the resident bytes of this process, explicit huge pages included."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages")))
+    return sum(
+        int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages"))
+    )
 
 
 class Worst:
@@ -164,7 +183,9 @@ class Worst:
 
 
 def neighbour(device: str) -> None:
-    """Run as the other process: call ``cudaMemGetInfo``, and answer each line with the longest call so far."""
+    """Run as the other process: call ``cudaMemGetInfo``, and answer each line with the longest call
+    so far.
+    """
     torch.zeros(1, device=device)
     worst, asked = Worst(), threading.Event()
     threading.Thread(target=lambda: [asked.set() for _ in sys.stdin] and None, daemon=True).start()
@@ -178,7 +199,9 @@ def neighbour(device: str) -> None:
 
 @contextlib.contextmanager
 def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
-    """Let a neighbour and our own thread call CUDA meanwhile; yield functions that return the worst call of each."""
+    """Let a neighbour and our own thread call CUDA meanwhile; yield functions that return the worst
+    call of each.
+    """
     command = [sys.executable, __file__, "--device", device, "--neighbour"]
     over, worst = threading.Event(), Worst()
 
@@ -250,11 +273,15 @@ def kernels(device: str) -> Iterator[None]:
         thread.join()
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def once(
-    allocate: Allocate, nbytes: int, device: str, neighbours: Callable[[], float], launches: Callable[[], float]
+    allocate: Allocate,
+    nbytes: int,
+    device: str,
+    neighbours: Callable[[], float],
+    launches: Callable[[], float],
 ) -> dict[str, float]:
     """Page-lock memory and free it; return the seconds of each part, and the resident share."""
     found: dict[str, float] = {}
@@ -287,7 +314,9 @@ def _copy(held: Held, nbytes: int, device: str) -> float:
     return time.perf_counter() - began
 
 
-def run(allocate: Allocate, nbytes: int, device: str, repeats: int, gpu: str) -> dict[str, list[float]]:
+def run(
+    allocate: Allocate, nbytes: int, device: str, repeats: int, gpu: str
+) -> dict[str, list[float]]:
     """Measure `repeats` times in each state of the GPU; return the samples of each case."""
     samples: dict[str, list[float]] = {}
     cuda = torch.device(device).type == "cuda"
@@ -306,14 +335,18 @@ def _cases(args: Any) -> list[Size]:
     if torch.device(args.device).type != "cuda":
         return [Size(f"{what}, idle", args.nbytes) for what in (FIRST, LAST, RESIDENT, BACK)]
     return [
-        Size(f"{what}, {state}", min(args.nbytes, COPIED_BYTES) if what == TO_DEVICE else args.nbytes)
+        Size(
+            f"{what}, {state}", min(args.nbytes, COPIED_BYTES) if what == TO_DEVICE else args.nbytes
+        )
         for state in args.gpu.split(",")
         for what in MEASURED
     ]
 
 
 def _share_resident(rows: list[Row]) -> None:
-    """Convert resident memory to percent of the requested bytes, and remove rates from rows that have none."""
+    """Convert resident memory to percent of the requested bytes, and remove rates from rows that
+    have none.
+    """
     for row in rows:
         what = row.case.partition(",")[0]
         if what == RESIDENT and row.unit == "ms" and row.median is not None:
@@ -324,7 +357,7 @@ def _share_resident(rows: list[Row]) -> None:
             row.gb_per_s = None
 
 
-# -- the picture -------------------------------------------------------------------------------------------------------
+# -- the picture -----------------------------------------------------------------------------------
 
 _LABELS = {
     "torch_pin_memory": "torch, pin_memory=True",
@@ -336,10 +369,16 @@ _LABELS = {
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Write a PNG: seconds until the last byte is ready, and the worst calls of others meanwhile, on an idle GPU."""
+    """Write a PNG: seconds until the last byte is ready, and the worst calls of others meanwhile,
+    on an idle GPU.
+    """
     from matplotlib.figure import Figure
 
-    found = {(row["variant"], row["case"]): row["median"] for row in result["rows"] if row["status"] == "ok"}
+    found = {
+        (row["variant"], row["case"]): row["median"]
+        for row in result["rows"]
+        if row["status"] == "ok"
+    }
     ways = [way for way in _LABELS if (way, f"{LAST}, idle") in found]
     figure = Figure(figsize=(10.8, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -353,7 +392,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     left.legend(frameon=False, loc="upper right")
     for what, color, shift in ((NEIGHBOUR, "#3b7dd8", -0.2), (LAUNCH, "#e07b39", 0.2)):
         heights = [max(found.get((way, f"{what}, idle"), 0.0), 1e-3) for way in ways]
-        right.barh([place + shift for place in places], heights, height=0.38, color=color, label=what)
+        right.barh(
+            [place + shift for place in places], heights, height=0.38, color=color, label=what
+        )
     right.set_xscale("log")
     right.set_xlabel("ms, the worst call meanwhile")
     right.legend(frameon=False, loc="upper right")
@@ -373,11 +414,17 @@ def draw_both(result: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed."""
-    parser = script.parser(__doc__, repeats=1, repeats_help="runs of each way, on an idle GPU and on a busy one")
+    parser = script.parser(
+        __doc__, repeats=1, repeats_help="runs of each way, on an idle GPU and on a busy one"
+    )
     parser.add_argument("--nbytes", type=int, default=48 * GIB, help="bytes to page-lock")
     parser.add_argument("--gpu", default="idle,busy", help="idle, busy or both; without a GPU idle")
-    parser.add_argument("--plot", type=Path, help="draw a PNG here, and one for dark pages beside it")
-    parser.add_argument("--from", dest="source", type=Path, help="draw from this result file; measure nothing")
+    parser.add_argument(
+        "--plot", type=Path, help="draw a PNG here, and one for dark pages beside it"
+    )
+    parser.add_argument(
+        "--from", dest="source", type=Path, help="draw from this result file; measure nothing"
+    )
     parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     script.settle_device(args)
@@ -398,13 +445,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         (variant,) = script.chosen(args.child, variants)
         harness.start_device(torch.device(args.device))
         samples = run(variant.setup(args.device), args.nbytes, args.device, args.repeats, args.gpu)
-        harness.work(cases, lambda case: {"status": "ok", "detail": "", "total": samples[case.id]}, lambda: None)
+        harness.work(
+            cases,
+            lambda case: {"status": "ok", "detail": "", "total": samples[case.id]},
+            lambda: None,
+        )
         return 0
     variants = tuple(script.chosen(args.only, variants))
     if not args.smoke:
         torch.empty(args.nbytes, dtype=torch.uint8).zero_()
     further = ["--nbytes", str(args.nbytes), "--gpu", args.gpu]
-    rows = script.collect("page_locking", __file__, variants, cases, args, further, judge=_share_resident)
+    rows = script.collect(
+        "page_locking", __file__, variants, cases, args, further, judge=_share_resident
+    )
     table.grid("idle and busy: ms, resident in %", rows, "median", "p10", "p90")
     status = script.finish("page_locking", rows, variants, args)
     if plot:

@@ -1,9 +1,10 @@
-"""The cost of a lease: acquire, `tensor()` and release on one thread, compared with torch's own warm allocators.
+"""The cost of a lease: acquire, `tensor()` and release on one thread, compared with torch's own
+warm allocators.
 
     python benchmarks/pool_latency.py --out benchmarks/results/pool_latency.json
 
-Each cycle is timed by itself, on a pool (or torch's cache) that already holds the memory. Each variant runs in a fresh
-process.
+Each cycle is timed by itself, on a pool (or torch's cache) that already holds the memory. Each
+variant runs in a fresh process.
 """
 
 from __future__ import annotations
@@ -55,14 +56,21 @@ def _torch_empty(pin_memory: bool) -> Iterator[Cycle]:
 
 def _ours(name: str, resource: str, needs_cuda: bool) -> Variant:
     about = f"`ps.SlabPool(memory=ps.memory.{resource}())`: acquire, tensor(), release"
-    return Variant(name, partial(_pool, resource), about, package="pinstage", needs_cuda=needs_cuda, ours=True)
+    return Variant(
+        name, partial(_pool, resource), about, package="pinstage", needs_cuda=needs_cuda, ours=True
+    )
 
 
 VARIANTS = (
     _ours("pool_pinned", "HostAllocMemory", needs_cuda=True),
     _ours("pool_registered", "RegisteredMemory", needs_cuda=True),
     _ours("pool_pageable", "PageableMemory", needs_cuda=False),
-    Variant("torch_pinned", partial(_torch_empty, True), "`torch.empty(n, pin_memory=True)`, warm", needs_cuda=True),
+    Variant(
+        "torch_pinned",
+        partial(_torch_empty, True),
+        "`torch.empty(n, pin_memory=True)`, warm",
+        needs_cuda=True,
+    ),
     Variant("torch_pageable", partial(_torch_empty, False), "`torch.empty(n)`, untouched"),
 )
 
@@ -100,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         harness.work(CASES, partial(measure, variant, args.repeats), lambda: None)
         return 0
     variants = script.chosen(args.only, VARIANTS)
-    rows = script.collect("pool_latency", __file__, variants, CASES, args, unit="us", judge=forget_rates)
+    rows = script.collect(
+        "pool_latency", __file__, variants, CASES, args, unit="us", judge=forget_rates
+    )
     table.grid("us per cycle: acquire, make a tensor, release", rows, "median", "p10", "p90")
     return script.finish("pool_latency", rows, variants, args)
 

@@ -2,8 +2,8 @@
 
     python benchmarks/refusals.py --out benchmarks/results/refusals.json
 
-`ps.Stager` stages batches over memory with a limit: none, 20% and 5% of what the loop page-locks without a limit, and
-zero, which is pageable memory. Each variant runs in a fresh process.
+`ps.Stager` stages batches over memory with a limit: none, 20% and 5% of what the loop page-locks
+without a limit, and zero, which is pageable memory. Each variant runs in a fresh process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ class WalledMemory:
     def __init__(self, memory: Any, wall: int) -> None:
         self._memory = memory
         self._left = wall
-        self.is_pinned, self.is_shared, self.granularity = memory.is_pinned, memory.is_shared, memory.granularity
+        self.is_pinned, self.is_shared, self.granularity = (
+            memory.is_pinned,
+            memory.is_shared,
+            memory.granularity,
+        )
 
     def allocate(self, nbytes: int) -> Any:
         """See `ps.memory.MemoryResource`."""
@@ -69,7 +73,12 @@ def _variant(name: str, share: float) -> Variant:
     return Variant(name, partial(_stager, share), about, package="pinstage", ours=True)
 
 
-VARIANTS = (_variant("all", 1.0), _variant("a_fifth", 0.2), _variant("a_twentieth", 0.05), _variant("nothing", 0.0))
+VARIANTS = (
+    _variant("all", 1.0),
+    _variant("a_fifth", 0.2),
+    _variant("a_twentieth", 0.05),
+    _variant("nothing", 0.0),
+)
 
 
 def measure(variant: Variant, repeats: int, device: torch.device, case: harness.Case) -> Outcome:
@@ -89,15 +98,23 @@ def measure(variant: Variant, repeats: int, device: torch.device, case: harness.
                     torch.cuda.synchronize(device)
                 if repeat:  # the first run allocates slabs, or is refused them
                     total.append((time.perf_counter() - start) / AHEAD)
-            right = all(torch.equal(there.cpu(), here) for there, here in zip(got, batch, strict=True))
+            right = all(
+                torch.equal(there.cpu(), here) for there, here in zip(got, batch, strict=True)
+            )
             refused = stager.stats().fallback_batches
     status = "ok" if right else "incorrect"
-    return {"status": status, "detail": f"{refused} batches were refused a slab of their size", "total": total}
+    return {
+        "status": status,
+        "detail": f"{refused} batches were refused a slab of their size",
+        "total": total,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or delivered a wrong byte."""
-    parser = script.parser(__doc__, repeats=20, repeats_help="runs of four batches for each variant and size")
+    parser = script.parser(
+        __doc__, repeats=20, repeats_help="runs of four batches for each variant and size"
+    )
     args = parser.parse_args(argv)
     script.settle_device(args)
     cases = SMOKE_CASES if args.smoke else CASES

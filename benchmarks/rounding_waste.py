@@ -1,11 +1,13 @@
-"""Host memory that a batch wastes by rounding: the pool's slabs compared with torch's pinned allocator.
+"""Host memory that a batch wastes by rounding: the pool's slabs compared with torch's pinned
+allocator.
 
     python benchmarks/rounding_waste.py --out benchmarks/results/rounding_waste.json
 
-The batches are the demo's: a year of weather and flights, eight hours each, hundreds of ragged leaves. The requested
-bytes are the layout's or, where each leaf is pinned by itself, the leaves'. `pinstage_padding` counts the padding
-between the leaves of a slab as waste too. Results are in percent of the allocated bytes: `all batches` together, the
-`mean batch` and the `worst batch`. Nothing is timed.
+The batches are the demo's: a year of weather and flights, eight hours each, hundreds of ragged
+leaves. The requested bytes are the layout's or, where each leaf is pinned by itself, the leaves'.
+`pinstage_padding` counts the padding between the leaves of a slab as waste too. Results are in
+percent of the allocated bytes: `all batches` together, the `mean batch` and the `worst batch`.
+Nothing is timed.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def _pinstage(with_padding: bool, device: torch.device) -> Iterator[Taken]:
 def _torch_each(device: torch.device) -> Iterator[Taken]:
     def taken(batch: Any) -> tuple[int, int]:
         before = _lent_by_torch()
-        batch.map_tensors(lambda leaf: torch.as_tensor(leaf).pin_memory().to(device, non_blocking=True))
+        batch.map_tensors(
+            lambda leaf: torch.as_tensor(leaf).pin_memory().to(device, non_blocking=True)
+        )
         return _leaf_bytes(batch), _lent_by_torch() - before
 
     yield taken
@@ -77,9 +81,21 @@ def _lent_by_torch() -> int:
 
 VARIANTS = (
     Variant("torch_each", _torch_each, "each leaf by `pin_memory()`", needs_cuda=True),
-    Variant("torch_once", _torch_once, "`torch.empty(layout.nbytes, pin_memory=True)` a batch", needs_cuda=True),
-    Variant("pinstage", partial(_pinstage, False), "`ps.SlabPool`: one slab for a batch", ours=True),
-    Variant("pinstage_padding", partial(_pinstage, True), "the same, padding between leaves counted", ours=True),
+    Variant(
+        "torch_once",
+        _torch_once,
+        "`torch.empty(layout.nbytes, pin_memory=True)` a batch",
+        needs_cuda=True,
+    ),
+    Variant(
+        "pinstage", partial(_pinstage, False), "`ps.SlabPool`: one slab for a batch", ours=True
+    ),
+    Variant(
+        "pinstage_padding",
+        partial(_pinstage, True),
+        "the same, padding between leaves counted",
+        ours=True,
+    ),
 )
 
 
@@ -96,10 +112,16 @@ def shares(variant: Variant, device: torch.device, limit: int | None) -> tuple[f
     return 1 - asked_in_all / taken_in_all, of_batches
 
 
-def measure(variant: Variant, device: torch.device, limit: int | None, case: harness.Case) -> Outcome:
+def measure(
+    variant: Variant, device: torch.device, limit: int | None, case: harness.Case
+) -> Outcome:
     """Return one figure, as a sample."""
     in_all, of_batches = shares(variant, device, limit)
-    figures = {"all batches": in_all, "mean batch": sum(of_batches) / len(of_batches), "worst batch": max(of_batches)}
+    figures = {
+        "all batches": in_all,
+        "mean batch": sum(of_batches) / len(of_batches),
+        "worst batch": max(of_batches),
+    }
     return {"status": "ok", "detail": f"{len(of_batches)} batches", "total": [figures[case.id]]}
 
 

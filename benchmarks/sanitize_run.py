@@ -1,9 +1,11 @@
 """A short staging run for compute-sanitizer: stage, check, close; non-zero exit if a bit is wrong.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python benchmarks/sanitize_run.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python
+    benchmarks/sanitize_run.py
 
-Without torch's caching allocator every device slab is its own allocation, so that memcheck sees a copy beyond its end.
-`--baseline` does the same with `.to()`: what memcheck reports there is torch's, not ours.
+Without torch's caching allocator every device slab is its own allocation, so that memcheck sees a
+copy beyond its end. `--baseline` does the same with `.to()`: what memcheck reports there is
+torch's, not ours.
 """
 
 from __future__ import annotations
@@ -30,7 +32,11 @@ def mixed(seed: int) -> batches.Batch:
 
     return {
         "image": {"pixels": (random(3, 7, 5) * 255).to(torch.uint8), "mask": random(7, 5) > 0.5},
-        "stream": {"values": random(1001).double(), "ids": (random(17) * 1e6).long(), "half": random(33).bfloat16()},
+        "stream": {
+            "values": random(1001).double(),
+            "ids": (random(17) * 1e6).long(),
+            "half": random(33).bfloat16(),
+        },
         "edge": {"scalar": random(1)[0].clone(), "empty": random(0, 4), "turned": random(9, 6).t()},
     }
 
@@ -51,7 +57,9 @@ def to_device(tree: Any, device: torch.device) -> Any:
 
 def main() -> int:
     """Stage everything, on the current stream and on another one, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--baseline", action="store_true", help="stage with .to() instead")
     args = parser.parse_args()
@@ -84,7 +92,9 @@ def main() -> int:
                     compare(sources, [stager.stage(source).wait() for source in sources])
         for sources in runs():
             for copy in (False, True):
-                transfers = [stager.fetch(stager.to_device(source), copy=copy) for source in sources]
+                transfers = [
+                    stager.fetch(stager.to_device(source), copy=copy) for source in sources
+                ]
                 for source, transfer in zip(sources, transfers, strict=True):
                     wrong.extend(batches.differences(source, transfer.wait(), torch.device("cpu")))
                     count += 1

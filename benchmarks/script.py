@@ -18,16 +18,25 @@ from comparison.record import Row
 
 def parser(description: str | None, *, repeats: int, repeats_help: str) -> argparse.ArgumentParser:
     """Return a parser with the arguments that all scripts have."""
-    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--out", type=Path, help="write the rows here, as JSON")
     arguments.add_argument("--device", help="cuda:0 where there is one, else cpu")
     arguments.add_argument("--only", help="these variants, separated by commas")
     arguments.add_argument("--repeats", type=int, default=repeats, help=repeats_help)
     arguments.add_argument(
-        "--rounds", type=int, default=1, help="processes per variant; every second round runs backwards"
+        "--rounds",
+        type=int,
+        default=1,
+        help="processes per variant; every second round runs backwards",
     )
-    arguments.add_argument("--timeout", type=float, default=240.0, help="seconds that one process may take")
-    arguments.add_argument("--smoke", action="store_true", help="small and short, on the CPU by default")
+    arguments.add_argument(
+        "--timeout", type=float, default=240.0, help="seconds that one process may take"
+    )
+    arguments.add_argument(
+        "--smoke", action="store_true", help="small and short, on the CPU by default"
+    )
     arguments.add_argument("--child", help=argparse.SUPPRESS)
     return arguments
 
@@ -57,10 +66,12 @@ def collect(
     unit: str = "ms",
     judge: Callable[[list[Row]], None] = lambda rows: None,  # noqa: ARG005
 ) -> list[Row]:
-    """Run the script at `path` as the child of each variant, and return a row for each variant and case.
+    """Run the script at `path` as the child of each variant, and return a row for each variant and
+    case.
 
-    After each process the rows so far are written to the result file, marked as incomplete, so that a killed run keeps
-    what it has measured. `judge` compares the rows with one another, also the partial ones.
+    After each process the rows so far are written to the result file, marked as incomplete, so that
+    a killed run keeps what it has measured. `judge` compares the rows with one another, also the
+    partial ones.
     """
 
     def keep(rows: list[Row], incomplete: str) -> None:
@@ -68,7 +79,15 @@ def collect(
             judge(rows)
             _save(benchmark, rows, variants, args, incomplete)
 
-    command = [sys.executable, path, "--device", args.device, "--repeats", str(args.repeats), *further]
+    command = [
+        sys.executable,
+        path,
+        "--device",
+        args.device,
+        "--repeats",
+        str(args.repeats),
+        *further,
+    ]
     device = torch.device(args.device)
     rows = harness.collect(
         benchmark,
@@ -86,7 +105,9 @@ def collect(
     return rows
 
 
-def finish(benchmark: str, rows: Sequence[Row], variants: Sequence[Variant], args: argparse.Namespace) -> int:
+def finish(
+    benchmark: str, rows: Sequence[Row], variants: Sequence[Variant], args: argparse.Namespace
+) -> int:
     """Print the failures, write the result file if `args` names one, and return the exit status."""
     failed = [row for row in rows if row.status in ("error", "incorrect")]
     for row in failed:
@@ -104,13 +125,17 @@ def _save(
     incomplete: str | None = None,
 ) -> None:
     internal = ("out", "only", "child", "timeout")
-    settings: dict[str, Any] = {name: value for name, value in vars(args).items() if name not in internal}
+    settings: dict[str, Any] = {
+        name: value for name, value in vars(args).items() if name not in internal
+    }
     settings["variants"] = {variant.id: variant.about for variant in variants}
     record.save(args.out, record.result_of(benchmark, settings, rows, incomplete))
 
 
 def compare_on_a_gpu(args: argparse.Namespace, *left_out: str) -> Callable[[list[Row]], None]:
-    """Return a function that compares all variants except these, on a GPU only: on the CPU `.to()` moves nothing."""
+    """Return a function that compares all variants except these, on a GPU only: on the CPU `.to()`
+    moves nothing.
+    """
 
     def judge(rows: list[Row]) -> None:
         if torch.device(args.device).type == "cuda":

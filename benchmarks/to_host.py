@@ -1,4 +1,5 @@
-"""From the device to the host: many small tensors, large ones, both directions at once, and frames there and back.
+"""From the device to the host: many small tensors, large ones, both directions at once, and frames
+there and back.
 
     python benchmarks/to_host.py --out benchmarks/results/to_host.json
 
@@ -11,9 +12,10 @@
 | `frames` | batches of ten frames of 3 x 3840 x 2160 floats to the device, one operation, and back, in the manner of
   the forum's round-trip script; time and bytes of one batch, both ways |
 
-`bus` is the limit of the hardware: existing page-locked buffers, no packing and nothing to return. On large tensors our
-figure in the last table is a share of the bus. Bits are checked outside the timer. The round trip checks some elements
-of each frame in each batch, so that it detects a buffer that is reused too early.
+`bus` is the limit of the hardware: existing page-locked buffers, no packing and nothing to return.
+On large tensors our figure in the last table is a share of the bus. Bits are checked outside the
+timer. The round trip checks some elements of each frame in each batch, so that it detects a buffer
+that is reused too early.
 """
 
 from __future__ import annotations
@@ -87,7 +89,9 @@ class Device:
         if self.cuda:
             torch.cuda.synchronize(self.device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any = None) -> Any:
+    def copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any = None
+    ) -> Any:
         """Copy on a stream, after an event, and return the event after the copy."""
         if not self.cuda:
             target.copy_(source)
@@ -111,14 +115,19 @@ class Device:
 
 
 def on_device(case: Case, device: torch.device) -> list[torch.Tensor]:
-    """Return the tensors to fetch, all different; made on the CPU, since a GPU's large floats differ."""
+    """Return the tensors to fetch, all different; made on the CPU, since a GPU's large floats
+    differ.
+    """
     first = torch.arange(case.elements, dtype=torch.float32)
     return [(first + i).to(device) for i in range(case.leaves)]
 
 
 def frame_batches(case: Case) -> list[list[torch.Tensor]]:
     """Return two batches of frames on the host, each frame of one value."""
-    return [[torch.full((case.elements,), float(10 * b + i)) for i in range(case.leaves)] for b in range(2)]
+    return [
+        [torch.full((case.elements,), float(10 * b + i)) for i in range(case.leaves)]
+        for b in range(2)
+    ]
 
 
 def seen(batch: int, fetched: Sequence[torch.Tensor]) -> None:
@@ -126,10 +135,12 @@ def seen(batch: int, fetched: Sequence[torch.Tensor]) -> None:
     for i, frame in enumerate(fetched):
         expected = float(10 * (batch % 2) + i + 1)
         if {float(frame[0]), float(frame[frame.numel() // 2]), float(frame[-1])} != {expected}:
-            raise AssertionError(f"batch {batch}: frame {i} holds {float(frame[0])}, not {expected}")
+            raise AssertionError(
+                f"batch {batch}: frame {i} holds {float(frame[0])}, not {expected}"
+            )
 
 
-# -- the ways ----------------------------------------------------------------------------------------------------------
+# -- the ways --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -163,7 +174,10 @@ def _pinned_each(device: Device, case: Case) -> Iterator[Sample]:
         def sample() -> None:
             for number in range(BATCHES):
                 pin = (lambda frame: frame.pin_memory()) if device.cuda else (lambda frame: frame)
-                there = [pin(frame).to(device.device, non_blocking=True) + 1 for frame in batches[number % 2]]
+                there = [
+                    pin(frame).to(device.device, non_blocking=True) + 1
+                    for frame in batches[number % 2]
+                ]
                 here = [_to_pinned(device, frame) for frame in there]
                 device.wait(device.mark())
                 seen(number, here)
@@ -324,7 +338,9 @@ def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sam
 
 @contextmanager
 def _beside(device: Device, case: Case) -> Iterator[Callable[[], None]]:
-    """Yield a function that starts a copy to the device in the case of both ways, and otherwise does nothing."""
+    """Yield a function that starts a copy to the device in the case of both ways, and otherwise
+    does nothing.
+    """
     if case.kind != "both":
         yield lambda: None
         return
@@ -339,11 +355,27 @@ def _beside(device: Device, case: Case) -> Iterator[Callable[[], None]]:
 
 VARIANTS = (
     Variant("cpu_each", _cpu_each, "`tensor.cpu()` for each; frames by `.to(device)` and `.cpu()`"),
-    Variant("pinned_each", _pinned_each, "a pinned tensor for each, `copy_(non_blocking=True)`, one synchronise"),
+    Variant(
+        "pinned_each",
+        _pinned_each,
+        "a pinned tensor for each, `copy_(non_blocking=True)`, one synchronise",
+    ),
     Variant("by_hand", _by_hand, "one `torch.cat`, buffers made once and used again with events"),
     Variant("bus", _bus, "page-locked buffers filled before, copies only"),
-    Variant("pinstage", _pinstage, "`stager.fetch(tensors, copy=False).wait()`", package="pinstage", ours=True),
-    Variant("pinstage_copy", partial(_pinstage, copy=True), "`stager.to_host(tensors)`", package="pinstage", ours=True),
+    Variant(
+        "pinstage",
+        _pinstage,
+        "`stager.fetch(tensors, copy=False).wait()`",
+        package="pinstage",
+        ours=True,
+    ),
+    Variant(
+        "pinstage_copy",
+        partial(_pinstage, copy=True),
+        "`stager.to_host(tensors)`",
+        package="pinstage",
+        ours=True,
+    ),
 )
 
 
@@ -352,8 +384,14 @@ def measure(variant: Variant, args: Any, case: Case) -> Outcome:
     device = Device(torch.device(args.device))
     with variant.setup(device, case) as sample:
         result = sample()
-        expected = on_device(case, torch.device("cpu")) if case.kind != "frames" and result is not None else []
-        if any(not torch.equal(one, other) for one, other in zip(expected, result or [], strict=True)):
+        expected = (
+            on_device(case, torch.device("cpu"))
+            if case.kind != "frames" and result is not None
+            else []
+        )
+        if any(
+            not torch.equal(one, other) for one, other in zip(expected, result or [], strict=True)
+        ):
             return {"status": "incorrect", "detail": "other bytes"}
         del result, expected
         fewest, warm_ups = OF_FRAMES if case.kind == "frames" else (FEWEST_REPEATS, WARM_UPS)
@@ -384,9 +422,14 @@ def forget(device: torch.device) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or gave wrong bits."""
-    parser = script.parser(__doc__, repeats=100, repeats_help="samples for each variant and case, at most")
+    parser = script.parser(
+        __doc__, repeats=100, repeats_help="samples for each variant and case, at most"
+    )
     parser.add_argument(
-        "--seconds", type=float, default=0.4, help=f"stop after this time, once {FEWEST_REPEATS} are done"
+        "--seconds",
+        type=float,
+        default=0.4,
+        help=f"stop after this time, once {FEWEST_REPEATS} are done",
     )
     parser.set_defaults(rounds=1)
     args = parser.parse_args(argv)
@@ -404,9 +447,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     further = ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
     judge = script.compare_on_a_gpu(args)
     rows = script.collect("to_host", __file__, variants, cases, args, further, judge=judge)
-    table.grid("median ms until all is on the host (frames: for a batch, there and back)", rows, "median")
+    table.grid(
+        "median ms until all is on the host (frames: for a batch, there and back)", rows, "median"
+    )
     table.grid("GB/s", rows, "gb_per_s")
-    table.grid("speed-up over the best rival; on large tensors, the share of the bus", rows, "vs_best_rival")
+    table.grid(
+        "speed-up over the best rival; on large tensors, the share of the bus",
+        rows,
+        "vs_best_rival",
+    )
     return script.finish("to_host", rows, variants, args)
 
 

@@ -1,9 +1,10 @@
-"""Time and memory that `pinstage trace` needs to read a large trace, which is generated and removed afterwards.
+"""Time and memory that `pinstage trace` needs to read a large trace, which is generated and removed
+afterwards.
 
     python benchmarks/trace_reading.py --megabytes 500
 
-The events are written as the profiler writes them: each step has 300 copies with their calls and operators, and 900
-kernels with theirs.
+The events are written as the profiler writes them: each step has 300 copies with their calls and
+operators, and 900 kernels with theirs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from pinstage.inspect._trace import trace_report
 Event = dict[str, Any]
 
 COPIES, KERNELS, STEP_US = 300, 900, 20_000
-KERNEL = "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)"
+KERNEL = (
+    "void "
+    "cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>(Params)"
+)
 
 
 def main() -> None:
@@ -44,17 +48,23 @@ def main() -> None:
         print(f"{nbytes / 1e6:.0f} MB, {detail}: read in {read:.1f} s")
         print(f"{len(report.analysis.steps):,} steps")
     if options.out:
-        row = record.Row("trace_reading", f"{options.megabytes} MB", "pinstage trace", "ok", detail, ours=True)
+        row = record.Row(
+            "trace_reading", f"{options.megabytes} MB", "pinstage trace", "ok", detail, ours=True
+        )
         row.nbytes, row.unit = nbytes, "s"
         row.fill([read])
-        record.save(options.out, record.result_of("trace_reading", {"megabytes": options.megabytes}, [row]))
+        record.save(
+            options.out, record.result_of("trace_reading", {"megabytes": options.megabytes}, [row])
+        )
 
 
 def write(path: Path, nbytes: int) -> int:
     """Write events until the file has this size; return their number."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
-        file.write('{"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "traceEvents": [\n')
+        file.write(
+            '{"schemaVersion": 1, "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}], "traceEvents": [\n'
+        )
         step = 0
         while file.tell() < nbytes:
             for event in events_of_step(step):
@@ -69,28 +79,63 @@ def events_of_step(step: int) -> Iterator[Event]:
     """Yield the events of one step."""
     start = 4302434813144.0 + step * STEP_US
     yield _on_host("user_annotation", f"ProfilerStep#{step}", start, STEP_US, {})
-    shapes = {"Input type": ["float", "Scalar"], "Input Strides": [[128, 1], []], "Input Dims": [[64, 128], [], []]}
+    shapes = {
+        "Input type": ["float", "Scalar"],
+        "Input Strides": [[128, 1], []],
+        "Input Dims": [[64, 128], [], []],
+    }
     for index in range(COPIES):
         at, ids = start + index * 20, {"correlation": step * 10_000 + index}
         yield _on_host("cpu_op", "aten::to", at, 18.5, shapes)
         yield _on_host("cuda_runtime", "cudaMemcpyAsync", at + 5, 6.1, ids)
-        yield _on_device("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", at + 9, 1.3, ids | {"bytes": 32768})
+        yield _on_device(
+            "gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", at + 9, 1.3, ids | {"bytes": 32768}
+        )
     for index in range(KERNELS):
         at, ids = start + COPIES * 20 + index * 15, {"correlation": step * 10_000 + COPIES + index}
         yield _on_host("cpu_op", "aten::addmm", at, 11.5, shapes)
         yield _on_host("cuda_runtime", "cudaLaunchKernel", at + 5, 3.1, ids)
-        yield {"ph": "f", "id": index, "pid": 0, "tid": 7, "ts": at + 9, "cat": "ac2g", "name": "ac2g", "bp": "e"}
-        yield _on_device("kernel", KERNEL, at + 9, 12.3, ids | {"grid": [8, 4, 2], "block": [32, 1, 1]})
+        yield {
+            "ph": "f",
+            "id": index,
+            "pid": 0,
+            "tid": 7,
+            "ts": at + 9,
+            "cat": "ac2g",
+            "name": "ac2g",
+            "bp": "e",
+        }
+        yield _on_device(
+            "kernel", KERNEL, at + 9, 12.3, ids | {"grid": [8, 4, 2], "block": [32, 1, 1]}
+        )
 
 
 def _on_host(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
     args = {"External id": 1, "Record function id": 0, "Ev Idx": 1} | more
-    return {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": lasts, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 1,
+        "tid": 1,
+        "ts": start,
+        "dur": lasts,
+        "args": args,
+    }
 
 
 def _on_device(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
     args = {"External id": 1, "device": 0, "context": 1, "stream": 7, "blocks per SM": 0.48} | more
-    return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": 7, "ts": start, "dur": lasts, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 0,
+        "tid": 7,
+        "ts": start,
+        "dur": lasts,
+        "args": args,
+    }
 
 
 if __name__ == "__main__":

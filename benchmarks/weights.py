@@ -7,8 +7,9 @@
 | `cold` | after the file was dropped from the page cache; one sample, with the first use of everything |
 | `warm` | the file is in the page cache |
 
-`bus` copies as many bytes from memory that is already page-locked. Weights are compared with the file outside the
-timer, bit for bit. The file is written to --folder (by default the system's temporary one) and removed at the end.
+`bus` copies as many bytes from memory that is already page-locked. Weights are compared with the
+file outside the timer, bit for bit. The file is written to --folder (by default the system's
+temporary one) and removed at the end.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def write(path: Path, case: Case) -> None:
     }
     head = json.dumps(places).encode()
     head += b" " * (-len(head) % 8)
-    base = torch.randn(case.rows, case.columns, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    base = torch.randn(
+        case.rows, case.columns, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16
+    )
     rows = base.view(torch.uint8).numpy()
     with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
@@ -104,7 +107,7 @@ def model_of(case: Case, device: torch.device | str) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(layers).to_empty(device=device).requires_grad_(False)
 
 
-# -- the ways: each yields a call that loads, and returns the tensors by name ------------------------------------------
+# -- the ways: each yields a call that loads, and returns the tensors by name ----------------------
 
 Load = Callable[[], dict[str, torch.Tensor]]
 
@@ -183,14 +186,33 @@ def _pinstage(path: Path, case: Case, device: torch.device, *, way: str) -> Iter
 _ST = "safetensors"
 WAYS = (
     Variant("load_file", _load_file, '`load_file(path, device="cuda")`', package=_ST),
-    Variant("load_state_dict", _load_state_dict, "`model.load_state_dict(load_file(path))`", package=_ST),
-    Variant("model_to", _model_to, '`load_state_dict(..., assign=True)`, `model.to("cuda")`', package=_ST),
+    Variant(
+        "load_state_dict", _load_state_dict, "`model.load_state_dict(load_file(path))`", package=_ST
+    ),
+    Variant(
+        "model_to",
+        _model_to,
+        '`load_state_dict(..., assign=True)`, `model.to("cuda")`',
+        package=_ST,
+    ),
     Variant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
     Variant(
-        "pinstage_each", partial(_pinstage, way="each"), "`to_device` and `copy_`, one by one", package=_ST, ours=True
+        "pinstage_each",
+        partial(_pinstage, way="each"),
+        "`to_device` and `copy_`, one by one",
+        package=_ST,
+        ours=True,
     ),
-    Variant("pinstage", partial(_pinstage, way="file"), "`stager.load_weights(model, file)`", package=_ST, ours=True),
-    Variant("pinstage_pairs", partial(_pinstage, way="pairs"), "with pairs of a mapped file", ours=True),
+    Variant(
+        "pinstage",
+        partial(_pinstage, way="file"),
+        "`stager.load_weights(model, file)`",
+        package=_ST,
+        ours=True,
+    ),
+    Variant(
+        "pinstage_pairs", partial(_pinstage, way="pairs"), "with pairs of a mapped file", ours=True
+    ),
 )
 
 
@@ -198,7 +220,11 @@ class Measure:
     """One variant's samples; the first case measures both."""
 
     def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant, self._repeats, self._device = variant, args.repeats, torch.device(args.device)
+        self._variant, self._repeats, self._device = (
+            variant,
+            args.repeats,
+            torch.device(args.device),
+        )
         self._path = Path(args.file)
         self._samples: dict[str, list[float]] = {"cold": [], "warm": []}
         self._is_right = True
@@ -229,7 +255,9 @@ class Measure:
             del found
 
     def _is_the_files(self, found: dict[str, torch.Tensor]) -> bool:
-        return all(torch.equal(found[name], tensor.to(self._device)) for name, tensor in mapped(self._path))
+        return all(
+            torch.equal(found[name], tensor.to(self._device)) for name, tensor in mapped(self._path)
+        )
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -1,9 +1,11 @@
-"""Save checkpoints while training continues, and compare each with the state at the time of its call.
+"""Save checkpoints while training continues, and compare each with the state at the time of its
+call.
 
     python examples/checkpoint.py --device cuda --saves 5
 
-A model with Adam takes a step, saves, and takes more steps at once. Each checkpoint holds the values at the time of its
-call, bit for bit. The saves use one pool, which is frozen after the first: later saves page-lock no memory.
+A model with Adam takes a step, saves, and takes more steps at once. Each checkpoint holds the
+values at the time of its call, bit for bit. The saves use one pool, which is frozen after the
+first: later saves page-lock no memory.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def copied(state: Any) -> Any:
     """Return a copy of a state's tensors on the CPU."""
     if isinstance(state, torch.Tensor):
         return state.detach().to("cpu", copy=True)
-    return {key: copied(value) for key, value in state.items()} if isinstance(state, dict) else state
+    return (
+        {key: copied(value) for key, value in state.items()} if isinstance(state, dict) else state
+    )
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -36,7 +40,9 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other.cpu()) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def run(device: torch.device, saves: int, folder: Path, *, width: int = 512, layers: int = 8) -> dict[str, Any]:
+def run(
+    device: torch.device, saves: int, folder: Path, *, width: int = 512, layers: int = 8
+) -> dict[str, Any]:
     """Train and save; return the time of each call in ms, and the number of correct checkpoints."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)]).to(device)
@@ -54,7 +60,11 @@ def run(device: torch.device, saves: int, folder: Path, *, width: int = 512, lay
     ):
         for number in range(saves):
             step()
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"], "number": number}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict()["state"],
+                "number": number,
+            }
             expected = copied(state)
             start = time.perf_counter()
             path = folder / str(number)
@@ -68,12 +78,19 @@ def run(device: torch.device, saves: int, folder: Path, *, width: int = 512, lay
             found = copied(state)
             dcp.load(found, checkpoint_id=path, no_dist=True)
             good += equal(expected, found)
-        return {"calls_ms": calls, "good": good, "saves": saves, "pool_bytes": pool.stats().held_bytes}
+        return {
+            "calls_ms": calls,
+            "good": good,
+            "saves": saves,
+            "pool_bytes": pool.stats().held_bytes,
+        }
 
 
 def main() -> None:
     """Run with the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--saves", type=int, default=3)
     args = parser.parse_args()

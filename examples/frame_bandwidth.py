@@ -2,11 +2,11 @@
 
     python examples/frame_bandwidth.py --out frame_bandwidth.json
 
-One and ten frames of 3 x 3840 x 2160 floats are sent to the device in the ways that people usually try in turn. One
-forum thread is
-https://discuss.pytorch.org/t/how-to-maximize-cpu-gpu-memory-transfer-speeds/173855.
-Each way runs in a fresh process, and does its untimed work in a function `before`. Without a GPU the frames are small
-and are copied within host memory: this shows that the script works, and nothing about a bus.
+One and ten frames of 3 x 3840 x 2160 floats are sent to the device in the ways that people usually
+try in turn. One forum thread is
+https://discuss.pytorch.org/t/how-to-maximize-cpu-gpu-memory-transfer-speeds/173855. Each way runs
+in a fresh process, and does its untimed work in a function `before`. Without a GPU the frames are
+small and are copied within host memory: this shows that the script works, and nothing about a bus.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
         return [torch.full(self.shape, 1.0 + number) for number in range(self.frames)]
 
 
-# -- the ways ----------------------------------------------------------------------------------------------------------
+# -- the ways --------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -73,7 +73,9 @@ def pageable(device: torch.device, frames: Frames) -> Iterator[Timed]:
 @contextmanager
 def pinned_anew(device: torch.device, frames: Frames) -> Iterator[Timed]:
     """Page-lock memory for each frame, copy into it, and send that."""
-    before = getattr(torch._C, "_host_emptyCache", nothing)  # otherwise torch reuses the memory of the last run
+    before = getattr(
+        torch._C, "_host_emptyCache", nothing
+    )  # otherwise torch reuses the memory of the last run
     yield before, partial(pin_each, device, frames)
 
 
@@ -189,24 +191,37 @@ VARIANTS = (
         "`pin_memory()` for each, page-locked each time, then `.to(device, non_blocking=True)`",
         needs_cuda=True,
     ),
-    Variant("pinned_each", pinned_each, "the same, in memory that torch kept from last time", needs_cuda=True),
+    Variant(
+        "pinned_each",
+        pinned_each,
+        "the same, in memory that torch kept from last time",
+        needs_cuda=True,
+    ),
     Variant("reused", reused, "one pinned buffer: `copy_` into it, `.to(device)`, wait"),
     Variant("reused_by_one_thread", reused_by_one_thread, "the same where torch has one thread"),
     Variant("reused_in_turn", reused_in_turn, "two pinned buffers in turn, an event for each"),
-    Variant("filled_before", filled_before, "pinned buffers filled before the timer starts: the bus"),
+    Variant(
+        "filled_before", filled_before, "pinned buffers filled before the timer starts: the bus"
+    ),
     Variant("pinstage", staged, "`stager.to_device(frames)`", ours=True),
-    Variant("pinstage_lease", written_in_place, "frames written in place into a lease: nothing to pack", ours=True),
+    Variant(
+        "pinstage_lease",
+        written_in_place,
+        "frames written in place into a lease: nothing to pack",
+        ours=True,
+    ),
 )
 
 
-# -- what goes wrong without the wait ----------------------------------------------------------------------------------
+# -- what goes wrong without the wait --------------------------------------------------------------
 
 
 def read_too_early(device: torch.device) -> float:
-    """Send a pinned buffer full of 1.0, fill it with 2.0 without waiting, and return the value that arrived.
+    """Send a pinned buffer full of 1.0, fill it with 2.0 without waiting, and return the value that
+    arrived.
 
-    The GPU has other work before the copy, and the buffer is filled again before that work is done. So the copy starts
-    only afterwards, and reads a known value.
+    The GPU has other work before the copy, and the buffer is filled again before that work is done.
+    So the copy starts only afterwards, and reads a known value.
     """
     stream = torch.cuda.Stream(device)
     buffer = torch.empty(1 << 20, pin_memory=True)
@@ -236,7 +251,7 @@ def staged_in_time(device: torch.device) -> float:
         return float(transfer.wait()[0])
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
+# -- measuring -------------------------------------------------------------------------------------
 
 
 def nothing() -> None:
@@ -275,7 +290,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
-    """Return the samples of one way, in seconds, from the first call until all frames are on the device."""
+    """Return the samples of one way, in seconds, from the first call until all frames are on the
+    device.
+    """
     device, frames, total = torch.device(args.device), case.make(), []
     with variant.setup(device, frames) as (before, run):
         before()
@@ -305,11 +322,17 @@ def forget(device: torch.device) -> None:
 
 def main() -> int:
     """Measure all ways; return 1 if one failed or delivered wrong bytes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the rows here, as JSON")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repeats", type=int, default=30, help="timed runs of each way and case, at most")
-    parser.add_argument("--seconds", type=float, help=f"limit once {FEWEST_REPEATS} are done: 2; 0.2 on the CPU")
+    parser.add_argument(
+        "--repeats", type=int, default=30, help="timed runs of each way and case, at most"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help=f"limit once {FEWEST_REPEATS} are done: 2; 0.2 on the CPU"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -327,12 +350,20 @@ def main() -> int:
     command = [sys.executable, __file__, "--device", args.device]
     command += ["--repeats", str(args.repeats), "--seconds", str(args.seconds)]
     at_once = 1 if cuda else harness.SMOKE_AT_ONCE
-    rows = harness.collect("frame_bandwidth", command, VARIANTS, cases, device=device, at_once=at_once)
+    rows = harness.collect(
+        "frame_bandwidth", command, VARIANTS, cases, device=device, at_once=at_once
+    )
     if cuda:
         record.compare(rows)  # the fastest way that isn't ours is the bus
-        print(f"\n{torch.cuda.get_device_name(device)}, frames of {' x '.join(map(str, shape))} floats")
+        print(
+            f"\n{torch.cuda.get_device_name(device)}, frames of {' x '.join(map(str, shape))} "
+            "floats"
+        )
     else:
-        print(f"\nno GPU: frames of {' x '.join(map(str, shape))} floats, copied within the host; no bus is measured")
+        print(
+            f"\nno GPU: frames of {' x '.join(map(str, shape))} floats, copied within the host; no "
+            "bus is measured"
+        )
     show(rows)
     failed = [row for row in rows if row.status in ("error", "incorrect")]
     for row in failed:
@@ -340,7 +371,10 @@ def main() -> int:
 
     rows.append(early := too_early(device))
     print(f"\nthe buffer filled again without waiting: {early.detail}")
-    print(f"the frame filled again as soon as stage() returns: 1.0 was sent, {staged_in_time(device)} arrived")
+    print(
+        "the frame filled again as soon as stage() returns: 1.0 was sent, "
+        f"{staged_in_time(device)} arrived"
+    )
     if args.out:
         settings = {"frame": shape, "repeats": args.repeats, "seconds": args.seconds}
         settings["variants"] = {variant.id: variant.about for variant in VARIANTS}
@@ -349,16 +383,25 @@ def main() -> int:
 
 
 def show(rows: list[Row]) -> None:
-    """Print a line for each way: milliseconds, GB/s and, where there is one, the share of the bus."""
+    """Print a line for each way: milliseconds, GB/s and, where there is one, the share of the
+    bus.
+    """
     cases = list(dict.fromkeys(row.case for row in rows))
     compared = any(row.vs_best_rival for row in rows)
-    header = ["way", *(f"{case}, {unit}" for case in cases for unit in ("ms", "GB/s", *["of bus"] * compared))]
+    header = [
+        "way",
+        *(f"{case}, {unit}" for case in cases for unit in ("ms", "GB/s", *["of bus"] * compared)),
+    ]
     lines: dict[str, list[str]] = {}
     for row in rows:
         share = "-" if row.vs_best_rival is None else f"{row.vs_best_rival:.0%}"
         cells = [table.cell(row, "median"), table.digits(row.gb_per_s), *[share] * compared]
         lines.setdefault(row.variant, []).extend(cells)
-    table.show("until all frames are on the device, medians", header, [[way, *cells] for way, cells in lines.items()])
+    table.show(
+        "until all frames are on the device, medians",
+        header,
+        [[way, *cells] for way, cells in lines.items()],
+    )
 
 
 def too_early(device: torch.device) -> Row:

@@ -1,9 +1,11 @@
-"""Train with activations and the optimizer's state on the host, and compare weights with a plain run bit for bit.
+"""Train with activations and the optimizer's state on the host, and compare weights with a plain
+run bit for bit.
 
     python examples/offload.py
 
-Both runs print the peak of device memory. The pool has all page-locked memory, within its cap. Without a GPU the model
-is smaller, and "device" means pageable memory: the weights can be compared, the peak can't.
+Both runs print the peak of device memory. The pool has all page-locked memory, within its cap.
+Without a GPU the model is smaller, and "device" means pageable memory: the weights can be compared,
+the peak can't.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``[batch, tokens, width]``, the shape of the input."""
-        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = (
+            self.qkv(self.norms[0](x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+            .unbind()
+        )
         weights = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1)
         x = x + self.out((weights @ v).transpose(1, 2).flatten(2))
         y: torch.Tensor = x + self.back(torch.nn.functional.gelu(self.wide(self.norms[1](x))))
@@ -37,14 +44,20 @@ class Block(torch.nn.Module):
 
 
 def train(args: argparse.Namespace, pool: ps.SlabPool | None) -> tuple[list[torch.Tensor], str]:
-    """Train, offloading to the slabs of a pool if there is one; return the weights and a summary."""
+    """Train, offloading to the slabs of a pool if there is one; return the weights and a
+    summary.
+    """
     device = torch.device(args.device)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(Block(args.width, heads=4) for _ in range(args.blocks))).to(device)
+    model = torch.nn.Sequential(*(Block(args.width, heads=4) for _ in range(args.blocks))).to(
+        device
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     around: Any = contextlib.nullcontext()
     if pool is not None:
-        around = ps.offload.save_on_cpu(pool, min_bytes=args.min_bytes, max_device_bytes=args.max_device_bytes)
+        around = ps.offload.save_on_cpu(
+            pool, min_bytes=args.min_bytes, max_device_bytes=args.max_device_bytes
+        )
         ps.offload.optimizer_state(optimizer, pool, min_bytes=args.min_bytes)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -61,13 +74,18 @@ def train(args: argparse.Namespace, pool: ps.SlabPool | None) -> tuple[list[torc
         said += f", device peak {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
     if pool is not None:
         counted, stats = around.stats(), pool.stats()
-        said += f", {counted.copies} tensors sent, {stats.peak_held_bytes / 2**20:.1f} MiB held at the peak"
+        said += (
+            f", {counted.copies} tensors sent, {stats.peak_held_bytes / 2**20:.1f} MiB held at the "
+            "peak"
+        )
     return [parameter.detach() for parameter in model.parameters()], said
 
 
 def main() -> None:
     """Train both ways and compare."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--device", default="cuda:0" if on_gpu else "cpu")
     parser.add_argument("--blocks", type=int, default=12 if on_gpu else 2)
@@ -79,10 +97,15 @@ def main() -> None:
     parser.add_argument("--max-device-bytes", default="1GiB")
     parser.add_argument("--max-bytes", default="16GiB")
     args = parser.parse_args()
-    print(f"training {args.steps} steps of {args.blocks} blocks on {args.device}, twice ...", flush=True)
+    print(
+        f"training {args.steps} steps of {args.blocks} blocks on {args.device}, twice ...",
+        flush=True,
+    )
     expected, said = train(args, None)
     print(f"plain: {said}")
-    with ps.SlabPool(args.max_bytes, memory=ps.memory.default_memory(torch.device(args.device))) as pool:
+    with ps.SlabPool(
+        args.max_bytes, memory=ps.memory.default_memory(torch.device(args.device))
+    ) as pool:
         found, said = train(args, pool)
     equal = all(map(torch.equal, found, expected))
     print(f"on the host: {said}; weights as those of the plain run bit for bit: {equal}")

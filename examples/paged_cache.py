@@ -1,12 +1,14 @@
-"""A paged cache of keys and values: blocks go to the host when the device is full, and return when they are needed.
+"""A paged cache of keys and values: blocks go to the host when the device is full, and return when
+they are needed.
 
     python examples/paged_cache.py                              # small; on the CPU without a GPU
     python examples/paged_cache.py --host 48GiB --device cuda:0
 
-A serving engine keeps the keys and values of a conversation in blocks. The host's part is a `ps.HostRegion`, one block
-per row. It is usable at once, and page-locked in the background while the engine starts. The script repeats this with a
-page-locked torch tensor, and compares the time until the first swap and until all blocks are ready, the resident
-memory, and the longest delay of another thread.
+A serving engine keeps the keys and values of a conversation in blocks. The host's part is a
+`ps.HostRegion`, one block per row. It is usable at once, and page-locked in the background while
+the engine starts. The script repeats this with a page-locked torch tensor, and compares the time
+until the first swap and until all blocks are ready, the resident memory, and the longest delay of
+another thread.
 """
 
 from __future__ import annotations
@@ -42,15 +44,23 @@ class PagedCache:
     def __init__(self, device: torch.device, host: torch.Tensor, device_blocks: int) -> None:
         self.host = host
         self.there = torch.zeros((device_blocks, *host.shape[1:]), dtype=host.dtype, device=device)
-        self._stager = ps.Stager(device, max_bytes="256MiB", borrow_pinned=True)  # blocks are read in place
+        self._stager = ps.Stager(
+            device, max_bytes="256MiB", borrow_pinned=True
+        )  # blocks are read in place
 
     def swap_out(self, blocks: dict[int, int]) -> None:
         """Copy device blocks to host blocks, by number; return when the copies are done."""
-        self._stager.to_host([self.there[i] for i in blocks], out=[self.host[j] for j in blocks.values()])
+        self._stager.to_host(
+            [self.there[i] for i in blocks], out=[self.host[j] for j in blocks.values()]
+        )
 
     def swap_in(self, blocks: dict[int, int]) -> None:
-        """Copy host blocks to device blocks, by number, in the order of the device's current stream."""
-        self._stager.to_device([self.host[i] for i in blocks], out=[self.there[j] for j in blocks.values()])
+        """Copy host blocks to device blocks, by number, in the order of the device's current
+        stream.
+        """
+        self._stager.to_device(
+            [self.host[i] for i in blocks], out=[self.there[j] for j in blocks.values()]
+        )
 
     def close(self) -> None:
         """Free the stager's slabs."""
@@ -69,7 +79,9 @@ class Bar:
         done = "#" * (30 * ready // nbytes)
         left = (nbytes - ready) / rate
         end = "\n" if ready == nbytes else ""
-        sys.stderr.write(f"\r[{done:<30}] {ready / GIB:.2f} GiB, {rate / GIB:.1f} GiB/s, {left:.1f} s left {end}")
+        sys.stderr.write(
+            f"\r[{done:<30}] {ready / GIB:.2f} GiB, {rate / GIB:.1f} GiB/s, {left:.1f} s left {end}"
+        )
         sys.stderr.flush()
 
 
@@ -123,7 +135,9 @@ def wait(device: torch.device) -> None:
 def resident() -> int:
     """Return the resident bytes of this process, explicit huge pages included."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages")))
+    return sum(
+        int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages"))
+    )
 
 
 class Heartbeat(threading.Thread):
@@ -174,7 +188,12 @@ def measure(
         "first_swap_seconds": first,
         "all_ready_seconds": last,
         "longest_launch_ms": heartbeat.longest * 1e3,
-        "swap_gb_per_s": 2 * rounds * (device_blocks // 2) * host[0].nbytes / swap(cache, rounds, len(host)) / 1e9,
+        "swap_gb_per_s": 2
+        * rounds
+        * (device_blocks // 2)
+        * host[0].nbytes
+        / swap(cache, rounds, len(host))
+        / 1e9,
     }
     cache.close()
     if region is not None:
@@ -184,9 +203,13 @@ def measure(
 
 def main() -> None:
     """Measure both kinds of memory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--host", default="64MiB", help="size of the cache on the host, such as 48GiB")
+    parser.add_argument(
+        "--host", default="64MiB", help="size of the cache on the host, such as 48GiB"
+    )
     parser.add_argument("--block", default="1MiB", help="size of a block, all layers included")
     parser.add_argument("--device-blocks", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
@@ -194,7 +217,12 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     block, host = (ps.HostBudget(size, name="sizes").max_bytes for size in (args.block, args.host))
-    shape = (host // block, 2, block // 2 // 128 // 2, 128)  # blocks of keys and values, each [tokens * heads, 128]
+    shape = (
+        host // block,
+        2,
+        block // 2 // 128 // 2,
+        128,
+    )  # blocks of keys and values, each [tokens * heads, 128]
     torch.ones(1, device=device)
     results = {}
     for name, make in (("HostRegion", make_region), ("torch, page-locked", make_pinned)):

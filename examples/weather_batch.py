@@ -1,11 +1,13 @@
-"""A loader with pinning, and a nested batch that stays pageable: the audit, the fix, and profiles of both.
+"""A loader with pinning, and a nested batch that stays pageable: the audit, the fix, and profiles
+of both.
 
     python examples/weather_batch.py --out weather_batch.json --traces traces
 
-The batches are the demo's: hours of weather and flights in custom classes. The same model trains on them twice, from a
-DataLoader with `pin_memory=True`; only the line that brings a batch to the device differs. torch's profiler records a
-few steps of each run, and `pinstage trace` reads them. The losses must be equal bit for bit. Without a GPU nothing
-crosses a bus: the audit and the losses are real, but there are no times to compare.
+The batches are the demo's: hours of weather and flights in custom classes. The same model trains on
+them twice, from a DataLoader with `pin_memory=True`; only the line that brings a batch to the
+device differs. torch's profiler records a few steps of each run, and `pinstage trace` reads them.
+The losses must be equal bit for bit. Without a GPU nothing crosses a bus: the audit and the losses
+are real, but there are no times to compare.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ from comparison import record, table
 from comparison.record import Row
 
 WAIT, WARM_UP = 3, 3
-FIGURES = {"staging": "staging_seconds", "GPU waits for staging": "stall_seconds", "step, profiled": "seconds"}
+FIGURES = {
+    "staging": "staging_seconds",
+    "GPU waits for staging": "stall_seconds",
+    "step, profiled": "seconds",
+}
 """Figures of a step, and their names in the JSON of `pinstage trace`."""
 
 Bring = Callable[[Any, torch.device], Iterator[RaggedBatch]]
@@ -61,7 +67,9 @@ def after(loader: DataLoader[RaggedBatch], device: torch.device) -> Iterator[Rag
 WAYS: dict[str, Bring] = {"before": before, "after": after}
 
 
-def train(bring: Bring, batches: list[RaggedBatch], device: torch.device, stepped: Callable[[], Any]) -> list[float]:
+def train(
+    bring: Bring, batches: list[RaggedBatch], device: torch.device, stepped: Callable[[], Any]
+) -> list[float]:
     """Train one step per batch, starting from the same weights every time; return the losses."""
     loader: Any = DataLoader(batches, batch_size=None, pin_memory=device.type == "cuda")  # type: ignore[arg-type]
     torch.manual_seed(0)
@@ -78,25 +86,35 @@ def train(bring: Bring, batches: list[RaggedBatch], device: torch.device, steppe
     return losses
 
 
-def timed(bring: Bring, batches: list[RaggedBatch], device: torch.device) -> tuple[list[float], list[float]]:
+def timed(
+    bring: Bring, batches: list[RaggedBatch], device: torch.device
+) -> tuple[list[float], list[float]]:
     """Return the losses, and the seconds of each step after the warm-up."""
     ends: list[float] = []
     losses = train(bring, batches, device, lambda: ends.append(time.perf_counter()))
-    return losses, [end - start for start, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)]
+    return losses, [
+        end - start for start, end in zip(ends[WARM_UP - 1 :], ends[WARM_UP:], strict=False)
+    ]
 
 
 def traced(bring: Bring, batches: list[RaggedBatch], device: torch.device, path: Path) -> None:
     """Write the profiler's trace of the steps on these batches, except the first ones."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     plan = schedule(wait=WAIT, warmup=WARM_UP, active=len(batches) - WAIT - WARM_UP, repeat=1)
-    with profile(activities=activities, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(path))) as p:
+    with profile(
+        activities=activities,
+        schedule=plan,
+        on_trace_ready=lambda p: p.export_chrome_trace(str(path)),
+    ) as p:
         train(bring, batches, device, p.step)
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the report of `pinstage trace` on a trace."""
     command = [sys.executable, "-m", "pinstage", "trace", str(path), "--json"]
-    found: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    )
     return found
 
 
@@ -118,22 +136,31 @@ def rows_of(way: str, steps: list[float], report: dict[str, Any] | None) -> list
 
 
 def compare(rows: list[Row], reports: dict[str, dict[str, Any]]) -> Row:
-    """Print both ways side by side; return the saving per step that the first trace predicts, as a row."""
+    """Print both ways side by side; return the saving per step that the first trace predicts, as a
+    row.
+    """
     table.grid("ms, medians of a step", rows, "median")
     for way, report in reports.items():
         print(f"\n{way}: {report['verdict']}")
     predicted = Row("weather_batch", "saving, predicted", "before", "ok")
     predicted.fill([reports["before"]["packing"]["saved_seconds"]])
     then, now = (row.median or 0.0 for row in rows if row.case == "step")
-    print(f"\nsaved, ms of a step: {predicted.median:.3g} predicted, {then - now:.3g} measured without the profiler")
+    print(
+        f"\nsaved, ms of a step: {predicted.median:.3g} predicted, {then - now:.3g} measured "
+        "without the profiler"
+    )
     return predicted
 
 
 def main() -> int:
     """Audit, train both ways, compare; return 1 if the losses differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="write the rows here, as JSON")
-    parser.add_argument("--traces", type=Path, default=Path("traces"), help="folder for the two traces")
+    parser.add_argument(
+        "--traces", type=Path, default=Path("traces"), help="folder for the two traces"
+    )
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=60, help="steps timed without the profiler")
     parser.add_argument("--traced-steps", type=int, default=10)
@@ -149,10 +176,13 @@ def main() -> int:
     with deterministic(device):
         for way, bring in WAYS.items():
             losses[way], steps[way] = timed(bring, batches[:timed_steps], device)
-        # After all timing: the profiler's hooks may stay in the driver and slow down every later call.
+        # After all timing: the profiler's hooks may stay in the driver and slow down every later
+        # call.
         for way, bring in WAYS.items():
             path = args.traces / f"{way}.json.gz"
-            traced(bring, batches[timed_steps:], device, path)  # other batches, so that no layout repeats
+            traced(
+                bring, batches[timed_steps:], device, path
+            )  # other batches, so that no layout repeats
             if device.type == "cuda":
                 reports[way] = read(path)
             rows += rows_of(way, steps[way], reports.get(way))

@@ -1,7 +1,8 @@
-"""Check pages, docstrings, comments and messages for words that readers stumble over, and pages for long sentences.
+"""Check pages, docstrings, comments and messages for words that readers stumble over, and pages for
+long sentences.
 
-proselint checks style, except typography. `INSTEAD` has the patterns of this project, `HEADLESS` patterns of incomplete
-sentences. Code and names in backticks are ignored.
+proselint checks style, except typography. `INSTEAD` has the patterns of this project, `HEADLESS`
+patterns of incomplete sentences. Code and names in backticks are ignored.
 """
 
 import ast
@@ -15,7 +16,11 @@ from proselint.registry import CheckRegistry
 from proselint.tools import LintFile
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "examples" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 MODULES = sorted(path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py"))
 EXTENSION = sorted((ROOT / "src").rglob("*.[ch]"))
 MOST_WORDS = 42
@@ -59,7 +64,9 @@ HEADLESS = {
 }
 """Patterns of sentences without a usual subject."""
 
-LEFT_OUT = dict.fromkeys(("typography", "lexical_illusions", "weasel_words", "misc.but", "annotations"), False)
+LEFT_OUT = dict.fromkeys(
+    ("typography", "lexical_illusions", "weasel_words", "misc.but", "annotations"), False
+)
 CODE = r"`+[^`]*`+"
 QUOTED = r"(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|\.c?g?pu\(\)|--\w+"
 
@@ -67,20 +74,33 @@ QUOTED = r"(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|\.c?g?pu\(\)|--\w+"
 def blanked(text: str, *patterns: str) -> str:
     """Return a text with the patterns replaced by spaces, which keeps line numbers."""
     for pattern in patterns:
-        text = re.sub(pattern, lambda found: re.sub(r"[^\n]", " ", found[0]), text, flags=re.MULTILINE | re.DOTALL)
+        text = re.sub(
+            pattern,
+            lambda found: re.sub(r"[^\n]", " ", found[0]),
+            text,
+            flags=re.MULTILINE | re.DOTALL,
+        )
     return text
 
 
 def prose(text: str) -> str:
     """Return a page without code, generated tables, comments and addresses."""
     return blanked(
-        text, r"^(```|~~~).*?^\1$", "<!-- table: .*?<!-- end -->", "<!--.*?-->", r"^ {4,}.*?$", CODE, r"\]\([^)]*\)"
+        text,
+        r"^(```|~~~).*?^\1$",
+        "<!-- table: .*?<!-- end -->",
+        "<!--.*?-->",
+        r"^ {4,}.*?$",
+        CODE,
+        r"\]\([^)]*\)",
     )
 
 
 def words(text: str, first: int = 1) -> list[tuple[int, str]]:
     """Return what `INSTEAD` and `HEADLESS` find in a text whose first line has the given number."""
-    found = [(rf"\b(?:{pattern})\b", instead, re.IGNORECASE) for pattern, instead in INSTEAD.items()]
+    found = [
+        (rf"\b(?:{pattern})\b", instead, re.IGNORECASE) for pattern, instead in INSTEAD.items()
+    ]
     found += [(pattern, instead, 0) for pattern, instead in HEADLESS.items()]
     return [
         (first + text.count("\n", 0, match.start()), f"{' '.join(match[0].split())!r}: {instead}")
@@ -90,15 +110,24 @@ def words(text: str, first: int = 1) -> list[tuple[int, str]]:
 
 
 def long_sentences(page: str) -> list[tuple[int, str]]:
-    """Return the sentences of a page that have too many words; code in backticks counts as one word."""
+    """Return the sentences of a page that have too many words; code in backticks counts as one
+    word.
+    """
     text = re.sub(
-        CODE, lambda found: "x" * len(found[0]), blanked(page, r"^(```|~~~).*?^\1$", "<!--.*?-->", r"^\|.*?$")
+        CODE,
+        lambda found: "x" * len(found[0]),
+        blanked(page, r"^(```|~~~).*?^\1$", "<!--.*?-->", r"^\|.*?$"),
     )
     found = []
     for match in re.finditer(r"\S(?:(?!(?<=[.:!?])\s|\n\n|\n *(?:- |\d\. )).)*", text, re.DOTALL):
         count = len(match[0].split())
         if count > MOST_WORDS:
-            found.append((1 + text.count("\n", 0, match.start()), f"a sentence of {count} words: two or three"))
+            found.append(
+                (
+                    1 + text.count("\n", 0, match.start()),
+                    f"a sentence of {count} words: two or three",
+                )
+            )
     return found
 
 
@@ -106,7 +135,9 @@ def findings(page: Path) -> list[str]:
     """Return the findings on a page, one per line."""
     text = prose(page.read_text())
     name = page.relative_to(ROOT)
-    result = LintFile(str(name), text).lint({"max_errors": 1000, "checks": LEFT_OUT | DEFAULT["checks"] | LEFT_OUT})
+    result = LintFile(str(name), text).lint(
+        {"max_errors": 1000, "checks": LEFT_OUT | DEFAULT["checks"] | LEFT_OUT}
+    )
     found = words(text) + long_sentences(page.read_text())
     found += [(item.pos[0], item.check_result.message) for item in result]
     return [f"{name}:{line}: {message}" for line, message in sorted(found)]
@@ -118,7 +149,9 @@ def findings_in_docstrings(module: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            found += words(blanked(node.value, CODE, QUOTED, r"https?:\S+", r"^ +\w+:"), node.lineno)
+            found += words(
+                blanked(node.value, CODE, QUOTED, r"https?:\S+", r"^ +\w+:"), node.lineno
+            )
     for number, line in enumerate(text.splitlines(), 1):
         _, mark, comment = line.partition("# ")
         found += words(blanked(comment, CODE), number) if mark and '"' not in comment else []
@@ -130,7 +163,9 @@ def findings_in_c(source: Path) -> list[str]:
     text = source.read_text()
     found = []
     for match in re.finditer(r"/\*\s*(.*?)\*/", text, re.DOTALL):
-        found += words(blanked(match[1], CODE, QUOTED, r"^ \*"), 1 + text.count("\n", 0, match.start()))
+        found += words(
+            blanked(match[1], CODE, QUOTED, r"^ \*"), 1 + text.count("\n", 0, match.start())
+        )
     return [f"{source.relative_to(ROOT)}:{line}: {message}" for line, message in sorted(found)]
 
 

@@ -1,13 +1,16 @@
-"""Compare the savings that `pinstage trace` predicts with measured ones, for several loops on a machine with a GPU.
+"""Compare the savings that `pinstage trace` predicts with measured ones, for several loops on a
+machine with a GPU.
 
-    python scripts/record_traces.py --out tests/traces/loops          # about two minutes of an idle GPU
-    python scripts/record_traces.py --out /tmp/loops --smoke          # a small run on the CPU, to test the script
-    python scripts/record_traces.py --check tests/traces/loops        # print the table from recorded files
+    python scripts/record_traces.py --out tests/traces/loops          # about two minutes of an idle
+    GPU python scripts/record_traces.py --out /tmp/loops --smoke          # a small run on the CPU,
+    to test the script python scripts/record_traces.py --check tests/traces/loops        # print the
+    table from recorded files
 
-Each loop is timed with its own line (`.to()` on each leaf) and with `Stager.to_device` instead, in turn, without the
-profiler. Half-way through, another process records a trace of the loop's own line: a host's speed varies from minute to
-minute, and the profiler's hooks stay in the driver. ``loops.json`` has the times, and the cost of staging on this
-machine. Two loops are excluded from any fit.
+Each loop is timed with its own line (`.to()` on each leaf) and with `Stager.to_device` instead, in
+turn, without the profiler. Half-way through, another process records a trace of the loop's own
+line: a host's speed varies from minute to minute, and the profiler's hooks stay in the driver.
+``loops.json`` has the times, and the cost of staging on this machine. Two loops are excluded from
+any fit.
 """
 
 from __future__ import annotations
@@ -40,8 +43,23 @@ NEAR, NEAR_SECONDS = 0.2, 0.2e-3
 """A promise is kept if it is within either of these of the measured saving."""
 SMALL_BATCH, MANY_LEAVES, LARGE_BATCH = (4, 8192), (512, 64), (8, 1 << 20)
 """Leaves, and float32 elements per leaf; all these batches take a slab."""
-KEPT_CATEGORIES = {"gpu_memcpy", "gpu_memset", "kernel", "cuda_runtime", "cuda_driver", "cpu_op", "user_annotation"}
-NAMED_OPS = ("aten::to", "aten::_to_copy", "aten::copy_", "aten::pin_memory", "aten::_pin_memory", "aten::cuda")
+KEPT_CATEGORIES = {
+    "gpu_memcpy",
+    "gpu_memset",
+    "kernel",
+    "cuda_runtime",
+    "cuda_driver",
+    "cpu_op",
+    "user_annotation",
+}
+NAMED_OPS = (
+    "aten::to",
+    "aten::_to_copy",
+    "aten::copy_",
+    "aten::pin_memory",
+    "aten::_pin_memory",
+    "aten::cuda",
+)
 NAMED_OPS += ("aten::cpu", "aten::item", "aten::_local_scalar_dense")
 
 
@@ -73,7 +91,10 @@ def leaves_of(count: int, elements: int) -> Callable[[torch.Generator, float], B
 def images(generator: torch.Generator, scale: float) -> Batch:
     """Make two leaves: 64 images and their labels."""
     side = max(8, int(224 * scale))
-    return {"image": [torch.randn(64, 3, side, side, generator=generator)], "label": [torch.zeros(64).long()]}
+    return {
+        "image": [torch.randn(64, 3, side, side, generator=generator)],
+        "label": [torch.zeros(64).long()],
+    }
 
 
 def graphs(generator: torch.Generator, scale: float) -> Batch:
@@ -92,7 +113,9 @@ def detection(generator: torch.Generator, scale: float) -> Batch:
     """Make 192 ragged leaves: 48 samples of image, boxes, labels and masks."""
     batch: Batch = {"image": [], "boxes": [], "labels": [], "masks": []}
     for _ in range(48):
-        height, width = (int(side) for side in torch.randint(200, 320, (2,), generator=generator) * scale)
+        height, width = (
+            int(side) for side in torch.randint(200, 320, (2,), generator=generator) * scale
+        )
         objects = int(torch.randint(1, 20, (), generator=generator))
         batch["image"].append(torch.zeros(3, height, width, dtype=torch.uint8))
         batch["boxes"].append(torch.randn(objects, 4, generator=generator))
@@ -106,13 +129,21 @@ LOOPS = (
     Loop("images", images),
     Loop("images-pinned-async", images, page_locked=True, non_blocking=True),
     Loop("small-leaves", SMALL),
-    Loop("small-leaves-pinned-async-ahead", SMALL, page_locked=True, non_blocking=True, waits=False),
+    Loop(
+        "small-leaves-pinned-async-ahead", SMALL, page_locked=True, non_blocking=True, waits=False
+    ),
     Loop("graphs", graphs),
     Loop("detection", detection),
     Loop("detection-pinned-async", detection, page_locked=True, non_blocking=True),
     Loop("bound-by-its-model", SMALL, waits=False, rows=16384, layers=6),
     Loop(
-        "workers-few-leaves", leaves_of(8, 65536), page_locked=True, non_blocking=True, workers=2, rows=8192, layers=8
+        "workers-few-leaves",
+        leaves_of(8, 65536),
+        page_locked=True,
+        non_blocking=True,
+        workers=2,
+        rows=8192,
+        layers=8,
     ),
     Loop("workers-small-leaves", SMALL, workers=2),
     Loop("thousand-leaves-ahead", leaves_of(1000, 64), waits=False, kept_out=True),
@@ -132,7 +163,12 @@ def main() -> None:
     if options.check is None:
         if options.out is None:
             parser.error("--out or --check")
-        record_all(options.out, torch.device("cpu" if options.smoke else options.device), options.steps, options.smoke)
+        record_all(
+            options.out,
+            torch.device("cpu" if options.smoke else options.device),
+            options.steps,
+            options.smoke,
+        )
     if options.smoke:
         print("smoke: the script works; a CPU's traces have no copies, and nothing is judged")  # noqa: T201
         return
@@ -145,9 +181,10 @@ def main() -> None:
 def check(folder: Path) -> tuple[list[str], list[str]]:
     """Return a table of promised and measured savings, in ms, and the loops with a broken promise.
 
-    A promise is kept if the likely saving, from the trace and the step time without the profiler, is near the measured
-    one. Where pinstage would be slower, the right promise is zero. A loop is "not decided" if its error is within the
-    spread of its own rounds. The range that the trace alone promises has its own column.
+    A promise is kept if the likely saving, from the trace and the step time without the profiler,
+    is near the measured one. Where pinstage would be slower, the right promise is zero. A loop is
+    "not decided" if its error is within the spread of its own rounds. The range that the trace
+    alone promises has its own column.
     """
     about = json.loads((folder / "loops.json").read_text())
     cost = Cost(**about["cost"])
@@ -157,7 +194,9 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
     for name, found in about["loops"].items():
         own, saved = found["own_seconds"], found["own_seconds"] - found["pinstage_seconds"]
         path, gained = folder / f"{name}.json.gz", max(saved, 0.0)
-        promised, alone = (trace_report(path, cost=cost, step_seconds=step).packing for step in (own, None))
+        promised, alone = (
+            trace_report(path, cost=cost, step_seconds=step).packing for step in (own, None)
+        )
         noise = math.hypot(found["own_spread"], found["pinstage_spread"]) / 2
         off, near = abs(promised.saved_seconds - gained), max(NEAR * abs(saved), NEAR_SECONDS)
         word = "yes" if off <= near else "not decided" if off <= near + noise else "**no**"
@@ -165,9 +204,10 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
         inside = "saved less" if gained < alone.least_saved_seconds else "inside"
         inside = "saved more" if gained > alone.most_saved_seconds else inside
         rows.append(
-            f"| {name}{' (kept out)' if found['kept_out'] else ''} | {ms(own)} | {ms(saved)} ± {ms(noise)} "
-            f"| {ms(promised.saved_seconds)} ({ms(promised.least_saved_seconds)} to {ms(promised.most_saved_seconds)}) "
-            f"| {word} | {ms(alone.least_saved_seconds)} to {ms(alone.most_saved_seconds)} | {inside} |"
+            f"| {name}{' (kept out)' if found['kept_out'] else ''} | {ms(own)} | {ms(saved)} ± "
+            f"{ms(noise)} | {ms(promised.saved_seconds)} ({ms(promised.least_saved_seconds)} to "
+            f"{ms(promised.most_saved_seconds)}) | {word} | {ms(alone.least_saved_seconds)} to "
+            f"{ms(alone.most_saved_seconds)} | {inside} |"
         )
     return rows, missed
 
@@ -190,11 +230,21 @@ def record_all(out: Path, device: torch.device, steps: int, smoke: bool) -> None
             took: dict[str, list[float]] = {"own": [], "pinstage": []}
             for number in range(rounds):
                 if number == rounds // 2:
-                    recorder.submit(record, out / f"{loop.name}.json.gz", loop.name, str(device), scale, smoke).result()
-                took["own"].append(seconds_a_step(loop, batches, own_line(loop, device), model, steps))
-                took["pinstage"].append(seconds_a_step(loop, batches, stager.to_device, model, steps))
-            times[loop.name] = {f"{way}_seconds": statistics.median(found) for way, found in took.items()}
-            times[loop.name] |= {f"{way}_spread": max(found) - min(found) for way, found in took.items()}
+                    recorder.submit(
+                        record, out / f"{loop.name}.json.gz", loop.name, str(device), scale, smoke
+                    ).result()
+                took["own"].append(
+                    seconds_a_step(loop, batches, own_line(loop, device), model, steps)
+                )
+                took["pinstage"].append(
+                    seconds_a_step(loop, batches, stager.to_device, model, steps)
+                )
+            times[loop.name] = {
+                f"{way}_seconds": statistics.median(found) for way, found in took.items()
+            }
+            times[loop.name] |= {
+                f"{way}_spread": max(found) - min(found) for way, found in took.items()
+            }
             times[loop.name] |= {f"{way}_rounds": found for way, found in took.items()}
             batch = batches[0]
             times[loop.name] |= {
@@ -215,21 +265,31 @@ def record_all(out: Path, device: torch.device, steps: int, smoke: bool) -> None
 
 
 def measure_cost(device: torch.device) -> Cost:
-    """Measure the cost of staging, with a step of a small model between batches; takes about a second."""
+    """Measure the cost of staging, with a step of a small model between batches; takes about a
+    second.
+    """
     with ps.Stager(device) as stager:
         small, many, large = (
-            stage_seconds(stager, device, *shape) for shape in (SMALL_BATCH, MANY_LEAVES, LARGE_BATCH)
+            stage_seconds(stager, device, *shape)
+            for shape in (SMALL_BATCH, MANY_LEAVES, LARGE_BATCH)
         )
     leaf = max(many - small, 1e-9) / (MANY_LEAVES[0] - SMALL_BATCH[0])
     fixed = max(small - SMALL_BATCH[0] * leaf, 1e-6)
     rate = LARGE_BATCH[0] * LARGE_BATCH[1] * 4 / max(large - fixed - LARGE_BATCH[0] * leaf, 1e-6)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    return Cost(fixed, leaf, rate, f"{where}, by scripts/record_traces.py on {time.strftime('%Y-%m-%d')}")
+    return Cost(
+        fixed, leaf, rate, f"{where}, by scripts/record_traces.py on {time.strftime('%Y-%m-%d')}"
+    )
 
 
 def stage_seconds(stager: ps.Stager, device: torch.device, leaves: int, elements: int) -> float:
-    """Return the median time until a batch is on the device, over several ragged batches in turn."""
-    batches = [{f"leaf{i}": torch.ones(elements + (i + shift) % 7) for i in range(leaves)} for shift in range(BATCHES)]
+    """Return the median time until a batch is on the device, over several ragged batches in
+    turn.
+    """
+    batches = [
+        {f"leaf{i}": torch.ones(elements + (i + shift) % 7) for i in range(leaves)}
+        for shift in range(BATCHES)
+    ]
     width = 1024 if device.type == "cuda" else 32
     weights = torch.eye(width, device=device)
     took: list[float] = []
@@ -252,7 +312,9 @@ def loops(smoke: bool) -> list[Loop]:
 
 
 def model_of(device: torch.device, smoke: bool) -> torch.Tensor:
-    """Return the weights that all layers share. A smoke run uses one thread, which is fast on a busy machine too."""
+    """Return the weights that all layers share. A smoke run uses one thread, which is fast on a
+    busy machine too.
+    """
     if smoke:
         torch.set_num_threads(1)
     return torch.randn(64 if smoke else 2048, 64 if smoke else 2048, device=device) / 45
@@ -263,7 +325,10 @@ def make_batches(loop: Loop, device: torch.device, scale: float) -> list[Batch]:
     batches = [loop.make(torch.Generator().manual_seed(seed), scale) for seed in range(BATCHES)]
     if not loop.page_locked or loop.workers or device.type != "cuda":
         return batches
-    return [{name: [leaf.pin_memory() for leaf in leaves] for name, leaves in batch.items()} for batch in batches]
+    return [
+        {name: [leaf.pin_memory() for leaf in leaves] for name, leaves in batch.items()}
+        for batch in batches
+    ]
 
 
 def own_line(loop: Loop, device: torch.device) -> Callable[[Batch], Batch]:
@@ -271,20 +336,29 @@ def own_line(loop: Loop, device: torch.device) -> Callable[[Batch], Batch]:
 
     def move(batch: Batch) -> Batch:
         flag = loop.non_blocking
-        return {name: [leaf.to(device, non_blocking=flag) for leaf in leaves] for name, leaves in batch.items()}
+        return {
+            name: [leaf.to(device, non_blocking=flag) for leaf in leaves]
+            for name, leaves in batch.items()
+        }
 
     return move
 
 
 def stepping(
-    loop: Loop, batches: list[Batch], move: Callable[[Batch], Batch], model: torch.Tensor, steps: int
+    loop: Loop,
+    batches: list[Batch],
+    move: Callable[[Batch], Batch],
+    model: torch.Tensor,
+    steps: int,
 ) -> Iterator[None]:
     """Train, and yield after each step."""
     source: Any = (batches[step % len(batches)] for step in range(steps))
     if loop.workers:
         dataset: Any = [batches[step % len(batches)] for step in range(steps)]
         pins = loop.page_locked and model.device.type == "cuda"
-        source = torch.utils.data.DataLoader(dataset, batch_size=None, num_workers=loop.workers, pin_memory=pins)
+        source = torch.utils.data.DataLoader(
+            dataset, batch_size=None, num_workers=loop.workers, pin_memory=pins
+        )
     inputs = model.repeat(max(1, loop.rows // len(model)), 1)[: loop.rows]
     for batch in source:
         moved = move(batch)
@@ -299,9 +373,15 @@ def stepping(
 
 
 def seconds_a_step(
-    loop: Loop, batches: list[Batch], move: Callable[[Batch], Batch], model: torch.Tensor, steps: int
+    loop: Loop,
+    batches: list[Batch],
+    move: Callable[[Batch], Batch],
+    model: torch.Tensor,
+    steps: int,
 ) -> float:
-    """Return the mean time of some steps, after a warm-up; the device is idle at the start and the end."""
+    """Return the mean time of some steps, after a warm-up; the device is idle at the start and the
+    end.
+    """
     running = stepping(loop, batches, move, model, WARM_UP + steps)
     for _ in range(WARM_UP):
         next(running)
@@ -322,14 +402,20 @@ def synchronise(device: torch.device) -> None:
 
 
 def record(path: Path, name: str, device_name: str, scale: float, smoke: bool) -> None:
-    """Write the trace of some steps of the unchanged loop, reduced to the events that `pinstage trace` reads."""
+    """Write the trace of some steps of the unchanged loop, reduced to the events that `pinstage
+    trace` reads.
+    """
     device = torch.device(device_name)
     loop = next(loop for loop in loops(smoke) if loop.name == name)
     batches, model = make_batches(loop, device, scale), model_of(device, smoke)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     plan = schedule(wait=WARM_UP, warmup=3, active=TRACED, repeat=1)
     plain = path.with_suffix("")
-    with profile(activities=activities, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(plain))) as p:
+    with profile(
+        activities=activities,
+        schedule=plan,
+        on_trace_ready=lambda p: p.export_chrome_trace(str(plain)),
+    ) as p:
         for _ in stepping(loop, batches, own_line(loop, device), model, WARM_UP + 3 + TRACED):
             p.step()
     slim(plain, path)
@@ -341,12 +427,21 @@ def slim(source: Path, target: Path) -> None:
     opener: Any = gzip.open if source.suffix == ".gz" else open
     with opener(source, "rt") as file:
         trace = json.load(file)
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event["cat"] in KEPT_CATEGORIES]
+    events = [
+        event
+        for event in trace["traceEvents"]
+        if event.get("ph") == "X" and event["cat"] in KEPT_CATEGORIES
+    ]
     first = min(float(event["ts"]) for event in events)
-    threads = {thread: number for number, thread in enumerate({(event["pid"], event["tid"]): None for event in events})}
+    threads = {
+        thread: number
+        for number, thread in enumerate({(event["pid"], event["tid"]): None for event in events})
+    }
     kept = [slim_event(event, first, threads[event["pid"], event["tid"]]) for event in events]
     kept.sort(key=lambda event: event["ts"])
-    properties = [{"id": found["id"], "name": found["name"]} for found in trace.get("deviceProperties") or ()]
+    properties = [
+        {"id": found["id"], "name": found["name"]} for found in trace.get("deviceProperties") or ()
+    ]
     text = json.dumps({"deviceProperties": properties, "traceEvents": kept}, separators=(",", ":"))
     target.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
 
@@ -359,11 +454,18 @@ def slim_event(event: dict[str, Any], first: float, thread: int) -> dict[str, An
     elif category == "cpu_op" and name not in NAMED_OPS:
         name = "o"
     found = {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": thread}
-    found |= {"ts": round(float(event["ts"]) - first, 3), "dur": round(float(event.get("dur", 0)), 3)}
+    found |= {
+        "ts": round(float(event["ts"]) - first, 3),
+        "dur": round(float(event.get("dur", 0)), 3),
+    }
     wanted = ("device", "bytes", "correlation") if category.startswith("gpu_memcpy") else ()
     wanted = ("device",) if category in ("kernel", "gpu_memset") else wanted
     copies = category.startswith("cuda") and "cpy" in name.lower()
-    arguments = {key: event["args"][key] for key in (("correlation",) if copies else wanted) if key in event["args"]}
+    arguments = {
+        key: event["args"][key]
+        for key in (("correlation",) if copies else wanted)
+        if key in event["args"]
+    }
     return found | ({"args": arguments} if arguments else {})
 
 

@@ -1,4 +1,6 @@
-"""Shared fixtures. Everything that a test takes through the pool fixtures must be returned at its end."""
+"""Shared fixtures. Everything that a test takes through the pool fixtures must be returned at its
+end.
+"""
 
 import concurrent.futures
 import contextlib
@@ -28,7 +30,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(params=PATHS)
 def both_paths(request):
-    """Run a test twice: with torch's private functions, and with public ones, as if a probe had failed."""
+    """Run a test twice: with torch's private functions, and with public ones, as if a probe had
+    failed.
+    """
     with on_path(request.param):
         yield
 
@@ -47,15 +51,17 @@ def nothing_left_behind():
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_collections():
-    """Keep imported objects out of collections, since many tests need some. Some modules are imported by tests."""
+    """Keep imported objects out of collections, since many tests need some. Some modules are
+    imported by tests.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
-    """Let torch compute in one thread, here and in started programs: on busy CPUs its threads wait for one another, and
-    some tests took ten times as long.
+    """Let torch compute in one thread, here and in started programs: on busy CPUs its threads wait
+    for one another, and some tests took ten times as long.
     """
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -79,7 +85,9 @@ def own_folder(tmp_path_factory):
 
 @pytest.fixture
 def interruptible():
-    """Let SIGINT interrupt this process and programs that it starts, even if our parent ignores it."""
+    """Let SIGINT interrupt this process and programs that it starts, even if our parent ignores
+    it.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -106,14 +114,18 @@ def memory():
 
 @pytest.fixture
 def background():
-    """Call a function in another thread: ``background(function, *args, **kwargs)`` returns its future."""
+    """Call a function in another thread: ``background(function, *args, **kwargs)`` returns its
+    future.
+    """
     with concurrent.futures.ThreadPoolExecutor(64) as executor:
         yield executor.submit
 
 
 @pytest.fixture
 def make_pool(background, memory):
-    """Make pools over `memory` that close at the end of the test, and fail it if a slab is still in use then."""
+    """Make pools over `memory` that close at the end of the test, and fail it if a slab is still in
+    use then.
+    """
     # After `background`, so that a thread that waits in a pool is woken before it is joined.
     pools = []
 
@@ -191,6 +203,10 @@ def cuda(monkeypatch):
     yield fake
     assert fake.context_stack == [], "another context than before stayed current"
     assert fake.last_error == 0, "an error was left behind"
-    assert {block.ptr for block in _resource.LEAKED} == set(fake.registered) | set(fake.allocated), "bytes are live"
+    assert {block.ptr for block in _resource.LEAKED} == set(fake.registered) | set(
+        fake.allocated
+    ), "bytes are live"
     if not _resource.LEAKED:
-        wait_until(lambda: shared_files() <= open_before)  # the thread that unmaps a file closes it afterwards
+        wait_until(
+            lambda: shared_files() <= open_before
+        )  # the thread that unmaps a file closes it afterwards

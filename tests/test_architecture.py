@@ -15,7 +15,8 @@ from pinstage._compat.loader import _ITERATOR_HAS
 
 SRC = Path(__file__).parents[1] / "src" / "pinstage"
 
-# The parts of pinstage that each subpackage may import. PUBLIC stands for the names of `pinstage` itself.
+# The parts of pinstage that each subpackage may import. PUBLIC stands for the names of `pinstage`
+# itself.
 PUBLIC = "pinstage"
 FACTS = {"_sizes", "_host"}
 COMMON = FACTS | {"errors", "_compat", "_steps"}
@@ -36,7 +37,8 @@ MAY_SEE = {
     "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_stage"},
     "offload": COMMON | {"_memory", "_reaper", "_pool", "_stage"},
     "checkpoint": COMMON | BATCHES | {"_memory", "_pool", "_stage"},
-    "inspect": FACTS | {PUBLIC, "errors", "_steps", "_compat", "_native", "_memory", "_pool", "_batch"},
+    "inspect": FACTS
+    | {PUBLIC, "errors", "_steps", "_compat", "_native", "_memory", "_pool", "_batch"},
     "integrations": {PUBLIC, "errors"},
     "memory": {"_memory"},
     "metrics": {PUBLIC, "errors"},
@@ -53,7 +55,9 @@ def imported_names(path: Path, package: str) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: 1 - node.level or None]) if node.level else ""
-            yield from (".".join(filter(None, [base, node.module, alias.name])) for alias in node.names)
+            yield from (
+                ".".join(filter(None, [base, node.module, alias.name])) for alias in node.names
+            )
 
 
 def violations(src: Path) -> list[str]:
@@ -78,7 +82,9 @@ def violations(src: Path) -> list[str]:
 
 
 def test_every_module_belongs_to_a_known_room():
-    assert {path.relative_to(SRC).with_suffix("").parts[0] for path in SRC.rglob("*.py")} <= set(MAY_SEE)
+    assert {path.relative_to(SRC).with_suffix("").parts[0] for path in SRC.rglob("*.py")} <= set(
+        MAY_SEE
+    )
 
 
 def test_imports_follow_the_arrows():
@@ -103,12 +109,15 @@ def test_shapes_and_the_pool_are_independent(room):
     assert "_pool" not in MAY_SEE[room]
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def imports(src: Path) -> dict[str, set[str]]:
     """Return which files import which, as dotted names; imports for type checkers count too."""
-    names = {path: ".".join(["pinstage", *path.relative_to(src).with_suffix("").parts]) for path in src.rglob("*.py")}
+    names = {
+        path: ".".join(["pinstage", *path.relative_to(src).with_suffix("").parts])
+        for path in src.rglob("*.py")
+    }
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     found = {}
     for path, module in names.items():
@@ -134,7 +143,9 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
             seen |= new
             todo += new
         reached[start] = seen
-    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in graph if a in reached[a]}
+    groups = {
+        tuple(sorted(b for b in reached[a] if a in reached[b])) for a in graph if a in reached[a]
+    }
     return sorted(map(list, groups))
 
 
@@ -144,7 +155,12 @@ def test_no_files_import_each_other():
 
 @pytest.mark.parametrize(
     "back",
-    ["from ._a import A", "from . import _a", "if TYPE_CHECKING:\n    import pinstage._room._a", "from ._c import C"],
+    [
+        "from ._a import A",
+        "from . import _a",
+        "if TYPE_CHECKING:\n    import pinstage._room._a",
+        "from ._c import C",
+    ],
 )
 def test_the_checker_finds_files_that_import_each_other(tmp_path, back):
     room = tmp_path / "_room"
@@ -158,7 +174,7 @@ def test_the_checker_finds_files_that_import_each_other(tmp_path, back):
     assert cycles(imports(tmp_path)) == [[*both, "pinstage._room._c"] if "_c" in back else both]
 
 
-# -- programs outside the package --------------------------------------------------------------------------------------
+# -- programs outside the package ------------------------------------------------------------------
 
 INSIDE = {
     "benchmarks/markdown.py": {"pinstage.inspect._bus", "pinstage.inspect._doctor"},
@@ -190,7 +206,9 @@ def test_examples_and_benchmarks_use_public_names(folder):
 
 def test_the_checker_finds_private_names_in_programs(tmp_path):
     wrong = "from pinstage._host import cpus\nimport pinstage.inspect._trace.a\nimport torch._C"
-    right = "from pinstage import __version__\nfrom pinstage.inspect import audit\nfrom ._x import y"
+    right = (
+        "from pinstage import __version__\nfrom pinstage.inspect import audit\nfrom ._x import y"
+    )
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "ways.py").write_text(wrong)
     (tmp_path / "right.py").write_text(right)
@@ -198,7 +216,7 @@ def test_the_checker_finds_private_names_in_programs(tmp_path):
     assert private_names_of_ours(tmp_path) == found
 
 
-# -- private names of other packages -----------------------------------------------------------------------------------
+# -- private names of other packages ---------------------------------------------------------------
 
 PRIVATE_BUT_DOCUMENTED = {
     "_asdict",
@@ -213,11 +231,13 @@ OF_TORCHS_LOADER = frozenset(_ITERATOR_HAS) | {"_iterator", "_get_iterator"}
 """Names that both pinstage's and torch's objects have."""
 
 BESIDE_TORCH = {
-    # Names of torch's iterator that the loader uses after `why_loader_cannot_be_taken_over` has checked them.
+    # Names of torch's iterator that the loader uses after `why_loader_cannot_be_taken_over` has
+    # checked them.
     "_loader._iterator": {"_data_queue", "_rcvd_idx", "_reset", "_send_idx"},
     "_loader._loader": {"_get_iterator", "_iterator"},
     "_loader._sending": {"_in_order", "_rcvd_idx"},
-    # Accelerate's mark on prepared loaders. If it changed, Accelerate would prepare a loader of ours again.
+    # Accelerate's mark on prepared loaders. If it changed, Accelerate would prepare a loader of
+    # ours again.
     "integrations.accelerate": {"_is_accelerate_prepared", "_slabs"},
     # The only place where Lightning has a loader's stage. The loader's settings and counters.
     "integrations.lightning": {"_data_connector", "_prepare_dataloader"},
@@ -246,7 +266,10 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
 
 def foreign_private_names(src: Path) -> dict[str, set[str]]:
     """Return the private names of other packages that each module outside `_compat` uses."""
-    trees = {path.relative_to(src): ast.parse(path.read_text(encoding="utf-8")) for path in src.rglob("*.py")}
+    trees = {
+        path.relative_to(src): ast.parse(path.read_text(encoding="utf-8"))
+        for path in src.rglob("*.py")
+    }
     ours: dict[str, set[str]] = {}  # by subpackage
     for path, tree in trees.items():
         ours.setdefault(path.parts[0], set()).update(defined_names(tree))
@@ -254,14 +277,19 @@ def foreign_private_names(src: Path) -> dict[str, set[str]]:
     for path, tree in trees.items():
         names = set()
         for imported in imported_names(src / path, "pinstage"):
-            names |= {name for name in imported.split(".")[1:] if not imported.startswith("pinstage")}
+            names |= {
+                name for name in imported.split(".")[1:] if not imported.startswith("pinstage")
+            }
         for node in ast.walk(tree):
             match node:
                 case ast.Attribute(value=ast.Name(id="self" | "cls")):
                     pass
                 case (
                     ast.Attribute(attr=str() as name)
-                    | ast.Call(func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(name), *_])
+                    | ast.Call(
+                        func=ast.Name(id="getattr" | "hasattr" | "setattr"),
+                        args=[_, ast.Constant(name), *_],
+                    )
                 ):
                     names |= {name} - (ours[path.parts[0]] - OF_TORCHS_LOADER)
         names = {name for name in names if is_private(name)} - PRIVATE_BUT_DOCUMENTED
@@ -296,8 +324,12 @@ def test_the_checker_allows_private_names_of_our_own(tmp_path):
     (tmp_path / "_pool").mkdir()
     (tmp_path / "_compat").mkdir()
     (tmp_path / "_compat" / "views.py").write_text("torch._C")
-    (tmp_path / "_pool" / "_a.py").write_text("class A:\n    __slots__ = ('_b',)\n    def _f(self): self._e = None")
-    (tmp_path / "_pool" / "_c.py").write_text("from pinstage._pool._a import A\n(A()._b, A()._f(), A()._e, d.__dict__)")
+    (tmp_path / "_pool" / "_a.py").write_text(
+        "class A:\n    __slots__ = ('_b',)\n    def _f(self): self._e = None"
+    )
+    (tmp_path / "_pool" / "_c.py").write_text(
+        "from pinstage._pool._a import A\n(A()._b, A()._f(), A()._e, d.__dict__)"
+    )
     assert foreign_private_names(tmp_path) == {}
 
 
@@ -350,11 +382,13 @@ def test_the_checker_allows_the_right_arrows(tmp_path):
     assert violations(tmp_path) == []
 
 
-# -- the import --------------------------------------------------------------------------------------------------------
+# -- the import ------------------------------------------------------------------------------------
 
 
 def run_python(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -382,8 +416,9 @@ for name, module in {"DataLoader": "pinstage._loader", "audit": "pinstage.inspec
 
 
 def test_importing_pinstage_takes_little_longer_than_importing_torch():
-    # CPU seconds, relative to torch's, since the machine may be slow or busy. A full garbage collection, which takes a
-    # tenth of a second with Python 3.13, would count towards the current import.
+    # CPU seconds, relative to torch's, since the machine may be slow or busy. A full garbage
+    # collection, which takes a tenth of a second with Python 3.13, would count towards the current
+    # import.
     code = """
 import gc, time
 gc.disable()
@@ -398,7 +433,9 @@ print((time.process_time() - had_torch) / (had_torch - began))
 
 def test_no_two_classes_share_a_name():
     modules = (ast.parse(path.read_text(encoding="utf-8")) for path in SRC.rglob("*.py"))
-    names = Counter(node.name for module in modules for node in module.body if isinstance(node, ast.ClassDef))
+    names = Counter(
+        node.name for module in modules for node in module.body if isinstance(node, ast.ClassDef)
+    )
     del names["StageBatches"]  # Lightning's and Ray's: a program uses one of them
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -409,10 +446,14 @@ def test_every_public_name_has_a_docstring():
     for name in pinstage.__all__:
         public = getattr(pinstage, name)
         members = vars(public).items() if isinstance(public, type) else ()
-        described = {name: public, **{f"{name}.{key}": member for key, member in members if not key.startswith("_")}}
+        described = {
+            name: public,
+            **{f"{name}.{key}": member for key, member in members if not key.startswith("_")},
+        }
         bare += [
             path
             for path, thing in described.items()
-            if (callable(thing) or isinstance(thing, property | classmethod | staticmethod)) and not thing.__doc__
+            if (callable(thing) or isinstance(thing, property | classmethod | staticmethod))
+            and not thing.__doc__
         ]
     assert bare == []

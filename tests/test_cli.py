@@ -45,7 +45,10 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (("audit",), "missing TARGET; see pinstage audit --help"),
         (("trace",), "missing PATH, or --example"),
         (("trace", "t.json", "--example"), "PATH and --example"),
-        (("trace", "t.json", "--step-ms", "fast"), "argument --step-ms: invalid float value: 'fast'"),
+        (
+            ("trace", "t.json", "--step-ms", "fast"),
+            "argument --step-ms: invalid float value: 'fast'",
+        ),
         (("doctor", "--devcie", "cuda"), "unrecognized arguments: --devcie"),
     ],
 )
@@ -92,12 +95,17 @@ def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_no_command_needs_an_extra(
-    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for package in ("rich", "matplotlib"):
         for module in [name for name in sys.modules if name.partition(".")[0] == package]:
             monkeypatch.delitem(sys.modules, module)
-        monkeypatch.setitem(sys.modules, package, None)  # the import system reads it as "not installed"
+        monkeypatch.setitem(
+            sys.modules, package, None
+        )  # the import system reads it as "not installed"
     assert run_main(*arguments) == (2 if arguments[0] == "audit" else 0)
     captured = capsys.readouterr()
     assert words in captured.out + captured.err

@@ -44,12 +44,23 @@ BUILT_IN = {
     TraceError: ValueError,
     TargetError: ImportError,
 }
-NUMBERS = {"requested_bytes": 5, "held_bytes": 4, "leased_bytes": 3, "in_flight_bytes": 1, "max_bytes": 7}
+NUMBERS = {
+    "requested_bytes": 5,
+    "held_bytes": 4,
+    "leased_bytes": 3,
+    "in_flight_bytes": 1,
+    "max_bytes": 7,
+}
 EXAMPLES = [
     *(kind("what: 5 B; do this", **NUMBERS) for kind in BUILT_IN if issubclass(kind, PoolError)),
-    *(kind("what: 5 B; do this") for kind in (PinstageError, CudaUnavailableError, HostBudgetError, LeaseError)),
+    *(
+        kind("what: 5 B; do this")
+        for kind in (PinstageError, CudaUnavailableError, HostBudgetError, LeaseError)
+    ),
     *(kind("what: 5 B; do this") for kind in (TraceError, TargetError)),
-    PinningError("what: 5 B; do this", call="cudaHostAlloc", name="cudaErrorInvalidValue", nbytes=5),
+    PinningError(
+        "what: 5 B; do this", call="cudaHostAlloc", name="cudaErrorInvalidValue", nbytes=5
+    ),
     LayoutError("what: 5 B; do this", "['obs'][3].raw"),
 ]
 every_example = pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
@@ -62,12 +73,15 @@ def test_an_error_is_also_the_expected_built_in(kind, built_in):
 
 
 def test_no_error_was_forgotten_here():
-    public = {kind for name, kind in vars(errors).items() if isinstance(kind, type) and name[0] != "_"}
+    public = {
+        kind for name, kind in vars(errors).items() if isinstance(kind, type) and name[0] != "_"
+    }
     assert public == {PinstageError, PoolError, StagingWarning, UnreleasedLeaseWarning, *BUILT_IN}
 
 
 @pytest.mark.parametrize(
-    ("kind", "built_in"), [(UnreleasedLeaseWarning, ResourceWarning), (StagingWarning, RuntimeWarning)]
+    ("kind", "built_in"),
+    [(UnreleasedLeaseWarning, ResourceWarning), (StagingWarning, RuntimeWarning)],
 )
 def test_warnings_have_built_in_categories(kind, built_in):
     assert issubclass(kind, built_in)
@@ -139,7 +153,12 @@ def test_an_oversized_request_names_the_numbers(busy_pool):
     with pytest.raises(MemoryError) as caught:
         busy_pool.acquire(1001)
     remedy = check(
-        caught.value, requested_bytes=1001, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
+        caught.value,
+        requested_bytes=1001,
+        held_bytes=816,
+        leased_bytes=512,
+        in_flight_bytes=208,
+        max_bytes=1000,
     )
     assert type(caught.value) is BudgetExceededError
     assert remedy == 'pass max_bytes="2KiB" or more, or ask for less'
@@ -149,7 +168,12 @@ def test_an_oversized_reservation_names_the_numbers(busy_pool):
     with pytest.raises(BudgetExceededError) as caught:
         busy_pool.reserve(200)
     remedy = check(
-        caught.value, requested_bytes=208, held_bytes=816, leased_bytes=512, in_flight_bytes=208, max_bytes=1000
+        caught.value,
+        requested_bytes=208,
+        held_bytes=816,
+        leased_bytes=512,
+        in_flight_bytes=208,
+        max_bytes=1000,
     )
     assert remedy == 'release leases, trim() idle slabs, or pass max_bytes="1KiB"'
 
@@ -166,7 +190,16 @@ def test_an_oversized_reservation_names_the_numbers(busy_pool):
         lambda pool: pool.reserve(1, count=-1),
         lambda pool: pool.trim(-1),
     ],
-    ids=["too large", "timeout", "reserve", "empty", "negative timeout", "no size", "negative count", "negative trim"],
+    ids=[
+        "too large",
+        "timeout",
+        "reserve",
+        "empty",
+        "negative timeout",
+        "no size",
+        "negative count",
+        "negative trim",
+    ],
 )
 def test_a_failed_call_leaves_the_pool_unchanged(busy_pool, memory, verb):
     before, allocations = busy_pool.stats(), memory.allocations
@@ -188,19 +221,32 @@ def test_a_failed_call_leaves_the_pool_unchanged(busy_pool, memory, verb):
     [
         lambda pool: pinstage.Stager("cpu", pool=pool),
         lambda pool: pinstage.DataLoader([1], device="cpu", pool=pool),
-        lambda pool: pinstage.wrap_loader(torch.utils.data.DataLoader([1]), device="cpu", pool=pool),
+        lambda pool: pinstage.wrap_loader(
+            torch.utils.data.DataLoader([1]), device="cpu", pool=pool
+        ),
         lambda pool: CheckpointStager(pool=pool),
         pinstage.offload.save_on_cpu,
         lambda pool: pinstage.offload.optimizer_state(torch.optim.SGD([torch.ones(1)]), pool),
     ],
-    ids=["Stager", "DataLoader", "wrap_loader", "CheckpointStager", "save_on_cpu", "optimizer_state"],
+    ids=[
+        "Stager",
+        "DataLoader",
+        "wrap_loader",
+        "CheckpointStager",
+        "save_on_cpu",
+        "optimizer_state",
+    ],
 )
 def test_a_size_instead_of_a_pool_is_refused(make):
-    with pytest.raises(TypeError, match=r"pool must be a SlabPool: '1GiB'; pass SlabPool\('1GiB'\)"):
+    with pytest.raises(
+        TypeError, match=r"pool must be a SlabPool: '1GiB'; pass SlabPool\('1GiB'\)"
+    ):
         make("1GiB")
 
 
 @pytest.mark.parametrize("memory", ["1GiB", 5, pinstage.memory.PageableMemory])
 def test_sizes_or_classes_instead_of_memory_are_refused(memory):
-    with pytest.raises(TypeError, match=r"memory must be a MemoryResource: .*; pass one such as PageableMemory"):
+    with pytest.raises(
+        TypeError, match=r"memory must be a MemoryResource: .*; pass one such as PageableMemory"
+    ):
         pinstage.SlabPool(memory=memory)

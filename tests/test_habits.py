@@ -29,9 +29,13 @@ def test_sizes_are_read_in_any_case():
             assert pool.max_bytes == 4 * MIB
 
 
-@pytest.mark.parametrize("make", [ps.SlabPool, partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu")])
+@pytest.mark.parametrize(
+    "make", [ps.SlabPool, partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu")]
+)
 def test_no_cap_at_all_is_refused(make):
-    with pytest.raises(TypeError, match="max_bytes cannot be None: a pool always has a cap; pass 'auto'"):
+    with pytest.raises(
+        TypeError, match="max_bytes cannot be None: a pool always has a cap; pass 'auto'"
+    ):
         make(max_bytes=None)
 
 
@@ -70,14 +74,20 @@ def test_the_budget_remedy_can_be_pasted(stager):
         assert torch.equal(larger.to_device(batch), batch)
 
 
-@pytest.mark.parametrize("make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.fetch(x)])
+@pytest.mark.parametrize(
+    "make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.fetch(x)]
+)
 def test_a_transfer_used_as_a_batch_says_wait(stager, make):
     transfer = make(stager, {"x": torch.ones(3)})
     name = type(transfer).__name__
     for use in (lambda: transfer["x"], lambda: list(transfer), lambda: dict(**transfer)):
-        with pytest.raises(TypeError, match=rf"a {name} is a batch on its way, .*; call wait\(\)|mapping"):
+        with pytest.raises(
+            TypeError, match=rf"a {name} is a batch on its way, .*; call wait\(\)|mapping"
+        ):
             use()
-    with pytest.raises(AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call wait\(\)"):
+    with pytest.raises(
+        AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call wait\(\)"
+    ):
         transfer.items()
     assert not hasattr(transfer, "shape")
     assert transfer  # not an empty container
@@ -103,20 +113,35 @@ def test_objects_print_as_what_they_are(stager):
 
 def test_stats_print_one_line_for_a_log(stager):
     stager.to_device({"x": torch.ones(MIB)})
-    assert re.match(r"1 batch, 4.00 MiB in \d .*; pool 4.00 MiB of 8.00 MiB, waited 0.000 s$", str(stager.stats()))
+    assert re.match(
+        r"1 batch, 4.00 MiB in \d .*; pool 4.00 MiB of 8.00 MiB, waited 0.000 s$",
+        str(stager.stats()),
+    )
     loader = ps.DataLoader([torch.ones(2)] * 6, batch_size=3, device="cpu", max_bytes="4MiB")
     assert str(loader.stats()).startswith("0 batches, 0 B in 0 copies in 0.000 s")
     list(loader)
     line = str(loader.stats())
-    assert re.match(r"2 batches, \d+ B in 2 copies in .* s waiting for a batch; 0 without a slab; pool .*", line), line
+    assert re.match(
+        r"2 batches, \d+ B in 2 copies in .* s waiting for a batch; 0 without a slab; pool .*", line
+    ), line
 
 
 def test_the_loader_s_typed_arguments_are_torch_s():
     torchs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
     tree = ast.parse(Path(_loader.__file__).read_text())
-    (ours,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "DataLoader"]
-    typed = next(node for node in ast.walk(ours) if isinstance(node, ast.FunctionDef) and node.name == "__init__").args
-    positional = [name for name, found in torchs.items() if found.kind is found.POSITIONAL_OR_KEYWORD]
+    (ours,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == "DataLoader"
+    ]
+    typed = next(
+        node
+        for node in ast.walk(ours)
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    ).args
+    positional = [
+        name for name, found in torchs.items() if found.kind is found.POSITIONAL_OR_KEYWORD
+    ]
     by_name = [name for name, found in torchs.items() if found.kind is found.KEYWORD_ONLY]
     assert [argument.arg for argument in typed.args] == positional
     assert [argument.arg for argument in typed.kwonlyargs] == [
@@ -139,8 +164,16 @@ def test_the_loader_s_typed_arguments_are_torch_s():
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"pack_threads": "2"}, TypeError, "pack_threads is a number of CPU threads: '2'; pass an int, or 'auto'"),
-        ({"timeout": "1"}, TypeError, "timeout is a number of seconds: '1'; pass such a number, or None"),
+        (
+            {"pack_threads": "2"},
+            TypeError,
+            "pack_threads is a number of CPU threads: '2'; pass an int, or 'auto'",
+        ),
+        (
+            {"timeout": "1"},
+            TypeError,
+            "timeout is a number of seconds: '1'; pass such a number, or None",
+        ),
         ({"owner": 3}, ValueError, "owner must be a name: 3; pass text"),
         ({"pool": "8GiB"}, TypeError, "pool must be a SlabPool: '8GiB'; pass SlabPool"),
     ],
@@ -182,7 +215,9 @@ def test_a_lease_takes_no_dtype_for_none():
 def test_a_masked_array_has_one_remedy(stager):
     with pytest.raises(ps.errors.LayoutError) as caught:
         stager.to_device(np.ma.masked_array([1.0], [True]))
-    assert str(caught.value).endswith(": a masked array would lose its mask; pass .filled(...) and .mask separately")
+    assert str(caught.value).endswith(
+        ": a masked array would lose its mask; pass .filled(...) and .mask separately"
+    )
 
 
 def test_a_wrapped_loader_prints_as_what_it_is():
@@ -201,5 +236,9 @@ def test_one_of_a_thing_is_no_plural(stager):
 def test_names_of_tests_have_fewer_than_nine_words():
     files = Path(__file__).parent.rglob("test_*.py")
     functions = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
-    names = {node.name for node in functions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    assert [name for name in sorted(names) if name.startswith("test_") and name.count("_") > 8] == []
+    names = {
+        node.name for node in functions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    assert [
+        name for name in sorted(names) if name.startswith("test_") and name.count("_") > 8
+    ] == []

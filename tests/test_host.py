@@ -34,7 +34,7 @@ def test_what_is_not_told_is_none_or_empty(tmp_path):
     assert _host.number(tmp_path / "x") is None
 
 
-# -- CPUs --------------------------------------------------------------------------------------------------------------
+# -- CPUs ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,33 @@ V2_UNLIMITED = {"cpu.max": "max 100000\n"}
 @pytest.mark.parametrize(
     ("line", "groups"),
     [
-        ("0::/job.slice/job", {"job.slice/job": V2_UNLIMITED, "job.slice": V2_OF_ONE_CPU, "": V2_UNLIMITED}),
-        ("0::/job.slice/job", {"job.slice/job": V2_OF_ONE_CPU, "job.slice": {"cpu.max": "400000 100000\n"}}),
+        (
+            "0::/job.slice/job",
+            {"job.slice/job": V2_UNLIMITED, "job.slice": V2_OF_ONE_CPU, "": V2_UNLIMITED},
+        ),
+        (
+            "0::/job.slice/job",
+            {"job.slice/job": V2_OF_ONE_CPU, "job.slice": {"cpu.max": "400000 100000\n"}},
+        ),
         ("0::/", {"": V2_OF_ONE_CPU}),
-        ("4:cpu:/pod/job", {"cpu/pod/job": V1_UNLIMITED, "cpu/pod": V1_OF_ONE_CPU, "cpu": V1_UNLIMITED}),
-        ("4:cpu,cpuacct:/pod/job", {"cpu,cpuacct/pod/job": V1_OF_ONE_CPU, "cpu,cpuacct": V1_UNLIMITED}),
+        (
+            "4:cpu:/pod/job",
+            {"cpu/pod/job": V1_UNLIMITED, "cpu/pod": V1_OF_ONE_CPU, "cpu": V1_UNLIMITED},
+        ),
+        (
+            "4:cpu,cpuacct:/pod/job",
+            {"cpu,cpuacct/pod/job": V1_OF_ONE_CPU, "cpu,cpuacct": V1_UNLIMITED},
+        ),
         ("4:cpu:/docker/abc", {"cpu": V1_OF_ONE_CPU}),
     ],
     ids=["v2 parent", "v2 own", "v2 container", "v1 parent", "v1 own, joint", "v1 container"],
 )
 def test_a_quota_of_one_cpu_is_seen_anywhere(tree, eight_cpus, line, groups):
-    files = {f"sys/fs/cgroup/{group}/{name}": text for group, files in groups.items() for name, text in files.items()}
+    files = {
+        f"sys/fs/cgroup/{group}/{name}": text
+        for group, files in groups.items()
+        for name, text in files.items()
+    }
     root = tree(files | {"proc/self/cgroup": f"{line}\n"})
     assert _packing.usable_cpus(root) == 1
     (check,) = (check for check in host_checks(root, _host.affinity()) if check.name == "CPUs")
@@ -90,7 +106,7 @@ def test_a_quota_of_one_cpu_is_seen_anywhere(tree, eight_cpus, line, groups):
     assert "Stager(pack_threads=1)" in check.remedy
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def test_memory_and_limits_are_read_in_bytes(tree):
@@ -106,7 +122,12 @@ def test_memory_and_limits_are_read_in_bytes(tree):
 
 
 def test_an_unlimited_lock_is_none(tree):
-    assert _host.locked_limit(tree({"proc/self/limits": "Max locked memory  unlimited  unlimited  bytes\n"})) is None
+    assert (
+        _host.locked_limit(
+            tree({"proc/self/limits": "Max locked memory  unlimited  unlimited  bytes\n"})
+        )
+        is None
+    )
 
 
 def test_every_limited_group_is_listed_own_first(tree):
@@ -131,7 +152,13 @@ def test_every_limited_group_is_listed_own_first(tree):
 
 def test_memory_high_is_a_soft_limit_too(tree):
     group = "sys/fs/cgroup/job"
-    root = tree({"proc/self/cgroup": "0::/job\n", f"{group}/memory.max": "16\n", f"{group}/memory.high": "8\n"})
+    root = tree(
+        {
+            "proc/self/cgroup": "0::/job\n",
+            f"{group}/memory.max": "16\n",
+            f"{group}/memory.high": "8\n",
+        }
+    )
     tree({f"{group}/memory.current": "4\n"})
     assert _host.cgroup_memory(root) == [(8, 4)]
     tree({f"{group}/memory.current": "9\n"})
@@ -215,13 +242,17 @@ def test_the_chosen_word_is_who_gets_huge_pages(tree):
     assert _host.huge_pages(root) == "madvise"
 
 
-# -- nodes, devices and the system -------------------------------------------------------------------------------------
+# -- nodes, devices and the system -----------------------------------------------------------------
 
 
 def test_nodes_and_their_cpus_are_read(tree):
     nodes = "sys/devices/system/node"
     root = tree(
-        {f"{nodes}/online": "0,2-3\n", f"{nodes}/node0/cpulist": "0-3,8,10-11\n", f"{nodes}/node2/cpulist": "\n"}
+        {
+            f"{nodes}/online": "0,2-3\n",
+            f"{nodes}/node0/cpulist": "0-3,8,10-11\n",
+            f"{nodes}/node2/cpulist": "\n",
+        }
     )
     assert _host.numa_nodes(root) == {0, 2, 3}
     assert _host.node_cpus(0, root) == {0, 1, 2, 3, 8, 10, 11}

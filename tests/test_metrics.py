@@ -24,7 +24,10 @@ def read(registry):
     families = parse(generate_latest(registry).decode())
     order = ("pool", "owner", "state")
     samples = [sample for family in families for sample in family.samples]
-    return {(s.name, *(s.labels[label] for label in order if label in s.labels)): s.value for s in samples}
+    return {
+        (s.name, *(s.labels[label] for label in order if label in s.labels)): s.value
+        for s in samples
+    }
 
 
 def test_the_figures_are_those_of_the_pool(pool, registry):
@@ -68,7 +71,10 @@ def test_names_and_units_are_those_of_prometheus(pool, registry):
         assert re.fullmatch(r"pinstage_(pool|owner)_[a-z_]+", family.name)
         assert family.type in ("gauge", "counter")
         assert family.documentation.endswith(".")
-        assert all(s.name == family.name + ("_total" if family.type == "counter" else "") for s in family.samples)
+        assert all(
+            s.name == family.name + ("_total" if family.type == "counter" else "")
+            for s in family.samples
+        )
 
 
 def test_pools_are_told_apart_by_name(make_pool, registry):
@@ -79,7 +85,11 @@ def test_pools_are_told_apart_by_name(make_pool, registry):
     for pool in pools:
         pool.acquire(100, owner="loader").release()
     found = read(registry)
-    assert found["pinstage_pool_max_bytes", "training"] == found["pinstage_pool_max_bytes", "evaluation"] == 1000
+    assert (
+        found["pinstage_pool_max_bytes", "training"]
+        == found["pinstage_pool_max_bytes", "evaluation"]
+        == 1000
+    )
     families = list(parse_openmetrics(generate_openmetrics(registry).decode()))  # strict: it raises
     assert len(families) == 10
     with pytest.raises(ValueError, match="two pools of one name: 'training'; pass another name="):
@@ -95,7 +105,9 @@ def test_a_registry_refuses_a_duplicate_collector(make_pool, registry):
 def test_a_stager_instead_of_its_pool_is_refused():
     with (
         pinstage.Stager("cpu") as stager,
-        pytest.raises(TypeError, match=r"needs a SlabPool: <Stager .*; the pool of a Stager is stager\.pool"),
+        pytest.raises(
+            TypeError, match=r"needs a SlabPool: <Stager .*; the pool of a Stager is stager\.pool"
+        ),
     ):
         PoolCollector(stager)
 
@@ -118,7 +130,12 @@ def test_a_closed_pool_tells_what_is_still_held(pool, registry):
 
 
 def test_what_torch_page_locks_stands_beside_it(registry, monkeypatch):
-    figures = {"allocated_bytes.current": 4096, "active_bytes.current": 1024, "num_host_alloc": 3, "num_host_free": 1}
+    figures = {
+        "allocated_bytes.current": 4096,
+        "active_bytes.current": 1024,
+        "num_host_alloc": 3,
+        "num_host_free": 1,
+    }
     monkeypatch.setattr(torch.cuda, "host_memory_stats", lambda: figures)
     registry.register(TorchHostCollector())
     assert read(registry) == {

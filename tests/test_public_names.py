@@ -25,14 +25,20 @@ for name in {SUBMODULES}:
 def test_unknown_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="module 'pinstage' has no attribute 'Stagger'"):
         ps.Stagger  # noqa: B018
-    with pytest.raises(AttributeError, match=r"module 'pinstage\.integrations' has no attribute 'keras'"):
+    with pytest.raises(
+        AttributeError, match=r"module 'pinstage\.integrations' has no attribute 'keras'"
+    ):
         ps.integrations.keras  # noqa: B018
 
 
 def test_public_signatures_are_those_decided_upon():
     """If a change is intended, run ``python tests/helpers/public_api.py``."""
     kept, now = public_api.PAGE.read_text().splitlines(), list(public_api.surface())
-    changes = [line for line in difflib.unified_diff(kept, now, "kept", "now", n=0, lineterm="") if line[0] in "+-"]
+    changes = [
+        line
+        for line in difflib.unified_diff(kept, now, "kept", "now", n=0, lineterm="")
+        if line[0] in "+-"
+    ]
     assert changes == []
 
 

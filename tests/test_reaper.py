@@ -64,6 +64,10 @@ while not calls:
 
 
 def test_no_task_begins_while_the_program_ends():
-    """A task queries an event, and a CUDA call that returns while Python exits aborts the program."""
-    done = subprocess.run(warm.command("-c", AT_THE_END), capture_output=True, text=True, check=False)
+    """A task queries an event, and a CUDA call that returns while Python exits aborts the
+    program.
+    """
+    done = subprocess.run(
+        warm.command("-c", AT_THE_END), capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.stderr, done.returncode) == ("True 0\n", "", 0)

@@ -1,4 +1,6 @@
-"""Without each private name of torch and CPython in turn, pinstage works or refuses, with a message."""
+"""Without each private name of torch and CPython in turn, pinstage works or refuses, with a
+message.
+"""
 
 import json
 import re
@@ -59,7 +61,7 @@ def test_the_doctor_names_each_missing_name(found, name):
     assert ", ".join(sorted(set(here) - set(usually))) == (CASES[name].doctor or "")
 
 
-# -- streams: a stand-in for torch.cuda, so that no GPU is needed ------------------------------------------------------
+# -- streams: a stand-in for torch.cuda, so that no GPU is needed ----------------------------------
 
 
 class Stream:
@@ -124,7 +126,9 @@ def test_without_them_public_functions_set_streams(cuda, monkeypatch, name, othe
         monkeypatch.delattr(f"torch._C.{name}")
     else:
         monkeypatch.setattr(f"torch._C.{name}", other)
-    with pytest.warns(StagingWarning, match=r"by torch.cuda.set_stream, which takes longer: torch "):
+    with pytest.warns(
+        StagingWarning, match=r"by torch.cuda.set_stream, which takes longer: torch "
+    ):
         found = calls.cuda_calls()
     calls.cuda_calls.cache_clear()
     calls.cuda_calls()  # does not warn again
@@ -134,12 +138,14 @@ def test_without_them_public_functions_set_streams(cuda, monkeypatch, name, othe
     assert (cuda[0].stream_id, found.raw_stream(0)) == (5, 0x5000)
 
 
-# -- names that no probe can test --------------------------------------------------------------------------------------
+# -- names that no probe can test ------------------------------------------------------------------
 
 
 def test_mode_tensors_do_not_count_as_memory():
     class Ours(torch.Tensor):
         pass
 
-    with pytest.raises(PinstageError, match=r"it made a Ours; leave the mode \(FakeTensorMode, say\)"):
+    with pytest.raises(
+        PinstageError, match=r"it made a Ours; leave the mode \(FakeTensorMode, say\)"
+    ):
         views.check_is_plain(torch.ones(2).as_subclass(Ours))

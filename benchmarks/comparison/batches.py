@@ -1,10 +1,10 @@
 """The batch shapes that every variant stages, from many tiny leaves to a few large ones.
 
-A batch is a dict of samples, each a dict of streams, each a dict of float32 tensors. It has only dicts, since a
-TensorDict has no lists, and all rivals take such a batch directly. All leaves of a shape have one size, so the figures
-read as cost per leaf or as bandwidth; leaves of a ragged shape have 0.5 to 1.5 times the size, drawn for each batch.
-Leaves of a mixed shape have three dtypes. Content is random and differs for each leaf, so that a misplaced leaf is
-detected.
+A batch is a dict of samples, each a dict of streams, each a dict of float32 tensors. It has only
+dicts, since a TensorDict has no lists, and all rivals take such a batch directly. All leaves of a
+shape have one size, so the figures read as cost per leaf or as bandwidth; leaves of a ragged shape
+have 0.5 to 1.5 times the size, drawn for each batch. Leaves of a mixed shape have three dtypes.
+Content is random and differs for each leaf, so that a misplaced leaf is detected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ DTYPES = (torch.float32, torch.int64, torch.uint8)
 FIELDS = ("values", "times", "position", "extra")
 STREAMS_PER_SAMPLE = 2
 
-# Instances of a shape are rotated, so that the source of a call isn't in a cache from the last call.
+# Instances of a shape are rotated, so that the source of a call isn't in a cache from the last
+# call.
 ROTATED_BYTES = 128 * MIB
 FEWEST_INSTANCES, MOST_INSTANCES = 3, 16
 MOST_LEAVES = 200_000  # of all instances: a million tensors would take longer to make than to stage
@@ -38,13 +39,17 @@ class BatchShape:
     ragged: bool = False
     """Whether leaves have 0.5 to 1.5 times this size, drawn for each batch."""
     in_place: bool = False
-    """Whether the leaves are written directly into page-locked memory, so that nothing has to be packed."""
+    """Whether the leaves are written directly into page-locked memory, so that nothing has to be
+    packed.
+    """
     mixed: bool = False
     """Whether leaves have three dtypes in turn, all with random bytes."""
 
     @property
     def id(self) -> str:
-        """The name in result files: `1000x256B`, `1000x256B-ragged`, `1x512MiB-in-place`, `16x64KiB-mixed`."""
+        """The name in result files: `1000x256B`, `1000x256B-ragged`, `1x512MiB-in-place`,
+        `16x64KiB-mixed`.
+        """
         size, unit = self.leaf_bytes, "B"
         for factor, name in ((MIB, "MiB"), (KIB, "KiB")):
             if self.leaf_bytes % factor == 0:
@@ -66,7 +71,10 @@ class BatchShape:
     @property
     def instances(self) -> int:
         """Number of distinct batches in rotation."""
-        return max(FEWEST_INSTANCES, min(MOST_INSTANCES, ROTATED_BYTES // self.nbytes, MOST_LEAVES // self.leaves))
+        return max(
+            FEWEST_INSTANCES,
+            min(MOST_INSTANCES, ROTATED_BYTES // self.nbytes, MOST_LEAVES // self.leaves),
+        )
 
 
 SHAPES = (
@@ -101,10 +109,14 @@ SHAPES = (
     BatchShape(1, 512 * MIB, in_place=True),
 )
 SERIES = {
-    "leaves": tuple(BatchShape(leaves, 256) for leaves in (10, 32, 100, 316, 1000, 3162, 10_000, 31_623)),
+    "leaves": tuple(
+        BatchShape(leaves, 256) for leaves in (10, 32, 100, 316, 1000, 3162, 10_000, 31_623)
+    ),
     "bytes": tuple(BatchShape(16, 4**power) for power in range(3, 14)),
 }
-"""Shapes that differ in one thing, to see how cost grows with it: the number of leaves, and the size of 16 of them."""
+"""Shapes that differ in one thing, to see how cost grows with it: the number of leaves, and the
+size of 16 of them.
+"""
 SMOKE_SHAPES = (
     BatchShape(16, KIB),
     BatchShape(33, 284, ragged=True),
@@ -118,7 +130,11 @@ SMOKE_POINTS = 3
 
 def every_shape() -> list[BatchShape]:
     """Return all shapes of this module, each once."""
-    return list(dict.fromkeys([*SHAPES, *SMOKE_SHAPES, *(shape for series in SERIES.values() for shape in series)]))
+    return list(
+        dict.fromkeys(
+            [*SHAPES, *SMOKE_SHAPES, *(shape for series in SERIES.values() for shape in series)]
+        )
+    )
 
 
 def build(shape: BatchShape, seed: int) -> Batch:
@@ -146,11 +162,16 @@ def build_instances(shape: BatchShape) -> list[Batch]:
 
 def map_leaves(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Return a batch of the same structure with `move` applied to each leaf."""
-    return {key: map_leaves(value, move) if isinstance(value, dict) else move(value) for key, value in batch.items()}
+    return {
+        key: map_leaves(value, move) if isinstance(value, dict) else move(value)
+        for key, value in batch.items()
+    }
 
 
 def differences(batch: Batch, staged: Any, device: torch.device, path: str = "") -> Iterator[str]:
-    """Yield a line for each leaf of `staged` that is not the leaf of `batch` of that name, bit for bit, on `device`."""
+    """Yield a line for each leaf of `staged` that is not the leaf of `batch` of that name, bit for
+    bit, on `device`.
+    """
     if len(batch) != len(staged.keys()):
         yield f"{path or 'batch'}: {len(staged.keys())} entries instead of {len(batch)}"
     for key, value in batch.items():
@@ -161,7 +182,10 @@ def differences(batch: Batch, staged: Any, device: torch.device, path: str = "")
         elif not isinstance(other, torch.Tensor) or other.device != device:
             yield f"{here}: not a tensor on {device}"
         elif other.dtype != value.dtype or other.shape != value.shape:
-            yield f"{here}: {other.dtype} {tuple(other.shape)} instead of {value.dtype} {tuple(value.shape)}"
+            yield (
+                f"{here}: {other.dtype} {tuple(other.shape)} instead of {value.dtype} "
+                f"{tuple(value.shape)}"
+            )
         elif not torch.equal(_bytes(other), _bytes(value)):
             yield f"{here}: other bytes"
 

@@ -1,4 +1,6 @@
-"""The command line of the comparison. With `--child` it is a child process: one variant on some shapes."""
+"""The command line of the comparison. With `--child` it is a child process: one variant on some
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ BROUGHT_BY_THE_EXTRA = ("rich", "matplotlib")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 0, 1 if a variant failed or gave wrong bits, 2 for a usage error."""
+    """Run the comparison; return 0, 1 if a variant failed or gave wrong bits, 2 for a usage
+    error.
+    """
     args = parser().parse_args(arguments)
     child = args.__dict__.pop("child")
     if child is not None:
@@ -55,9 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser; its destinations are the fields of `Settings`, and `child`."""
     known = Settings()
-    found = argparse.ArgumentParser(PROGRAM, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = argparse.ArgumentParser(
+        PROGRAM, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = found.add_argument
-    add("--device", default=known.device, help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one')
+    add(
+        "--device",
+        default=known.device,
+        help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one',
+    )
     add("--only", help="these ways, separated by commas: to,pinstage")
     add("--batches", help="these batches, leaves x size, separated by commas: 64x1KiB,1000x256B")
     add("--series", help="measure how time grows with leaves or bytes: leaves, bytes or all")
@@ -72,11 +82,31 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="show a result file, and measure nothing; can be repeated",
     )
-    add("--rounds", type=positive, default=known.rounds, help="processes per way; every second round runs backwards")
-    add("--repeats", type=positive, default=known.repeats, help="timed calls of each way and batch, at most")
-    add("--seconds", type=float, default=known.seconds, help="time limit for these, once a few are done")
+    add(
+        "--rounds",
+        type=positive,
+        default=known.rounds,
+        help="processes per way; every second round runs backwards",
+    )
+    add(
+        "--repeats",
+        type=positive,
+        default=known.repeats,
+        help="timed calls of each way and batch, at most",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=known.seconds,
+        help="time limit for these, once a few are done",
+    )
     add("--timeout", type=float, default=known.timeout, help="seconds that one process may take")
-    add("--busy", type=int, default=known.busy, help="other processes that compute meanwhile, one CPU each")
+    add(
+        "--busy",
+        type=int,
+        default=known.busy,
+        help="other processes that compute meanwhile, one CPU each",
+    )
     add("--smoke", action="store_true", help="a small, short run on the CPU, to test the program")
     add("--child", help=argparse.SUPPRESS)
     return found
@@ -90,10 +120,16 @@ def positive(text: str) -> int:
     return number
 
 
-def work(variant_id: str, device: torch.device, shape_ids: str, repeats: int, seconds: float) -> None:
+def work(
+    variant_id: str, device: torch.device, shape_ids: str, repeats: int, seconds: float
+) -> None:
     """In the child: measure what the parent asked for, one outcome per line on stdout."""
     (variant,) = harness.chosen(variant_id, rivals.VARIANTS, "variant")
     shapes = harness.chosen(shape_ids, batches.every_shape(), "batch")
     harness.start_device(device)
     measure = partial(staging.measure, variant, device, repeats, seconds)
-    harness.work([shape for shape in shapes if variant.suits(shape)], measure, partial(staging.empty_caches, device))
+    harness.work(
+        [shape for shape in shapes if variant.suits(shape)],
+        measure,
+        partial(staging.empty_caches, device),
+    )

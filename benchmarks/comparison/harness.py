@@ -1,7 +1,8 @@
 """Measure each variant in a fresh process, and make rows of the results.
 
-No variant sees another's warm allocator, threads, streams or imported packages, and a crash loses only the variant's
-own rows. A benchmark calls `collect` in the parent, which starts a command with `--child VARIANT`, which calls `work`.
+No variant sees another's warm allocator, threads, streams or imported packages, and a crash loses
+only the variant's own rows. A benchmark calls `collect` in the parent, which starts a command with
+`--child VARIANT`, which calls `work`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ MARK = "@outcome "
 SMOKE_AT_ONCE = 2
 """Processes at a time in a smoke run, which should be short on two cores."""
 Outcome = dict[str, Any]
-"""`status`, `detail`, and for "ok" the samples in seconds: `total`, `main` until the call returned, and `busy` until it
-returned with a busy GPU."""
+"""`status`, `detail`, and for "ok" the samples in seconds: `total`, `main` until the call returned,
+and `busy` until it returned with a busy GPU."""
 
 
 class Named(Protocol):
@@ -75,7 +76,9 @@ class Variant:
     prepare: Callable[[Any], Any] | None = None
     """Applied to a batch before the timer starts."""
     in_place: Callable[..., Any] | None = None
-    """Set-up for a case whose data is written in place; None if `setup` takes torch's page-locked tensors."""
+    """Set-up for a case whose data is written in place; None if `setup` takes torch's page-locked
+    tensors.
+    """
     only_in_place: bool = False
     sized: bool = False
     """Whether `setup` also takes the size of a slab in bytes."""
@@ -126,7 +129,8 @@ def importable(module: str) -> bool:
 
 
 def chosen(names: str | None, known: Sequence[ANamed], what: str) -> list[ANamed]:
-    """Return the items of `known` whose ids are in the comma-separated `names`, all of them for None.
+    """Return the items of `known` whose ids are in the comma-separated `names`, all of them for
+    None.
 
     Raises:
         BenchError: There is no such id.
@@ -136,7 +140,9 @@ def chosen(names: str | None, known: Sequence[ANamed], what: str) -> list[ANamed
     ids = [name.strip() for name in names.split(",")]
     unknown = sorted(set(ids) - {item.id for item in known})
     if unknown:
-        raise BenchError(f"no such {what}: {', '.join(unknown)}; known: {', '.join(item.id for item in known)}")
+        raise BenchError(
+            f"no such {what}: {', '.join(unknown)}; known: {', '.join(item.id for item in known)}"
+        )
     return [item for item in known if item.id in ids]
 
 
@@ -154,7 +160,8 @@ def collect(
     watcher: Watcher | None = None,
     keep: Callable[[list[Row], str], None] | None = None,
 ) -> list[Row]:
-    """Run every variant `rounds` times, each in a fresh process, and return a row for each variant and case.
+    """Run every variant `rounds` times, each in a fresh process, and return a row for each variant
+    and case.
 
     Our variants run first, so that a run that ends early only lacks a rival or two.
 
@@ -169,8 +176,8 @@ def collect(
         at_once: Processes that run at a time; use more than one only if times don't matter.
         unit: Unit of the times in the rows: "s", "ms" or "us".
         watcher: Receives the progress.
-        keep: Called after each process except the last, with the rows so far and the progress as text, so that a killed
-            run keeps them.
+        keep: Called after each process except the last, with the rows so far and the progress as
+            text, so that a killed run keeps them.
     """
     told = watcher or Lines()
 
@@ -178,16 +185,24 @@ def collect(
         suitable = [case for case in cases if variant.suits(case)]
         obstacle = variant.obstacle(device)
         if obstacle or not suitable:
-            return {case.id: {"status": obstacle, "detail": variant.package or ""} for case in suitable}
+            return {
+                case.id: {"status": obstacle, "detail": variant.package or ""} for case in suitable
+            }
         began = time.perf_counter()
         whole = [*command, "--child", variant.id]
         emitted, failure = _run_fresh(whole, timeout, lambda: told.case_done(variant.id))
-        told.process_done(variant.id, len(suitable) - len(emitted), time.perf_counter() - began, failure)
+        told.process_done(
+            variant.id, len(suitable) - len(emitted), time.perf_counter() - began, failure
+        )
         missing = {"status": "error", "detail": failure[:300] or "no result"}
-        return {case.id: missing for case in suitable} | {outcome["case"]: outcome for outcome in emitted}
+        return {case.id: missing for case in suitable} | {
+            outcome["case"]: outcome for outcome in emitted
+        }
 
     def rows() -> list[Row]:
-        of_variants = ((variant, outcomes[variant.id]) for variant in variants if variant.id in outcomes)
+        of_variants = (
+            (variant, outcomes[variant.id]) for variant in variants if variant.id in outcomes
+        )
         return [
             _row(benchmark, variant, case, [of_round[case.id] for of_round in rounds_of], unit)
             for variant, rounds_of in of_variants
@@ -198,7 +213,9 @@ def collect(
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
     done = 0
     for turn in range(rounds):
-        order = ours_first if turn % 2 == 0 else ours_first[::-1]  # a drift of the machine then affects all alike
+        order = (
+            ours_first if turn % 2 == 0 else ours_first[::-1]
+        )  # a drift of the machine then affects all alike
         with ThreadPoolExecutor(at_once) as executor:
             run = map if at_once == 1 else executor.map
             for variant, found in zip(order, run(outcomes_of, order), strict=True):
@@ -209,7 +226,9 @@ def collect(
     return rows()
 
 
-def _row(benchmark: str, variant: Variant, case: Case, outcomes: Sequence[Outcome], unit: str) -> Row:
+def _row(
+    benchmark: str, variant: Variant, case: Case, outcomes: Sequence[Outcome], unit: str
+) -> Row:
     """Return the row of a variant's outcomes on a case, one per round."""
     first = next((outcome for outcome in outcomes if outcome["status"] != "ok"), outcomes[0])
     row = Row(benchmark, case.id, variant.id, first["status"], first["detail"], variant.ours)
@@ -222,8 +241,14 @@ def _row(benchmark: str, variant: Variant, case: Case, outcomes: Sequence[Outcom
 
 @contextmanager
 def busy_cpus(processes: int) -> Iterator[None]:
-    """Run other processes meanwhile, each computing on one CPU, like the workers of a DataLoader."""
-    command = [sys.executable, "-c", "import numpy as np\nones = np.ones(1 << 20)\nwhile True: ones * 1.5"]
+    """Run other processes meanwhile, each computing on one CPU, like the workers of a
+    DataLoader.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        "import numpy as np\nones = np.ones(1 << 20)\nwhile True: ones * 1.5",
+    ]
     running: list[subprocess.Popen[bytes]] = []
     try:
         running += (subprocess.Popen(command) for _ in range(processes))
@@ -242,8 +267,12 @@ def start_device(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def work(cases: Sequence[ACase], measure: Callable[[ACase], Outcome], between: Callable[[], None]) -> None:
-    """In the child: measure each case, and emit its outcome at once, so that it survives a later crash."""
+def work(
+    cases: Sequence[ACase], measure: Callable[[ACase], Outcome], between: Callable[[], None]
+) -> None:
+    """In the child: measure each case, and emit its outcome at once, so that it survives a later
+    crash.
+    """
     for case in cases:
         try:
             outcome = measure(case)
@@ -263,7 +292,9 @@ def _kill(pid: int) -> None:
             _kill(int(worker))
 
 
-def _run_fresh(command: Sequence[str], timeout: float, on_outcome: Callable[[], None]) -> tuple[list[Outcome], str]:
+def _run_fresh(
+    command: Sequence[str], timeout: float, on_outcome: Callable[[], None]
+) -> tuple[list[Outcome], str]:
     """Run a command and return the outcomes that it emitted, and the error or an empty string."""
     outcomes: list[Outcome] = []
     timed_out = threading.Event()

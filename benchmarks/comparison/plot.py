@@ -23,7 +23,17 @@ LABELS = {
     "pinstage": "pinstage",
 }
 OURS = ("#e41a1c",)
-RIVALS = ("#4c9be8", "#2ca02c", "#9467bd", "#8c564b", "#17becf", "#e377c2", "#7f7f7f", "#bcbd22", "#1f5fa8")
+RIVALS = (
+    "#4c9be8",
+    "#2ca02c",
+    "#9467bd",
+    "#8c564b",
+    "#17becf",
+    "#e377c2",
+    "#7f7f7f",
+    "#bcbd22",
+    "#1f5fa8",
+)
 """Distinct on light and dark pages. For colour-blind readers the markers differ too."""
 DARK: Any = {  # Any: matplotlib names each key in its type
     "figure.facecolor": "#1e2129",
@@ -43,7 +53,8 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
     """Draw a panel for each measured series, and write the picture for light and for dark pages.
 
     Args:
-        results: Contents of result files; one file may have a whole series, or several files its variants.
+        results: Contents of result files; one file may have a whole series, or several files its
+            variants.
         out: The file; its suffix sets the format. The dark one has ``-dark`` after its stem.
 
     Raises:
@@ -53,7 +64,9 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
 
     series = {name: rows for name in SERIES if (rows := _rows_of_series(results, name))}
     if not series:
-        raise BenchError("no series was measured, so there is nothing to draw; --series all measures both")
+        raise BenchError(
+            "no series was measured, so there is nothing to draw; --series all measures both"
+        )
     for colours, path in ((LIGHT, out), (DARK, dark(out))):
         with rc_context(colours):
             _draw(series, "\n".join(dict.fromkeys(map(described, results))), path)
@@ -68,7 +81,9 @@ def _draw(series: dict[str, list[Row]], title: str, out: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot: needs no display, leaves no state
 
     style = _styles([row for rows in series.values() for row in rows])
-    figure = Figure(figsize=(7.2, 4.6 * len(series) + 1), layout="constrained")  # stacked, for phones
+    figure = Figure(
+        figsize=(7.2, 4.6 * len(series) + 1), layout="constrained"
+    )  # stacked, for phones
     axes = figure.subplots(len(series), 1, squeeze=False)[:, 0]
     for axis, (name, rows) in zip(axes, series.items(), strict=True):
         _panel(axis, rows, style, by_leaves=name == "leaves")
@@ -76,7 +91,14 @@ def _draw(series: dict[str, list[Row]], title: str, out: Path) -> None:
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=9,
+    )
     figure.suptitle(title, fontsize=9)
     figure.savefig(out, dpi=140)
 
@@ -115,22 +137,38 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         if row.variant not in styles:
             marker = MARKERS[len(styles) % len(MARKERS)]
             weight, order, colours = (2.4, 3, ours) if row.ours else (1.2, 2, rivals)
-            styles[row.variant] = {"marker": marker, "lw": weight, "zorder": order, "color": next(colours, "#000000")}
+            styles[row.variant] = {
+                "marker": marker,
+                "lw": weight,
+                "zorder": order,
+                "color": next(colours, "#000000"),
+            }
     return styles
 
 
-def _panel(axis: Any, rows: Sequence[Row], styles: dict[str, dict[str, Any]], *, by_leaves: bool) -> None:
+def _panel(
+    axis: Any, rows: Sequence[Row], styles: dict[str, dict[str, Any]], *, by_leaves: bool
+) -> None:
     """Draw the median of each variant, and the range of 80% of our calls."""
     field = "leaves" if by_leaves else "nbytes"
     for variant, style in styles.items():
-        line = sorted((row for row in rows if row.variant == variant), key=lambda row: getattr(row, field))
+        line = sorted(
+            (row for row in rows if row.variant == variant), key=lambda row: getattr(row, field)
+        )
         if not line:
             continue
         x = [getattr(row, field) for row in line]
-        axis.plot(x, [row.median for row in line], ms=4, label=LABELS.get(variant, variant), **style)
+        axis.plot(
+            x, [row.median for row in line], ms=4, label=LABELS.get(variant, variant), **style
+        )
         if line[0].ours:
             axis.fill_between(
-                x, [row.p10 for row in line], [row.p90 for row in line], color=style["color"], alpha=0.2, lw=0
+                x,
+                [row.p10 for row in line],
+                [row.p90 for row in line],
+                color=style["color"],
+                alpha=0.2,
+                lw=0,
             )
     axis.set_xscale("log", base=10 if by_leaves else 2)
     axis.set_yscale("log")

@@ -32,10 +32,17 @@ class Bar:
 
 @contextmanager
 def watching(total: int) -> Iterator[Watcher]:
-    """Show on stderr the progress of the body, which measures `total` cases of all variants and rounds."""
+    """Show on stderr the progress of the body, which measures `total` cases of all variants and
+    rounds.
+    """
     if not sys.stderr.isatty():
         yield Lines()
         return
-    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         yield Bar(bar, total)

@@ -1,4 +1,6 @@
-"""The results of a benchmark: rows of one schema, with the machine, versions and commit of the measurement."""
+"""The results of a benchmark: rows of one schema, with the machine, versions and commit of the
+measurement.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,19 @@ class Row:
     vs_best_rival: float | None = None
     """The best rival's median over this one; above 1, this variant is faster than every rival."""
 
-    def fill(self, samples: Sequence[float], main: Sequence[float] = (), busy: Sequence[float] = ()) -> None:
-        """Set the figures from the samples, which are in seconds, or fractions if the unit is "%"."""
+    def fill(
+        self, samples: Sequence[float], main: Sequence[float] = (), busy: Sequence[float] = ()
+    ) -> None:
+        """Set the figures from the samples, which are in seconds, or fractions if the unit is
+        "%".
+        """
         scale = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0}[self.unit]
         self.repeats = len(samples)
         self.p10, self.median, self.p90 = (quantile(samples, q) * scale for q in (0.1, 0.5, 0.9))
         if main:
-            self.main_p10, self.main_median, self.main_p90 = (quantile(main, q) * scale for q in (0.1, 0.5, 0.9))
+            self.main_p10, self.main_median, self.main_p90 = (
+                quantile(main, q) * scale for q in (0.1, 0.5, 0.9)
+            )
         if busy:
             self.busy_median = quantile(busy, 0.5) * scale
         if self.nbytes and self.median:
@@ -88,39 +96,52 @@ def compare(rows: Sequence[Row]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Return machine, versions, commit and date, without creating a CUDA context in this process."""
+    """Return machine, versions, commit and date, without creating a CUDA context in this
+    process.
+    """
     return {
         "schema": SCHEMA,
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
     }
 
 
 def machine() -> dict[str, Any]:
-    """Return the facts that affect the figures: GPU, driver, CUDA, CPU and cores, memory, kernel, glibc's settings."""
-    gpu, driver = _first_line("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition(", ")[
-        ::2
-    ]
+    """Return the facts that affect the figures: GPU, driver, CUDA, CPU and cores, memory, kernel,
+    glibc's settings.
+    """
+    gpu, driver = _first_line(
+        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+    ).partition(", ")[::2]
     cpuinfo, meminfo = _lines("/proc/cpuinfo"), _lines("/proc/meminfo")
     return {
         "gpu": gpu or None,
         "driver": driver or None,
         "cuda": torch.version.cuda,
         "cpu": next(
-            (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), platform.machine()
+            (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")),
+            platform.machine(),
         ),
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
-        "memory": next((line.partition(":")[2].strip() for line in meminfo if line.startswith("MemTotal")), None),
+        "memory": next(
+            (line.partition(":")[2].strip() for line in meminfo if line.startswith("MemTotal")),
+            None,
+        ),
         "huge_pages": next(iter(_lines("/sys/kernel/mm/transparent_hugepage/enabled")), None),
         "kernel": platform.release(),
     }
 
 
 def version(package: str) -> str:
-    """Return a package's version, "not installed", or "source tree" if it can be imported but isn't installed."""
+    """Return a package's version, "not installed", or "source tree" if it can be imported but isn't
+    installed.
+    """
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -132,7 +153,9 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """Return the measured commit, from git or, for a tree without its repository, from PINSTAGE_COMMIT."""
+    """Return the measured commit, from git or, for a tree without its repository, from
+    PINSTAGE_COMMIT.
+    """
     if os.environ.get("PINSTAGE_COMMIT"):
         return os.environ["PINSTAGE_COMMIT"]
     here = str(Path(__file__).parent)
@@ -146,13 +169,17 @@ def commit() -> str:
 def rows_of(result: dict[str, Any]) -> list[Row]:
     """Return the rows of a result file; fields that it lacks have their defaults."""
     known = {field.name for field in fields(Row)}
-    return [Row(**{key: value for key, value in row.items() if key in known}) for row in result["rows"]]
+    return [
+        Row(**{key: value for key, value in row.items() if key in known}) for row in result["rows"]
+    ]
 
 
 def result_of(
     benchmark: str, settings: dict[str, Any], rows: Sequence[Row], incomplete: str | None = None
 ) -> dict[str, Any]:
-    """Return the content of a result file; `incomplete` says how much was measured, if that isn't all."""
+    """Return the content of a result file; `incomplete` says how much was measured, if that isn't
+    all.
+    """
     said = {} if incomplete is None else {"incomplete": incomplete}
     rounded = [_rounded(row) for row in rows]
     return {"benchmark": benchmark, **said, **environment(), "settings": settings, "rows": rounded}
@@ -167,7 +194,10 @@ def save(path: Path, result: dict[str, Any]) -> None:
 
 
 def _rounded(row: Row) -> dict[str, Any]:
-    return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in asdict(row).items()}
+    return {
+        key: float(f"{value:.5g}") if isinstance(value, float) else value
+        for key, value in asdict(row).items()
+    }
 
 
 def _first_line(*command: str) -> str:

@@ -1,8 +1,9 @@
 """The ways to bring a nested batch to a device, each with an id, all with one signature.
 
-`variant.setup(device)` is a context manager that yields `stage(batch) -> staged batch`. Each call includes packing, and
-building a rival's own container from the plain nested batch; the one variant without that is named `_prebuilt`. Each
-rival is used as its own documentation recommends; `about` has the call.
+`variant.setup(device)` is a context manager that yields `stage(batch) -> staged batch`. Each call
+includes packing, and building a rival's own container from the plain nested batch; the one variant
+without that is named `_prebuilt`. Each rival is used as its own documentation recommends; `about`
+has the call.
 """
 
 from __future__ import annotations
@@ -48,12 +49,16 @@ def _pin_to(device: torch.device) -> Iterator[Stage]:
 def _tensordict(batch: Any) -> Any:
     from tensordict import TensorDict
 
-    return TensorDict(batch, batch_size=[])  # its fastest constructor for a nested dict: from_dict takes 1.5x as long
+    return TensorDict(
+        batch, batch_size=[]
+    )  # its fastest constructor for a nested dict: from_dict takes 1.5x as long
 
 
 @contextmanager
 def _tensordict_consolidate(device: torch.device) -> Iterator[Stage]:
-    pin = device.type == "cuda"  # without CUDA nothing can be pinned; the smoke run takes the same path otherwise
+    pin = (
+        device.type == "cuda"
+    )  # without CUDA nothing can be pinned; the smoke run takes the same path otherwise
     yield lambda batch: _tensordict(batch).consolidate(pin_memory=pin).to(device, non_blocking=True)
 
 
@@ -61,7 +66,11 @@ def _tensordict_consolidate(device: torch.device) -> Iterator[Stage]:
 def _tensordict_consolidate_threads(device: torch.device) -> Iterator[Stage]:
     pin, threads = device.type == "cuda", len(os.sched_getaffinity(0))
     yield (
-        lambda batch: _tensordict(batch).consolidate(pin_memory=pin, num_threads=threads).to(device, non_blocking=True)
+        lambda batch: (
+            _tensordict(batch)
+            .consolidate(pin_memory=pin, num_threads=threads)
+            .to(device, non_blocking=True)
+        )
     )
 
 
@@ -78,7 +87,9 @@ def _tensordict_non_blocking_pin(device: torch.device) -> Iterator[Stage]:
 
 @contextmanager
 def _spdl_transfer(device: torch.device) -> Iterator[Stage]:
-    os.environ["LOCAL_RANK"] = str(device.index or 0)  # the only place where SPDL looks for the device
+    os.environ["LOCAL_RANK"] = str(
+        device.index or 0
+    )  # the only place where SPDL looks for the device
     import spdl.io
 
     # named transfer_tensor up to 0.7; since 0.8 that name warns on each call
@@ -88,8 +99,9 @@ def _spdl_transfer(device: torch.device) -> Iterator[Stage]:
 @contextmanager
 def _multi_tensor_copier(package: str, device: torch.device) -> Iterator[Stage]:
     start_copy = import_module(package).start_copy
-    # All documented features (packing, pinned staging, its own thread) are on by default, and its own evaluation calls
-    # it like this. The number of threads is torch's, if it was built with threads.
+    # All documented features (packing, pinned staging, its own thread) are on by default, and its
+    # own evaluation calls it like this. The number of threads is torch's, if it was built with
+    # threads.
     yield lambda batch: start_copy(batch, device).get()
 
 
@@ -122,7 +134,9 @@ def _lease(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
     def stage(batch: Any) -> Any:
         staged = map_leaves(batch, move)
         if device.type == "cuda":
-            torch.cuda.current_stream(device).record_event()  # a user would release the lease after this event
+            torch.cuda.current_stream(
+                device
+            ).record_event()  # a user would release the lease after this event
         return staged
 
     with ps.SlabPool(max_bytes="8GiB") as pool, ExitStack() as leases:
@@ -142,38 +156,50 @@ def _into_leases(pool: ps.SlabPool, leases: ExitStack, batch: Any) -> Any:
 
 
 VARIANTS = (
-    Variant("to", _to, "`leaf.to(device, non_blocking=True)` for each leaf, in a plain recursive walk"),
-    Variant("pin_to", _pin_to, "`leaf.pin_memory().to(device, non_blocking=True)` for each leaf", needs_cuda=True),
+    Variant(
+        "to", _to, "`leaf.to(device, non_blocking=True)` for each leaf, in a plain recursive walk"
+    ),
+    Variant(
+        "pin_to",
+        _pin_to,
+        "`leaf.pin_memory().to(device, non_blocking=True)` for each leaf",
+        needs_cuda=True,
+    ),
     Variant(
         "tensordict_consolidate",
         _tensordict_consolidate,
-        "`TensorDict(batch).consolidate(pin_memory=True).to(device, non_blocking=True)`: one pinned storage, one copy",
+        "`TensorDict(batch).consolidate(pin_memory=True).to(device, non_blocking=True)`: one "
+        "pinned storage, one copy",
         package="tensordict",
     ),
     Variant(
         "tensordict_consolidate_threads",
         _tensordict_consolidate_threads,
-        "the same with `num_threads=` all cpus, as its docstring offers for the copy into the storage",
+        "the same with `num_threads=` all cpus, as its docstring offers for the copy into the "
+        "storage",
         package="tensordict",
     ),
     Variant(
         "tensordict_consolidate_prebuilt",
         _tensordict_consolidate_prebuilt,
-        "tensordict_consolidate, the TensorDict built before the timer starts: for a pipeline that has one already",
+        "tensordict_consolidate, the TensorDict built before the timer starts: for a pipeline "
+        "that has one already",
         package="tensordict",
         prepare=_tensordict,
     ),
     Variant(
         "tensordict_non_blocking_pin",
         _tensordict_non_blocking_pin,
-        "`TensorDict(batch).to(device, non_blocking_pin=True)`: pinned on the calling thread, as its docstring advises",
+        "`TensorDict(batch).to(device, non_blocking_pin=True)`: pinned on the calling thread, as "
+        "its docstring advises",
         package="tensordict",
         needs_cuda=True,
     ),
     Variant(
         "spdl_transfer",
         _spdl_transfer,
-        "`spdl.io.transfer_tensor`, `transfer_tensor_h2d` since 0.8: pins and copies each leaf on a stream, then waits",
+        "`spdl.io.transfer_tensor`, `transfer_tensor_h2d` since 0.8: pins and copies each leaf "
+        "on a stream, then waits",
         package="spdl.io",
         needs_cuda=True,
     ),
@@ -192,7 +218,8 @@ VARIANTS = (
     Variant(
         "pinstage",
         _pinstage,
-        "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`; of what is written in place `borrow_pinned=True`",
+        "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`; of what is written in place "
+        "`borrow_pinned=True`",
         package="pinstage",
         ours=True,
         in_place=_pinstage_in_place,
@@ -200,7 +227,8 @@ VARIANTS = (
     Variant(
         "pinstage_lease",
         _lease,
-        "`pool.acquire(n)`, written in place, then `lease.tensor(...).to(device, non_blocking=True)` and an event",
+        "`pool.acquire(n)`, written in place, then `lease.tensor(...).to(device, "
+        "non_blocking=True)` and an event",
         package="pinstage",
         ours=True,
         in_place=_lease,

@@ -29,7 +29,8 @@ class Settings:
         only: Ids of variants, separated by commas; None for all.
         batches: Ids of batch shapes, separated by commas; None for the table's shapes.
         series: Measure this series of shapes, or `"all"`, instead of the table's.
-        plot: A picture of the series to write; if `series` is None, both series are measured for it, after the table.
+        plot: A picture of the series to write; if `series` is None, both series are measured for
+            it, after the table.
         out: A result file to write, as JSON.
         read: Result files to show and draw; then nothing is measured.
         rounds: Processes for each variant.
@@ -56,10 +57,12 @@ class Settings:
 
 
 def run_bench(settings: Settings) -> int:
-    """Run the comparison, or read one; return the exit status: 1 if a variant failed or gave wrong bits.
+    """Run the comparison, or read one; return the exit status: 1 if a variant failed or gave wrong
+    bits.
 
     Raises:
-        BenchError: An option names something unknown or missing, or a file cannot be read or written.
+        BenchError: An option names something unknown or missing, or a file cannot be read or
+            written.
     """
     _check_targets(settings)
     results = [_read(path) for path in settings.read] or [measured(settings)]
@@ -74,16 +77,22 @@ def run_bench(settings: Settings) -> int:
     if settings.plot is not None:
         plot.draw(results, settings.plot)
         sys.stderr.write(f"written: {settings.plot}\n")
-    return int(any(row["status"] in ("error", "incorrect") for result in results for row in result["rows"]))
+    return int(
+        any(row["status"] in ("error", "incorrect") for result in results for row in result["rows"])
+    )
 
 
 def measured(settings: Settings) -> dict[str, Any]:
-    """Measure, and return the content of a result file; write the rows so far after each process."""
+    """Measure, and return the content of a result file; write the rows so far after each
+    process.
+    """
     from comparison.progress import watching
 
     device = choose_device(settings.device, smoke=settings.smoke)
     of_table, series = chosen_shapes(settings)
-    shapes = list(dict.fromkeys([*of_table, *(shape for shapes in series.values() for shape in shapes)]))
+    shapes = list(
+        dict.fromkeys([*of_table, *(shape for shapes in series.values() for shape in shapes)])
+    )
     variants = harness.chosen(settings.only, rivals.VARIANTS, "variant")
     repeats, seconds = settings.repeats, settings.seconds
     if settings.smoke:
@@ -94,7 +103,9 @@ def measured(settings: Settings) -> dict[str, Any]:
     able = [variant for variant in variants if variant.obstacle(device) is None]
     total = settings.rounds * sum(variant.suits(shape) for variant in able for shape in shapes)
     internal = ("out", "plot", "read", "only", "batches", "series", "timeout")
-    noted: dict[str, Any] = {name: value for name, value in asdict(settings).items() if name not in internal}
+    noted: dict[str, Any] = {
+        name: value for name, value in asdict(settings).items() if name not in internal
+    }
     noted |= {"device": str(device), "repeats": repeats, "seconds": seconds}
     noted["table"] = [shape.id for shape in of_table]
     noted["series"] = {name: [shape.id for shape in shapes] for name, shapes in series.items()}
@@ -167,21 +178,28 @@ def choose_device(text: str, *, smoke: bool = False) -> torch.device:
         return torch.device("cpu")
     index = device.index or 0
     if index >= present:
-        raise BenchError(f"{text!r} is not there: torch sees {present} CUDA devices; --device cpu runs without one")
+        raise BenchError(
+            f"{text!r} is not there: torch sees {present} CUDA devices; --device cpu runs without "
+            "one"
+        )
     return torch.device("cuda", index)
 
 
 def _check_targets(settings: Settings) -> None:
     """Check before minutes of measuring that the results can be written afterwards."""
     if settings.read and settings.out:
-        raise BenchError("--out writes what was measured, and with --from nothing is: leave one of them out")
+        raise BenchError(
+            "--out writes what was measured, and with --from nothing is: leave one of them out"
+        )
     for path in filter(None, (settings.out, settings.plot)):
         if path.is_dir():
             raise BenchError(f"{path} is a folder; name a file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise BenchError(f"{path} cannot be written: {error.strerror}; name another place") from error
+            raise BenchError(
+                f"{path} cannot be written: {error.strerror}; name another place"
+            ) from error
     if settings.plot is not None:
         if settings.plot.suffix.lower() not in PICTURES:
             raise BenchError(f"{settings.plot}: a picture is one of {', '.join(PICTURES)}")

@@ -1,14 +1,14 @@
 """The work of a child process: stage the shapes with one variant, check the bits, time the calls.
 
-Each variant has a fresh process, which runs all shapes: with a process per pair, starting torch and CUDA would take
-longer than the measurement itself. Between shapes the variant is closed and set up again, and torch's caches are
-emptied, so that no shape sees another's slabs.
+Each variant has a fresh process, which runs all shapes: with a process per pair, starting torch and
+CUDA would take longer than the measurement itself. Between shapes the variant is closed and set up
+again, and torch's caches are emptied, so that no shape sees another's slabs.
 
-A sample is the time from the call until every leaf is ready on the device: the call, then a device synchronise. The
-time until the call returned is recorded too. On a GPU it is also recorded with 100 ms of kernels queued on the current
-stream, as in a training loop: a call that waits for the device then takes 100 ms longer. Before the timer starts, a few
-batches are staged back to back and compared bit for bit. A staged batch is dropped before the next call, outside the
-timer.
+A sample is the time from the call until every leaf is ready on the device: the call, then a device
+synchronise. The time until the call returned is recorded too. On a GPU it is also recorded with 100
+ms of kernels queued on the current stream, as in a training loop: a call that waits for the device
+then takes 100 ms longer. Before the timer starts, a few batches are staged back to back and
+compared bit for bit. A staged batch is dropped before the next call, outside the timer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ BUSY_KERNELS = 10
 BUSY_REPEATS = 3
 
 
-def measure(variant: Variant, device: torch.device, repeats: int, seconds: float, shape: batches.BatchShape) -> Outcome:
+def measure(
+    variant: Variant, device: torch.device, repeats: int, seconds: float, shape: batches.BatchShape
+) -> Outcome:
     """Return one variant's status on one shape, and its samples in seconds.
 
     Args:
@@ -64,7 +66,9 @@ def measure(variant: Variant, device: torch.device, repeats: int, seconds: float
 
 
 @contextmanager
-def set_up(variant: Variant, device: torch.device, shape: batches.BatchShape) -> Iterator[tuple[Stage, Stage]]:
+def set_up(
+    variant: Variant, device: torch.device, shape: batches.BatchShape
+) -> Iterator[tuple[Stage, Stage]]:
     """Yield a function that stages a batch, and one that first puts it where the shape has it."""
     if shape.in_place and variant.in_place:
         with variant.in_place(device) as both:
@@ -77,8 +81,12 @@ def set_up(variant: Variant, device: torch.device, shape: batches.BatchShape) ->
             yield stage, lambda batch: batch
 
 
-def check(stage: Stage, instances: Sequence[Any], sources: Sequence[Any], device: torch.device) -> str:
-    """Stage some batches back to back, with no wait in between, and return how they differ from their sources."""
+def check(
+    stage: Stage, instances: Sequence[Any], sources: Sequence[Any], device: torch.device
+) -> str:
+    """Stage some batches back to back, with no wait in between, and return how they differ from
+    their sources.
+    """
     staged = [stage(source) for source in sources[:CHECKED_IN_A_ROW]]
     for instance, result in zip(instances, staged, strict=False):
         wrong = list(islice(batches.differences(instance, result, device), 3))
@@ -88,11 +96,17 @@ def check(stage: Stage, instances: Sequence[Any], sources: Sequence[Any], device
 
 
 def timed(
-    stage: Stage, sources: Sequence[Any], synchronize: Callable[[], None], repeats: int, seconds: float
+    stage: Stage,
+    sources: Sequence[Any],
+    synchronize: Callable[[], None],
+    repeats: int,
+    seconds: float,
 ) -> tuple[list[float], list[float]]:
     """Warm up, then return samples of the whole time and of the time until the call returned."""
     began = time.perf_counter()
-    for i, source in enumerate(cycle(sources)):  # a small batch hundreds of times, as a training loop does
+    for i, source in enumerate(
+        cycle(sources)
+    ):  # a small batch hundreds of times, as a training loop does
         if i >= FEWEST_WARM_UPS and time.perf_counter() - began > WARM_UP_SECONDS:
             break
         stage(source)
@@ -116,7 +130,9 @@ def timed(
 
 
 def timed_beside_kernels(stage: Stage, sources: Sequence[Any], device: torch.device) -> list[float]:
-    """Return samples of the time until the call returned while the current stream has kernels to run before it."""
+    """Return samples of the time until the call returned while the current stream has kernels to
+    run before it.
+    """
     synchronize = synchronizer(device)
     run_kernel: Callable[[int], None] = torch.cuda._sleep
     for cycles in (1000, 10_000_000):  # the first turn loads the kernel
@@ -145,7 +161,9 @@ def synchronizer(device: torch.device) -> Callable[[], None]:
 
 
 def empty_caches(device: torch.device) -> None:
-    """Free torch's cached device and page-locked memory, so that all shapes start from the same state."""
+    """Free torch's cached device and page-locked memory, so that all shapes start from the same
+    state.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -30,11 +30,17 @@ def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> N
 
 
 def grid(title: str, rows: Sequence[Row], field: str, *spread: str) -> None:
-    """Print a table with a line per variant and a column per case: one figure, and its spread in brackets."""
+    """Print a table with a line per variant and a column per case: one figure, and its spread in
+    brackets.
+    """
     cases = list(dict.fromkeys(row.case for row in rows))
     lines: dict[str, dict[str, str]] = {}
     for row in rows:
-        between = f" [{' .. '.join(cell(row, name) for name in spread)}]" if spread and row.status == "ok" else ""
+        between = (
+            f" [{' .. '.join(cell(row, name) for name in spread)}]"
+            if spread and row.status == "ok"
+            else ""
+        )
         lines.setdefault(row.variant, {})[row.case] = cell(row, field) + between
     show(
         title,
@@ -56,11 +62,16 @@ def digits(value: float | None) -> str:
 
 
 def comparison(rows: Sequence[Row]) -> None:
-    """Print the table of a comparison: a line per way, with its median on each case and the best rival's over it.
+    """Print the table of a comparison: a line per way, with its median on each case and the best
+    rival's over it.
 
     Ways that could not run, and failures, are listed below the table with the reason.
     """
-    ran = list(dict.fromkeys(row.variant for row in rows if row.status not in ("not installed", "needs CUDA")))
+    ran = list(
+        dict.fromkeys(
+            row.variant for row in rows if row.status not in ("not installed", "needs CUDA")
+        )
+    )
     by_pair = {(row.case, row.variant): row for row in rows}
     cases = list(dict.fromkeys(row.case for row in rows))
     compared = any(row.vs_best_rival for row in rows)
@@ -69,14 +80,26 @@ def comparison(rows: Sequence[Row]) -> None:
         line = [variant]
         for case in cases:
             row = by_pair.get((case, variant))
-            ratio = "" if row is None or row.vs_best_rival is None else f" {f'{row.vs_best_rival:.2f}x':>6}"
+            ratio = (
+                ""
+                if row is None or row.vs_best_rival is None
+                else f" {f'{row.vs_best_rival:.2f}x':>6}"
+            )
             line.append("" if row is None else cell(row, "median") + ratio)
         lines.append(line)
     if lines:
-        meaning = "; the best rival's time over it, above 1.00x is faster than every rival" if compared else ""
+        meaning = (
+            "; the best rival's time over it, above 1.00x is faster than every rival"
+            if compared
+            else ""
+        )
         show(f"median ms until every leaf is ready on the device{meaning}", ["", *cases], lines)
     if any(row.busy_median for row in rows):
-        grid("median ms until the call returns while the GPU has 100 ms of kernels to run first", rows, "busy_median")
+        grid(
+            "median ms until the call returns while the GPU has 100 ms of kernels to run first",
+            rows,
+            "busy_median",
+        )
     if lines and not compared:
         say("no ratios: these take a GPU, since on the CPU .to() moves nothing, and a rival")
     for reason in ("not installed", "needs CUDA"):

@@ -1,8 +1,9 @@
-"""The demo's own batch classes, as a team would write them: nested, ragged, custom, half torch and half numpy.
+"""The demo's own batch classes, as a team would write them: nested, ragged, custom, half torch and
+half numpy.
 
-`ObservationStream` is a dataclass and needs nothing to be staged. `HourSample` and `RaggedBatch` are plain classes:
-pinstage needs one `ps.register_node` line for each. Teams write functions like `map_tensors` by hand today; the two
-rivals of the demo use it.
+`ObservationStream` is a dataclass and needs nothing to be staged. `HourSample` and `RaggedBatch`
+are plain classes: pinstage needs one `ps.register_node` line for each. Teams write functions like
+`map_tensors` by hand today; the two rivals of the demo use it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class ObservationStream:
         coordinates: float64 `[n, 2]` (numpy), latitude and longitude in degrees, NaN where unknown.
         times: int64 `[n]` (numpy), seconds since 1970 UTC.
         ids: int32 `[n]`, row number in the weather table, or flight number.
-        tails: int64 `[n]` (numpy), hash of the aircraft's tail number, 0 if unknown; None for a weather station.
+        tails: int64 `[n]` (numpy), hash of the aircraft's tail number, 0 if unknown; None for a
+            weather station.
         sectors: uint8 `[n]`, wind direction in eighths of a circle, 8 if unknown; None for flights.
     """
 
@@ -69,7 +71,8 @@ class HourSample:
         hour: The hour in ISO 8601, UTC.
         time: int64 `[]`, the same in seconds since 1970.
         weather: The last hours of each airport's station; None where the station was silent.
-        departures: Scheduled departures of this hour, one stream per carrier; an empty list at night.
+        departures: Scheduled departures of this hour, one stream per carrier; an empty list at
+            night.
         recent: Flights of the preceding hours, one stream per airport, with the known delays.
         calendar: float64 `[4]` (numpy), time of day and of year as sines and cosines.
         target: float32 `[3]`, mean departure delay of this hour at each airport, in half hours.
@@ -131,7 +134,9 @@ class RaggedBatch:
         metadata: The origin of the batch; text.
     """
 
-    def __init__(self, samples: list[HourSample], segments: dict[str, Array], metadata: dict[str, str]) -> None:
+    def __init__(
+        self, samples: list[HourSample], segments: dict[str, Array], metadata: dict[str, str]
+    ) -> None:
         self.samples = samples
         self.segments = segments
         self.metadata = metadata

@@ -11,15 +11,18 @@ from demo.errors import REMEDY, DemoError
 ABOUT = """
 Train a small model on one year of weather and flights, staged in four ways.
 
-The data is nested, ragged and fragmented: hundreds of small numpy and torch arrays per batch, in custom classes. The
-same batches are brought to the device by .to() on each leaf, by pin_memory() and .to() on each leaf, by ps.Stager,
-and by the workers of ps.DataLoader. A table compares time, copies, bytes and memory. The four loss curves must be
-equal bit for bit: the program fails (exit status 1) if they are not.
+The data is nested, ragged and fragmented: hundreds of small numpy and torch arrays per batch, in
+custom classes. The same batches are brought to the device by .to() on each leaf, by pin_memory()
+and .to() on each leaf, by ps.Stager, and by the workers of ps.DataLoader. A table compares time,
+copies, bytes and memory. The four loss curves must be equal bit for bit: the program fails (exit
+status 1) if they are not.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; return 0, 1 if it failed, 2 for a usage error. Errors are reported in one line."""
+    """Run the demo; return 0, 1 if it failed, 2 for a usage error. Errors are reported in one
+    line.
+    """
     args = parser().parse_args(arguments)
     try:
         from demo.run import Settings, run_demo
@@ -37,14 +40,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser; its destinations are the fields of `Settings`."""
     found = argparse.ArgumentParser(
-        "python examples/demo", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python examples/demo",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = found.add_argument
-    add("--device", default="auto", help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one')
-    add("--batch-size", type=at_least(1), default=8, help="hours per batch; about 80 fragments each")
+    add(
+        "--device",
+        default="auto",
+        help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one',
+    )
+    add(
+        "--batch-size", type=at_least(1), default=8, help="hours per batch; about 80 fragments each"
+    )
     add("--batches", type=at_least(1), help="use this many batches, not the whole year")
     add("--epochs", type=at_least(1), default=1, help="passes over the batches")
-    add("--seed", type=at_least(0), default=0, help="fixes the order of the hours and the model's weights")
+    add(
+        "--seed",
+        type=at_least(0),
+        default=0,
+        help="fixes the order of the hours and the model's weights",
+    )
     add("--max-bytes", default="256MiB", help="cap on the Stager's memory")
     return found
 

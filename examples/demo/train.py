@@ -1,9 +1,10 @@
 """Train for an epoch with one way of staging, and measure that way.
 
-Three separate measurements, so that none disturbs another: the epoch (which waits for the device only at its start and
-end), the time until a batch has arrived (alone, the median of many), and the copies (under a profiler). Each way is
-timed on batches that it hasn't staged before: no two of these ragged batches have the same layout, and a repeated
-layout would favour a stager that caches layouts.
+Three separate measurements, so that none disturbs another: the epoch (which waits for the device
+only at its start and end), the time until a batch has arrived (alone, the median of many), and the
+copies (under a profiler). Each way is timed on batches that it hasn't staged before: no two of
+these ragged batches have the same layout, and a repeated layout would favour a stager that caches
+layouts.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Outcome:
         losses: float32 `[batches]` on the host, in order.
         epoch_seconds: The whole epoch, training included.
         call_seconds: The part of it that the host spent in staging calls.
-        batch_seconds: Staging alone: median over batches, from the call until the batch has arrived; for a way that
-            works ahead, the mean.
+        batch_seconds: Staging alone: median over batches, from the call until the batch has
+            arrived; for a way that works ahead, the mean.
         leaf_seconds: The same for each leaf: median over batches of time over leaves.
         copies: Host-to-device copies per batch, median.
         copies_profiled: Whether a profiler counted `copies`; otherwise they are the requested ones.
@@ -58,7 +59,9 @@ class Outcome:
 
 
 def warm_up(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> None:
-    """Stage and train a few batches with a throw-away model, so that the first way doesn't pay for the others."""
+    """Stage and train a few batches with a throw-away model, so that the first way doesn't pay for
+    the others.
+    """
     _epoch(way, batches, device, seed=0, epochs=1, on_batch=lambda: None)
 
 
@@ -73,7 +76,9 @@ def measure(
     on_batch: Callable[[], None],
 ) -> Outcome:
     """Train on `batches` in order, then time the staging alone of `others`."""
-    losses, epoch_seconds, call_seconds = _epoch(way, batches, device, seed=seed, epochs=epochs, on_batch=on_batch)
+    losses, epoch_seconds, call_seconds = _epoch(
+        way, batches, device, seed=seed, epochs=epochs, on_batch=on_batch
+    )
     memory = way.memory()
     batch_seconds, leaf_seconds = _staging_alone(way, others, device)
     issued = [way.issued(batch) for batch in batches[:MEASURED_BATCHES]]
@@ -91,8 +96,11 @@ def measure(
     )
 
 
-def profile_copies(outcome: Outcome, batches: Sequence[RaggedBatch], device: torch.device) -> Outcome:
-    """Replace the number of requested copies with the number that the GPU made, where a profiler can count them.
+def profile_copies(
+    outcome: Outcome, batches: Sequence[RaggedBatch], device: torch.device
+) -> Outcome:
+    """Replace the number of requested copies with the number that the GPU made, where a profiler
+    can count them.
 
     Call it after all timing: the profiler's hooks stay in the driver once it has been started.
     """
@@ -109,7 +117,9 @@ def check_losses(outcomes: Sequence[Outcome]) -> None:
     first, *others = outcomes
     if not first.losses.isfinite().all():
         where = int((~first.losses.isfinite()).nonzero()[0])
-        raise LossMismatchError(f"the loss of {first.way.title!r} is {first.losses[where]} at batch {where}")
+        raise LossMismatchError(
+            f"the loss of {first.way.title!r} is {first.losses[where]} at batch {where}"
+        )
     for other in others:
         if torch.equal(first.losses, other.losses):
             continue
@@ -157,7 +167,9 @@ def _epoch(
     return torch.stack(losses).cpu(), seconds, call_seconds
 
 
-def _staging_alone(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> tuple[float, float]:
+def _staging_alone(
+    way: Way, batches: Sequence[RaggedBatch], device: torch.device
+) -> tuple[float, float]:
     sizes = [len(batch.fragments()) for batch in batches]
     seconds = []
     arriving = way.staged(batches)
@@ -169,13 +181,16 @@ def _staging_alone(way: Way, batches: Sequence[RaggedBatch], device: torch.devic
         seconds.append(perf_counter() - start)
         del staged  # outside the timer for every way
     if way.works_ahead and len(seconds) > 1:
-        # Batches come in bursts, as workers finish; and the first one waits for the workers to start.
+        # Batches come in bursts, as workers finish; and the first one waits for the workers to
+        # start.
         seconds = [sum(seconds[1:]) / len(seconds[1:])] * len(seconds)
     return median(seconds), median(time / size for time, size in zip(seconds, sizes, strict=True))
 
 
 def _profiled_copies(way: Way, batches: Sequence[RaggedBatch], device: torch.device) -> list[int]:
-    """Count the host-to-device copies that the GPU made, batch by batch; empty where no profiler can count."""
+    """Count the host-to-device copies that the GPU made, batch by batch; empty where no profiler
+    can count.
+    """
     if device.type != "cuda":
         return []
     counts = []

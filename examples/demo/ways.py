@@ -1,8 +1,8 @@
 """Four ways to bring batches to the device, behind one small interface.
 
-All take the same host batches and give the same nested batches on the device. They differ in the number of copies, the
-memory that they pin, the time, and the processes that pack: `Loaded` uses workers. Without CUDA the two rivals do the
-nearest comparable work, and their titles say so.
+All take the same host batches and give the same nested batches on the device. They differ in the
+number of copies, the memory that they pin, the time, and the processes that pack: `Loaded` uses
+workers. Without CUDA the two rivals do the nearest comparable work, and their titles say so.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class PlainTo(_OneByOne):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # On the CPU `.to` would return the very same tensor: copy=True makes it move bytes, as it would to a GPU.
+        # On the CPU `.to` would return the very same tensor: copy=True makes it move bytes, as it
+        # would to a GPU.
         self.title = ".to()"
         self.note = "" if device.type == "cuda" else "copy=True"
 
@@ -100,7 +101,9 @@ class PlainTo(_OneByOne):
         return _leaf_copies(batch)
 
     def memory(self) -> HostMemory:
-        """Return nothing held: the batch's own memory is read, through the driver's bounce buffers."""
+        """Return nothing held: the batch's own memory is read, through the driver's bounce
+        buffers.
+        """
         return HostMemory(0)
 
     def _move(self, leaf: Array) -> Array:
@@ -108,7 +111,9 @@ class PlainTo(_OneByOne):
 
 
 class PinThenTo(_OneByOne):
-    """`pin_memory()` on each leaf, then `.to(device, non_blocking=True)`; in memory of torch's pinned allocator."""
+    """`pin_memory()` on each leaf, then `.to(device, non_blocking=True)`; in memory of torch's
+    pinned allocator.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,7 +157,10 @@ class Staged(_OneByOne):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stager.close()
 
@@ -194,11 +202,14 @@ class Loaded:
         return staged
 
     def staged(self, batches: Sequence[RaggedBatch]) -> Iterator[RaggedBatch]:
-        """Let workers pack the batches, which they inherit; copy the next ones while one is used."""
+        """Let workers pack the batches, which they inherit; copy the next ones while one is
+        used.
+        """
         if self._loader is None or self._batches is not batches:
             self._batches = batches
             self._loader = ps.DataLoader(
-                batches,  # type: ignore[arg-type]  # a list is all that a map-style dataset has to be
+                # A list is all that a map-style dataset has to be.
+                batches,  # type: ignore[arg-type]
                 batch_size=None,
                 num_workers=self._workers,
                 multiprocessing_context="fork",

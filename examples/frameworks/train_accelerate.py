@@ -1,9 +1,11 @@
-"""Trains with Accelerate: accumulates gradients over three batches, and can resume in the middle of an epoch.
+"""Trains with Accelerate: accumulates gradients over three batches, and can resume in the middle of
+an epoch.
 
-python examples/frameworks/train_accelerate.py
-python examples/frameworks/train_accelerate.py --way plain                # Accelerate's own way, same losses
-python examples/frameworks/train_accelerate.py --skip 5                   # the first epoch begins with batch 5
-accelerate launch --num_processes 2 examples/frameworks/train_accelerate.py --dispatch-batches
+python examples/frameworks/train_accelerate.py python examples/frameworks/train_accelerate.py --way
+plain                # Accelerate's own way, same losses python
+examples/frameworks/train_accelerate.py --skip 5                   # the first epoch begins with
+batch 5 accelerate launch --num_processes 2 examples/frameworks/train_accelerate.py
+--dispatch-batches
 """
 
 import argparse
@@ -28,12 +30,20 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         use_stateful_dataloader=arguments.use_stateful_dataloader,
     )
     on_gpu = torch.cuda.is_available()
-    accelerator = Accelerator(cpu=not on_gpu, gradient_accumulation_steps=3, dataloader_config=config)
+    accelerator = Accelerator(
+        cpu=not on_gpu, gradient_accumulation_steps=3, dataloader_config=config
+    )
     set_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
-    loader = DataLoader(Visits(arguments.samples), 4, shuffle=True, collate_fn=collate, num_workers=arguments.workers)
+    loader = DataLoader(
+        Visits(arguments.samples),
+        4,
+        shuffle=True,
+        collate_fn=collate,
+        num_workers=arguments.workers,
+    )
     if arguments.way == "pinstage":
         loader = staging.prepare(accelerator, loader, max_bytes=arguments.max_bytes)
         first = staging.skip_first_batches(loader, arguments.skip) if arguments.skip else loader
@@ -41,7 +51,13 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
         loader = accelerator.prepare(loader)
         first = accelerate.skip_first_batches(loader, arguments.skip) if arguments.skip else loader
 
-    found: dict[str, list[Any]] = {"losses": [], "samples": [], "ends": [], "gathered": [], "weights": []}
+    found: dict[str, list[Any]] = {
+        "losses": [],
+        "samples": [],
+        "ends": [],
+        "gathered": [],
+        "weights": [],
+    }
     for epoch in range(arguments.epochs):
         for batch in loader if epoch else first:
             with accelerator.accumulate(model):
@@ -55,7 +71,9 @@ def train(arguments: argparse.Namespace) -> dict[str, Any]:
             if not arguments.uneven_batches:
                 found["gathered"].append(len(accelerator.gather_for_metrics(batch["index"])))
             if accelerator.sync_gradients:
-                found["weights"].append([weight.double().sum().item() for weight in model.parameters()])
+                found["weights"].append(
+                    [weight.double().sum().item() for weight in model.parameters()]
+                )
     batches = loader.stats().batches if arguments.way == "pinstage" else 0
     return found | {"batches": batches, "rank": accelerator.process_index}
 

@@ -1,8 +1,9 @@
-"""Trains with Lightning, on one process or several: `StageBatches` stages what the trainer would move.
+"""Trains with Lightning, on one process or several: `StageBatches` stages what the trainer would
+move.
 
-python examples/frameworks/train_lightning.py
-python examples/frameworks/train_lightning.py --way plain                 # Lightning's own way, same losses
-torchrun --nproc-per-node 2 examples/frameworks/train_lightning.py --way loader   # ps.DataLoader instead
+python examples/frameworks/train_lightning.py python examples/frameworks/train_lightning.py --way
+plain                 # Lightning's own way, same losses torchrun --nproc-per-node 2
+examples/frameworks/train_lightning.py --way loader   # ps.DataLoader instead
 """
 
 import os
@@ -75,13 +76,23 @@ def main() -> None:
     )
     module = Module()
     training = make_loader(arguments.way, Visits(64), shuffle=True, num_workers=arguments.workers)
-    trainer.fit(module, training, make_loader(arguments.way, Visits(16), num_workers=arguments.workers))
+    trainer.fit(
+        module, training, make_loader(arguments.way, Visits(16), num_workers=arguments.workers)
+    )
     batches = 0
     if arguments.way == "callback":
         batches = stage.stats().batches
-    if arguments.way == "loader":  # Lightning made a new loader with its own sampler: this one has the stats
+    if (
+        arguments.way == "loader"
+    ):  # Lightning made a new loader with its own sampler: this one has the stats
         batches = trainer.train_dataloader.stats().batches
-    report(arguments.out, trainer.global_rank, losses=module.losses, samples=module.samples, batches=batches)
+    report(
+        arguments.out,
+        trainer.global_rank,
+        losses=module.losses,
+        samples=module.samples,
+        batches=batches,
+    )
 
 
 if __name__ == "__main__":

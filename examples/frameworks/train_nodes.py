@@ -1,4 +1,5 @@
-"""Trains on a pipeline of torchdata.nodes, staged by its last node; can stop in the middle and resume.
+"""Trains on a pipeline of torchdata.nodes, staged by its last node; can stop in the middle and
+resume.
 
 python examples/frameworks/train_nodes.py
 python examples/frameworks/train_nodes.py --way plain                     # same losses
@@ -36,7 +37,9 @@ def main() -> None:
 
         dataset = Visits(64)
         sampler = DistributedSampler(dataset, num_replicas=count, rank=rank)
-        node: Any = ParallelMapper(SamplerWrapper(sampler), dataset.__getitem__, num_workers=2, method="thread")
+        node: Any = ParallelMapper(
+            SamplerWrapper(sampler), dataset.__getitem__, num_workers=2, method="thread"
+        )
         node = ParallelMapper(Batcher(node, 4), collate, num_workers=1, method="thread")
         stager = ps.Stager(device, max_bytes=arguments.max_bytes)
         if arguments.way == "pinstage":
@@ -69,7 +72,11 @@ def main() -> None:
             epoch += 1
         if saved is not None:
             saved.parent.mkdir(exist_ok=True)
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "loader": loader.state_dict(),
+            }
             torch.save(state | {"epoch": epoch, "random": torch.get_rng_state()}, saved)
         report(arguments.out, rank, losses=losses, samples=samples, batches=stager.stats().batches)
         stager.close()

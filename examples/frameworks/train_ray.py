@@ -1,8 +1,10 @@
-"""Trains with Ray: a dataset that Ray Data reads, in the workers of a `TorchTrainer`, on this machine or many.
+"""Trains with Ray: a dataset that Ray Data reads, in the workers of a `TorchTrainer`, on this
+machine or many.
 
-python examples/frameworks/train_ray.py                                   # two workers
-python examples/frameworks/train_ray.py --way plain                       # Ray's own way, same losses
-python examples/frameworks/train_ray.py --way loader                      # torch's loader instead of Ray Data
+python examples/frameworks/train_ray.py                                   # two workers python
+examples/frameworks/train_ray.py --way plain                       # Ray's own way, same losses
+python examples/frameworks/train_ray.py --way loader                      # torch's loader instead
+of Ray Data
 """
 
 import copy
@@ -33,7 +35,10 @@ class Nested(NumpyBatchCollateFn):
         """Return a batch as `visits.collate` would."""
         return {
             "index": torch.tensor(batch["index"]),
-            "measured": {"signal": torch.tensor(batch["signal"]), "age": torch.tensor(batch["age"])},
+            "measured": {
+                "signal": torch.tensor(batch["signal"]),
+                "age": torch.tensor(batch["age"]),
+            },
             "codes": torch.tensor(batch["codes"]),
             "labels": torch.tensor(batch["labels"]),
         }
@@ -84,7 +89,14 @@ def rows(samples: int) -> list[dict[str, Any]]:
     for index in range(samples):
         sample = Visits()[index]
         measured = {name: np.asarray(part) for name, part in sample["measured"].items()}
-        found.append({"index": index, "codes": sample["codes"].numpy(), "labels": sample["labels"].numpy(), **measured})
+        found.append(
+            {
+                "index": index,
+                "codes": sample["codes"].numpy(),
+                "labels": sample["labels"].numpy(),
+                **measured,
+            }
+        )
     return found
 
 
@@ -107,8 +119,15 @@ def cluster() -> Iterator[None]:
 
 def fit(ways: list[str], epochs: int, max_bytes: int | str, out: Path | None) -> None:
     """Train on the running cluster."""
-    DataContext.get_current().execution_options.preserve_order = True  # otherwise each run splits differently
-    settings = {"ways": ways, "epochs": epochs, "out": out, "stage": StageBatches(max_bytes=max_bytes)}
+    DataContext.get_current().execution_options.preserve_order = (
+        True  # otherwise each run splits differently
+    )
+    settings = {
+        "ways": ways,
+        "epochs": epochs,
+        "out": out,
+        "stage": StageBatches(max_bytes=max_bytes),
+    }
     TorchTrainer(
         train,
         train_loop_config=settings,

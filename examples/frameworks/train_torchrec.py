@@ -42,15 +42,24 @@ def main() -> None:
     arguments = options("Trains torchrec's DLRM.", "pinstage").parse_args()
     on_gpu = torch.cuda.is_available()
     rank = int(os.environ.get("RANK", "0"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if on_gpu
+        else torch.device("cpu")
+    )
     if on_gpu:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if on_gpu else "gloo")
     else:
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
     torch.manual_seed(0)
-    tables = [EmbeddingBagConfig(name=key, embedding_dim=8, num_embeddings=100, feature_names=[key]) for key in KEYS]
+    tables = [
+        EmbeddingBagConfig(name=key, embedding_dim=8, num_embeddings=100, feature_names=[key])
+        for key in KEYS
+    ]
     bags = EmbeddingBagCollection(tables=tables, device=torch.device("cpu"))
     model = DistributedModelParallel(DLRMTrain(DLRM(bags, 4, [16, 8], [8, 1])), device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,8 +1,9 @@
-"""Trains with transformers' `Trainer`: the mixin `StageInputs` stages its training and evaluation batches.
+"""Trains with transformers' `Trainer`: the mixin `StageInputs` stages its training and evaluation
+batches.
 
-python examples/frameworks/train_transformers.py
-python examples/frameworks/train_transformers.py --way plain              # the Trainer's own way, same losses
-torchrun --nproc-per-node 2 examples/frameworks/train_transformers.py
+python examples/frameworks/train_transformers.py python examples/frameworks/train_transformers.py
+--way plain              # the Trainer's own way, same losses torchrun --nproc-per-node 2
+examples/frameworks/train_transformers.py
 """
 
 import argparse
@@ -47,7 +48,9 @@ class Weights(TrainerCallback):
     def __init__(self) -> None:
         self.steps: list[list[float]] = []
 
-    def on_step_end(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any
+    ) -> None:
         """Record them."""
         self.steps.append([weight.double().sum().item() for weight in model.parameters()])
 
@@ -74,7 +77,11 @@ def train(arguments: argparse.Namespace, **further: Any) -> dict[str, Any]:
     )
     torch.manual_seed(0)
     model, weights = Returns(), Weights()
-    parts = {"train_dataset": Visits(arguments.samples), "eval_dataset": Visits(24), "data_collator": collate}
+    parts = {
+        "train_dataset": Visits(arguments.samples),
+        "eval_dataset": Visits(24),
+        "data_collator": collate,
+    }
     kind = StagingTrainer if arguments.way == "pinstage" else Trainer
     trainer: Any = kind(model, settings, callbacks=[weights], **parts)
     if arguments.way == "pinstage":
@@ -82,7 +89,12 @@ def train(arguments: argparse.Namespace, **further: Any) -> dict[str, Any]:
         trainer.workers = arguments.pack_in != "main"
     trainer.train(resume_from_checkpoint=arguments.resume)
     evaluated = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
-    found = {"losses": model.losses, "samples": model.samples, "weights": weights.steps, "evaluated": evaluated}
+    found = {
+        "losses": model.losses,
+        "samples": model.samples,
+        "weights": weights.steps,
+        "evaluated": evaluated,
+    }
     if arguments.way == "pinstage":
         stats = trainer.staging_stats()
         found |= {"batches": stats.batches, "passed": stats.passthrough_leaves}

@@ -1,4 +1,5 @@
-"""Trains on shards that webdataset reads: in a `ps.DataLoader`, or in a `WebLoader` that ends in `Stager.prefetch`.
+"""Trains on shards that webdataset reads: in a `ps.DataLoader`, or in a `WebLoader` that ends in
+`Stager.prefetch`.
 
 python examples/frameworks/train_webdataset.py
 python examples/frameworks/train_webdataset.py --way prefetch             # same losses
@@ -26,9 +27,14 @@ def write(folder: Path, shards: int = 4, samples: int = 16) -> str:
         with wds.TarWriter(str(folder / f"{shard}.tar")) as file:
             for index in range(shard * samples, (shard + 1) * samples):
                 sample = Visits()[index]
-                numbers = {"codes.npy": sample["codes"].numpy(), "signal.npy": sample["measured"]["signal"].numpy()}
+                numbers = {
+                    "codes.npy": sample["codes"].numpy(),
+                    "signal.npy": sample["measured"]["signal"].numpy(),
+                }
                 rest = np.array([sample["measured"]["age"], sample["labels"]], dtype=np.float32)
-                file.write({"__key__": f"{index:04}", "index.cls": index, "rest.npy": rest, **numbers})
+                file.write(
+                    {"__key__": f"{index:04}", "index.cls": index, "rest.npy": rest, **numbers}
+                )
     return str(folder / f"{{0..{shards - 1}}}.tar")
 
 
@@ -54,12 +60,21 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
         urls = write(Path(folder))
-        dataset = wds.WebDataset(urls, nodesplitter=wds.split_by_node, shardshuffle=False, empty_check=False)
-        dataset = dataset.decode().map(nested).shuffle(16, seed=0).batched(4, torch.utils.data.default_collate)
+        dataset = wds.WebDataset(
+            urls, nodesplitter=wds.split_by_node, shardshuffle=False, empty_check=False
+        )
+        dataset = (
+            dataset.decode()
+            .map(nested)
+            .shuffle(16, seed=0)
+            .batched(4, torch.utils.data.default_collate)
+        )
         settings = {"batch_size": None, "num_workers": arguments.workers}
         staged: Any = None
         if arguments.way == "pinstage":  # workers pack
-            loader = staged = ps.DataLoader(dataset, **settings, device=device, max_bytes=arguments.max_bytes)
+            loader = staged = ps.DataLoader(
+                dataset, **settings, device=device, max_bytes=arguments.max_bytes
+            )
         else:
             loader = wds.WebLoader(dataset, **settings)
         if arguments.way == "prefetch":  # a thread packs

@@ -31,8 +31,16 @@ class Visits(Dataset[Batch]):
         generator = torch.Generator().manual_seed(index)
         codes = torch.zeros(CODES, dtype=torch.int64)
         codes[: 1 + index % CODES] = torch.randint(1, 50, (1 + index % CODES,), generator=generator)
-        measured = {"signal": torch.randn(16, generator=generator), "age": torch.rand((), generator=generator)}
-        return {"index": index, "measured": measured, "codes": codes, "labels": torch.rand((), generator=generator)}
+        measured = {
+            "signal": torch.randn(16, generator=generator),
+            "age": torch.rand((), generator=generator),
+        }
+        return {
+            "index": index,
+            "measured": measured,
+            "codes": codes,
+            "labels": torch.rand((), generator=generator),
+        }
 
 
 def collate(samples: list[Batch]) -> Batch:
@@ -47,12 +55,18 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.EmbeddingBag(50, 8, mode="sum")
-        self.layers = nn.Sequential(nn.Linear(16 + 1 + 8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(16 + 1 + 8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1)
+        )
 
-    def forward(self, measured: Batch, codes: torch.Tensor, labels: torch.Tensor, **others: object) -> torch.Tensor:
+    def forward(
+        self, measured: Batch, codes: torch.Tensor, labels: torch.Tensor, **others: object
+    ) -> torch.Tensor:
         """Return the loss, float32 `[]`, of the parts of a batch."""
         del others
-        inputs = torch.cat([measured["signal"], measured["age"].unsqueeze(1), self.embedding(codes)], dim=1)
+        inputs = torch.cat(
+            [measured["signal"], measured["age"].unsqueeze(1), self.embedding(codes)], dim=1
+        )
         return nn.functional.mse_loss(self.layers(inputs).squeeze(1), labels)
 
 
@@ -65,10 +79,16 @@ def moved(batch: Any, device: torch.device) -> Any:
 
 @contextmanager
 def ranks() -> Iterator[tuple[int, int, torch.device]]:
-    """Join torchrun's processes, if there are any; yield the rank, the number of ranks and the device."""
+    """Join torchrun's processes, if there are any; yield the rank, the number of ranks and the
+    device.
+    """
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if on_gpu
+        else torch.device("cpu")
+    )
     if on_gpu:
         torch.cuda.set_device(device)
     if count > 1:

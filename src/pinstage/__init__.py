@@ -8,8 +8,8 @@ One line copies any nested batch to the device, asynchronously, and page-locks a
     for batch in loader:
         batch = stager.to_device(batch)  # asynchronous; safe on the current stream
 
-Importing the package pins nothing and does not initialise CUDA. Submodules, the loader and `audit` are loaded when
-they are first used.
+Importing the package pins nothing and does not initialise CUDA. Submodules, the loader and `audit`
+are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ __all__ = [
 _LATER = {
     "audit": ".inspect",
     **dict.fromkeys(("DataLoader", "LoaderStats", "WrappedLoader", "wrap_loader"), "._loader"),
-    **{name: f".{name}" for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")},
+    **{
+        name: f".{name}"
+        for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")
+    },
 }
 
 

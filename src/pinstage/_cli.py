@@ -25,11 +25,14 @@ from typing import Any, NoReturn
 import pinstage as ps
 
 TRACEBACK_VARIABLE = "PINSTAGE_TRACEBACK"
-_BUS = 'another machine\'s bus: GB/s, and microseconds per call, as in "pageable=8,pinned=55,call=7.5"'
+_BUS = (
+    'another machine\'s bus: GB/s, and microseconds per call, as in "pageable=8,pinned=55,call=7.5"'
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 for success, 1 for failure, 2 for wrong usage or a missing package.
+    """Run the command line and exit: 0 for success, 1 for failure, 2 for wrong usage or a missing
+    package.
 
     Errors are one line on stderr; set PINSTAGE_TRACEBACK=1 to see where an error came from.
     """
@@ -60,7 +63,9 @@ class _Formatter(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(
-            part if part.startswith(" ") else super(_Formatter, self)._fill_text(part, width, indent)
+            part
+            if part.startswith(" ")
+            else super(_Formatter, self)._fill_text(part, width, indent)
             for part in text.split("\n\n")
         )
 
@@ -77,16 +82,25 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. A command is a function; its docstring is the help."""
     parser = _Parser("pinstage", description=__doc__, formatter_class=_Formatter)
-    parser.add_argument("--version", action="version", version=f"pinstage {ps.__version__}", help="print the version")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"pinstage {ps.__version__}",
+        help="print the version",
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(run: Callable[[argparse.Namespace], int]) -> Callable[..., Any]:
         text = cleandoc(run.__doc__ or "")
         summary = text.partition("\n")[0]
-        found = commands.add_parser(run.__name__, help=summary, description=text, formatter_class=_Formatter)
+        found = commands.add_parser(
+            run.__name__, help=summary, description=text, formatter_class=_Formatter
+        )
         found.set_defaults(run=run)
         found.add_argument(
-            "--json", action="store_true", help="print JSON for programs; sizes in bytes, times in seconds"
+            "--json",
+            action="store_true",
+            help="print JSON for programs; sizes in bytes, times in seconds",
         )
         return found.add_argument
 
@@ -96,12 +110,28 @@ def build_parser() -> argparse.ArgumentParser:
     add("--all", action="store_true", help="show all leaves, not only the first 40")
     add = command(doctor)
     add("--device", help="the GPU to measure, such as cuda:1")
-    add("--measure", action=argparse.BooleanOptionalAction, default=True, help="measure copies if there is a GPU")
+    add(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure copies if there is a GPU",
+    )
     add("--plot", type=Path, metavar="FILE", help="draw the bandwidth into this PNG file")
     add = command(trace)
-    add("path", metavar="PATH", nargs="?", type=Path, help="a .json or .json.gz file of the profiler")
+    add(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        type=Path,
+        help="a .json or .json.gz file of the profiler",
+    )
     add("--bus", type=_bus, help=_BUS)
-    add("--step-ms", type=float, metavar="MS", help="milliseconds per step without the profiler; estimated by default")
+    add(
+        "--step-ms",
+        type=float,
+        metavar="MS",
+        help="milliseconds per step without the profiler; estimated by default",
+    )
     add("--example", action="store_true", help="read the trace that comes with pinstage")
     add = command(top)
     add("--once", action="store_true", help="print it once, as plain text")
@@ -118,14 +148,18 @@ def _bus(text: str) -> Any:
         return Bus(**figures) if len(figures) == len(pairs) else Bus(0, 0)
     except (TypeError, ValueError):
         example = "pageable=8,pinned=55,call=7.5"
-        raise argparse.ArgumentTypeError(f"not a bus: {text!r}; write GB/s and microseconds, as in {example}") from None
+        raise argparse.ArgumentTypeError(
+            f"not a bus: {text!r}; write GB/s and microseconds, as in {example}"
+        ) from None
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Show what a batch is made of, how much of it pin_memory=True really pins, and what copying it costs.
+    """Show what a batch is made of, how much of it pin_memory=True really pins, and what copying it
+    costs.
 
-    TARGET is module:callable, or path/to/file.py:callable. It is called without arguments and returns a batch, or a
-    DataLoader or other iterable, whose first batch is taken. Nothing is moved or changed.
+    TARGET is module:callable, or path/to/file.py:callable. It is called without arguments and
+    returns a batch, or a DataLoader or other iterable, whose first batch is taken. Nothing is moved
+    or changed.
 
         pinstage audit train.py:make_loader
         pinstage audit mypackage.data:example_batch --bus pageable=8,pinned=55
@@ -134,15 +168,18 @@ def audit(options: argparse.Namespace) -> int:
 
     with _target.prints_on_stderr():
         found = _audit.audit(_target.first_batch(options.target), bus=options.bus)
-    _report.show(found.to_dict() if options.json else _audit.sections_of(found, every_leaf=options.all))
+    _report.show(
+        found.to_dict() if options.json else _audit.sections_of(found, every_leaf=options.all)
+    )
     return 0
 
 
 def doctor(options: argparse.Namespace) -> int:
     """Check this machine: CUDA, driver, PCIe, page-locked memory, limits of memory and CPUs.
 
-    If there is a GPU, copies are measured by size, direction and kind of memory. That takes a few seconds and needs an
-    idle machine. Each line is ok, info, WARNING or PROBLEM. The exit status is 1 if anything is a PROBLEM.
+    If there is a GPU, copies are measured by size, direction and kind of memory. That takes a few
+    seconds and needs an idle machine. Each line is ok, info, WARNING or PROBLEM. The exit status is
+    1 if anything is a PROBLEM.
 
         pinstage doctor --plot bandwidth.png
         pinstage doctor --json
@@ -152,14 +189,24 @@ def doctor(options: argparse.Namespace) -> int:
     match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
     if match is None:
         _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1", 2)
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:  # before measuring
+    if (
+        options.plot is not None and importlib.util.find_spec("matplotlib") is None
+    ):  # before measuring
         _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
-    found = _doctor.diagnose(device=options.device and int(match[1] or 0), measuring=options.measure)
+    found = _doctor.diagnose(
+        device=options.device and int(match[1] or 0), measuring=options.measure
+    )
     _report.show(found.to_dict() if options.json else found.sections())
     if options.plot is not None:
         if found.gpu is None:
-            _exit(f"nothing was measured, so {options.plot} is not drawn; that needs a GPU, and no --no-measure", 2)
-        _doctor.save_plot(found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate)
+            _exit(
+                f"nothing was measured, so {options.plot} is not drawn; that needs a GPU, and no "
+                "--no-measure",
+                2,
+            )
+        _doctor.save_plot(
+            found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate
+        )
         sys.stderr.write(f"written: {options.plot}\n")
     return int(found.has_problem)
 
@@ -177,18 +224,29 @@ def trace(options: argparse.Namespace) -> int:
                 train_step(batch)
                 profiler.step()             # so that the trace knows the steps
 
-        pinstage trace trace.json.gz
-        pinstage trace trace.json.gz --step-ms 1.7    with the time of a step without the profiler: a better estimate
-        pinstage trace --example                      a trace that comes with pinstage
+        pinstage trace trace.json.gz pinstage trace trace.json.gz --step-ms 1.7    with the time of
+        a step without the profiler: a better estimate pinstage trace --example
+        a trace that comes with pinstage
     """
     from .inspect import _report, _trace
 
     if options.example == (options.path is not None):
-        _exit("PATH and --example exclude each other" if options.example else "missing PATH, or --example", 2)
+        _exit(
+            "PATH and --example exclude each other"
+            if options.example
+            else "missing PATH, or --example",
+            2,
+        )
     if options.step_ms is not None and not options.step_ms > 0:
-        _exit(f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without the profiler", 2)
+        _exit(
+            f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without "
+            "the profiler",
+            2,
+        )
     path = options.path or Path(__file__).with_name("inspect") / "example.json.gz"
-    report = _trace.trace_report(path, bus=options.bus, step_seconds=options.step_ms and options.step_ms / 1e3)
+    report = _trace.trace_report(
+        path, bus=options.bus, step_seconds=options.step_ms and options.step_ms / 1e3
+    )
     _report.show(report.to_dict() if options.json else report.sections())
     return 0
 

@@ -1,11 +1,11 @@
 """Facts about this host: CPUs, memory, control groups, NUMA nodes, limits.
 
-Only this module reads these facts from the kernel's files, so the pool, the threads and the doctor all use the same
-figures. Each caller decides how to use them.
+Only this module reads these facts from the kernel's files, so the pool, the threads and the doctor
+all use the same figures. Each caller decides how to use them.
 
-Files are read below ``root``, which tests replace with a tree of their own. Facts that the kernel doesn't report are
-None or empty, not errors. Each answer is a snapshot: a virtual machine whose memory grows on demand reports its current
-size.
+Files are read below ``root``, which tests replace with a tree of their own. Facts that the kernel
+doesn't report are None or empty, not errors. Each answer is a snapshot: a virtual machine whose
+memory grows on demand reports its current size.
 """
 
 from __future__ import annotations
@@ -26,22 +26,28 @@ class Headroom(NamedTuple):
     limit: int
     """Bytes that its processes may use."""
     left: int
-    """Bytes of the limit that they don't use yet; negative if they use more, which ``memory.high`` allows."""
+    """Bytes of the limit that they don't use yet; negative if they use more, which ``memory.high``
+    allows.
+    """
 
 
-# -- CPUs --------------------------------------------------------------------------------------------------------------
+# -- CPUs ------------------------------------------------------------------------------------------
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """Return how many threads can run at once in this process, by its CPU affinity and its quota (`threads_within`)."""
+    """Return how many threads can run at once in this process, by its CPU affinity and its quota
+    (`threads_within`).
+    """
     return threads_within(len(affinity()), cpu_quota(root))
 
 
 def threads_within(cpus: int, quota: float | None) -> int:
-    """Return how many threads can run at once on a number of CPUs under a quota, as `cpu_quota` returns it; at least 1.
+    """Return how many threads can run at once on a number of CPUs under a quota, as `cpu_quota`
+    returns it; at least 1.
 
-    A quota of 2.5 gives 2. With a third thread the group would use up its quota before the period ends, and then the
-    kernel stops all of its threads until the next one, tens of milliseconds later.
+    A quota of 2.5 gives 2. With a third thread the group would use up its quota before the period
+    ends, and then the kernel stops all of its threads until the next one, tens of milliseconds
+    later.
     """
     return cpus if quota is None else max(1, min(cpus, int(quota)))
 
@@ -52,7 +58,9 @@ def affinity() -> frozenset[int]:
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return how many CPUs the control groups above this process let it use at once; None if they do not limit it."""
+    """Return how many CPUs the control groups above this process let it use at once; None if they
+    do not limit it.
+    """
     found = []
     for group, version in _groups("cpu", root):
         if version == 2:
@@ -64,7 +72,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return min(found, default=None)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def meminfo(key: str, root: Path = Path("/")) -> int | None:
@@ -76,8 +84,9 @@ def meminfo(key: str, root: Path = Path("/")) -> int | None:
 def cgroup_memory(root: Path = Path("/")) -> list[Headroom]:
     """Return the memory of each limited control group above this process, its own first.
 
-    Version 2: the smaller of ``memory.max`` and ``memory.high``; version 1: ``memory.limit_in_bytes``. Inactive file
-    pages, which the kernel drops first, count as left, as in Kubernetes.
+    Version 2: the smaller of ``memory.max`` and ``memory.high``; version 1:
+    ``memory.limit_in_bytes``. Inactive file pages, which the kernel drops first, count as left, as
+    in Kubernetes.
     """
     found = []
     for group, version in _groups("memory", root):
@@ -96,7 +105,9 @@ def cgroup_memory(root: Path = Path("/")) -> list[Headroom]:
 
 
 def locked_limit(root: Path = Path("/")) -> int | None:
-    """Return the soft limit of locked memory, ``RLIMIT_MEMLOCK``, in bytes; None if it is unlimited or unknown."""
+    """Return the soft limit of locked memory, ``RLIMIT_MEMLOCK``, in bytes; None if it is unlimited
+    or unknown.
+    """
     match = re.search(r"^Max locked memory\s+(\d+)", text(root / "proc/self/limits"), re.MULTILINE)
     return int(match[1]) if match else None
 
@@ -113,13 +124,14 @@ def shm_bytes(root: Path = Path("/")) -> int | None:
 def huge_pages(root: Path = Path("/"), setting: str = "enabled") -> str:
     """Return the selected value of a setting of transparent huge pages; empty if unknown.
 
-    ``enabled`` is ``always``, ``madvise`` or ``never``; ``shmem_enabled``, for shared memory, has other values, too.
+    ``enabled`` is ``always``, ``madvise`` or ``never``; ``shmem_enabled``, for shared memory, has
+    other values, too.
     """
     match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage" / setting))
     return match[1] if match else ""
 
 
-# -- nodes and devices -------------------------------------------------------------------------------------------------
+# -- nodes and devices -----------------------------------------------------------------------------
 
 
 def numa_nodes(root: Path = Path("/")) -> frozenset[int]:
@@ -148,7 +160,7 @@ def pci_cpus(address: str, root: Path = Path("/")) -> frozenset[int]:
     return _numbers(pci_device(address, root) / "local_cpulist")
 
 
-# -- the system, and its files -----------------------------------------------------------------------------------------
+# -- the system, and its files ---------------------------------------------------------------------
 
 
 def is_wsl(root: Path = Path("/")) -> bool:
@@ -157,7 +169,9 @@ def is_wsl(root: Path = Path("/")) -> bool:
 
 
 def process_exists(pid: int) -> bool:
-    """Return whether a process exists. A process that has ended exists until its parent has waited for it."""
+    """Return whether a process exists. A process that has ended exists until its parent has waited
+    for it.
+    """
     try:
         os.kill(pid, 0)
     except OSError as error:
@@ -189,8 +203,11 @@ def _numbers(path: Path) -> frozenset[int]:
 
 
 def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of the control groups above this process, its own first, and the version of each."""
-    # A sandbox may have the groups without saying which one the process is in. Then it is in the top one.
+    """Yield the folders of the control groups above this process, its own first, and the version of
+    each.
+    """
+    # A sandbox may have the groups without saying which one the process is in. Then it is in the
+    # top one.
     for line in text(root / "proc/self/cgroup").splitlines() or ["0::/"]:
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -200,8 +217,8 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
             mounts, version = [f"sys/fs/cgroup/{controller}", f"sys/fs/cgroup/{controllers}"], 1
         else:
             continue
-        # Inside a container the path may be the host's, which is not visible here: then only the mount's own folder
-        # is found, and that is the container's group.
+        # Inside a container the path may be the host's, which is not visible here: then only the
+        # mount's own folder is found, and that is the container's group.
         own = PurePosixPath(path.lstrip("/"))
         for mount in dict.fromkeys(mounts):  # both are the same if a controller is mounted alone
             for group in (own, *own.parents):

@@ -1,8 +1,8 @@
 """Tasks that finalisers hand over, and the thread that runs them.
 
-A finaliser may run at any point in any thread: inside a lock, or in the middle of a graph capture. An interrupt may end
-it half-way. So a finaliser never waits, calls CUDA or frees memory. It hands the work over with a single C call,
-``reaper.tasks.put``, as the callback of a weak reference.
+A finaliser may run at any point in any thread: inside a lock, or in the middle of a graph capture.
+An interrupt may end it half-way. So a finaliser never waits, calls CUDA or frees memory. It hands
+the work over with a single C call, ``reaper.tasks.put``, as the callback of a weak reference.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from ._memory import as_called_here
 from .errors import StagingWarning
 
 _POLL_SECONDS = 0.02
-"""Poll interval for tasks that aren't done yet, such as waiting for a copy. Without tasks the reaper sleeps."""
+"""Poll interval for tasks that aren't done yet, such as waiting for a copy. Without tasks the
+reaper sleeps.
+"""
 
 _EXIT_SECONDS = 10.0
-"""Seconds for which the program's exit waits for our threads: a return from CUDA after the exit would abort the
-process."""
+"""Seconds for which the program's exit waits for our threads: a return from CUDA after the exit
+would abort the process."""
 
 running: dict[Any, None] = {}
 """Tasks that our threads are running now. The threads add and remove them."""
@@ -37,9 +39,11 @@ ending: list[bool] = []
 
 
 def begin(task: Any) -> bool:
-    """Record that the calling thread starts a task; return False if the program is exiting, so that it must not.
+    """Record that the calling thread starts a task; return False if the program is exiting, so that
+    it must not.
 
-    The task is recorded before `ending` is checked, so either the exit sees the task, or the task sees the exit.
+    The task is recorded before `ending` is checked, so either the exit sees the task, or the task
+    sees the exit.
     """
     running[task] = None
     if ending:
@@ -51,7 +55,9 @@ class Task(Protocol):
     """A task for the reaper."""
 
     def reap(self) -> bool:
-        """Do the work; return whether it is finished. If not, `reap` is called again a moment later."""
+        """Do the work; return whether it is finished. If not, `reap` is called again a moment
+        later.
+        """
         ...
 
 
@@ -61,12 +67,16 @@ class Death(weakref.ref[Any]):
     __slots__ = ("reap",)
 
     reap: Callable[[], bool]
-    __eq__ = object.__eq__  # by identity: a weak reference uses its object's, and arrays can't be hashed
+    __eq__ = (
+        object.__eq__
+    )  # by identity: a weak reference uses its object's, and arrays can't be hashed
     __hash__ = object.__hash__
 
 
 def warn(text: str) -> None:
-    """Warn from one of our threads. A warning that is turned into an error is suppressed, since it has no caller."""
+    """Warn from one of our threads. A warning that is turned into an error is suppressed, since it
+    has no caller.
+    """
     with contextlib.suppress(StagingWarning):
         warnings.warn(text, StagingWarning, stacklevel=2)
 
@@ -110,14 +120,17 @@ class Reaper:
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task] = SimpleQueue()
-        self._deaths: set[Any] = set()  # kept here: a weak reference that is garbage itself is never called back
+        self._deaths: set[Any] = (
+            set()
+        )  # kept here: a weak reference that is garbage itself is never called back
         self._is_running = False
 
     def watch(self, thing: Any, reap: Callable[[], bool]) -> None:
         """Run a task when an object is gone. The task must not keep the object alive.
 
-        In a garbage cycle, the collector calls weak references back before finalisers, which may still use the object.
-        So watch a numpy array that the object holds: the collector doesn't track arrays.
+        In a garbage cycle, the collector calls weak references back before finalisers, which may
+        still use the object. So watch a numpy array that the object holds: the collector doesn't
+        track arrays.
         """
         death = Death(thing, self.tasks.put)
         death.reap = reap
@@ -125,7 +138,9 @@ class Reaper:
         self.start()
 
     def bury(self, thing: object) -> None:
-        """Drop an object in the reaper's thread, where no interrupt can cut its finalisers short."""
+        """Drop an object in the reaper's thread, where no interrupt can cut its finalisers
+        short.
+        """
         self.tasks.put(_Buried(thing))
 
     def start(self) -> None:
@@ -136,7 +151,9 @@ class Reaper:
         """
         if not self._is_running:
             _thread.start_new_thread(self._serve, ())
-            self._is_running = True  # two callers at once may start two threads, which share the tasks
+            self._is_running = (
+                True  # two callers at once may start two threads, which share the tasks
+            )
 
     def _serve(self) -> None:
         unfinished: list[Task] = []
@@ -144,7 +161,9 @@ class Reaper:
             if unfinished:
                 time.sleep(_POLL_SECONDS)
             tasks, unfinished = unfinished, []
-            while not tasks or not self.tasks.empty():  # take all tasks: a waiting task must not delay others
+            while (
+                not tasks or not self.tasks.empty()
+            ):  # take all tasks: a waiting task must not delay others
                 tasks.append(self.tasks.get())
             while tasks:
                 while not begin(self):
@@ -178,7 +197,8 @@ _of_parents: list[Any] = []
 def _forget() -> None:
     """Start afresh in a forked child, which has neither the threads nor their tasks.
 
-    The parent's objects stay alive: the end of an event or of page-locked memory calls CUDA, which ends a forked child.
+    The parent's objects stay alive: the end of an event or of page-locked memory calls CUDA, which
+    ends a forked child.
     """
     running.clear()
     ending.clear()

@@ -22,7 +22,8 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def parse_bytes(size: SupportsIndex | float | str) -> int:
     """Read a size in bytes.
 
-    ``KiB, MiB, GiB, TiB, PiB`` are powers of 1024; ``kB, MB, GB, TB, PB`` are powers of 1000. Case doesn't matter.
+    ``KiB, MiB, GiB, TiB, PiB`` are powers of 1024; ``kB, MB, GB, TB, PB`` are powers of 1000. Case
+    doesn't matter.
 
     Args:
         size: bytes as a whole number, or text such as ``"512MiB"``, ``"1.5 GiB"``, ``"4096"``.
@@ -32,23 +33,32 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
 
     Raises:
         TypeError: ``size`` is neither a number nor text. A bool doesn't count as a number.
-        ValueError: ``size`` is negative, not a number with a known unit, or not a whole number of bytes.
+        ValueError: ``size`` is negative, not a number with a known unit, or not a whole number of
+            bytes.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         unit = UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
-            raise ValueError(f"not a size: {size!r}; write bytes as an int, or text such as '512MiB' or '1.5 GB'")
+            raise ValueError(
+                f"not a size: {size!r}; write bytes as an int, or text such as '512MiB' or '1.5 GB'"
+            )
         exact = Fraction(match[1]) * unit
         if exact.denominator != 1:
             raise ValueError(f"not a whole number of bytes: {size!r} is {float(exact)} bytes")
         return int(exact)
-    if isinstance(size, float | numbers.Real) and not isinstance(size, SupportsIndex):  # Python's or numpy's
+    if isinstance(size, float | numbers.Real) and not isinstance(
+        size, SupportsIndex
+    ):  # Python's or numpy's
         if not float(size).is_integer():
-            raise ValueError(f"not a whole number of bytes: {size}; write an int, or text such as '1.5 GiB'")
+            raise ValueError(
+                f"not a whole number of bytes: {size}; write an int, or text such as '1.5 GiB'"
+            )
         size = int(size)
     if isinstance(size, bool) or not hasattr(size, "__index__"):
-        raise TypeError(f"a size is an int or text such as '512MiB', not {size!r} ({type(size).__name__})")
+        raise TypeError(
+            f"a size is an int or text such as '512MiB', not {size!r} ({type(size).__name__})"
+        )
     nbytes = operator.index(size)
     if nbytes < 0:
         raise ValueError(f"a size cannot be negative: {nbytes}")
@@ -56,7 +66,8 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Write a size for people: two decimals and a binary unit, ``"1.50 GiB"``; below 1 KiB, ``"512 B"``.
+    """Write a size for people: two decimals and a binary unit, ``"1.50 GiB"``; below 1 KiB, ``"512
+    B"``.
 
     Args:
         nbytes: bytes; may be negative, as a difference is, or a fraction, as a median is.

@@ -33,8 +33,9 @@ def step_times() -> StepTimes:
                 train_step(batch)
         print(steps)
 
-    Blocks may overlap; each counts all steps that end while it runs. Steps in worker processes aren't counted. torch's
-    profiler shows the same steps as ranges, named ``pinstage.walk`` and so on.
+    Blocks may overlap; each counts all steps that end while it runs. Steps in worker processes
+    aren't counted. torch's profiler shows the same steps as ranges, named ``pinstage.walk`` and so
+    on.
     """
     return StepTimes()
 
@@ -51,11 +52,11 @@ class StepTime:
 class StepTimes:
     """Time spent in each step, by the host's clock; see `step_times`.
 
-    ``stage``, ``hand_over`` and ``fetch`` are whole calls, the others are parts of these: ``walk`` takes a batch apart,
-    ``describe`` finds its offset table, ``acquire`` takes a slab, ``pack`` moves bytes (and issues the copies of a
-    batch below 1 MiB), ``gather`` moves bytes on a device, ``copy`` issues copies, ``views`` makes the tensors of a
-    batch, ``unflatten`` puts the batch together, ``wait`` waits for copies to the host, ``loader.wait`` for a loader's
-    workers.
+    ``stage``, ``hand_over`` and ``fetch`` are whole calls, the others are parts of these: ``walk``
+    takes a batch apart, ``describe`` finds its offset table, ``acquire`` takes a slab, ``pack``
+    moves bytes (and issues the copies of a batch below 1 MiB), ``gather`` moves bytes on a device,
+    ``copy`` issues copies, ``views`` makes the tensors of a batch, ``unflatten`` puts the batch
+    together, ``wait`` waits for copies to the host, ``loader.wait`` for a loader's workers.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,10 @@ class StepTimes:
     def to_dict(self) -> dict[str, dict[str, float]]:
         """Return calls and seconds of each step, for programs."""
         with _lock:
-            return {name: {"calls": found.calls, "seconds": found.seconds} for name, found in self.times.items()}
+            return {
+                name: {"calls": found.calls, "seconds": found.seconds}
+                for name, found in self.times.items()
+            }
 
     def __enter__(self) -> StepTimes:
         _open[self] = None
@@ -78,7 +82,9 @@ class StepTimes:
         lines = [f"{'step':<12}{'calls':>10}{'ms':>12}{'us per call':>12}"]
         for name, found in self.to_dict().items():
             each = found["seconds"] / found["calls"] * 1e6
-            lines.append(f"{name:<12}{found['calls']:>10}{found['seconds'] * 1e3:>12.3f}{each:>12.1f}")
+            lines.append(
+                f"{name:<12}{found['calls']:>10}{found['seconds'] * 1e3:>12.3f}{each:>12.1f}"
+            )
         return "\n".join(lines)
 
 
@@ -87,7 +93,9 @@ class _Step:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._range: Any = torch.profiler.record_function(f"pinstage.{name}") if is_profiling() else None
+        self._range: Any = (
+            torch.profiler.record_function(f"pinstage.{name}") if is_profiling() else None
+        )
 
     def __enter__(self) -> None:
         if self._range is not None:

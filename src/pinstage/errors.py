@@ -1,8 +1,8 @@
 """All errors and warnings of the package.
 
-Errors derive from `PinstageError`, and also from the built-in error that you would catch anyway. A message reads
-``<what happened>: <numbers>; <what to do>``. Wrong arguments raise `ValueError` and `TypeError`. Other errors of CUDA
-and torch pass through unchanged.
+Errors derive from `PinstageError`, and also from the built-in error that you would catch anyway. A
+message reads ``<what happened>: <numbers>; <what to do>``. Wrong arguments raise `ValueError` and
+`TypeError`. Other errors of CUDA and torch pass through unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class PoolError(PinstageError):
         requested_bytes: the size of the request.
         held_bytes: bytes that the pool held, idle ones included.
         leased_bytes: bytes of slabs in use.
-        in_flight_bytes: bytes of released slabs whose copy was not done or that still had live views.
+        in_flight_bytes: bytes of released slabs whose copy was not done or that still had live
+            views.
         max_bytes: the cap.
     """
 
@@ -58,11 +59,14 @@ class PoolClosedError(PoolError, RuntimeError):
 
 
 class ForkedPoolError(PoolError, RuntimeError):
-    """The pool belongs to the parent of this forked process, so it carries no counters. A `RuntimeError`."""
+    """The pool belongs to the parent of this forked process, so it carries no counters. A
+    `RuntimeError`.
+    """
 
 
 class PinningError(PinstageError, RuntimeError):
-    """Memory can't be page-locked or freed, or a `HostRegion` is closed or another process owns it. A `RuntimeError`.
+    """Memory can't be page-locked or freed, or a `HostRegion` is closed or another process owns it.
+    A `RuntimeError`.
 
     Also a `MemoryError` if there is too little memory. A failed call leaves nothing behind.
 
@@ -72,7 +76,9 @@ class PinningError(PinstageError, RuntimeError):
         nbytes: bytes requested; None if the call takes no size.
     """
 
-    def __init__(self, message: str, *, call: str = "", name: str = "", nbytes: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, call: str = "", name: str = "", nbytes: int | None = None
+    ) -> None:
         super().__init__(message)
         self.call = call
         self.name = name
@@ -88,7 +94,8 @@ class HostBudgetError(PinstageError, RuntimeError):
 
 
 class LeaseError(PinstageError, RuntimeError):
-    """A lease was used after its release or released twice, or its block ended while a graph was being captured.
+    """A lease was used after its release or released twice, or its block ended while a graph was
+    being captured.
 
     A `RuntimeError`.
     """
@@ -98,8 +105,8 @@ class LayoutError(PinstageError, TypeError):
     """A leaf or object cannot be staged, or a batch does not match a layout. A `TypeError`.
 
     Attributes:
-        path: where it is, as you would write it after the batch's name, for example ``['obs'][3].raw``. Empty for the
-            batch itself.
+        path: where it is, as you would write it after the batch's name, for example
+            ``['obs'][3].raw``. Empty for the batch itself.
     """
 
     def __init__(self, message: str, path: str = "") -> None:
@@ -108,15 +115,21 @@ class LayoutError(PinstageError, TypeError):
 
 
 class TraceError(PinstageError, ValueError):
-    """A file isn't a trace of the PyTorch profiler, is broken, or has no copies to report. A `ValueError`."""
+    """A file isn't a trace of the PyTorch profiler, is broken, or has no copies to report. A
+    `ValueError`.
+    """
 
 
 class TargetError(PinstageError, ImportError):
-    """The ``module:callable`` of ``pinstage audit`` can't be found or called, or returns no batch. An `ImportError`."""
+    """The ``module:callable`` of ``pinstage audit`` can't be found or called, or returns no batch.
+    An `ImportError`.
+    """
 
 
 class StagingWarning(RuntimeWarning):
-    """Staging works, but more slowly or with more memory than it should. Turn it into an error in tests."""
+    """Staging works, but more slowly or with more memory than it should. Turn it into an error in
+    tests.
+    """
 
 
 class UnreleasedLeaseWarning(ResourceWarning):

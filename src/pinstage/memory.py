@@ -1,6 +1,7 @@
 """Memory resources: where the slabs of a pool come from.
 
-To write your own resource, implement `MemoryResource`, and return each block as ``Block(ptr, nbytes)``.
+To write your own resource, implement `MemoryResource`, and return each block as ``Block(ptr,
+nbytes)``.
 """
 
 from ._memory import (

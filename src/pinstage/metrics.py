@@ -1,4 +1,6 @@
-"""Statistics of pools, for Prometheus. Needs the extra `metrics`: ``pip install 'pinstage[metrics]'``."""
+"""Statistics of pools, for Prometheus. Needs the extra `metrics`: ``pip install
+'pinstage[metrics]'``.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from .errors import ForkedPoolError
 class PoolCollector(Collector):
     """Reports to Prometheus what pools hold, by owner, and how long owners waited.
 
-    Register it with ``REGISTRY.register(PoolCollector(pool))``. It reads `SlabPool.stats` whenever Prometheus collects.
-    For a closed pool it reports the bytes still held; in a forked child it reports nothing. A registry takes one
-    `PoolCollector`; `add` further pools to it.
+    Register it with ``REGISTRY.register(PoolCollector(pool))``. It reads `SlabPool.stats` whenever
+    Prometheus collects. For a closed pool it reports the bytes still held; in a forked child it
+    reports nothing. A registry takes one `PoolCollector`; `add` further pools to it.
 
     Args:
         pool: the first pool.
@@ -40,13 +42,17 @@ class PoolCollector(Collector):
             ValueError: another pool has this name.
         """
         if not isinstance(pool, SlabPool):
-            raise TypeError(f"a PoolCollector needs a SlabPool: {pool!r}; the pool of a Stager is stager.pool")
+            raise TypeError(
+                f"a PoolCollector needs a SlabPool: {pool!r}; the pool of a Stager is stager.pool"
+            )
         if name in self._pools:
             raise ValueError(f"two pools of one name: {name!r}; pass another name=")
         self._pools[name] = pool
 
     def describe(self) -> Iterable[Metric]:
-        """Return the metrics without figures, so that a registry refuses a second collector with the same ones."""
+        """Return the metrics without figures, so that a registry refuses a second collector with
+        the same ones.
+        """
         return _families().values()
 
     def collect(self) -> Iterator[Metric]:
@@ -63,19 +69,39 @@ class PoolCollector(Collector):
 
 
 def _families() -> dict[str, Any]:
-    """Return the metrics without figures. Prometheus's formats allow each metric once, with all of its samples."""
+    """Return the metrics without figures. Prometheus's formats allow each metric once, with all of
+    its samples.
+    """
     pool, owner = ["pool"], ["pool", "owner"]
     families = (
-        GaugeMetricFamily("pinstage_pool_bytes", "Bytes of slabs that the pool holds.", labels=[*pool, "state"]),
-        GaugeMetricFamily("pinstage_pool_slabs", "Slabs that the pool holds.", labels=[*pool, "state"]),
+        GaugeMetricFamily(
+            "pinstage_pool_bytes", "Bytes of slabs that the pool holds.", labels=[*pool, "state"]
+        ),
+        GaugeMetricFamily(
+            "pinstage_pool_slabs", "Slabs that the pool holds.", labels=[*pool, "state"]
+        ),
         GaugeMetricFamily("pinstage_pool_max_bytes", "The cap on the bytes held.", labels=pool),
-        GaugeMetricFamily("pinstage_pool_peak_bytes", "The most bytes that were held at once.", labels=pool),
-        GaugeMetricFamily("pinstage_owner_bytes", "Bytes of slabs in use, by owner.", labels=[*owner, "state"]),
-        CounterMetricFamily("pinstage_pool_hits", "Leases served by an existing slab.", labels=pool),
-        CounterMetricFamily("pinstage_pool_misses", "Leases that needed an allocation.", labels=pool),
-        CounterMetricFamily("pinstage_pool_trims", "Idle slabs given back to the system.", labels=pool),
-        CounterMetricFamily("pinstage_owner_waits", "Requests that had to wait, by owner.", labels=owner),
-        CounterMetricFamily("pinstage_owner_wait_seconds", "Seconds that requests waited, by owner.", labels=owner),
+        GaugeMetricFamily(
+            "pinstage_pool_peak_bytes", "The most bytes that were held at once.", labels=pool
+        ),
+        GaugeMetricFamily(
+            "pinstage_owner_bytes", "Bytes of slabs in use, by owner.", labels=[*owner, "state"]
+        ),
+        CounterMetricFamily(
+            "pinstage_pool_hits", "Leases served by an existing slab.", labels=pool
+        ),
+        CounterMetricFamily(
+            "pinstage_pool_misses", "Leases that needed an allocation.", labels=pool
+        ),
+        CounterMetricFamily(
+            "pinstage_pool_trims", "Idle slabs given back to the system.", labels=pool
+        ),
+        CounterMetricFamily(
+            "pinstage_owner_waits", "Requests that had to wait, by owner.", labels=owner
+        ),
+        CounterMetricFamily(
+            "pinstage_owner_wait_seconds", "Seconds that requests waited, by owner.", labels=owner
+        ),
     )
     return {family.name: family for family in families}
 
@@ -108,7 +134,9 @@ class TorchHostCollector(Collector):
         if not stats:
             return
         held = GaugeMetricFamily(
-            "pinstage_torch_host_bytes", "Bytes page-locked by torch's host allocator.", labels=["state"]
+            "pinstage_torch_host_bytes",
+            "Bytes page-locked by torch's host allocator.",
+            labels=["state"],
         )
         active = stats.get("active_bytes.current", 0)
         held.add_metric(["active"], active)
@@ -118,4 +146,6 @@ class TorchHostCollector(Collector):
             ("allocations", "num_host_alloc", "Blocks that torch's host allocator page-locked."),
             ("frees", "num_host_free", "Blocks that torch's host allocator gave back."),
         ):
-            yield CounterMetricFamily(f"pinstage_torch_host_{metric}", text, value=stats.get(key, 0))
+            yield CounterMetricFamily(
+                f"pinstage_torch_host_{metric}", text, value=stats.get(key, 0)
+            )

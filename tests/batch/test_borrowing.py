@@ -1,6 +1,7 @@
 """Batches that are already page-locked: leaves are copied in place, and leases are sent unchanged.
 
-Nothing is page-locked without a GPU, so a double reports some tensors as page-locked; the copies are real.
+Nothing is page-locked without a GPU, so a double reports some tensors as page-locked; the copies
+are real.
 """
 
 import gc
@@ -54,13 +55,20 @@ def test_borrowed_and_packed_leaves_arrive_in_place(page_locked, path, which):
         assert_same(batch, transfer.wait(), "cpu")
         stats = stager.stats()
         rest = [leaf for i, leaf in enumerate(batch) if i not in which]
-        assert stats.pool.held_bytes == size_class(Layout.of(rest).nbytes, stager.pool.memory.granularity)
+        assert stats.pool.held_bytes == size_class(
+            Layout.of(rest).nbytes, stager.pool.memory.granularity
+        )
         assert transfer.nbytes == Layout.of(batch).nbytes
         assert stats.copies == transfer.copies >= len(which) + 1
 
 
 def test_large_leaves_around_borrowed_ones_travel_in_chunks(page_locked):
-    batch = [tensor_of(torch.uint8, (3 << 20,), 1), large(2), tensor_of(torch.uint8, (5 << 20,), 3), large(4)]
+    batch = [
+        tensor_of(torch.uint8, (3 << 20,), 1),
+        large(2),
+        tensor_of(torch.uint8, (5 << 20,), 3),
+        large(4),
+    ]
     page_locked.update(batch[i].data_ptr() for i in (1, 3))
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True, pack_threads=2) as stager:
         assert_same(batch, stager.to_device(batch), "cpu")
@@ -78,7 +86,10 @@ def test_a_fully_page_locked_batch_needs_no_slab(page_locked):
 
 
 def test_small_strided_and_unwanted_leaves_are_packed(page_locked):
-    small, strided = tensor_of(torch.uint8, (LARGE - 1,), 1), tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0]
+    small, strided = (
+        tensor_of(torch.uint8, (LARGE - 1,), 1),
+        tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0],
+    )
     conjugated = tensor_of(torch.complex64, (LARGE,), 4).conj()
     page_locked.update((small.data_ptr(), strided.data_ptr(), conjugated.data_ptr()))
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
@@ -105,11 +116,15 @@ def test_arrays_permuted_tensors_and_aliases_are_borrowed(page_locked):
         assert staged[1] is staged[2]
 
 
-# -- leases that are sent unchanged ------------------------------------------------------------------------------------
+# -- leases that are sent unchanged ----------------------------------------------------------------
 
 
 def test_a_lease_is_sent_directly_and_released():
-    batch = {"x": tensor_of(torch.float32, (4, 5), 1), "name": "a", "n": torch.nn.Parameter(torch.ones(2))}
+    batch = {
+        "x": tensor_of(torch.float32, (4, 5), 1),
+        "name": "a",
+        "n": torch.nn.Parameter(torch.ones(2)),
+    }
     layout = Layout.of(batch)
     with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
         lease = pool.acquire(layout.nbytes)
@@ -147,10 +162,15 @@ def test_an_unsendable_lease_stays_the_caller_s():
     batch = [torch.zeros(100), "text"]
     layout = Layout.of(batch)
     with SlabPool(max_bytes="1MiB") as pool, Stager("cpu", pool=pool) as stager:
-        with pool.acquire(16) as small, pytest.raises(ValueError, match=r"lease is too small: 16 bytes .* of 400"):
+        with (
+            pool.acquire(16) as small,
+            pytest.raises(ValueError, match=r"lease is too small: 16 bytes .* of 400"),
+        ):
             stager.stage_lease(small, layout, ["text"])
         with pool.acquire(layout.nbytes) as lease:
-            with pytest.raises(TypeError, match=r"layout must be a Layout: 5; pass Layout.of\(batch\)"):
+            with pytest.raises(
+                TypeError, match=r"layout must be a Layout: 5; pass Layout.of\(batch\)"
+            ):
                 stager.stage_lease(lease, 5)
             with pytest.raises(ValueError, match="others has the wrong length: 0 for 1 leaves"):
                 stager.stage_lease(lease, layout)

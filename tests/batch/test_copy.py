@@ -1,4 +1,6 @@
-"""How bytes are copied into a slab: with one thread or several, in chunks, and when the copy is interrupted."""
+"""How bytes are copied into a slab: with one thread or several, in chunks, and when the copy is
+interrupted.
+"""
 
 import concurrent.futures
 import contextlib
@@ -30,7 +32,10 @@ GUARD = 64
 
 def bytes_of(*sizes, skipped=0):
     """Return leaves of these sizes in bytes, at odd addresses if some bytes are `skipped`."""
-    return [tensor_of(torch.uint8, (size + skipped,), seed % 7)[skipped:] for seed, size in enumerate(sizes)]
+    return [
+        tensor_of(torch.uint8, (size + skipped,), seed % 7)[skipped:]
+        for seed, size in enumerate(sizes)
+    ]
 
 
 def strided_leaves():
@@ -55,12 +60,17 @@ BATCHES = {
     "many small leaves": lambda: bytes_of(*(n % 50 for n in range(3000))),
     "many that make megabytes": lambda: bytes_of(*(n % 5000 for n in range(3000))),
     "one large leaf": lambda: bytes_of(3 * MIB + 3),
-    "large leaves at odd addresses": lambda: bytes_of(*(256 * KIB + n for n in range(-2, 40, 7)), skipped=13),
+    "large leaves at odd addresses": lambda: bytes_of(
+        *(256 * KIB + n for n in range(-2, 40, 7)), skipped=13
+    ),
     "small and large leaves": lambda: bytes_of(*(n**4 for n in range(50))),
     "a leaf of many chunks": lambda: bytes_of(32 * MIB + 5),
     "leaves of many chunks": lambda: bytes_of(3, 24 * MIB, 5, 16 * MIB - 1, 1, 3),
     "strided leaves": strided_leaves,
-    "strided leaves beside many": lambda: [*strided_leaves(), *(tensor_of(torch.int16, (11,), n) for n in range(100))],
+    "strided leaves beside many": lambda: [
+        *strided_leaves(),
+        *(tensor_of(torch.int16, (11,), n) for n in range(100)),
+    ],
 }
 
 
@@ -71,7 +81,9 @@ def batch(request):
     table = take_apart(leaves).table
     expected = np.zeros(table.nbytes, dtype=np.uint8)
     for leaf, offset in zip(leaves, table.rows["offset"].tolist(), strict=True):
-        plain = (leaf if leaf.is_conj() else leaf.view(torch.uint8) if leaf.itemsize == 1 else leaf).resolve_conj()
+        plain = (
+            leaf if leaf.is_conj() else leaf.view(torch.uint8) if leaf.itemsize == 1 else leaf
+        ).resolve_conj()
         part = plain.contiguous().flatten().view(torch.uint8).numpy()
         expected[offset : offset + part.size] = part
     return leaves, torch.from_numpy(expected)
@@ -110,7 +122,7 @@ def ends_of(sizes):
         return job.ends
 
 
-# -- the same bytes ----------------------------------------------------------------------------------------------------
+# -- the same bytes --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4, 5])
@@ -138,19 +150,27 @@ def test_what_is_reported_is_in_the_slab_already(batch, threads):
 
 
 def test_leaves_that_somebody_else_writes_are_left_out():
-    leaves = [*bytes_of(5, 300 * KIB, 40), torch.ones(3, 5)[:, ::2], torch.ones(3, dtype=torch.int16)]
+    leaves = [
+        *bytes_of(5, 300 * KIB, 40),
+        torch.ones(3, 5)[:, ::2],
+        torch.ones(3, dtype=torch.int16),
+    ]
     parts = take_apart(leaves)
     offsets = parts.table.rows["offset"].tolist()
     with guarded(parts.table.nbytes) as slab:
         pack(parts, slab, skip=[1, 3])
-        for leaf, offset, skipped in zip(leaves, offsets, (False, True, False, True, False), strict=True):
+        for leaf, offset, skipped in zip(
+            leaves, offsets, (False, True, False, True, False), strict=True
+        ):
             place = slab[offset : offset + leaf.nbytes]
             assert torch.equal(place, leaf.contiguous().flatten().view(torch.uint8)) or skipped
             assert place.eq(0xEE).all() == skipped
-            assert not slab[offset + leaf.nbytes : -(-(offset + leaf.nbytes) // 16) * 16].any(), "padding"
+            assert not slab[offset + leaf.nbytes : -(-(offset + leaf.nbytes) // 16) * 16].any(), (
+                "padding"
+            )
 
 
-# -- chunks ------------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
 def test_small_batches_use_no_second_thread():
@@ -203,7 +223,7 @@ def test_there_is_nothing_behind_the_last_chunk(chunk):
                 ask(chunk)
 
 
-# -- places ------------------------------------------------------------------------------------------------------------
+# -- places ----------------------------------------------------------------------------------------
 
 
 def through_places(leaves, threads, held):
@@ -214,7 +234,10 @@ def through_places(leaves, threads, held):
     """
     parts = take_apart(leaves)
     travelled, places = torch.full((parts.table.nbytes,), 0xEE, dtype=torch.uint8), []
-    with guarded(parts.table.nbytes) as slab, start_packing(parts, slab, threads, reuses=True) as job:
+    with (
+        guarded(parts.table.nbytes) as slab,
+        start_packing(parts, slab, threads, reuses=True) as job,
+    ):
         starts = [0, *job.ends]
         for chunk, (start, end) in enumerate(itertools.pairwise(starts)):
             job.wait(chunk)
@@ -222,7 +245,9 @@ def through_places(leaves, threads, held):
             travelled[start:end] = slab[places[-1] : places[-1] + end - start]
             if chunk >= held:
                 gone = chunk - held
-                slab[places[gone] : places[gone] + starts[gone + 1] - starts[gone]] = 0xDD  # no longer needed
+                slab[places[gone] : places[gone] + starts[gone + 1] - starts[gone]] = (
+                    0xDD  # no longer needed
+                )
                 job.reuse(gone)
     return travelled, places, starts
 
@@ -259,7 +284,7 @@ def test_large_batches_reuse_places_where_cpus_demote_lines(monkeypatch):
             assert reuses_places(take_apart(leaves)) is expected
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def tasks():
@@ -284,11 +309,16 @@ def test_several_threads_pack_at_once():
     barrier = threading.Barrier(3)
 
     def work(seed):
-        leaves = [tensor_of(torch.uint8, (2 * MIB + seed,), seed), tensor_of(torch.int64, (100,), seed)]
+        leaves = [
+            tensor_of(torch.uint8, (2 * MIB + seed,), seed),
+            tensor_of(torch.int64, (100,), seed),
+        ]
         barrier.wait(PATIENCE_SECONDS)
         for _ in range(10):
             slab, _ = packed(leaves, 2)
-            assert torch.equal(slab[800 : 800 + 2 * MIB + seed], leaves[0])  # small leaves come first
+            assert torch.equal(
+                slab[800 : 800 + 2 * MIB + seed], leaves[0]
+            )  # small leaves come first
             assert torch.equal(slab[:800].view(torch.int64), leaves[1])
 
     with concurrent.futures.ThreadPoolExecutor(3) as executor:
@@ -323,7 +353,7 @@ def test_python_threads_run_during_packing(threads, background):
     assert outcome(counting) > 5
 
 
-# -- ends --------------------------------------------------------------------------------------------------------------
+# -- ends ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wait_for", [None, 0])
@@ -427,7 +457,9 @@ def test_a_child_forked_midway_doesn_t_wait():
             try:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(int(PATIENCE_SECONDS))  # fail instead of hanging
-                torch.set_num_threads(1)  # torch would wait for OpenMP threads, which only the parent has
+                torch.set_num_threads(
+                    1
+                )  # torch would wait for OpenMP threads, which only the parent has
                 try:
                     job.wait(len(job.ends) - 1)
                 except RuntimeError as error:
@@ -444,7 +476,10 @@ def test_a_child_forked_midway_doesn_t_wait():
 
 
 def test_a_job_keeps_its_leaves_and_its_slab():
-    source, slab = torch.zeros(32 * MIB, dtype=torch.uint8), torch.empty(32 * MIB, dtype=torch.uint8)
+    source, slab = (
+        torch.zeros(32 * MIB, dtype=torch.uint8),
+        torch.empty(32 * MIB, dtype=torch.uint8),
+    )
     died = [weakref.ref(source), weakref.ref(slab)]
     job = start_packing(take_apart([source]), slab, 2)
     del source, slab
@@ -476,9 +511,13 @@ print(slab.eq(1).all().item(), [str(one.message) for one in told])
 """
 
 
-@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan needs address space of its own")
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan needs address space of its own"
+)
 def test_a_thread_that_cannot_start_warns_once():
-    done = subprocess.run(warm.command("-c", WITHOUT_THREADS), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        warm.command("-c", WITHOUT_THREADS), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     text = r"packing goes on with 1 threads: no other could be started \(error 11\); raise the limit of threads"
     assert re.match(rf"True \['{text}[^']*'\]\n", done.stdout), done.stdout
@@ -512,7 +551,9 @@ os._exit(0)
 
 
 def test_ending_a_job_doesn_t_wait_forever():
-    done = subprocess.run(warm.command("-c", STUCK), capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        warm.command("-c", STUCK), capture_output=True, text=True, check=False, timeout=60
+    )
     if "refused" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
@@ -521,12 +562,14 @@ def test_ending_a_job_doesn_t_wait_forever():
     assert kept == "[True, True]\n"
 
 
-# -- how many threads --------------------------------------------------------------------------------------------------
+# -- how many threads ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threads", [0, -1])
 def test_less_than_one_thread_is_refused(threads):
-    with pytest.raises(ValueError, match=f"threads must be at least 1: {threads}; 1 packs in the calling thread"):
+    with pytest.raises(
+        ValueError, match=f"threads must be at least 1: {threads}; 1 packs in the calling thread"
+    ):
         most_threads(threads)
 
 

@@ -1,4 +1,6 @@
-"""Error messages about unknown classes, wrong flatten functions, and dicts whose keys are tensors."""
+"""Error messages about unknown classes, wrong flatten functions, and dicts whose keys are
+tensors.
+"""
 
 import collections
 import dataclasses
@@ -24,11 +26,13 @@ def fresh():
     return Box
 
 
-# -- unknown classes ---------------------------------------------------------------------------------------------------
+# -- unknown classes -------------------------------------------------------------------------------
 
 
 def test_all_unknown_classes_are_named_with_their_remedy():
-    one, two, three, inner = (type(name, (fresh(),), {}) for name in ("One", "Two", "Three", "Inner"))
+    one, two, three, inner = (
+        type(name, (fresh(),), {}) for name in ("One", "Two", "Three", "Inner")
+    )
     window = type("Window", (collections.deque,), {})
     batch = {
         "a": [one(torch.ones(1)), one(torch.ones(1))],
@@ -50,7 +54,9 @@ def test_all_unknown_classes_are_named_with_their_remedy():
     assert "batch['b'].value['deep'][0]" in lines[1]
     for cls in (one, two, inner):
         ps.register_node(cls)
-    ps.register_node(window, lambda found: (list(found), None), lambda children, _: window(children))
+    ps.register_node(
+        window, lambda found: (list(found), None), lambda children, _: window(children)
+    )
     assert len(ps.Layout.of(batch).slots) == 4
 
 
@@ -106,17 +112,26 @@ def test_what_yields_batches_is_no_batch(stager, source):
     assert stager.to_device(inside)["rows"] is inside["rows"]
 
 
-# -- what flatten returns ----------------------------------------------------------------------------------------------
+# -- what flatten returns --------------------------------------------------------------------------
 
 WRONG = {
-    "children alone": (lambda box: [box.value], "flatten returned a list of 1; return (children, context)"),
+    "children alone": (
+        lambda box: [box.value],
+        "flatten returned a list of 1; return (children, context)",
+    ),
     "one child": (
         lambda box: (box.value, None),
         "flatten returned a Tensor as children; return ((child, ...), context)",
     ),
     "nothing": (lambda box: None, "flatten returned a NoneType; return (children, context)"),
-    "four": (lambda box: ((), 1, 2, 3), "flatten returned a tuple of 4; return (children, context)"),
-    "too few entries": (lambda box: ((box.value,), None, ()), "flatten returned 1 children and 0 path entries"),
+    "four": (
+        lambda box: ((), 1, 2, 3),
+        "flatten returned a tuple of 4; return (children, context)",
+    ),
+    "too few entries": (
+        lambda box: ((box.value,), None, ()),
+        "flatten returned 1 children and 0 path entries",
+    ),
 }
 
 
@@ -138,21 +153,25 @@ def test_classes_behind_a_wrong_one_may_be_new():
     cls, other = fresh(), dataclasses.make_dataclass("New", ["value"])
     ps.register_node(cls, lambda box: None, lambda children, context: cls(*children))
     with pytest.raises(LayoutError, match="flatten returned a NoneType") as caught:
-        ps.Layout.of([other(1), cls(torch.ones(1)), dataclasses.make_dataclass("New", ["value"])(1)])
+        ps.Layout.of(
+            [other(1), cls(torch.ones(1)), dataclasses.make_dataclass("New", ["value"])(1)]
+        )
     assert caught.value.path == "[1]"
 
 
 def test_the_path_leads_to_the_wrong_object():
     cls = fresh()
     ps.register_node(
-        cls, lambda box: box.note or ((box.value,), None), lambda children, context: cls(next(iter(children)))
+        cls,
+        lambda box: box.note or ((box.value,), None),
+        lambda children, context: cls(next(iter(children))),
     )
     with pytest.raises(LayoutError, match="flatten returned a str") as caught:
         ps.Layout.of({"a": [cls(torch.ones(1)), cls(torch.ones(1), "wrong")]})
     assert caught.value.path == "['a'][1]"
 
 
-# -- keys that are tensors ---------------------------------------------------------------------------------------------
+# -- keys that are tensors -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -185,7 +204,10 @@ def test_optimizer_state_is_staged_under_its_parameters(stager):
 
 def test_dicts_with_tensors_as_keys_nest(stager):
     keys = [torch.ones(2), torch.ones(3), torch.ones(2)]
-    tree = {keys[0]: {keys[1]: torch.zeros(1), keys[2]: [torch.ones(4)]}, keys[1]: (torch.ones(2), "text")}
+    tree = {
+        keys[0]: {keys[1]: torch.zeros(1), keys[2]: [torch.ones(4)]},
+        keys[1]: (torch.ones(2), "text"),
+    }
     staged = stager.to_device([tree, {"b": 1, "a": tree}])
     for found in (staged[0], staged[1]["a"]):
         assert list(map(id, found)) == [id(keys[0]), id(keys[1])]
@@ -212,7 +234,9 @@ def whole(batch):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_dicts_with_tensor_keys_leave_a_loader_intact(workers):
     options = {"collate_fn": whole, "num_workers": workers}
-    loader = ps.DataLoader(Mapped(with_tensor_keys, 4), None, device="cpu", max_bytes="1MiB", **options)
+    loader = ps.DataLoader(
+        Mapped(with_tensor_keys, 4), None, device="cpu", max_bytes="1MiB", **options
+    )
     for index, batch in enumerate(loader):
         (key, value), (_, number) = batch.items()
         assert (key.tolist(), value.tolist(), number) == ([index] * 2, [index] * 2, index)

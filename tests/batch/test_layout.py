@@ -7,7 +7,16 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from strategies import DTYPES, EXPERIMENTAL, ArraySubclass, TensorSubclass, assert_same, bits, tensor_of, through_slab
+from strategies import (
+    DTYPES,
+    EXPERIMENTAL,
+    ArraySubclass,
+    TensorSubclass,
+    assert_same,
+    bits,
+    tensor_of,
+    through_slab,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pinstage import Layout, SlabPool, Stager
@@ -15,7 +24,10 @@ from pinstage._batch import ALIGNMENT, Slot
 from pinstage.errors import LayoutError, PinstageError
 from pinstage.memory import PageableMemory
 
-pytestmark = [pytest.mark.usefixtures("both_paths"), pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = [
+    pytest.mark.usefixtures("both_paths"),
+    pytest.mark.filterwarnings("ignore:ComplexHalf"),
+]
 
 
 def slab_for(layout):
@@ -26,7 +38,7 @@ def ids(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -103,7 +115,7 @@ def test_repr_says_how_large_it_is(batch):
     assert "nbytes=80 slots=3" in repr(Layout.of(batch))
 
 
-# -- leaves that are tensors -------------------------------------------------------------------------------------------
+# -- leaves that are tensors -----------------------------------------------------------------------
 
 
 FORMS = {
@@ -137,8 +149,24 @@ def test_a_dtype_without_a_code_moves_by_to():
 
 
 def test_all_dtypes_that_torch_stores_densely_are_tried():
-    named = ["bool", "bfloat16", "float16", "complex32", "complex64", "complex128", "uint16", "uint32", "uint64"]
-    named += ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+    named = [
+        "bool",
+        "bfloat16",
+        "float16",
+        "complex32",
+        "complex64",
+        "complex128",
+        "uint16",
+        "uint32",
+        "uint64",
+    ]
+    named += [
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ]
     present = {getattr(torch, name) for name in named if hasattr(torch, name)}
     assert present <= set(DTYPES)
 
@@ -247,7 +275,9 @@ def test_lazily_conjugated_tensors_are_leaves_like_any_other():
     assert lazy.is_conj()
 
 
-@pytest.mark.parametrize("stride_form", [lambda t: t, lambda t: t.expand(3, -1)], ids=["contiguous", "expanded"])
+@pytest.mark.parametrize(
+    "stride_form", [lambda t: t, lambda t: t.expand(3, -1)], ids=["contiguous", "expanded"]
+)
 @pytest.mark.parametrize(
     ("integers", "dtype"),
     [
@@ -294,7 +324,7 @@ def test_changing_a_leaf_keeps_others_valid_for_autograd():
     assert weight.grad.eq(2).all()
 
 
-# -- leaves that are not packed ----------------------------------------------------------------------------------------
+# -- leaves that are not packed --------------------------------------------------------------------
 
 
 class Reticent(torch.Tensor):
@@ -302,7 +332,12 @@ class Reticent(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        assert func not in (torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.is_conj, torch.Tensor.is_neg)
+        assert func not in (
+            torch.Tensor.is_contiguous,
+            torch.Tensor.stride,
+            torch.Tensor.is_conj,
+            torch.Tensor.is_neg,
+        )
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
@@ -317,15 +352,22 @@ NOT_PACKED = {
     "mkldnn": lambda: torch.eye(3).to_mkldnn(),
     "quantised": lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged),
-    "nested, strided": lambda: torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]).transpose(1, 2),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.randn(2), torch.randn(3)], layout=torch.jagged
+    ),
+    "nested, strided": lambda: torch.nested.nested_tensor(
+        [torch.randn(2, 3), torch.randn(4, 3)]
+    ).transpose(1, 2),
     "meta": lambda: torch.empty(3, device="meta"),
     "fake": lambda: FakeTensorMode().from_tensor(torch.randn(3)),
     "functional": lambda: torch._to_functional_tensor(torch.randn(3)),
     "zeros without memory": lambda: torch._efficientzerotensor(4),
 }
 unusual = pytest.mark.filterwarnings(
-    "ignore:Sparse CSR", "ignore:.*quantize", "ignore:The PyTorch API of nested", "ignore:.*deprecated"
+    "ignore:Sparse CSR",
+    "ignore:.*quantize",
+    "ignore:The PyTorch API of nested",
+    "ignore:.*deprecated",
 )
 
 
@@ -341,7 +383,9 @@ def test_an_unpackable_tensor_has_no_slot(kind):
         assert torch.equal(staged[0], plain)
 
 
-@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "transform", [torch.vmap, torch.func.grad, torch.func.functionalize], ids=lambda f: f.__name__
+)
 def test_tensors_of_torchs_transforms_go_through_them(transform):
     def staged(x):
         return through_slab({"x": x * 2})["x"].sum()
@@ -353,12 +397,15 @@ def test_tensors_of_torchs_transforms_go_through_them(transform):
     assert torch.equal(transform(staged)(x), transform(plain)(x))
 
 
-# -- modes in which torch makes no memory -----------------------------------------------------------------------------
+# -- modes in which torch makes no memory ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("allow", [False, True])
 def test_without_memory_from_torch_nothing_is_silently_read(allow):
-    real, lazy = [torch.randn(4), torch.randn(3, 5)[:, ::2]], torch.randn(3, dtype=torch.complex64).conj()
+    real, lazy = (
+        [torch.randn(4), torch.randn(3, 5)[:, ::2]],
+        torch.randn(3, dtype=torch.complex64).conj(),
+    )
     layout, of_lazy = Layout.of(real), Layout.of(lazy)
     slab = slab_for(layout)
     with FakeTensorMode(allow_non_fake_inputs=allow):
@@ -370,7 +417,10 @@ def test_without_memory_from_torch_nothing_is_silently_read(allow):
             layout.unpack(fake)
         message = "leave the mode" if allow else "convert all Tensors to FakeTensors"
         error = PinstageError if allow else AssertionError  # torch's own
-        for read in (Layout.of, lambda leaf: of_lazy.pack(leaf, slab)):  # torch would have to compute it
+        for read in (
+            Layout.of,
+            lambda leaf: of_lazy.pack(leaf, slab),
+        ):  # torch would have to compute it
             with pytest.raises(error, match=message):
                 read(lazy)
         with pytest.raises(PinstageError, match="leave the mode"):
@@ -379,7 +429,7 @@ def test_without_memory_from_torch_nothing_is_silently_read(allow):
             Layout.of(np.ones(3)[::-1])  # torch would have to copy it
 
 
-# -- leaves that are arrays --------------------------------------------------------------------------------------------
+# -- leaves that are arrays ------------------------------------------------------------------------
 
 ARRAYS = {
     "plain": lambda a: a,
@@ -478,7 +528,7 @@ def test_numpy_scalars_are_left_as_they_are():
     assert through_slab([scalar, torch.zeros(1)])[0] is scalar
 
 
-# -- packing by hand ---------------------------------------------------------------------------------------------------
+# -- packing by hand -------------------------------------------------------------------------------
 
 
 def test_a_batch_is_packed_into_a_lease(batch):
@@ -514,12 +564,21 @@ def _aligned_part_of_an_unaligned_buffer(nbytes):
 
 
 WRONG_SLABS = {
-    "too small": (lambda n: torch.empty(n - 1, dtype=torch.uint8), "too small: 79 bytes for a layout of 80"),
+    "too small": (
+        lambda n: torch.empty(n - 1, dtype=torch.uint8),
+        "too small: 79 bytes for a layout of 80",
+    ),
     "another dtype": (lambda n: torch.empty(n, dtype=torch.int8), "uint8"),
-    "a subclass": (lambda n: torch.empty(n, dtype=torch.uint8).as_subclass(TensorSubclass), "TensorSubclass"),
+    "a subclass": (
+        lambda n: torch.empty(n, dtype=torch.uint8).as_subclass(TensorSubclass),
+        "TensorSubclass",
+    ),
     "two dimensions": (lambda n: torch.empty(n, 1, dtype=torch.uint8), "one dimension"),
     "with gaps": (lambda n: torch.empty(2 * n, dtype=torch.uint8)[::2], "contiguous"),
-    "not aligned": (lambda n: torch.empty(n + 1, dtype=torch.uint8)[1:], f"multiple of {ALIGNMENT} bytes: offset 1"),
+    "not aligned": (
+        lambda n: torch.empty(n + 1, dtype=torch.uint8)[1:],
+        f"multiple of {ALIGNMENT} bytes: offset 1",
+    ),
     "not aligned in its storage": (
         _aligned_part_of_an_unaligned_buffer,
         f"multiple of {ALIGNMENT} bytes: offset {ALIGNMENT - 1}, address 0x[0-9a-f]+0",
@@ -549,7 +608,8 @@ def test_a_slab_without_its_storage_is_refused(batch, nbytes):
     slab = slab_for(layout)
     slab.untyped_storage().resize_(nbytes)
     with pytest.raises(
-        ValueError, match=rf"dst lacks the memory .*: 80 bytes in a storage of {nbytes}; .* pass another"
+        ValueError,
+        match=rf"dst lacks the memory .*: 80 bytes in a storage of {nbytes}; .* pass another",
     ):
         layout.pack(batch, slab)
     with pytest.raises(ValueError, match="src lacks the memory"):
@@ -588,7 +648,9 @@ def test_a_mismatched_batch_is_refused_with_its_path(ours, theirs, path, reason)
 
 
 @pytest.mark.parametrize(
-    "batch", [None, {}, [], "text", {"a": [(), None, 3]}, [torch.zeros(0), torch.zeros(2, 0)]], ids=repr
+    "batch",
+    [None, {}, [], "text", {"a": [(), None, 3]}, [torch.zeros(0), torch.zeros(2, 0)]],
+    ids=repr,
 )
 def test_a_batch_without_bytes_needs_no_slab(batch):
     layout = Layout.of(batch)
@@ -601,7 +663,8 @@ def test_unpack_requires_each_leaf_outside_the_slab():
     slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for others in ([], [torch.ones(1), torch.ones(1)]):
         with pytest.raises(
-            ValueError, match=rf"wrong length: {len(others)} for 1 leaves .*; pass layout.others\(batch\)"
+            ValueError,
+            match=rf"wrong length: {len(others)} for 1 leaves .*; pass layout.others\(batch\)",
         ):
             layout.unpack(slab, others)
     stand_in = torch.ones(1)

@@ -22,7 +22,9 @@ def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
     layout = Layout.of(batch)
     spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in layout.slots)
     end = 0
-    for (start, stop), slot in zip(spans, sorted(layout.slots, key=lambda slot: slot.offset), strict=True):
+    for (start, stop), slot in zip(
+        spans, sorted(layout.slots, key=lambda slot: slot.offset), strict=True
+    ):
         assert start % ALIGNMENT == 0
         assert start >= end or slot.nbytes == 0
         end = max(end, stop)
@@ -43,7 +45,9 @@ def test_each_distinct_packable_tensor_has_one_slot(batch):
     ]
     slots = Layout.of(batch).slots
     found = sorted((str(slot.dtype), slot.shape, slot.nbytes) for slot in slots)
-    assert found == sorted((str(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize) for leaf in packed)
+    assert found == sorted(
+        (str(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize) for leaf in packed
+    )
 
 
 @given(batches())
@@ -54,7 +58,9 @@ def test_a_path_leads_to_its_slot_s_tensor(batch):
     layout.pack(batch, slab)
     unpacked = layout.unpack(slab, layout.others(batch))
     for slot in layout.slots:
-        if not any(odd in slot.path for odd in ("<", "self")):  # an enum as a key, or a node that gives no names
+        if not any(
+            odd in slot.path for odd in ("<", "self")
+        ):  # an enum as a key, or a node that gives no names
             tensor = eval(f"batch{slot.path}", {"batch": unpacked})
             assert tensor.dtype == slot.dtype
             assert tensor.shape == slot.shape

@@ -1,4 +1,6 @@
-"""Classes supported through a library's module, an entry point, torch's pytree, or their own ``.to()``."""
+"""Classes supported through a library's module, an entry point, torch's pytree, or their own
+``.to()``.
+"""
 
 import dataclasses
 import importlib
@@ -32,7 +34,7 @@ class Box:
         self.note = note
 
 
-# -- torch's pytree ----------------------------------------------------------------------------------------------------
+# -- torch's pytree --------------------------------------------------------------------------------
 
 
 class Known(Box):
@@ -41,7 +43,9 @@ class Known(Box):
 
 # In torch's order: children first. The context cannot be hashed.
 register_pytree_node(
-    Known, lambda box: ([box.value], {"note": box.note}), lambda children, context: Known(*children, context["note"])
+    Known,
+    lambda box: ([box.value], {"note": box.note}),
+    lambda children, context: Known(*children, context["note"]),
 )
 
 
@@ -65,7 +69,9 @@ def whole(batch):
 def test_what_torchs_pytree_knows_comes_out_of_workers(method):
     options = {"num_workers": 1, "multiprocessing_context": method, "collate_fn": whole}
     loader = ps.DataLoader(Mapped(known, 4), None, device="cpu", max_bytes="1MiB", **options)
-    assert [(box.value.tolist(), box.note) for box in loader] == [([index] * 2, {index}) for index in range(4)]
+    assert [(box.value.tolist(), box.note) for box in loader] == [
+        ([index] * 2, {index}) for index in range(4)
+    ]
 
 
 def test_a_dataclass_is_not_taken_from_pytree(stager):
@@ -74,7 +80,7 @@ def test_a_dataclass_is_not_taken_from_pytree(stager):
     assert stager.to_device(made(torch.ones(1))).value.tolist() == [1]
 
 
-# -- their own .to() ---------------------------------------------------------------------------------------------------
+# -- their own .to() -------------------------------------------------------------------------------
 
 
 class Movable(Box):
@@ -91,7 +97,11 @@ def test_a_class_with_to_moves_by_it(stager):
     with pytest.warns(StagingWarning, match=text) as told:
         results = [stager.to_device(batch) for _ in range(3)]
     for staged in results:
-        assert (type(staged[0]), staged[0].note, staged[0].value.tolist()) == (Movable, "moved", [1, 1])
+        assert (type(staged[0]), staged[0].note, staged[0].value.tolist()) == (
+            Movable,
+            "moved",
+            [1, 1],
+        )
     assert stager.stats().passthrough_leaves == 3
     assert [warning.category for warning in told].count(StagingWarning) == 1
     assert "pinstage.register_node(Movable)" in str(told[0].message)
@@ -113,11 +123,15 @@ def movable(index):
 
 
 def test_loaders_move_to_classes_in_the_main_process():
-    loader = ps.DataLoader(Mapped(movable, 3), None, collate_fn=whole, num_workers=1, device="cpu", max_bytes="1MiB")
+    loader = ps.DataLoader(
+        Mapped(movable, 3), None, collate_fn=whole, num_workers=1, device="cpu", max_bytes="1MiB"
+    )
     with pytest.warns(StagingWarning, match="Movable") as told:
         found = list(loader)
     assert [warning.category for warning in told].count(StagingWarning) == 1
-    assert [(box.value.tolist(), box.note) for box in found] == [([index] * 2, "moved") for index in range(3)]
+    assert [(box.value.tolist(), box.note) for box in found] == [
+        ([index] * 2, "moved") for index in range(3)
+    ]
     assert loader.stats().passthrough_leaves == 3
 
 
@@ -131,7 +145,7 @@ def test_a_tensorless_class_with_to_stays_unchanged(stager):
     assert stager.to_device([box, torch.ones(1)])[0] is box
 
 
-# -- pin_memory --------------------------------------------------------------------------------------------------------
+# -- pin_memory ------------------------------------------------------------------------------------
 
 
 def test_an_uncalled_pin_memory_is_reported_once(stager):
@@ -154,12 +168,14 @@ def test_torchs_own_pin_memory_is_nothing_to_tell(stager):
         stager.to_device([packed])
 
 
-# -- libraries and entry points ----------------------------------------------------------------------------------------
+# -- libraries and entry points --------------------------------------------------------------------
 
 
 @pytest.fixture
 def library(tmp_path, monkeypatch):
-    """A library, and a package that supports its classes, both installed as far as `importlib.metadata` sees."""
+    """A library, and a package that supports its classes, both installed as far as
+    `importlib.metadata` sees.
+    """
     (tmp_path / "somebatches.py").write_text(
         textwrap.dedent(
             """
@@ -190,7 +206,9 @@ def library(tmp_path, monkeypatch):
     info = tmp_path / "somenodes-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somenodes\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[pinstage.nodes]\nsomebatches = somenodes:nodes\nbroken = nowhere:nodes\n")
+    (info / "entry_points.txt").write_text(
+        "[pinstage.nodes]\nsomebatches = somenodes:nodes\nbroken = nowhere:nodes\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
     forget()
@@ -210,7 +228,9 @@ def test_an_entry_point_is_loaded_when_needed(library, stager):
     import somebatches
 
     assert "somenodes" not in sys.modules
-    staged = stager.to_device([somebatches.Derived(torch.ones(2)), somebatches.Derived(torch.ones(1))])
+    staged = stager.to_device(
+        [somebatches.Derived(torch.ones(2)), somebatches.Derived(torch.ones(1))]
+    )
     assert [type(found) for found in staged] == [somebatches.Derived] * 2
     assert all(found.owner is found for found in staged)
     assert sys.modules["somenodes"].met == [somebatches.Derived]

@@ -1,4 +1,6 @@
-"""Changes during the walk of a batch: the collector, a class's `__hash__` and other threads may run in the middle."""
+"""Changes during the walk of a batch: the collector, a class's `__hash__` and other threads may run
+in the middle.
+"""
 
 import concurrent.futures
 import gc
@@ -43,7 +45,11 @@ def leaves_of(batch, is_again, meanwhile):
     handlers = {Odd: None, Leaf: None}
     structure = _native.core.Structure.of(batch, handlers)[0]
     Odd.meanwhile = meanwhile
-    leaves = structure.leaves(batch, handlers) if is_again else _native.core.Structure.of(batch, handlers)[1]
+    leaves = (
+        structure.leaves(batch, handlers)
+        if is_again
+        else _native.core.Structure.of(batch, handlers)[1]
+    )
     assert Odd.meanwhile is None
     return leaves
 
@@ -68,7 +74,9 @@ def test_items_removed_during_inspection_stay_alive(is_again):
     assert leaves == [alive(), batch[1]]
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="the collector runs between lines of Python only")
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="the collector runs between lines of Python only"
+)
 def test_a_class_forgotten_during_the_walk_is_rebuilt():
     handlers = {Record: partial(object.__new__, Record)}
     alive = weakref.ref(handlers[Record])
@@ -77,7 +85,8 @@ def test_a_class_forgotten_during_the_walk_is_rebuilt():
     spare = []
 
     def meanwhile():
-        # Empty Python's free lists of tuples and dicts, so that the next allocation runs the collector, which is due.
+        # Empty Python's free lists of tuples and dicts, so that the next allocation runs the
+        # collector, which is due.
         spare.extend((number,) for number in range(3000))
         spare.extend({} for _ in range(200))
         gc.enable()

@@ -1,4 +1,6 @@
-"""Objects that own a slab, or the right to one, can't be copied: two copies would return the slab twice."""
+"""Objects that own a slab, or the right to one, can't be copied: two copies would return the slab
+twice.
+"""
 
 import copy
 import pickle
@@ -39,7 +41,8 @@ def stager():
 def test_it_cannot_be_copied_or_pickled(stager, what, way):
     thing = THINGS[what](stager)
     with pytest.raises(
-        TypeError, match=f"a (lease|pool|stager|transfer) cannot be copied or pickled: .*{REMEDIES[what]}"
+        TypeError,
+        match=f"a (lease|pool|stager|transfer) cannot be copied or pickled: .*{REMEDIES[what]}",
     ):
         WAYS[way](thing)
     with pytest.raises(TypeError, match="cannot be copied or pickled"):

@@ -137,18 +137,28 @@ CONTAINERS = {
     "dict of mixed keys": lambda: {2: leaf(1), "a": leaf(2), None: leaf(3), (1, "x"): leaf(4)},
     "dict with a tensor for a key": lambda: {torch.zeros(1): leaf()},
     "dict subclass": lambda: known.PlainDict(b=leaf(1), a=leaf(2)),
-    "dict subclass with attributes": lambda: known.AttributeDict({"b": leaf(1), "a": leaf(2)}, leaf(3)),
+    "dict subclass with attributes": lambda: known.AttributeDict(
+        {"b": leaf(1), "a": leaf(2)}, leaf(3)
+    ),
     "dict subclass with methods of its own": lambda: FrozenDict({"b": leaf(1), "a": leaf(2)}),
     "OrderedDict": lambda: collections.OrderedDict([("b", leaf(1)), ("a", leaf(2))]),
     "OrderedDict subclass in another order": lambda: moved(Ordered(b=leaf(1), a=leaf(2))),
     "OrderedDict subclass": lambda: Ordered([("b", leaf(1)), ("a", leaf(2))]),
-    "OrderedDict subclass with attributes": lambda: known.AttributeOrderedDict([("b", leaf(1)), ("a", 2)], leaf(3)),
-    "OrderedDict with attributes": lambda: noted(collections.OrderedDict([("b", leaf(1)), (2, leaf(2))])),
-    "OrderedDict with attributes and a tensor for a key": lambda: noted(collections.OrderedDict({leaf(1): leaf(2)})),
+    "OrderedDict subclass with attributes": lambda: known.AttributeOrderedDict(
+        [("b", leaf(1)), ("a", 2)], leaf(3)
+    ),
+    "OrderedDict with attributes": lambda: noted(
+        collections.OrderedDict([("b", leaf(1)), (2, leaf(2))])
+    ),
+    "OrderedDict with attributes and a tensor for a key": lambda: noted(
+        collections.OrderedDict({leaf(1): leaf(2)})
+    ),
     "a module's state": lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict(),
     "defaultdict": lambda: collections.defaultdict(list, b=leaf(1), a=leaf(2)),
     "defaultdict subclass": lambda: DefaultDict(tuple, b=leaf(1), a=leaf(2)),
-    "defaultdict subclass with attributes": lambda: noted(known.AttributeDefaultDict(None, b=leaf(1), a=leaf(2))),
+    "defaultdict subclass with attributes": lambda: noted(
+        known.AttributeDefaultDict(None, b=leaf(1), a=leaf(2))
+    ),
     "Counter": lambda: collections.Counter(b=leaf(1), a=2),
     "UserDict": lambda: noted(known.UserBatch(b=leaf(1), a=leaf(2))),
     "UserList": lambda: collections.UserList([leaf(1), 2]),
@@ -198,11 +208,12 @@ def test_containers_come_back_as_they_were(kind):
     assert all(map(operator.is_, leaves, known.leaves_of(batch))), "the original was changed"
 
 
-# -- dicts -------------------------------------------------------------------------------------------------------------
+# -- dicts -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "kind", [dict, collections.OrderedDict, known.PlainDict, lambda i: collections.defaultdict(int, i)]
+    "kind",
+    [dict, collections.OrderedDict, known.PlainDict, lambda i: collections.defaultdict(int, i)],
 )
 def test_key_order_is_kept_between_similar_batches(kind):
     one = kind([("b", leaf(1)), ("a", leaf(2)), ("c", 3)])
@@ -231,7 +242,7 @@ def test_an_ordered_dict_keeps_moved_keys_in_order():
     assert list(through_slab(batch)) == ["a", "b"]
 
 
-# -- tuples of torch ---------------------------------------------------------------------------------------------------
+# -- tuples of torch -------------------------------------------------------------------------------
 
 
 def test_a_torch_size_is_a_leaf():
@@ -242,7 +253,9 @@ def test_a_torch_size_is_a_leaf():
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 def test_a_packed_sequence_keeps_cpu_batch_sizes(enforce_sorted):
-    sequence = pack_sequence([torch.randn(3, 2), torch.randn(2, 2), torch.randn(1, 2)], enforce_sorted=enforce_sorted)
+    sequence = pack_sequence(
+        [torch.randn(3, 2), torch.randn(2, 2), torch.randn(1, 2)], enforce_sorted=enforce_sorted
+    )
     batch = [sequence, leaf()]
     staged = through_slab(batch)
     assert_same(batch, staged, "cpu")
@@ -262,7 +275,7 @@ def test_batch_sizes_stay_on_cpu_under_default_devices():
     assert_same(sequence, staged, "cpu")
 
 
-# -- dataclasses and other objects -------------------------------------------------------------------------------------
+# -- dataclasses and other objects -----------------------------------------------------------------
 
 
 def test_objects_are_rebuilt_without_calling_init():
@@ -312,7 +325,7 @@ def test_a_dataclass_with_extra_state_stays_whole():
         Layout.of(record)
 
 
-# -- register_node -----------------------------------------------------------------------------------------------------
+# -- register_node ---------------------------------------------------------------------------------
 
 
 def test_a_registered_object_is_a_staged_shallow_copy():
@@ -459,7 +472,9 @@ def test_flatten_and_unflatten_go_together():
     class Half:
         pass
 
-    with pytest.raises(TypeError, match=r"register_node\(Half\): flatten and unflatten go together"):
+    with pytest.raises(
+        TypeError, match=r"register_node\(Half\): flatten and unflatten go together"
+    ):
         register_node(Half, lambda half: ((), None))
     with pytest.raises(TypeError, match="go together"):
         register_node(Half, unflatten=lambda children, context: Half())
@@ -499,7 +514,9 @@ def test_a_class_cannot_be_registered_in_another_way():
         pass
 
     register_node(Once)
-    with pytest.raises(ValueError, match=r"Once is already registered in another way.*; register it once"):
+    with pytest.raises(
+        ValueError, match=r"Once is already registered in another way.*; register it once"
+    ):
         register_node(Once, lambda once: ((), None), lambda children, context: Once())
 
 
@@ -512,11 +529,14 @@ def test_a_staged_class_cannot_be_registered_differently():
     assert_same(batch, through_slab(batch), "cpu")
 
 
-@pytest.mark.parametrize("base", [collections.deque, set, frozenset, int, bytes, array.array, Exception])
+@pytest.mark.parametrize(
+    "base", [collections.deque, set, frozenset, int, bytes, array.array, Exception]
+)
 def test_a_class_beyond_its_attributes_needs_functions(base):
     kind = type("Special", (base,), {})
     with pytest.raises(
-        TypeError, match=rf"register_node\(Special\): its base {base.__name__} .*; pass flatten and unflatten"
+        TypeError,
+        match=rf"register_node\(Special\): its base {base.__name__} .*; pass flatten and unflatten",
     ):
         register_node(kind)
 
@@ -549,7 +569,7 @@ def test_a_namedtuple_with_a_constructor_can_be_registered():
     assert_same(batch, through_slab(batch), "cpu")
 
 
-# -- the protocol and torch's pytree -----------------------------------------------------------------------------------
+# -- the protocol and torch's pytree ---------------------------------------------------------------
 
 
 def test_a_class_with_the_protocol_needs_no_registration():
@@ -577,7 +597,9 @@ def test_the_protocol_has_precedence():
     assert len(Layout.of(Scaled(leaf(1), leaf(2))).slots) == 1
 
 
-@pytest.mark.parametrize("harmless_first", [False, True], ids=["refused first", "met as a leaf first"])
+@pytest.mark.parametrize(
+    "harmless_first", [False, True], ids=["refused first", "met as a leaf first"]
+)
 def test_a_class_registered_with_pytree_later_is_known(harmless_first):
     class Late:
         def __init__(self, value):
@@ -590,14 +612,16 @@ def test_a_class_registered_with_pytree_later_is_known(harmless_first):
         for _ in range(2):
             with pytest.raises(LayoutError, match="register_node"):
                 Layout.of([late, leaf()])
-    register_pytree_node(Late, lambda late: ((late.value,), None), lambda children, context: Late(*children))
+    register_pytree_node(
+        Late, lambda late: ((late.value,), None), lambda children, context: Late(*children)
+    )
     with Stager("cpu", max_bytes="1MiB") as stager:
         assert_same([late, leaf(2)], stager.to_host([late, leaf(2)]), "cpu")
         assert_same([late, leaf(2)], through_slab([late, leaf(2)]), "cpu")
         assert_same([late, leaf(2)], stager.to_device([late, leaf(2)]), "cpu")
 
 
-# -- paths -------------------------------------------------------------------------------------------------------------
+# -- paths -----------------------------------------------------------------------------------------
 
 
 def test_a_path_is_valid_python():
@@ -616,7 +640,7 @@ def test_a_path_is_valid_python():
         assert any(tensor is leaf for leaf in known.leaves_of(batch))
 
 
-# -- what hides tensors ------------------------------------------------------------------------------------------------
+# -- what hides tensors ----------------------------------------------------------------------------
 
 
 class Opaque:
@@ -714,9 +738,13 @@ WITH_ITEMS = {
     "MultiDict": lambda t: extra("multidict", "MultiDict")(a=t),
     "MultiDict with a key twice": lambda t: extra("multidict", "MultiDict")([("a", 1), ("a", t)]),
     "CIMultiDict of lists": lambda t: extra("multidict", "CIMultiDict")(a=[t]),
-    "MultiDictProxy": lambda t: extra("multidict", "MultiDictProxy")(extra("multidict", "MultiDict")(a=t)),
+    "MultiDictProxy": lambda t: extra("multidict", "MultiDictProxy")(
+        extra("multidict", "MultiDict")(a=t)
+    ),
     "HashTrieMap": lambda t: extra("rpds", "HashTrieMap")({"a": t}),
-    "HashTrieMap in another": lambda t: extra("rpds", "HashTrieMap")({"a": extra("rpds", "HashTrieMap")({"b": t})}),
+    "HashTrieMap in another": lambda t: extra("rpds", "HashTrieMap")(
+        {"a": extra("rpds", "HashTrieMap")({"b": t})}
+    ),
     "rpds.List": lambda t: extra("rpds", "List")([1, t]),
     "rpds.Queue": lambda t: extra("rpds", "Queue")([t]),
     "column": lambda t: extra("pandas", "Series")([t, t]),
@@ -749,7 +777,9 @@ def test_a_container_that_is_not_pythons_is_refused(kind):
     if isinstance(hiding, Opaque | FromC):
         assert "pinstage.register_node(" in str(caught.value)
     elif "column" not in kind and "frame" not in kind:
-        assert f"pinstage.register_node({type(hiding).__qualname__}, flatten, unflatten)" in str(caught.value)
+        assert f"pinstage.register_node({type(hiding).__qualname__}, flatten, unflatten)" in str(
+            caught.value
+        )
 
 
 NO_TENSORS = {
@@ -798,8 +828,8 @@ def test_each_instance_is_searched_up_to_sixteen_items():
 
 
 QUICK = [
-    range(3), array.array("f", [1]), memoryview(b"ab"), bytearray(b"ab"), re.match("a", "a"), np.float32(1),
-    np.datetime64(1, "s"), pathlib.Path("a"), {}.keys(),
+    range(3), array.array("f", [1]), memoryview(b"ab"), bytearray(b"ab"), re.match("a", "a"),
+    np.float32(1), np.datetime64(1, "s"), pathlib.Path("a"), {}.keys(),
 ]  # fmt: skip
 
 
@@ -844,7 +874,7 @@ def test_tensorless_objects_are_returned_unchanged(harmless):
     assert staged["b"][1][0] is harmless
 
 
-# -- state beside the items --------------------------------------------------------------------------------------------
+# -- state beside the items ------------------------------------------------------------------------
 
 
 class Logging(dict):
@@ -932,10 +962,16 @@ def sample(index):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_copied_dicts_come_out_of_a_loader(workers):
     data = Mapped(sample, 3)
-    loader = DataLoader(data, None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB")
+    loader = DataLoader(
+        data, None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB"
+    )
     for index, batch in enumerate(loader):
         batch.write("staged")
-        assert (type(batch), batch.log, batch["x"].tolist()) == (LoggingCopied, [index, "staged"], [index] * 3)
+        assert (type(batch), batch.log, batch["x"].tolist()) == (
+            LoggingCopied,
+            [index, "staged"],
+            [index] * 3,
+        )
 
 
 def test_batches_unpacked_from_one_slab_share_nothing():
@@ -960,7 +996,9 @@ def test_batches_unpacked_from_one_slab_share_nothing():
     ],
 )
 def test_state_that_a_copy_would_share_is_refused(make, attribute):
-    with pytest.raises(LayoutError, match=rf"its attribute {attribute}, which .*register_node\(\w+, flatten") as caught:
+    with pytest.raises(
+        LayoutError, match=rf"its attribute {attribute}, which .*register_node\(\w+, flatten"
+    ) as caught:
         Layout.of({"a": [1, make()]})
     assert caught.value.path == "['a'][1]"
 
@@ -984,14 +1022,16 @@ def test_other_classes_keep_the_same_objects():
     assert (type(staged), staged["tags"]) == (SelfDict, {1})
 
 
-# -- classes made for one batch ----------------------------------------------------------------------------------------
+# -- classes made for one batch --------------------------------------------------------------------
 
 MADE = {
     "namedtuple": lambda: collections.namedtuple("Made", "x y"),
     "dataclass": lambda: dataclasses.make_dataclass("Made", ["x", "y"]),
     "dataclass with slots": lambda: dataclasses.make_dataclass("Made", ["x", "y"], slots=True),
     "leaf": lambda: type("Made", (), {"__init__": lambda self, x, y: None}),
-    "dict": lambda: type("Made", (dict,), {"__init__": lambda self, x, y: dict.__init__(self, x=x)}),
+    "dict": lambda: type(
+        "Made", (dict,), {"__init__": lambda self, x, y: dict.__init__(self, x=x)}
+    ),
 }
 
 
@@ -1051,9 +1091,13 @@ def _registered_in_itself():
     return sample
 
 
-@pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _record_in_itself, _registered_in_itself])
+@pytest.mark.parametrize(
+    "make", [_list_in_itself, _dict_in_itself, _record_in_itself, _registered_in_itself]
+)
 def test_a_self_referring_batch_is_an_error(make):
-    with pytest.raises(LayoutError, match=r"batch refers to itself.*; stage the tensors without the back reference"):
+    with pytest.raises(
+        LayoutError, match=r"batch refers to itself.*; stage the tensors without the back reference"
+    ):
         Layout.of(make())
 
 
@@ -1089,7 +1133,7 @@ def test_an_error_of_flatten_is_the_callers():
         Layout.of([leaf(), Broken()])
 
 
-# -- threads and processes ---------------------------------------------------------------------------------------------
+# -- threads and processes -------------------------------------------------------------------------
 
 
 def test_classes_met_by_several_threads_are_learnt():
@@ -1108,7 +1152,9 @@ def test_classes_met_by_several_threads_are_learnt():
 
                 for future in [executor.submit(stage, fresh) for _ in range(threads)]:
                     staged = future.result()
-                    assert all(torch.equal(one.value, leaf(seed)) for seed, one in enumerate(staged))
+                    assert all(
+                        torch.equal(one.value, leaf(seed)) for seed, one in enumerate(staged)
+                    )
     finally:
         sys.setswitchinterval(interval)
 
@@ -1185,7 +1231,9 @@ except pinstage.errors.LayoutError as error:
     raise SystemExit(f"the classes are not known: {error}")
 assert same == layout
 """
-    result = subprocess.run(warm.command("-c", receiver), cwd=tmp_path, input=sent, capture_output=True, check=False)
+    result = subprocess.run(
+        warm.command("-c", receiver), cwd=tmp_path, input=sent, capture_output=True, check=False
+    )
     assert result.returncode == 0, result.stderr.decode()
 
 
@@ -1198,6 +1246,8 @@ def test_learning_classes_leaves_warnings_filters_alone(monkeypatch):
     plain = dataclasses.make_dataclass("Plain", ["x"])
     ours = attrs.make_class("Ours", ["x"])
     own = type("Own", (dict,), {})
-    registered = register_node(type("Registered", (list,), {}), lambda node: (list(node), None), lambda x, _: list(x))
+    registered = register_node(
+        type("Registered", (list,), {}), lambda node: (list(node), None), lambda x, _: list(x)
+    )
     batch = [plain(leaf(1)), ours(leaf(2)), own(x=leaf(3)), registered([leaf(4)])]
     assert len(Layout.of(batch).slots) == 4

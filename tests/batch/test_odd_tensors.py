@@ -1,4 +1,5 @@
-"""Tensors with misleading metadata, in every way of a batch: none ends the process or is read out of bounds.
+"""Tensors with misleading metadata, in every way of a batch: none ends the process or is read out
+of bounds.
 
 Each tensor replaces a plain one, after some batches of that structure.
 """
@@ -43,12 +44,18 @@ def staging(request):
 @pytest.fixture(params=["layout", "stage", "to_host"])
 def way(request):
     """Every way of a batch on a machine without a GPU."""
-    with contextlib.nullcontext(through_slab) if request.param == "layout" else staging_by(request.param) as function:
+    with (
+        contextlib.nullcontext(through_slab)
+        if request.param == "layout"
+        else staging_by(request.param) as function
+    ):
         yield function
 
 
 def after_plain_ones(way, leaf):
-    """Stage a leaf in place of earlier plain ones; check that plain leaves are staged afterwards."""
+    """Stage a leaf in place of earlier plain ones; check that plain leaves are staged
+    afterwards.
+    """
     for seed in range(4):
         assert_same([plain(seed), plain(9)], way([plain(seed), plain(9)]), "cpu")
     try:
@@ -60,9 +67,13 @@ def after_plain_ones(way, leaf):
 
 
 UNUSUAL = {
-    "nested, strided": lambda: torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)]).transpose(1, 2),
+    "nested, strided": lambda: torch.nested.nested_tensor(
+        [torch.randn(2, 3), torch.randn(4, 3)]
+    ).transpose(1, 2),
     "nested": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2), torch.randn(3)], layout=torch.jagged),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.randn(2), torch.randn(3)], layout=torch.jagged
+    ),
     "fake": lambda: FakeTensorMode().from_tensor(plain()),
     "functional": lambda: torch._to_functional_tensor(plain()),
     "of zeros without memory": lambda: torch._efficientzerotensor(3, 2),
@@ -102,7 +113,9 @@ def test_a_leaf_beyond_maximal_dimensions_moves_by_to(staging):
 
 
 @pytest.mark.parametrize("nbytes", [0, 4, 23], ids=["freed", "cut", "one byte short"])
-@pytest.mark.parametrize("change", [lambda t: t, lambda t: t.t(), lambda t: t[1:]], ids=["whole", "transposed", "part"])
+@pytest.mark.parametrize(
+    "change", [lambda t: t, lambda t: t.t(), lambda t: t[1:]], ids=["whole", "transposed", "part"]
+)
 def test_a_tensor_lacking_memory_is_an_error(way, nbytes, change):
     leaf = change(plain())
     leaf.untyped_storage().resize_(nbytes)
@@ -128,7 +141,10 @@ def test_fake_tensors_pass_and_real_ones_fail(staging, allow):
         made = torch.empty(3, 2)
         for leaf in (fake, made):
             assert staging([leaf, "text"])[0] is leaf
-        with pytest.raises((PinstageError, AssertionError), match=r"leave the mode|convert all Tensors to FakeTensors"):
+        with pytest.raises(
+            (PinstageError, AssertionError),
+            match=r"leave the mode|convert all Tensors to FakeTensors",
+        ):
             staging([real, made])
     assert staging([made])[0] is made
     assert_same([real], staging([real]), "cpu")
@@ -149,7 +165,9 @@ def taken_from(loader):
     except Exception as error:  # noqa: BLE001 - whatever torch says
         return found, type(error)
     finally:
-        if type(loader) is torch.utils.data.DataLoader:  # it may wait five seconds for a worker after an error
+        if (
+            type(loader) is torch.utils.data.DataLoader
+        ):  # it may wait five seconds for a worker after an error
             for worker in getattr(iterator, "_workers", ()):
                 worker.terminate()
     return found, None
@@ -158,7 +176,11 @@ def taken_from(loader):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("batch_size", [None, 1, 2, 4])
 def test_a_loader_survives_a_strided_nested_sample(batch_size, workers):
-    options = {"dataset": Mapped(nested_at_last, 8), "batch_size": batch_size, "num_workers": workers}
+    options = {
+        "dataset": Mapped(nested_at_last, 8),
+        "batch_size": batch_size,
+        "num_workers": workers,
+    }
     expected = taken_from(torch.utils.data.DataLoader(**options))
     found = taken_from(ps.DataLoader(**options, device="cpu", max_bytes="1MiB"))
     assert found == expected

@@ -32,11 +32,15 @@ def stager():
 
 
 @pytest.mark.parametrize(
-    "thing", [torch.ones(3), Untouchable(), {"a": torch.ones(2)}, "text", None], ids=lambda thing: type(thing).__name__
+    "thing",
+    [torch.ones(3), Untouchable(), {"a": torch.ones(2)}, "text", None],
+    ids=lambda thing: type(thing).__name__,
 )
 def test_kept_objects_are_returned_themselves(stager, thing):
     for _ in range(3):
-        staged = stager.to_device({"x": torch.ones(2), "kept": ps.on_host(thing), "in a list": [ps.on_host(thing)]})
+        staged = stager.to_device(
+            {"x": torch.ones(2), "kept": ps.on_host(thing), "in a list": [ps.on_host(thing)]}
+        )
         assert staged["kept"] is staged["in a list"][0] is thing
         fetched = stager.to_host({"x": staged["x"], "kept": ps.on_host(thing)})
         assert fetched["kept"] is thing
@@ -55,12 +59,16 @@ def test_a_tensor_kept_once_is_staged_elsewhere(stager):
     staged = stager.to_device({"device": lengths, "host": ps.on_host(lengths)})
     assert staged["host"] is lengths
     assert staged["device"] is not lengths
-    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.ones(2, 3, 1), staged["host"], batch_first=True)
+    packed = torch.nn.utils.rnn.pack_padded_sequence(
+        torch.ones(2, 3, 1), staged["host"], batch_first=True
+    )
     assert packed.batch_sizes.tolist() == [2, 2, 1]
 
 
 def test_a_layout_says_nothing_of_what_is_kept():
-    one, other = ({"x": torch.ones(2), "kept": ps.on_host(thing)} for thing in (Untouchable(), "text"))
+    one, other = (
+        {"x": torch.ones(2), "kept": ps.on_host(thing)} for thing in (Untouchable(), "text")
+    )
     assert ps.Layout.of(one) == ps.Layout.of(other)
     assert ps.Layout.of(one).others(one) == [one["kept"].obj]
 
@@ -79,18 +87,25 @@ def whole(batch):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_kept_objects_pass_through_a_loader(workers):
-    loader = ps.DataLoader(Mapped(kept, 5), None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB")
+    loader = ps.DataLoader(
+        Mapped(kept, 5), None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB"
+    )
     for index, batch in enumerate(loader):
         assert (batch["lengths"].tolist(), batch["odd"]) == ([index], {"s": {index}})
         assert batch["x"].tolist() == [index, index]
     assert loader.stats().passthrough_leaves == 0
 
 
-# -- Stager(keep_on_host=...) ------------------------------------------------------------------------------------------
+# -- Stager(keep_on_host=...) ----------------------------------------------------------------------
 
 
 def batch(count=2):
-    return {"x": torch.ones(3), "lengths": [torch.ones(1) for _ in range(count)], "odd": Untouchable(), "lengthsy": 1}
+    return {
+        "x": torch.ones(3),
+        "lengths": [torch.ones(1) for _ in range(count)],
+        "odd": Untouchable(),
+        "lengthsy": 1,
+    }
 
 
 def assert_kept(keep):
@@ -99,7 +114,10 @@ def assert_kept(keep):
             original = batch(count)
             staged = stager.to_device(original)
             assert staged["odd"] is original["odd"]
-            assert all(one is other for one, other in zip(staged["lengths"], original["lengths"], strict=True))
+            assert all(
+                one is other
+                for one, other in zip(staged["lengths"], original["lengths"], strict=True)
+            )
             assert staged["x"] is not original["x"]
         assert stager.stats().packed_leaves == 5
 
@@ -131,7 +149,9 @@ def test_paths_are_checked_in_the_first_batch_only():
 
 @pytest.mark.parametrize("keep", [3, [3]])
 def test_other_values_of_keep_on_host_are_refused(keep):
-    with pytest.raises(TypeError, match=r"keep_on_host takes paths or a function of path and leaf: .*; a path is"):
+    with pytest.raises(
+        TypeError, match=r"keep_on_host takes paths or a function of path and leaf: .*; a path is"
+    ):
         ps.Stager("cpu", keep_on_host=keep)
 
 

@@ -1,4 +1,6 @@
-"""Tensors over memory that isn't torch's: every dtype that torch lists, by every function that makes one."""
+"""Tensors over memory that isn't torch's: every dtype that torch lists, by every function that
+makes one.
+"""
 
 import json
 import subprocess
@@ -70,7 +72,9 @@ print(json.dumps(found))
 def test_memory_has_no_quantised_dtype(name):
     dtype = DTYPES[name]
     if torch.empty(0, dtype=dtype).is_quantized:
-        with pytest.raises(TypeError, match=f"memory can't be a tensor of {name}: .*; take its integers"):
+        with pytest.raises(
+            TypeError, match=f"memory can't be a tensor of {name}: .*; take its integers"
+        ):
             check_dtype(dtype)
     else:
         check_dtype(dtype)

@@ -1,4 +1,6 @@
-"""Offset tables: the extension writes the same ones as plain Python, and no foreign table leads outside its slab."""
+"""Offset tables: the extension writes the same ones as plain Python, and no foreign table leads
+outside its slab.
+"""
 
 import contextlib
 import ctypes
@@ -47,7 +49,7 @@ def guarded(nbytes, filling=0xEE):
     assert memory[GUARD + nbytes :].eq(0xEE).all(), "something was written behind the slab"
 
 
-# -- plain Python ------------------------------------------------------------------------------------------------------
+# -- plain Python ----------------------------------------------------------------------------------
 
 _memory = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
 _memory[_memory == 255] = 1  # in no dtype a NaN, which can't be compared
@@ -60,7 +62,9 @@ def _forms(draw, most_dims):
 
 @st.composite
 def strided_tensors(draw):
-    """Tensors of any shape and stride: with gaps, overlaps, and meaningless strides in dimensions of one element."""
+    """Tensors of any shape and stride: with gaps, overlaps, and meaningless strides in dimensions
+    of one element.
+    """
     dtype = draw(st.sampled_from(DTYPES))
     shape, stride = _forms(draw, 8)
     base = torch.from_numpy(_memory).view(dtype)
@@ -69,7 +73,9 @@ def strided_tensors(draw):
 
 @st.composite
 def strided_arrays(draw):
-    """Arrays of any shape, and of any stride in bytes: negative, odd, overlapping, not aligned; some are read-only."""
+    """Arrays of any shape, and of any stride in bytes: negative, odd, overlapping, not aligned;
+    some are read-only.
+    """
     dtype = draw(st.sampled_from(NUMPY_DTYPES))
     shape, stride = _forms(draw, 5)
     unit = draw(st.sampled_from([1, dtype.itemsize, dtype.itemsize, dtype.itemsize]))
@@ -89,7 +95,9 @@ def of_many_dimensions(draw):
     return tensor.permute(draw(st.permutations(range(count))))
 
 
-odd_leaves = st.one_of(strided_tensors(), strided_arrays(), of_many_dimensions(), tensors(), arrays())
+odd_leaves = st.one_of(
+    strided_tensors(), strided_arrays(), of_many_dimensions(), tensors(), arrays()
+)
 
 
 def facts(leaf, others, slab):
@@ -116,7 +124,11 @@ def test_tables_and_views_equal_the_plain_python_oracle(batch, repeated):
             with guarded(table.nbytes) as slab:
                 pack(parts, slab)
                 leaves = cut(table, slab, parts.others())
-                same = [first for first, leaf in enumerate(leaves) if any(leaf is other for other in leaves[:first])]
+                same = [
+                    first
+                    for first, leaf in enumerate(leaves)
+                    if any(leaf is other for other in leaves[:first])
+                ]
                 views = [facts(leaf, parts.others(), slab) for leaf in leaves]
                 found.append((views, same))
                 assert torch.equal(slab, expected)
@@ -148,18 +160,24 @@ def test_blocks_have_the_slab_s_bytes_however_sent(batch, sharing, cuts, data):
         for made, leaf in zip(blocks.leaves(others), expected, strict=True):
             assert (made is None) == (leaf is None)
             if leaf is not None:
-                assert (made.dtype, made.shape, made.stride()) == (leaf.dtype, leaf.shape, leaf.stride())
+                assert (made.dtype, made.shape, made.stride()) == (
+                    leaf.dtype,
+                    leaf.shape,
+                    leaf.stride(),
+                )
                 assert bits(made) == bits(leaf)
                 assert sharing is not Sharing.EACH or made.untyped_storage().nbytes() == leaf.nbytes
 
 
-# -- tables from elsewhere ---------------------------------------------------------------------------------------------
+# -- tables from elsewhere -------------------------------------------------------------------------
 
 SOURCE = torch.zeros(1 << 20, dtype=torch.uint8)
 """Bytes of the source: enough for any leaf that fits a slab."""
 
 numbers = st.one_of(
-    st.sampled_from([-1, 0, 1, 2, 15, 16, 2**31, 2**32, 2**32 + 1, 2**60, 2**61, 2**62, LARGEST, -LARGEST - 1]),
+    st.sampled_from(
+        [-1, 0, 1, 2, 15, 16, 2**31, 2**32, 2**32 + 1, 2**60, 2**61, 2**62, LARGEST, -LARGEST - 1]
+    ),
     st.integers(-3, 600),
     st.integers(-LARGEST - 1, LARGEST),
 )
@@ -175,7 +193,9 @@ def pack_row(width, offset, nbytes, kind, dtype, ndim, block, shape, stride):
 
 def with_header(width, nbytes, rows):
     """Make a table of rows."""
-    return HEADER.pack(MAGIC, len(rows), width, nbytes) + b"".join(pack_row(width, *row) for row in rows)
+    return HEADER.pack(MAGIC, len(rows), width, nbytes) + b"".join(
+        pack_row(width, *row) for row in rows
+    )
 
 
 @st.composite
@@ -184,7 +204,16 @@ def rows_of_any_numbers(draw):
     sizes = st.lists(st.one_of(numbers, st.integers(0, 4)), max_size=width)
     rows = draw(
         st.lists(
-            st.tuples(numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1), blocks, sizes, sizes),
+            st.tuples(
+                numbers,
+                numbers,
+                st.integers(0, 6),
+                codes,
+                st.integers(0, width + 1),
+                blocks,
+                sizes,
+                sizes,
+            ),
             max_size=4,
         )
     )
@@ -203,8 +232,14 @@ def changed_rows(draw):
         if column >= 6:
             row[column][draw(st.integers(0, width - 1))] = draw(numbers)
         else:
-            row[column] = draw((numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1), blocks)[column])
-    nbytes = draw(st.one_of(*[st.integers(-1, 2).map(lambda n: table.nbytes + 16 * n)] * 3, numbers))
+            row[column] = draw(
+                (numbers, numbers, st.integers(0, 6), codes, st.integers(0, width + 1), blocks)[
+                    column
+                ]
+            )
+    nbytes = draw(
+        st.one_of(*[st.integers(-1, 2).map(lambda n: table.nbytes + 16 * n)] * 3, numbers)
+    )
     return with_header(width, nbytes, rows)
 
 
@@ -231,8 +266,12 @@ def one_row(offset, nbytes, kind, dtype, ndim, shape, stride, slab_bytes=256):
 
 
 IMPOSSIBLE = {
-    "a product that overflows to nothing": one_row(16, 0, RowKind.RAW, FLOAT32, 2, [2**32, 2**32], [1, 1]),
-    "a product that overflows to itself": one_row(0, 8, RowKind.RAW, FLOAT32, 2, [2**62, 2], [1, 1]),
+    "a product that overflows to nothing": one_row(
+        16, 0, RowKind.RAW, FLOAT32, 2, [2**32, 2**32], [1, 1]
+    ),
+    "a product that overflows to itself": one_row(
+        0, 8, RowKind.RAW, FLOAT32, 2, [2**62, 2], [1, 1]
+    ),
     "a stride that overflows": one_row(0, 8, RowKind.RAW, FLOAT32, 2, [2, 1], [2**62, 1]),
     "a reach that overflows": one_row(0, 16, RowKind.RAW, FLOAT32, 2, [2, 2], [LARGEST, LARGEST]),
     "a stride out of the slab": one_row(0, 8, RowKind.RAW, FLOAT32, 1, [2], [64]),
@@ -251,8 +290,12 @@ IMPOSSIBLE = {
     "the alias of none": one_row(-1, 0, RowKind.ALIAS, 0, 0, [], []),
     "a negative slab": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], slab_bytes=-16),
     "a slab of odd size": one_row(0, 4, RowKind.RAW, FLOAT32, 1, [1], [1], slab_bytes=8),
-    "rows that overlap": with_header(1, 256, [(start, 32, RowKind.RAW, 0, 1, 0, [32], [1]) for start in (16, 0)]),
-    "more bytes than can be counted": with_header(1, 2**63 - 16, [(0, 2**62, RowKind.RAW, 0, 1, 0, [2**62], [1])] * 2),
+    "rows that overlap": with_header(
+        1, 256, [(start, 32, RowKind.RAW, 0, 1, 0, [32], [1]) for start in (16, 0)]
+    ),
+    "more bytes than can be counted": with_header(
+        1, 2**63 - 16, [(0, 2**62, RowKind.RAW, 0, 1, 0, [2**62], [1])] * 2
+    ),
     "another magic number": HEADER.pack(MAGIC - 1, 0, 1, 0),
     "no width": HEADER.pack(MAGIC, 0, 0, 0),
     "too great a width": HEADER.pack(MAGIC, 0, 65, 0),
@@ -264,11 +307,15 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize("kind", IMPOSSIBLE)
 def test_a_wrong_table_is_refused(kind):
-    with pytest.raises(LayoutError, match=r"not an offset table of this version of pinstage: .*; compute it again"):
+    with pytest.raises(
+        LayoutError, match=r"not an offset table of this version of pinstage: .*; compute it again"
+    ):
         Table.of_bytes(IMPOSSIBLE[kind])
 
 
-@pytest.mark.parametrize("thing", [None, "text", bytearray(HEADER.pack(MAGIC, 0, 1, 0)), memoryview(b"")])
+@pytest.mark.parametrize(
+    "thing", [None, "text", bytearray(HEADER.pack(MAGIC, 0, 1, 0)), memoryview(b"")]
+)
 def test_what_is_no_bytes_is_no_table(thing):
     with pytest.raises(LayoutError, match=f"not an offset table .*: a {type(thing).__name__}"):
         Table.of_bytes(thing)
@@ -298,7 +345,10 @@ def test_plain_python_takes_and_refuses_the_same_tables(data):
     try:
         expected = Table(data, *oracle.figures_of(data))
     except ValueError as error:
-        expected = f"not an offset table of this version of pinstage: {error}; compute it again with Layout.of(batch)"
+        expected = (
+            f"not an offset table of this version of pinstage: {error}; compute it again with "
+            "Layout.of(batch)"
+        )
     assert read(data) == expected
 
 
@@ -320,7 +370,9 @@ def write_all(leaves, slab):
     for leaf in leaves:
         if leaf is None or not leaf.numel():
             continue
-        reach = sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+        reach = (
+            sum((size - 1) * step for size, step in zip(leaf.shape, leaf.stride(), strict=True)) + 1
+        )
         assert slab.data_ptr() <= leaf.data_ptr()
         assert leaf.data_ptr() + reach * leaf.itemsize <= slab.data_ptr() + slab.numel()
         integers = leaf.view(INTEGERS.get(leaf.itemsize, leaf.dtype))
@@ -328,7 +380,9 @@ def write_all(leaves, slab):
 
 
 def sources_for(data):
-    """Return the extension's arguments for the leaves of a table: addresses, and strides of the sources."""
+    """Return the extension's arguments for the leaves of a table: addresses, and strides of the
+    sources.
+    """
     if len(data) < HEADER.size:
         return b""
     _, rows, width, *_ = HEADER.unpack_from(data)
@@ -338,7 +392,9 @@ def sources_for(data):
 
 
 def outcome_of(function, *arguments):
-    """Call a function that may refuse: torch can't make an empty view with a huge shape, for example."""
+    """Call a function that may refuse: torch can't make an empty view with a huge shape, for
+    example.
+    """
     try:
         return function(*arguments)
     except (LayoutError, ValueError, RuntimeError, OverflowError):
@@ -379,11 +435,19 @@ def test_the_extension_stays_inside_its_slab(data, nbytes, cuts):
                     made.copy(slab.data_ptr(), start, end, 0, False)
 
 
-# -- damaged tables, by every way from outside -------------------------------------------------------------------------
+# -- damaged tables, by every way from outside -----------------------------------------------------
 
 BATCHES = (
-    [torch.arange(64.0).view(8, 8), torch.arange(20.0).view(4, 5).t(), torch.arange(30.0).view(6, 5)[:, ::2]],
-    [torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.ones(7, dtype=torch.bool), torch.ones(())],
+    [
+        torch.arange(64.0).view(8, 8),
+        torch.arange(20.0).view(4, 5).t(),
+        torch.arange(30.0).view(6, 5)[:, ::2],
+    ],
+    [
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.ones(7, dtype=torch.bool),
+        torch.ones(()),
+    ],
     [torch.arange(float(count)) for count in range(12)],
     [torch.full((40, 41), 7), torch.zeros(3, 0), torch.zeros(1, 16, dtype=torch.complex64)],
 )
@@ -392,7 +456,9 @@ DAMAGED = 1500
 
 
 def damaged(data, random):
-    """Return a table with some of its words or bytes changed: to other words of it, neighbours, or any number."""
+    """Return a table with some of its words or bytes changed: to other words of it, neighbours, or
+    any number.
+    """
     data = bytearray(data)
     words = memoryview(data).cast("q")
     for _ in range(random.randint(1, 3)):
@@ -406,7 +472,10 @@ def damaged(data, random):
         elif way == 2:
             words[at] = random.choice([0, 1, 2, 16, 2**32, 2**60, LARGEST, -1])
         elif way == 3:
-            words[at] = min(max(words[at] * random.choice([1, 2]) + random.choice([-16, -1, 1, 16]), -LARGEST), LARGEST)
+            words[at] = min(
+                max(words[at] * random.choice([1, 2]) + random.choice([-16, -1, 1, 16]), -LARGEST),
+                LARGEST,
+            )
         else:
             data[8 * at + random.randrange(8)] = random.randrange(256)
     return bytes(data)
@@ -429,7 +498,12 @@ def ways(own_storage):
     def transfers(layout, memory, others):
         broker.known.clear()
         structure, table = content_of(layout)
-        message = pickle.dumps(structure), table.data, pickle.dumps(others), bytearray(memory.numpy())
+        message = (
+            pickle.dumps(structure),
+            table.data,
+            pickle.dumps(others),
+            bytearray(memory.numpy()),
+        )
         yield outcome_of(send, slabs, receive(-1, 0, None, 0, *message, 0.0))
         with stager.pool.acquire(max(layout.nbytes, 1)) as lease:
             lease.tensor()[: layout.nbytes].copy_(memory)
@@ -441,7 +515,9 @@ def ways(own_storage):
 
 
 def restored(batch, data):
-    """Return the layout of a batch from a pickle in which another table took its place; None if it is refused."""
+    """Return the layout of a batch from a pickle in which another table took its place; None if it
+    is refused.
+    """
     layout = Layout.of(batch)
     with contextlib.suppress(LayoutError):
         return pickle.loads(pickle.dumps(layout).replace(content_of(layout)[1].data, data))
@@ -465,7 +541,10 @@ def test_damaged_tables_are_refused_or_exact(ways):
         with guarded(layout.nbytes) as slab:
             outcome_of(layout.pack, batch, slab)
             slab.copy_(torch.from_numpy(_memory)[: layout.nbytes])
-            expected = [bytes(slab.numpy()[slot.offset : slot.offset + slot.nbytes]) for slot in layout.slots]
+            expected = [
+                bytes(slab.numpy()[slot.offset : slot.offset + slot.nbytes])
+                for slot in layout.slots
+            ]
             for transfer in ways(layout, slab, others):
                 leaves = in_slab(layout, transfer and transfer.wait())
                 assert all(map(is_filled, leaves))
@@ -485,7 +564,7 @@ def test_sources_of_another_table_are_refused(length):
         assert slab.eq(0xEE).all()
 
 
-# -- what no table is --------------------------------------------------------------------------------------------------
+# -- what no table is ------------------------------------------------------------------------------
 
 
 def test_rows_without_sources_are_left_out():
@@ -507,7 +586,9 @@ def test_rows_that_are_left_out_must_exist(skip):
 
 
 @pytest.mark.parametrize(
-    "thing", [object(), None, torch.nn.Parameter(torch.ones(1)), 3], ids=["object", "None", "Parameter", "int"]
+    "thing",
+    [object(), None, torch.nn.Parameter(torch.ones(1)), 3],
+    ids=["object", "None", "Parameter", "int"],
 )
 def test_facts_are_asked_of_plain_tensors_only(thing):
     with pytest.raises(TypeError, match=r"not a torch\.Tensor"):
@@ -536,9 +617,16 @@ def test_the_header_has_magic_and_version():
 def test_functions_of_the_extension_say_what_they_do():
     core = _native.core
     functions = [
-        thing for owner in (core, core.Blocks, core.Job) for name, thing in vars(owner).items() if name[0] != "_"
+        thing
+        for owner in (core, core.Blocks, core.Job)
+        for name, thing in vars(owner).items()
+        if name[0] != "_"
     ]
-    assert [thing for thing in functions if callable(thing) and not isinstance(thing, type) and not thing.__doc__] == []
+    assert [
+        thing
+        for thing in functions
+        if callable(thing) and not isinstance(thing, type) and not thing.__doc__
+    ] == []
 
 
 def test_references_are_kept_once_however_often_it_begins():

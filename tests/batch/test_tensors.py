@@ -36,7 +36,9 @@ class Pair(torch.Tensor):
 
     @staticmethod
     def __new__(cls, one, other, note):
-        return torch.Tensor._make_wrapper_subclass(cls, one.shape, dtype=one.dtype, device=one.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, one.shape, dtype=one.dtype, device=one.device
+        )
 
     def __init__(self, one, other, note):
         self.one, self.other, self.note = one, other, note
@@ -79,7 +81,11 @@ def test_a_registered_tensor_class_is_packed_and_rebuilt(stager, cls):
         assert torch.equal(staged, original)
         assert staged.data_ptr() != original.data_ptr()
         fetched = stager.to_host([staged])[0]
-        assert (type(fetched), fetched.mark, fetched.tolist()) == (cls, original.mark, original.tolist())
+        assert (type(fetched), fetched.mark, fetched.tolist()) == (
+            cls,
+            original.mark,
+            original.tolist(),
+        )
         del staged, fetched
     stats = stager.stats()
     assert (stats.packed_leaves, stats.passthrough_leaves) == (8, 0)
@@ -174,7 +180,9 @@ def test_a_freed_registered_tensor_is_an_error():
 
 
 def test_a_layout_unpickles_in_a_fresh_process(tmp_path):
-    (tmp_path / "marks.py").write_text("import torch\nclass Base(torch.Tensor): pass\nclass Child(Base): pass\n")
+    (tmp_path / "marks.py").write_text(
+        "import torch\nclass Base(torch.Tensor): pass\nclass Child(Base): pass\n"
+    )
 
     def send():
         sys.path.insert(0, str(tmp_path))
@@ -186,7 +194,9 @@ def test_a_layout_unpickles_in_a_fresh_process(tmp_path):
         layout = ps.Layout.of([tensor])
         slab = torch.empty(layout.nbytes, dtype=torch.uint8)
         layout.pack([tensor], slab)
-        (tmp_path / "sent").write_bytes(pickle.dumps((layout, bytes(slab.numpy()), layout.others([tensor]))))
+        (tmp_path / "sent").write_bytes(
+            pickle.dumps((layout, bytes(slab.numpy()), layout.others([tensor])))
+        )
 
     receiver = """
 import sys, pickle, torch
@@ -197,11 +207,13 @@ slab.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
 assert (type(found).__name__, found.note, found.tolist()) == ("Child", "here", [0, 1, 2])
 """
     claim_in_child(send)
-    run = subprocess.run(warm.command("-c", receiver), cwd=tmp_path, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        warm.command("-c", receiver), cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
 
 
-# -- DTensor -----------------------------------------------------------------------------------------------------------
+# -- DTensor ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -47,7 +47,9 @@ def again(batch):
 
 
 def dicts_of(child, make=dict):
-    return st.lists(st.tuples(st.sampled_from("ab"), child), max_size=2, unique_by=lambda item: item[0]).map(make)
+    return st.lists(
+        st.tuples(st.sampled_from("ab"), child), max_size=2, unique_by=lambda item: item[0]
+    ).map(make)
 
 
 def containers_of(child):
@@ -104,7 +106,9 @@ def test_walking_again_finds_the_same(batch):
             _structure._last.clear()
             _nodes.HANDLERS.clear()
         again, other = walk(batch)
-        assert list(map(id, again)) == list(map(id, leaves)) or any(type(leaf) in WRAPPERS for leaf in leaves)
+        assert list(map(id, again)) == list(map(id, leaves)) or any(
+            type(leaf) in WRAPPERS for leaf in leaves
+        )
         assert (other.paths(), str(other)) == (structure.paths(), str(structure))
         assert other.matches(structure)
 
@@ -177,7 +181,9 @@ def test_a_structure_that_refers_to_itself_is_collected():
     owner.structure = walk([defaultdict(owner.make, a=1), Told(owner)])[1]
     alive = weakref.ref(owner)
     del owner
-    wait_until(lambda: gc.collect() >= 0 and alive() is None)  # a collection in another thread makes this one a no-op
+    wait_until(
+        lambda: gc.collect() >= 0 and alive() is None
+    )  # a collection in another thread makes this one a no-op
 
 
 LEAF_NODE = (0, 0, None, None)
@@ -214,13 +220,17 @@ def test_an_unregistered_class_isn_t_unpickled(monkeypatch):
     assert pickle.loads(pickled) == walk([Told(1)])[1]
     _nodes.HANDLERS.clear()
     monkeypatch.delattr(Told, "tree_flatten")
-    with pytest.raises(LayoutError, match=r"Told isn't registered in this process.*; call pinstage\.register_node"):
+    with pytest.raises(
+        LayoutError, match=r"Told isn't registered in this process.*; call pinstage\.register_node"
+    ):
         pickle.loads(pickled)
     _nodes.HANDLERS.clear()
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda batch: [batch], lambda batch: {"a": batch}, Record], ids=["list", "dict", "class"]
+    "wrap",
+    [lambda batch: [batch], lambda batch: {"a": batch}, Record],
+    ids=["list", "dict", "class"],
 )
 def test_batches_of_1000_levels_are_walked(wrap):
     batch = 5
@@ -258,7 +268,11 @@ def refuse(*arguments, **keywords):
 @pytest.mark.parametrize(
     "batch",
     [
-        {"a": torch.ones(1), "b": {"d": torch.ones(2), "c": [1, {"e": "x"}]}, "f": ({}, Pair(1, None))},
+        {
+            "a": torch.ones(1),
+            "b": {"d": torch.ones(2), "c": [1, {"e": "x"}]},
+            "f": ({}, Pair(1, None)),
+        },
         [Record(torch.ones(1), {"a": 1})] * 3,
         (torch.ones(1), 2),
         torch.ones(1),
@@ -366,7 +380,9 @@ def test_self_referring_batches_are_refused_after_similar_ones():
         walk(batch)
 
 
-@pytest.mark.parametrize("make", [list, tuple, lambda items: dict.fromkeys(map(str, range(len(items))), items[0])])
+@pytest.mark.parametrize(
+    "make", [list, tuple, lambda items: dict.fromkeys(map(str, range(len(items))), items[0])]
+)
 def test_a_structure_checks_its_number_of_leaves(make):
     _, structure = walk(make([1, 2, 3]))
     for count in (0, 2, 4):

@@ -1,4 +1,6 @@
-"""The comparison: one table with every installed rival, a result file, a picture, errors in one line."""
+"""The comparison: one table with every installed rival, a result file, a picture, errors in one
+line.
+"""
 
 import io
 import json
@@ -30,7 +32,9 @@ SMALL = "16x1KiB"
 
 def command(*arguments, **environment):
     whole = [sys.executable, str(ROOT / "benchmarks" / "comparison"), *map(str, arguments)]
-    return subprocess.run(whole, capture_output=True, text=True, check=False, env=os.environ | environment)
+    return subprocess.run(
+        whole, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
 
 
 def a_row(variant, case, median, *, ours=False, leaves=10, nbytes=2560):
@@ -43,7 +47,7 @@ def a_result(rows, **settings):
     return json.loads(json.dumps(record.result_of("staging", settings, rows)))
 
 
-# -- the comparison ----------------------------------------------------------------------------------------------------
+# -- the comparison --------------------------------------------------------------------------------
 
 
 def test_a_smoke_run_stages_every_shape(tmp_path):
@@ -56,14 +60,19 @@ def test_a_smoke_run_stages_every_shape(tmp_path):
     assert result["settings"]["table"] == [shape.id for shape in batches.SMOKE_SHAPES]
     pairs = [(row["variant"], row["case"]) for row in result["rows"]]
     assert pairs == [
-        (variant.id, shape.id) for variant in rivals.VARIANTS for shape in batches.SMOKE_SHAPES if variant.suits(shape)
+        (variant.id, shape.id)
+        for variant in rivals.VARIANTS
+        for shape in batches.SMOKE_SHAPES
+        if variant.suits(shape)
     ]
     assert [case for variant, case in pairs if variant == "pinstage_lease"] == ["1x64KiB-in-place"]
     for row in result["rows"]:
         (variant,) = (variant for variant in rivals.VARIANTS if variant.id == row["variant"])
         assert row["status"] == (variant.obstacle(CPU) or "ok"), row
         assert row["vs_best_rival"] is None  # on the CPU there is no race
-    assert {row["status"] for row in result["rows"] if row["variant"].startswith("pinstage")} == {"ok"}
+    assert {row["status"] for row in result["rows"] if row["variant"].startswith("pinstage")} == {
+        "ok"
+    }
     assert "\x1b" not in done.stdout + done.stderr  # plain text, where it is not a terminal
     (header,) = (line.split() for line in done.stdout.splitlines() if line.split()[:1] == [SMALL])
     assert header == [shape.id for shape in batches.SMOKE_SHAPES]
@@ -82,7 +91,10 @@ def test_a_missing_rival_is_a_row_saying_so(tmp_path, monkeypatch, capsys):
     result = json.loads(out.read_text())
     check_schema(result)
     statuses = {row["variant"]: (row["status"], row["detail"]) for row in result["rows"]}
-    assert statuses == {"ghost": ("not installed", "no_such_package.inside"), "pin_to": ("needs CUDA", "")}
+    assert statuses == {
+        "ghost": ("not installed", "no_such_package.inside"),
+        "pin_to": ("needs CUDA", ""),
+    }
     assert capsys.readouterr().out.splitlines() == ["not installed: ghost", "needs CUDA: pin_to"]
 
 
@@ -90,12 +102,10 @@ def test_the_c_rival_is_waited_for(tmp_path, monkeypatch):
     package = tmp_path / "accvlab" / "multi_tensor_copier"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(
-        "class start_copy:\n"
-        "    def __init__(self, data, device):\n"
-        "        self.data, self.device = data, device\n"
-        "    def get(self):\n"
-        "        move = lambda v: {k: move(x) for k, x in v.items()} if isinstance(v, dict) else v.to(self.device)\n"
-        "        return move(self.data)\n"
+        "class start_copy:\n    def __init__(self, data, device):\n        self.data, self.device "
+        "= data, device\n    def get(self):\n        move = lambda v: "
+        "{k: move(x) for k, x in v.items()} if isinstance(v, dict) else v.to(self.device)\n       "
+        " return move(self.data)\n"
     )
     (variant,) = harness.chosen("multi_tensor_copier", rivals.VARIANTS, "variant")
     if variant.obstacle(CPU) is None:
@@ -117,15 +127,26 @@ def test_wrong_bits_are_named_by_their_path():
 
     other["sample_0000"]["stream_1"]["times"][3] += 1
 
-    assert list(batches.differences(batch, other, CPU)) == ["sample_0000/stream_1/times: other bytes"]
+    assert list(batches.differences(batch, other, CPU)) == [
+        "sample_0000/stream_1/times: other bytes"
+    ]
 
 
 def test_one_run_measures_the_chosen_batches_and_series():
     tabled, series = chosen_shapes(Settings(plot=Path("p.png")))
-    assert {"64x1KiB", "528x284B", "1000x256B", "10000x512B", "1000x16KiB", "64x1MiB", "300x1MiB", "1000x256KiB"} < {
+    assert {
+        "64x1KiB",
+        "528x284B",
+        "1000x256B",
+        "10000x512B",
+        "1000x16KiB",
+        "64x1MiB",
+        "300x1MiB",
+        "1000x256KiB",
+    } < {shape.id for shape in tabled}
+    assert {"1x512MiB", "1x512MiB-in-place", "1x5KiB", "3x32KiB", "16x64KiB-mixed"} < {
         shape.id for shape in tabled
     }
-    assert {"1x512MiB", "1x512MiB-in-place", "1x5KiB", "3x32KiB", "16x64KiB-mixed"} < {shape.id for shape in tabled}
     assert [series["leaves"][0].leaves, series["leaves"][-1].leaves] == [10, 31_623]
     assert [series["bytes"][0].nbytes, series["bytes"][-1].nbytes] == [1 << 10, 1 << 30]
     assert chosen_shapes(Settings())[1] == {}
@@ -133,7 +154,7 @@ def test_one_run_measures_the_chosen_batches_and_series():
     assert [shape.id for shape in chosen_shapes(Settings(batches="64x1MiB"))[0]] == ["64x1MiB"]
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 def collected(tmp_path, text, watcher=None, **options):
@@ -152,7 +173,9 @@ print("@outcome " + json.dumps({"case": "1B", "status": "ok", "detail": "", "tot
 
 
 def test_a_crashing_variant_keeps_rows_and_last_words(tmp_path, capsys):
-    first, second = collected(tmp_path, EMIT + "sys.stderr.write('x' * 300_000)\nsys.exit('\\nout of luck')\n")
+    first, second = collected(
+        tmp_path, EMIT + "sys.stderr.write('x' * 300_000)\nsys.exit('\\nout of luck')\n"
+    )
 
     assert (first.status, first.median) == ("ok", 500.0)
     assert (second.status, second.detail) == ("error", "exit status 1: out of luck")
@@ -164,9 +187,18 @@ def test_parallel_processes_give_the_rows_of_sequential_ones(tmp_path):
     script.write_text(EMIT.replace("0.5", "int(sys.argv[-1])"))
     variants = [Variant(str(number), print, "") for number in range(1, 6)]
     rows = harness.collect(
-        "test", [sys.executable, str(script)], variants, [Size("1B", 1)], device=CPU, at_once=3, rounds=2, unit="s"
+        "test",
+        [sys.executable, str(script)],
+        variants,
+        [Size("1B", 1)],
+        device=CPU,
+        at_once=3,
+        rounds=2,
+        unit="s",
     )
-    assert [(row.variant, row.median, row.repeats) for row in rows] == [(str(n), float(n), 2) for n in range(1, 6)]
+    assert [(row.variant, row.median, row.repeats) for row in rows] == [
+        (str(n), float(n), 2) for n in range(1, 6)
+    ]
 
 
 def test_rows_are_saved_after_each_process(tmp_path):
@@ -195,7 +227,9 @@ def test_a_killed_run_leaves_an_incomplete_file(tmp_path):
     out = tmp_path / "killed.json"
     whole = [sys.executable, str(ROOT / "benchmarks" / "pool_latency.py")]
     whole += ["--smoke", "--device", "cpu", "--rounds", "3", "--out", str(out)]
-    with subprocess.Popen(whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True) as run:
+    with subprocess.Popen(
+        whole, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as run:
         try:
             began = time.monotonic()
             while not out.exists() and run.poll() is None and time.monotonic() - began < 100:
@@ -226,7 +260,9 @@ def test_an_incomplete_file_is_shown_as_such(tmp_path, capsys):
     assert "part.json is incomplete: 9 of 28 processes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("hang", ["time.sleep(100)\n", "import os\nos.fork() or time.sleep(100)\ntime.sleep(100)\n"])
+@pytest.mark.parametrize(
+    "hang", ["time.sleep(100)\n", "import os\nos.fork() or time.sleep(100)\ntime.sleep(100)\n"]
+)
 def test_a_variant_that_hangs_is_ended(tmp_path, hang):
     _, second = collected(tmp_path, EMIT + hang, timeout=2.0)
 
@@ -247,7 +283,7 @@ def test_the_bar_ends_full_after_failed_processes(tmp_path):
     assert "out of luck" in file.getvalue()
 
 
-# -- what is shown -----------------------------------------------------------------------------------------------------
+# -- what is shown ---------------------------------------------------------------------------------
 
 
 def test_the_table_has_the_best_rival_s_time(capsys):
@@ -272,7 +308,10 @@ def test_the_table_has_the_best_rival_s_time(capsys):
     assert ["pin_to", "2", "1.00x", "error"] in lines
     assert ["pinstage", "1", "2.00x", "4", "0.25x"] in lines
     assert ["pinstage_lease", "0.5", "4.00x"] in lines
-    assert lines[-2:] == [["not", "installed:", "ghost"], ["pin_to", "on", "b:", "error:", "out", "of", "luck"]]
+    assert lines[-2:] == [
+        ["not", "installed:", "ghost"],
+        ["pin_to", "on", "b:", "error:", "out", "of", "luck"],
+    ]
 
 
 def test_calls_beside_a_busy_gpu_have_a_table(capsys):
@@ -303,7 +342,9 @@ def test_a_mixed_batch_has_three_dtypes():
 def test_a_series_is_measured_and_drawn_again(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra plot is not installed")
     out, picture, again = tmp_path / "series.json", tmp_path / "series.png", tmp_path / "again.svg"
-    done = command("--smoke", "--series", "leaves", "--only", "to,pinstage", "--out", out, "--plot", picture)
+    done = command(
+        "--smoke", "--series", "leaves", "--only", "to,pinstage", "--out", out, "--plot", picture
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     check_schema(result)
@@ -323,7 +364,10 @@ def test_a_picture_combines_series_of_several_files(tmp_path):
     ids = [shape.id for shape in batches.SERIES["bytes"][:2]]
     files = []
     for variant, ours in (("to", False), ("pinstage", True)):
-        rows = [a_row(variant, case, 1.0 + i, ours=ours, leaves=16, nbytes=1024 * 4**i) for i, case in enumerate(ids)]
+        rows = [
+            a_row(variant, case, 1.0 + i, ours=ours, leaves=16, nbytes=1024 * 4**i)
+            for i, case in enumerate(ids)
+        ]
         files.append(a_result(rows, series={"bytes": ids}))
     drawn = tmp_path / "both.svg"
 
@@ -337,7 +381,9 @@ def test_a_picture_combines_series_of_several_files(tmp_path):
 
 def test_the_committed_result_is_shown_with_its_ratios(capsys):
     assert run_bench(Settings(read=(ROOT / "benchmarks" / "results" / "staging.json",))) == 0
-    ours, _beside_a_busy_gpu = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pinstage "))
+    ours, _beside_a_busy_gpu = (
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("pinstage ")
+    )
     assert ours.count("x") >= 8
 
 
@@ -346,7 +392,10 @@ def test_a_commit_is_of_the_file_s_repository(tmp_path, monkeypatch):
     monkeypatch.delenv("PINSTAGE_COMMIT", raising=False)
     identity = ["-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
-    subprocess.run(["git", "-C", str(tmp_path), *identity, "commit", "-q", "--allow-empty", "-m", "m"], check=True)
+    subprocess.run(
+        ["git", "-C", str(tmp_path), *identity, "commit", "-q", "--allow-empty", "-m", "m"],
+        check=True,
+    )
     installed = tmp_path / "record.py"
     installed.write_text("")
     monkeypatch.setattr(record, "__file__", str(installed))
@@ -355,7 +404,7 @@ def test_a_commit_is_of_the_file_s_repository(tmp_path, monkeypatch):
     assert re.fullmatch(r"[0-9a-f]{40}-dirty", record.commit())
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -388,14 +437,22 @@ def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, argum
 def test_without_matplotlib_nothing_is_measured_for_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("comparison.run.find_spec", lambda name: None)
     assert main(["--smoke", "--plot", str(tmp_path / "p.png")]) == 2
-    assert capsys.readouterr().err == "comparison: matplotlib is not installed; run: pip install -e . --group bench\n"
+    assert (
+        capsys.readouterr().err
+        == "comparison: matplotlib is not installed; run: pip install -e . --group bench\n"
+    )
 
 
 def test_without_rich_the_remedy_is_one_line(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
-    monkeypatch.setitem(sys.modules, "rich.console", None)  # the import system reads None as "not installed"
+    monkeypatch.setitem(
+        sys.modules, "rich.console", None
+    )  # the import system reads None as "not installed"
     assert main(["--smoke", "--only", "to"]) == 2
-    assert capsys.readouterr().err == "comparison: rich is not installed; run: pip install -e . --group bench\n"
+    assert (
+        capsys.readouterr().err
+        == "comparison: rich is not installed; run: pip install -e . --group bench\n"
+    )
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--repeats"])
@@ -413,7 +470,9 @@ def test_the_rival_s_build_says_what_it_needs(tmp_path, accv_lab):
         environment["ACCV_LAB"] = accv_lab
     environment["RIVAL_SITE"] = str(tmp_path / "rival")
     script = ROOT / "scripts" / "build_rival.sh"
-    done = subprocess.run([str(script)], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [str(script)], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode != 0
     assert "a checkout of" in done.stderr
     assert not (tmp_path / "rival").exists()

@@ -1,4 +1,6 @@
-"""The scripts of benchmarks/ run with small data, without a GPU; their result files have the comparison's schema."""
+"""The scripts of benchmarks/ run with small data, without a GPU; their result files have the
+comparison's schema.
+"""
 
 import json
 import subprocess
@@ -24,7 +26,16 @@ def scripts(monkeypatch):
 
 
 def run(script, out, *arguments):
-    command = [sys.executable, str(BENCHMARKS / script), "--smoke", "--device", "cpu", "--out", str(out), *arguments]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / script),
+        "--smoke",
+        "--device",
+        "cpu",
+        "--out",
+        str(out),
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
@@ -32,9 +43,11 @@ def run(script, out, *arguments):
 
 def has_every_loop(result):
     cases = {"detection", "images", "tokens"}
-    assert {(row["case"], row["status"]) for row in result["rows"] if not row["variant"].endswith("_pin")} == {
-        (case, "ok") for case in cases
-    }
+    assert {
+        (row["case"], row["status"])
+        for row in result["rows"]
+        if not row["variant"].endswith("_pin")
+    } == {(case, "ok") for case in cases}
     assert all(("GPU idle" in row["detail"]) is (row["status"] == "ok") for row in result["rows"])
 
 
@@ -43,7 +56,10 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
 
     table = markdown.TABLES[name](result)
     assert "none" not in table.lower()
-    assert len([line for line in table.splitlines() if line.startswith(expected)]) in (1, 2)  # short, and unfolded
+    assert len([line for line in table.splitlines() if line.startswith(expected)]) in (
+        1,
+        2,
+    )  # short, and unfolded
     for line in table.splitlines():
         assert not line.startswith("|") or line.count("|") >= 5
 
@@ -52,10 +68,14 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
     assert marker in text
     monkeypatch.setattr(markdown, "RESULTS", folder)
     on_page = f"{marker}\n<!-- end -->"
-    (folder / f"{name}.json").write_text(json.dumps(result | {"machine": result["machine"] | {"gpu": "X"}}))
+    (folder / f"{name}.json").write_text(
+        json.dumps(result | {"machine": result["machine"] | {"gpu": "X"}})
+    )
     assert expected in markdown.filled(on_page)
     (folder / f"{name}.json").write_text(json.dumps(result | {"incomplete": "3 of 4 processes"}))
-    with pytest.raises(ValueError, match=rf"^{name}\.json is incomplete: 3 of 4 processes; run it to its end"):
+    with pytest.raises(
+        ValueError, match=rf"^{name}\.json is incomplete: 3 of 4 processes; run it to its end"
+    ):
         markdown.filled(on_page)
     (folder / f"{name}.json").unlink()
     assert markdown.filled(on_page) == on_page  # pages stand without the file
@@ -78,7 +98,9 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
         ("loops", "performance.md", "| tokens | "),
     ],
 )
-def test_a_result_file_becomes_its_page_s_table(tmp_path, scripts, monkeypatch, name, page, expected):
+def test_a_result_file_becomes_its_page_s_table(
+    tmp_path, scripts, monkeypatch, name, page, expected
+):
     result = run(f"{name}.py", tmp_path / "rows.json")
 
     check_schema(result)
@@ -99,7 +121,11 @@ def test_the_loader_benchmark_has_all_rows(tmp_path):
     assert statuses["torch_to"] == statuses["pinstage"] == ["ok", "ok", "ok"]
     assert len(statuses["spdl"]) == 3
     assert "ok" not in statuses["spdl"]  # it needs CUDA
-    assert [row["case"].partition(":")[0] for row in result["rows"][:3]] == ["ready", "step", "decode"]
+    assert [row["case"].partition(":")[0] for row in result["rows"][:3]] == [
+        "ready",
+        "step",
+        "decode",
+    ]
     assert "GPU idle" in result["rows"][1]["detail"]
 
 
@@ -138,7 +164,9 @@ def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, scripts, monkeypatch)
 
     drawn = []
     monkeypatch.setattr(markdown, "BANDWIDTH", tmp_path / "bandwidth.png")
-    monkeypatch.setattr(markdown, "save_plot", lambda points, path, **said: drawn.append((points, path, said)))
+    monkeypatch.setattr(
+        markdown, "save_plot", lambda points, path, **said: drawn.append((points, path, said))
+    )
     markdown.draw_bandwidth()
     ((points, path, said),) = drawn
     assert path == tmp_path / "bandwidth-dark.png"
@@ -174,12 +202,19 @@ def test_the_staging_table_accepts_files_without_newer_rivals(scripts):
     older = markdown.load("staging")
     in_place = "1x512MiB-in-place"
     added = ("multi_tensor_copier", "multi_tensor_copier_openmp", "pinstage_ring", "pinstage_lease")
-    older["rows"] = [row for row in older["rows"] if row["variant"] not in added and row["case"] != in_place]
+    older["rows"] = [
+        row for row in older["rows"] if row["variant"] not in added and row["case"] != in_place
+    ]
     for row in older["rows"]:
         row.pop("busy_median", None)
     newer = json.loads(json.dumps(older))
     newer["settings"]["table"] = ["64x1KiB", "1000x256B", in_place]
-    lease = newer["rows"][0] | {"case": in_place, "variant": "pinstage_lease", "median": 9.75, "vs_best_rival": 0.985}
+    lease = newer["rows"][0] | {
+        "case": in_place,
+        "variant": "pinstage_lease",
+        "median": 9.75,
+        "vs_best_rival": 0.985,
+    }
     newer["rows"].append(lease)
     figures = {"variant": "multi_tensor_copier", "median": 0.125, "vs_best_rival": None}
     newer["rows"] += [row | figures for row in newer["rows"] if row["variant"] == "pinstage"]
@@ -212,4 +247,7 @@ def test_the_staging_table_accepts_files_without_newer_rivals(scripts):
     assert whole[2].endswith("| **0.25** | 0.50 x |")
     assert whole[3].endswith("| **0.25** | 0.50 x |")
     assert whole[4:7] == ["", "</details>", ""]
-    assert whole[7] == "1 x 512MiB written in place into a lease: copied from there 9.75 ms, 98% of the bus."
+    assert (
+        whole[7]
+        == "1 x 512MiB written in place into a lease: copied from there 9.75 ms, 98% of the bus."
+    )

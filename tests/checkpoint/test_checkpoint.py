@@ -1,4 +1,6 @@
-"""`CheckpointStager`: it stages a copy of the whole state at the call, in one slab, which is returned."""
+"""`CheckpointStager`: it stages a copy of the whole state at the call, in one slab, which is
+returned.
+"""
 
 import copy
 import gc
@@ -50,7 +52,7 @@ def in_use(pool):
     return stats.leased_bytes + stats.in_flight_bytes
 
 
-# -- what is staged ----------------------------------------------------------------------------------------------------
+# -- what is staged --------------------------------------------------------------------------------
 
 
 def test_a_staged_state_equals_torch_s(stager):
@@ -88,7 +90,9 @@ def test_a_tensor_that_comes_twice_is_one_tensor(stager, pool):
     other = torch.nn.Linear(500, 500, bias=False)
     other.weight = tied.weight
     module = torch.nn.ModuleList([tied, other])
-    staged = stager.stage({"one": tensor, "again": [tensor], "module": module.state_dict()}).result()
+    staged = stager.stage(
+        {"one": tensor, "again": [tensor], "module": module.state_dict()}
+    ).result()
     assert staged["one"] is staged["again"][0]
     weights = list(staged["module"].values())
     assert weights[0].data_ptr() == weights[1].data_ptr() != tied.weight.data_ptr()
@@ -110,7 +114,9 @@ def test_attributes_and_classes_of_tensors_are_kept(stager):
     tensor = torch.arange(4.0)
     tensor.note = {"axes": [1, 2]}
     marked = torch.arange(3.0).as_subclass(Marked)
-    staged = stager.stage({"noted": tensor, "again": tensor, "marked": marked, "bare": tensor[:2]}).result()
+    staged = stager.stage(
+        {"noted": tensor, "again": tensor, "marked": marked, "bare": tensor[:2]}
+    ).result()
     assert staged["noted"].note == tensor.note
     assert staged["noted"].note is not tensor.note
     assert staged["noted"] is staged["again"]
@@ -162,10 +168,21 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_tensors_of_all_kinds_get_their_own_memory(stager, name):
-    tensor = ODD[name].clone() if not ODD[name].requires_grad and name not in ("strided", "expanded") else ODD[name]
+    tensor = (
+        ODD[name].clone()
+        if not ODD[name].requires_grad and name not in ("strided", "expanded")
+        else ODD[name]
+    )
     staged = stager.stage({"tensor": tensor}).result()["tensor"]
-    assert (staged.dtype, staged.shape, staged.layout) == (tensor.dtype, tensor.shape, tensor.layout)
-    values = [(t.float() if t.dtype is torch.float8_e4m3fn else t).to_dense().detach() for t in (staged, tensor)]
+    assert (staged.dtype, staged.shape, staged.layout) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.layout,
+    )
+    values = [
+        (t.float() if t.dtype is torch.float8_e4m3fn else t).to_dense().detach()
+        for t in (staged, tensor)
+    ]
     assert torch.equal(*values)
     assert not staged.requires_grad
     if tensor.layout is torch.strided and tensor.numel():
@@ -174,7 +191,10 @@ def test_tensors_of_all_kinds_get_their_own_memory(stager, name):
 
 def test_no_tensor_has_excess_storage(stager):
     staged = stager.stage(adam_state()).result()
-    tensors = [*staged["model"].values(), *(t for s in staged["optimizer"]["state"].values() for t in s.values())]
+    tensors = [
+        *staged["model"].values(),
+        *(t for s in staged["optimizer"]["state"].values() for t in s.values()),
+    ]
     assert {tensor.untyped_storage().nbytes() - tensor.nbytes for tensor in tensors} == {0}
 
 
@@ -184,7 +204,7 @@ def test_a_state_without_tensors_needs_no_slab(stager, pool):
     assert pool.stats().held_bytes == 0
 
 
-# -- the slab ----------------------------------------------------------------------------------------------------------
+# -- the slab --------------------------------------------------------------------------------------
 
 
 def test_the_slab_comes_back_when_the_state_dies(stager, pool):
@@ -224,7 +244,9 @@ def test_a_second_save_waits_for_the_first(stager, pool):
 def test_a_second_save_can_raise_instead(pool):
     stager = CheckpointStager(pool=pool, timeout=0)
     staged = stager.stage(adam_state()).result()
-    with pytest.raises(AcquireTimeoutError, match=r"the last checkpoint is still being written.*upload_completion"):
+    with pytest.raises(
+        AcquireTimeoutError, match=r"the last checkpoint is still being written.*upload_completion"
+    ):
         stager.stage(adam_state(seed=1))
     assert difference(staged, adam_state()) is None
     del staged
@@ -270,7 +292,9 @@ def test_tensors_left_behind_never_block_forever():
 def test_what_a_stager_is_made_of_is_checked():
     with ps.SlabPool(max_bytes="1MiB") as pool:
         for cap in ({"max_bytes": "2MiB"}, {"budget": ps.HostBudget("1MiB", name="caps")}):
-            with pytest.raises(ValueError, match=r"exclude each other: .*; give the cap to the pool"):
+            with pytest.raises(
+                ValueError, match=r"exclude each other: .*; give the cap to the pool"
+            ):
                 CheckpointStager(pool=pool, **cap)
     with pytest.raises(ValueError, match="timeout must not be negative: -1"):
         CheckpointStager(max_bytes="1MiB", timeout=-1)

@@ -1,4 +1,6 @@
-"""Checkpoints that are really written and read: with torch's writers in a thread and a process, and on two ranks."""
+"""Checkpoints that are really written and read: with torch's writers in a thread and a process, and
+on two ranks.
+"""
 
 import contextlib
 import gc
@@ -29,7 +31,9 @@ from pinstage.checkpoint import CheckpointStager
 from pinstage.errors import PinstageError
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:torch.distributed is disabled", "ignore:Detected an existing checkpoint", "ignore::FutureWarning"
+    "ignore:torch.distributed is disabled",
+    "ignore:Detected an existing checkpoint",
+    "ignore::FutureWarning",
 )
 
 IN_PROCESS = AsyncCheckpointerType.PROCESS
@@ -37,7 +41,9 @@ IN_PROCESS = AsyncCheckpointerType.PROCESS
 
 @pytest.fixture(scope="module")
 def alone():
-    """A process group of this process, as the checkpointer in a process needs one. Tests share that process."""
+    """A process group of this process, as the checkpointer in a process needs one. Tests share that
+    process.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -87,7 +93,7 @@ def change(state):
             tensor.add_(1)
 
 
-# -- a thread ----------------------------------------------------------------------------------------------------------
+# -- a thread --------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_the_bytes_of_the_call(tmp_path, stager):
@@ -136,13 +142,17 @@ def test_fifty_saves_take_no_more_memory_than_ten(tmp_path, stager):
 def test_a_failed_save_loses_no_slab(tmp_path, stager):
     state = adam_state()
     (tmp_path / "file").write_text("in the way")
-    response = dcp.async_save(state, checkpoint_id=tmp_path / "file" / "folder", async_stager=stager)
+    response = dcp.async_save(
+        state, checkpoint_id=tmp_path / "file" / "folder", async_stager=stager
+    )
     with pytest.raises(dcp.CheckpointException, match="Not a directory"):
         response.upload_completion.result()
     del response
     gc.collect()
     settled(stager.pool)
-    dcp.async_save(state, checkpoint_id=tmp_path / "good", async_stager=stager).upload_completion.result()
+    dcp.async_save(
+        state, checkpoint_id=tmp_path / "good", async_stager=stager
+    ).upload_completion.result()
     assert difference(loaded(tmp_path / "good", state), state) is None
 
 
@@ -150,13 +160,15 @@ def test_a_reused_planner_blocks_no_save(tmp_path):
     planner, state = DefaultSavePlanner(), adam_state()
     with CheckpointStager(max_bytes="1MiB") as stager:
         for step in range(4):
-            save = dcp.async_save(state, checkpoint_id=tmp_path / str(step), planner=planner, async_stager=stager)
+            save = dcp.async_save(
+                state, checkpoint_id=tmp_path / str(step), planner=planner, async_stager=stager
+            )
             save.upload_completion.result()
             change(state)
         assert stager.pool.stats().held_slabs == 2
 
 
-# -- a process ---------------------------------------------------------------------------------------------------------
+# -- a process -------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("alone")
@@ -165,7 +177,10 @@ def test_a_writer_process_maps_the_slab_without_copying(tmp_path, stager):
     for step in range(3):
         at_the_call = digest(state)
         response = dcp.async_save(
-            state, checkpoint_id=tmp_path / str(step), async_stager=stager, async_checkpointer_type=IN_PROCESS
+            state,
+            checkpoint_id=tmp_path / str(step),
+            async_stager=stager,
+            async_checkpointer_type=IN_PROCESS,
         )
         change(state)
         response.upload_completion.result()
@@ -173,29 +188,43 @@ def test_a_writer_process_maps_the_slab_without_copying(tmp_path, stager):
     assert settled(stager.pool).held_slabs == 1
     with stager.pool.acquire(stager.pool.stats().held_bytes) as lease:
         slab = f" {os.fstat(descriptor_of(lease)).st_ino} "
-    maps = Path(f"/proc/{processes._CHECKPOINT_PROCESS._save_process.pid}/maps").read_text(encoding="utf-8")
-    shared = [line for line in maps.splitlines() if "rw-s" in line and ("memfd" in line or "torch_" in line)]
+    maps = Path(f"/proc/{processes._CHECKPOINT_PROCESS._save_process.pid}/maps").read_text(
+        encoding="utf-8"
+    )
+    shared = [
+        line
+        for line in maps.splitlines()
+        if "rw-s" in line and ("memfd" in line or "torch_" in line)
+    ]
     assert shared
     assert all(slab in line for line in shared), (slab, shared)
 
 
 @pytest.mark.usefixtures("alone")
 # torch asks a dead process to end.
-@pytest.mark.filterwarnings(r"ignore:(?s).*_AsyncCheckpointProcess\.__del__:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    r"ignore:(?s).*_AsyncCheckpointProcess\.__del__:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("holds_the_future", [False, True])
 def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_future):
     state = adam_state()
     kept = []
     for delay in (0.0, 0.05):
         dcp.async_save(
-            state, checkpoint_id=tmp_path / "first", async_stager=stager, async_checkpointer_type=IN_PROCESS
+            state,
+            checkpoint_id=tmp_path / "first",
+            async_stager=stager,
+            async_checkpointer_type=IN_PROCESS,
         ).upload_completion.result()
         writer = processes._CHECKPOINT_PROCESS._save_process.pid
         os.kill(writer, signal.SIGSTOP)  # so that it is in the middle of the save, or before it
         if delay:
             os.kill(writer, signal.SIGCONT)
         response = dcp.async_save(
-            state, checkpoint_id=tmp_path / "second", async_stager=stager, async_checkpointer_type=IN_PROCESS
+            state,
+            checkpoint_id=tmp_path / "second",
+            async_stager=stager,
+            async_checkpointer_type=IN_PROCESS,
         )
         time.sleep(delay)
         os.kill(writer, signal.SIGKILL)
@@ -205,7 +234,9 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
             kept.append(response)
         del response
         end_writer()
-    dcp.async_save(state, checkpoint_id=tmp_path / "third", async_stager=stager).upload_completion.result()
+    dcp.async_save(
+        state, checkpoint_id=tmp_path / "third", async_stager=stager
+    ).upload_completion.result()
     assert difference(loaded(tmp_path / "third", state), state) is None
     assert settled(stager.pool).held_slabs == 1
 
@@ -219,14 +250,16 @@ def test_memory_a_writer_cannot_map_is_refused(tmp_path):
             async_stager=CheckpointStager(pool=pool),
             async_checkpointer_type=IN_PROCESS,
         )
-        with pytest.raises(PinstageError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"):
+        with pytest.raises(
+            PinstageError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"
+        ):
             response.upload_completion.result()
         del response
         gc.collect()
         settled(pool)
 
 
-# -- what is in shards -------------------------------------------------------------------------------------------------
+# -- what is in shards -----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("alone")
@@ -246,13 +279,17 @@ def test_sharded_tensors_keep_torch_s_planning_types(tmp_path, stager, kind):
     assert staged["sharded"].metadata().size == state["sharded"].metadata().size
     assert torch.equal(staged["sharded"].local_shards()[0].tensor, shard.tensor)
     del staged
-    response = dcp.async_save(state, checkpoint_id=tmp_path, async_stager=stager, async_checkpointer_type=kind)
+    response = dcp.async_save(
+        state, checkpoint_id=tmp_path, async_stager=stager, async_checkpointer_type=kind
+    )
     along.to_local().add_(1)
     shard.tensor.add_(1)
     response.upload_completion.result()
     found = {
         "dtensor": distribute_tensor(torch.zeros(4, 3), mesh, [ShardedAlong(0)]),
-        "sharded": init_from_local_shards([Shard.from_tensor_and_offsets(torch.zeros(2, 3), [0, 0], 0)], 2, 3),
+        "sharded": init_from_local_shards(
+            [Shard.from_tensor_and_offsets(torch.zeros(2, 3), [0, 0], 0)], 2, 3
+        ),
     }
     dcp.load(found, checkpoint_id=tmp_path)
     assert torch.equal(found["dtensor"].to_local() + 1, along.to_local())

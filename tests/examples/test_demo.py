@@ -1,4 +1,6 @@
-"""The demo's claims: real data of the stated shape, four ways that agree to the last bit, a failure otherwise."""
+"""The demo's claims: real data of the stated shape, four ways that agree to the last bit, a failure
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from demo.train import check_losses, measure
 from demo.ways import HostMemory, Loaded, PinThenTo, PlainTo, Staged, Way
 
 # Of Python 3.12, about forks that torch's loader makes anyway.
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -91,9 +95,18 @@ def test_streams_can_be_none_empty_or_lists(year: list[RaggedBatch]) -> None:
 
 
 def test_leaves_are_numpy_and_torch_of_six_dtypes(few: list[RaggedBatch]) -> None:
-    kinds = Counter((type(leaf), str(leaf.dtype).removeprefix("torch.")) for leaf in few[0].fragments())
+    kinds = Counter(
+        (type(leaf), str(leaf.dtype).removeprefix("torch.")) for leaf in few[0].fragments()
+    )
     assert {kind for kind, _ in kinds} == {np.ndarray, torch.Tensor}
-    assert {dtype for _, dtype in kinds} == {"float32", "float64", "int64", "int32", "bool", "uint8"}
+    assert {dtype for _, dtype in kinds} == {
+        "float32",
+        "float64",
+        "int64",
+        "int32",
+        "bool",
+        "uint8",
+    }
 
 
 def test_each_leaf_owns_its_memory(few: list[RaggedBatch]) -> None:
@@ -107,12 +120,18 @@ def test_a_sample_knows_nothing_of_its_future(few: list[RaggedBatch]) -> None:
         streams = sample.streams()
         assert all((stream.times <= int(sample.time)).all() for stream in streams["weather"])
         assert all((stream.times < int(sample.time)).all() for stream in streams["recent"])
-        assert all(torch.as_tensor(stream.values)[~stream.observed].isnan().all() for stream in streams["recent"])
+        assert all(
+            torch.as_tensor(stream.values)[~stream.observed].isnan().all()
+            for stream in streams["recent"]
+        )
 
 
 def test_the_seed_fixes_the_order(archive: Archive) -> None:
     def hours(seed: int) -> list[str]:
-        return [sample.hour for sample in make_batches(archive, batch_size=8, seed=seed, limit=1)[0].samples]
+        return [
+            sample.hour
+            for sample in make_batches(archive, batch_size=8, seed=seed, limit=1)[0].samples
+        ]
 
     assert hours(1) == hours(1) != hours(2)
 
@@ -125,7 +144,9 @@ def test_batches_cover_the_year_without_gaps(year: list[RaggedBatch], archive: A
 def test_segments_name_the_sample_of_each_row(few: list[RaggedBatch]) -> None:
     for number, sample in enumerate(few[0].samples):
         for kind, streams in sample.streams().items():
-            assert int((few[0].segments[kind] == number).sum()) == sum(len(stream.times) for stream in streams)
+            assert int((few[0].segments[kind] == number).sum()) == sum(
+                len(stream.times) for stream in streams
+            )
 
 
 def test_without_the_data_package_the_error_helps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,16 +160,26 @@ def test_without_the_data_package_the_error_helps(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     "make",
-    [PlainTo, PinThenTo, lambda device: Staged(device, "64MiB"), lambda device: Loaded(device, "64MiB")],
+    [
+        PlainTo,
+        PinThenTo,
+        lambda device: Staged(device, "64MiB"),
+        lambda device: Loaded(device, "64MiB"),
+    ],
     ids=["to", "pin", "stager", "loader"],
 )
-def test_each_way_gives_the_same_batches(make: Callable[[torch.device], Way], few: list[RaggedBatch]) -> None:
+def test_each_way_gives_the_same_batches(
+    make: Callable[[torch.device], Way], few: list[RaggedBatch]
+) -> None:
     way = make(CPU)
     for batch in few:
         staged = way.stage(batch)
         for before, after in zip(batch.fragments(), staged.fragments(), strict=True):
             assert isinstance(after, torch.Tensor)
-            assert (tuple(after.shape), after.dtype) == (tuple(before.shape), torch.as_tensor(before).dtype)
+            assert (tuple(after.shape), after.dtype) == (
+                tuple(before.shape),
+                torch.as_tensor(before).dtype,
+            )
             assert as_bytes(after) == as_bytes(before)
             assert before.nbytes == 0 or after.data_ptr() != torch.as_tensor(before).data_ptr()
         assert outline(staged) == outline(batch)
@@ -242,7 +273,10 @@ def test_the_loss_depends_on_every_kind_of_leaf(name: str, few: list[RaggedBatch
     if name == "segments":
         changed = list(batch.segments.values())
     else:
-        owners = [*batch.samples, *(stream for kind in batch.segments for stream in batch.streams(kind))]
+        owners = [
+            *batch.samples,
+            *(stream for kind in batch.segments for stream in batch.streams(kind)),
+        ]
         changed = [leaf for owner in owners if (leaf := getattr(owner, name, None)) is not None]
     for leaf in changed:
         torch.as_tensor(leaf).copy_(damaged(name, torch.as_tensor(leaf)))
@@ -259,13 +293,19 @@ def damaged(name: str, leaf: torch.Tensor) -> torch.Tensor:
 
 def test_training_twice_gives_the_same_bits(few: list[RaggedBatch]) -> None:
     with deterministic(CPU):
-        first, second = (measure(PlainTo(CPU), few, few, CPU, seed=1, epochs=2, on_batch=int) for _ in range(2))
+        first, second = (
+            measure(PlainTo(CPU), few, few, CPU, seed=1, epochs=2, on_batch=int) for _ in range(2)
+        )
     assert len(first.losses) == 2 * len(few)
     check_losses([first, second])
 
 
 def test_a_batch_without_departures_has_a_loss(archive: Archive) -> None:
-    quiet = [archive.sample(index) for index in range(len(archive.hours)) if not archive.sample(index).departures][:2]
+    quiet = [
+        archive.sample(index)
+        for index in range(len(archive.hours))
+        if not archive.sample(index).departures
+    ][:2]
     for sample in quiet:
         sample.weather = dict.fromkeys(sample.weather)
     batch = PlainTo(CPU).stage(RaggedBatch.collate(quiet, {}))
@@ -310,11 +350,16 @@ def test_the_demo_names_place_progress_and_next_steps(shown: list[str]) -> None:
         assert f"{title}: 3 batches ..." in lines
     for row in ("copies per batch", "bytes per batch", "staging bytes held", "cap"):
         assert sum(line.strip().startswith(row) for line in lines) == 1, row
-    assert any(line.startswith("shown: losses of 3 batches, equal bit for bit in all 4 ways") for line in lines)
+    assert any(
+        line.startswith("shown: losses of 3 batches, equal bit for bit in all 4 ways")
+        for line in lines
+    )
 
 
 def test_without_a_gpu_it_shows_labelled_figures(shown: list[str]) -> None:
-    assert lines_after(shown, "pinstage audit, of one batch:")[0].startswith("  pin_memory=True would pin 0 of ")
+    assert lines_after(shown, "pinstage audit, of one batch:")[0].startswith(
+        "  pin_memory=True would pin 0 of "
+    )
     (label,) = [line for line in shown if line.startswith("no GPU here")]
     assert "NVIDIA H200 (commit " in label
     figures = r"  \.to\(\) [\d.]+, pin \+ \.to\(\) [\d.]+, Stager [\d.]+, DataLoader [\d.]+"
@@ -346,7 +391,9 @@ class OneBitOff(Staged):
     def stage(self, batch: RaggedBatch) -> RaggedBatch:
         staged = super().stage(batch)
         if batch.metadata["batch"] == "1":
-            sample = next(sample for sample in staged.samples if torch.as_tensor(sample.target_mask).any())
+            sample = next(
+                sample for sample in staged.samples if torch.as_tensor(sample.target_mask).any()
+            )
             torch.as_tensor(sample.target).view(torch.int32).bitwise_xor_(1 << 12)
         return staged
 
@@ -355,7 +402,11 @@ def test_the_demo_fails_for_a_different_loss(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def make_ways(device: torch.device, max_bytes: str, stack: ExitStack) -> Sequence[Way]:
-        return [PlainTo(device), PinThenTo(device), stack.enter_context(OneBitOff(device, max_bytes))]
+        return [
+            PlainTo(device),
+            PinThenTo(device),
+            stack.enter_context(OneBitOff(device, max_bytes)),
+        ]
 
     monkeypatch.setattr(run, "make_ways", make_ways)
     assert main(SMOKE) == 1
@@ -394,8 +445,12 @@ def test_an_impossible_cap_is_one_line(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("option", "least"), [("--batches", 1), ("--batch-size", 1), ("--epochs", 1), ("--seed", 0)])
-def test_a_number_that_makes_no_run_is_refused(option: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "least"), [("--batches", 1), ("--batch-size", 1), ("--epochs", 1), ("--seed", 0)]
+)
+def test_a_number_that_makes_no_run_is_refused(
+    option: str, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([option, str(least - 1)])
     assert exit_.value.code == 2
@@ -407,9 +462,14 @@ def test_without_rich_the_remedy_is_one_line(
 ) -> None:
     for module in ("demo.run", "demo.report"):
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "rich", None)  # the import system reads None as "not installed"
+    monkeypatch.setitem(
+        sys.modules, "rich", None
+    )  # the import system reads None as "not installed"
     assert main(SMOKE) == 2
-    assert capsys.readouterr().err == "demo: rich is not installed; run: pip install -e . --group demo\n"
+    assert (
+        capsys.readouterr().err
+        == "demo: rich is not installed; run: pip install -e . --group demo\n"
+    )
 
 
 @pytest.mark.parametrize("program", [["examples/demo"], ["-m", "examples.demo"]])

@@ -35,7 +35,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     found = {}
     for loader in ("plain", "pinstage"):
         out = tmp_path_factory.mktemp("ddp") / f"{loader}.json"
-        options = {"--device": "cpu", "--loader": loader, "--hours": 8 * STEPS, "--epochs": 2, "--batch-size": 4}
+        options = {
+            "--device": "cpu",
+            "--loader": loader,
+            "--hours": 8 * STEPS,
+            "--epochs": 2,
+            "--batch-size": 4,
+        }
         options |= {"--workers": 1, "--budget": "64MiB", "--out": out}
         torchrun(DDP, *(word for option in options.items() for word in option))
         found[loader] = json.loads(out.read_text())
@@ -43,7 +49,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 def test_ddp_trains_to_the_plain_loader_s_losses(reports):
-    plain, ours = ([report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage"))
+    plain, ours = (
+        [report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage")
+    )
     assert [len(losses) for losses in ours] == [2 * STEPS, 2 * STEPS]
     assert ours == plain
 
@@ -62,14 +70,23 @@ def test_each_rank_has_a_pool_of_its_own(reports):
 
 
 def test_the_offload_example_trains_to_plain_weights():
-    small = {"--blocks": 2, "--width": 32, "--batch": 2, "--tokens": 16, "--min-bytes": "1KiB", "--steps": 3}
+    small = {
+        "--blocks": 2,
+        "--width": 32,
+        "--batch": 2,
+        "--tokens": 16,
+        "--min-bytes": "1KiB",
+        "--steps": 3,
+    }
     printed = run_example("offload.py", *(word for option in small.items() for word in option))
     assert "bit for bit: True" in printed
     assert " tensors sent" in printed
 
 
 def test_the_paged_cache_swaps_blocks_out_and_in(tmp_path):
-    printed = run_example("paged_cache.py", "--host", "24MiB", "--rounds", 2, "--out", tmp_path / "figures.json")
+    printed = run_example(
+        "paged_cache.py", "--host", "24MiB", "--rounds", 2, "--out", tmp_path / "figures.json"
+    )
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert list(figures) == ["HostRegion", "torch, page-locked"]
     assert all(name in printed for name in figures)
@@ -102,11 +119,15 @@ def test_an_example_names_what_it_lacks(name, words):
 
 def test_the_index_has_every_example():
     index = (EXAMPLES / "README.md").read_text()
-    programs = [*EXAMPLES.glob("*.py"), *EXAMPLES.glob("frameworks/train_*.py"), EXAMPLES / "demo" / "__main__.py"]
+    programs = [
+        *EXAMPLES.glob("*.py"),
+        *EXAMPLES.glob("frameworks/train_*.py"),
+        EXAMPLES / "demo" / "__main__.py",
+    ]
     assert [path for path in programs if f"]({path.relative_to(EXAMPLES)})" not in index] == []
 
 
-# -- the case studies --------------------------------------------------------------------------------------------------
+# -- the case studies ------------------------------------------------------------------------------
 
 
 def run_example(name: str, *options: object) -> str:
@@ -155,7 +176,10 @@ def test_the_weather_fix_changes_no_loss(weather):
 
 def test_the_weather_traces_show_each_way(weather):
     _, folder = weather
-    before, after = (gzip.decompress((folder / f"{way}.json.gz").read_bytes()).decode() for way in ("before", "after"))
+    before, after = (
+        gzip.decompress((folder / f"{way}.json.gz").read_bytes()).decode()
+        for way in ("before", "after")
+    )
     assert "pinstage.pack" in after
     assert "pinstage." not in before
     assert all(f"ProfilerStep#{step}" in trace for trace in (before, after) for step in (6, 7))
@@ -167,7 +191,9 @@ def test_the_page_shows_the_weather_audit_s_output(weather):
 
     page = (ROOT / "docs" / "cases" / "weather_batch.md").read_text()
     (shown,) = [
-        block for block in re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL) if "leaf " in block
+        block
+        for block in re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        if "leaf " in block
     ]
     head, tail = without_times(shown).split("...\n")
     assert head in without_times(weather[0])
@@ -175,14 +201,21 @@ def test_the_page_shows_the_weather_audit_s_output(weather):
 
 
 def test_the_weather_figures_match_their_traces(tmp_path, capsys):
-    script, markdown = load(EXAMPLES / "weather_batch.py"), load(ROOT / "benchmarks" / "markdown.py")
+    script, markdown = (
+        load(EXAMPLES / "weather_batch.py"),
+        load(ROOT / "benchmarks" / "markdown.py"),
+    )
     after = TraceMaker(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
     for step in range(4):
         start = step * 2200
         after.step(step, start, 2200).op("pinstage.pack", start, 200)
-        after.copy(start + 150, 10, 1 << 16, asked=start + 140, kind="Pinned").kernel(start + 200, 2000)
+        after.copy(start + 150, 10, 1 << 16, asked=start + 140, kind="Pinned").kernel(
+            start + 200, 2000
+        )
     reports = {
-        "before": script.read(naive_loop(leaves=50, leaf_us=20, kernel_us=2000).write(tmp_path / "before.json.gz")),
+        "before": script.read(
+            naive_loop(leaves=50, leaf_us=20, kernel_us=2000).write(tmp_path / "before.json.gz")
+        ),
         "after": script.read(after.write(tmp_path / "after.json.gz")),
     }
     steps = {"before": [0.003], "after": [0.0022]}
@@ -200,7 +233,10 @@ def test_the_weather_figures_match_their_traces(tmp_path, capsys):
     result = script.record.result_of("weather_batch", {}, rows)
     check_schema(result)
     page = markdown.weather_batch(result)
-    assert "| copies to the device | 50 copies, 100% of the bytes pageable | 1 copy, 0% of the bytes pageable |" in page
+    assert (
+        "| copies to the device | 50 copies, 100% of the bytes pageable | 1 copy, 0% of the bytes "
+        "pageable |" in page
+    )
     assert "| **the step, without it, ms** | 3 | 2.2 |" in page
 
 
@@ -219,13 +255,20 @@ def test_every_way_to_send_frames_brings_all_bytes(tmp_path):
     assert statuses["filled again too early", "reused"] == "needs CUDA"
 
     table = load(ROOT / "benchmarks" / "markdown.py").frame_bandwidth(result).splitlines()
-    rows = [line.count("|") for line in table if line.startswith("| ") and not line.startswith("| way |")]
+    rows = [
+        line.count("|")
+        for line in table
+        if line.startswith("| ") and not line.startswith("| way |")
+    ]
     assert rows == [4] * len(ways) + [8] * len(ways)
 
 
 @pytest.mark.parametrize("name", ["weather_batch", "frame_bandwidth"])
 def test_the_case_s_code_matches_its_script(name):
-    page, script = (ROOT / "docs" / "cases" / f"{name}.md").read_text(), (EXAMPLES / f"{name}.py").read_text()
+    page, script = (
+        (ROOT / "docs" / "cases" / f"{name}.md").read_text(),
+        (EXAMPLES / f"{name}.py").read_text(),
+    )
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:

@@ -7,7 +7,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def samples(count=32):
     generator = torch.Generator().manual_seed(2)
-    return TensorDataset(torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator))
+    return TensorDataset(
+        torch.randn(count, 3, generator=generator), torch.randn(count, 1, generator=generator)
+    )
 
 
 def train(wrap, *, dataset=samples, batch_size=4, shuffle=False, workers=0, skipped=0, **options):
@@ -18,11 +20,15 @@ def train(wrap, *, dataset=samples, batch_size=4, shuffle=False, workers=0, skip
     """
     torch.manual_seed(0)
     configuration = DataLoaderConfiguration(**options)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, dataloader_config=configuration)
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=3, dataloader_config=configuration
+    )
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(3)
-    loader = DataLoader(dataset(), batch_size, shuffle=shuffle or None, generator=generator, num_workers=workers)
+    loader = DataLoader(
+        dataset(), batch_size, shuffle=shuffle or None, generator=generator, num_workers=workers
+    )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     if skipped:
         loader = skip_first_batches(loader, skipped)
@@ -36,6 +42,11 @@ def train(wrap, *, dataset=samples, batch_size=4, shuffle=False, workers=0, skip
                 if accelerator.sync_gradients:
                     steps.append([parameter.detach().clone() for parameter in model.parameters()])
                 optimizer.zero_grad()
-            gathered.append((accelerator.gather_for_metrics(targets), accelerator.gradient_state.end_of_dataloader))
+            gathered.append(
+                (
+                    accelerator.gather_for_metrics(targets),
+                    accelerator.gradient_state.end_of_dataloader,
+                )
+            )
         assert accelerator.gradient_state.active_dataloader is None
     return steps, gathered, loader

@@ -1,4 +1,6 @@
-"""One rank of torchrun: runs a program of examples/frameworks in each case, in the framework's way and in ours."""
+"""One rank of torchrun: runs a program of examples/frameworks in each case, in the framework's way
+and in ours.
+"""
 
 import importlib
 import json

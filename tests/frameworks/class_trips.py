@@ -19,7 +19,9 @@ RAGGED = 4
 """Successive batches, all of different shapes."""
 
 IGNORED = {"_cache", "_last_op", "_locked_schema", "_cached_attr", "_is_initialized", "_handler"}
-"""Attributes that libraries use as caches, as a record of how an object was made, and for its file."""
+"""Attributes that libraries use as caches, as a record of how an object was made, and for its
+file.
+"""
 
 
 def own_to(batch, device):
@@ -51,7 +53,9 @@ def by_device_and_way(*cases):
 
     def decorate(function):
         for name, values in (("device", DEVICES), ("way", WAYS), ("case", cases)):
-            function = pytest.mark.parametrize(name, values, ids=repr if name == "case" else None)(function)
+            function = pytest.mark.parametrize(name, values, ids=repr if name == "case" else None)(
+                function
+            )
         return function
 
     return decorate
@@ -113,7 +117,9 @@ def check_workers(cases, method, device):
 
 
 def check_loader(cases, device, options):
-    loader = ps.DataLoader(Made(cases), batch_size=None, collate_fn=whole, device=device, max_bytes="16MiB", **options)
+    loader = ps.DataLoader(
+        Made(cases), batch_size=None, collate_fn=whole, device=device, max_bytes="16MiB", **options
+    )
     count = 0
     for number, result in enumerate(loader):
         compare(cases, result, device, number)
@@ -125,7 +131,9 @@ def check_loader(cases, device, options):
 
 
 def compare(cases, result, device, number):
-    """Compare with the library's own move to a device; for None, with the batches as they were made."""
+    """Compare with the library's own move to a device; for None, with the batches as they were
+    made.
+    """
     expected = [case.make(number) for case in cases]
     if device is not None:
         expected = [case.to(batch, device) for case, batch in zip(cases, expected, strict=True)]
@@ -136,17 +144,23 @@ def compare(cases, result, device, number):
 
 
 def target(device):
-    """Return a device; where there is no such GPU the test is skipped, or fails where PINSTAGE_REQUIRE_GPU says so."""
+    """Return a device; where there is no such GPU the test is skipped, or fails where
+    PINSTAGE_REQUIRE_GPU says so.
+    """
     if device == "cuda" and not torch.cuda.is_available():
-        (pytest.fail if int(os.environ.get("PINSTAGE_REQUIRE_GPU", "0")) else pytest.skip)("torch sees no CUDA device")
+        (pytest.fail if int(os.environ.get("PINSTAGE_REQUIRE_GPU", "0")) else pytest.skip)(
+            "torch sees no CUDA device"
+        )
     return torch.device(device, 0 if device == "cuda" else None)
 
 
-# -- alike, attribute by attribute -------------------------------------------------------------------------------------
+# -- alike, attribute by attribute -----------------------------------------------------------------
 
 
 def assert_alike(mine, theirs, path="batch", met=None):
-    """Fail unless two things have the same types, values, devices and attributes all the way down."""
+    """Fail unless two things have the same types, values, devices and attributes all the way
+    down.
+    """
     met = {} if met is None else met
     if id(mine) in met:
         assert met[id(mine)][1] is theirs, f"{path} refers to something else"
@@ -161,7 +175,10 @@ def assert_alike(mine, theirs, path="batch", met=None):
     elif isinstance(mine, np.ndarray):
         assert mine.dtype == theirs.dtype
         assert np.array_equal(mine, theirs), path
-    elif isinstance(mine, type | torch.Size | torch.device | torch.dtype | str | bytes | int | float | type(None)):
+    elif isinstance(
+        mine,
+        type | torch.Size | torch.device | torch.dtype | str | bytes | int | float | type(None),
+    ):
         assert mine == theirs, f"{path}: {mine!r} instead of {theirs!r}"
     else:
         met[id(mine)] = mine, theirs

@@ -1,4 +1,5 @@
-"""The tests with frameworks: `make test-frameworks` runs them in an environment with all frameworks.
+"""The tests with frameworks: `make test-frameworks` runs them in an environment with all
+frameworks.
 
 Only tests that need a CUDA device are skipped, on a machine without one.
 """
@@ -14,7 +15,9 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
             # Warnings of the frameworks are their own. The last matching filter counts.
-            item.add_marker(pytest.mark.filterwarnings("ignore", "error:.*(pinstage|ps\\.)"), append=False)
+            item.add_marker(
+                pytest.mark.filterwarnings("ignore", "error:.*(pinstage|ps\\.)"), append=False
+            )
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,6 @@
-"""Batches of classes of other libraries, made by functions of a number; their sizes depend on it."""
+"""Batches of classes of other libraries, made by functions of a number; their sizes depend on
+it.
+"""
 
 import importlib.machinery
 import os
@@ -17,14 +19,19 @@ def values(number, *trailing, start=0.0):
     return torch.arange(count, dtype=torch.float32).view(rows, *trailing) + start + number
 
 
-# -- tensordict --------------------------------------------------------------------------------------------------------
+# -- tensordict ------------------------------------------------------------------------------------
 
 
 def plain_td(number):
     from tensordict import TensorDict
 
     obs, inner = values(number, 3), values(number)
-    source = {"z": obs, "a": {"deep": {"x": inner}}, "text": "words", "none": TensorDict({}, [2 + number % 3])}
+    source = {
+        "z": obs,
+        "a": {"deep": {"x": inner}},
+        "text": "words",
+        "none": TensorDict({}, [2 + number % 3]),
+    }
     return TensorDict(source, [2 + number % 3])
 
 
@@ -37,7 +44,9 @@ def named_td(number):
 def locked_td(number):
     from tensordict import TensorDict
 
-    return TensorDict({"obs": values(number, 3), "next": {"obs": values(number, 3)}}, [2 + number % 3]).lock_()
+    return TensorDict(
+        {"obs": values(number, 3), "next": {"obs": values(number, 3)}}, [2 + number % 3]
+    ).lock_()
 
 
 def td_with_a_device(number):
@@ -118,7 +127,7 @@ def memory_mapped(number):
     return [MemoryMappedTensor.from_tensor(values(number, 3)), values(number)]
 
 
-# -- PyG ---------------------------------------------------------------------------------------------------------------
+# -- PyG -------------------------------------------------------------------------------------------
 
 
 def edges(number):
@@ -129,7 +138,12 @@ def edges(number):
 def graph(number):
     from torch_geometric.data import Data
 
-    data = Data(x=values(number, 4), edge_index=edges(number), y=torch.tensor([number]), name=f"graph {number}")
+    data = Data(
+        x=values(number, 4),
+        edge_index=edges(number),
+        y=torch.tensor([number]),
+        name=f"graph {number}",
+    )
     data.extras = {"weights": [values(number)], "raw": None}
     data.table = np.arange(3)
     data.num_nodes = 2 + number % 3
@@ -139,7 +153,9 @@ def graph(number):
 def graph_batch(number):
     from torch_geometric.data import Batch, Data
 
-    graphs = [Data(x=values(number + i, 4), edge_index=edges(number + i), text=f"{i}") for i in range(3)]
+    graphs = [
+        Data(x=values(number + i, 4), edge_index=edges(number + i), text=f"{i}") for i in range(3)
+    ]
     return Batch.from_data_list(graphs, follow_batch=["x"])
 
 
@@ -174,7 +190,7 @@ def temporal_batch(number):
     return Batch.from_data_list([temporal(number), temporal(number + 1)])
 
 
-# -- torchrec ----------------------------------------------------------------------------------------------------------
+# -- torchrec --------------------------------------------------------------------------------------
 
 
 def kjt(number, *, weights=True):
@@ -234,7 +250,7 @@ def torchrec_batch(number):
     return Batch(values(number, 3), kjt(number), torch.arange(3))
 
 
-# -- transformers ------------------------------------------------------------------------------------------------------
+# -- transformers ----------------------------------------------------------------------------------
 
 
 def dynamic_cache(number):
@@ -261,10 +277,12 @@ def model_output(number):
 def encoding(number):
     from transformers import BatchEncoding
 
-    return BatchEncoding({"input_ids": values(number, 3).long(), "attention_mask": values(number, 3).bool()})
+    return BatchEncoding(
+        {"input_ids": values(number, 3).long(), "attention_mask": values(number, 3).bool()}
+    )
 
 
-# -- pydantic ----------------------------------------------------------------------------------------------------------
+# -- pydantic --------------------------------------------------------------------------------------
 
 
 @cache
@@ -273,7 +291,11 @@ def classes_of_pydantic():
 
     options = {"arbitrary_types_allowed": True, "extra": "allow", "frozen": False}
     plain = create_model(
-        "Model", __module__=__name__, __config__=ConfigDict(**options), x=(torch.Tensor, ...), name=(str, "none")
+        "Model",
+        __module__=__name__,
+        __config__=ConfigDict(**options),
+        x=(torch.Tensor, ...),
+        name=(str, "none"),
     )
 
     class Frozen(BaseModel):
@@ -292,19 +314,26 @@ def model(number):
 
 
 def frozen_model(number):
-    return classes_of_pydantic()["Frozen"](inner=model(number), items=[values(number), values(number + 1)])
+    return classes_of_pydantic()["Frozen"](
+        inner=model(number), items=[values(number), values(number + 1)]
+    )
 
 
-# -- tensors of other classes ------------------------------------------------------------------------------------------
+# -- tensors of other classes ----------------------------------------------------------------------
 
 
 def tv_tensors():
-    """Return torchvision's own module, from the package without its binary, which needs another build of torch."""
+    """Return torchvision's own module, from the package without its binary, which needs another
+    build of torch.
+    """
     if "torchvision" not in sys.modules:
-        folder = Path(os.environ.get("PINSTAGE_TORCHVISION", Path(sys.prefix) / "torchvision-source"))
+        folder = Path(
+            os.environ.get("PINSTAGE_TORCHVISION", Path(sys.prefix) / "torchvision-source")
+        )
         package = folder / "torchvision"
         assert (package / "tv_tensors").is_dir(), (
-            f"no torchvision in {folder}: python -m pip install --no-deps --target {folder} torchvision"
+            f"no torchvision in {folder}: python -m pip install --no-deps --target {folder} "
+            "torchvision"
         )
         stand_in = types.ModuleType("torchvision")
         stand_in.__path__ = [str(package)]
@@ -332,13 +361,20 @@ def detection(number):
         }
         for i in range(4)
     ]
-    return {"images": images, "targets": targets, "step": torch.tensor(number), "scale": torch.ones(1)}
+    return {
+        "images": images,
+        "targets": targets,
+        "step": torch.tensor(number),
+        "scale": torch.ones(1),
+    }
 
 
 def meta_tensor(number):
     from monai.data import MetaTensor
 
-    image = MetaTensor(values(number, 3, 2), affine=torch.eye(4) * (number + 1), meta={"file": f"{number}.nii"})
+    image = MetaTensor(
+        values(number, 3, 2), affine=torch.eye(4) * (number + 1), meta={"file": f"{number}.nii"}
+    )
     image.push_applied_operation({"class": "Flip", "number": number})
     return image
 

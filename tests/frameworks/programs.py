@@ -1,4 +1,6 @@
-"""Runs the programs of examples/frameworks, in one process or two, and reads what each rank reports."""
+"""Runs the programs of examples/frameworks, in one process or two, and reads what each rank
+reports.
+"""
 
 import json
 import subprocess
@@ -11,13 +13,19 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 
 
 def reports(name, out, *options, ranks=2):
-    """Return each rank's report; a program that reports for several ranks by itself is run with ``ranks=None``."""
+    """Return each rank's report; a program that reports for several ranks by itself is run with
+    ``ranks=None``.
+    """
     out.mkdir(parents=True, exist_ok=True)
     arguments = ["--out", out, *options]
     if ranks is None or ranks == 1:
         command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
         done = subprocess.run(
-            command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, text=True, check=False
+            command,
+            env=environment(OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
     else:
@@ -26,7 +34,8 @@ def reports(name, out, *options, ranks=2):
 
 
 def both_ways(name, out, cases):
-    """Train with a program, in two processes, in each case, ``{case: options}``; return each rank's results by case.
+    """Train with a program, in two processes, in each case, ``{case: options}``; return each rank's
+    results by case.
 
     The processes start only once, since that takes longer than the training.
     """

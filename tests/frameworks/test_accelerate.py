@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-# -- two processes -----------------------------------------------------------------------------------------------------
+# -- two processes ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +57,14 @@ def test_every_batch_is_staged_where_it_is_read(ranks, case):
 
 def test_the_program_trains_to_the_same_losses(tmp_path):
     plain, ours = (
-        reports("train_accelerate.py", tmp_path / way, "--way", way, ranks=1)[0] for way in ("plain", "pinstage")
+        reports("train_accelerate.py", tmp_path / way, "--way", way, ranks=1)[0]
+        for way in ("plain", "pinstage")
     )
     assert ours["losses"] == plain["losses"]
     assert ours["batches"] == 2 * 15
 
 
-# -- one process -------------------------------------------------------------------------------------------------------
+# -- one process -----------------------------------------------------------------------------------
 
 
 def made(samples=32, **options):
@@ -77,7 +78,9 @@ def firsts(batches):
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_torch_s_and_prepared_loaders_are_accepted(is_prepared):
     accelerator = Accelerator(cpu=True)
-    loader = prepare(accelerator, accelerator.prepare(made()) if is_prepared else made(), max_bytes="8MiB")
+    loader = prepare(
+        accelerator, accelerator.prepare(made()) if is_prepared else made(), max_bytes="8MiB"
+    )
     assert isinstance(loader, DataLoader)
     assert len(loader) == 8
     assert firsts(loader) == firsts(loader) == list(range(0, 32, 4))
@@ -88,7 +91,9 @@ def test_torch_s_and_prepared_loaders_are_accepted(is_prepared):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_saved_state_resumes_at_the_right_sample(tmp_path, workers):
     def staged():
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+        )
         return accelerator, prepare(accelerator, made(num_workers=workers), max_bytes="8MiB")
 
     accelerator, loader = staged()
@@ -99,7 +104,9 @@ def test_a_saved_state_resumes_at_the_right_sample(tmp_path, workers):
     accelerator, loader = staged()
     accelerator.load_state(tmp_path)
     assert firsts(loader) == [12, 16, 20, 24, 28]
-    ahead = 2 if workers else 0  # from the pass that Accelerate begins in `prepare`, when it asks for a state
+    ahead = (
+        2 if workers else 0
+    )  # from the pass that Accelerate begins in `prepare`, when it asks for a state
     assert 5 <= loader.stats().batches <= 5 + ahead
     assert firsts(loader) == list(range(0, 32, 4))
 
@@ -108,7 +115,9 @@ def test_a_saved_state_resumes_at_the_right_sample(tmp_path, workers):
 @pytest.mark.parametrize("dispatch_batches", [None, True])
 def test_workers_pack_stateful_loaders_in_accelerate_s_order(is_seedable, dispatch_batches):
     options = DataLoaderConfiguration(
-        use_stateful_dataloader=True, use_seedable_sampler=is_seedable, dispatch_batches=dispatch_batches
+        use_stateful_dataloader=True,
+        use_seedable_sampler=is_seedable,
+        dispatch_batches=dispatch_batches,
     )
 
     def passes(make):
@@ -155,7 +164,9 @@ def test_a_prepared_optimizer_s_state_can_be_offloaded():
         model = torch.nn.Linear(64, 64)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
-            offloaded = ps.offload.optimizer_state(optimizer, pool, min_bytes="4KiB") if offloads else None
+            offloaded = (
+                ps.offload.optimizer_state(optimizer, pool, min_bytes="4KiB") if offloads else None
+            )
             for _ in range(3):
                 accelerator.backward(model(torch.randn(4, 64)).square().sum())
                 optimizer.step()
@@ -190,7 +201,12 @@ def test_a_loader_and_its_rest_share_slabs():
     assert firsts(skip_first_batches(again, 0)) == [28]
 
 
-@pytest.mark.parametrize("make", [made, lambda: Accelerator(cpu=True).prepare(made())], ids=["torch's", "prepared"])
+@pytest.mark.parametrize(
+    "make", [made, lambda: Accelerator(cpu=True).prepare(made())], ids=["torch's", "prepared"]
+)
 def test_skipping_batches_of_an_unstaged_loader_is_refused(make):
-    with pytest.raises(TypeError, match=r"cannot skip batches of this DataLoader.* and stage the rest: it is not the"):
+    with pytest.raises(
+        TypeError,
+        match=r"cannot skip batches of this DataLoader.* and stage the rest: it is not the",
+    ):
         skip_first_batches(make(), 2)

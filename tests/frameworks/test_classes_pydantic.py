@@ -3,7 +3,15 @@
 import library_batches as made
 import pytest
 import torch
-from class_trips import DEVICES, Case, by_device_and_start_method, by_device_and_way, check, check_workers, target
+from class_trips import (
+    DEVICES,
+    Case,
+    by_device_and_start_method,
+    by_device_and_way,
+    check,
+    check_workers,
+    target,
+)
 
 import pinstage as ps
 

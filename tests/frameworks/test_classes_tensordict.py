@@ -3,7 +3,15 @@
 import library_batches as made
 import pytest
 import torch
-from class_trips import DEVICES, Case, by_device_and_start_method, by_device_and_way, check, check_workers, target
+from class_trips import (
+    DEVICES,
+    Case,
+    by_device_and_start_method,
+    by_device_and_way,
+    check,
+    check_workers,
+    target,
+)
 
 import pinstage as ps
 
@@ -45,10 +53,15 @@ def test_parts_without_tensors_don_t_decide_the_device():
     from tensordict import LazyStackedTensorDict, TensorDict
 
     empty = TensorDict({"deep": TensorDict({}, [2], device="meta")}, [2], device="meta")
-    lazy = LazyStackedTensorDict(TensorDict({"x": torch.ones(3)}, []), TensorDict({"x": torch.ones(3)}, []))
+    lazy = LazyStackedTensorDict(
+        TensorDict({"x": torch.ones(3)}, []), TensorDict({"x": torch.ones(3)}, [])
+    )
     with ps.Stager("cpu", max_bytes="1MiB") as stager:
         for part in (TensorDict({"x": torch.ones(2)}, [2]), lazy):
-            assert str(stager.to_device(TensorDict({"part": part, "empty": empty}, [2])).device) == "cpu"
+            assert (
+                str(stager.to_device(TensorDict({"part": part, "empty": empty}, [2])).device)
+                == "cpu"
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)

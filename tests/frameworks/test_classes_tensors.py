@@ -28,7 +28,10 @@ def memory_mapped_to(batch, device):
     """Return a plain tensor also on the CPU, where tensordict returns the very same mapping."""
     mapped, plain = batch
     moved = mapped.to(device)
-    return [moved.clone() if type(moved) is torch.Tensor else torch.Tensor(moved.clone()), plain.to(device)]
+    return [
+        moved.clone() if type(moved) is torch.Tensor else torch.Tensor(moved.clone()),
+        plain.to(device),
+    ]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,7 +60,9 @@ def test_a_batch_arrives_as_by_its_own_to(case, way, device):
 @by_device_and_start_method
 def test_worker_batches_arrive_as_by_to(method, device):
     # monai orders the keys of collated metadata at random in each process.
-    check_workers([case for case in CASES if case.make is not made.batch_of_meta_tensors], method, device)
+    check_workers(
+        [case for case in CASES if case.make is not made.batch_of_meta_tensors], method, device
+    )
 
 
 def test_all_34_leaves_of_a_detection_are_packed():
@@ -70,7 +75,9 @@ def test_all_34_leaves_of_a_detection_are_packed():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_boxes_requiring_grad_move_by_to(device):
-    boxes = made.tv_tensors().BoundingBoxes(torch.ones(2, 4), format="XYXY", canvas_size=(4, 4), requires_grad=True)
+    boxes = made.tv_tensors().BoundingBoxes(
+        torch.ones(2, 4), format="XYXY", canvas_size=(4, 4), requires_grad=True
+    )
     with ps.Stager(target(device), max_bytes="1MiB") as stager:
         staged = stager.to_device([boxes, torch.ones(1)])
         assert stager.stats().passthrough_leaves == 1

@@ -7,7 +7,15 @@ import pickle
 import library_batches as made
 import pytest
 import torch
-from class_trips import DEVICES, Case, by_device_and_start_method, by_device_and_way, check, check_workers, target
+from class_trips import (
+    DEVICES,
+    Case,
+    by_device_and_start_method,
+    by_device_and_way,
+    check,
+    check_workers,
+    target,
+)
 
 import pinstage as ps
 
@@ -58,7 +66,9 @@ def test_slices_stay_on_the_host_as_they_are():
     with ps.Stager("cpu", max_bytes="1MiB") as stager:
         batch = made.graph_batch(1)
         staged = stager.to_device(batch)
-        assert stager.stats().packed_leaves == 6  # x, edge_index, batch and ptr, x_batch and x_ptr: and no slices
+        assert (
+            stager.stats().packed_leaves == 6
+        )  # x, edge_index, batch and ptr, x_batch and x_ptr: and no slices
     assert staged._slice_dict["x"] is batch._slice_dict["x"]
 
 

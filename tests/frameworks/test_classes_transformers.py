@@ -20,7 +20,11 @@ import pinstage as ps
 def cache_to(cache, device):
     """Move a cache as if it had been filled on the device; caches have no ``to``."""
     for layer in cache.layers:
-        layer.keys, layer.values, layer.device = layer.keys.to(device), layer.values.to(device), device
+        layer.keys, layer.values, layer.device = (
+            layer.keys.to(device),
+            layer.values.to(device),
+            device,
+        )
     return cache
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-(SECTION,) = re.findall(r"^# frameworks\n(.*?)\n\n", (ROOT / "constraints.txt").read_text(), re.MULTILINE | re.DOTALL)
+(SECTION,) = re.findall(
+    r"^# frameworks\n(.*?)\n\n", (ROOT / "constraints.txt").read_text(), re.MULTILINE | re.DOTALL
+)
 
 
 @pytest.mark.parametrize("pin", SECTION.splitlines())
@@ -20,7 +22,10 @@ def test_a_framework_is_installed_in_its_pinned_version(pin):
 
 
 def test_torch_is_the_pinned_one():
-    assert f"torch=={torch.__version__.partition('+')[0]}" in (ROOT / "constraints.txt").read_text().splitlines()
+    assert (
+        f"torch=={torch.__version__.partition('+')[0]}"
+        in (ROOT / "constraints.txt").read_text().splitlines()
+    )
 
 
 def test_skipped_and_warned_tests_fail(tmp_path):
@@ -31,6 +36,16 @@ def test_skipped_and_warned_tests_fail(tmp_path):
         "def test_b(): warnings.warn('pinstage staged no batch')\n"
         "def test_c(): warnings.warn('something else')\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "2 failed, 1 passed" in done.stdout, done.stdout

@@ -34,7 +34,7 @@ def module():
     return Module()
 
 
-# -- two processes -----------------------------------------------------------------------------------------------------
+# -- two processes ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,10 @@ def ranks(tmp_path_factory):
     """The reports of two processes, by way."""
     out = tmp_path_factory.mktemp("lightning")
     ways = ("plain", "callback", "loader")
-    return {way: reports("train_lightning.py", out / way, "--way", way, "--workers", "1") for way in ways}
+    return {
+        way: reports("train_lightning.py", out / way, "--way", way, "--workers", "1")
+        for way in ways
+    }
 
 
 @pytest.mark.parametrize("way", ["callback", "loader"])
@@ -63,12 +66,14 @@ def test_lightning_s_copied_loader_stages_every_batch(ranks):
 
 
 def test_each_process_trains_on_half_of_the_samples(ranks):
-    first, second = ({index for batch in rank["samples"][:8] for index in batch} for rank in ranks["loader"])
+    first, second = (
+        {index for batch in rank["samples"][:8] for index in batch} for rank in ranks["loader"]
+    )
     assert first | second == set(range(64))
     assert not first & second
 
 
-# -- features of a trainer ---------------------------------------------------------------------------------------------
+# -- features of a trainer -------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[True, False], ids=["workers", "main process"])
@@ -153,7 +158,12 @@ class OwnIteration(DataLoader):
         (loader, True),
         (lambda samples, **options: loader(samples, shuffle=samples == 32, **options), True),
         (lambda samples, **options: DataLoader(Batches(samples), batch_size=None, **options), True),
-        (lambda samples, **options: OwnIteration(Visits(samples), 4, collate_fn=collate, **options), False),
+        (
+            lambda samples, **options: OwnIteration(
+                Visits(samples), 4, collate_fn=collate, **options
+            ),
+            False,
+        ),
         (lambda samples, **_: Listed(loader(samples)), False),
     ],
     ids=["maps", "shuffled", "iterable", "an iteration of its own", "a list"],
@@ -167,9 +177,9 @@ def test_loaders_made_per_epoch_train_the_same(in_workers, make, packs, persiste
             OfItsOwn(),
             Reloaded(lambda samples: make(samples, num_workers=1, persistent_workers=persistent)),
         )
-        trainer(*([stage] if way == "staged" else []), reload_dataloaders_every_n_epochs=1, max_epochs=3).fit(
-            model, datamodule=loaders
-        )
+        trainer(
+            *([stage] if way == "staged" else []), reload_dataloaders_every_n_epochs=1, max_epochs=3
+        ).fit(model, datamodule=loaders)
         found[way] = model.losses, model.samples
         assert len(loaders.made) == 3
     assert found["plain"] == found["staged"]
@@ -180,7 +190,9 @@ def test_loaders_made_per_epoch_train_the_same(in_workers, make, packs, persiste
 
 def test_validation_finds_slabs_beside_training_workers():
     def large(samples):
-        return DataLoader(torch.arange(samples * 50_000.0).reshape(samples, 50_000), 4, num_workers=2)
+        return DataLoader(
+            torch.arange(samples * 50_000.0).reshape(samples, 50_000), 4, num_workers=2
+        )
 
     class Large(Module):
         def training_step(self, batch, batch_idx):
@@ -191,7 +203,9 @@ def test_validation_finds_slabs_beside_training_workers():
 
     slab = 851_968  # for 800,000 bytes
     stage, model = StageBatches(max_bytes=4 * slab), Large()
-    trainer(stage, val_check_interval=4, max_epochs=2, num_sanity_val_steps=0).fit(model, large(80), large(32))
+    trainer(stage, val_check_interval=4, max_epochs=2, num_sanity_val_steps=0).fit(
+        model, large(80), large(32)
+    )
     stats = stage.stats()
     assert (stats.batches, stats.fallback_batches) == (2 * (20 + 5 * 8), 0)
     assert stats.pool.peak_held_bytes <= 4 * slab
@@ -213,15 +227,22 @@ def test_running_loaders_are_staged_in_the_main_process():
     assert stage.stats().batches == stage.stager.stats().batches == 8
 
 
-@pytest.mark.parametrize(("wrong", "error"), [({"depth": "2"}, TypeError), ({"depth": -1}, ValueError)])
+@pytest.mark.parametrize(
+    ("wrong", "error"), [({"depth": "2"}, TypeError), ({"depth": -1}, ValueError)]
+)
 def test_a_wrong_option_is_an_error_here_too(wrong, error):
     with pytest.raises(error, match="depth must"):
         trainer(StageBatches(max_bytes="1MiB", **wrong)).fit(module(), loader())
 
 
 def test_predictions_are_in_order_and_of_every_sample():
-    for make in (loader, lambda samples, **options: ps.DataLoader(Visits(samples), 4, device="cpu", **options)):
-        predicted = trainer(StageBatches()).predict(module(), make(14, drop_last=True, num_workers=1))
+    for make in (
+        loader,
+        lambda samples, **options: ps.DataLoader(Visits(samples), 4, device="cpu", **options),
+    ):
+        predicted = trainer(StageBatches()).predict(
+            module(), make(14, drop_last=True, num_workers=1)
+        )
         assert torch.cat(predicted).tolist() == list(range(14))  # Lightning undoes drop_last
 
 
@@ -254,7 +275,11 @@ def test_overfit_batches_trains_on_the_same_ones_again(kind):
     found = {}
     for way in ("plain", kind):
         model, stage = module(), StageBatches()
-        data = loader(shuffle=True) if way != "loader" else ps.DataLoader(Visits(32), 4, shuffle=True, device="cpu")
+        data = (
+            loader(shuffle=True)
+            if way != "loader"
+            else ps.DataLoader(Visits(32), 4, shuffle=True, device="cpu")
+        )
         one = trainer(*([stage] if way == "callback" else []), overfit_batches=2, max_epochs=3)
         one.fit(model, data)
         found[way] = model.losses, model.samples
@@ -280,7 +305,9 @@ def test_a_resumed_run_continues_at_the_right_sample(tmp_path):
 
     def run(callbacks, **options):
         model = module()
-        keep = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        keep = ModelCheckpoint(
+            dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}"
+        )
         one = trainer(keep, *callbacks, enable_checkpointing=True, max_epochs=2, **options)
         return one, model
 
@@ -312,7 +339,10 @@ def test_a_data_module_s_transfer_hooks_stay(caplog):
             return batch
 
     stage, data = StageBatches(), Data()
-    with pytest.warns(StagingWarning, match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False"):
+    with pytest.warns(
+        StagingWarning,
+        match=r"Data\.on_before_batch_transfer gets them on the host; .*workers=False",
+    ):
         trainer(stage).fit(module(), datamodule=data)
     assert stage.stats().batches == stage.stager.stats().batches == 8
     assert data.seen == (torch.int64, torch.Size([4])) * 8
@@ -324,7 +354,9 @@ def test_a_user_s_hook_is_named_not_replaced():
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
             return batch
 
-    with pytest.raises(TypeError, match=r"Own\.transfer_batch_to_device: leave the callback out, and let that hook"):
+    with pytest.raises(
+        TypeError, match=r"Own\.transfer_batch_to_device: leave the callback out, and let that hook"
+    ):
         trainer(StageBatches()).fit(Own(), loader())
 
 

@@ -1,7 +1,7 @@
 """PyG's loaders of sampled neighbourhoods.
 
-`NeighborLoader` is `NodeLoader` with a compiled sampler, which has wheels for few versions of torch. These tests use
-`NodeLoader` with a sampler in Python.
+`NeighborLoader` is `NodeLoader` with a compiled sampler, which has wheels for few versions of
+torch. These tests use `NodeLoader` with a sampler in Python.
 """
 
 import warnings
@@ -25,7 +25,9 @@ WRITES = ("user", "writes", "note")
 
 
 def neighbours(edges, nodes):
-    """Return the edges into some nodes, at most `TAKEN` of each, drawn at random as the compiled samplers draw them."""
+    """Return the edges into some nodes, at most `TAKEN` of each, drawn at random as the compiled
+    samplers draw them.
+    """
     found = []
     for node in nodes.tolist():
         into = (edges[1] == node).nonzero().flatten()
@@ -55,7 +57,9 @@ class OneHop(BaseSampler):
         node, places = numbered(torch.cat([index.node, edges[0, taken], edges[1, taken]]))
         row, col = places[len(index.node) :].chunk(2)
         counts = [len(index.node), len(node) - len(index.node)], [len(taken)]
-        return SamplerOutput(node, row, col, taken, None, *counts, metadata=(index.input_id, index.time))
+        return SamplerOutput(
+            node, row, col, taken, None, *counts, metadata=(index.input_id, index.time)
+        )
 
     def _of_kinds(self, index):
         edges = self.data[WRITES].edge_index
@@ -85,7 +89,9 @@ class OneHop(BaseSampler):
 def graph():
     generator = torch.Generator().manual_seed(3)
     edges = torch.randint(NODES, (2, 400), generator=generator)
-    return Data(x=torch.randn(NODES, 5, generator=generator), edge_index=edges, y=torch.arange(NODES)), None
+    return Data(
+        x=torch.randn(NODES, 5, generator=generator), edge_index=edges, y=torch.arange(NODES)
+    ), None
 
 
 def graph_of_kinds():
@@ -100,7 +106,9 @@ def graph_of_kinds():
 
 def loader_of(make, workers, **options):
     data, nodes = make()
-    return NodeLoader(data, OneHop(data), nodes, batch_size=8, shuffle=True, num_workers=workers, **options)
+    return NodeLoader(
+        data, OneHop(data), nodes, batch_size=8, shuffle=True, num_workers=workers, **options
+    )
 
 
 def assert_same(found, expected, device):
@@ -128,7 +136,9 @@ def test_sampled_neighbourhoods_arrive_as_the_loader_makes_them(make, workers, d
     torch.manual_seed(5)
     expected = [list(loader_of(make, workers)) for _ in range(2)]
     torch.manual_seed(5)
-    loaders = [ps.wrap_loader(loader_of(make, workers), device=device, max_bytes="16MiB") for _ in range(2)]
+    loaders = [
+        ps.wrap_loader(loader_of(make, workers), device=device, max_bytes="16MiB") for _ in range(2)
+    ]
     for loader, batches in zip(loaders, expected, strict=True):
         for found, batch in zip(loader, batches, strict=True):
             assert_same(found, batch, device)
@@ -156,7 +166,9 @@ def test_a_wrapped_joining_loader_yields_the_same(workers):
     torch.manual_seed(5)
     expected = list(loader_of(graph, workers, filter_per_worker=False))
     torch.manual_seed(5)
-    loader = ps.wrap_loader(loader_of(graph, workers, filter_per_worker=False), device="cpu", max_bytes="16MiB")
+    loader = ps.wrap_loader(
+        loader_of(graph, workers, filter_per_worker=False), device="cpu", max_bytes="16MiB"
+    )
     says = r"which is slower: its iterator is a .*\.DataLoaderIterator, .*; with filter_per_worker=True"
     with pytest.warns(StagingWarning, match=says) if workers else nullcontext():
         found = list(loader)

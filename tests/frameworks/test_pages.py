@@ -15,10 +15,14 @@ SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | r
 
 
 def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```", SKIPPED.sub("", page.read_text()), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```python\n(.*?)^```", SKIPPED.sub("", page.read_text()), re.MULTILINE | re.DOTALL
+    )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem
+)
 def test_a_page_s_snippets_run_in_order(page, tmp_path):
     """In their own process: frameworks keep global state."""
     of_a_launcher = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -28,13 +32,22 @@ def test_a_page_s_snippets_run_in_order(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page)))
     done = subprocess.run(
-        [sys.executable, str(script)], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, str(script)],
+        env=variables,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_pages_name_every_program():
-    named = {name for page in PAGES for name in re.findall(r"examples/frameworks/(train_\w+\.py)", page.read_text())}
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"examples/frameworks/(train_\w+\.py)", page.read_text())
+    }
     assert named == {path.name for path in EXAMPLES.glob("train_*.py")}
 
 

@@ -26,7 +26,7 @@ def test_two_processes_train_to_the_framework_s_losses(tmp_path, program, way, s
     assert ours[0]["losses"] != ours[1]["losses"]
 
 
-# -- webdataset --------------------------------------------------------------------------------------------------------
+# -- webdataset ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,9 @@ def web_loader(urls, workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_workers_pack_what_a_web_dataset_yields(urls, workers):
-    with ps.DataLoader(web_data(urls), batch_size=None, num_workers=workers, max_bytes="64MiB") as loader:
+    with ps.DataLoader(
+        web_data(urls), batch_size=None, num_workers=workers, max_bytes="64MiB"
+    ) as loader:
         expected = [batch["index"].tolist() for batch in web_loader(urls, workers)]
         for _ in range(2):
             assert [batch["index"].tolist() for batch in loader] == expected
@@ -69,8 +71,17 @@ def test_a_web_loader_s_epoch_can_be_repeated(stager, urls):
 
 
 def test_reshuffled_web_batches_are_staged_afterwards(stager, urls):
-    data = wds.WebDataset(urls, shardshuffle=False, empty_check=False).decode().to_tuple("index.cls", "codes.npy")
-    loader = wds.WebLoader(data.batched(4), batch_size=None, num_workers=1).unbatched().shuffle(8).batched(2)
+    data = (
+        wds.WebDataset(urls, shardshuffle=False, empty_check=False)
+        .decode()
+        .to_tuple("index.cls", "codes.npy")
+    )
+    loader = (
+        wds.WebLoader(data.batched(4), batch_size=None, num_workers=1)
+        .unbatched()
+        .shuffle(8)
+        .batched(2)
+    )
     batches = list(loader.compose(stager.prefetch))
     assert sorted(index for indices, _ in batches for index in indices.tolist()) == list(range(16))
     assert all(codes.shape == (2, 6) for _, codes in batches)

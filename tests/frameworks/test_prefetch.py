@@ -1,4 +1,6 @@
-"""`Stager.prefetch` over framework loaders trains as the plain loop does, and resumes where it stopped."""
+"""`Stager.prefetch` over framework loaders trains as the plain loop does, and resumes where it
+stopped.
+"""
 
 import itertools
 import sys
@@ -24,12 +26,15 @@ pytestmark = [
 
 def test_tqdm_has_a_total(stager):
     loader = DataLoader(list(range(8)), 2)
-    for bar in (tqdm(stager.prefetch(loader), disable=True), stager.prefetch(tqdm(loader, disable=True))):
+    for bar in (
+        tqdm(stager.prefetch(loader), disable=True),
+        stager.prefetch(tqdm(loader, disable=True)),
+    ):
         assert len(bar) == 4
         assert [batch.tolist() for batch in bar] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
-# -- Accelerate --------------------------------------------------------------------------------------------------------
+# -- Accelerate ------------------------------------------------------------------------------------
 
 
 class Streamed(IterableDataset):
@@ -55,7 +60,9 @@ class Streamed(IterableDataset):
 )
 def test_a_prepared_loader_trains_as_unstaged(stager, options, depth):
     steps, gathered, _ = train(lambda loader: loader, **options)
-    found_steps, found_gathered, _ = train(lambda loader: stager.prefetch(loader, depth=depth), **options)
+    found_steps, found_gathered, _ = train(
+        lambda loader: stager.prefetch(loader, depth=depth), **options
+    )
     assert len(steps) == (4 if "skipped" in options else 6)
     assert all(map(torch.equal, itertools.chain(*found_steps), itertools.chain(*steps)))
     assert len(found_steps) == len(steps)
@@ -80,15 +87,21 @@ def test_validation_within_an_epoch_doesn_t_end_it(stager):
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("wrap", [tqdm, enumerate, lambda loader: (batch for batch in loader), iter])
+@pytest.mark.parametrize(
+    "wrap", [tqdm, enumerate, lambda loader: (batch for batch in loader), iter]
+)
 def test_a_hidden_prepared_loader_is_refused(stager, wrap, background):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(samples(), 4))
-    with pytest.raises(ps.errors.PinstageError, match=r"Accelerate's DataLoaderShard through a .*stager\.prefetch"):
+    with pytest.raises(
+        ps.errors.PinstageError, match=r"Accelerate's DataLoaderShard through a .*stager\.prefetch"
+    ):
         list(stager.prefetch(wrap(loader), background=background))
 
 
-@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"use_stateful_dataloader": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"dispatch_batches": True}, {"use_stateful_dataloader": True}], ids=str
+)
 def test_a_prepared_loader_is_not_read_in_background(stager, options):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
     loader = accelerator.prepare(DataLoader(samples(), 4, num_workers=1))
@@ -101,7 +114,9 @@ def test_a_prepared_loader_is_not_read_in_background(stager, options):
 def test_a_prepared_stateful_loader_s_state_continues_correctly(stager, workers):
     def prepared():
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
-        return Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(32), 4, num_workers=workers))
+        return Accelerator(cpu=True, dataloader_config=config).prepare(
+            DataLoader(range(32), 4, num_workers=workers)
+        )
 
     batches = stager.prefetch(prepared())
     for number, _ in enumerate(batches, 1):
@@ -113,7 +128,7 @@ def test_a_prepared_stateful_loader_s_state_continues_correctly(stager, workers)
     assert [batch.tolist()[0] for batch in stager.prefetch(resumed)] == [12, 16, 20, 24, 28]
 
 
-# -- torchdata ---------------------------------------------------------------------------------------------------------
+# -- torchdata -------------------------------------------------------------------------------------
 
 
 def stateful():
@@ -138,7 +153,7 @@ def test_a_state_after_three_batches_says_twelve_samples(stager, make, backgroun
     assert next(iter(resumed)).tolist() == [12, 13, 14, 15]
 
 
-# -- mosaicml-streaming ------------------------------------------------------------------------------------------------
+# -- mosaicml-streaming ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +161,12 @@ def streaming():
     """The package. It imports torchvision for its vision datasets, which are not used here."""
     import transformers  # noqa: F401 - it looks for torchvision, too
 
-    names = ("torchvision", "torchvision.datasets", "torchvision.transforms", "torchvision.transforms.functional")
+    names = (
+        "torchvision",
+        "torchvision.datasets",
+        "torchvision.transforms",
+        "torchvision.transforms.functional",
+    )
     modules = {name: types.ModuleType(name) for name in names}
     modules["torchvision.datasets"].VisionDataset = object
     modules["torchvision.transforms.functional"].to_tensor = None

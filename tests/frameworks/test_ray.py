@@ -30,7 +30,7 @@ def cluster():
             yield
 
 
-# -- Ray Train ---------------------------------------------------------------------------------------------------------
+# -- Ray Train -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,10 @@ def trained(cluster, tmp_path_factory):
     """The reports of two workers, by way."""
     out = tmp_path_factory.mktemp("ray")
     train_ray.fit(WAYS, 2, "8MiB", out)
-    return {way: [json.loads((out / way / f"rank{rank}.json").read_text()) for rank in range(2)] for way in WAYS}
+    return {
+        way: [json.loads((out / way / f"rank{rank}.json").read_text()) for rank in range(2)]
+        for way in WAYS
+    }
 
 
 @pytest.mark.parametrize(("ours", "plain"), [("pinstage", "plain"), ("loader", "plain-loader")])
@@ -50,7 +53,7 @@ def test_two_workers_train_to_ray_s_losses(trained, ours, plain):
     assert trained[ours][0]["losses"] != trained[ours][1]["losses"]
 
 
-# -- Ray Data ----------------------------------------------------------------------------------------------------------
+# -- Ray Data --------------------------------------------------------------------------------------
 
 
 @ray.remote
@@ -67,10 +70,14 @@ class Reader:
 
 
 def test_two_processes_stage_a_split_dataset(cluster):
-    shards = ray.data.from_items(train_ray.rows(32), override_num_blocks=4).streaming_split(2, equal=True)
+    shards = ray.data.from_items(train_ray.rows(32), override_num_blocks=4).streaming_split(
+        2, equal=True
+    )
     stage = StageBatches(max_bytes="4MiB")
     readers = [Reader.remote() for _ in shards]
-    pending = [reader.read.remote(stage, shard, 2) for reader, shard in zip(readers, shards, strict=True)]
+    pending = [
+        reader.read.remote(stage, shard, 2) for reader, shard in zip(readers, shards, strict=True)
+    ]
     (one, first, *counted), (other, second, *too) = ray.get(pending)
     assert len({one, other, os.getpid()}) == 3
     assert sorted(first + second) == sorted(2 * list(range(32)))
@@ -79,7 +86,9 @@ def test_two_processes_stage_a_split_dataset(cluster):
 
 @pytest.fixture(scope="module")
 def dataset(cluster):
-    return ray.data.range(20).map(lambda row: {"id": row["id"], "half": row["id"] / 2}).materialize()
+    return (
+        ray.data.range(20).map(lambda row: {"id": row["id"], "half": row["id"] / 2}).materialize()
+    )
 
 
 def test_without_collation_each_column_is_a_tensor(dataset):
@@ -89,7 +98,10 @@ def test_without_collation_each_column_is_a_tensor(dataset):
     assert [len(batch["id"]) for batch in ours] == [8, 8, 4]
     for one, other in zip(ours, plain, strict=True):
         assert one.keys() == other.keys()
-        assert all(one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
+        assert all(
+            one[name].dtype == other[name].dtype and torch.equal(one[name], other[name])
+            for name in one
+        )
     assert stage.stats().batches == 3
     assert stage.stats().copies == 6
 
@@ -97,7 +109,10 @@ def test_without_collation_each_column_is_a_tensor(dataset):
 class OfArrow(ArrowBatchCollateFn):
     def __call__(self, batch):
         assert isinstance(batch, pa.Table)
-        return [torch.tensor(batch["id"].to_pylist()), {"ragged": [torch.ones(i) for i in range(3)]}]
+        return [
+            torch.tensor(batch["id"].to_pylist()),
+            {"ragged": [torch.ones(i) for i in range(3)]},
+        ]
 
 
 class OfPandas(PandasBatchCollateFn):
@@ -108,7 +123,9 @@ class OfPandas(PandasBatchCollateFn):
 @pytest.mark.parametrize("collate", [OfArrow(), OfPandas()], ids=["arrow", "pandas"])
 def test_a_collate_function_can_return_any_structure(dataset, collate):
     stage = StageBatches("cpu")
-    for number, batch in enumerate(stage.iter_torch_batches(dataset, batch_size=10, collate_fn=collate)):
+    for number, batch in enumerate(
+        stage.iter_torch_batches(dataset, batch_size=10, collate_fn=collate)
+    ):
         assert batch[0].tolist() == list(range(10 * number, 10 * number + 10))
         assert [len(part) for part in batch[1]["ragged"]] == [0, 1, 2]
     assert stage.stats().batches == 2
@@ -147,5 +164,9 @@ def test_options_reach_the_stager_and_ray(dataset):
             asked.append(options["prefetch_batches"])
             return []
 
-    assert list(stage.iter_torch_batches(Shard())) == list(stage.iter_torch_batches(Shard(), prefetch_batches=1)) == []
+    assert (
+        list(stage.iter_torch_batches(Shard()))
+        == list(stage.iter_torch_batches(Shard(), prefetch_batches=1))
+        == []
+    )
     assert asked == [3, 1]

@@ -12,7 +12,9 @@ from pinstage.integrations.torchdata import Stage
 def pipeline(stager, samples=32, depth=2, source=None):
     node = IterableWrapper(range(samples)) if source is None else source
     node = Batcher(ParallelMapper(node, torch.tensor, num_workers=2, method="thread"), 4)
-    return Loader(Stage(Mapper(node, torch.stack), stager, depth=depth), restart_on_stop_iteration=False)
+    return Loader(
+        Stage(Mapper(node, torch.stack), stager, depth=depth), restart_on_stop_iteration=False
+    )
 
 
 def firsts(batches):

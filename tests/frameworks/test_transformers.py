@@ -19,7 +19,9 @@ def run(folder, way, *words, **further):
 
 
 def test_two_processes_train_to_the_trainer_s_results(tmp_path):
-    for rank in both_ways("train_transformers", tmp_path, {"plain": ["--folder", str(tmp_path / "kept")]}):
+    for rank in both_ways(
+        "train_transformers", tmp_path, {"plain": ["--folder", str(tmp_path / "kept")]}
+    ):
         ours, plain = rank["plain pinstage"], rank["plain plain"]
         assert all(ours[name] == plain[name] for name in SAME)
         assert len(ours["losses"]) == 2 * 8
@@ -53,22 +55,29 @@ def test_a_resumed_run_continues_at_the_right_sample(tmp_path, place, elsewhere)
     assert rest["samples"] == whole["samples"][2 * 3 :]
     assert rest["losses"] == whole["losses"][2 * 3 :]
     assert rest["weights"] == whole["weights"][2:]
-    # For the rest of the epoch Accelerate makes another loader; its batches are on the device, the CPU, already.
+    # For the rest of the epoch Accelerate makes another loader; its batches are on the device, the
+    # CPU, already.
     assert rest["batches"] == 30 - 6 + 2 * EVALUATED - elsewhere
 
 
 @pytest.mark.parametrize(
-    "config", [{"split_batches": True}, {"use_seedable_sampler": False}, {"even_batches": False}], ids=str
+    "config",
+    [{"split_batches": True}, {"use_seedable_sampler": False}, {"even_batches": False}],
+    ids=str,
 )
 def test_the_options_of_the_accelerator_hold(tmp_path, config):
-    plain, ours = (run(tmp_path / way, way, accelerator_config=config) for way in ("plain", "pinstage"))
+    plain, ours = (
+        run(tmp_path / way, way, accelerator_config=config) for way in ("plain", "pinstage")
+    )
     assert all(ours[name] == plain[name] for name in SAME)
     assert ours["batches"] == 2 * (15 + EVALUATED)
 
 
 def test_what_accelerate_dispatches_trains_the_same(tmp_path):
     config = {"dispatch_batches": True}
-    plain, ours = (run(tmp_path / way, way, accelerator_config=config) for way in ("plain", "pinstage"))
+    plain, ours = (
+        run(tmp_path / way, way, accelerator_config=config) for way in ("plain", "pinstage")
+    )
     assert all(ours[name] == plain[name] for name in SAME)
 
 
@@ -104,7 +113,9 @@ def test_what_accelerate_dispatches_is_staged_by_its_loader(tmp_path, dataset):
         dataloader_persistent_workers=True,
         accelerator_config={} if isinstance(dataset, Streamed) else {"dispatch_batches": True},
     )
-    trainer = Keeping(Returns(), settings, data_collator=collate, train_dataset=dataset, eval_dataset=Visits(16))
+    trainer = Keeping(
+        Returns(), settings, data_collator=collate, train_dataset=dataset, eval_dataset=Visits(16)
+    )
     trainer.train()
     for _ in range(2):
         trainer.evaluate()
@@ -133,7 +144,9 @@ class Capped(StageInputs):
     ids=["trainer", "derived trainer", "derived mixin"],
 )
 def test_a_trainer_before_the_mixin_is_refused(bases, better):
-    with pytest.raises(TypeError, match=rf"Mine would stage nothing: .*; write class Mine\({better}\)"):
+    with pytest.raises(
+        TypeError, match=rf"Mine would stage nothing: .*; write class Mine\({better}\)"
+    ):
         type("Mine", bases, {})
 
 
@@ -148,7 +161,9 @@ def test_predictions_are_staged_under_the_class_s_cap(tmp_path):
     class Mine(StageInputs, Trainer):
         max_bytes = "3MiB"
 
-    settings = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False)
+    settings = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False
+    )
     trainer = Mine(Returns(), settings, data_collator=collate)
     predicted = trainer.predict(Visits(20))
     assert predicted.label_ids.shape == (20,)
@@ -158,7 +173,12 @@ def test_predictions_are_staged_under_the_class_s_cap(tmp_path):
 
 def test_a_stager_may_be_given(tmp_path):
     settings = TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to=[], remove_unused_columns=False, save_strategy="no", max_steps=2
+        str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        remove_unused_columns=False,
+        save_strategy="no",
+        max_steps=2,
     )
     trainer = StagingTrainer(Returns(), settings, data_collator=collate, train_dataset=Visits(32))
     with ps.Stager("cpu", max_bytes="1MiB") as stager:

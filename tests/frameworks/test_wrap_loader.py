@@ -1,4 +1,6 @@
-"""`DataLoader` and `wrap_loader` stage in the frameworks that take loaders, and report where they can't."""
+"""`DataLoader` and `wrap_loader` stage in the frameworks that take loaders, and report where they
+can't.
+"""
 
 import gc
 import itertools
@@ -25,7 +27,7 @@ pytestmark = [
 ]
 
 
-# -- Accelerate --------------------------------------------------------------------------------------------------------
+# -- Accelerate ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -61,7 +63,9 @@ def test_the_accelerator_still_knows_a_wrapped_loader():
 def test_a_wrapped_prepared_loader_s_state_continues_correctly():
     def prepared():
         config = DataLoaderConfiguration(use_stateful_dataloader=True)
-        loader = Accelerator(cpu=True, dataloader_config=config).prepare(DataLoader(range(32), 4, num_workers=1))
+        loader = Accelerator(cpu=True, dataloader_config=config).prepare(
+            DataLoader(range(32), 4, num_workers=1)
+        )
         return ps.wrap_loader(loader)
 
     loader = prepared()
@@ -74,7 +78,7 @@ def test_a_wrapped_prepared_loader_s_state_continues_correctly():
     assert [batch.tolist()[0] for batch in resumed] == [12, 16, 20, 24, 28]
 
 
-# -- Lightning ---------------------------------------------------------------------------------------------------------
+# -- Lightning -------------------------------------------------------------------------------------
 
 
 class Model(lightning.LightningModule):
@@ -112,7 +116,9 @@ def staging(workers=0, shuffle=False):
 
 
 def wrapped(workers=0, shuffle=False):
-    return ps.wrap_loader(DataLoader(samples(), 4, num_workers=workers, shuffle=shuffle), device="cpu")
+    return ps.wrap_loader(
+        DataLoader(samples(), 4, num_workers=workers, shuffle=shuffle), device="cpu"
+    )
 
 
 def wrapped_stateful(workers=0, shuffle=False):
@@ -127,7 +133,9 @@ ALL = sorted(samples().tensors[0][:, 0].tolist() * 2)
 @pytest.fixture
 def distributed():
     """A distributed trainer of one process: Lightning makes new loaders with its own sampler."""
-    os.environ.pop("MASTER_PORT", None)  # Lightning leaves it set: another test's port may still be in use
+    os.environ.pop(
+        "MASTER_PORT", None
+    )  # Lightning leaves it set: another test's port may still be in use
     yield trainer(strategy="ddp", devices=1)
     os.environ.pop("MASTER_PORT", None)
     if torch.distributed.is_initialized():
@@ -143,7 +151,9 @@ def test_a_loader_that_lightning_makes_anew_stages(make, from_hook, workers, rec
         run.fit(model := FromAHook(lambda: make(workers)))
     else:
         run.fit(model := Model(), loader)
-    assert isinstance(run.train_dataloader.batch_sampler.sampler, torch.utils.data.DistributedSampler)
+    assert isinstance(
+        run.train_dataloader.batch_sampler.sampler, torch.utils.data.DistributedSampler
+    )
     assert run.train_dataloader is not loader
     assert run.train_dataloader.stats().batches == 16
     assert sorted(model.seen) == ALL
@@ -181,16 +191,20 @@ def test_a_given_pool_serves_the_new_loader(make, distributed):
         gc.collect()
 
 
-# -- other loaders -----------------------------------------------------------------------------------------------------
+# -- other loaders ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("cls", [MonaiLoader, ThreadDataLoader])
 def test_loaders_of_monai_stage(cls, workers):
-    images = [{"image": torch.full((1, 4, 4), float(number)), "name": str(number)} for number in range(10)]
+    images = [
+        {"image": torch.full((1, 4, 4), float(number)), "name": str(number)} for number in range(10)
+    ]
     loader = ps.wrap_loader(cls(images, batch_size=2, num_workers=workers), device="cpu")
     for _ in range(2):
-        assert [batch["image"][:, 0, 0, 0].tolist() for batch in loader] == [[n, n + 1] for n in range(0, 10, 2)]
+        assert [batch["image"][:, 0, 0, 0].tolist() for batch in loader] == [
+            [n, n + 1] for n in range(0, 10, 2)
+        ]
     assert loader.stats().batches == 10
 
 
@@ -205,9 +219,13 @@ def geometric():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_loader_of_pyg_stages(geometric, workers):
-    loader = ps.wrap_loader(geometric.loader.DataLoader(samples(), 4, num_workers=workers), device="cpu")
+    loader = ps.wrap_loader(
+        geometric.loader.DataLoader(samples(), 4, num_workers=workers), device="cpu"
+    )
     expected = list(DataLoader(samples(), 4))
-    for (inputs, targets), (expected_inputs, expected_targets) in zip(loader, expected, strict=True):
+    for (inputs, targets), (expected_inputs, expected_targets) in zip(
+        loader, expected, strict=True
+    ):
         assert torch.equal(inputs, expected_inputs)
         assert torch.equal(targets, expected_targets)
     assert loader.stats().batches == 8

@@ -1,4 +1,5 @@
-"""A process that shares a `HostBudget` on a device, for `test_host_budget.py`. Prints messages in JSON, one per line.
+"""A process that shares a `HostBudget` on a device, for `test_host_budget.py`. Prints messages in
+JSON, one per line.
 
 python budget_rank.py DEVICE hold NBYTES
 python budget_rank.py DEVICE want NBYTES
@@ -54,7 +55,9 @@ def want(device, nbytes):
 
 
 def stage(device, truth, place, seconds):
-    """Stage batches of many sizes, and give the memory back, while another process does the same."""
+    """Stage batches of many sizes, and give the memory back, while another process does the
+    same.
+    """
     chance, end = random.Random(place), time.monotonic() + float(seconds)
     kind, owner = (TruthfulPageable, ()) if device == "cpu" else (TruthfulRegistered, (device,))
     memory = kind(Truth(truth), int(place), BUDGET.max_bytes, *owner)

@@ -1,4 +1,6 @@
-"""Fixtures for GPU tests: a device, or a clear message without one, and a latch that makes races deterministic."""
+"""Fixtures for GPU tests: a device, or a clear message without one, and a latch that makes races
+deterministic.
+"""
 
 import gc
 import os
@@ -16,7 +18,9 @@ from pinstage._region._chunks import Chunks
 
 
 def _need(devices: int) -> None:
-    """Skip the test if there are fewer devices; fail it if PINSTAGE_REQUIRE_GPU asks for as many."""
+    """Skip the test if there are fewer devices; fail it if PINSTAGE_REQUIRE_GPU asks for as
+    many.
+    """
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found >= devices:
         return
@@ -29,7 +33,9 @@ def _need(devices: int) -> None:
 
 @pytest.fixture
 def cuda_device() -> Iterator[torch.device]:
-    """The first CUDA device; without one the test is skipped, or fails where PINSTAGE_REQUIRE_GPU=1."""
+    """The first CUDA device; without one the test is skipped, or fails where
+    PINSTAGE_REQUIRE_GPU=1.
+    """
     _need(1)
     torch.cuda.init()
     yield torch.device("cuda", 0)
@@ -38,7 +44,9 @@ def cuda_device() -> Iterator[torch.device]:
 
 @pytest.fixture
 def two_devices() -> Iterator[tuple[torch.device, torch.device]]:
-    """The first two CUDA devices; without them the test is skipped, or fails where PINSTAGE_REQUIRE_GPU=2."""
+    """The first two CUDA devices; without them the test is skipped, or fails where
+    PINSTAGE_REQUIRE_GPU=2.
+    """
     _need(2)
     torch.cuda.init()
     yield torch.device("cuda", 0), torch.device("cuda", 1)
@@ -46,7 +54,9 @@ def two_devices() -> Iterator[tuple[torch.device, torch.device]]:
 
 
 def _wait_until_all_is_freed() -> None:
-    """Wait for threads that free page-locked memory: freeing would hang while the next test holds a stream."""
+    """Wait for threads that free page-locked memory: freeing would hang while the next test holds a
+    stream.
+    """
     gc.collect()
     last = np.empty(0)
     is_there = weakref.ref(last)
@@ -54,7 +64,9 @@ def _wait_until_all_is_freed() -> None:
     reaper.start()
     del last
     wait_until(lambda: is_there() is None)
-    wait_until(lambda: not any(type(thing) is Chunks and thing._stops for thing in gc.get_objects()))
+    wait_until(
+        lambda: not any(type(thing) is Chunks and thing._stops for thing in gc.get_objects())
+    )
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Holds a CUDA stream until the test opens the latch: later work on the stream can't start before.
 
-Two operations wait for the whole device, and so forever while a stream is held: freeing page-locked memory, and the
-first use of a kernel. So a test opens the latch before it closes a pool, and uses its kernels once beforehand.
+Two operations wait for the whole device, and so forever while a stream is held: freeing page-locked
+memory, and the first use of a kernel. So a test opens the latch before it closes a pool, and uses
+its kernels once beforehand.
 """
 
 from types import TracebackType
@@ -37,6 +38,9 @@ class Latch:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.open()

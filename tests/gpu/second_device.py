@@ -1,7 +1,7 @@
 """Uses only cuda:1, in every way, and prints after each which of two devices have a context.
 
-It is a separate process, since a context is never removed. The current device is always cuda:0: this is the harder
-case, and the case of a program that only writes ``device="cuda:1"``.
+It is a separate process, since a context is never removed. The current device is always cuda:0:
+this is the harder case, and the case of a program that only writes ``device="cuda:1"``.
 """
 
 import json
@@ -84,7 +84,9 @@ def leases_by_hand() -> None:
 
 
 def loads(workers: int) -> None:
-    loader = ps.DataLoader(torch.arange(64.0), batch_size=4, num_workers=workers, device=DEVICE, max_bytes="16MiB")
+    loader = ps.DataLoader(
+        torch.arange(64.0), batch_size=4, num_workers=workers, device=DEVICE, max_bytes="16MiB"
+    )
     assert torch.equal(torch.cat([batch.cpu() for batch in loader]), torch.arange(64.0))
 
 

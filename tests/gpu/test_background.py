@@ -1,4 +1,6 @@
-"""`Stager.prefetch` in a thread, on a device: the stream of its work, and the work that it must not disturb."""
+"""`Stager.prefetch` in a thread, on a device: the stream of its work, and the work that it must not
+disturb.
+"""
 
 import gc
 import os
@@ -32,14 +34,22 @@ def no_thread_left():
 
 
 def numbered(count, size):
-    return ({"x": torch.full((size,), float(number)), "n": torch.tensor(number)} for number in range(count))
+    return (
+        {"x": torch.full((size,), float(number)), "n": torch.tensor(number)}
+        for number in range(count)
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_batches_arrive_in_order_on_the_consumer_stream(cuda_device, size, depth):
-    with ps.Stager(cuda_device, max_bytes="256MiB") as stager, torch.cuda.stream(torch.cuda.Stream(cuda_device)):
-        for number, batch in enumerate(stager.prefetch(numbered(20, size), depth=depth, background=True)):
+    with (
+        ps.Stager(cuda_device, max_bytes="256MiB") as stager,
+        torch.cuda.stream(torch.cuda.Stream(cuda_device)),
+    ):
+        for number, batch in enumerate(
+            stager.prefetch(numbered(20, size), depth=depth, background=True)
+        ):
             assert bool((batch["x"] == number).all())
             assert int(batch["n"]) == number
         assert number == 19
@@ -66,7 +76,9 @@ def test_sent_batches_arrive_while_the_consumer_is_held(cuda_device, latch: Latc
 
 def test_a_batch_is_not_read_before_its_copy(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        assert [int(batch["n"] + 0) for batch in stager.prefetch(numbered(3, 8), background=True)] == [0, 1, 2]
+        assert [
+            int(batch["n"] + 0) for batch in stager.prefetch(numbered(3, 8), background=True)
+        ] == [0, 1, 2]
         batches = iter(stager.prefetch(numbered(4, 8), depth=1, background=True))
         next(batches)
         wait_until(lambda: stager.stats().batches == 5)
@@ -92,7 +104,9 @@ def test_source_sees_the_loop_device_and_stager_stream(cuda_device):
 
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         batches = iter(stager.prefetch(read(), background=True))
-        for number in range(1, 50):  # made on the device by the thread: the consumer's stream waits for that
+        for number in range(
+            1, 50
+        ):  # made on the device by the thread: the consumer's stream waits for that
             assert bool((next(batches)["x"] == number).all())
         assert seen[0] == (cuda_device.index, torch.cuda.current_stream())
         assert set(seen[1:]) == {(cuda_device.index, stager._target.stream)}
@@ -216,6 +230,10 @@ def test_a_program_can_end_during_background_work(pause):
     program = PROGRAM.format(pause=pause)
     for _ in range(3):
         done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

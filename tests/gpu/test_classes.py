@@ -1,4 +1,6 @@
-"""Classes of batches on a device: which leaves stay on the host, which move by themselves, and how they are rebuilt."""
+"""Classes of batches on a device: which leaves stay on the host, which move by themselves, and how
+they are rebuilt.
+"""
 
 import dataclasses
 
@@ -40,7 +42,9 @@ def test_kept_leaves_stay_on_the_host(stager):
     lengths = torch.tensor([3, 2])
     staged = stager.to_device({"x": torch.ones(2, 3, 1), "lengths": ps.on_host(lengths)})
     assert staged["lengths"] is lengths
-    packed = torch.nn.utils.rnn.pack_padded_sequence(staged["x"], staged["lengths"], batch_first=True)
+    packed = torch.nn.utils.rnn.pack_padded_sequence(
+        staged["x"], staged["lengths"], batch_first=True
+    )
     assert packed.data.device == stager.device
 
 
@@ -60,7 +64,11 @@ def test_registered_tensor_classes_are_packed(cuda_device):
             staged = stager.to_device({"x": marked, "y": torch.ones(rows)})["x"]
             assert (type(staged), staged.device, staged.note) == (Marked, stager.device, {rows})
             fetched = stager.to_host([staged])[0]
-            assert (type(fetched), fetched.device.type, fetched.tolist()) == (Marked, "cpu", marked.tolist())
+            assert (type(fetched), fetched.device.type, fetched.tolist()) == (
+                Marked,
+                "cpu",
+                marked.tolist(),
+            )
             del staged
         stats = stager.stats()
     assert (stats.copies, stats.packed_leaves, stats.passthrough_leaves) == (8, 8, 0)

@@ -1,4 +1,6 @@
-"""Several devices: one pool for all, contexts only where intended, DDP with NCCL, and FSDP2 with a frozen pool."""
+"""Several devices: one pool for all, contexts only where intended, DDP with NCCL, and FSDP2 with a
+frozen pool.
+"""
 
 import json
 import random
@@ -36,7 +38,9 @@ def test_one_pool_feeds_stagers_on_two_devices(two_devices):
         stagers = [ps.Stager(device, pool=pool) for device in two_devices]
         for _ in range(200):
             batches = [ragged_batch(rng) for _ in stagers]
-            staged = [stager.to_device(batch) for stager, batch in zip(stagers, batches, strict=True)]
+            staged = [
+                stager.to_device(batch) for stager, batch in zip(stagers, batches, strict=True)
+            ]
             for batch, arrived, device in zip(batches, staged, two_devices, strict=True):
                 assert_arrived(batch, arrived, device)
         assert pool.stats().leased_bytes == 0
@@ -142,11 +146,19 @@ def test_ddp_by_nccl_trains_to_plain_losses(two_devices, tmp_path):
     reports = {}
     for loader in ("plain", "pinstage"):
         out = tmp_path / f"{loader}.json"
-        options = {"--device": "cuda", "--loader": loader, "--hours": 1280, "--epochs": 2, "--batch-size": 32}
+        options = {
+            "--device": "cuda",
+            "--loader": loader,
+            "--hours": 1280,
+            "--epochs": 2,
+            "--batch-size": 32,
+        }
         options |= {"--budget": "512MiB", "--out": out}
         torchrun(example, *(word for option in options.items() for word in option))
         reports[loader] = json.loads(out.read_text())
-    plain, ours = ([report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage"))
+    plain, ours = (
+        [report["losses"] for report in reports[loader]] for loader in ("plain", "pinstage")
+    )
     assert [len(losses) for losses in ours] == [40, 40]
     assert ours == plain
     assert len({report["pid"] for report in reports["pinstage"]}) == 2
@@ -163,8 +175,14 @@ def test_fsdp2_trains_beside_a_steady_pool(two_devices, tmp_path):
         # A trace would have shown it.
         for call in ("HostRegister", "HostUnregister", "DeviceSynchronize"):
             assert any(call in name for name in report["control"]), (call, report["control"])
-        pins = {name: count for name, count in report["with_staging"].items() if "Synchronize" not in name}
-        assert pins.keys() <= {"cudaHostAlloc in aten::empty"}, report  # torch's own: FSDP2 always does this
+        pins = {
+            name: count
+            for name, count in report["with_staging"].items()
+            if "Synchronize" not in name
+        }
+        assert pins.keys() <= {"cudaHostAlloc in aten::empty"}, (
+            report
+        )  # torch's own: FSDP2 always does this
         # The profiler itself waits when it ends; waits beyond those without staging are ours.
         waits = [sum(n for name, n in report[way].items() if "Synchronize" in name) for way in WAYS]
         assert waits[1] <= waits[0], report

@@ -54,7 +54,9 @@ def test_outputs_and_statistics_equal_a_resident_module_s(cuda_device, pool, sta
 
 
 def test_the_next_module_is_copied_during_compute(cuda_device, pool, latch: Latch):
-    first, second = (frozen_module(make(seed).eval(), pool, device=cuda_device) for seed in range(2))
+    first, second = (
+        frozen_module(make(seed).eval(), pool, device=cuda_device) for seed in range(2)
+    )
     for handle in (first, second):
         with handle:  # allocations and kernels before the latch
             pass
@@ -70,7 +72,10 @@ def test_the_next_module_is_copied_during_compute(cuda_device, pool, latch: Latc
 
 
 def test_only_modules_with_buffers_wait_at_the_end(cuda_device, pool, latch: Latch):
-    plain, normed = (frozen_module(make(0, buffers=buffers), pool, device=cuda_device) for buffers in (False, True))
+    plain, normed = (
+        frozen_module(make(0, buffers=buffers), pool, device=cuda_device)
+        for buffers in (False, True)
+    )
     stream = torch.cuda.current_stream(cuda_device)
     for handle in (plain, normed):
         with handle:  # allocations before the latch
@@ -88,7 +93,9 @@ def test_only_modules_with_buffers_wait_at_the_end(cuda_device, pool, latch: Lat
 
 
 class Codebook(torch.nn.Module):
-    """Buffers of which torch counts no change, norms with the same statistics, and buffers that are replaced."""
+    """Buffers of which torch counts no change, norms with the same statistics, and buffers that are
+    replaced.
+    """
 
     def __init__(self):
         super().__init__()
@@ -128,7 +135,10 @@ def test_a_refused_change_leaves_the_module_alone(cuda_device, pool):
     with pytest.raises(RuntimeError, match="changed inside the block"):
         handle.offload()
     assert_equal(content_of(module), before)
-    assert all(one is other for one, other in zip([*module.parameters(), *module.buffers()], objects, strict=True))
+    assert all(
+        one is other
+        for one, other in zip([*module.parameters(), *module.buffers()], objects, strict=True)
+    )
     assert all(tensor.is_pinned() for tensor in objects)
 
 
@@ -178,7 +188,9 @@ def test_too_little_device_memory_leaves_everything_as_before(cuda_device, pool)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(cuda_device).total_memory
     before = torch.cuda.memory_allocated(cuda_device)
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(cuda_device) + 280 * MIB) / total)
+    torch.cuda.set_per_process_memory_fraction(
+        (torch.cuda.memory_reserved(cuda_device) + 280 * MIB) / total
+    )
     try:
         with pytest.raises(torch.OutOfMemoryError):
             handle.onload()  # 320 MiB in two slabs: the first has room
@@ -207,7 +219,9 @@ def test_onloaded_memory_is_not_reused_too_early(cuda_device, pool, latch: Latch
         side.wait_stream(torch.cuda.current_stream(cuda_device))
         with torch.cuda.stream(side), handle:
             found = handle._module(x)
-        noise = [torch.full((16 * MIB,), 255, dtype=torch.uint8, device=cuda_device) for _ in range(4)]
+        noise = [
+            torch.full((16 * MIB,), 255, dtype=torch.uint8, device=cuda_device) for _ in range(4)
+        ]
     torch.cuda.synchronize(cuda_device)
     del noise
     assert torch.equal(found, expected)
@@ -229,7 +243,9 @@ def test_a_compiled_module_is_compiled_once(cuda_device, pool):
 
 @pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU])
 def test_a_recurrent_layer_keeps_flat_weights(cuda_device, pool, kind):
-    """cuDNN wants weights in one chunk of memory, and torch warns otherwise; warnings are errors."""
+    """cuDNN wants weights in one chunk of memory, and torch warns otherwise; warnings are
+    errors.
+    """
     module = kind(64, 64, num_layers=2).to(cuda_device).requires_grad_(False).eval()
     x = torch.randn(5, 3, 64, device=cuda_device)
     expected = module(x)[0]

@@ -21,7 +21,9 @@ class Rank:
     def __init__(self, folder, device, *arguments):
         command = [sys.executable, str(PROGRAM), str(device), *map(str, arguments)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=environment(PINSTAGE_BUDGET_DIR=str(folder)), **pipes)
+        self.process = subprocess.Popen(
+            command, env=environment(PINSTAGE_BUDGET_DIR=str(folder)), **pipes
+        )
 
     def hear(self):
         """Return its next message."""

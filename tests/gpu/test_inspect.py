@@ -1,4 +1,6 @@
-"""Inspection that needs a GPU: the measured bus, the doctor's measurement, and a freshly recorded trace."""
+"""Inspection that needs a GPU: the measured bus, the doctor's measurement, and a freshly recorded
+trace.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 
 def test_auditing_device_tensors_reports_what_pinning_does(cuda_device):
-    found = ps.audit({"x": [torch.zeros(1024) for _ in range(100)], "on": torch.zeros(3, device=cuda_device)})
+    found = ps.audit(
+        {"x": [torch.zeros(1024) for _ in range(100)], "on": torch.zeros(3, device=cuda_device)}
+    )
     assert found.each.copies == 100
     assert "cannot pin a tensor on cuda:0" in found.pinning.error
 

@@ -1,4 +1,6 @@
-"""`DataLoader` on the device: torch's batches, copies during kernels, no slab written too early, bounded memory."""
+"""`DataLoader` on the device: torch's batches, copies during kernels, no slab written too early,
+bounded memory.
+"""
 
 import gc
 import multiprocessing
@@ -40,7 +42,13 @@ class Large(torch.utils.data.Dataset):
 
 def make(cuda_device, sample=data.large, size=40, batch_size=2, num_workers=2, **options):
     options = {"max_bytes": "64MiB"} | options
-    return ps.DataLoader(data.Mapped(sample, size), batch_size, num_workers=num_workers, device=cuda_device, **options)
+    return ps.DataLoader(
+        data.Mapped(sample, size),
+        batch_size,
+        num_workers=num_workers,
+        device=cuda_device,
+        **options,
+    )
 
 
 def brought_back(tree, device):
@@ -72,7 +80,9 @@ def test_a_wrapped_loader_yields_on_the_device(cuda_device, workers):
     class Plain(torch.utils.data.DataLoader):
         pass
 
-    loader = ps.wrap_loader(Plain(data.Mapped(data.large, 40), 2, num_workers=workers), device=cuda_device)
+    loader = ps.wrap_loader(
+        Plain(data.Mapped(data.large, 40), 2, num_workers=workers), device=cuda_device
+    )
     for _ in range(2):
         batches = list(loader)
         assert all(batch.device == cuda_device for batch in batches)
@@ -103,11 +113,15 @@ def test_batches_are_those_of_torch_on_the_device(cuda_device, method, sample):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("collate", [data.to_graph, data.with_strided, data.with_arrays, data.nothing_to_pack])
+@pytest.mark.parametrize(
+    "collate", [data.to_graph, data.with_strided, data.with_arrays, data.nothing_to_pack]
+)
 def test_collated_batches_arrive_on_the_device(cuda_device, collate, workers):
     dataset = data.Mapped(data.tensors)
     expected = list(torch.utils.data.DataLoader(dataset, 4, collate_fn=collate))
-    loader = ps.DataLoader(dataset, 4, collate_fn=collate, num_workers=workers, device=cuda_device, max_bytes="64MiB")
+    loader = ps.DataLoader(
+        dataset, 4, collate_fn=collate, num_workers=workers, device=cuda_device, max_bytes="64MiB"
+    )
     found = []
     for batch in loader:
         if isinstance(batch, data.Graph):
@@ -140,7 +154,9 @@ def test_copies_run_beside_earlier_kernels(cuda_device):
         product = weight
         for batch in iterator:
             product = product + batch[0, :1]
-            for _ in range(30):  # some 70 ms per batch, so that workers are ahead on a slow machine too
+            for _ in range(
+                30
+            ):  # some 70 ms per batch, so that workers are ahead on a slow machine too
                 product = product @ weight
         torch.cuda.synchronize()
 
@@ -154,7 +170,9 @@ def test_copies_run_beside_earlier_kernels(cuda_device):
 
 
 def test_device_memory_is_bounded_without_waiting(cuda_device):
-    loader = ps.DataLoader(Large(120, 16), 1, num_workers=4, device=cuda_device, max_bytes="1GiB", depth=1)
+    loader = ps.DataLoader(
+        Large(120, 16), 1, num_workers=4, device=cuda_device, max_bytes="1GiB", depth=1
+    )
     total = torch.zeros(1, device=cuda_device)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -178,7 +196,12 @@ def test_workers_have_no_part_in_cuda(cuda_device, method):
 def test_a_spawned_worker_makes_no_cuda_context(cuda_device):
     dataset = data.KnowsItsLoader(None)
     loader = dataset.loader = ps.DataLoader(
-        dataset, 4, num_workers=1, multiprocessing_context="spawn", device=cuda_device, max_bytes="64MiB"
+        dataset,
+        4,
+        num_workers=1,
+        multiprocessing_context="spawn",
+        device=cuda_device,
+        max_bytes="64MiB",
     )
     reached, asked, contexts, _ = torch.cat([batch.cpu() for batch in loader]).unbind(1)
     assert (int(reached.sum()), int(asked.sum()), int(contexts.sum())) == (0, 0, 0)
@@ -210,7 +233,9 @@ def test_leaving_early_gives_every_slab_back(cuda_device):
 
 
 def of_one_slab(cuda_device):
-    """Return a loader with its memory and kernels loaded, since loading would wait for the device."""
+    """Return a loader with its memory and kernels loaded, since loading would wait for the
+    device.
+    """
     loader = make(cuda_device, size=12, num_workers=1, max_bytes=SLAB, depth=0)
     assert numbers(loader) == list(range(12))
     return loader
@@ -237,7 +262,9 @@ def test_slabs_are_not_written_during_their_copy(cuda_device, latch: Latch):
 
 def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch: Latch, monkeypatch):
     loader, give_back = of_one_slab(cuda_device), SlabBroker.give_back
-    monkeypatch.setattr(SlabBroker, "give_back", lambda broker, number, event: give_back(broker, number, None))
+    monkeypatch.setattr(
+        SlabBroker, "give_back", lambda broker, number, event: give_back(broker, number, None)
+    )
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
         wait_until(lambda: 1 in iterator._data_queue._held)
@@ -256,7 +283,9 @@ def test_a_long_run_with_random_sizes_arrives_whole(cuda_device):
 
 
 def device_work(work):
-    """Run work under torch's profiler; return copies to the device and kernels: name, start and end of each."""
+    """Run work under torch's profiler; return copies to the device and kernels: name, start and end
+    of each.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         work()
@@ -271,14 +300,23 @@ def device_work(work):
 
 
 def test_a_graph_can_be_captured_while_sending(cuda_device):
-    """In CUDA's default mode, queries of events and allocations in other threads break a capture."""
+    """In CUDA's default mode, queries of events and allocations in other threads break a
+    capture.
+    """
     gate = multiprocessing.Event()
 
     def sample(index):
         assert index < 4 or gate.wait(PATIENCE_SECONDS)
         return data.large(index)
 
-    loader = make(cuda_device, sample, depth=4, prefetch_factor=4, multiprocessing_context="fork", max_bytes=4 * SLAB)
+    loader = make(
+        cuda_device,
+        sample,
+        depth=4,
+        prefetch_factor=4,
+        multiprocessing_context="fork",
+        max_bytes=4 * SLAB,
+    )
     iterator = iter(loader)
     found = [next(iterator), next(iterator)]
     values = torch.zeros(4, device=cuda_device)
@@ -293,7 +331,9 @@ def test_a_graph_can_be_captured_while_sending(cuda_device):
 
 
 def test_workers_leave_the_main_processs_garbage_alone(cuda_device):
-    """A garbage tensor that another stream has used would abort workers, as it does with torch's loader."""
+    """A garbage tensor that another stream has used would abort workers, as it does with torch's
+    loader.
+    """
     gc.disable()
     try:
         tensor = torch.zeros(MIB, device=cuda_device)

@@ -64,7 +64,9 @@ def assert_cuda_works(device):
     torch.zeros(1 << 20, device=device).sum().item()
     torch.cuda.synchronize(device)
     assert torch.empty(1 << 20, dtype=torch.uint8).pin_memory().is_pinned()
-    assert torch.ones(1 << 16, pin_memory=True).to(device, non_blocking=True).sum().item() == 1 << 16
+    assert (
+        torch.ones(1 << 16, pin_memory=True).to(device, non_blocking=True).sum().item() == 1 << 16
+    )
     assert [int(code) for code in runtime.cudaPeekAtLastError()] == [0]
     code, address = runtime.cudaMalloc(4096)
     assert int(code) == 0
@@ -135,7 +137,10 @@ def test_torch_can_pin_after_everything_was_given_back(memory, cuda_device):
     blocks = [memory.allocate(nbytes) for nbytes in (4096, 3 * MIB, 64 * MIB, 4096 * 7)]
     for block in blocks:
         memory.deallocate(block)
-    tensors = [torch.ones(nbytes, dtype=torch.uint8).pin_memory() for nbytes in (100, 4096, 3 * MIB, 64 * MIB)]
+    tensors = [
+        torch.ones(nbytes, dtype=torch.uint8).pin_memory()
+        for nbytes in (100, 4096, 3 * MIB, 64 * MIB)
+    ]
     assert all(tensor.is_pinned() for tensor in tensors)
     assert_cuda_works(cuda_device)
 
@@ -166,7 +171,9 @@ def test_threads_allocate_and_deallocate_at_once(memory, cuda_device):
 def test_registering_twice_fails_and_leaves_no_error_behind(cuda_device):
     memory = RegisteredMemory(cuda_device)
     block = memory.allocate(4 * MIB)
-    with pytest.raises(PinningError, match=r"cudaHostRegister of 4.00 MiB failed: cudaErrorHostMemoryAlreadyReg"):
+    with pytest.raises(
+        PinningError, match=r"cudaHostRegister of 4.00 MiB failed: cudaErrorHostMemoryAlreadyReg"
+    ):
         _cuda.register(block.ptr, block.nbytes, block._device)
     assert_cuda_works(cuda_device)
     memory.deallocate(block)
@@ -217,7 +224,9 @@ def test_a_failed_unregistration_leaks_and_leaves_no_error(cuda_device, monkeypa
     memory = RegisteredMemory(cuda_device)
     block = memory.allocate(MIB)
     _cuda.unregister(block.ptr, block._device)
-    with pytest.warns(StagingWarning, match=r"1.00 MiB stay mapped .* cudaHostUnregister failed: cudaError"):
+    with pytest.warns(
+        StagingWarning, match=r"1.00 MiB stay mapped .* cudaHostUnregister failed: cudaError"
+    ):
         memory.deallocate(block)
     assert is_mapped(block.ptr)
     assert_cuda_works(cuda_device)
@@ -247,12 +256,15 @@ def test_writes_of_a_forked_child_reach_the_device(cuda_device):
 
 
 def test_a_fork_does_not_copy_page_locked_memory(memory):
-    # Linux 5.9 and later copies page-locked private pages in fork, unless the child doesn't get them.
+    # Linux 5.9 and later copies page-locked private pages in fork, unless the child doesn't get
+    # them.
     block = memory.allocate(GIB)
 
     def private_bytes():
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty"))
+        return sum(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_Dirty")
+        )
 
     started = time.perf_counter()
     assert in_child(lambda: private_bytes() < GIB // 2) == 0
@@ -281,7 +293,9 @@ def test_a_forked_child_leaves_the_parents_blocks_alone(memory, cuda_device):
 
 
 def run(code):
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert "Exception ignored" not in result.stderr
 
@@ -332,7 +346,10 @@ torch.ones(3).pin_memory().to("cuda:0")
 
 
 def test_registering_takes_a_third_of_cudahostalloc_s_time(cuda_device, capsys):
-    kinds = {"HostAllocMemory": HostAllocMemory(cuda_device), "RegisteredMemory": RegisteredMemory(cuda_device)}
+    kinds = {
+        "HostAllocMemory": HostAllocMemory(cuda_device),
+        "RegisteredMemory": RegisteredMemory(cuda_device),
+    }
     times = {name: [] for name in kinds}
     for turn in range(7):
         for name, memory in kinds.items():
@@ -340,7 +357,9 @@ def test_registering_takes_a_third_of_cudahostalloc_s_time(cuda_device, capsys):
             block = memory.allocate(GIB)
             took = time.perf_counter() - started
             assert block.nbytes == GIB
-            if turn >= 2:  # a fresh virtual machine is slow the first time its memory is touched, for either kind
+            if (
+                turn >= 2
+            ):  # a fresh virtual machine is slow the first time its memory is touched, for either kind
                 times[name].append(took * 1e3)
             memory.deallocate(block)
     medians = {name: statistics.median(took) for name, took in times.items()}

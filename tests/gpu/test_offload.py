@@ -1,4 +1,6 @@
-"""Activations and optimizer state on the host: streams wait, the host doesn't, and no memory is reused too early."""
+"""Activations and optimizer state on the host: streams wait, the host doesn't, and no memory is
+reused too early.
+"""
 
 import pytest
 import torch
@@ -58,7 +60,9 @@ def pool(cuda_device):
 def test_gradients_are_bit_equal_to_a_plain_run(cuda_device, pool, max_device_bytes):
     model, x = make(cuda_device)
     expected = gradients(model, x)
-    assert_equal(gradients(model, x), expected)  # plain runs must agree, or this test proves nothing
+    assert_equal(
+        gradients(model, x), expected
+    )  # plain runs must agree, or this test proves nothing
     offload = save_on_cpu(pool, max_device_bytes=max_device_bytes)
     for _ in range(5):
         assert_equal(gradients(model, x, offload), expected)
@@ -107,14 +111,18 @@ def overwritten_too_early(pool, latch, device, *, waits=True):
             return (x * 3).square()
 
     forward().backward(torch.ones_like(x))
-    del [torch.empty_like(x).fill_(8.0) for _ in range(12)][:]  # the allocator has the memory, and the kernel is loaded
+    del [torch.empty_like(x).fill_(8.0) for _ in range(12)][
+        :
+    ]  # the allocator has the memory, and the kernel is loaded
     x.grad = None
     torch.cuda.synchronize()
     ones = torch.ones_like(x)
     with latch:
         latch.hold(target.out_stream)
         y = forward()
-        trash = [torch.empty_like(x).fill_(8.0) for _ in range(16)]  # one of them in the memory of x * 3
+        trash = [
+            torch.empty_like(x).fill_(8.0) for _ in range(16)
+        ]  # one of them in the memory of x * 3
         if not waits:
             torch.cuda.current_stream().synchronize()  # filled before the copy
         latch.open()
@@ -156,7 +164,8 @@ def test_the_device_holds_no_more_than_is_allowed(cuda_device, pool):
     assert peak(None) >= 30
     offload = save_on_cpu(pool, max_device_bytes="32MiB")
     for _ in range(3):
-        # Two leaving and two returned ahead; tensors that backward found still there; tensors in use; gradients.
+        # Two leaving and two returned ahead; tensors that backward found still there; tensors in
+        # use; gradients.
         assert peak(offload) <= 13
 
 

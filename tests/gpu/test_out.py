@@ -1,4 +1,6 @@
-"""Staging into existing tensors (`out=`) on the device: stream order, lifetimes, CUDA graphs, compiled functions."""
+"""Staging into existing tensors (`out=`) on the device: stream order, lifetimes, CUDA graphs,
+compiled functions.
+"""
 
 import gc
 import importlib.util
@@ -15,14 +17,18 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 SMALL, MIDDLE, LARGE = 64, 100_000, MIB
-"""Numbers of elements for: a direct copy, one from a slab on the current stream, several on the stager's stream."""
+"""Numbers of elements for: a direct copy, one from a slab on the current stream, several on the
+stager's stream.
+"""
 
 
 def filled(elements: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.full((elements,), value, dtype=dtype)
 
 
-def on(device: torch.device, elements: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def on(
+    device: torch.device, elements: int, value: int = 0, dtype: torch.dtype = torch.int32
+) -> torch.Tensor:
     return torch.full((elements,), value, dtype=dtype, device=device)
 
 
@@ -32,7 +38,10 @@ def places_of(kind: str, device: torch.device, sources: list[torch.Tensor]) -> l
         sizes = [source.numel() for source in sources]
         return list(torch.zeros(sum(sizes), dtype=sources[0].dtype, device=device).split(sizes))
     if kind == "strided":
-        return [torch.zeros(source.numel(), 2, dtype=source.dtype, device=device)[:, 1] for source in sources]
+        return [
+            torch.zeros(source.numel(), 2, dtype=source.dtype, device=device)[:, 1]
+            for source in sources
+        ]
     dtype = torch.float64 if kind == "cast" else sources[0].dtype
     return [torch.zeros(source.numel(), dtype=dtype, device=device) for source in sources]
 
@@ -55,12 +64,20 @@ def test_every_kind_of_destination_has_the_bytes(cuda_device, kind, count, eleme
 
 
 def test_a_batch_above_the_cap_goes_in_groups(cuda_device):
-    sources = [torch.randn(4 * MIB), torch.randn(1000, 3000).t(), torch.arange(5 * MIB + 3, dtype=torch.uint8)]
-    places = [torch.empty(source.shape, dtype=source.dtype, device=cuda_device) for source in sources]
+    sources = [
+        torch.randn(4 * MIB),
+        torch.randn(1000, 3000).t(),
+        torch.arange(5 * MIB + 3, dtype=torch.uint8),
+    ]
+    places = [
+        torch.empty(source.shape, dtype=source.dtype, device=cuda_device) for source in sources
+    ]
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
         stager.to_device(sources, out=places)
         assert stager.stats().pool.peak_held_bytes <= 8 * MIB
-        assert all(torch.equal(place.cpu(), source) for place, source in zip(places, sources, strict=True))
+        assert all(
+            torch.equal(place.cpu(), source) for place, source in zip(places, sources, strict=True)
+        )
 
 
 def test_neighbours_are_one_copy(cuda_device):
@@ -105,7 +122,9 @@ def test_replays_take_the_memory_of_four_batches(cuda_device):
 def test_weights_take_two_groups_of_the_device(cuda_device):
     weights = {f"{number}": torch.full((20, MIB), float(number)) for number in range(8)}
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
-        there = {name: torch.zeros_like(tensor, device=cuda_device) for name, tensor in weights.items()}
+        there = {
+            name: torch.zeros_like(tensor, device=cuda_device) for name, tensor in weights.items()
+        }
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(cuda_device)
@@ -115,7 +134,7 @@ def test_weights_take_two_groups_of_the_device(cuda_device):
         assert all(bool((there[name] == weights[name][0, 0]).all()) for name in there)
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
+# -- order -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("elements", [SMALL, MIDDLE, LARGE])
@@ -178,7 +197,9 @@ def half_registered(stack: ExitStack, elements: int) -> torch.Tensor:
     begin = -(-memory.data_ptr() // 4096) * 4096
     tensor = memory[(begin - memory.data_ptr()) // 4 :][:elements]
     runtime = torch.cuda.cudart()
-    assert int(runtime.cudaHostRegister(begin, max(4096, tensor.nbytes // 2 // 4096 * 4096), 0)) == 0
+    assert (
+        int(runtime.cudaHostRegister(begin, max(4096, tensor.nbytes // 2 // 4096 * 4096), 0)) == 0
+    )
     stack.callback(runtime.cudaHostUnregister, begin)
     return tensor
 
@@ -193,7 +214,9 @@ SOURCES = {
     "page-locked": lambda stack, elements: filled(elements, 0).pin_memory(),
     "half registered": half_registered,
     "a lease": lent,
-    "a parameter": lambda stack, elements: torch.nn.Parameter(filled(elements, 0), requires_grad=False),
+    "a parameter": lambda stack, elements: torch.nn.Parameter(
+        filled(elements, 0), requires_grad=False
+    ),
     "on the device": lambda stack, elements: on(torch.device("cuda"), elements),
 }
 
@@ -201,7 +224,9 @@ SOURCES = {
 @pytest.mark.parametrize("elements", [1024, SMALL * 200, MIDDLE, LARGE])
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("method", ["to_device", "stage"])
-def test_a_source_may_be_overwritten_after_the_call(cuda_device, latch: Latch, method, kind, elements):
+def test_a_source_may_be_overwritten_after_the_call(
+    cuda_device, latch: Latch, method, kind, elements
+):
     consumer = torch.cuda.Stream(cuda_device)
     with ExitStack() as stack:
         stager = stack.enter_context(ps.Stager(cuda_device, max_bytes="64MiB"))
@@ -295,7 +320,7 @@ def test_no_warm_call_waits_for_the_device(cuda_device, latch: Latch):
         assert [int(place[-1]) for place in places] == list(range(3))
 
 
-# -- graphs ------------------------------------------------------------------------------------------------------------
+# -- graphs ----------------------------------------------------------------------------------------
 
 
 def test_replayed_training_steps_equal_the_eager_loop(cuda_device):
@@ -358,11 +383,13 @@ def test_a_compiled_function_s_static_inputs_take_batches(cuda_device):
         for tensor in static:
             torch._dynamo.mark_static_address(tensor)
         for value in range(8):
-            stager.to_device([torch.full((1000,), float(value)), torch.full((1000,), 1.0)], out=static)
+            stager.to_device(
+                [torch.full((1000,), float(value)), torch.full((1000,), 1.0)], out=static
+            )
             assert compiled(*static).item() == 1000 * (2 * value + 1)
 
 
-# -- to the host -------------------------------------------------------------------------------------------------------
+# -- to the host -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -388,7 +415,10 @@ def test_host_tensors_have_the_values_after_wait(cuda_device, latch: Latch, pinn
 
 def test_a_source_may_be_changed_after_fetch(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        place, source = torch.zeros(LARGE, dtype=torch.int32).pin_memory(), on(cuda_device, LARGE, 1)
+        place, source = (
+            torch.zeros(LARGE, dtype=torch.int32).pin_memory(),
+            on(cuda_device, LARGE, 1),
+        )
         stager.to_host([source], out=[place])
         source.fill_(2)
         torch.cuda.synchronize()
@@ -401,7 +431,10 @@ def test_a_source_may_be_changed_after_fetch(cuda_device, latch: Latch):
 
 def test_values_are_cast_on_the_way_back(cuda_device):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        places = [torch.zeros(SMALL, dtype=torch.float64), torch.zeros(LARGE, 2, dtype=torch.int32)[:, 1]]
+        places = [
+            torch.zeros(SMALL, dtype=torch.float64),
+            torch.zeros(LARGE, 2, dtype=torch.int32)[:, 1],
+        ]
         stager.to_host([on(cuda_device, SMALL, 3), on(cuda_device, LARGE, 4)], out=places)
         assert bool((places[0] == 3).all())
         assert bool((places[1] == 4).all())

@@ -1,4 +1,6 @@
-"""Leaves in their own memory and in blocks, on the device: the memory that they keep, its reuse, and waits."""
+"""Leaves in their own memory and in blocks, on the device: the memory that they keep, its reuse,
+and waits.
+"""
 
 import gc
 import time
@@ -26,7 +28,7 @@ def copy_stream(stager: ps.Stager) -> torch.cuda.Stream:
     return stager._target.stream  # for the tests that hold this stream
 
 
-# -- what a leaf keeps -------------------------------------------------------------------------------------------------
+# -- what a leaf keeps -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["to_device", "stage", "prefetch", "loader"])
@@ -40,7 +42,9 @@ def test_leaves_own_or_share_memory_as_documented(cuda_device, way):
             elif way == "prefetch":
                 (staged,) = stager.prefetch([batch])
             else:
-                (staged,) = ps.DataLoader([batch], None, num_workers=1, device=cuda_device, max_bytes="64MiB")
+                (staged,) = ps.DataLoader(
+                    [batch], None, num_workers=1, device=cuda_device, max_bytes="64MiB"
+                )
         assert_same(batch, staged, cuda_device)
         assert_kept(batch, staged)
 
@@ -49,7 +53,12 @@ def test_leaves_own_or_share_memory_as_documented(cuda_device, way):
 @pytest.mark.parametrize("own_storage", ["auto", True, False])
 def test_a_batch_is_the_same_whoever_shares_memory(cuda_device, own_storage):
     with ps.Stager(cuda_device, max_bytes="64MiB", own_storage=own_storage) as stager:
-        for batch in (few(), many(), [torch.arange(3), torch.ones(2)], [of_bytes(128 * KIB), torch.ones(2)]):
+        for batch in (
+            few(),
+            many(),
+            [torch.arange(3), torch.ones(2)],
+            [of_bytes(128 * KIB), torch.ones(2)],
+        ):
             assert_same(batch, stager.to_device(batch), cuda_device)
             assert_same(batch, stager.stage(batch).wait(), cuda_device)
 
@@ -57,9 +66,18 @@ def test_a_batch_is_the_same_whoever_shares_memory(cuda_device, own_storage):
 LABEL_BYTES = 512
 
 WITH_LABELS = {
-    "less than 1 MiB": lambda: {"image": torch.zeros(64, 3, 64, 64, dtype=torch.uint8), "label": torch.arange(64)},
-    "more": lambda: {"image": torch.zeros(64, 3, 128, 128, dtype=torch.uint8), "label": torch.arange(64)},
-    "many leaves": lambda: {"images": [of_bytes(40 * KIB) for _ in range(20)], "label": torch.arange(64)},
+    "less than 1 MiB": lambda: {
+        "image": torch.zeros(64, 3, 64, 64, dtype=torch.uint8),
+        "label": torch.arange(64),
+    },
+    "more": lambda: {
+        "image": torch.zeros(64, 3, 128, 128, dtype=torch.uint8),
+        "label": torch.arange(64),
+    },
+    "many leaves": lambda: {
+        "images": [of_bytes(40 * KIB) for _ in range(20)],
+        "label": torch.arange(64),
+    },
 }
 
 
@@ -68,7 +86,9 @@ def test_kept_labels_hold_only_themselves(cuda_device, make):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         stager.to_device(make())
         torch.cuda.synchronize()
-        torch.empty(1, device=cuda_device)  # makes the allocator reclaim memory that other streams have used
+        torch.empty(
+            1, device=cuda_device
+        )  # makes the allocator reclaim memory that other streams have used
         before = torch.cuda.memory_allocated(cuda_device)
         kept = [stager.to_device(make())["label"] for _ in range(50)]
         torch.cuda.synchronize()
@@ -77,12 +97,18 @@ def test_kept_labels_hold_only_themselves(cuda_device, make):
         assert all(torch.equal(label.cpu(), torch.arange(64)) for label in kept)
 
 
-# -- who may use it ----------------------------------------------------------------------------------------------------
+# -- who may use it --------------------------------------------------------------------------------
 
 FILLED = {
-    "at once": lambda value: [torch.full((1000,), value), torch.full((1000,), value, dtype=torch.float64)],
+    "at once": lambda value: [
+        torch.full((1000,), value),
+        torch.full((1000,), value, dtype=torch.float64),
+    ],
     "slab": lambda value: [torch.full((40 * KIB,), value) for _ in range(2)],
-    "own": lambda value: [torch.full((MIB,), value), torch.full((MIB,), value, dtype=torch.float64)],
+    "own": lambda value: [
+        torch.full((MIB,), value),
+        torch.full((MIB,), value, dtype=torch.float64),
+    ],
     "blocks": lambda value: [torch.full((64 * KIB,), value) for _ in range(20)],
     "small blocks": lambda value: [torch.full((4 * KIB,), value) for _ in range(80)],
 }
@@ -103,7 +129,9 @@ def test_memory_is_kept_while_another_stream_uses_it(cuda_device, latch: Latch, 
             kept = [leaf.clone() for leaf in staged]
         del staged
         gc.collect()
-        for value in range(2, 8):  # the same sizes on the same stream, which the allocator would reuse
+        for value in range(
+            2, 8
+        ):  # the same sizes on the same stream, which the allocator would reuse
             stager.stage(make(float(value))).synchronize()
         assert not consumer.query()
         latch.open()
@@ -114,12 +142,18 @@ def test_memory_is_kept_while_another_stream_uses_it(cuda_device, latch: Latch, 
 @pytest.mark.parametrize("make", FILLED.values(), ids=FILLED)
 def test_to_device_is_safe_on_any_current_stream(cuda_device, latch: Latch, make):
     consumer = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device, max_bytes="128MiB", run_ahead=None) as stager, latch, torch.cuda.stream(consumer):
+    with (
+        ps.Stager(cuda_device, max_bytes="128MiB", run_ahead=None) as stager,
+        latch,
+        torch.cuda.stream(consumer),
+    ):
         stager.pool.reserve(ps.Layout.of(make(1.0)).nbytes, count=6)
         [leaf.clone() for leaf in stager.to_device(make(1.0))]
         torch.cuda.synchronize()
         latch.hold(consumer)
-        kept = [[leaf.clone() for leaf in stager.to_device(make(float(value)))] for value in range(1, 6)]
+        kept = [
+            [leaf.clone() for leaf in stager.to_device(make(float(value)))] for value in range(1, 6)
+        ]
         assert not consumer.query()
         latch.open()
         consumer.synchronize()
@@ -127,18 +161,22 @@ def test_to_device_is_safe_on_any_current_stream(cuda_device, latch: Latch, make
             assert all(bool((leaf == value).all()) for leaf in leaves)
 
 
-# -- a few small leaves ------------------------------------------------------------------------------------------------
+# -- a few small leaves ----------------------------------------------------------------------------
 
 
 def test_page_locked_leaves_can_change_after_the_call(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        (stager.to_device([torch.full((1000,), 1.0).pin_memory(), torch.ones(3)])[0] == 1).all().item()
+        (
+            stager.to_device([torch.full((1000,), 1.0).pin_memory(), torch.ones(3)])[0] == 1
+        ).all().item()
         lease = stager.pool.acquire(4000)
         leased = lease.tensor((1000,), torch.float32).fill_(4.0)
         source = torch.full((1000,), 3.0).pin_memory()
         torch.cuda.synchronize()
         latch.hold(torch.cuda.current_stream(cuda_device))
-        staged = stager.to_device({"pinned": source, "leased": leased, "plain": torch.full((1000,), 5.0)})
+        staged = stager.to_device(
+            {"pinned": source, "leased": leased, "plain": torch.full((1000,), 5.0)}
+        )
         assert not torch.cuda.current_stream(cuda_device).query()
         source.fill_(7.0)
         leased.fill_(8.0)
@@ -221,9 +259,14 @@ def test_few_leaves_reach_another_device(two_devices):
         assert torch.cuda.current_device() == here.index
 
 
-# -- beside a busy device ----------------------------------------------------------------------------------------------
+# -- beside a busy device --------------------------------------------------------------------------
 
-SHAPES = {"1x8B": (1, 8), "3x32KiB": (3, 32 * KIB), "2x196KiB": (2, 196 * KIB), "4x256KiB": (4, 256 * KIB)}
+SHAPES = {
+    "1x8B": (1, 8),
+    "3x32KiB": (3, 32 * KIB),
+    "2x196KiB": (2, 196 * KIB),
+    "4x256KiB": (4, 256 * KIB),
+}
 SHAPES["8x1MiB"] = (8, MIB)
 
 
@@ -236,7 +279,9 @@ def test_a_warm_call_returns_while_the_device_works(cuda_device, shape, calls, r
     cycles = SLEEP_CYCLES if calls < 10 else 5 * SLEEP_CYCLES
 
     def seconds():
-        """Stage during work on a stream; return the time of the slowest call, and whether the stream stayed busy."""
+        """Stage during work on a stream; return the time of the slowest call, and whether the
+        stream stayed busy.
+        """
         torch.cuda.synchronize()
         torch.cuda._sleep(cycles)
         took = []
@@ -256,7 +301,7 @@ def test_a_warm_call_returns_while_the_device_works(cuda_device, shape, calls, r
         assert is_busy, "nothing is shown"
 
 
-# -- how far the host runs ahead ---------------------------------------------------------------------------------------
+# -- how far the host runs ahead -------------------------------------------------------------------
 
 STEP_CYCLES = 20_000_000
 """Cycles of a kernel that takes some 10 ms."""

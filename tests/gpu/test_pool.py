@@ -1,4 +1,6 @@
-"""Leases by hand on the device: a slab isn't leased again while work that began in its block still uses it."""
+"""Leases by hand on the device: a slab isn't leased again while work that began in its block still
+uses it.
+"""
 
 from collections.abc import Iterator
 
@@ -17,7 +19,9 @@ PATIENCE_SECONDS = 20
 
 @pytest.fixture
 def pool(cuda_device: torch.device) -> Iterator[ps.SlabPool]:
-    """A pool with room for a single slab, already allocated: freeing it would wait for a held stream."""
+    """A pool with room for a single slab, already allocated: freeing it would wait for a held
+    stream.
+    """
     with ps.SlabPool(MIB, memory=ps.memory.RegisteredMemory(cuda_device)) as pool:
         pool.reserve(MIB)
         yield pool
@@ -25,7 +29,9 @@ def pool(cuda_device: torch.device) -> Iterator[ps.SlabPool]:
 
 @pytest.fixture
 def there(cuda_device: torch.device) -> torch.Tensor:
-    """A device tensor that slabs are copied to. The kernel that compares it with a number is loaded."""
+    """A device tensor that slabs are copied to. The kernel that compares it with a number is
+    loaded.
+    """
     there = torch.zeros(MIB, dtype=torch.uint8, device=cuda_device)
     assert holds(there, 0)
     return there
@@ -115,7 +121,11 @@ def test_a_block_ending_in_capture_keeps_its_slab(cuda_device, pool, there):
     lease.tensor().fill_(7)
     there.copy_(lease.tensor(), non_blocking=True)
     assert holds(there, 7)
-    with torch.cuda.graph(graph), pytest.raises(LeaseError, match=r"captures a graph.*release\(after=event\)"), lease:
+    with (
+        torch.cuda.graph(graph),
+        pytest.raises(LeaseError, match=r"captures a graph.*release\(after=event\)"),
+        lease,
+    ):
         there.copy_(lease.tensor(), non_blocking=True)
     assert not lease.released
     assert pool.stats().leased_slabs == 1
@@ -165,7 +175,9 @@ def test_copies_to_two_devices_are_both_waited_for(two_devices, pool):
         assert all(holds(there, 7) for there in targets)
 
 
-@pytest.mark.parametrize("kind", [ps.memory.RegisteredMemory, ps.memory.SharedMemory, ps.memory.HostAllocMemory])
+@pytest.mark.parametrize(
+    "kind", [ps.memory.RegisteredMemory, ps.memory.SharedMemory, ps.memory.HostAllocMemory]
+)
 def test_a_large_slab_is_pinned_in_the_background(cuda_device: torch.device, kind) -> None:
     nbytes = 320 * MIB
     with ps.SlabPool("1GiB", memory=kind(cuda_device)) as pool:

@@ -37,7 +37,9 @@ def test_parts_of_a_slab_are_not_overwritten_early():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", StagingWarning)
             for seed in range(50):
-                batch = torch.randint(1 << 30, (8 * MIB,), generator=torch.Generator().manual_seed(seed))
+                batch = torch.randint(
+                    1 << 30, (8 * MIB,), generator=torch.Generator().manual_seed(seed)
+                )
                 assert torch.equal(stager.to_device(batch).cpu(), batch)
         assert stager.stats().fallback_batches == 50
 

@@ -1,4 +1,6 @@
-"""`HostRegion` on a real device: chunks, borders, copies in flight, other processes, the end of a program."""
+"""`HostRegion` on a real device: chunks, borders, copies in flight, other processes, the end of a
+program.
+"""
 
 # ruff: noqa: T201 (pytest shows what was measured with -rP)
 
@@ -45,7 +47,9 @@ def numbered(region):
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages")))
+    return sum(
+        int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages"))
+    )
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -54,7 +58,9 @@ def test_all_chunks_are_page_locked(cuda_device, shared):
         assert (region.kind, region.reason) == ("registered", "")
         assert region.tensor(1).is_pinned()
         region.synchronize()
-        chunks = [region.tensor(1, offset=offset) for offset in (0, 64 * MIB - 1, 64 * MIB, 300 * MIB)]
+        chunks = [
+            region.tensor(1, offset=offset) for offset in (0, 64 * MIB - 1, 64 * MIB, 300 * MIB)
+        ]
         assert all(chunk.is_pinned() for chunk in chunks)
         assert not region.tensor(44 * MIB, offset=256 * MIB).any()
         del chunks
@@ -70,7 +76,10 @@ def test_it_is_exact_and_quick(cuda_device):
         region.synchronize()
         last = time.perf_counter() - began
         growth = (resident() - before) / region.nbytes
-    print(f"2 GiB: first chunk {first * 1e3:.0f} ms, last {last * 1e3:.0f} ms, resident {growth:.4f} of it")
+    print(
+        f"2 GiB: first chunk {first * 1e3:.0f} ms, last {last * 1e3:.0f} ms, resident {growth:.4f} "
+        "of it"
+    )
     assert growth < 1.02
     assert first < last / 2
 
@@ -118,7 +127,10 @@ def test_a_copy_waits_for_the_bytes_it_reads(cuda_device):
 
 
 def test_a_dropped_region_lives_until_the_copy(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, Latch(cuda_device) as latch:
+    with (
+        ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager,
+        Latch(cuda_device) as latch,
+    ):
         stager.to_device([torch.ones(MIB).pin_memory()])
         region = ps.HostRegion(8 * MIB, chunk_bytes=2 * MIB, row_bytes=ROW, device=cuda_device)
         rows = numbered(region)
@@ -147,7 +159,10 @@ def test_rows_are_copied_from_and_into_place(cuda_device, part):
         expected = rows.clone()
         expected[part] *= -1
         there = expected[part].to(cuda_device)
-        assert stager.to_host({"rows": there}, out={"rows": rows[part]})["rows"].data_ptr() == rows[part].data_ptr()
+        assert (
+            stager.to_host({"rows": there}, out={"rows": rows[part]})["rows"].data_ptr()
+            == rows[part].data_ptr()
+        )
         assert torch.equal(rows, expected)
         back = torch.zeros_like(there)
         stager.to_device([rows[part]], out=[back])
@@ -162,7 +177,11 @@ def test_many_blocks_are_swapped_out_and_in(cuda_device):
         ps.Stager(cuda_device, max_bytes="16MiB", borrow_pinned=True) as stager,
     ):
         host = region.tensor((64, MIB // 4), torch.int32)
-        cache = torch.arange(16, dtype=torch.int32, device=cuda_device).repeat_interleave(MIB // 4).view(16, -1)
+        cache = (
+            torch.arange(16, dtype=torch.int32, device=cuda_device)
+            .repeat_interleave(MIB // 4)
+            .view(16, -1)
+        )
         homes = {i: (i * 37 + 5) % 64 for i in range(16)}
         stager.to_host([cache[i] for i in homes], out=[host[j] for j in homes.values()])
         cache.zero_()
@@ -240,7 +259,10 @@ def test_a_later_refusal_makes_it_pageable(cuda_device, monkeypatch):
     def refuse(self, start, end):
         calls.append(start)
         if len(calls) == 3:
-            start, end = 1 << 60, (1 << 60) + end - start  # not a valid address: the driver itself refuses
+            start, end = (
+                1 << 60,
+                (1 << 60) + end - start,
+            )  # not a valid address: the driver itself refuses
         register(self, start, end)
 
     monkeypatch.setattr(_chunks.HostRange, "register", refuse)
@@ -276,11 +298,15 @@ def test_driver_memory_serves_where_registering_fails(cuda_device, monkeypatch):
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_another_process_copies_from_the_same_memory(cuda_device, is_killed):
     context = multiprocessing.get_context("spawn")
-    with ps.HostRegion(4 * MIB, shared=True, chunk_bytes=MIB, row_bytes=ROW, device=cuda_device) as region:
+    with ps.HostRegion(
+        4 * MIB, shared=True, chunk_bytes=MIB, row_bytes=ROW, device=cuda_device
+    ) as region:
         rows = numbered(region)
         total = int(rows.sum())  # the process changes a row afterwards
         ours, theirs = context.Pipe()
-        process = context.Process(target=copy_on_device, args=(region.handle(), theirs, str(cuda_device), ROW))
+        process = context.Process(
+            target=copy_on_device, args=(region.handle(), theirs, str(cuda_device), ROW)
+        )
         process.start()
         assert ours.poll(120), "the process said nothing"
         said = ours.recv()
@@ -304,7 +330,9 @@ view = region.tensor(5)
 print(region.query())
 """
     began = time.perf_counter()
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     print(f"{time.perf_counter() - began:.1f} s")
     assert (result.returncode, result.stdout) == (0, "False\n"), result.stderr
     assert "Traceback" not in result.stderr

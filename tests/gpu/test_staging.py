@@ -22,11 +22,16 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 
 
-def nested_batch(leaves: int = 1000, elements: int = 64, seed: int = 0) -> dict[str, list[dict[str, torch.Tensor]]]:
+def nested_batch(
+    leaves: int = 1000, elements: int = 64, seed: int = 0
+) -> dict[str, list[dict[str, torch.Tensor]]]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "samples": [
-            {"x": torch.randn(elements, generator=generator), "y": torch.randn(elements, generator=generator)}
+            {
+                "x": torch.randn(elements, generator=generator),
+                "y": torch.randn(elements, generator=generator),
+            }
             for _ in range(leaves // 2)
         ]
     }
@@ -52,7 +57,9 @@ def module_stager():
 
 
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(batch=strategies.batches())
 def test_any_nested_batch_arrives_bit_for_bit(cuda_device, module_stager, batch):
     strategies.assert_same(batch, module_stager.to_device(batch), cuda_device)
@@ -68,7 +75,11 @@ def test_a_thousand_leaves_are_one_copy_per_block(cuda_device, own_storage):
         events = profiled(lambda: stager.to_device(batch))
         copies = [name for name in events if name.startswith("Memcpy HtoD")]
         assert copies == ["Memcpy HtoD (Pinned -> Device)"] * blocks
-        assert blocks == (1 if own_storage is False else len({leaf.dtype for leaf in batch["samples"][0].values()}))
+        assert blocks == (
+            1
+            if own_storage is False
+            else len({leaf.dtype for leaf in batch["samples"][0].values()})
+        )
 
 
 def test_the_steady_state_neither_allocates_nor_synchronises(cuda_device):
@@ -85,7 +96,15 @@ def test_the_steady_state_neither_allocates_nor_synchronises(cuda_device):
 
         of_the_profiler = Counter(profiled(lambda: None, final_synchronize=False))
         events = Counter(profiled(steps, final_synchronize=False)) - of_the_profiler
-        forbidden = ("Synchronize", "HostAlloc", "FreeHost", "HostRegister", "HostUnregister", "cudaMalloc", "cudaFree")
+        forbidden = (
+            "Synchronize",
+            "HostAlloc",
+            "FreeHost",
+            "HostRegister",
+            "HostUnregister",
+            "cudaMalloc",
+            "cudaFree",
+        )
         assert {name for name in events if any(word in name for word in forbidden)} == set()
         assert events["Memcpy HtoD (Pinned -> Device)"] == 10
         assert events["Memcpy HtoD (Pageable -> Device)"] == 5  # the batches of 64,000 bytes
@@ -110,7 +129,9 @@ def test_random_batches_allocate_nothing_and_leave_nothing(cuda_device):
     assert after.pool.misses == before.pool.misses
     assert after.pool.total_held_slabs == before.pool.total_held_slabs
     assert after.pool.hits - before.pool.hits == 10_000
-    assert after.device_bytes - before.device_bytes <= 2 * MIB  # the step in which torch's allocator grows
+    assert (
+        after.device_bytes - before.device_bytes <= 2 * MIB
+    )  # the step in which torch's allocator grows
     assert after.resident_bytes - before.resident_bytes < 16 * MIB
 
 
@@ -144,11 +165,16 @@ def test_stage_returns_while_the_copy_stream_is_held(cuda_device, latch: Latch):
 
 
 def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scenario that matters most: try to get and overwrite a slab whose copy has not started."""
+    """The scenario that matters most: try to get and overwrite a slab whose copy has not
+    started.
+    """
     original = torch.arange(MIB // 4, dtype=torch.int32)
     latch.hold(copy_stream(stager))
     transfer = stager.stage({"x": original})
-    with contextlib.suppress(ps.errors.AcquireTimeoutError), stager.pool.acquire(MIB, timeout=0.2) as lease:
+    with (
+        contextlib.suppress(ps.errors.AcquireTimeoutError),
+        stager.pool.acquire(MIB, timeout=0.2) as lease,
+    ):
         lease.tensor().fill_(0xFF)
     latch.open()
     return original, transfer.wait()["x"].cpu()
@@ -245,7 +271,9 @@ def test_device_memory_is_kept_while_the_consumer_reads(cuda_device, latch: Latc
             kept = staged["x"].clone()
         del staged
         gc.collect()
-        for value in range(2, 8):  # the same size on the same stream, which the allocator would reuse
+        for value in range(
+            2, 8
+        ):  # the same size on the same stream, which the allocator would reuse
             stager.stage({"x": torch.full((MIB,), float(value))}).synchronize()
         latch.open()
         consumer.synchronize()
@@ -277,8 +305,12 @@ def test_a_small_batch_is_one_copy_without_waiting(cuda_device):
         stager.to_device(batch)
         torch.cuda.synchronize()
         events = profiled(lambda: stager.to_device(batch))
-        assert [name for name in events if name.startswith("Memcpy HtoD")] == ["Memcpy HtoD (Pageable -> Device)"]
-        assert not any("Synchronize" in name and "cudaDeviceSynchronize" not in name for name in events)
+        assert [name for name in events if name.startswith("Memcpy HtoD")] == [
+            "Memcpy HtoD (Pageable -> Device)"
+        ]
+        assert not any(
+            "Synchronize" in name and "cudaDeviceSynchronize" not in name for name in events
+        )
         assert stager.pool.stats().total_held_slabs == 0
 
 
@@ -290,7 +322,9 @@ def test_thirty_small_batches_return_on_a_held_stream(cuda_device, latch: Latch)
         transfers = [stager.stage(source.fill_(value)) for value in range(30)]
         assert not any(transfer.query() for transfer in transfers)
         latch.open()
-        assert all(bool((transfer.wait() == value).all()) for value, transfer in enumerate(transfers))
+        assert all(
+            bool((transfer.wait() == value).all()) for value, transfer in enumerate(transfers)
+        )
 
 
 def test_a_small_batch_is_kept_for_another_stream(cuda_device, latch: Latch):
@@ -366,7 +400,9 @@ def test_prefetch_yields_batches_in_order(cuda_device, background):
 @pytest.mark.parametrize("background", [False, True])
 def test_a_prefetcher_begins_again_on_the_device(cuda_device, background):
     with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
-        batches = stager.prefetch([{"x": torch.full((8,), float(i))} for i in range(6)], background=background)
+        batches = stager.prefetch(
+            [{"x": torch.full((8,), float(i))} for i in range(6)], background=background
+        )
         for _ in range(3):
             assert [float(batch["x"].sum()) for batch in batches] == [8.0 * i for i in range(6)]
             assert all(batch["x"].device == cuda_device for batch in batches)
@@ -376,11 +412,15 @@ def test_prefetch_sends_ahead_while_the_consumer_is_held(cuda_device, latch: Lat
     consumer = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
         (torch.ones(8, device=cuda_device) * 2).cpu()
-        batches = iter(stager.prefetch([{"x": torch.full((MIB,), float(i))} for i in range(1, 5)], depth=2))
+        batches = iter(
+            stager.prefetch([{"x": torch.full((MIB,), float(i))} for i in range(1, 5)], depth=2)
+        )
         first = next(batches)
         latch.hold(consumer)
         doubled = first["x"] * 2
-        copy_stream(stager).synchronize()  # the first and the two ahead have arrived, before the consumer begins
+        copy_stream(
+            stager
+        ).synchronize()  # the first and the two ahead have arrived, before the consumer begins
         assert stager.stats().batches == 3
         assert not consumer.query()
         latch.open()
@@ -393,7 +433,9 @@ def test_ragged_batches_arrive_intact_under_a_small_cap(cuda_device):
     with ps.Stager(cuda_device, max_bytes="4MiB") as stager:
         kept = []
         for step in range(400):
-            batch = [torch.full((int(n),), step, dtype=torch.int16) for n in random.integers(0, 9000, 50)]
+            batch = [
+                torch.full((int(n),), step, dtype=torch.int16) for n in random.integers(0, 9000, 50)
+            ]
             kept.append((step, stager.to_device(batch)))
             if len(kept) > 8:
                 number, staged = kept.pop(0)
@@ -421,10 +463,14 @@ def test_a_lease_costs_at_most_eight_pinned_tensors(cuda_device):
         torch.empty(MIB, dtype=torch.uint8, pin_memory=True)
 
     with ps.SlabPool(max_bytes="64MiB") as pool:
-        ours, torchs = ([timeit.timeit(way, number=100) / 100 for _ in range(200)] for way in (of_pool, of_torch))
+        ours, torchs = (
+            [timeit.timeit(way, number=100) / 100 for _ in range(200)]
+            for way in (of_pool, of_torch)
+        )
     pool_time, torch_time = statistics.median(ours), statistics.median(torchs)
     assert pool_time <= 8 * torch_time, (
-        f"acquire + tensor() + release took {pool_time * 1e6:.2f} us, torch {torch_time * 1e6:.2f} us"
+        f"acquire + tensor() + release took {pool_time * 1e6:.2f} us, torch {torch_time * 1e6:.2f} "
+        "us"
     )
 
 

@@ -1,4 +1,6 @@
-"""From the device to the host: one copy, a wait only for its event, and no access to half-copied data."""
+"""From the device to the host: one copy, a wait only for its event, and no access to half-copied
+data.
+"""
 
 import gc
 import threading
@@ -20,11 +22,17 @@ MIB = 1 << 20
 
 def small_tree(device, leaves=1000, elements=64):
     together = torch.randn(leaves, elements, device=device)
-    return {"samples": [{"x": together[i].clone(), "y": together[i + 1].clone()} for i in range(0, leaves, 2)]}
+    return {
+        "samples": [
+            {"x": together[i].clone(), "y": together[i + 1].clone()} for i in range(0, leaves, 2)
+        ]
+    }
 
 
 def host_stream(stager: ps.Stager) -> torch.cuda.Stream:
-    return stager._fetcher.targets.of(stager.device).out_stream  # for the tests that hold this stream
+    return stager._fetcher.targets.of(
+        stager.device
+    ).out_stream  # for the tests that hold this stream
 
 
 def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -44,12 +52,16 @@ def module_stager():
 
 
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(tensors=strategies.st.lists(strategies.tensors(), max_size=8))
 def test_any_tensors_arrive_bit_for_bit(cuda_device, module_stager, tensors):
     sources = [there(tensor, cuda_device) for tensor in tensors]
     sources += [source.transpose(0, -1) for source in sources if source.ndim > 1]
-    sources += [source.conj() for source in sources if source.dtype in (torch.complex64, torch.complex128)]
+    sources += [
+        source.conj() for source in sources if source.dtype in (torch.complex64, torch.complex128)
+    ]
     for copy in (False, True):
         fetched = module_stager.fetch({"tensors": sources, "text": "a"}, copy=copy).wait()
         for mine, source in zip(fetched["tensors"], sources, strict=True):
@@ -60,7 +72,10 @@ def test_any_tensors_arrive_bit_for_bit(cuda_device, module_stager, tensors):
 @pytest.mark.parametrize("dtype", strategies.DTYPES, ids=str)
 def test_leaves_of_every_dtype_are_gathered_exactly(cuda_device, dtype):
     shapes = [*((n, 3) for n in range(6)), (7,), ()]
-    tree = [there(strategies.tensor_of(dtype, shape, seed), cuda_device) for seed, shape in enumerate(shapes)]
+    tree = [
+        there(strategies.tensor_of(dtype, shape, seed), cuda_device)
+        for seed, shape in enumerate(shapes)
+    ]
     with ps.Stager(cuda_device, max_bytes="4MiB") as stager:
         for mine, source in zip(stager.to_host(tree), tree, strict=True):
             assert torch.equal(strategies.bits(mine), strategies.bits(source))
@@ -77,7 +92,9 @@ def test_a_thousand_tensors_are_one_copy(cuda_device):
             stager.fetch(tree, copy=False).wait()
             torch.cuda.synchronize()
         names = [event.name for event in profiler.events()]
-        assert [name for name in names if name.startswith("Memcpy DtoH")] == ["Memcpy DtoH (Device -> Pinned)"]
+        assert [name for name in names if name.startswith("Memcpy DtoH")] == [
+            "Memcpy DtoH (Device -> Pinned)"
+        ]
         assert names.count("cudaLaunchKernel") <= 20
 
 
@@ -98,7 +115,9 @@ def test_the_result_waits_for_the_copy(cuda_device, latch: Latch):
         latch.open()
         waiter.join(20)
         assert transfer.query()
-        assert all(torch.equal(s["x"], x) for s, x in zip(results[0]["samples"], expected, strict=True))
+        assert all(
+            torch.equal(s["x"], x) for s, x in zip(results[0]["samples"], expected, strict=True)
+        )
 
 
 def test_old_bytes_show_without_the_wait(cuda_device, latch: Latch, monkeypatch):
@@ -130,7 +149,10 @@ def test_the_result_waits_for_its_own_event_only(cuda_device, latch: Latch):
 def test_the_copy_follows_the_current_stream_s_work(cuda_device, latch: Latch):
     stream = torch.cuda.Stream(cuda_device)
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(stream):
-        small, large = torch.zeros(64, device=cuda_device), torch.zeros(DIRECT_BYTES, device=cuda_device)
+        small, large = (
+            torch.zeros(64, device=cuda_device),
+            torch.zeros(DIRECT_BYTES, device=cuda_device),
+        )
         small.add_(1), large.add_(1)
         stager.fetch([small, large], copy=False).wait()
         latch.hold(stream)
@@ -144,7 +166,10 @@ def test_the_copy_follows_the_current_stream_s_work(cuda_device, latch: Latch):
 
 def test_sources_can_change_right_after_the_call(cuda_device, latch: Latch):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        small, large = torch.ones(64, device=cuda_device), torch.ones(DIRECT_BYTES, device=cuda_device)
+        small, large = (
+            torch.ones(64, device=cuda_device),
+            torch.ones(DIRECT_BYTES, device=cuda_device),
+        )
         small.add_(0).zero_().add_(1), large.add_(0).zero_().add_(1)
         stager.fetch([small, large], copy=False).wait()
         latch.hold(host_stream(stager))
@@ -153,7 +178,9 @@ def test_sources_can_change_right_after_the_call(cuda_device, latch: Latch):
         large.zero_()
         del small, large
         gc.collect()
-        overwritten = [torch.zeros(n, device=cuda_device) for n in (64, DIRECT_BYTES) for _ in range(4)]
+        overwritten = [
+            torch.zeros(n, device=cuda_device) for n in (64, DIRECT_BYTES) for _ in range(4)
+        ]
         latch.open()
         for fetched in transfer.wait():
             assert bool((fetched == 1).all())
@@ -183,7 +210,9 @@ def test_both_directions_have_streams_of_their_own(cuda_device, latch: Latch):
         stager.to_device([torch.ones(MIB)])
         latch.hold(stager._target.stream)
         transfer = stager.stage([torch.ones(MIB)])
-        assert torch.equal(stager.fetch(tree, copy=False).wait()["samples"][0]["x"], tree["samples"][0]["x"].cpu())
+        assert torch.equal(
+            stager.fetch(tree, copy=False).wait()["samples"][0]["x"], tree["samples"][0]["x"].cpu()
+        )
         assert not transfer.query()
         latch.open()
 
@@ -238,7 +267,10 @@ def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device):
     # benchmarks/to_host.py has the figure; 8.6x to 10.9x were measured on a shared machine
     tensors = [torch.randn(64, device=cuda_device) for _ in range(1000)]
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        ways = (lambda: stager.fetch(tensors, copy=False).wait(), lambda: [tensor.cpu() for tensor in tensors])
+        ways = (
+            lambda: stager.fetch(tensors, copy=False).wait(),
+            lambda: [tensor.cpu() for tensor in tensors],
+        )
         times = [[], []]
         for _ in range(60):
             for way, of_way in zip(ways, times, strict=True):  # in turn: the machine's speed drifts
@@ -246,5 +278,9 @@ def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device):
                 start = time.perf_counter()
                 way()
                 of_way.append(time.perf_counter() - start)
-    ours, theirs = (min(of_way) for of_way in times)  # the minimum excludes other load on the machine
-    assert theirs >= 6 * ours, f"{theirs * 1e3:.2f} ms against {ours * 1e3:.2f} ms: {theirs / ours:.1f} times"
+    ours, theirs = (
+        min(of_way) for of_way in times
+    )  # the minimum excludes other load on the machine
+    assert theirs >= 6 * ours, (
+        f"{theirs * 1e3:.2f} ms against {ours * 1e3:.2f} ms: {theirs / ours:.1f} times"
+    )

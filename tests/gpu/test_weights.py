@@ -1,4 +1,6 @@
-"""Loading checkpoints into modules on the device: bit-equal, in stream order, through a small pool."""
+"""Loading checkpoints into modules on the device: bit-equal, in stream order, through a small
+pool.
+"""
 
 import pytest
 import torch

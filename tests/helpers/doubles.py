@@ -1,4 +1,6 @@
-"""Test doubles for the pool: memory that counts and fails on request, an event that finishes on request."""
+"""Test doubles for the pool: memory that counts and fails on request, an event that finishes on
+request.
+"""
 
 import concurrent.futures
 import contextlib
@@ -48,8 +50,9 @@ class Gate:
 class CountingMemory:
     """A memory resource over plain memory that counts.
 
-    A block counts as live from the beginning of its allocation to the end of its deallocation: the strictest reading of
-    a cap on the bytes held. Freed bytes are overwritten, and a failed deallocation leaves the block live.
+    A block counts as live from the beginning of its allocation to the end of its deallocation: the
+    strictest reading of a cap on the bytes held. Freed bytes are overwritten, and a failed
+    deallocation leaves the block live.
     """
 
     is_pinned = False
@@ -146,7 +149,9 @@ class ManualEvent:
 
 
 def in_child(claim: Callable[[], object]) -> int:
-    """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended it."""
+    """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended
+    it.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork with other threads
         pid = os.fork()
@@ -164,7 +169,9 @@ def claim_in_child(claim: Callable[[], object]) -> None:
     """Make a claim in a forked child, and fail with the child's traceback if it fails there."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)  # as above
+        warnings.filterwarnings(
+            "ignore", message=".*multi-threaded", category=DeprecationWarning
+        )  # as above
         pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -204,14 +211,17 @@ def calls_of(work: Callable[[], object]) -> list[str]:
 
 
 def is_mapped(address: int) -> bool:
-    spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    spans = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
 def shared_files() -> set[int]:
     """Return the inodes of pinstage's shared memory that this process has open.
 
-    The numbers of all descriptors won't do: garbage of an earlier test may close some in the meantime.
+    The numbers of all descriptors won't do: garbage of an earlier test may close some in the
+    meantime.
     """
     found = set()
     for link in Path("/proc/self/fd").iterdir():
@@ -246,9 +256,11 @@ _BY_GC = ("__del__", "gc_callback")
 
 
 class Interrupts:
-    """A profiler that raises KeyboardInterrupt at the n-th point where Python looks for one, in calls by some files.
+    """A profiler that raises KeyboardInterrupt at the n-th point where Python looks for one, in
+    calls by some files.
 
-    These points are the start of a function, which then does nothing, and the end of a call, whose result is lost.
+    These points are the start of a function, which then does nothing, and the end of a call, whose
+    result is lost.
     """
 
     def __init__(self, countdown: int, *files: str):
@@ -256,8 +268,11 @@ class Interrupts:
         self._files = files
 
     def __call__(self, frame, event, _):
-        caller = frame if event == "c_return" else frame.f_back if event in ("call", "return") else None
-        # Not in functions that the garbage collector calls: an interrupt there is swallowed, or belongs to hypothesis.
+        caller = (
+            frame if event == "c_return" else frame.f_back if event in ("call", "return") else None
+        )
+        # Not in functions that the garbage collector calls: an interrupt there is swallowed, or
+        # belongs to hypothesis.
         if (
             caller is not None
             and caller.f_code.co_filename.endswith(self._files)
@@ -268,7 +283,9 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def during(self, work: Callable[[], object]) -> bool:
-        """Do work; return whether it was interrupted. Restores autograd after an interrupted `torch.no_grad`."""
+        """Do work; return whether it was interrupted. Restores autograd after an interrupted
+        `torch.no_grad`.
+        """
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             sys.setprofile(self)
             try:
@@ -294,8 +311,12 @@ def stays_blocked(future: concurrent.futures.Future) -> bool:
 
 
 def outcome(future: concurrent.futures.Future):
-    """Return what a call in the background returned, or raise what it raised; fail if it never returns."""
-    assert concurrent.futures.wait([future], timeout=PATIENCE_SECONDS).done, "the call did not return"
+    """Return what a call in the background returned, or raise what it raised; fail if it never
+    returns.
+    """
+    assert concurrent.futures.wait([future], timeout=PATIENCE_SECONDS).done, (
+        "the call did not return"
+    )
     return future.result()
 
 
@@ -303,7 +324,9 @@ def use_target(stager, target):
     """Let a stager send to another device; return that device."""
     stager._target = target
     stager._sender = dataclasses.replace(stager._sender, target=target)
-    stager._writer = dataclasses.replace(stager._writer, sender=dataclasses.replace(stager._sender, own_storage=False))
+    stager._writer = dataclasses.replace(
+        stager._writer, sender=dataclasses.replace(stager._sender, own_storage=False)
+    )
     return target
 
 
@@ -314,7 +337,9 @@ def nothing_at_once(monkeypatch, at_once_bytes=0):
 
 
 def record_work(monkeypatch):
-    """Let the CPU target mark the loop's stream as a GPU does; return the marks made, and the marks waited for."""
+    """Let the CPU target mark the loop's stream as a GPU does; return the marks made, and the marks
+    waited for.
+    """
     made, waited = [], []
 
     class Work:
@@ -331,7 +356,9 @@ def record_work(monkeypatch):
         return None
 
     nothing_at_once(monkeypatch)
-    monkeypatch.setattr("pinstage._stage._device.Target.consumer", lambda _, stream: stream or "the loop's")
+    monkeypatch.setattr(
+        "pinstage._stage._device.Target.consumer", lambda _, stream: stream or "the loop's"
+    )
     monkeypatch.setattr("pinstage._stage._device.Target.record", record)
     return made, waited
 
@@ -339,8 +366,9 @@ def record_work(monkeypatch):
 class Background(threading.Thread):
     """Calls a function in a thread that ends with it.
 
-    A function that forks must not run in an executor's thread: the forked process ends with code 1, since
-    `concurrent.futures` tries to join that thread at exit (Python 3.11), and torch's handler reports this.
+    A function that forks must not run in an executor's thread: the forked process ends with code 1,
+    since `concurrent.futures` tries to join that thread at exit (Python 3.11), and torch's handler
+    reports this.
     """
 
     def __init__(self, function, *args):
@@ -388,9 +416,11 @@ class _QueuedCopy:
 
 
 class QueuedTarget(Target):
-    """Plain memory, with copies that are done late: when a stream waits for them, or more copies are queued.
+    """Plain memory, with copies that are done late: when a stream waits for them, or more copies
+    are queued.
 
-    Until then, destinations are full of 0xFF. `lost` counts copies whose memory was freed before they ran.
+    Until then, destinations are full of 0xFF. `lost` counts copies whose memory was freed before
+    they ran.
 
     Args:
         out: copies to the host that queue up before the oldest is done.
@@ -438,7 +468,9 @@ class QueuedTarget(Target):
                     queue.pop(0).run()
 
     def _queued(self, queue, there, here, after, *, leaves):
-        memory = weakref.ref(there.untyped_storage())  # a reference to the tensor would be cleared too soon
+        memory = weakref.ref(
+            there.untyped_storage()
+        )  # a reference to the tensor would be cleared too soon
         ends, nbytes = (there.data_ptr(), here.data_ptr()), here.numel()
 
         def copy():

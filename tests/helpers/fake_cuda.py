@@ -36,16 +36,23 @@ class FakeCuda:
         self.offset = 0
         self.most_registered = None  # larger calls are refused with 801
         self.before = {}  # by name of a call: a function to run before it
-        self.attributes = {"HOST_REGISTER_SUPPORTED": 1, "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0}
+        self.attributes = {
+            "HOST_REGISTER_SUPPORTED": 1,
+            "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0,
+        }
         prefix = "CU_DEVICE_ATTRIBUTE_"
-        self.CUdevice_attribute = types.SimpleNamespace(**{prefix + name: name for name in self.attributes})
+        self.CUdevice_attribute = types.SimpleNamespace(
+            **{prefix + name: name for name in self.attributes}
+        )
 
     def fail(self, call, code, *, nth=1):
         """Make the ``nth`` next call of that name return ``code``."""
         self.failing[call] = [nth, code]
 
     def refuse(self, call, code, times):
-        """Make the next ``times`` calls of that name return ``code``; return how many of the last request were left."""
+        """Make the next ``times`` calls of that name return ``code``; return how many of the last
+        request were left.
+        """
         left = self.refusing.get(call, (0, 0))[0]
         self.refusing[call] = times, code
         return left
@@ -149,4 +156,8 @@ class FakeCuda:
     cuGetErrorName, cuGetErrorString = cudaGetErrorName, cudaGetErrorString
 
     def names(self):
-        return [call[0] for call in self.calls if call[0].startswith("cudaHost") or call[0] == "cudaFreeHost"]
+        return [
+            call[0]
+            for call in self.calls
+            if call[0].startswith("cudaHost") or call[0] == "cudaFreeHost"
+        ]

@@ -1,4 +1,5 @@
-"""Saves an FSDP2 model and Adam's state with `CheckpointStager` during training, and loads them. Run by torchrun.
+"""Saves an FSDP2 model and Adam's state with `CheckpointStager` during training, and loads them.
+Run by torchrun.
 
 torchrun --nproc-per-node 2 fsdp_checkpoint.py FOLDER cuda
 """
@@ -48,7 +49,9 @@ class Job:
 
 def main(folder: Path, device: torch.device) -> None:
     job = Job(device, seed=0)
-    of_checkpoints = dist.new_group(backend="gloo")  # its thread must not come between training's collectives
+    of_checkpoints = dist.new_group(
+        backend="gloo"
+    )  # its thread must not come between training's collectives
     with CheckpointStager(max_bytes="16MiB") as stager:
         for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
             for number in range(3):
@@ -84,7 +87,9 @@ def main(folder: Path, device: torch.device) -> None:
 if __name__ == "__main__":
     _folder, _kind = sys.argv[1:]
     _on_gpu = _kind == "cuda"
-    _device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if _on_gpu else torch.device("cpu")
+    _device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"])) if _on_gpu else torch.device("cpu")
+    )
     if _on_gpu:
         torch.cuda.set_device(_device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if _on_gpu else "gloo")

@@ -1,7 +1,8 @@
-"""Trains with FSDP2 on batches that a frozen pool stages, and on the same batches on the device. Run by torchrun.
+"""Trains with FSDP2 on batches that a frozen pool stages, and on the same batches on the device.
+Run by torchrun.
 
-FSDP2 was reported to hang when each batch is pinned and freed: freeing waits for the device, whose collectives wait for
-the other rank. Each rank writes its results to ``FOLDER/rank<n>.json``.
+FSDP2 was reported to hang when each batch is pinned and freed: freeing waits for the device, whose
+collectives wait for the other rank. Each rank writes its results to ``FOLDER/rank<n>.json``.
 
     torchrun --nproc-per-node 2 fsdp_steps.py FOLDER cuda 300
 """
@@ -30,7 +31,14 @@ WIDTH = 64
 LAYOUTS = 30
 """Batches of different layouts; the warm-up uses all of them."""
 SAMPLES = 16
-WAITS_OR_PINS = ("DeviceSynchronize", "HostAlloc", "FreeHost", "HostRegister", "HostUnregister", "MallocHost")
+WAITS_OR_PINS = (
+    "DeviceSynchronize",
+    "HostAlloc",
+    "FreeHost",
+    "HostRegister",
+    "HostUnregister",
+    "MallocHost",
+)
 
 
 class Model(nn.Module):
@@ -38,7 +46,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
         self.head = nn.Linear(WIDTH, 1)
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -50,16 +60,23 @@ class Model(nn.Module):
 
 
 def ragged_batch(rng: random.Random) -> dict[str, Any]:
-    counts = [rng.randrange(16, 56) for _ in range(SAMPLES)]  # more than 64 KiB: each batch takes a slab
+    counts = [
+        rng.randrange(16, 56) for _ in range(SAMPLES)
+    ]  # more than 64 KiB: each batch takes a slab
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     samples = [
-        {"rows": torch.randn(count, WIDTH, generator=generator), "weights": torch.rand(count, generator=generator)}
+        {
+            "rows": torch.randn(count, WIDTH, generator=generator),
+            "weights": torch.rand(count, generator=generator),
+        }
         for count in counts
     ]
     return {"samples": samples, "target": torch.randn(sum(counts), generator=generator)}
 
 
-def training(batches: Iterable[dict[str, Any]], device: torch.device) -> Callable[[int], list[torch.Tensor]]:
+def training(
+    batches: Iterable[dict[str, Any]], device: torch.device
+) -> Callable[[int], list[torch.Tensor]]:
     """Return a function that trains for some steps, from weights that are the same each time."""
     torch.manual_seed(0)
     model = Model().to(device)
@@ -84,13 +101,19 @@ def training(batches: Iterable[dict[str, Any]], device: torch.device) -> Callabl
 
 
 def profiled(work: Callable[[], Any], device: torch.device) -> tuple[Any, Counter[str]]:
-    """Do work; return its result, and the trace's counts of waits for the device, pinning and unpinning by caller."""
+    """Do work; return its result, and the trace's counts of waits for the device, pinning and
+    unpinning by caller.
+    """
     if device.type != "cuda":
         return work(), Counter()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         result = work()
-    events = [event for event in profiler.events() if any(word in event.name for word in WAITS_OR_PINS)]
+    events = [
+        event for event in profiler.events() if any(word in event.name for word in WAITS_OR_PINS)
+    ]
     return result, Counter(f"{event.name} in {whose(event)}" for event in events)
 
 
@@ -99,7 +122,11 @@ def whose(event: Any) -> str:
     parents = []
     while (event := event.cpu_parent) is not None:
         parents.append(event.name)
-    return "pinstage" if any(name.startswith("pinstage.") for name in parents) else (*parents, "nothing")[0]
+    return (
+        "pinstage"
+        if any(name.startswith("pinstage.") for name in parents)
+        else (*parents, "nothing")[0]
+    )
 
 
 def pin_and_wait(device: torch.device) -> None:
@@ -147,7 +174,9 @@ def main(folder: Path, device: torch.device, steps: int) -> None:
 if __name__ == "__main__":
     _folder, _kind, _steps = sys.argv[1:]
     _on_gpu = _kind == "cuda"
-    _device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if _on_gpu else torch.device("cpu")
+    _device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"])) if _on_gpu else torch.device("cpu")
+    )
     if _on_gpu:
         torch.cuda.set_device(_device)
     dist.init_process_group("nccl" if _on_gpu else "gloo", device_id=_device if _on_gpu else None)

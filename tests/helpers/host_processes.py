@@ -1,7 +1,8 @@
-"""Programs that share a `HostBudget`, for `test_host_budget.py`. They print messages in JSON, one per line.
+"""Programs that share a `HostBudget`, for `test_host_budget.py`. They print messages in JSON, one
+per line.
 
-A file that all of them map has the bytes that each really holds: one number per process, written before memory is
-allocated and after it is freed. Every process that allocates checks the sum.
+A file that all of them map has the bytes that each really holds: one number per process, written
+before memory is allocated and after it is freed. Every process that allocates checks the sum.
 """
 
 import json
@@ -57,7 +58,9 @@ class Truth:
         return held
 
     def exceeds(self, cap):
-        """Return whether more than a cap is held. The kernel frees a killed process's memory with a delay."""
+        """Return whether more than a cap is held. The kernel frees a killed process's memory with a
+        delay.
+        """
         return self.held() > cap and (time.sleep(0.2) or self.held() > cap)
 
 
@@ -117,7 +120,9 @@ def churn(truth, place, most, cap, seconds, seed):
         step = chance.random()
         if step < 0.5:
             try:
-                leases.append(pool.acquire(chance.randrange(1, MIB), timeout=chance.choice([0, 0.02, 0.3])))
+                leases.append(
+                    pool.acquire(chance.randrange(1, MIB), timeout=chance.choice([0, 0.02, 0.3]))
+                )
                 served += 1
             except ps.errors.AcquireTimeoutError:
                 refused += 1
@@ -132,7 +137,12 @@ def churn(truth, place, most, cap, seconds, seed):
     while leases:
         leases.pop().release()
     pool.close()
-    return {"served": served, "refused": refused, "excesses": memory.excesses, "held": pool.stats().held_bytes}
+    return {
+        "served": served,
+        "refused": refused,
+        "excesses": memory.excesses,
+        "held": pool.stats().held_bytes,
+    }
 
 
 def crowd(folder, count, most, seconds, cap):
@@ -170,8 +180,12 @@ def crowd(folder, count, most, seconds, cap):
 
 
 def hold(nbytes, is_idle):
-    """Hold memory, in use or idle. After a line of input give back what is idle, and hold the rest until another."""
-    pool = ps.SlabPool(memory=ps.memory.PageableMemory(), budget=ps.HostBudget(8 * MIB, name="held"))
+    """Hold memory, in use or idle. After a line of input give back what is idle, and hold the rest
+    until another.
+    """
+    pool = ps.SlabPool(
+        memory=ps.memory.PageableMemory(), budget=ps.HostBudget(8 * MIB, name="held")
+    )
     lease = pool.acquire(nbytes, owner="eval")
     if is_idle:
         lease.release()

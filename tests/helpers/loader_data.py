@@ -1,4 +1,6 @@
-"""Datasets and functions of the loader's tests, at module level, so that a spawned worker finds them; and `same`."""
+"""Datasets and functions of the loader's tests, at module level, so that a spawned worker finds
+them; and `same`.
+"""
 
 import collections
 import dataclasses
@@ -127,7 +129,12 @@ def cloud(index):
 
 
 def collate_clouds(clouds, *, collate_fn_map=None):
-    return torch.utils.data._utils.collate.collate([c.points for c in clouds], collate_fn_map=collate_fn_map) + 1
+    return (
+        torch.utils.data._utils.collate.collate(
+            [c.points for c in clouds], collate_fn_map=collate_fn_map
+        )
+        + 1
+    )
 
 
 def channels_last(index):
@@ -137,7 +144,10 @@ def channels_last(index):
 def permuted(index):
     shapes = itertools.product((1, 2, 3), repeat=4)
     forms = itertools.permutations(range(4))
-    return [torch.full(shape, float(index)).permute(form) for shape, form in itertools.product(shapes, forms)]
+    return [
+        torch.full(shape, float(index)).permute(form)
+        for shape, form in itertools.product(shapes, forms)
+    ]
 
 
 def random_numbers(index):
@@ -161,7 +171,10 @@ class Several:
 def random_size(index):
     generator = torch.Generator().manual_seed(index)
     size = int(torch.randint(1, 60_000, (), generator=generator))
-    return {"data": torch.randint(0, 255, (size,), generator=generator, dtype=torch.uint8), "index": index}
+    return {
+        "data": torch.randint(0, 255, (size,), generator=generator, dtype=torch.uint8),
+        "index": index,
+    }
 
 
 def large(index):
@@ -182,9 +195,14 @@ def dies_at_seven(index):
 
 def dies_in_the_middle_of_a_message(index):
     if index == 7 and get_worker_info() is not None:
-        for queue in [found for found in gc.get_objects() if type(found) is multiprocessing.queues.Queue]:
+        for queue in [
+            found for found in gc.get_objects() if type(found) is multiprocessing.queues.Queue
+        ]:
             if not queue._writer.closed:
-                os.write(queue._writer.fileno(), b"\0\0\1\0 these are not the 256 bytes that were promised")
+                os.write(
+                    queue._writer.fileno(),
+                    b"\0\0\1\0 these are not the 256 bytes that were promised",
+                )
         os.kill(os.getpid(), signal.SIGKILL)
     return torch.full((1000,), index)
 
@@ -226,20 +244,36 @@ def to_graph(samples):
 
 def padded(samples):
     lengths = torch.tensor([len(sample) for sample in samples])
-    return {"values": torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), "lengths": lengths}
+    return {
+        "values": torch.nn.utils.rnn.pad_sequence(samples, batch_first=True),
+        "lengths": lengths,
+    }
 
 
 def with_strided(samples):
     stacked = torch.utils.data.default_collate(samples)
-    return {"t": stacked[0].mT, "e": stacked[1].expand(2, -1), "again": stacked[0], "n": None, "s": {1, 2}}
+    return {
+        "t": stacked[0].mT,
+        "e": stacked[1].expand(2, -1),
+        "again": stacked[0],
+        "n": None,
+        "s": {1, 2},
+    }
 
 
 def with_sparse(samples):
-    return torch.stack([sample for sample, _ in samples]).to_sparse(), torch.ones(2, requires_grad=True)
+    return torch.stack([sample for sample, _ in samples]).to_sparse(), torch.ones(
+        2, requires_grad=True
+    )
 
 
 def with_arrays(samples):
-    arrays = [np.arange(12, dtype=np.float32).reshape(3, 4), np.arange(5)[::2], np.float64(2.5), np.array([True])]
+    arrays = [
+        np.arange(12, dtype=np.float32).reshape(3, 4),
+        np.arange(5)[::2],
+        np.float64(2.5),
+        np.array([True]),
+    ]
     return {"arrays": arrays, "tensor": samples[0][0], "names": np.array(["a", "b"])}
 
 
@@ -277,7 +311,9 @@ def class_of_the_workers_own(samples):
     """Return a batch of a class that is made in the worker, where pickle finds it by name."""
     name = "OnlyHere"
     if name not in globals():
-        globals()[name] = dataclasses.make_dataclass(name, ["number"], namespace={"__module__": __name__})
+        globals()[name] = dataclasses.make_dataclass(
+            name, ["number"], namespace={"__module__": __name__}
+        )
     return globals()[name](samples[0][1])
 
 
@@ -328,13 +364,16 @@ def same(found, expected):
             and telling_strides(found) == telling_strides(torch.empty_like(expected))
             and found.requires_grad == expected.requires_grad
             and torch.equal(
-                found.detach().contiguous().view(as_integers), expected.detach().contiguous().view(as_integers)
+                found.detach().contiguous().view(as_integers),
+                expected.detach().contiguous().view(as_integers),
             )
         )
     if type(found) is not type(expected):
         return False
     if isinstance(expected, dict):
-        return list(found) == list(expected) and all(same(found[key], expected[key]) for key in expected)
+        return list(found) == list(expected) and all(
+            same(found[key], expected[key]) for key in expected
+        )
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(same, found, expected))
     if isinstance(expected, Graph):
@@ -342,7 +381,7 @@ def same(found, expected):
     return found == expected
 
 
-# -- what stays on the host --------------------------------------------------------------------------------------------
+# -- what stays on the host ------------------------------------------------------------------------
 
 KEPT_PATHS = ["['lengths']", "['more'][0]"]
 

@@ -1,4 +1,6 @@
-"""The offset table, packing and cutting in plain Python: slow and obvious, for properties of the extension."""
+"""The offset table, packing and cutting in plain Python: slow and obvious, for properties of the
+extension.
+"""
 
 import ctypes
 import math
@@ -9,7 +11,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pinstage._batch import ALIGNMENT, DTYPES, PACKED, RowKind, Table, contiguous_stride, dense_stride, walk
+from pinstage._batch import (
+    ALIGNMENT,
+    DTYPES,
+    PACKED,
+    RowKind,
+    Table,
+    contiguous_stride,
+    dense_stride,
+    walk,
+)
 from pinstage._batch._describe import _describe_leaf
 from pinstage._batch._table import INTEGERS, MOST_DIMS, row_type
 
@@ -17,7 +28,9 @@ HEADER = struct.Struct("=4q")  # magic, rows, width, nbytes
 MAGIC = 0x70696E7374616705
 
 GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
-"""Leaf sizes at which the second and the third group begin; the leaves of a block are in one group."""
+"""Leaf sizes at which the second and the third group begin; the leaves of a block are in one
+group.
+"""
 
 MOST_IN_BLOCK = (1024 * 1024, 4 * 1024 * 1024, 0)
 """Most bytes of a block in each group; a leaf of the third group has its own block."""
@@ -48,7 +61,9 @@ def take_apart(batch):
     """Describe the leaves of a batch and place them in a slab."""
     leaves, structure = walk(batch)
     device = torch.device("cpu")
-    described = [describe(leaves, structure, device, leaf, index) for index, leaf in enumerate(leaves)]
+    described = [
+        describe(leaves, structure, device, leaf, index) for index, leaf in enumerate(leaves)
+    ]
     rows, first = [], {}
     for index, (leaf, found) in enumerate(zip(leaves, described, strict=True)):
         same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)
@@ -57,17 +72,33 @@ def take_apart(batch):
         elif found.source is None:
             rows.append((-1, 0, found.kind, found.dtype, 0, 0, (), ()))
         else:
-            rows.append((-1, found.nbytes, found.kind, found.dtype, len(found.shape), 0, found.shape, found.stride))
+            rows.append(
+                (
+                    -1,
+                    found.nbytes,
+                    found.kind,
+                    found.dtype,
+                    len(found.shape),
+                    0,
+                    found.shape,
+                    found.stride,
+                )
+            )
 
     def key(row):
         return bisect_right(GROUPS_FROM, row[1]), row[3]
 
-    packed = sorted((index for index, row in enumerate(rows) if row[2] in PACKED), key=lambda index: key(rows[index]))
+    packed = sorted(
+        (index for index, row in enumerate(rows) if row[2] in PACKED),
+        key=lambda index: key(rows[index]),
+    )
     end = start = block = 0
     before = None
     for index in packed:
         row = rows[index]
-        if before is not None and (key(row) != before or end + row[1] - start > MOST_IN_BLOCK[key(row)[0]]):
+        if before is not None and (
+            key(row) != before or end + row[1] - start > MOST_IN_BLOCK[key(row)[0]]
+        ):
             block, start = block + 1, end
         rows[index] = (end, *row[1:5], block, *row[6:])
         before, end = key(row), end + -(-row[1] // ALIGNMENT) * ALIGNMENT
@@ -76,7 +107,9 @@ def take_apart(batch):
 
 def describe(leaves, structure, device, leaf, index):
     """Describe a leaf, and decide how it is stored: dense and empty leaves keep their strides."""
-    kind, dtype, shape, stride, source, address = _describe_leaf(leaves, structure, device, True, leaf, index)
+    kind, dtype, shape, stride, source, address = _describe_leaf(
+        leaves, structure, device, True, leaf, index
+    )
     if source is None:
         return Described(kind, dtype, (), (), 0, None, 0)
     if source.numel() and not dense_stride(shape, stride):
@@ -118,9 +151,13 @@ def pack(whole, slab):
 
 
 def copy_elements(found, target):
-    """Copy a strided leaf as integers: copying bools would make them 0 or 1, and some dtypes can't be copied."""
+    """Copy a strided leaf as integers: copying bools would make them 0 or 1, and some dtypes can't
+    be copied.
+    """
     source, size = found.source.detach(), found.source.itemsize
-    if source.data_ptr() % size:  # torch's loops want aligned elements: complex128 crashes otherwise
+    if (
+        source.data_ptr() % size
+    ):  # torch's loops want aligned elements: complex128 crashes otherwise
         start, steps = source.storage_offset() * size, [step * size for step in source.stride()]
         of_bytes = torch.empty(0, dtype=torch.uint8)
         of_bytes.set_(source.untyped_storage(), start, (*source.shape, size), (*steps, 1))
@@ -143,13 +180,15 @@ def figures_of(data):
         raise ValueError("its header or its length is wrong")
     table = Table(data, *[0] * 5)
     rows = list(table.entries())
-    wrong = next((index for index, row in enumerate(rows) if not is_possible(row, index, nbytes)), None)
+    wrong = next(
+        (index for index, row in enumerate(rows) if not is_possible(row, index, nbytes)), None
+    )
     if wrong is None:
         wrong = first_overlap(rows)
     if wrong is not None:
         raise ValueError(
-            f"row {wrong} has an unknown kind or dtype, contradicts itself, overlaps another row, or leads outside of "
-            f"its {nbytes} bytes"
+            f"row {wrong} has an unknown kind or dtype, contradicts itself, overlaps another row, "
+            f"or leads outside of its {nbytes} bytes"
         )
     kinds = [row[2] for row in rows]
     packed = [row[1] for row in rows if row[2] in PACKED]
@@ -165,9 +204,13 @@ def is_possible(row, index, nbytes):
 
 
 def first_overlap(rows):
-    """Return the number of the first row, by offset and size, that begins inside another; None if none does."""
+    """Return the number of the first row, by offset and size, that begins inside another; None if
+    none does.
+    """
     end = 0
-    for offset, size, index in sorted((row[0], row[1], index) for index, row in enumerate(rows) if row[2] in PACKED):
+    for offset, size, index in sorted(
+        (row[0], row[1], index) for index, row in enumerate(rows) if row[2] in PACKED
+    ):
         if offset < end:
             return index
         end = offset + size
@@ -181,6 +224,10 @@ def lies_in_slab(row, nbytes):
     shape, stride = shape[:ndim], stride[:ndim]
     if dtype is None or ndim > len(row[6]) or min(offset, *shape, *stride, 0) < 0:
         return False
-    if offset % dtype.itemsize or size != math.prod(shape) * dtype.itemsize or offset + size > nbytes:
+    if (
+        offset % dtype.itemsize
+        or size != math.prod(shape) * dtype.itemsize
+        or offset + size > nbytes
+    ):
         return False
     return not size or dense_stride(tuple(shape), tuple(stride))

@@ -1,4 +1,6 @@
-"""Batches whose leaves have their own memory or share blocks, and checks of what each keeps. For CPU and GPU."""
+"""Batches whose leaves have their own memory or share blocks, and checks of what each keeps. For
+CPU and GPU.
+"""
 
 import torch
 from strategies import tensor_of
@@ -26,12 +28,23 @@ def many():
     """More leaves, so that they share blocks; more than one block of two groups is full."""
     small = [of_bytes(60 * KIB, torch.float32, seed) for seed in range(20)]
     medium = [of_bytes(MIB, torch.float32, seed) for seed in range(5)]
-    return [*few(), *small, *medium, of_bytes(64 * KIB, torch.int64), of_bytes(4 * MIB, torch.int16), *few()[:3]]
+    return [
+        *few(),
+        *small,
+        *medium,
+        of_bytes(64 * KIB, torch.int64),
+        of_bytes(4 * MIB, torch.int16),
+        *few()[:3],
+    ]
 
 
 def samples():
     """Many small leaves of one dtype, which share a block, and two of another dtype."""
-    return [*(tensor_of(torch.float32, (3, 4), seed) for seed in range(18)), torch.arange(6), torch.arange(7)]
+    return [
+        *(tensor_of(torch.float32, (3, 4), seed) for seed in range(18)),
+        torch.arange(6),
+        torch.arange(7),
+    ]
 
 
 def storage_bytes(tensor):
@@ -39,7 +52,9 @@ def storage_bytes(tensor):
 
 
 def assert_own(batch, staged):
-    """Fail unless each leaf is as `.to()` would make it: exactly its bytes, shared with no other leaf."""
+    """Fail unless each leaf is as `.to()` would make it: exactly its bytes, shared with no other
+    leaf.
+    """
     for leaf, other in zip(batch, staged, strict=True):
         assert (storage_bytes(other), other.storage_offset(), other._base) == (leaf.nbytes, 0, None)
         assert other.stride() == leaf.stride()
@@ -54,7 +69,9 @@ def assert_in_blocks(batch, staged):
         assert other._base is None
         if leaf.nbytes >= 4 * MIB:
             assert (storage_bytes(other), other.storage_offset()) == (leaf.nbytes, 0)
-        assert storage_bytes(other) <= (MIB if leaf.nbytes < 64 * KIB else max(4 * MIB, leaf.nbytes))
+        assert storage_bytes(other) <= (
+            MIB if leaf.nbytes < 64 * KIB else max(4 * MIB, leaf.nbytes)
+        )
         if other.nbytes:
             dtypes.setdefault(other.untyped_storage().data_ptr(), set()).add(other.dtype)
     assert all(len(found) == 1 for found in dtypes.values())

@@ -1,4 +1,6 @@
-"""The two ways to describe and make tensors: torch's private functions, or public ones if a probe fails."""
+"""The two ways to describe and make tensors: torch's private functions, or public ones if a probe
+fails.
+"""
 
 import contextlib
 import functools
@@ -22,7 +24,9 @@ def on_path(path):
 
 
 def on_both_paths(test):
-    """Run a property test on both paths with each example: making the examples takes the most time."""
+    """Run a property test on both paths with each example: making the examples takes the most
+    time.
+    """
 
     @functools.wraps(test)
     def on_each(*args, **kwargs):

@@ -17,8 +17,18 @@ PACKAGE = Path(pinstage.__file__).parent
 PAGE = Path(__file__).parents[1] / "public_api.txt"
 SUBMODULES = ["checkpoint", "errors", "inspect", "memory", "metrics", "offload"]
 FRAMEWORKS = ["accelerate", "lightning", "ray", "torchdata", "transformers"]
-"""Modules of `pinstage.integrations`, read without imports, so that no framework needs to be installed."""
-MADE_BY_CALLS = {"HostTransfer", "Layout", "Lease", "Prefetcher", "RegionHandle", "StepTimes", "Transfer"}
+"""Modules of `pinstage.integrations`, read without imports, so that no framework needs to be
+installed.
+"""
+MADE_BY_CALLS = {
+    "HostTransfer",
+    "Layout",
+    "Lease",
+    "Prefetcher",
+    "RegionHandle",
+    "StepTimes",
+    "Transfer",
+}
 """Classes that users don't make themselves, so that their constructors aren't public."""
 
 
@@ -44,7 +54,9 @@ def public_things() -> list[tuple[str, str, Any]]:
     found = []
     for path in ("pinstage", *(f"pinstage.{name}" for name in SUBMODULES)):
         module = importlib.import_module(path)
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == path]
+        own = [
+            name for name, value in vars(module).items() if getattr(value, "__module__", "") == path
+        ]
         names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
         found += [(path, name, getattr(module, name)) for name in sorted(names)]
     return found
@@ -62,8 +74,12 @@ def parsed(path: Path) -> ast.Module:
 
 
 def definitions_of(thing: Any) -> list[Any]:
-    """Return the nodes that define a function and its overloads, or a class and its hidden bases."""
-    kinds = [kind for kind in getattr(thing, "__mro__", [thing]) if kind is thing or is_hidden(kind)]
+    """Return the nodes that define a function and its overloads, or a class and its hidden
+    bases.
+    """
+    kinds = [
+        kind for kind in getattr(thing, "__mro__", [thing]) if kind is thing or is_hidden(kind)
+    ]
     found = []
     for kind in kinds if hasattr(thing, "__qualname__") else []:
         file = sys.modules[kind.__module__].__file__
@@ -74,7 +90,9 @@ def definitions_of(thing: Any) -> list[Any]:
 
 
 def described(name: str, nodes: list[Any], names: dict[str, Any]) -> Iterator[str]:
-    """Yield the signature of a function, or of a class and its public members; `names` are of its module."""
+    """Yield the signature of a function, or of a class and its public members; `names` are of its
+    module.
+    """
     if isinstance(nodes[0], ast.FunctionDef):
         yield from (signature(node, name, names) for node in seen_by_type_checkers(nodes))
         return
@@ -86,8 +104,15 @@ def described(name: str, nodes: list[Any], names: dict[str, Any]) -> Iterator[st
         members = list(members_of(node, names))
         yield from (f"    {text}" for member, text in members if member not in seen)
         seen |= {member for member, _ in members}
-    inits = [part for node in nodes for part in node.body if getattr(part, "name", "") == "__init__"][:1]
-    yield from (f"    {attribute}" for init in inits for attribute in attributes_of(init) if attribute not in seen)
+    inits = [
+        part for node in nodes for part in node.body if getattr(part, "name", "") == "__init__"
+    ][:1]
+    yield from (
+        f"    {attribute}"
+        for init in inits
+        for attribute in attributes_of(init)
+        if attribute not in seen
+    )
 
 
 def seen_by_type_checkers(nodes: list[Any]) -> list[Any]:
@@ -99,37 +124,59 @@ def seen_by_type_checkers(nodes: list[Any]) -> list[Any]:
 
 def members_of(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield name and signature of the public members of a class, as a type checker sees them."""
-    functions = seen_by_type_checkers([part for part in node.body if isinstance(part, ast.FunctionDef)])
+    functions = seen_by_type_checkers(
+        [part for part in node.body if isinstance(part, ast.FunctionDef)]
+    )
     for part in node.body:
         match part:
             case ast.If(test=ast.Name(id="TYPE_CHECKING")):
                 yield from members_of(part, names)
-            case ast.FunctionDef(name=name) if part in functions and (name == "__init__" or name[0] != "_"):
+            case ast.FunctionDef(name=name) if part in functions and (
+                name == "__init__" or name[0] != "_"
+            ):
                 marks = [f"@{ast.unparse(mark)} " for mark in part.decorator_list]
-                yield name, "".join(mark for mark in marks if mark != "@overload ") + signature(part, name, names)
+                yield (
+                    name,
+                    "".join(mark for mark in marks if mark != "@overload ")
+                    + signature(part, name, names),
+                )
             case ast.AnnAssign(target=ast.Name(id=name), annotation=kind) if name[0] != "_":
-                default = "" if part.value is None else f" = {ast.unparse(resolved(part.value, names))}"
+                default = (
+                    "" if part.value is None else f" = {ast.unparse(resolved(part.value, names))}"
+                )
                 yield name, f"{name}: {ast.unparse(kind)}{default}"
 
 
 def attributes_of(init: ast.FunctionDef) -> list[str]:
     """Return the public attributes that ``__init__`` sets."""
-    stored = (word for word in ast.walk(init) if isinstance(word, ast.Attribute) and isinstance(word.ctx, ast.Store))
-    names = (word.attr for word in stored if isinstance(word.value, ast.Name) and word.value.id == "self")
+    stored = (
+        word
+        for word in ast.walk(init)
+        if isinstance(word, ast.Attribute) and isinstance(word.ctx, ast.Store)
+    )
+    names = (
+        word.attr for word in stored if isinstance(word.value, ast.Name) and word.value.id == "self"
+    )
     return [name for name in dict.fromkeys(names) if not name.startswith("_")]
 
 
 def signature(node: ast.FunctionDef, name: str, names: dict[str, Any]) -> str:
     arguments = node.args
     arguments.defaults = [resolved(default, names) for default in arguments.defaults]
-    arguments.kw_defaults = [default and resolved(default, names) for default in arguments.kw_defaults]
+    arguments.kw_defaults = [
+        default and resolved(default, names) for default in arguments.kw_defaults
+    ]
     returns = "" if node.returns is None else f" -> {ast.unparse(node.returns)}"
     return f"{name}({ast.unparse(arguments)}){returns}"
 
 
 def resolved(value: ast.expr, names: dict[str, Any]) -> ast.expr:
     """Return a default's value instead of the name of a constant."""
-    return ast.Constant(names[value.id]) if isinstance(value, ast.Name) and value.id in names else value
+    return (
+        ast.Constant(names[value.id])
+        if isinstance(value, ast.Name) and value.id in names
+        else value
+    )
 
 
 def hidden_types() -> list[str]:
@@ -138,9 +185,18 @@ def hidden_types() -> list[str]:
     for module, name, thing in public_things():
         names = vars(sys.modules[thing.__module__])
         for node in definitions_of(thing):
-            words = (word.id for kind in annotations_of(node) for word in ast.walk(kind) if isinstance(word, ast.Name))
+            words = (
+                word.id
+                for kind in annotations_of(node)
+                for word in ast.walk(kind)
+                if isinstance(word, ast.Name)
+            )
             kinds = (names.get(word) for word in words)
-            found |= {f"{module}.{name}: {kind}" for kind in kinds if isinstance(kind, type) and is_hidden(kind)}
+            found |= {
+                f"{module}.{name}: {kind}"
+                for kind in kinds
+                if isinstance(kind, type) and is_hidden(kind)
+            }
     return sorted(found)
 
 
@@ -150,7 +206,9 @@ def annotations_of(node: Any) -> Iterator[ast.expr]:
     for part in [node] if isinstance(node, ast.FunctionDef) else node.body:
         if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
             yield part.annotation
-        if isinstance(part, ast.FunctionDef) and (is_made if part.name == "__init__" else part.name[0] != "_"):
+        if isinstance(part, ast.FunctionDef) and (
+            is_made if part.name == "__init__" else part.name[0] != "_"
+        ):
             kinds = [word.annotation for word in ast.walk(part.args) if isinstance(word, ast.arg)]
             yield from (kind for kind in (*kinds, part.returns) if kind is not None)
 

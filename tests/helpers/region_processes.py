@@ -13,7 +13,12 @@ def use(handle, channel):
     region.synchronize(timeout=60)
     tree = region.tree()
     tree["table"][1] = 99
-    said = {"seen": int(tree["cache"][5]), "ends": region._chunks.ends, "name": tree["name"], "nbytes": region.nbytes}
+    said = {
+        "seen": int(tree["cache"][5]),
+        "ends": region._chunks.ends,
+        "name": tree["name"],
+        "nbytes": region.nbytes,
+    }
     channel.send(said)
     channel.recv()
 
@@ -23,7 +28,9 @@ def use_by_rank(rank, handle):
 
 
 def copy_on_device(handle, channel, device, row_bytes):
-    """Read all rows on a device, write the last one from there, and keep the region until asked to end."""
+    """Read all rows on a device, write the last one from there, and keep the region until asked to
+    end.
+    """
     region = ps.HostRegion.from_handle(handle, device=device)
     region.synchronize(timeout=60)
     rows = region.tensor((region.nbytes // row_bytes, row_bytes // 4), torch.int32)

@@ -1,4 +1,5 @@
-"""Stages batches of many kinds and compares them bit for bit: a program for environments without pytest.
+"""Stages batches of many kinds and compares them bit for bit: a program for environments without
+pytest.
 
 ::
 
@@ -17,7 +18,14 @@ import torch
 import pinstage as ps
 from pinstage import _native
 
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex128, torch.float8_e4m3fn)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.complex128,
+    torch.float8_e4m3fn,
+)
 
 
 def batches() -> list[Any]:
@@ -30,7 +38,11 @@ def batches() -> list[Any]:
     wide = tensor(torch.float32, 1000, 3000)
     return [
         {str(i): tensor(DTYPES[i % 6], i % 7, 1 + i % 5) for i in range(300)},
-        [tensor(torch.uint8, 3 << 20), (wide, wide.t(), wide[:, ::2], wide[::2].expand(2, 500, 3000)), wide],
+        [
+            tensor(torch.uint8, 3 << 20),
+            (wide, wide.t(), wide[:, ::2], wide[::2].expand(2, 500, 3000)),
+            wide,
+        ],
         {
             "array": np.arange(7000.0).reshape(70, 100)[:, ::3],
             "scalar": torch.tensor(2.5),
@@ -59,7 +71,10 @@ def check(staged: Any, batch: Any) -> None:
             check(staged, torch.from_numpy(batch.copy()))
         case torch.Tensor():
             assert (staged.dtype, staged.shape) == (batch.dtype, batch.shape)
-            assert batch.numel() == 0 or staged.untyped_storage().data_ptr() != batch.untyped_storage().data_ptr()
+            assert (
+                batch.numel() == 0
+                or staged.untyped_storage().data_ptr() != batch.untyped_storage().data_ptr()
+            )
             assert torch.equal(raw(staged), raw(batch))
         case _:
             assert staged == batch
@@ -68,7 +83,9 @@ def check(staged: Any, batch: Any) -> None:
 def load() -> None:
     samples = [{"x": torch.full((64,), float(i)), "n": i} for i in range(64)]
     for batch, first in zip(
-        ps.DataLoader(samples, batch_size=16, num_workers=2, device="cpu"), range(0, 64, 16), strict=True
+        ps.DataLoader(samples, batch_size=16, num_workers=2, device="cpu"),
+        range(0, 64, 16),
+        strict=True,
     ):
         check(batch, torch.utils.data.default_collate(samples[first : first + 16]))
 

@@ -1,8 +1,8 @@
 """Many random batches, in a separate process: ``python soak.py COUNT [SEED]``.
 
-Each goes through a `Stager` for the CPU, and its sources are overwritten as soon as `stage()` has returned. The staged
-batch must have the earlier values, also while later batches are staged. Prints the number of wrong batches, and what
-the process held in the first and in the second half.
+Each goes through a `Stager` for the CPU, and its sources are overwritten as soon as `stage()` has
+returned. The staged batch must have the earlier values, also while later batches are staged. Prints
+the number of wrong batches, and what the process held in the first and in the second half.
 """
 
 import collections
@@ -23,14 +23,18 @@ import torch
 import pinstage as ps
 
 DTYPES = (
-    torch.uint8, torch.int8, torch.bool, torch.int16, torch.uint16, torch.bfloat16, torch.float16, torch.int32,
-    torch.float32, torch.int64, torch.float64, torch.complex64, torch.complex128, torch.float8_e5m2,
+    torch.uint8, torch.int8, torch.bool, torch.int16, torch.uint16, torch.bfloat16, torch.float16,
+    torch.int32, torch.float32, torch.int64, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e5m2,
 )  # fmt: skip
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLES = 40
 """Number of samples of what the process holds."""
 
-OF_SAMPLES = {"beside_pools": statistics.median, "threads": min}  # a finished thread takes a moment to end
+OF_SAMPLES = {
+    "beside_pools": statistics.median,
+    "threads": min,
+}  # a finished thread takes a moment to end
 """The statistic of each half; the maximum for figures without an entry."""
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -108,7 +112,13 @@ class Batches:
             return tensor.unsqueeze(1).expand(-1, 2, -1)
         if form == 4 and dtype.is_complex:
             return tensor.conj()
-        if form in (5, 6) and dtype in (torch.int32, torch.float32, torch.float64, torch.uint8, torch.int16):
+        if form in (5, 6) and dtype in (
+            torch.int32,
+            torch.float32,
+            torch.float64,
+            torch.uint8,
+            torch.int16,
+        ):
             array = tensor.numpy()
             return array[::-1] if form == 5 else array
         return tensor
@@ -134,7 +144,9 @@ def bits(leaf):
     dtype = tensor.dtype
     if tensor.itemsize == 16:
         tensor = torch.view_as_real(tensor)
-    return dtype, tensor.view(INTEGERS[tensor.itemsize]).clone(memory_format=torch.contiguous_format)
+    return dtype, tensor.view(INTEGERS[tensor.itemsize]).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def same(one, other):
@@ -203,15 +215,19 @@ def soak(count, seed=0):
                 halves[2 * number // count].append(held((fresh.pool, plain.pool)))
         kept.clear()
         left = [
-            stats for stats in (fresh.pool.stats(), plain.pool.stats()) if stats.leased_slabs or stats.in_flight_slabs
+            stats
+            for stats in (fresh.pool.stats(), plain.pool.stats())
+            if stats.leased_slabs or stats.in_flight_slabs
         ]
     first, second = (
-        {name: OF_SAMPLES.get(name, max)(each[name] for each in half) for name in half[0]} for half in halves
+        {name: OF_SAMPLES.get(name, max)(each[name] for each in half) for name in half[0]}
+        for half in halves
     )
     grown = (second["beside_pools"] - first["beside_pools"]) / (count / 2)
     return {
-        "batches": count, "wrong": wrong, "left": list(map(str, left)), "seconds": round(time.monotonic() - began, 1),
-        "first_half": first, "second_half": second, "grown_bytes_per_batch": round(grown, 1),
+        "batches": count, "wrong": wrong, "left": list(map(str, left)),
+        "seconds": round(time.monotonic() - began, 1), "first_half": first, "second_half": second,
+        "grown_bytes_per_batch": round(grown, 1),
     }  # fmt: skip
 
 

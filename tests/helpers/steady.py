@@ -1,4 +1,6 @@
-"""A long run of random ragged batches, and what the process holds afterwards. Used on the CPU and on the GPU."""
+"""A long run of random ragged batches, and what the process holds afterwards. Used on the CPU and
+on the GPU.
+"""
 
 import mmap
 import random
@@ -21,16 +23,24 @@ class Footprint(NamedTuple):
 
 
 def ragged_batch(rng):
-    """Return a nested batch of 2 to 40 leaves of up to 4 KiB; its structure may repeat an earlier one."""
+    """Return a nested batch of 2 to 40 leaves of up to 4 KiB; its structure may repeat an earlier
+    one.
+    """
     tensors = [
-        torch.randint(0, 255, (rng.randrange(4096),), dtype=torch.uint8).view(rng.choice([torch.uint8, torch.int8]))
+        torch.randint(0, 255, (rng.randrange(4096),), dtype=torch.uint8).view(
+            rng.choice([torch.uint8, torch.int8])
+        )
         for _ in range(rng.randrange(2, 40))
     ]
-    return {"streams": [{"values": tensor, "id": f"{n}"} for n, tensor in enumerate(tensors)], "targets": tensors[:1]}
+    return {
+        "streams": [{"values": tensor, "id": f"{n}"} for n, tensor in enumerate(tensors)],
+        "targets": tensors[:1],
+    }
 
 
 def long_run(device, steps):
-    """Stage `steps` ragged batches in random order, from a pool that may allocate nothing after a warm-up.
+    """Stage `steps` ragged batches in random order, from a pool that may allocate nothing after a
+    warm-up.
 
     Returns:
         The footprint after the warm-up, and at the end.

@@ -1,8 +1,9 @@
 """Storms of interrupts, in a separate process: ``python storm.py WHAT COUNT [threads]``.
 
-The main thread works in a loop; each time that it is inside pinstage it gets a SIGINT, as if a stop button were pressed
-again and again. With ``threads``, other threads work instead, and each gets an interrupt from
-`PyThreadState_SetAsyncExc` when it is inside pinstage. Prints what is left after `COUNT` interrupts, and nothing else.
+The main thread works in a loop; each time that it is inside pinstage it gets a SIGINT, as if a stop
+button were pressed again and again. With ``threads``, other threads work instead, and each gets an
+interrupt from `PyThreadState_SetAsyncExc` when it is inside pinstage. Prints what is left after
+`COUNT` interrupts, and nothing else.
 """
 
 import contextlib
@@ -87,10 +88,10 @@ class Storm:
 class ThreadStorm:
     """Interrupts three other threads wherever they are inside pinstage.
 
-    They start no threads: before Python 3.12 a new thread has the id of its parent until it begins, may get the
-    parent's interrupt, and then never begins. So pools have all their slabs before, and loaders are not read to their
-    end. The threads import nothing either: an import may take the lock of `logging`, an interrupt may leave it locked,
-    and then no process can be forked.
+    They start no threads: before Python 3.12 a new thread has the id of its parent until it begins,
+    may get the parent's interrupt, and then never begins. So pools have all their slabs before, and
+    loaders are not read to their end. The threads import nothing either: an import may take the
+    lock of `logging`, an interrupt may leave it locked, and then no process can be forked.
 
     Args:
         count: number of interrupts.
@@ -106,7 +107,9 @@ class ThreadStorm:
 
     def over(self, work):
         """Repeat work until all interrupts are sent; return how often an interrupt ended it."""
-        with torch.profiler.record_function("the first imports a module, and a loader has one in each step"):
+        with torch.profiler.record_function(
+            "the first imports a module, and a loader has one in each step"
+        ):
             pass
         sys.setswitchinterval(1e-3)  # so that threads are interrupted everywhere
         threads = [threading.Thread(target=self._work, args=(work,), daemon=True) for _ in range(3)]
@@ -145,7 +148,9 @@ class ThreadStorm:
         pool.freeze()
 
     def read(self, loader):
-        """Read a loader, but not to its end. Another thread makes the iterator, since torch starts processes there."""
+        """Read a loader, but not to its end. Another thread makes the iterator, since torch starts
+        processes there.
+        """
         answer = queue.SimpleQueue()
         self._asked.put((loader, answer))
         return list(itertools.islice(answer.get(), 15))
@@ -195,7 +200,9 @@ def over_pool(storm):
             tensor = lease.tensor()
             lease.numpy()[0] = 1
             del tensor
-        leases = [pool.acquire(200_000, timeout=20) for _ in range(2)]  # three threads must wait for one another
+        leases = [
+            pool.acquire(200_000, timeout=20) for _ in range(2)
+        ]  # three threads must wait for one another
         for lease in leases:
             lease.release()
         if number % 50 == 0 and not pool.frozen:
@@ -243,7 +250,12 @@ def over_loader(storm):
     numbers = torch.arange(4000.0).reshape(40, 100)
     loaders = [
         ps.DataLoader(
-            torch.utils.data.TensorDataset(numbers), 2, num_workers=workers, device="cpu", max_bytes="1MiB", **more
+            torch.utils.data.TensorDataset(numbers),
+            2,
+            num_workers=workers,
+            device="cpu",
+            max_bytes="1MiB",
+            **more,
         )
         for workers, more in ((1, {"persistent_workers": storm.persistent}), (0, {}), (1, {}))
     ]

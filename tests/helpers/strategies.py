@@ -1,7 +1,7 @@
 """Nested batches for property tests, and the check that a staged batch equals its source.
 
-Nothing here depends on the device, so the GPU tests use it too. `assert_same` walks containers with Python's own means,
-independently of the package, so that the two can disagree.
+Nothing here depends on the device, so the GPU tests use it too. `assert_same` walks containers with
+Python's own means, independently of the package, so that the two can disagree.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from torch.utils._pytree import register_pytree_node
 
 import pinstage as ps
 
-# -- dtypes ------------------------------------------------------------------------------------------------------------
+# -- dtypes ----------------------------------------------------------------------------------------
 
 
 def _storable(dtype):
@@ -33,10 +33,14 @@ def _storable(dtype):
 
 
 EXPERIMENTAL = getattr(torch, "bcomplex32", None)
-"""torch 2.15 has few operators for it yet. It has no code in tables, and moves with its own ``.to()``."""
+"""torch 2.15 has few operators for it yet. It has no code in tables, and moves with its own
+``.to()``.
+"""
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # complex32 is "experimental", quantised dtypes are "deprecated"
+    warnings.simplefilter(
+        "ignore"
+    )  # complex32 is "experimental", quantised dtypes are "deprecated"
     DTYPES = tuple(
         sorted(
             {
@@ -64,7 +68,7 @@ PRINTABLE_DTYPES = tuple(filter(_printable, DTYPES))
 NUMPY_DTYPES = tuple(map(np.dtype, "?bBhHiIqQefdFD"))
 """Every numeric numpy dtype that torch has."""
 
-# -- containers --------------------------------------------------------------------------------------------------------
+# -- containers ------------------------------------------------------------------------------------
 
 
 class PlainDict(dict):
@@ -72,7 +76,9 @@ class PlainDict(dict):
 
 
 class AttributeDict(dict):
-    """A dict whose attributes count too, and whose ``__init__`` and ``__setitem__`` must not be called."""
+    """A dict whose attributes count too, and whose ``__init__`` and ``__setitem__`` must not be
+    called.
+    """
 
     def __init__(self, items, note):
         super().__init__(items)
@@ -192,7 +198,9 @@ class KnownToTorch:
         self.values = values
 
 
-register_pytree_node(KnownToTorch, lambda known: (known.values, None), lambda values, _: KnownToTorch(list(values)))
+register_pytree_node(
+    KnownToTorch, lambda known: (known.values, None), lambda values, _: KnownToTorch(list(values))
+)
 
 
 class Colour(enum.Enum):
@@ -218,13 +226,17 @@ class ArraySubclass(np.ndarray):
     pass
 
 
-# -- leaves ------------------------------------------------------------------------------------------------------------
+# -- leaves ----------------------------------------------------------------------------------------
 
 
 def tensor_of(dtype, shape, seed=0):
-    """Return a contiguous tensor of random bytes: NaN payloads, negative zeros, bools that are neither 0 nor 1."""
+    """Return a contiguous tensor of random bytes: NaN payloads, negative zeros, bools that are
+    neither 0 nor 1.
+    """
     count = math.prod(shape)
-    random_bytes = np.random.default_rng(seed).integers(0, 256, count * dtype.itemsize, dtype=np.uint8)
+    random_bytes = np.random.default_rng(seed).integers(
+        0, 256, count * dtype.itemsize, dtype=np.uint8
+    )
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(random_bytes).view(dtype).view(shape)
@@ -284,7 +296,9 @@ def tensors(draw, dtypes=PRINTABLE_DTYPES):
     else:
         shape = draw(st.lists(st.integers(0, 5), max_size=5))
     forms = _FORMS | _COMPLEX_FORMS if dtype.is_complex else _FORMS
-    _, form = forms[draw(st.sampled_from([name for name, (ndim, _) in forms.items() if len(shape) >= ndim]))]
+    _, form = forms[
+        draw(st.sampled_from([name for name, (ndim, _) in forms.items() if len(shape) >= ndim]))
+    ]
     seed = draw(st.integers(0, 99))
     return form(tensor_of(dtype, shape, seed), seed)
 
@@ -307,7 +321,11 @@ def arrays(draw, dtypes=NUMPY_DTYPES):
     dtype = draw(st.sampled_from(dtypes))
     shape = draw(st.lists(st.integers(0, 5), max_size=4))
     random = np.random.default_rng(draw(st.integers(0, 99)))
-    array = random.integers(0, 256, math.prod(shape) * dtype.itemsize, dtype=np.uint8).view(dtype).reshape(shape)
+    array = (
+        random.integers(0, 256, math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        .view(dtype)
+        .reshape(shape)
+    )
     if dtype.kind == "b":
         array = array.view(np.uint8) > 127
     array = _ARRAY_FORMS[draw(st.sampled_from(sorted(_ARRAY_FORMS)))](array)
@@ -347,9 +365,11 @@ def atoms():
     )  # fmt: skip
 
 
-# -- batches -----------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 
-_keys = st.one_of(st.text(max_size=3), st.integers(-2, 9), st.sampled_from([None, (1, "a"), Colour.RED]))
+_keys = st.one_of(
+    st.text(max_size=3), st.integers(-2, 9), st.sampled_from([None, (1, "a"), Colour.RED])
+)
 
 
 # From items (keys and values, each key once) and a further value.
@@ -376,8 +396,8 @@ _MADE_OF_VALUES = (
 )
 # From two values.
 _MADE_OF_TWO = (
-    Pair, TypedPair, Record, lambda one, two: ChildRecord(one, two, [one]), FrozenRecord, SlottedRecord, AttrsRecord,
-    Registered, lambda one, two: _touched(RegisteredChild(one, two)),
+    Pair, TypedPair, Record, lambda one, two: ChildRecord(one, two, [one]), FrozenRecord,
+    SlottedRecord, AttrsRecord, Registered, lambda one, two: _touched(RegisteredChild(one, two)),
 )  # fmt: skip
 
 
@@ -416,7 +436,9 @@ def batches(draw, passthrough=True, max_leaves=12):
     if passthrough:
         leaves.append(passthroughs())
     trees = st.recursive(st.one_of(leaves), _containers, max_leaves=max_leaves)
-    return draw(st.one_of(trees, st.lists(trees, min_size=2, max_size=4), st.tuples(trees, _alike(), trees)))
+    return draw(
+        st.one_of(trees, st.lists(trees, min_size=2, max_size=4), st.tuples(trees, _alike(), trees))
+    )
 
 
 def through_slab(batch):
@@ -427,7 +449,7 @@ def through_slab(batch):
     return layout.unpack(slab, layout.others(batch))
 
 
-# -- comparison --------------------------------------------------------------------------------------------------------
+# -- comparison ------------------------------------------------------------------------------------
 
 
 def packable(tensor):
@@ -455,7 +477,9 @@ def bits(tensor):
 
 
 def as_tensor(array):
-    """Return a tensor with the values of a numeric array, and its strides if torch supports them."""
+    """Return a tensor with the values of a numeric array, and its strides if torch supports
+    them.
+    """
     array = np.asarray(array)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
@@ -470,14 +494,18 @@ def as_tensor(array):
 
 
 def staged_stride(tensor):
-    """Return the stride a tensor has once it is staged: its own if it is empty or dense, else contiguous."""
+    """Return the stride a tensor has once it is staged: its own if it is empty or dense, else
+    contiguous.
+    """
     is_kept = not tensor.numel() or _is_dense(tensor)
     return tensor.stride() if is_kept else torch.empty(tensor.shape).stride()
 
 
 def _is_dense(tensor):
     expected = 1
-    steps = ((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1)
+    steps = (
+        (step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    )
     for step, size in sorted(steps):
         if step != expected:
             return False
@@ -486,15 +514,21 @@ def _is_dense(tensor):
 
 
 def _telling_stride(shape, stride):
-    # An array's strides in dimensions of one element have no meaning, and neither have those of an empty array.
-    return [step for step, size in zip(stride, shape, strict=True) if size != 1] if math.prod(shape) else []
+    # An array's strides in dimensions of one element have no meaning, and neither have those of an
+    # empty array.
+    return (
+        [step for step, size in zip(stride, shape, strict=True) if size != 1]
+        if math.prod(shape)
+        else []
+    )
 
 
 def assert_same(original, staged, device, *, copied=True):
     """Fail unless a staged batch is the original one, on a device.
 
-    Compares structure, types, order of keys, attributes, aliases; of packed leaves dtype, shape, stride and every bit;
-    tensors that are not packed with the result of their own ``.to()``; other leaves must be the same objects.
+    Compares structure, types, order of keys, attributes, aliases; of packed leaves dtype, shape,
+    stride and every bit; tensors that are not packed with the result of their own ``.to()``; other
+    leaves must be the same objects.
 
     Args:
         original: the batch as it was given.
@@ -513,14 +547,19 @@ class _Comparison:
         self.original_of = {}
 
     def compare(self, original, staged, path):
-        if isinstance(original, torch.Tensor) or (isinstance(original, np.ndarray) and is_numeric(original)):
+        if isinstance(original, torch.Tensor) or (
+            isinstance(original, np.ndarray) and is_numeric(original)
+        ):
             self._leaf(original, staged, path)
             return
         assert type(staged) is type(original), f"{path}: {type(staged)} instead of {type(original)}"
         if isinstance(original, PackedSequence):
             assert staged.batch_sizes.device.type == "cpu"
             assert torch.equal(original.batch_sizes, staged.batch_sizes), path
-            original, staged = original._replace(batch_sizes=None), staged._replace(batch_sizes=None)
+            original, staged = (
+                original._replace(batch_sizes=None),
+                staged._replace(batch_sizes=None),
+            )
         if isinstance(original, dict):
             base = (
                 OrderedDict if isinstance(original, OrderedDict) else dict
@@ -532,7 +571,9 @@ class _Comparison:
             if isinstance(original, defaultdict):
                 assert staged.default_factory is original.default_factory, path
         elif isinstance(original, list | tuple | deque) and type(original) is not torch.Size:
-            assert len(staged) == len(original), f"{path}: {len(staged)} items instead of {len(original)}"
+            assert len(staged) == len(original), (
+                f"{path}: {len(staged)} items instead of {len(original)}"
+            )
             for index, (one, other) in enumerate(zip(original, staged, strict=True)):
                 self.compare(one, other, f"{path}[{index}]")
             if isinstance(original, deque):
@@ -540,9 +581,13 @@ class _Comparison:
         elif staged is original:
             return
         else:
-            assert attributes(original), f"{path}: another {type(original).__name__}, not the same object"
+            assert attributes(original), (
+                f"{path}: another {type(original).__name__}, not the same object"
+            )
         ours, theirs = attributes(original), attributes(staged)
-        assert list(theirs) == list(ours), f"{path}: attributes {list(theirs)} instead of {list(ours)}"
+        assert list(theirs) == list(ours), (
+            f"{path}: attributes {list(theirs)} instead of {list(ours)}"
+        )
         for name in ours:
             self.compare(ours[name], theirs[name], f"{path}.{name}")
 
@@ -555,7 +600,11 @@ class _Comparison:
         if isinstance(original, torch.Tensor) and not packable(original):
             _assert_as_by_to(original, staged, original.to(self.device), path)
             return
-        address = original.data_ptr() if isinstance(original, torch.Tensor) else original.__array_interface__["data"][0]
+        address = (
+            original.data_ptr()
+            if isinstance(original, torch.Tensor)
+            else original.__array_interface__["data"][0]
+        )
         is_array = isinstance(original, np.ndarray)
         if is_array:
             original = as_tensor(original)
@@ -565,7 +614,10 @@ class _Comparison:
         assert staged.shape == original.shape, f"{path}: {staged.shape} instead of {original.shape}"
         stride, expected = staged.stride(), staged_stride(original)
         if is_array:
-            stride, expected = _telling_stride(staged.shape, stride), _telling_stride(staged.shape, expected)
+            stride, expected = (
+                _telling_stride(staged.shape, stride),
+                _telling_stride(staged.shape, expected),
+            )
         assert stride == expected, f"{path}: stride {stride} instead of {expected}"
         assert not any((staged.is_conj(), staged.is_neg(), staged.requires_grad)), path
         assert torch.equal(bits(staged), bits(original)), f"{path}: other content"
@@ -600,8 +652,16 @@ def attributes(obj):
     for cls in type(obj).__mro__:
         names = cls.__dict__.get("__slots__", ())
         for name in [names] if isinstance(names, str) else names:
-            mangled = f"_{cls.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name
-            if name not in ("__dict__", "__weakref__") and isinstance(obj, cls) and hasattr(obj, mangled):
+            mangled = (
+                f"_{cls.__name__.lstrip('_')}{name}"
+                if name[:2] == "__" and name[-2:] != "__"
+                else name
+            )
+            if (
+                name not in ("__dict__", "__weakref__")
+                and isinstance(obj, cls)
+                and hasattr(obj, mangled)
+            ):
                 stored[mangled] = getattr(obj, mangled)
     stored.update(getattr(obj, "__dict__", {}))
     return stored

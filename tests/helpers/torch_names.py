@@ -1,7 +1,8 @@
-"""Stages batches in processes where a private name of torch or CPython is missing, or behaves differently.
+"""Stages batches in processes where a private name of torch or CPython is missing, or behaves
+differently.
 
-As a program it forks one process per case. torch is imported before, but pinstage is not, so that its probes see the
-changed name. The results are printed as JSON.
+As a program it forks one process per case. torch is imported before, but pinstage is not, so that
+its probes see the changed name. The results are printed as JSON.
 """
 
 import functools
@@ -49,7 +50,7 @@ class Case(NamedTuple):
     """Differences from `WORKS`, as patterns."""
 
 
-# -- ways to change a name ---------------------------------------------------------------------------------------------
+# -- ways to change a name -------------------------------------------------------------------------
 
 
 def gone(owner: Any, name: str) -> Callable[[], None]:
@@ -61,7 +62,9 @@ def instead(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def for_us_only(package: Any, module: str, name: str, value: Any = None) -> Callable[[], None]:
-    """Change a name that the module's own functions need: pinstage sees a changed copy. None removes the name."""
+    """Change a name that the module's own functions need: pinstage sees a changed copy. None
+    removes the name.
+    """
 
     def change() -> None:
         real = getattr(package, module)
@@ -86,8 +89,8 @@ def of_tensors(name: str, ask: Callable[[torch.Tensor], Any] | None) -> Callable
 
 
 def in_core(**functions: Any) -> Callable[[], None]:
-    """Change functions of the extension that call torch's C++. Each replacement gets the real function first; for a
-    class, the class of its instance."""
+    """Change functions of the extension that call torch's C++. Each replacement gets the real
+    function first; for a class, the class of its instance."""
 
     def change() -> None:
         name = "pinstage._native._core"
@@ -104,7 +107,11 @@ def in_core(**functions: Any) -> Callable[[], None]:
         vars(fake).update(vars(real))
         for function, other in functions.items():
             own = getattr(real, function)
-            setattr(fake, function, other(own) if isinstance(other, type) else functools.partial(other, own))
+            setattr(
+                fake,
+                function,
+                other(own) if isinstance(other, type) else functools.partial(other, own),
+            )
         sys.modules[name] = fake
 
     return change
@@ -122,7 +129,9 @@ def cut_views(change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
 
         def of(self, *args: Any) -> Any:
             made = self._real.of(*args)
-            return made if made is None or len(args) == 7 else Blocks(made)  # public functions are unchanged
+            return (
+                made if made is None or len(args) == 7 else Blocks(made)
+            )  # public functions are unchanged
 
         def leaves(self, others: list[Any]) -> list[Any]:
             first, *rest = self._real.leaves(others)
@@ -153,11 +162,18 @@ def has_another_api() -> None:
     import ctypes
 
     class Header(ctypes.Structure):
-        _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("older", ctypes.c_void_p)]
+        _fields_ = [
+            ("major", ctypes.c_uint32),
+            ("minor", ctypes.c_uint32),
+            ("older", ctypes.c_void_p),
+        ]
 
     header = Header(2, 0, None)
     new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    new.restype, new.argtypes = (
+        ctypes.py_object,
+        [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
+    )
     has_another_api.kept = header, b"dlpack_exchange_api"  # type: ignore[attr-defined]
     capsule = new(ctypes.addressof(header), has_another_api.kept[1], None)  # type: ignore[attr-defined]
     torch.Tensor.__dlpack_c_exchange_api__ = capsule  # type: ignore[attr-defined]
@@ -165,32 +181,52 @@ def has_another_api() -> None:
 
 NO_MEMORY = "refused: .* lacks the memory.*"
 NO_TENSORS = {"doctor": "tensors", "told": SLOW_TENSORS}
-NO_LOADER = {"doctor": "DataLoader", "told": "ps.DataLoader stages in the main process, which is slower: torch .*"}
+NO_LOADER = {
+    "doctor": "DataLoader",
+    "told": "ps.DataLoader stages in the main process, which is slower: torch .*",
+}
 
 CASES = {
     "nothing": Case(lambda: None),
     # -- tensors
-    "forward_ad._current_level": Case(for_us_only(torch.autograd, "forward_ad", "_current_level"), **NO_TENSORS),
+    "forward_ad._current_level": Case(
+        for_us_only(torch.autograd, "forward_ad", "_current_level"), **NO_TENSORS
+    ),
     "forward_ad._current_level is an object": Case(
         for_us_only(torch.autograd, "forward_ad", "_current_level", object()), **NO_TENSORS
     ),
-    "is_functional_tensor": Case(gone(torch, "_is_functional_tensor"), instead={"a functional tensor": NO_MEMORY}),
-    "Tensor._is_zerotensor": Case(instead(torch.Tensor, "_is_zerotensor", None), instead={"a zero tensor": NO_MEMORY}),
+    "is_functional_tensor": Case(
+        gone(torch, "_is_functional_tensor"), instead={"a functional tensor": NO_MEMORY}
+    ),
+    "Tensor._is_zerotensor": Case(
+        instead(torch.Tensor, "_is_zerotensor", None), instead={"a zero tensor": NO_MEMORY}
+    ),
     # -- facts that the extension needs
     "the exchange API": Case(has_no_api, **NO_TENSORS),
     "the exchange API of another version": Case(has_another_api, **NO_TENSORS),
     "the libraries": Case(instead(torch, "__file__", "/nowhere/torch/__init__.py"), **NO_TENSORS),
     "a function of the shim": Case(
-        in_core(use_torch=lambda real, exchange, functions, *rest: real(exchange, functions[1:], *rest)), **NO_TENSORS
+        in_core(
+            use_torch=lambda real, exchange, functions, *rest: real(exchange, functions[1:], *rest)
+        ),
+        **NO_TENSORS,
     ),
     "Tensor._cdata": Case(of_tensors("_cdata", None), **NO_TENSORS),
     "Tensor._cdata is something else": Case(of_tensors("_cdata", id), **NO_TENSORS),
-    "sizes of storages": Case(in_core(facts=lambda real, tensor: (1, *real(tensor)[1:])), **NO_TENSORS),
-    "dtypes": Case(in_core(facts=lambda real, tensor: (*real(tensor)[:2], 0, *real(tensor)[3:])), **NO_TENSORS),
+    "sizes of storages": Case(
+        in_core(facts=lambda real, tensor: (1, *real(tensor)[1:])), **NO_TENSORS
+    ),
+    "dtypes": Case(
+        in_core(facts=lambda real, tensor: (*real(tensor)[:2], 0, *real(tensor)[3:])), **NO_TENSORS
+    ),
     "flags": Case(in_core(facts=lambda real, tensor: (*real(tensor)[:3], 0, 0, 0)), **NO_TENSORS),
-    "what counts modes": Case(instead(torch._C, "_len_torch_dispatch_stack", lambda: 0), **NO_TENSORS),
+    "what counts modes": Case(
+        instead(torch._C, "_len_torch_dispatch_stack", lambda: 0), **NO_TENSORS
+    ),
     "Tensor._base": Case(of_tensors("_base", None), **NO_TENSORS),
-    "Tensor._version": Case(of_tensors("_version", lambda _: 0), **NO_TENSORS | {"doctor": "save_on_cpu, tensors"}),
+    "Tensor._version": Case(
+        of_tensors("_version", lambda _: 0), **NO_TENSORS | {"doctor": "save_on_cpu, tensors"}
+    ),
     "views of a subclass": Case(
         cut_views(lambda view: view.as_subclass(type("Ours", (torch.Tensor,), {}))), **NO_TENSORS
     ),
@@ -200,24 +236,35 @@ CASES = {
     "views that cannot be made": Case(cut_views(cannot_be_made), **NO_TENSORS),
     # -- torch's pytree
     "pytree's registry": Case(
-        for_us_only(torch.utils, "_pytree", "SUPPORTED_NODES"), instead={"registered with pytree": "refused: .*"}
+        for_us_only(torch.utils, "_pytree", "SUPPORTED_NODES"),
+        instead={"registered with pytree": "refused: .*"},
     ),
     # -- modules
     "non_persistent_buffers_set": Case(
-        instead(torch.nn.Module, "_non_persistent_buffers_set", property(lambda _: set(), lambda *_: None)),
+        instead(
+            torch.nn.Module,
+            "_non_persistent_buffers_set",
+            property(lambda _: set(), lambda *_: None),
+        ),
         doctor="load_weights",
-        instead={"weights": "refused: load_weights can't load a module here: torch .*; use load_state_dict"},
+        instead={
+            "weights": "refused: load_weights can't load a module here: torch .*; use load_state_dict"
+        },
     ),
     # -- profiling
-    "profiler_enabled": Case(gone(torch.autograd, "_profiler_enabled"), instead={"profile": "has none"}),
+    "profiler_enabled": Case(
+        gone(torch.autograd, "_profiler_enabled"), instead={"profile": "has none"}
+    ),
     # -- torch's loader
     "collate": Case(for_us_only(data_utils, "collate", "collate"), **NO_LOADER),
     "collate_tensor_fn": Case(for_us_only(data_utils, "collate", "collate_tensor_fn"), **NO_LOADER),
-    "default_collate_fn_map": Case(for_us_only(data_utils, "collate", "default_collate_fn_map"), **NO_LOADER),
+    "default_collate_fn_map": Case(
+        for_us_only(data_utils, "collate", "default_collate_fn_map"), **NO_LOADER
+    ),
 }
 
 
-# -- trials ------------------------------------------------------------------------------------------------------------
+# -- trials ----------------------------------------------------------------------------------------
 
 
 class WithPytree:
@@ -262,7 +309,11 @@ def differences(staged: dict[str, Any], seed: int) -> list[str]:
             same = got.is_sparse and torch.equal(got.to_dense(), want.to_dense())
         else:
             want = want.resolve_conj().resolve_neg()
-            same = (got.dtype, got.shape, got.requires_grad) == (want.dtype, want.shape, want.requires_grad)
+            same = (got.dtype, got.shape, got.requires_grad) == (
+                want.dtype,
+                want.shape,
+                want.requires_grad,
+            )
             same = same and torch.equal(got, want)
         if not same:
             found.append(f"{name} of batch {seed}: {got!r}")
@@ -292,7 +343,11 @@ def dual_tensors(ps: Any, stager: Any) -> str:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3), torch.arange(3.0))
         staged = stager.to_device({"x": dual, "y": torch.ones(2)})
-        return "staged" if torch.equal(forward_ad.unpack_dual(staged["x"]).tangent, torch.arange(3.0)) else "lost"
+        return (
+            "staged"
+            if torch.equal(forward_ad.unpack_dual(staged["x"]).tangent, torch.arange(3.0))
+            else "lost"
+        )
 
 
 def registered_with_pytree(ps: Any, stager: Any) -> str:
@@ -303,21 +358,32 @@ def registered_with_pytree(ps: Any, stager: Any) -> str:
 def profile(ps: Any, stager: Any) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         stager.to_device(batch(0))
-    return "has steps" if "pinstage.pack" in {event.name for event in profiler.events()} else "has none"
+    return (
+        "has steps"
+        if "pinstage.pack" in {event.name for event in profiler.events()}
+        else "has none"
+    )
 
 
 def workers(ps: Any) -> str:
     dataset = [{"x": torch.full((3,), float(i)), "i": i} for i in range(8)]
-    loader = ps.DataLoader(dataset, batch_size=2, num_workers=1, device="cpu", multiprocessing_context="fork")
+    loader = ps.DataLoader(
+        dataset, batch_size=2, num_workers=1, device="cpu", multiprocessing_context="fork"
+    )
     xs = torch.cat([found["x"] for found in loader])
-    return "staged" if torch.equal(xs, torch.arange(8.0).repeat_interleave(3).view(8, 3)) else "lost"
+    return (
+        "staged" if torch.equal(xs, torch.arange(8.0).repeat_interleave(3).view(8, 3)) else "lost"
+    )
 
 
 def weights(ps: Any, stager: Any) -> str:
     module = torch.nn.BatchNorm1d(2)
     module.register_buffer("angles", torch.zeros(2), persistent=False)
     missing, _ = stager.load_weights(module, {"running_mean": torch.ones(2)}, strict=False)
-    is_loaded = missing == ["weight", "bias", "running_var", "num_batches_tracked"] and module.running_mean.sum() == 2
+    is_loaded = (
+        missing == ["weight", "bias", "running_var", "num_batches_tracked"]
+        and module.running_mean.sum() == 2
+    )
     return "loaded" if is_loaded else "lost"
 
 
@@ -342,7 +408,9 @@ def try_all() -> dict[str, Any]:
         import pinstage as ps
         from pinstage.inspect._doctor import diagnose
 
-        register_pytree_node(WithPytree, lambda found: ([found.x], None), lambda found, _: WithPytree(found[0]))
+        register_pytree_node(
+            WithPytree, lambda found: ([found.x], None), lambda found, _: WithPytree(found[0])
+        )
         with ps.Stager("cpu") as stager:
             wrong = stage_some(ps, stager, 3)
             outcomes = {
@@ -350,7 +418,9 @@ def try_all() -> dict[str, Any]:
                 "a functional tensor": outcome(
                     ps, like, stager, torch._to_functional_tensor(torch.ones(3)), torch.ones(3)
                 ),
-                "a zero tensor": outcome(ps, like, stager, torch._efficientzerotensor((3,)), torch.zeros(3)),
+                "a zero tensor": outcome(
+                    ps, like, stager, torch._efficientzerotensor((3,)), torch.zeros(3)
+                ),
                 "registered with pytree": outcome(ps, registered_with_pytree, stager),
                 "profile": profile(ps, stager),
                 "workers": workers(ps),
@@ -359,7 +429,11 @@ def try_all() -> dict[str, Any]:
             wrong += stage_some(ps, stager, 3)
             left = stager.stats().pool
         checks = diagnose(measuring=False).checks
-    ours = [str(found.message) for found in told if "pinstage" in str(found.filename) or "longer" in str(found.message)]
+    ours = [
+        str(found.message)
+        for found in told
+        if "pinstage" in str(found.filename) or "longer" in str(found.message)
+    ]
     return {
         "wrong": wrong,
         "outcomes": outcomes,
@@ -386,13 +460,18 @@ def run(case: Case) -> dict[str, Any]:
     with os.fdopen(reading) as file:
         text = file.read()
     _, status = os.waitpid(child, 0)
-    found: dict[str, Any] = json.loads(text) if text else {"raised": f"the process ended by {status}"}
+    found: dict[str, Any] = (
+        json.loads(text) if text else {"raised": f"the process ended by {status}"}
+    )
     return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for module in ("torch._dynamo", "torch._decomp.decompositions_for_jvp"):  # some calls import them, for a second
+    for module in (
+        "torch._dynamo",
+        "torch._decomp.decompositions_for_jvp",
+    ):  # some calls import them, for a second
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that the collections of each process skip what was imported

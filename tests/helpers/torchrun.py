@@ -1,11 +1,14 @@
 """Runs a script under torchrun, and leaves none of its processes behind.
 
-Each rank runs this file too. It works around two bugs of gloo's threads, which occur in one of fifty runs on busy CPUs:
+Each rank runs this file too. It works around two bugs of gloo's threads, which occur in one of
+fifty runs on busy CPUs:
 
-- A child that is forked while such a thread enters the interpreter, to drop a tensor, waits forever for a lock of
-  CPython (python/cpython#112275, until 3.11.9). So a rank waits before it forks, until these threads are idle.
-- The threads outlive `destroy_process_group` if DDP or FSDP2 still holds the group, and a thread that drops a tensor
-  during interpreter shutdown aborts the process (pytorch/pytorch#179291). So a rank exits without that shutdown.
+- A child that is forked while such a thread enters the interpreter, to drop a tensor, waits forever
+  for a lock of CPython (python/cpython#112275, until 3.11.9). So a rank waits before it forks,
+  until these threads are idle.
+- The threads outlive `destroy_process_group` if DDP or FSDP2 still holds the group, and a thread
+  that drops a tensor during interpreter shutdown aborts the process (pytorch/pytorch#179291). So a
+  rank exits without that shutdown.
 """
 
 import os
@@ -32,14 +35,29 @@ def torchrun(script: Path, *arguments: object, ranks: int = 2) -> str:
 
     The processes find each other through a port that torchrun chooses itself.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(ranks), "--no-python", *warm.command(__file__, script, *arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+    ]
+    command += [
+        "--nproc-per-node",
+        str(ranks),
+        "--no-python",
+        *warm.command(__file__, script, *arguments),
+    ]
     variables = environment(OMP_NUM_THREADS="1")  # torchrun's default too, but with a warning
-    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         printed, _ = process.communicate()
     except BaseException as error:  # pytest's timeout, or an interrupt
-        process.terminate()  # not killed, since it has to end its ranks, which have their own process groups
+        # Not killed, since it has to end its ranks, which have their own process groups.
+        process.terminate()
         printed, _ = process.communicate()
         error.add_note(f"{script.name} printed:\n{printed}")
         raise

@@ -1,17 +1,23 @@
-"""Small hand-made traces in the PyTorch profiler's format: times in microseconds, all figures known."""
+"""Small hand-made traces in the PyTorch profiler's format: times in microseconds, all figures
+known.
+"""
 
 import gzip
 import json
 
 HOST, THREAD = 4242, 4242
 BASE_US = 4302434813144.0
-"""The start of real traces: a time so large that a float resolves only a thousandth of a microsecond."""
+"""The start of real traces: a time so large that a float resolves only a thousandth of a
+microsecond.
+"""
 
 _ENDS = {"HtoD": "({kind} -> Device)", "DtoH": "(Device -> {kind})", "DtoD": "(Device -> Device)"}
 
 
 class TraceMaker:
-    """Events of one process; methods return the object itself, so that a trace reads as one expression."""
+    """Events of one process; methods return the object itself, so that a trace reads as one
+    expression.
+    """
 
     def __init__(self, **header):
         self.header = header
@@ -20,15 +26,39 @@ class TraceMaker:
 
     def add(self, category, name, start, lasts, *, pid=HOST, tid=THREAD, **args):
         """Add an event of any category."""
-        event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": BASE_US + start, "dur": lasts}
+        event = {
+            "ph": "X",
+            "cat": category,
+            "name": name,
+            "pid": pid,
+            "tid": tid,
+            "ts": BASE_US + start,
+            "dur": lasts,
+        }
         self.events.append(event | {"args": args})
         return self
 
     def kernel(self, start, lasts, *, device=0, stream=7):
-        return self.add("kernel", "gemm", start, lasts, pid=device, tid=stream, device=device, stream=stream)
+        return self.add(
+            "kernel", "gemm", start, lasts, pid=device, tid=stream, device=device, stream=stream
+        )
 
-    def copy(self, start, lasts, nbytes, *, way="HtoD", kind="Pageable", asked=None, device=0, call_lasts=5, op=None):
-        """Add a copy on the device and, if `asked` is a time, its call on the host, in an operator if `op` is given."""
+    def copy(
+        self,
+        start,
+        lasts,
+        nbytes,
+        *,
+        way="HtoD",
+        kind="Pageable",
+        asked=None,
+        device=0,
+        call_lasts=5,
+        op=None,
+    ):
+        """Add a copy on the device and, if `asked` is a time, its call on the host, in an operator
+        if `op` is given.
+        """
         self._correlation += 1
         name = f"Memcpy {way} {_ENDS[way].format(kind=kind)}"
         ids = {"device": device, "correlation": self._correlation}
@@ -53,9 +83,24 @@ class TraceMaker:
         return self.add("user_annotation", name, start, lasts)
 
     def text(self):
-        meta = [{"ph": "M", "name": "process_name", "ts": BASE_US, "pid": HOST, "tid": 0, "args": {"name": "python"}}]
+        meta = [
+            {
+                "ph": "M",
+                "name": "process_name",
+                "ts": BASE_US,
+                "pid": HOST,
+                "tid": 0,
+                "args": {"name": "python"},
+            }
+        ]
         return json.dumps(
-            {"schemaVersion": 1, **self.header, "traceEvents": meta + self.events, "traceName": "t"}, indent=1
+            {
+                "schemaVersion": 1,
+                **self.header,
+                "traceEvents": meta + self.events,
+                "traceName": "t",
+            },
+            indent=1,
         )
 
     def write(self, path):

@@ -1,10 +1,12 @@
-"""Starts programs of Python that have torch already: ``command("-c", ...)`` is ``[sys.executable, "-c", ...]``.
+"""Starts programs of Python that have torch already: ``command("-c", ...)`` is ``[sys.executable,
+"-c", ...]``.
 
-Importing torch takes three CPU seconds. One process does so, but doesn't import pinstage, and forks for each program.
-The fork has the arguments, environment, folder and standard streams of the process that `command` starts, runs the
-program as its main module, and ends as Python ends; that process then ends in the same way. Not passed on are signals,
-other descriptors and options of Python. All programs have the same hash seed, another one than this process has. Their
-collections skip what torch has made.
+Importing torch takes three CPU seconds. One process does so, but doesn't import pinstage, and forks
+for each program. The fork has the arguments, environment, folder and standard streams of the
+process that `command` starts, runs the program as its main module, and ends as Python ends; that
+process then ends in the same way. Not passed on are signals, other descriptors and options of
+Python. All programs have the same hash seed, another one than this process has. Their collections
+skip what torch has made.
 """
 
 import atexit
@@ -17,7 +19,9 @@ import sys
 
 
 def command(*arguments: object) -> list[str]:
-    """Return a command that does what Python does with these arguments: ``-c``, ``-m`` or a script come first."""
+    """Return a command that does what Python does with these arguments: ``-c``, ``-m`` or a script
+    come first.
+    """
     return [sys.executable, "-I", "-S", __file__, str(_server()), *map(str, arguments)]
 
 
@@ -32,7 +36,10 @@ def _server() -> int:
         number = listener.fileno()
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         server = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(number)], stdin=subprocess.PIPE, pass_fds=[number], env=environment
+            [sys.executable, __file__, "serve", str(number)],
+            stdin=subprocess.PIPE,
+            pass_fds=[number],
+            env=environment,
         )
     atexit.register(server.communicate)  # it ends when its standard input is closed
     return os.getpid()
@@ -94,7 +101,9 @@ def serve(listener: socket.socket) -> list[str]:
 
 
 def become(request: bytes, streams: list[int]) -> list[str]:
-    """Let this process have the properties of the one that asked; return the program's arguments."""
+    """Let this process have the properties of the one that asked; return the program's
+    arguments.
+    """
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     os.closerange(3, 1000)
@@ -103,7 +112,9 @@ def become(request: bytes, streams: list[int]) -> list[str]:
     os.environ.update(environment)
     os.chdir(folder)
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-    signal.signal(signal.SIGINT, signal.SIG_IGN if ignores_interrupts else signal.default_int_handler)
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN if ignores_interrupts else signal.default_int_handler
+    )
     sys.path[:1] = ["", *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     return arguments
 

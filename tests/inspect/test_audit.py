@@ -1,4 +1,6 @@
-"""The audit of a batch: every leaf, the effect of torch's own pinning, and the cost of moving it."""
+"""The audit of a batch: every leaf, the effect of torch's own pinning, and the cost of moving
+it.
+"""
 
 import argparse
 import collections
@@ -62,7 +64,7 @@ def by_path(batch, **options):
     return {leaf.path: leaf for leaf in found.leaves}
 
 
-# -- leaves ------------------------------------------------------------------------------------------------------------
+# -- leaves ----------------------------------------------------------------------------------------
 
 
 def test_every_leaf_is_found_with_its_path():
@@ -81,8 +83,9 @@ def test_every_leaf_is_found_with_its_path():
     }
     paths = list(by_path(batch))
     assert paths == [
-        "['t']", "['l'][0]", "['l'][1][0]", "['p'].left", "['r'].a", "['r'].b[0]", "['s'].value", "['s'].inner['deep']",
-        "['slots']._Slotted__private", "['slots'].x", "['q'][0]", "['u']['k']", "['n'].x",
+        "['t']", "['l'][0]", "['l'][1][0]", "['p'].left", "['r'].a", "['r'].b[0]", "['s'].value",
+        "['s'].inner['deep']", "['slots']._Slotted__private", "['slots'].x", "['q'][0]",
+        "['u']['k']", "['n'].x",
     ]  # fmt: skip
     for path in paths:
         assert isinstance(eval(f"batch{path}", {"batch": batch}), torch.Tensor | np.ndarray)
@@ -110,7 +113,12 @@ def test_a_leaf_is_described():
     )
     assert not leaf.pinned
     array = by_path({"x": np.zeros((2, 3), dtype=np.int16)})["['x']"]
-    assert (array.type, array.dtype, array.shape, array.nbytes) == ("numpy.ndarray", "int16", (2, 3), 12)
+    assert (array.type, array.dtype, array.shape, array.nbytes) == (
+        "numpy.ndarray",
+        "int16",
+        (2, 3),
+        12,
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,7 @@ def test_any_batch_is_audited_and_stays_unchanged(batch):
     assert str(found)
 
 
-# -- pin_memory=True ---------------------------------------------------------------------------------------------------
+# -- pin_memory=True -------------------------------------------------------------------------------
 
 
 def test_containers_that_torch_knows_are_pinned():
@@ -174,17 +182,24 @@ def test_containers_that_torch_knows_are_pinned():
 
 
 def test_the_type_that_stops_torch_is_named():
-    batch = {"ok": torch.zeros(1), "s": [Sample(torch.zeros(1))], "r": Record(torch.zeros(1), []), "n": np.zeros(1)}
+    batch = {
+        "ok": torch.zeros(1),
+        "s": [Sample(torch.zeros(1))],
+        "r": Record(torch.zeros(1), []),
+        "n": np.zeros(1),
+    }
     leaves = by_path(batch)
     sample, record = f"{__name__}.Sample", f"{__name__}.Record"
     assert {path: leaf.stopped_by for path, leaf in leaves.items()} == {
-        "['ok']": None, "['s'][0].value": sample, "['s'][0].inner['deep']": sample, "['r'].a": record,
-        "['n']": "numpy.ndarray",
+        "['ok']": None, "['s'][0].value": sample, "['s'][0].inner['deep']": sample,
+        "['r'].a": record, "['n']": "numpy.ndarray",
     }  # fmt: skip
 
 
 def test_the_outermost_unknown_type_stops_torch():
-    assert by_path(Record(torch.zeros(1), [Sample(torch.zeros(1))]))[".b[0].value"].stopped_by.endswith(".Record")
+    assert by_path(Record(torch.zeros(1), [Sample(torch.zeros(1))]))[
+        ".b[0].value"
+    ].stopped_by.endswith(".Record")
 
 
 def test_pin_memory_methods_are_asked_what_they_pin():
@@ -264,7 +279,7 @@ def test_lines_group_leaves_by_the_type_stopping_torch():
     assert "numpy.ndarray stops it: 1 leaf, 128 B, such as [1]" in text
 
 
-# -- costs -------------------------------------------------------------------------------------------------------------
+# -- costs -----------------------------------------------------------------------------------------
 
 
 def test_empty_leaves_count_no_copy():
@@ -290,16 +305,31 @@ def test_a_slab_is_one_copy_of_all_leaves():
 
 def test_the_smallest_leaf_keeps_what_staging_keeps():
     few, many = (
-        [torch.zeros(size, dtype=dtype) for size in range(count) for dtype in (torch.float32, torch.int64)]
+        [
+            torch.zeros(size, dtype=dtype)
+            for size in range(count)
+            for dtype in (torch.float32, torch.int64)
+        ]
         for count in (3, 9)
     )
-    for batch in (few, many, [torch.zeros(5 << 20), *many], [*many, torch.zeros(1, dtype=torch.int8)], [torch.ones(3)]):
+    for batch in (
+        few,
+        many,
+        [torch.zeros(5 << 20), *many],
+        [*many, torch.zeros(1, dtype=torch.int8)],
+        [torch.ones(3)],
+    ):
         slab = ps.audit(batch, bus=BUS).slab
         with ps.Stager("cpu", max_bytes="64MiB") as stager:
             staged = [leaf for leaf in stager.stage(batch).wait() if leaf.nbytes]
         smallest = min(staged, key=lambda leaf: leaf.nbytes)
-        assert (slab.smallest_bytes, slab.kept_bytes) == (smallest.nbytes, smallest.untyped_storage().nbytes())
-    assert "keeping the smallest leaf (12 B) keeps 12 B on the device" in str(ps.audit([torch.ones(3)], bus=BUS))
+        assert (slab.smallest_bytes, slab.kept_bytes) == (
+            smallest.nbytes,
+            smallest.untyped_storage().nbytes(),
+        )
+    assert "keeping the smallest leaf (12 B) keeps 12 B on the device" in str(
+        ps.audit([torch.ones(3)], bus=BUS)
+    )
     empty = ps.audit([torch.zeros(0)], bus=BUS)
     assert (empty.slab.smallest_bytes, empty.slab.kept_bytes) == (0, 0)
     assert "keeping" not in str(empty)
@@ -323,7 +353,7 @@ def test_a_loader_instead_of_a_batch_is_refused():
         ps.audit(torch.utils.data.DataLoader(torch.zeros(3)))
 
 
-# -- the bus -----------------------------------------------------------------------------------------------------------
+# -- the bus ---------------------------------------------------------------------------------------
 
 
 def test_a_bus_is_a_call_and_a_bandwidth():
@@ -348,7 +378,7 @@ def test_a_bus_reads_as_written():
     assert _cli._bus("pageable=5, pinned=50,call=10") == BUS
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 def test_the_verdict_comes_before_the_table():
@@ -383,7 +413,7 @@ def test_rich_shows_the_same_numbers_in_narrow_terminals():
         assert max(map(len, shown.splitlines())) <= screen.width
 
 
-# -- module:callable ---------------------------------------------------------------------------------------------------
+# -- module:callable -------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -392,16 +422,13 @@ def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "users_code.py").write_text(
-        "import torch\n"
-        "def batch(): return {'x': torch.zeros(3)}\n"
-        "def loader(): return torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4)\n"
-        "def generator():\n    yield [torch.zeros(2)]\n    raise AssertionError('asked for a second batch')\n"
-        "def empty(): return iter(())\n"
-        "def broken(): raise ValueError('no data here')\n"
-        "def needs(path): return path\n"
-        "ready = [torch.zeros(5)]\n"
-        "class Data:\n    def __iter__(self): return iter([{'y': torch.zeros(1)}])\n"
-        "    @staticmethod\n    def make(): return torch.zeros(7)\n"
+        "import torch\ndef batch(): return {'x': torch.zeros(3)}\ndef loader(): return "
+        "torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4)\ndef generator():\n    "
+        "yield [torch.zeros(2)]\n    raise AssertionError('asked for a second batch')\ndef "
+        "empty(): return iter(())\ndef broken(): raise ValueError('no data here')\ndef "
+        "needs(path): return path\nready = [torch.zeros(5)]\nclass Data:\n    def __iter__(self): "
+        "return iter([{'y': torch.zeros(1)}])\n    @staticmethod\n    def make(): return "
+        "torch.zeros(7)\n"
     )
     yield "users_code"
     sys.modules.pop("users_code", None)
@@ -429,7 +456,10 @@ def test_a_callable_returns_one_batch_or_many(module, spelling, name, paths):
         ("users_code:broken", "raised ValueError: no data here"),
         ("users_code:needs", "raised TypeError: needs.* missing 1 required"),
         ("users_code:empty", "empty .*there is no batch"),
-        ("no_such_module:x", "cannot import no_such_module, from .*: No module named 'no_such_module'"),
+        (
+            "no_such_module:x",
+            "cannot import no_such_module, from .*: No module named 'no_such_module'",
+        ),
         ("no_such_file.py:x", "cannot import no_such_file.py, from .*No such file"),
         ("syntax.py:x", "cannot import syntax.py, from .*: SyntaxError"),
         ("imports.py:x", "cannot import imports.py, from .*: No module named 'not_there'"),

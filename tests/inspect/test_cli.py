@@ -1,4 +1,6 @@
-"""The commands audit, doctor and trace: helpful texts, plain output into pipes, one message per failure."""
+"""The commands audit, doctor and trace: helpful texts, plain output into pipes, one message per
+failure.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def test_help_names_every_option_and_has_examples(run, command, words):
         assert word in out
 
 
-# -- audit -------------------------------------------------------------------------------------------------------------
+# -- audit -----------------------------------------------------------------------------------------
 
 
 def test_audit_prints_plain_text_into_a_pipe(run, code):
@@ -139,7 +141,7 @@ def test_the_user_s_traceback_is_shown_on_request(code, monkeypatch):
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-# -- doctor ------------------------------------------------------------------------------------------------------------
+# -- doctor ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -162,7 +164,9 @@ def test_doctor_says_why_it_draws_nothing(run, tmp_path):
 
 
 def test_doctor_measures_nothing_for_an_impossible_plot(run, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # the import system reads None as "not installed"
+    monkeypatch.setitem(
+        sys.modules, "matplotlib", None
+    )  # the import system reads None as "not installed"
     status, out, err = run("doctor", "--plot", tmp_path / "p.png")
     assert (status, out) == (2, "")
     assert err == 'pinstage: matplotlib is not installed; run: pip install "pinstage[plot]"\n'
@@ -184,7 +188,7 @@ def test_doctor_exits_with_1_without_the_device(run):
     assert "no cuda:63: torch sees" in out
 
 
-# -- trace -------------------------------------------------------------------------------------------------------------
+# -- trace -----------------------------------------------------------------------------------------
 
 
 def test_trace_prints_plain_text_into_a_pipe(run, trace):
@@ -221,7 +225,9 @@ def in_terminal(trace, **environment):
     main, child = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100"} | environment
     command = warm.command("-m", "pinstage", "trace", trace)
-    with subprocess.Popen(command, stdout=child, stderr=child, stdin=child, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=child, stderr=child, stdin=child, env=environment
+    ) as process:
         os.close(child)
         shown = b""
         while True:
@@ -253,12 +259,16 @@ def test_a_terminal_without_colours_gets_no_escapes(trace, environment):
 
 
 def test_a_reader_that_stops_reading_gets_no_traceback(tmp_path):
-    trace = naive_loop(steps=2000, leaves=1).write(tmp_path / "trace.json.gz")  # more JSON than a pipe holds
+    trace = naive_loop(steps=2000, leaves=1).write(
+        tmp_path / "trace.json.gz"
+    )  # more JSON than a pipe holds
     command = f"{shlex.join(warm.command('-m', 'pinstage', 'trace', trace, '--json'))} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, check=False)
     assert (done.stdout, done.stderr) == (b"{\n", b"")
 
 
 def test_a_pipe_on_stderr_gets_no_cursor_codes(trace):
-    done = subprocess.run(warm.command("-m", "pinstage", "trace", trace), capture_output=True, check=True)
+    done = subprocess.run(
+        warm.command("-m", "pinstage", "trace", trace), capture_output=True, check=True
+    )
     assert b"\x1b" not in done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""The doctor's checks: each branch, with made-up facts and with trees of files that stand for machines."""
+"""The doctor's checks: each branch, with made-up facts and with trees of files that stand for
+machines.
+"""
 
 import json
 import struct
@@ -28,7 +30,7 @@ GIB = 1 << 30
 H200 = Gpu(0, "NVIDIA H200", Link(5, 16, 16), 0, frozenset(range(8)))
 
 
-# -- the host ----------------------------------------------------------------------------------------------------------
+# -- the host --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,11 @@ H200 = Gpu(0, "NVIDIA H200", Link(5, 16, 16), 0, frozenset(range(8)))
         (_checks.shared_memory(None), "warning", "not there"),
         (_checks.shared_memory(64 * MIB), "warning", "64.00 MiB"),
         (_checks.shared_memory(8 * GIB), "ok", "8.00 GiB"),
-        (_checks.huge_pages("madvise", "never"), "ok", "madvise; of shared memory (shmem_enabled): never"),
+        (
+            _checks.huge_pages("madvise", "never"),
+            "ok",
+            "madvise; of shared memory (shmem_enabled): never",
+        ),
         (_checks.huge_pages("always", "advise"), "ok", "always"),
         (_checks.huge_pages("never", "never"), "warning", "never"),
         (_checks.huge_pages("", ""), "info", "does not report"),
@@ -62,7 +68,7 @@ def test_a_check_of_the_host(check, status, part):
     assert bool(check.remedy) == (status in ("warning", "problem"))
 
 
-# -- GPUs --------------------------------------------------------------------------------------------------------------
+# -- GPUs ------------------------------------------------------------------------------------------
 
 DRIVER = Driver("580.159", "13.0")
 OLD = Driver("550.54", "12.4")
@@ -77,8 +83,16 @@ OLD = Driver("550.54", "12.4")
         (_checks.cuda("13.0", False, [], OLD), "problem", "torch for CUDA 13.0 can't use it"),
         (_checks.versions("3.12.3", DRIVER, "13.0", "13.0.1"), "ok", "cuda-python 13.0.1"),
         (_checks.versions("3.12.3", DRIVER, "12.8", "12.9.1"), "ok", "torch CUDA 12.8"),
-        (_checks.versions("3.12.3", OLD, "12.4", "13.0.1"), "problem", "cuda-python is newer than the driver"),
-        (_checks.versions("3.12.3", OLD, "13.0", "12.9"), "problem", "torch is newer than the driver"),
+        (
+            _checks.versions("3.12.3", OLD, "12.4", "13.0.1"),
+            "problem",
+            "cuda-python is newer than the driver",
+        ),
+        (
+            _checks.versions("3.12.3", OLD, "13.0", "12.9"),
+            "problem",
+            "torch is newer than the driver",
+        ),
         (_checks.versions("3.12.3", DRIVER, "13.0", None), "problem", "cuda-python none"),
         (_checks.versions("3.12.3", Driver(None, None), None, "13.0"), "info", "driver none"),
         (_checks.versions("3.12.3", Driver("580", None), "13.0", "13.0"), "ok", "CUDA ?"),
@@ -88,12 +102,28 @@ OLD = Driver("550.54", "12.4")
             "warning",
             "refused (801). A HostRegion is alloc",
         ),
-        (_checks.page_locking(True, None, "pageable", "refused (801)"), "problem", "could not be registered"),
-        (_checks.page_locking(True, "cuda-python cannot use the driver", "pageable", ""), "problem", "cannot use the"),
-        (_checks.page_locking(False, "no CUDA device", "pageable", ""), "info", "not without a GPU"),
+        (
+            _checks.page_locking(True, None, "pageable", "refused (801)"),
+            "problem",
+            "could not be registered",
+        ),
+        (
+            _checks.page_locking(True, "cuda-python cannot use the driver", "pageable", ""),
+            "problem",
+            "cannot use the",
+        ),
+        (
+            _checks.page_locking(False, "no CUDA device", "pageable", ""),
+            "info",
+            "not without a GPU",
+        ),
         (_checks.link(H200), "ok", "generation 5 x16: 63.0 GB/s"),
         (_checks.link(Gpu(0, "g")), "info", "virtual machine"),
-        (_checks.link(Gpu(0, "g", Link(5, 8, 16))), "warning", "generation 5 x8: 31.5 GB/s; x16 is possible"),
+        (
+            _checks.link(Gpu(0, "g", Link(5, 8, 16))),
+            "warning",
+            "generation 5 x8: 31.5 GB/s; x16 is possible",
+        ),
         (_checks.host_page_tables(H200), "ok", "page tables of its own"),
         (_checks.host_page_tables(Gpu(0, "NVIDIA GH200 480GB")), "warning", "Grace"),
         (_checks.numa(H200, set(range(16)), 1), "ok", "one node"),
@@ -111,8 +141,14 @@ def test_a_check_of_a_gpu(check, status, part):
 
 
 def test_the_cuda_python_remedy_is_pasteable():
-    assert 'pip install "cuda-python>=12,<13"' in _checks.versions("3.12.3", OLD, "12.4", "13.0.1").remedy
-    assert 'pip install "cuda-python>=13,<14"' in _checks.versions("3.12.3", Driver("580", None), "13.0", None).remedy
+    assert (
+        'pip install "cuda-python>=12,<13"'
+        in _checks.versions("3.12.3", OLD, "12.4", "13.0.1").remedy
+    )
+    assert (
+        'pip install "cuda-python>=13,<14"'
+        in _checks.versions("3.12.3", Driver("580", None), "13.0", None).remedy
+    )
 
 
 SMI = """\
@@ -121,7 +157,11 @@ SMI = """\
 
 
 def test_the_driver_comes_from_nvidia_smi_or_kernel(tree):
-    root = tree({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\n"})
+    root = tree(
+        {
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\n"
+        }
+    )
     assert find_driver(root, lambda arguments: SMI) == Driver("580.159.04", "13.0")
     assert find_driver(root, lambda arguments: "") == Driver("570.86.15", None)
     assert find_driver(root / "nowhere", lambda arguments: "") == Driver(None, None)
@@ -129,12 +169,20 @@ def test_the_driver_comes_from_nvidia_smi_or_kernel(tree):
 
 def test_open_kernel_modules_are_a_driver_too(tree):
     text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n"
-    assert find_driver(tree({"proc/driver/nvidia/version": text}), lambda arguments: "").version == "580.95.05"
+    assert (
+        find_driver(tree({"proc/driver/nvidia/version": text}), lambda arguments: "").version
+        == "580.95.05"
+    )
 
 
 def test_links_are_those_that_nvidia_smi_knows():
-    assert find_links(lambda arguments: 'Field "pcie.link.gen.max" is not a valid field to query.\n') == {}
-    assert find_links(lambda arguments: "GPU-1, 5, 8, 16\nGPU-2, [N/A], 16, 16\nGPU-3, 4, 16, 16\n") == {
+    assert (
+        find_links(lambda arguments: 'Field "pcie.link.gen.max" is not a valid field to query.\n')
+        == {}
+    )
+    assert find_links(
+        lambda arguments: "GPU-1, 5, 8, 16\nGPU-2, [N/A], 16, 16\nGPU-3, 4, 16, 16\n"
+    ) == {
         "1": Link(5, 8, 16),
         "3": Link(4, 16, 16),
     }
@@ -143,7 +191,9 @@ def test_links_are_those_that_nvidia_smi_knows():
 def test_a_gpu_is_described_from_all_sources(tree, monkeypatch):
     device = "sys/bus/pci/devices/0000:3b:00.0"
     root = tree({f"{device}/numa_node": "1\n", f"{device}/local_cpulist": "8-15\n"})
-    found = SimpleNamespace(name="NVIDIA H100", uuid="1", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    found = SimpleNamespace(
+        name="NVIDIA H100", uuid="1", pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
@@ -153,13 +203,14 @@ def test_a_gpu_is_described_from_all_sources(tree, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "answer"), [("NVIDIA GH200 480GB", True), ("NVIDIA GB200", True), ("NVIDIA H200", False)]
+    ("name", "answer"),
+    [("NVIDIA GH200 480GB", True), ("NVIDIA GB200", True), ("NVIDIA H200", False)],
 )
 def test_grace_is_known_by_its_name(name, answer):
     assert Gpu(0, name).host_page_tables is answer
 
 
-# -- transfers ---------------------------------------------------------------------------------------------------------
+# -- transfers -------------------------------------------------------------------------------------
 
 
 def points(pinned=55e9, pageable=9e9, sizes=(4096, MIB, 256 * MIB)):
@@ -175,7 +226,9 @@ def points(pinned=55e9, pageable=9e9, sizes=(4096, MIB, 256 * MIB)):
 def test_a_good_bus_is_ok_in_both_directions():
     checks = _checks.bandwidth(points(), H200)
     assert [(check.name, check.status) for check in checks] == [(TO_DEVICE, "ok"), (TO_HOST, "ok")]
-    assert "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256.00 MiB" in checks[0].found
+    assert (
+        "pageable 9.0 GB/s, pinned 54.9 GB/s, registered 54.9 GB/s, 256.00 MiB" in checks[0].found
+    )
 
 
 def test_a_slow_bus_is_a_warning():
@@ -218,11 +271,13 @@ def test_the_plot_is_a_png_of_both_directions(tmp_path):
     assert width > height > 300
 
 
-# -- the whole report --------------------------------------------------------------------------------------------------
+# -- the whole report ------------------------------------------------------------------------------
 
 
 def test_warnings_and_problems_are_told_apart():
-    fine = Diagnosis((Check("a", "ok", "x"), Check("b", "warning", "y", "do this"), Check("c", "info", "z")))
+    fine = Diagnosis(
+        (Check("a", "ok", "x"), Check("b", "warning", "y", "do this"), Check("c", "info", "z"))
+    )
     assert not fine.has_problem
     assert Diagnosis((*fine.checks, Check("d", "problem", "w", "do that"))).has_problem
 
@@ -231,7 +286,12 @@ def test_the_report_has_each_line_and_each_remedy():
     checks = Check("a", "ok", "fine"), Check("b", "problem", "broken", "mend it")
     found = Diagnosis(checks, gpu=H200, points=tuple(points()))
     text = as_text(found.sections())
-    for part in ("ok       a     fine", "PROBLEM  b     broken", "b: mend it", "1 problem and 0 warnings in 2 checks"):
+    for part in (
+        "ok       a     fine",
+        "PROBLEM  b     broken",
+        "b: mend it",
+        "1 problem and 0 warnings in 2 checks",
+    ):
         assert part in text
     assert "host to device  256.00 MiB" in text
     data = json.loads(json.dumps(found.to_dict()))

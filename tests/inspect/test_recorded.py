@@ -1,4 +1,6 @@
-"""Traces recorded on an H200: one loop with three ways to the device, and the loops of scripts/record_traces.py."""
+"""Traces recorded on an H200: one loop with three ways to the device, and the loops of
+scripts/record_traces.py.
+"""
 
 import dataclasses
 import importlib.util
@@ -47,7 +49,9 @@ def test_only_the_loader_bound_loop_is_named_so(rank, way):
 
 
 def test_the_saving_is_within_the_promise():
-    naive, ours = (trace_report(TRACES / f"{name}.json.gz").packing for name in ("naive", "pinstage"))
+    naive, ours = (
+        trace_report(TRACES / f"{name}.json.gz").packing for name in ("naive", "pinstage")
+    )
     seconds = ABOUT["step_seconds_without_profiler"]
     measured = seconds["naive"] - seconds["pinstage"]
     assert naive.least_saved_seconds < measured < naive.most_saved_seconds
@@ -58,14 +62,18 @@ def test_the_saving_is_within_the_promise():
 def test_the_step_is_estimated_within_an_eighth():
     for name in ("naive", "pinstage"):
         found = trace_report(TRACES / f"{name}.json.gz").packing
-        assert found.real_seconds == pytest.approx(ABOUT["step_seconds_without_profiler"][name], rel=0.15)
+        assert found.real_seconds == pytest.approx(
+            ABOUT["step_seconds_without_profiler"][name], rel=0.15
+        )
 
 
 def test_every_recorded_loop_saves_what_was_promised():
     """Given the time of a step without the profiler."""
     rows, missed = record_traces.check(TRACES / "loops")
     assert not missed, "\n".join(rows)
-    found = {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")] for row in rows[2:]}
+    found = {
+        row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")] for row in rows[2:]
+    }
     assert {name for name, cells in found.items() if cells[5] != "yes"} == set()
     assert sum("(kept out)" in name for name in found) == 2
     assert len(found) == 12
@@ -78,7 +86,11 @@ def test_a_trace_alone_promises_a_fitting_range():
         packing = trace_report(TRACES / "loops" / f"{name}.json.gz").packing
         saved = found["own_seconds"] - found["pinstage_seconds"]
         noise = max(0.2 * abs(saved), 0.2e-3, found["own_spread"] / 2, found["pinstage_spread"] / 2)
-        assert packing.least_saved_seconds - noise <= max(saved, 0) <= packing.most_saved_seconds + noise, name
+        assert (
+            packing.least_saved_seconds - noise
+            <= max(saved, 0)
+            <= packing.most_saved_seconds + noise
+        ), name
         inside += packing.least_saved_seconds <= max(saved, 0) <= packing.most_saved_seconds
     assert inside == 10
 
@@ -94,7 +106,12 @@ def test_the_recording_of_loops_works_in_small(tmp_path):
 
 @pytest.mark.parametrize(
     ("own", "spread", "found"),
-    [(1.7e-3, 0, "yes"), (2.3e-3, 0, "**no**"), (1.2e-3, 0, "**no**"), (2.3e-3, 2e-3, "not decided")],
+    [
+        (1.7e-3, 0, "yes"),
+        (2.3e-3, 0, "**no**"),
+        (1.2e-3, 0, "**no**"),
+        (2.3e-3, 2e-3, "not decided"),
+    ],
 )
 def test_the_check_fails_for_a_broken_promise(tmp_path, own, spread, found):
     """The promise is 0.55 ms for a step of 1.7 ms, 1.0 ms for 2.3 ms, and 0.2 ms for 1.2 ms."""

@@ -1,4 +1,6 @@
-"""The recording code in the help and the docs gives a trace with its steps, however long the loop is."""
+"""The recording code in the help and the docs gives a trace with its steps, however long the loop
+is.
+"""
 
 import re
 import subprocess
@@ -18,13 +20,17 @@ def test_the_recording_of_the_docs_works(tmp_path, monkeypatch):
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     code = code.replace(", ProfilerActivity.CUDA", "") if not torch.cuda.is_available() else code
     exec(code, {"loader": [torch.ones(2)] * 90, "train_step": lambda batch: batch + 1})
-    names = {event["name"] for event in TraceFile(tmp_path / "trace.json.gz") if event.get("ph") == "X"}
+    names = {
+        event["name"] for event in TraceFile(tmp_path / "trace.json.gz") if event.get("ph") == "X"
+    }
     assert len([name for name in names if name.startswith("ProfilerStep#")]) == 20
 
 
 def test_the_benchmark_of_reading_runs_in_small():
     script = Path(__file__).parents[2] / "benchmarks" / "trace_reading.py"
-    done = subprocess.run([sys.executable, script, "--megabytes", "1"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script, "--megabytes", "1"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "1 MB" in done.stdout or "2 MB" in done.stdout
 

@@ -61,7 +61,9 @@ def test_a_terminal_is_drawn_anew_until_an_interrupt(two_pools):
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
     command = [sys.executable, "-m", "pinstage", "top"]
     shown = b""
-    with subprocess.Popen(command, stdout=child, stderr=child, stdin=child, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=child, stderr=child, stdin=child, env=environment
+    ) as process:
         os.close(child)
         while shown.count(b"job7") < 2:
             shown += os.read(main, 1 << 16)
@@ -97,10 +99,14 @@ def test_doctor_sums_them_up(two_pools):
 
 
 def test_a_shared_region_counts_once(folder):
-    region = ps.HostRegion("6MiB", shared=True, budget=ps.HostBudget("8MiB", name="job7"), device="cpu")
+    region = ps.HostRegion(
+        "6MiB", shared=True, budget=ps.HostBudget("8MiB", name="job7"), device="cpu"
+    )
     with region, ps.HostRegion.from_handle(region.handle(), device="cpu"):
         usage = ps.HostBudget("8MiB", name="job7").usage()
         assert [pool.held_bytes for pool in usage] == [6 << 20] * 2
-        assert "HostBudget job7: 6.00 MiB of 8.00 MiB in 2 pools" in _top.as_text(_top.sections(usage))
+        assert "HostBudget job7: 6.00 MiB of 8.00 MiB in 2 pools" in _top.as_text(
+            _top.sections(usage)
+        )
         assert _top.to_dict(usage)["budgets"][0]["held_bytes"] == 6 << 20
         assert _checks.host_budgets(usage)[1:3] == ("info", "job7: 6.00 MiB of 8.00 MiB")

@@ -1,4 +1,6 @@
-"""Reports on traces: each figure of small traces with known figures, and clear errors for files that aren't traces."""
+"""Reports on traces: each figure of small traces with known figures, and clear errors for files
+that aren't traces.
+"""
 
 import gzip
 import json
@@ -34,7 +36,7 @@ def analysis(report):
     return lambda trace: report(trace).analysis
 
 
-# -- copies ------------------------------------------------------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------------------
 
 
 def test_copies_are_told_apart_by_direction_and_kind(analysis):
@@ -47,7 +49,12 @@ def test_copies_are_told_apart_by_direction_and_kind(analysis):
         .copy(70, 5, 512, way="DtoD")
     )
     found = {(group["direction"], group["kind"]): group for group in analysis(trace).groups}
-    assert set(found) == {("HtoD", "pageable"), ("HtoD", "pinned"), ("DtoH", "pageable"), ("DtoD", "device")}
+    assert set(found) == {
+        ("HtoD", "pageable"),
+        ("HtoD", "pinned"),
+        ("DtoH", "pageable"),
+        ("DtoD", "device"),
+    }
     pageable = found["HtoD", "pageable"]
     assert (pageable["copies"], pageable["nbytes"]) == (2, 4000)
     assert pageable["seconds"] == approx(20 * US)
@@ -61,7 +68,9 @@ def test_copies_to_the_device_come_first(analysis):
 
 
 def test_time_beside_kernels_is_hidden_the_rest_exposed(analysis):
-    trace = TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000)  # kernels until 15, the copy from 10 to 30
+    trace = (
+        TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000)
+    )  # kernels until 15, the copy from 10 to 30
     (group,) = analysis(trace).groups
     assert group["hidden_seconds"] == approx(5 * US)
     assert group["exposed_seconds"] == approx(15 * US)
@@ -82,7 +91,7 @@ def test_overlapping_copies_are_exposed_once(analysis):
     assert group["exposed_seconds"] == approx(15 * US)
 
 
-# -- the host ----------------------------------------------------------------------------------------------------------
+# -- the host --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,27 +107,43 @@ def test_overlapping_copies_are_exposed_once(analysis):
     ],
 )  # fmt: skip
 def test_host_calls_are_known_by_their_names(name, group):
-    names = {_events.CALL_COPY: "copy", _events.CALL_PIN: "pin", _events.CALL_SYNCHRONISE: "synchronise"}
+    names = {
+        _events.CALL_COPY: "copy",
+        _events.CALL_PIN: "pin",
+        _events.CALL_SYNCHRONISE: "synchronise",
+    }
     assert names.get(_events.kind_of(_events.CALL, name)) == group
 
 
 def test_the_operator_around_a_device_copy_is_staging(analysis):
-    trace = TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).op("aten::copy_", 12, 25).kernel(90, 10)
+    trace = (
+        TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).op("aten::copy_", 12, 25).kernel(90, 10)
+    )
     (step,) = analysis(trace.copy(20, 2, 64, asked=15)).steps
     assert step["staging_seconds"] == approx(30 * US)
     assert step["stall_seconds"] == approx(30 * US)
 
 
 def test_an_operator_without_a_device_copy_isn_t(analysis):
-    trace = TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).kernel(90, 10).op("aten::copy_", 50, 20)
+    trace = (
+        TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).kernel(90, 10).op("aten::copy_", 50, 20)
+    )
     (step,) = analysis(trace.copy(55, 2, 64, way="DtoH", asked=52)).steps
     assert step["staging_seconds"] == 0
     assert step["copy_seconds"] == approx(2 * US)
 
 
 def test_pinning_is_staging_only_inside_the_loop(analysis):
-    loop = TraceMaker().step(1, 0, 100).kernel(90, 10).op("aten::pin_memory", 8, 30).call("cudaHostAlloc", 10, 20)
-    other = TraceMaker().step(1, 0, 100).kernel(90, 10).call("cudaHostAlloc", 10, 20, tid=THREAD + 1)
+    loop = (
+        TraceMaker()
+        .step(1, 0, 100)
+        .kernel(90, 10)
+        .op("aten::pin_memory", 8, 30)
+        .call("cudaHostAlloc", 10, 20)
+    )
+    other = (
+        TraceMaker().step(1, 0, 100).kernel(90, 10).call("cudaHostAlloc", 10, 20, tid=THREAD + 1)
+    )
     assert analysis(loop).steps[0]["staging_seconds"] == approx(30 * US)
     assert analysis(other).steps[0]["staging_seconds"] == 0
 
@@ -131,17 +156,21 @@ def test_waiting_for_the_device_outside_staging_is_synchronisation(analysis):
 
 
 def test_pinstage_s_ranges_are_staging_and_waits(analysis):
-    trace = TraceMaker().step(1, 0, 100).add("user_annotation", "pinstage.pack", 10, 15).kernel(90, 10)
+    trace = (
+        TraceMaker().step(1, 0, 100).add("user_annotation", "pinstage.pack", 10, 15).kernel(90, 10)
+    )
     (step,) = analysis(trace.add("user_annotation", "pinstage.loader.wait", 50, 7)).steps
     assert step["staging_seconds"] == approx(15 * US)
     assert step["wait_seconds"] == approx(7 * US)
 
 
-# -- steps -------------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 
 def test_a_stall_is_staging_without_a_kernel(analysis):
-    trace = TraceMaker().step(1, 0, 100).op("aten::to", 0, 40).copy(30, 20, 64, asked=10).kernel(0, 35)
+    trace = (
+        TraceMaker().step(1, 0, 100).op("aten::to", 0, 40).copy(30, 20, 64, asked=10).kernel(0, 35)
+    )
     (step,) = analysis(trace).steps
     assert step["kernel_seconds"] == approx(35 * US)
     assert step["staging_seconds"] == approx(50 * US)  # the operator until 40, the copy until 50
@@ -159,7 +188,10 @@ def test_a_copy_belongs_to_the_requesting_step(analysis):
 def test_steps_are_ordered_by_time_with_their_numbers(analysis):
     trace = TraceMaker().step(8, 100, 50).step(7, 0, 100).kernel(0, 1).wait(20, 30)
     found = analysis(trace)
-    assert [(step["number"], step["seconds"]) for step in found.steps] == [(7, approx(100 * US)), (8, approx(50 * US))]
+    assert [(step["number"], step["seconds"]) for step in found.steps] == [
+        (7, approx(100 * US)),
+        (8, approx(50 * US)),
+    ]
     assert found.steps[0]["wait_seconds"] == approx(30 * US)
     assert found.annotated
 
@@ -172,7 +204,12 @@ def test_without_annotated_steps_the_whole_trace_is_one(analysis):
 
 
 def test_annotations_of_the_device_are_no_steps(analysis):
-    trace = TraceMaker().step(3, 0, 10).add("gpu_user_annotation", "ProfilerStep#3", 5, 10, pid=0, tid=7).kernel(0, 1)
+    trace = (
+        TraceMaker()
+        .step(3, 0, 10)
+        .add("gpu_user_annotation", "ProfilerStep#3", 5, 10, pid=0, tid=7)
+        .kernel(0, 1)
+    )
     assert len(analysis(trace).steps) == 1
 
 
@@ -183,7 +220,7 @@ def test_step_figures_describe_the_busiest_device(analysis):
     assert found.steps[0]["kernel_seconds"] == approx(50 * US)
 
 
-# -- model and verdict -------------------------------------------------------------------------------------------------
+# -- model and verdict -----------------------------------------------------------------------------
 
 
 def waiting_loop(**options):
@@ -208,7 +245,9 @@ def test_a_waiting_loop_saves_its_staging_time(report):
 
 
 def test_many_small_calls_are_profiler_cost(report):
-    """For example, 100 leaves of 20 us, with 15 us of them spent by the profiler on thirty operators."""
+    """For example, 100 leaves of 20 us, with 15 us of them spent by the profiler on thirty
+    operators.
+    """
     few, many = naive_loop(leaves=100), naive_loop(leaves=100)
     for step in range(6):
         for index in range(100 * 30):
@@ -250,7 +289,9 @@ def test_the_trace_measures_the_profiler_s_cost(report):
             found.step(number, start, 3000).kernel(start + 2000, 1000)
             for leaf in range(100):
                 at = start + leaf * 20
-                found.op("aten::to", at, 20).op("aten::_to_copy", at + unit_us, 18).copy(at + 9, 2, 64, asked=at + 8)
+                found.op("aten::to", at, 20).op("aten::_to_copy", at + unit_us, 18).copy(
+                    at + 9, 2, 64, asked=at + 8
+                )
         return report(found)
 
     quick, slow = trace(0.2), trace(0.8)
@@ -260,7 +301,14 @@ def test_the_trace_measures_the_profiler_s_cost(report):
 
 
 def test_gaps_within_kernel_runs_cannot_be_saved(analysis):
-    run = TraceMaker().step(1, 0, 100).kernel(0, 20).kernel(22, 20).kernel(60, 20).op("aten::to", 90, 5)
+    run = (
+        TraceMaker()
+        .step(1, 0, 100)
+        .kernel(0, 20)
+        .kernel(22, 20)
+        .kernel(60, 20)
+        .op("aten::to", 90, 5)
+    )
     assert analysis(run).steps[0]["kernel_seconds"] == approx(62 * US)
 
 
@@ -288,7 +336,9 @@ def test_a_model_bound_loop_has_no_gain(report):
 def test_overlapped_copies_can_save_their_host_part(report):
     packing = report(loop_ahead(host_us=3000, kernel_us=50)).packing
     added = 100 * ADDED
-    assert packing.saved_seconds == approx(3e-3 - added - REFERENCE.seconds(100, 6400, 55e9), rel=0.01)
+    assert packing.saved_seconds == approx(
+        3e-3 - added - REFERENCE.seconds(100, 6400, 55e9), rel=0.01
+    )
     bound = report(loop_ahead(host_us=3000, kernel_us=2000)).packing
     assert bound.saved_seconds == approx(3.1e-3 - added - 2e-3, rel=0.01)
 
@@ -311,7 +361,9 @@ def test_a_staged_batch_is_recognised_as_one_slab(report):
     for number in range(4):
         start = 1000 * number
         trace.step(number, start, 1000).add("user_annotation", "pinstage.stage", start, 300)
-        trace.kernel(start + 400, 500).copy(start + 250, 50, 1 << 20, kind="Pinned", asked=start + 240)
+        trace.kernel(start + 400, 500).copy(
+            start + 250, 50, 1 << 20, kind="Pinned", asked=start + 240
+        )
     worst = report(trace)
     assert worst.packing.most_saved_seconds == 0
     assert worst.verdict.endswith("pinstage stages it as one slab already.")
@@ -341,21 +393,26 @@ def test_else_the_bus_is_that_of_the_cost(report):
 def test_nothing_is_predicted_beyond_the_measured_loops(report, loop):
     found = report(waiting_loop(**loop))
     assert found.packing.saved_seconds == found.packing.most_saved_seconds == 0
-    assert "The saving isn't predicted: no loop with more than 1,000 copies or 40.00 MiB per step" in found.verdict
+    assert (
+        "The saving isn't predicted: no loop with more than 1,000 copies or 40.00 MiB per step"
+        in found.verdict
+    )
     assert "The GPU idles for" in found.verdict
 
 
 def test_a_stalled_loop_learns_what_it_can_gain(report):
     found = report(waiting_loop(leaves=700))
     least, most = (
-        f"{seconds * 1e3:.1f} ms" for seconds in (found.packing.least_saved_seconds, found.packing.most_saved_seconds)
+        f"{seconds * 1e3:.1f} ms"
+        for seconds in (found.packing.least_saved_seconds, found.packing.most_saved_seconds)
     )
     assert found.verdict == (
-        "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about 14.1 ms without the "
-        "profiler. The GPU idles for 87% of a step (14.0 ms) while the host stages: 700 host-to-device copies "
-        "per step (100% below 64.00 KiB, 100% of the bytes from pageable memory). One slab would take about 808 us to "
-        f"stage, instead of 12.1 ms, and save {least} to {most} of a step. --step-ms, a step's time "
-        "without the profiler, narrows this."
+        "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about "
+        "14.1 ms without the profiler. The GPU idles for 87% of a step (14.0 ms) while the host "
+        "stages: 700 host-to-device copies per step (100% below 64.00 KiB, 100% of the bytes from "
+        "pageable memory). One slab would take about 808 us to stage, instead of 12.1 ms, and "
+        f"save {least} to {most} of a step. --step-ms, a step's time without the profiler, narrows "
+        "this."
     )
     assert 9e-3 < found.packing.least_saved_seconds < found.packing.most_saved_seconds < 12.2e-3
 
@@ -369,7 +426,9 @@ def test_a_loop_with_hidden_copies_has_no_gain(report):
         )
     verdict = report(trace).verdict
     assert verdict.startswith("The GPU is at work for 100% of a step: staging can save 0 at most")
-    assert "The GPU waits for staging for only 0% of a step: 1 host-to-device copy per step" in verdict
+    assert (
+        "The GPU waits for staging for only 0% of a step: 1 host-to-device copy per step" in verdict
+    )
     assert "100% of it behind kernels" in verdict
     assert verdict.endswith("Packing them into one slab wouldn't help.")
 
@@ -378,10 +437,13 @@ def test_a_loader_bound_loop_is_named_so(report):
     trace = TraceMaker()
     for number in range(4):
         start = 1000 * number
-        trace.step(number, start, 1000).wait(start, 700).kernel(start + 800, 200).copy(start + 750, 5, 64)
+        trace.step(number, start, 1000).wait(start, 700).kernel(start + 800, 200).copy(
+            start + 750, 5, 64
+        )
     worst = report(trace)
     assert worst.verdict.startswith(
-        "The loop waits 70% of the time for its loader, whose workers or pinning thread set its pace"
+        "The loop waits 70% of the time for its loader, whose workers or pinning thread set its "
+        "pace"
     )
     assert (worst.packing.least_saved_seconds, worst.packing.saved_seconds) == (0, 0)
 
@@ -407,12 +469,19 @@ def test_unpickling_ready_batches_isn_t_waiting_for_workers(report):
 
 def test_a_trace_without_copies_is_told_so(report):
     verdict = report(TraceMaker().kernel(0, 5)).verdict
-    assert verdict == "No host-to-device copy is in this trace: packing can't improve anything in it."
+    assert (
+        verdict == "No host-to-device copy is in this trace: packing can't improve anything in it."
+    )
 
 
 def test_copies_of_unknown_size_are_not_small(report):
-    trace = TraceMaker().add("gpu_memcpy", "Memcpy HtoD (Host -> Device)", 0, 22, correlation=1, kind="HtoD")
-    assert "1 host-to-device copy per trace (the trace does not record their bytes)" in report(trace).verdict
+    trace = TraceMaker().add(
+        "gpu_memcpy", "Memcpy HtoD (Host -> Device)", 0, 22, correlation=1, kind="HtoD"
+    )
+    assert (
+        "1 host-to-device copy per trace (the trace does not record their bytes)"
+        in report(trace).verdict
+    )
 
 
 def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
@@ -422,7 +491,11 @@ def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
         trace.step(number, start, 5000).kernel(start, 1000)
         for index in range(copies):
             at = start + 1000 + index * exposed_us
-            trace.op("aten::item", at - (0 if index else waiting_us), exposed_us + (0 if index else waiting_us))
+            trace.op(
+                "aten::item",
+                at - (0 if index else waiting_us),
+                exposed_us + (0 if index else waiting_us),
+            )
             trace.copy(at + 5, 2, 4, way="DtoH", asked=at + 2)
     return trace
 
@@ -430,7 +503,10 @@ def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
 def test_downloads_get_a_verdict_of_their_own(report):
     found = report(downloading_loop(100))
     assert found.analysis.middle("download_seconds") == approx(2e-3)
-    assert "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, block" in found.verdict
+    assert (
+        "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, block"
+        in found.verdict
+    )
     assert "Stager.fetch copies them together" in found.verdict
 
 
@@ -442,11 +518,13 @@ def test_a_download_that_waits_for_kernels_says_so(report):
 
 
 def test_a_trace_without_gpu_work_is_refused(report):
-    with pytest.raises(TraceError, match=r"holds no event of a GPU; record the loop on a GPU with activities="):
+    with pytest.raises(
+        TraceError, match=r"holds no event of a GPU; record the loop on a GPU with activities="
+    ):
         report(TraceMaker().step(1, 0, 1000).wait(0, 250).op("aten::copy_", 300, 100))
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -485,7 +563,10 @@ def test_a_terminal_of_eighty_columns_cuts_no_number(report):
         if isinstance(table, TextTable):
             for column, cells in zip(table.columns, zip(*table.rows, strict=True), strict=True):
                 if column.startswith(">"):
-                    assert {word for cell in cells for word in cell.split()} <= words, (table.title, column)
+                    assert {word for cell in cells for word in cell.split()} <= words, (
+                        table.title,
+                        column,
+                    )
 
 
 def test_json_is_plain_and_complete(report):
@@ -496,7 +577,7 @@ def test_json_is_plain_and_complete(report):
     assert data["verdict"].startswith("A step cannot")
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 7, 100, 1 << 20])
@@ -504,7 +585,9 @@ def test_events_don_t_depend_on_window_boundaries(tmp_path, monkeypatch, window)
     trace = naive_loop(steps=2, leaves=3).kernel(0, 1)
     trace.add("cpu_op", 'a "quoted" ] } { [ \u00e9\u20ac\U0001f600 \\ name', 1, 2)
     path = trace.write(tmp_path / "t.json.gz")
-    path.write_bytes(gzip.compress(json.dumps(json.loads(trace.text()), ensure_ascii=False).encode()))
+    path.write_bytes(
+        gzip.compress(json.dumps(json.loads(trace.text()), ensure_ascii=False).encode())
+    )
     monkeypatch.setattr(_events, "_WINDOW", window)
     file = _events.TraceFile(path)
     assert list(file) == json.loads(trace.text())["traceEvents"]
@@ -542,8 +625,14 @@ def test_only_complete_events_count(analysis):
         (b"[project]\nname = 3\n", "isn't a profiler trace"),
         (b'{"a": 1, "b": 2}', "JSON without traceEvents (its keys: a, b)"),
         (b'{"traceEvents": []}', "holds no event of a GPU"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "Trace", "name": "x", "ts": 1, "dur": 1}]}', "holds no event of a GPU"),
-        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}', "event 1 (kernel) has no usable 'ts'"),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "Trace", "name": "x", "ts": 1, "dur": 1}]}',
+            "holds no event of a GPU",
+        ),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}',
+            "event 1 (kernel) has no usable 'ts'",
+        ),
         (b'{"traceEvents": [{"ph": "M"}, {"ph": "X", "na', "broken or cut off after 1 events"),
         (b'{"traceEvents": [{"ph": "M"}', "broken or cut off"),
         (b'{"traceEvents": [{"ph": "M"}]', "broken or cut off"),
@@ -554,7 +643,10 @@ def test_only_complete_events_count(analysis):
         ),
         (b"\x89PNG\r\n\x1a\n\x00\x00", "isn't a profiler trace: invalid JSON"),
         (b"[" * 100_000, "isn't a profiler trace: maximum recursion depth exceeded"),
-        (b'{"traceEvents": [{"ph": "M"}, ' + b'{"a":' * 100_000, "broken or cut off after 1 events: maximum recursion"),
+        (
+            b'{"traceEvents": [{"ph": "M"}, ' + b'{"a":' * 100_000,
+            "broken or cut off after 1 events: maximum recursion",
+        ),
         (b'{"schemaVersion": ' + b"9" * 5000 + b"}", "isn't a profiler trace: Exceeds the limit"),
         (b'{"\x1b]0;title\x07": 1}', "JSON without traceEvents (its keys: \ufffd]0;title\ufffd)"),
     ],
@@ -562,7 +654,9 @@ def test_only_complete_events_count(analysis):
 def test_files_that_aren_t_traces_are_refused(tmp_path, content, message):
     path = tmp_path / "t.json"
     path.write_bytes(content)
-    with pytest.raises(TraceError, match=message if "|" in message else re.escape(message)) as caught:
+    with pytest.raises(
+        TraceError, match=message if "|" in message else re.escape(message)
+    ) as caught:
         trace_report(path)
     assert str(caught.value).count("t.json") == 1
 
@@ -581,10 +675,21 @@ def test_files_that_aren_t_traces_are_refused(tmp_path, content, message):
 )
 def test_values_that_cannot_be_right_are_an_error(tmp_path, where, value):
     event = {"device": 0, "bytes": 8, "correlation": 1} | {where: value}
-    event = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1, "dur": 1, "args": event} | {where: value}
+    event = {
+        "ph": "X",
+        "cat": "gpu_memcpy",
+        "name": "Memcpy HtoD",
+        "ts": 1,
+        "dur": 1,
+        "args": event,
+    } | {where: value}
     path = tmp_path / "t.json"
-    path.write_text(json.dumps({"traceEvents": [{**event, "ts": 1, "dur": 1, "name": "x", "args": {}}, event]}))
-    with pytest.raises(TraceError, match=r"t.json isn't a trace .*: event 2 \(gpu_memcpy\) has no usable .{,100}$"):
+    path.write_text(
+        json.dumps({"traceEvents": [{**event, "ts": 1, "dur": 1, "name": "x", "args": {}}, event]})
+    )
+    with pytest.raises(
+        TraceError, match=r"t.json isn't a trace .*: event 2 \(gpu_memcpy\) has no usable .{,100}$"
+    ):
         trace_report(path)
 
 
@@ -618,7 +723,9 @@ def test_a_broken_event_isn_t_searched_endlessly(tmp_path, monkeypatch):
     path = tmp_path / "t.json"
     path.write_text('{"traceEvents": [{"ph": "M"}, {"ph": oops}' + ', {"ph": "M"}' * 100_000 + "]}")
     decoded, decode = [], _events._decode
-    monkeypatch.setattr(_events, "_decode", lambda text, at: decoded.append(len(text)) or decode(text, at))
+    monkeypatch.setattr(
+        _events, "_decode", lambda text, at: decoded.append(len(text)) or decode(text, at)
+    )
     with pytest.raises(TraceError, match="broken"):
         list(_events.TraceFile(path))
     assert max(decoded) < 10_000

@@ -15,7 +15,9 @@ import pinstage as ps
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's, of torch 2.13
+    pytest.mark.filterwarnings(
+        "ignore:'set_vital' is deprecated:UserWarning"
+    ),  # torchdata's, of torch 2.13
 ]
 
 
@@ -41,7 +43,9 @@ class Counted(data.Streamed):
 def pair(dataset, **options):
     """Return torchdata's loader, and a wrapped one."""
     torchs, ours = (
-        StatefulDataLoader(dataset(), **{"batch_size": 2} | options, generator=torch.Generator().manual_seed(1))
+        StatefulDataLoader(
+            dataset(), **{"batch_size": 2} | options, generator=torch.Generator().manual_seed(1)
+        )
         for _ in range(2)
     )
     return torchs, ps.wrap_loader(ours, device="cpu", max_bytes="4MiB", depth=3)
@@ -70,7 +74,11 @@ def test_a_wrapped_loader_keeps_its_class(workers):
     assert isinstance(wrapped, StatefulDataLoader)
     assert type(wrapped).__name__ == "StatefulDataLoader"
     assert (len(wrapped), wrapped.batch_size, wrapped.drop_last) == (6, 4, True)
-    assert (wrapped.dataset, wrapped.sampler, wrapped.collate_fn) == (loader.dataset, loader.sampler, loader.collate_fn)
+    assert (wrapped.dataset, wrapped.sampler, wrapped.collate_fn) == (
+        loader.dataset,
+        loader.sampler,
+        loader.collate_fn,
+    )
     assert len(list(wrapped)) == 6
     assert wrapped.collate_fn is loader.collate_fn
     assert wrapped.stats().batches == 6
@@ -94,7 +102,9 @@ def test_a_state_is_that_of_what_was_yielded(dataset, taken, workers):
     assert same(list(itertools.islice(iterator, taken)), expected[:taken])
     state = copy.deepcopy(ours.state_dict())
     assert same(list(iterator), expected[taken:])
-    for loader in pair(dataset, num_workers=workers):  # a state is torchdata's own, so both loaders can load it
+    for loader in pair(
+        dataset, num_workers=workers
+    ):  # a state is torchdata's own, so both loaders can load it
         loader.load_state_dict(copy.deepcopy(state))
         assert same(list(loader), expected[taken:])
 
@@ -113,13 +123,17 @@ def test_a_state_can_precede_the_first_batch(workers):
 
 
 def test_persistent_workers_of_a_changed_loader_stay():
-    _, ours = pair(lambda: data.Mapped(data.cuda_in_the_worker, 24), num_workers=2, persistent_workers=True)
+    _, ours = pair(
+        lambda: data.Mapped(data.cuda_in_the_worker, 24), num_workers=2, persistent_workers=True
+    )
     pids = [{int(pid) for batch in ours for pid in batch[:, 2]} for _ in range(2)]
     assert len(pids[0]) == 2
     assert pids[0] == pids[1]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
 def test_a_changed_loader_can_be_copied_and_pickled(copied):
     loader = ps.wrap_loader(StatefulDataLoader(mapped(), 4, num_workers=1), device="cpu", depth=2)
     expected = list(loader)
@@ -131,7 +145,9 @@ def test_a_changed_loader_can_be_copied_and_pickled(copied):
 
 def test_persistent_workers_with_one_slab_restart_midway():
     options = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True, "timeout": 20}
-    loader = ps.wrap_loader(StatefulDataLoader(mapped(), 2, **options), device="cpu", max_bytes="4KiB")
+    loader = ps.wrap_loader(
+        StatefulDataLoader(mapped(), 2, **options), device="cpu", max_bytes="4KiB"
+    )
     expected = list(torch.utils.data.DataLoader(mapped(), 2))
     for taken in range(6):
         assert same(list(itertools.islice(loader, taken)), expected[:taken])

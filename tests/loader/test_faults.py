@@ -1,4 +1,6 @@
-"""Faults in a `DataLoader`: all slabs are returned, nothing is left behind, and the original error is raised."""
+"""Faults in a `DataLoader`: all slabs are returned, nothing is left behind, and the original error
+is raised.
+"""
 
 import _thread
 import contextlib
@@ -27,7 +29,15 @@ import loader_data as data
 import pytest
 import torch
 import warm
-from doubles import PATIENCE_SECONDS, Background, Gate, Interrupts, ManualEvent, record_work, wait_until
+from doubles import (
+    PATIENCE_SECONDS,
+    Background,
+    Gate,
+    Interrupts,
+    ManualEvent,
+    record_work,
+    wait_until,
+)
 
 import pinstage as ps
 from pinstage._batch import take_apart
@@ -50,14 +60,18 @@ SLAB = 212_992
 
 
 def resources():
-    """Count possible leftovers of a loader in this process: descriptors, mappings of slabs, children, threads."""
+    """Count possible leftovers of a loader in this process: descriptors, mappings of slabs,
+    children, threads.
+    """
     gc.collect()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "mappings": Path("/proc/self/maps").read_text().count("memfd:pinstage"),
         "children": len([pid for pid in children if not is_helper(pid)]),
-        "threads": len([thing for thing in list(running) if type(thing).__name__ in ("SlabBroker", "Ending")]),
+        "threads": len(
+            [thing for thing in list(running) if type(thing).__name__ in ("SlabBroker", "Ending")]
+        ),
     }
 
 
@@ -75,21 +89,32 @@ def forkserver():
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
     warm.command()
-    list(torch.utils.data.DataLoader([1], num_workers=1))  # makes what Python keeps after the first worker
+    list(
+        torch.utils.data.DataLoader([1], num_workers=1)
+    )  # makes what Python keeps after the first worker
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays():
-    before = resources()  # may include threads and descriptors of torch's queues that are about to be closed
+    before = (
+        resources()
+    )  # may include threads and descriptors of torch's queues that are about to be closed
     yield
     with contextlib.suppress(AssertionError):
         wait_until(lambda: all(count <= before[name] for name, count in resources().items()))
-    left = {name: count - before[name] for name, count in resources().items() if count > before[name]}
+    left = {
+        name: count - before[name] for name, count in resources().items() if count > before[name]
+    }
     assert not left
 
 
 def make(sample=data.large, size=40, batch_size=2, num_workers=2, **options):
-    return ps.DataLoader(data.Mapped(sample, size), batch_size, num_workers=num_workers, **{"device": "cpu"} | options)
+    return ps.DataLoader(
+        data.Mapped(sample, size),
+        batch_size,
+        num_workers=num_workers,
+        **{"device": "cpu"} | options,
+    )
 
 
 def all_back(loader):
@@ -135,15 +160,23 @@ def test_a_batch_outlives_loader_and_iterator():
 
 
 def test_starting_workers_of_an_abandoned_pass_end_cleanly(monkeypatch):
-    monkeypatch.setattr(torchs_loader, "_END_SECONDS", 0.1)  # then they get a signal, in the middle of their imports
+    monkeypatch.setattr(
+        torchs_loader, "_END_SECONDS", 0.1
+    )  # then they get a signal, in the middle of their imports
     monkeypatch.setattr(
         torchs_loader, "wait", lambda *given: time.sleep(0.2) or wait(*given)
     )  # this thread sees that first
     before = resources()
-    batches = iter(ps.DataLoader([torch.ones(1)] * 2, num_workers=2, multiprocessing_context="spawn", device="cpu"))
+    batches = iter(
+        ps.DataLoader(
+            [torch.ones(1)] * 2, num_workers=2, multiprocessing_context="spawn", device="cpu"
+        )
+    )
     del batches
     idle = threading.Event()
-    wait_until(lambda: idle.wait(0.3) or resources() == before)  # torch's error would be raised here
+    wait_until(
+        lambda: idle.wait(0.3) or resources() == before
+    )  # torch's error would be raised here
 
 
 def test_persistent_workers_end_with_the_loader():
@@ -191,7 +224,8 @@ def test_two_threads_may_begin_at_once(method):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
     expected = [data.random_size(index) for index in range(30)]
-    # Once torch.compile has imported filelock, it refuses forks in two threads at once, and torch's loader breaks.
+    # Once torch.compile has imported filelock, it refuses forks in two threads at once, and torch's
+    # loader breaks.
     forking = threading.Lock() if "filelock" in sys.modules else contextlib.nullcontext()
 
     def begun(loader):
@@ -201,9 +235,18 @@ def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
     def use(seed):
         chance = random.Random(seed)
         for _ in range(5):
-            options = {"num_workers": chance.choice([1, 2]), "max_bytes": chance.choice(["64KiB", "512KiB"])}
-            options |= {"persistent_workers": persistent, "timeout": PATIENCE_SECONDS, "device": "cpu"}
-            loader = ps.DataLoader(data.Mapped(data.random_size, 30), None, depth=chance.choice([0, 2]), **options)
+            options = {
+                "num_workers": chance.choice([1, 2]),
+                "max_bytes": chance.choice(["64KiB", "512KiB"]),
+            }
+            options |= {
+                "persistent_workers": persistent,
+                "timeout": PATIENCE_SECONDS,
+                "device": "cpu",
+            }
+            loader = ps.DataLoader(
+                data.Mapped(data.random_size, 30), None, depth=chance.choice([0, 2]), **options
+            )
             for _ in range(2):
                 batches = itertools.islice(begun(loader), chance.randrange(32))
                 assert all(map(data.same, batches, expected))
@@ -250,7 +293,9 @@ def test_an_error_is_the_original_one(workers, sample, options, kind, text):
         assert_all_back(loader)
 
 
-@pytest.mark.parametrize("sample", [data.ragged, lambda index: torch.zeros(2, dtype=torch.int64 if index else None)])
+@pytest.mark.parametrize(
+    "sample", [data.ragged, lambda index: torch.zeros(2, dtype=torch.int64 if index else None)]
+)
 def test_what_torch_cannot_stack_fails_as_in_torch(sample):
     def outcome(loader):
         iterator = iter(loader)
@@ -259,7 +304,9 @@ def test_what_torch_cannot_stack_fails_as_in_torch(sample):
         except Exception as error:  # noqa: BLE001 - compared
             return type(error), str(error).strip().splitlines()[-1].split(" at ")[0]
         finally:
-            for worker in iterator._workers:  # torch's own may need five seconds to end after such an error
+            for (
+                worker
+            ) in iterator._workers:  # torch's own may need five seconds to end after such an error
                 worker.terminate()
 
     dataset = data.Mapped(sample, 4)
@@ -276,7 +323,16 @@ def test_errors_come_in_order_and_are_survivable():
 
 
 def test_an_unpickling_error_comes_in_order():
-    iterator = iter(make(data.tensors, 8, 1, num_workers=1, prefetch_factor=6, collate_fn=data.third_cannot_arrive))
+    iterator = iter(
+        make(
+            data.tensors,
+            8,
+            1,
+            num_workers=1,
+            prefetch_factor=6,
+            collate_fn=data.third_cannot_arrive,
+        )
+    )
     found = [next(iterator)]
     wait_until(lambda: 3 in iterator._data_queue._held)
     while len(found) < 3:
@@ -288,8 +344,19 @@ def test_an_unpickling_error_comes_in_order():
 
 
 def test_an_unpicklable_structure_fails_each_of_its_batches():
-    """Its class exists only in the worker. The first two batches send the structure, later ones its number."""
-    iterator = iter(make(data.tensors, 6, 1, num_workers=1, collate_fn=data.class_of_the_workers_own, device="cpu"))
+    """Its class exists only in the worker. The first two batches send the structure, later ones its
+    number.
+    """
+    iterator = iter(
+        make(
+            data.tensors,
+            6,
+            1,
+            num_workers=1,
+            collate_fn=data.class_of_the_workers_own,
+            device="cpu",
+        )
+    )
     for _ in range(6):
         with pytest.raises(AttributeError, match="OnlyHere"):
             next(iterator)
@@ -297,7 +364,12 @@ def test_an_unpicklable_structure_fails_each_of_its_batches():
 
 
 def test_an_unpicklable_batch_returns_its_slab():
-    options = {"num_workers": 1, "prefetch_factor": 1, "persistent_workers": True, "timeout": PATIENCE_SECONDS}
+    options = {
+        "num_workers": 1,
+        "prefetch_factor": 1,
+        "persistent_workers": True,
+        "timeout": PATIENCE_SECONDS,
+    }
     loader = make(data.large, depth=0, collate_fn=data.first_cannot_arrive, **options)
     for _ in range(6):  # more passes than the worker has slabs
         iterator = iter(loader)
@@ -362,8 +434,14 @@ FORGED = {
     "a slab of another worker": ({"worker": 1, **described(10)}, r"isn't lent to worker 1: \d"),
     "a structure without a table": ({"structure": b"", "table": None}, "not an offset table"),
     "an unknown structure": ({"number": 77}, "unknown structure: 77"),
-    "something else for a structure": ({"structure": 5, "table": described(10)["table"]}, "not a layout: int"),
-    "fewer leaves than rows": ({"table": described(1, 1)["table"]}, "has 1 leaves and the offset table 2"),
+    "something else for a structure": (
+        {"structure": 5, "table": described(10)["table"]},
+        "not a layout: int",
+    ),
+    "fewer leaves than rows": (
+        {"table": described(1, 1)["table"]},
+        "has 1 leaves and the offset table 2",
+    ),
     "more leaves than described": ({"pickled": pickle.dumps([1, 2])}, "2 of 0 leaves"),
 }
 
@@ -371,12 +449,18 @@ FORGED = {
 @pytest.mark.parametrize("kind", FORGED)
 def test_an_invalid_message_is_an_error(monkeypatch, kind):
     changes, text = FORGED[kind]
-    collate, names, calls = SlabCollate.__call__, inspect.signature(receive).parameters, itertools.count()
+    collate, names, calls = (
+        SlabCollate.__call__,
+        inspect.signature(receive).parameters,
+        itertools.count(),
+    )
 
     def forge(self, samples):
         message = collate(self, samples)
         if next(calls) == 1:
-            message.contents = tuple((dict(zip(names, message.contents, strict=True)) | changes).values())
+            message.contents = tuple(
+                (dict(zip(names, message.contents, strict=True)) | changes).values()
+            )
         return message
 
     monkeypatch.setattr(SlabCollate, "__call__", forge)
@@ -392,11 +476,21 @@ def test_an_invalid_message_is_an_error(monkeypatch, kind):
 
 
 @pytest.mark.parametrize(
-    "message", [("ask", 16, 16, [999]), ("ask", "many", 16, []), ("unmapped", 999, "no"), ("starved",), ("hello",), 5]
+    "message",
+    [
+        ("ask", 16, 16, [999]),
+        ("ask", "many", 16, []),
+        ("unmapped", 999, "no"),
+        ("starved",),
+        ("hello",),
+        5,
+    ],
 )
 def test_an_invalid_request_is_an_error(monkeypatch, message):
     take = WorkerSlabs.take
-    monkeypatch.setattr(WorkerSlabs, "take", lambda slabs, nbytes: slabs._send(message) or take(slabs, nbytes))
+    monkeypatch.setattr(
+        WorkerSlabs, "take", lambda slabs, nbytes: slabs._send(message) or take(slabs, nbytes)
+    )
     loader = make(num_workers=1)
     iterator = iter(loader)
     with pytest.raises((RuntimeError, LayoutError), match=r"worker.*; begin another pass"):
@@ -428,7 +522,9 @@ def test_workers_leave_the_main_processs_garbage_alone(tmp_path):
     finally:
         gc.enable()
     assert not ended.exists()
-    assert gc.get_freeze_count() <= frozen  # some objects that other code froze may be freed meanwhile
+    assert (
+        gc.get_freeze_count() <= frozen
+    )  # some objects that other code froze may be freed meanwhile
     gc.collect()
     assert ended.read_text() == f"{os.getpid()}\n"
 
@@ -446,14 +542,18 @@ def test_no_thread_is_left_when_the_interpreter_ends():
         assert next(iterator).tolist() == [0, 1]
         assert "SlabBroker" in names()
     """
-    result = subprocess.run(warm.command("-c", textwrap.dedent(program)), capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        warm.command("-c", textwrap.dedent(program)), capture_output=True, text=True, check=True
+    )
     assert result.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_workers_that_end_are_missed_and_replaced(monkeypatch, persistent_workers):
     torchs = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
-    monkeypatch.setattr(torchs, "__defaults__", (60.0,))  # seconds from one look of torch's at the workers to the next
+    monkeypatch.setattr(
+        torchs, "__defaults__", (60.0,)
+    )  # seconds from one look of torch's at the workers to the next
     loader = make(data.exits_at_seven, 40, persistent_workers=persistent_workers)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
@@ -479,7 +579,9 @@ def test_a_worker_that_ended_keeps_no_slab():
     iterator = iter(loader)
     next(iterator)
     worker = iterator._workers[0]
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # otherwise torch's handler may raise here
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGCHLD}
+    )  # otherwise torch's handler may raise here
     try:
         os.kill(worker.pid, signal.SIGKILL)
         os.waitpid(worker.pid, 0)  # as another thread may do when it starts a process
@@ -508,7 +610,9 @@ def test_interrupting_a_persistent_restart_returns_everything(monkeypatch):
     loader = make(persistent_workers=True)
     assert numbers(loader) == list(range(40))
     with monkeypatch.context() as patched:
-        patched.setattr(loader._iterator._batches, "_get_data", lambda: signal.raise_signal(signal.SIGINT))
+        patched.setattr(
+            loader._iterator._batches, "_get_data", lambda: signal.raise_signal(signal.SIGINT)
+        )
         with pytest.raises(KeyboardInterrupt):
             iter(loader)
     assert_all_back(loader)
@@ -521,11 +625,22 @@ def test_a_raising_signal_handler_leaves_nothing(monkeypatch):
     loader = make(size=2, num_workers=1)
     assert numbers(loader) == [0, 1]
     wait_until(lambda: not resources()["threads"])
-    files = ("_loader/_loader.py", "_broker.py", "_iterator.py", "_collate.py", "_starting.py", "_slabs.py")
+    files = (
+        "_loader/_loader.py",
+        "_broker.py",
+        "_iterator.py",
+        "_collate.py",
+        "_starting.py",
+        "_slabs.py",
+    )
     before = resources()
     for number in itertools.count(1):
         interrupted = Interrupts(number, *files).during(lambda: iter(loader))
-        wait_until(lambda: all(count <= before[name] for name, count in resources().items()) and not BROKERS)
+        wait_until(
+            lambda: (
+                all(count <= before[name] for name, count in resources().items()) and not BROKERS
+            )
+        )
         assert all_back(loader)
         if not interrupted:
             break
@@ -544,7 +659,9 @@ def test_batches_are_yielded_before_a_late_next():
         assert index < 2 or gate.wait(PATIENCE_SECONDS)
         return torch.tensor(index)
 
-    loader = make(sample, size=20, depth=2, timeout=PATIENCE_SECONDS / 2)  # seconds; a wait for it would fail
+    loader = make(
+        sample, size=20, depth=2, timeout=PATIENCE_SECONDS / 2
+    )  # seconds; a wait for it would fail
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
     gate.set()
@@ -581,12 +698,16 @@ def test_the_loop_runs_few_batches_ahead(monkeypatch, workers):
 @pytest.mark.parametrize(("workers", "size"), [(0, "220KiB"), (2, "1319KiB")])
 def test_a_batch_above_the_cap_arrives_with_advice(workers, size):
     loader = make(max_bytes="128KiB", num_workers=workers)
-    with pytest.warns(StagingWarning, match=f'max_bytes is 128.00 KiB .*pass max_bytes="{size}"') as told:
+    with pytest.warns(
+        StagingWarning, match=f'max_bytes is 128.00 KiB .*pass max_bytes="{size}"'
+    ) as told:
         found = [numbers(loader) for _ in range(2)]
     assert found == [list(range(40))] * 2
     assert [warning.category for warning in told].count(StagingWarning) == 1
     assert loader.stats().fallback_batches == 40
-    assert loader.stats().bottleneck.startswith("max_bytes is the bottleneck: 40 of 40 batches found no slab")
+    assert loader.stats().bottleneck.startswith(
+        "max_bytes is the bottleneck: 40 of 40 batches found no slab"
+    )
     loader = make(max_bytes=size, num_workers=workers)
     assert numbers(loader) == list(range(40))
     assert loader.stats().fallback_batches == 0
@@ -594,7 +715,9 @@ def test_a_batch_above_the_cap_arrives_with_advice(workers, size):
 
 def test_a_short_slabless_pass_warns_at_its_end():
     loader = make(size=4, max_bytes="128KiB", num_workers=0)
-    with pytest.warns(StagingWarning, match="no batch of a DataLoader found a slab, and all 2 were sent"):
+    with pytest.warns(
+        StagingWarning, match="no batch of a DataLoader found a slab, and all 2 were sent"
+    ):
         assert numbers(loader) == list(range(4))
 
 
@@ -611,7 +734,8 @@ def test_batches_go_on_while_slabs_are_page_locked(monkeypatch):
     monkeypatch.setattr("pinstage.memory.SharedMemory._take", take_slowly)
     loader = make(num_workers=1, depth=0, timeout=PATIENCE_SECONDS / 2)
     batches = iter(loader)
-    gate.wait_for_arrival()  # the worker has the second batch; the first stays in its slab until the loop asks for it
+    # The worker has the second batch; the first stays in its slab until the loop asks for it.
+    gate.wait_for_arrival()
     found = [int(number) for batch in itertools.islice(batches, 15) for number in batch[:, 0]]
     assert loader.stats().pool.held_slabs == 1
     gate.open()
@@ -625,7 +749,9 @@ def test_refused_memory_warns_once_and_batches_arrive(monkeypatch):
 
     monkeypatch.setattr("pinstage.memory.SharedMemory._take", refuse)
     loader = make()
-    with pytest.warns(StagingWarning, match=r"without a slab of .*none left.*pinstage doctor") as told:
+    with pytest.warns(
+        StagingWarning, match=r"without a slab of .*none left.*pinstage doctor"
+    ) as told:
         assert numbers(loader) == list(range(40))
     assert len([warning for warning in told if warning.category is StagingWarning]) == 1
     assert loader.stats().fallback_batches == 20
@@ -633,7 +759,9 @@ def test_refused_memory_warns_once_and_batches_arrive(monkeypatch):
 
 def test_workers_without_file_descriptors_warn_and_go_on():
     loader = make(worker_init_fn=data.opens_no_more_files)
-    with pytest.warns(StagingWarning, match=r"without a slab of .*cannot map it: .*Too many open files") as told:
+    with pytest.warns(
+        StagingWarning, match=r"without a slab of .*cannot map it: .*Too many open files"
+    ) as told:
         assert numbers(loader) == list(range(40))
     assert len([warning for warning in told if warning.category is StagingWarning]) == 1
     assert loader.stats().fallback_batches == 20
@@ -666,11 +794,15 @@ def refuse_threads(monkeypatch, reason):
         del given  # a kept error would keep the thread's function too
         raise RuntimeError(reason)
 
-    monkeypatch.setattr(_thread, "start_new_thread", refuse)  # not of `threading`, which has it already
+    monkeypatch.setattr(
+        _thread, "start_new_thread", refuse
+    )  # not of `threading`, which has it already
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-@pytest.mark.filterwarnings("ignore:a DataLoader goes on without a slab:pinstage.errors.StagingWarning")
+@pytest.mark.filterwarnings(
+    "ignore:a DataLoader goes on without a slab:pinstage.errors.StagingWarning"
+)
 def test_a_pass_ends_without_any_new_thread(monkeypatch, is_left):
     loader = make()
     iterator = iter(loader)
@@ -688,7 +820,9 @@ def test_a_pass_ends_without_any_new_thread(monkeypatch, is_left):
     assert numbers(loader) == list(range(40))
 
 
-@pytest.mark.parametrize("reason", ["can't start new thread", "can't create new thread at interpreter shutdown"])
+@pytest.mark.parametrize(
+    "reason", ["can't start new thread", "can't create new thread at interpreter shutdown"]
+)
 def test_the_end_of_the_program_is_no_fault(monkeypatch, reason):
     iterator = iter(make())
     with warnings.catch_warnings(record=True) as caught:
@@ -696,13 +830,19 @@ def test_the_end_of_the_program_is_no_fault(monkeypatch, reason):
         refuse_threads(monkeypatch, reason)
         assert len(list(iterator)) == 20
         monkeypatch.undo()
-    warned = [str(warning.message) for warning in caught if "goes on without a slab" in str(warning.message)]
+    warned = [
+        str(warning.message)
+        for warning in caught
+        if "goes on without a slab" in str(warning.message)
+    ]
     assert len(warned) == ("shutdown" not in reason)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("cap", ["128KiB", "8MiB"])
-@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning")
+@pytest.mark.filterwarnings(
+    "ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning"
+)
 def test_the_default_device_does_not_matter(workers, cap):
     samples = [data.large(index) for index in range(40)]
     iterator = iter(make(samples.__getitem__, max_bytes=cap, num_workers=workers))
@@ -754,13 +894,13 @@ def test_a_timeout_says_who_holds_the_slabs(copies):
     loader = make(num_workers=1, max_bytes=SLAB, depth=0, timeout=0.5)
     iterator = iter(loader)
     next(iterator)
-    holder = (
-        r"worker 0 waits for a slab of .*: of its 1, 1 are being copied to the device and 0 hold .*; raise max_bytes"
-    )
+    holder = r"worker 0 waits for a slab of .*: of its 1, 1 are being copied to the device and 0 hold .*; raise max_bytes"
     with pytest.raises(RuntimeError, match=rf"timed out after 0\.5 seconds; {holder}"):
         next(iterator)
     del iterator
-    wait_until(lambda: [event.finish() for event in copies] and all_back(loader))  # one more may have been sent
+    wait_until(
+        lambda: [event.finish() for event in copies] and all_back(loader)
+    )  # one more may have been sent
 
 
 def test_workers_that_wait_end_with_the_iterator():
@@ -776,7 +916,12 @@ def test_workers_that_wait_end_with_the_iterator():
 
 
 def test_persistent_workers_with_one_slab_restart_midway():
-    options = {"num_workers": 1, "prefetch_factor": 4, "max_bytes": SLAB, "timeout": PATIENCE_SECONDS}
+    options = {
+        "num_workers": 1,
+        "prefetch_factor": 4,
+        "max_bytes": SLAB,
+        "timeout": PATIENCE_SECONDS,
+    }
     loader = make(persistent_workers=True, **options)
     for taken in range(8):
         assert numbers(itertools.islice(loader, taken)) == list(range(2 * taken))
@@ -816,7 +961,9 @@ def run_script(script, before=()):
     script = f"import warnings\nwarnings.simplefilter('error')\n{textwrap.dedent(script)}"
     command = [*before, sys.executable, "-c", script] if before else warm.command("-c", script)
     limit = PATIENCE_SECONDS * 2
-    return subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=limit)
+    return subprocess.run(
+        command, check=False, env=environment, capture_output=True, text=True, timeout=limit
+    )
 
 
 def test_workers_end_when_the_main_process_is_killed():
@@ -832,7 +979,9 @@ def test_workers_end_when_the_main_process_is_killed():
     """
     result = run_script(script)  # returns when the worker has closed the output too
     assert result.returncode == -9, result.stderr
-    wait_until(lambda: not Path(f"/proc/{int(result.stdout)}").exists() or is_zombie(int(result.stdout)))
+    wait_until(
+        lambda: not Path(f"/proc/{int(result.stdout)}").exists() or is_zombie(int(result.stdout))
+    )
 
 
 def is_zombie(pid):
@@ -862,10 +1011,18 @@ def test_interrupting_the_whole_group_ends_all_of_it():
     """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(script)]
-    with subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
-        assert [int(process.stdout.readline()) for _ in range(3)] == [0, 1, 2]  # a worker sleeps, the loop waits
+    with subprocess.Popen(
+        command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True
+    ) as process:
+        assert [int(process.stdout.readline()) for _ in range(3)] == [
+            0,
+            1,
+            2,
+        ]  # a worker sleeps, the loop waits
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=PATIENCE_SECONDS)  # until the last worker has closed its output
+        _, errors = process.communicate(
+            timeout=PATIENCE_SECONDS
+        )  # until the last worker has closed its output
     assert process.returncode in (1, -signal.SIGINT)
     assert errors.strip().splitlines()[-1].startswith("KeyboardInterrupt")
 
@@ -914,8 +1071,16 @@ def test_a_forked_worker_can_read_the_loader():
     thread.start()
     held.wait(PATIENCE_SECONDS)
     try:
-        outer = make(lambda index: torch.cat(list(inner)) + index, 3, 1, num_workers=1, timeout=PATIENCE_SECONDS)
-        assert [batch[0].tolist() for batch in outer] == [(expected + index).tolist() for index in range(3)]
+        outer = make(
+            lambda index: torch.cat(list(inner)) + index,
+            3,
+            1,
+            num_workers=1,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert [batch[0].tolist() for batch in outer] == [
+            (expected + index).tolist() for index in range(3)
+        ]
     finally:
         ended.set()
         thread.join(PATIENCE_SECONDS)
@@ -945,9 +1110,22 @@ def test_the_size_of_dev_shm_does_not_matter():
 
 
 def test_a_dev_shm_without_room_does_not_matter():
-    small = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no mount namespace of one's own here; the test above makes torch's sharing fail another way")
+    small = [
+        "unshare",
+        "-rm",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"',
+        "sh",
+    ]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*small, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(
+            "no mount namespace of one's own here; the test above makes torch's sharing fail "
+            "another way"
+        )
     script = """
         import torch, loader_data as data, pinstage as ps
         dataset = data.Mapped(data.large, 60)  # 3 MB a batch
@@ -1009,14 +1187,18 @@ def test_a_running_copy_keeps_its_slab(copies):
     iterator = iter(loader)
     assert next(iterator)[:, 0].tolist() == [0, 1]
     starved = iterator._broker._starved
-    wait_until(lambda: starved)  # the only slab is still being read: the worker must not write to it
+    wait_until(
+        lambda: starved
+    )  # the only slab is still being read: the worker must not write to it
     assert loader.stats().pool.leased_slabs == 1
     copies[0].finish()
     copying = iterator._broker._copying
     wait_until(lambda: not copying)  # seen by the thread: this one may be waiting in next()
     assert next(iterator)[:, 0].tolist() == [2, 3]
     del iterator
-    wait_until(lambda: loader.stats().pool.in_flight_slabs == 1)  # of the second copy, which isn't finished
+    wait_until(
+        lambda: loader.stats().pool.in_flight_slabs == 1
+    )  # of the second copy, which isn't finished
     copies[1].finish()
     assert_all_back(loader)
 

@@ -43,7 +43,9 @@ def test_what_a_loader_keeps_stays_on_the_host(keep_on_host, workers):
     )
 
 
-@pytest.mark.parametrize(("keep_on_host", "method"), [(KEPT_PATHS, "spawn"), (is_kept, "forkserver")])
+@pytest.mark.parametrize(
+    ("keep_on_host", "method"), [(KEPT_PATHS, "spawn"), (is_kept, "forkserver")]
+)
 def test_workers_that_begin_anew_know_what_stays(keep_on_host, method):
     check(
         ps.DataLoader(
@@ -81,20 +83,27 @@ def test_a_path_to_nothing_fails_the_first_batch(workers):
         keep_on_host="['length']",
     )
     with pytest.raises(
-        LayoutError, match=r"keep_on_host=\"\['length'\]\" leads to nothing in this batch; its leaves are at"
+        LayoutError,
+        match=r"keep_on_host=\"\['length'\]\" leads to nothing in this batch; its leaves are at",
     ):
         next(iter(loader))
 
 
 def test_other_values_of_keep_on_host_are_refused():
-    with pytest.raises(TypeError, match="keep_on_host takes paths or a function of path and leaf: 3"):
+    with pytest.raises(
+        TypeError, match="keep_on_host takes paths or a function of path and leaf: 3"
+    ):
         ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", keep_on_host=3)
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning")
+@pytest.mark.filterwarnings(
+    "ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning"
+)
 def test_a_batch_above_the_cap_keeps_too():
-    loader = ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", max_bytes=64, keep_on_host=KEPT_PATHS)
+    loader = ps.DataLoader(
+        Mapped(sample_of_which_some_stays), 5, device="cpu", max_bytes=64, keep_on_host=KEPT_PATHS
+    )
     batch = next(iter(loader))
     same(batch, next(iter(DataLoader(Mapped(sample_of_which_some_stays), 5))))
     assert loader.stats().fallback_batches == 1

@@ -23,15 +23,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
-pytestmark.append(pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"))  # torch's own queue
+pytestmark.append(
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+)  # torch's own queue
 
 
 def both(dataset, *args, **kwargs):
     """Return the batches of torch's loader and of ours, from the same seeds."""
-    ours = {name: kwargs.pop(name) for name in ("max_bytes", "depth", "own_storage") if name in kwargs}
+    ours = {
+        name: kwargs.pop(name) for name in ("max_bytes", "depth", "own_storage") if name in kwargs
+    }
     generators = {}
     if "generator" in kwargs:
-        generators = [{"generator": torch.Generator().manual_seed(kwargs["generator"])} for _ in range(2)]
+        generators = [
+            {"generator": torch.Generator().manual_seed(kwargs["generator"])} for _ in range(2)
+        ]
         del kwargs["generator"]
     else:
         generators = [{}, {}]
@@ -108,7 +114,9 @@ def test_ragged_samples_arrive_padded_by_a_collate_fn(workers):
 
 
 def test_what_cannot_be_packed_is_counted(workers):
-    stats = agree(data.Mapped(data.tensors), batch_size=4, num_workers=workers, collate_fn=data.with_sparse)
+    stats = agree(
+        data.Mapped(data.tensors), batch_size=4, num_workers=workers, collate_fn=data.with_sparse
+    )
     assert stats.passthrough_leaves == 12
     assert stats.copies == 0
 
@@ -121,7 +129,12 @@ def test_what_cannot_be_packed_is_counted(workers):
         {"batch_size": 4, "shuffle": True, "generator": 3},
         {"sampler": range(3, 20, 2), "batch_size": 3},
         {"batch_sampler": BatchSampler(SequentialSampler(range(23)), 5, drop_last=True)},
-        {"sampler": BatchSampler(RandomSampler(range(23), generator=torch.Generator()), 5, False), "batch_size": None},
+        {
+            "sampler": BatchSampler(
+                RandomSampler(range(23), generator=torch.Generator()), 5, False
+            ),
+            "batch_size": None,
+        },
         {"batch_size": 3, "worker_init_fn": data.seed_again},
         {"batch_size": 3, "depth": 0},
         {"batch_size": 3, "depth": 5},
@@ -133,9 +146,14 @@ def test_order_and_seeds_are_those_of_torch(options, workers):
     sample = data.random_numbers if workers else data.mixed
     if isinstance(options.get("sampler"), BatchSampler):
         options["sampler"].sampler.generator.manual_seed(2)
-        expected = list(torch.utils.data.DataLoader(data.Mapped(repr), num_workers=workers, **options))
+        expected = list(
+            torch.utils.data.DataLoader(data.Mapped(repr), num_workers=workers, **options)
+        )
         options["sampler"].sampler.generator.manual_seed(2)
-        assert list(ps.DataLoader(data.Mapped(repr), num_workers=workers, device="cpu", **options)) == expected
+        assert (
+            list(ps.DataLoader(data.Mapped(repr), num_workers=workers, device="cpu", **options))
+            == expected
+        )
     else:
         agree(data.Mapped(sample), num_workers=workers, **options)
 
@@ -146,7 +164,9 @@ def test_without_workers_random_numbers_are_shared():
         return [(batch[1], torch.rand(1)) for batch in loader]
 
     dataset = data.Mapped(data.random_numbers, size=6)
-    assert same(run(ps.DataLoader(dataset, 2, device="cpu")), run(torch.utils.data.DataLoader(dataset, 2)))
+    assert same(
+        run(ps.DataLoader(dataset, 2, device="cpu")), run(torch.utils.data.DataLoader(dataset, 2))
+    )
 
 
 class Drawing(torch.utils.data.Sampler):
@@ -168,7 +188,9 @@ def test_the_sampler_is_read_when_torch_reads_it(workers, depth):
     assert same(run(loader), run(torch.utils.data.DataLoader(data.Mapped(data.scalar), **kwargs)))
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}])
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}]
+)
 def test_an_iterable_dataset_is_read_as_by_torch(options, workers):
     agree(data.Streamed(data.mixed), num_workers=workers, **options)
 
@@ -182,7 +204,10 @@ def test_more_workers_than_batches(workers):
 
 
 def test_an_empty_dataset_yields_nothing(workers):
-    assert list(ps.DataLoader(data.Mapped(data.tensors, size=0), num_workers=workers, device="cpu")) == []
+    assert (
+        list(ps.DataLoader(data.Mapped(data.tensors, size=0), num_workers=workers, device="cpu"))
+        == []
+    )
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
@@ -196,21 +221,31 @@ def test_every_start_method_works(method):
 
 
 def test_out_of_order_all_batches_arrive_once():
-    loader = ps.DataLoader(data.Mapped(data.scalar, 40), 2, num_workers=2, in_order=False, device="cpu")
+    loader = ps.DataLoader(
+        data.Mapped(data.scalar, 40), 2, num_workers=2, in_order=False, device="cpu"
+    )
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(40))
 
 
 def test_each_pass_begins_again(workers):
     options = {"batch_size": 4, "shuffle": True, "num_workers": workers}
-    ours = ps.DataLoader(data.Mapped(data.mixed), device="cpu", generator=torch.Generator().manual_seed(1), **options)
-    torchs = torch.utils.data.DataLoader(data.Mapped(data.mixed), generator=torch.Generator().manual_seed(1), **options)
+    ours = ps.DataLoader(
+        data.Mapped(data.mixed), device="cpu", generator=torch.Generator().manual_seed(1), **options
+    )
+    torchs = torch.utils.data.DataLoader(
+        data.Mapped(data.mixed), generator=torch.Generator().manual_seed(1), **options
+    )
     for _ in range(3):
         assert same(list(ours), list(torchs))
 
 
 def test_persistent_workers_stay():
     loader = ps.DataLoader(
-        data.Mapped(data.cuda_in_the_worker), 4, num_workers=2, persistent_workers=True, device="cpu"
+        data.Mapped(data.cuda_in_the_worker),
+        4,
+        num_workers=2,
+        persistent_workers=True,
+        device="cpu",
     )
     pids = [{int(pid) for batch in loader for pid in batch[:, 2]} for _ in range(3)]
     assert len(pids[0]) == 2
@@ -220,16 +255,25 @@ def test_persistent_workers_stay():
 def test_workers_touch_no_cuda():
     # Spawned, so that it imports only what it needs, not what this process has imported.
     dataset = data.KnowsItsLoader(None)
-    loader = dataset.loader = ps.DataLoader(dataset, 4, num_workers=1, multiprocessing_context="spawn", device="cpu")
+    loader = dataset.loader = ps.DataLoader(
+        dataset, 4, num_workers=1, multiprocessing_context="spawn", device="cpu"
+    )
     reached, asked, contexts, pids = torch.cat(list(loader)).unbind(1)
     assert (reached.sum(), asked.sum(), contexts.sum()) == (0, 0, 0)
     assert os.getpid() not in pids
 
 
 def test_it_is_a_loader_of_torch(workers):
-    loader = ps.DataLoader(data.Mapped(data.tensors), 4, num_workers=workers, drop_last=True, device="cpu", depth=2)
+    loader = ps.DataLoader(
+        data.Mapped(data.tensors), 4, num_workers=workers, drop_last=True, device="cpu", depth=2
+    )
     assert isinstance(loader, torch.utils.data.DataLoader)
-    assert (len(loader), loader.batch_size, loader.drop_last, loader.num_workers) == (5, 4, True, workers)
+    assert (len(loader), loader.batch_size, loader.drop_last, loader.num_workers) == (
+        5,
+        4,
+        True,
+        workers,
+    )
     assert loader.collate_fn is default_collate
     assert (loader.device, loader.depth, loader.max_bytes) == (torch.device("cpu"), 2, "auto")
     assert len(iter(loader)) == 5
@@ -237,7 +281,9 @@ def test_it_is_a_loader_of_torch(workers):
     assert loader.collate_fn is default_collate
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
 def test_a_copy_has_slabs_of_its_own(copied, workers):
     loader = ps.DataLoader(data.Mapped(data.mixed), 4, num_workers=workers, device="cpu", depth=2)
     expected = list(loader)
@@ -250,16 +296,22 @@ def test_a_copy_has_slabs_of_its_own(copied, workers):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_has_a_cap_within_a_budget(workers):
     budget = ps.HostBudget("8MiB", name=f"loader{workers}")
-    loader = ps.DataLoader(torch.arange(8.0), 2, num_workers=workers, max_bytes="2MiB", budget=budget, device="cpu")
+    loader = ps.DataLoader(
+        torch.arange(8.0), 2, num_workers=workers, max_bytes="2MiB", budget=budget, device="cpu"
+    )
     assert len(list(loader)) == 4
     assert loader.stats().pool.max_bytes == 2 << 20
     assert len(budget.usage()) == 1
 
 
 def test_batches_don_t_change_when_slabs_are_rewritten():
-    loader = ps.DataLoader(data.Mapped(data.large, 64), 2, num_workers=2, max_bytes="1MiB", device="cpu")
+    loader = ps.DataLoader(
+        data.Mapped(data.large, 64), 2, num_workers=2, max_bytes="1MiB", device="cpu"
+    )
     for index, batch in enumerate(list(loader)):
-        assert torch.equal(batch, torch.tensor([[2 * index], [2 * index + 1]], dtype=torch.uint8).expand_as(batch))
+        assert torch.equal(
+            batch, torch.tensor([[2 * index], [2 * index + 1]], dtype=torch.uint8).expand_as(batch)
+        )
 
 
 def test_later_passes_allocate_nothing():
@@ -302,10 +354,14 @@ def test_a_given_pool_is_shared_and_stays_open(workers):
     assert pool.stats().held_bytes == 0
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
 def test_a_copied_loader_has_its_own_pool(copied, workers):
     with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
-        loader = ps.DataLoader(data.Mapped(data.tensors), 4, num_workers=workers, pool=pool, device="cpu")
+        loader = ps.DataLoader(
+            data.Mapped(data.tensors), 4, num_workers=workers, pool=pool, device="cpu"
+        )
         twin = copied(loader)
         assert same(list(twin), list(loader))
         assert twin.stats().pool.max_bytes == loader.max_bytes == 8 << 20
@@ -331,8 +387,14 @@ SHARED = ps.SlabPool("1MiB", memory=ps.memory.SharedMemory(register=False))
         ({"max_bytes": "much"}, "much"),
         ({"max_bytes": "0MiB"}, "max_bytes"),
         ({"device": "meta"}, "meta"),
-        ({"pool": PRIVATE}, r"PageableMemory is not shared; pass SlabPool\(\.\.\., memory=SharedMemory"),
-        ({"pool": SHARED, "max_bytes": "1MiB"}, "pool and max_bytes exclude each other: max_bytes='1MiB'"),
+        (
+            {"pool": PRIVATE},
+            r"PageableMemory is not shared; pass SlabPool\(\.\.\., memory=SharedMemory",
+        ),
+        (
+            {"pool": SHARED, "max_bytes": "1MiB"},
+            "pool and max_bytes exclude each other: max_bytes='1MiB'",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options, text):
@@ -380,7 +442,9 @@ def test_the_bottleneck_is_named(changes, sentence):
     assert ps.LoaderStats(**STATS | changes).bottleneck.startswith(sentence)
 
 
-@pytest.mark.parametrize(("cap", "sentence"), [("2MiB", "max_bytes is"), ("64MiB", "The workers are")])
+@pytest.mark.parametrize(
+    ("cap", "sentence"), [("2MiB", "max_bytes is"), ("64MiB", "The workers are")]
+)
 def test_the_cap_is_blamed_only_when_reached(cap, sentence):
     with ps.SlabPool(cap, memory=ps.memory.PageableMemory()) as pool:
         pool.reserve("1MiB", count=2)

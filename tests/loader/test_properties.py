@@ -18,8 +18,23 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf"),
 ]
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex32)
-DTYPES += (torch.complex64, torch.complex128, torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.complex32,
+)
+DTYPES += (
+    torch.complex64,
+    torch.complex128,
+    torch.bool,
+    torch.uint8,
+    torch.int16,
+    torch.uint16,
+    torch.int64,
+)
 FORMS = (
     lambda tensor: tensor,
     lambda tensor: tensor.mT if tensor.ndim > 1 else tensor,
@@ -43,7 +58,9 @@ def leaves(draw):
     kind = draw(st.integers(0, 5))
     if kind == 0:
         return draw(st.sampled_from(ATOMS))
-    shape = draw(st.lists(st.integers(0, 4), max_size=3))  # with four, torch makes different strides in workers
+    shape = draw(
+        st.lists(st.integers(0, 4), max_size=3)
+    )  # with four, torch makes different strides in workers
     if kind == 1:
         dtype = draw(st.sampled_from(["f4", "f8", "i2", "u4", "?", "c8"]))
         return lambda index: np.full(shape, index % 2, dtype)
@@ -63,7 +80,11 @@ def containers(draw, children):
         return lambda index: pair(*[make(index) for make in makers])
     if makers and draw(st.booleans()):
         makers.append(makers[0])  # looks like the first
-    kind = draw(st.sampled_from([list, tuple, dict, OrderedDict, PlainDict, lambda items: defaultdict(int, items)]))
+    kind = draw(
+        st.sampled_from(
+            [list, tuple, dict, OrderedDict, PlainDict, lambda items: defaultdict(int, items)]
+        )
+    )
     if kind in (list, tuple):
         return lambda index: kind([make(index) for make in makers])
     return lambda index: kind([(key, make(index)) for key, make in zip(keys, makers, strict=False)])
@@ -81,15 +102,25 @@ def alias(draw, children):
     return twice
 
 
-samples = st.recursive(leaves(), lambda children: containers(children) | alias(children), max_leaves=8)
+samples = st.recursive(
+    leaves(), lambda children: containers(children) | alias(children), max_leaves=8
+)
 
 
 @settings(max_examples=settings.default.max_examples // 2)
-@given(samples, st.integers(1, 3), st.sampled_from([0, 1, 1]), st.sampled_from([default_collate, list]))
+@given(
+    samples, st.integers(1, 3), st.sampled_from([0, 1, 1]), st.sampled_from([default_collate, list])
+)
 def test_a_batch_is_its_collate_fn_s_result(make, size, workers, collate):
     dataset = [make(index) for index in range(5)]
     loader = ps.DataLoader(
-        dataset, size, num_workers=workers, collate_fn=collate, device="cpu", max_bytes="64KiB", depth=2
+        dataset,
+        size,
+        num_workers=workers,
+        collate_fn=collate,
+        device="cpu",
+        max_bytes="64KiB",
+        depth=2,
     )
     expected = [collate(dataset[start : start + size]) for start in range(0, 5, size)]
     assert same(list(loader), expected)

@@ -48,7 +48,9 @@ class Loop:
     def __init__(self, depth, *, in_order=True):
         self.batches = Batches(in_order)
         self.arrived, self.broker, self.sent, self.woken = deque(), Broker(), [], 0
-        self.queue = SendingQueue(SimpleNamespace(get=self.read), self.batches, self.send, depth, self.wake)
+        self.queue = SendingQueue(
+            SimpleNamespace(get=self.read), self.batches, self.send, depth, self.wake
+        )
 
     def send(self, arrival):
         if arrival.others == ["cannot be sent"]:
@@ -143,12 +145,17 @@ def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
     workers = data.draw(st.integers(1, 4))
     counts = [data.draw(st.integers(0, 5)) for _ in range(workers)]
     # As torch assigns tasks: each worker answers in order, and reports when it has no more.
-    tasks = [deque((turn * workers + worker) for turn in range(count + 1)) for worker, count in enumerate(counts)]
+    tasks = [
+        deque((turn * workers + worker) for turn in range(count + 1))
+        for worker, count in enumerate(counts)
+    ]
     last = [numbers[-1] for numbers in tasks]
     loop, found, early, done = Loop(depth, in_order=in_order), [], set(), set()
     wanted = 0
     while len(done) < workers:
-        while in_order and (wanted in early or (wanted % workers in done and wanted >= last[wanted % workers])):
+        while in_order and (
+            wanted in early or (wanted % workers in done and wanted >= last[wanted % workers])
+        ):
             if wanted in early:
                 found.append(wanted)
             wanted += 1
@@ -164,7 +171,9 @@ def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
             continue
         if payload == "no more":
             worker = number % workers
-            assert [n for n in loop.sent if n % workers == worker] == list(range(worker, last[worker], workers))
+            assert [n for n in loop.sent if n % workers == worker] == list(
+                range(worker, last[worker], workers)
+            )
             done.add(worker)
         elif in_order:
             assert wanted <= number <= max(wanted, wanted - 1 + depth)
@@ -247,7 +256,9 @@ def test_the_queue_does_not_keep_torchs_iterator():
 
 
 def test_two_ends_close_the_pipe_once():
-    """The second thread arrives while the first is inside ``os.close``, before the pipe is marked as closed."""
+    """The second thread arrives while the first is inside ``os.close``, before the pipe is marked
+    as closed.
+    """
     closed = []
 
     def close():

@@ -41,7 +41,9 @@ def in_slab(samples):
 
 
 @pytest.mark.usefixtures("both_paths")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"
+)
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4), st.booleans())
 @example(["plain", "plain", "nested"], False)

@@ -1,4 +1,5 @@
-"""A long pass over ragged batches with ever new structures holds no more memory at its end than half-way.
+"""A long pass over ragged batches with ever new structures holds no more memory at its end than
+half-way.
 
 ``python tests/loader/test_steady.py BATCHES`` is the long form.
 """
@@ -19,13 +20,20 @@ MIB = 1 << 20
 
 
 def ragged(index):
-    """Return one of some thousand structures: tensors of random length, one that can't be packed, and text."""
+    """Return one of some thousand structures: tensors of random length, one that can't be packed,
+    and text.
+    """
     rng = random.Random(index)
     fields = {
-        f"field {n}": torch.full((rng.randrange(4096),), n, dtype=torch.uint8) for n in range(rng.randrange(1, 20))
+        f"field {n}": torch.full((rng.randrange(4096),), n, dtype=torch.uint8)
+        for n in range(rng.randrange(1, 20))
     }
     moved = torch.ones(2, requires_grad=True)
-    return fields | {f"number {rng.randrange(200)}": index, "text": "x" * rng.randrange(100), "moved": moved}
+    return fields | {
+        f"number {rng.randrange(200)}": index,
+        "text": "x" * rng.randrange(100),
+        "moved": moved,
+    }
 
 
 def footprint(iterator):
@@ -38,7 +46,9 @@ def footprint(iterator):
 
 def long_pass(batches):
     """Read `batches` batches; return the footprint after the first half, and at the end."""
-    loader = ps.DataLoader(data.Mapped(ragged, batches), None, num_workers=2, device="cpu", max_bytes="1MiB")
+    loader = ps.DataLoader(
+        data.Mapped(ragged, batches), None, num_workers=2, device="cpu", max_bytes="1MiB"
+    )
     iterator = iter(loader)
     for _ in range(batches // 2):
         next(iterator)
@@ -51,7 +61,10 @@ def long_pass(batches):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_memory_and_files_are_steady_in_long_passes():
     (bytes_before, files_before), (bytes_after, files_after) = long_pass(2000)
-    assert max(after - before for before, after in zip(bytes_before, bytes_after, strict=True)) < 2 * MIB
+    assert (
+        max(after - before for before, after in zip(bytes_before, bytes_after, strict=True))
+        < 2 * MIB
+    )
     # One file more or less: torch sends each tensor that can't be packed in its own file.
     assert max(after - before for before, after in zip(files_before, files_after, strict=True)) < 10
 

@@ -1,4 +1,6 @@
-"""The private parts of torch that the loader uses still exist, and behave as the loader relies on."""
+"""The private parts of torch that the loader uses still exist, and behave as the loader relies
+on.
+"""
 
 import ast
 import inspect
@@ -39,9 +41,15 @@ def test_torch_does_per_batch_what_we_replace():
     [within] = [node for node in function.body if isinstance(node, ast.With)]
     start, data, count, warn, end = map(ast.unparse, within.body)
     where = "adapt next_batch in pinstage/_compat/loader.py"
-    assert ast.unparse(within.items[0]).startswith("torch.autograd.profiler.record_function("), where
+    assert ast.unparse(within.items[0]).startswith("torch.autograd.profiler.record_function("), (
+        where
+    )
     assert start.startswith("if self._sampler_iter is None:"), where  # never with workers
-    assert (data, count, end) == ("data = self._next_data()", "self._num_yielded += 1", "return data"), where
+    assert (data, count, end) == (
+        "data = self._next_data()",
+        "self._num_yielded += 1",
+        "return data",
+    ), where
     assert warn.startswith("if self._dataset_kind == _DatasetKind.Iterable and "), where
 
 
@@ -52,7 +60,9 @@ def test_a_profile_shows_torchs_range_for_each_batch(streamed):
     with torch.profiler.profile() as profile:
         assert len(list(iterator)) == 4
     names = [event.name for event in profile.events()]
-    assert sum(name.startswith("enumerate(DataLoader)#") for name in names) == 5  # the last call finds the end
+    assert (
+        sum(name.startswith("enumerate(DataLoader)#") for name in names) == 5
+    )  # the last call finds the end
 
 
 def test_default_collation_asks_the_map_for_tensors():
@@ -63,7 +73,9 @@ def test_default_collation_asks_the_map_for_tensors():
 
 
 def test_a_function_added_to_default_collation_is_noticed(monkeypatch):
-    assert collates_as_shipped(collate), "torch keeps its functions elsewhere: adapt collates_as_shipped"
+    assert collates_as_shipped(collate), (
+        "torch keeps its functions elsewhere: adapt collates_as_shipped"
+    )
     monkeypatch.setitem(collate.default_collate_fn_map, data.Cloud, data.collate_clouds)
     assert not collates_as_shipped(collate)
 
@@ -84,7 +96,7 @@ def test_the_worker_queue_has_a_pollable_file():
     source.join_thread()
 
 
-# -- private names, taken away one by one ------------------------------------------------------------------------------
+# -- private names, taken away one by one ----------------------------------------------------------
 
 
 class Other:
@@ -110,12 +122,18 @@ class Other:
 
 def assert_batches_arrive_the_slow_way(reason, persistent=True):
     """Read a loader twice, with workers; check that it warns once that it is slow, and why."""
-    loader = ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=2, device="cpu", persistent_workers=persistent)
+    loader = ps.DataLoader(
+        data.Mapped(data.tensors, 8), 2, num_workers=2, device="cpu", persistent_workers=persistent
+    )
     expected = list(torch.utils.data.DataLoader(data.Mapped(data.tensors, 8), 2))
-    with pytest.warns(StagingWarning, match="stages in the main process, which is slower: " + reason) as told:
+    with pytest.warns(
+        StagingWarning, match="stages in the main process, which is slower: " + reason
+    ) as told:
         assert data.same(list(loader), expected)
     assert data.same(list(loader), expected)
-    assert data.same(list(ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=1, device="cpu")), expected)
+    assert data.same(
+        list(ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=1, device="cpu")), expected
+    )
     assert [warning.category for warning in told].count(StagingWarning) == 1
 
 
@@ -136,9 +154,12 @@ def told_anew(monkeypatch):
 def test_a_missing_private_name_warns_once(monkeypatch, name):
     made = torch.utils.data.DataLoader._get_iterator
     monkeypatch.setattr(
-        torch.utils.data.DataLoader, "_get_iterator", lambda loader: Other(made(loader), **{name: None})
+        torch.utils.data.DataLoader,
+        "_get_iterator",
+        lambda loader: Other(made(loader), **{name: None}),
     )
-    # The call that starts torch's iterator again, instead of `_reset`, has no iterator here, so it can't be tested.
+    # The call that starts torch's iterator again, instead of `_reset`, has no iterator here, so it
+    # can't be tested.
     assert_batches_arrive_the_slow_way(
         f"torch .* has no {name} any more in its loader.s iterator", persistent=name != "_reset"
     )
@@ -154,7 +175,10 @@ class NoFile:
     ("other", "reason"),
     [
         (lambda behind: {"_data_queue": object()}, "reads its workers' results in another way"),
-        (lambda behind: dict.fromkeys(["_data_queue", "_worker_result_queue"], NoFile()), "in another way"),
+        (
+            lambda behind: dict.fromkeys(["_data_queue", "_worker_result_queue"], NoFile()),
+            "in another way",
+        ),
     ],
     ids=["another queue", "no file"],
 )

@@ -1,4 +1,6 @@
-"""The slabs of a worker: whatever the order of the main process's answers, a slab has one batch at a time."""
+"""The slabs of a worker: whatever the order of the main process's answers, a slab has one batch at
+a time.
+"""
 
 import os
 
@@ -33,7 +35,9 @@ class Slab(WorkerSlab):
 
 
 class MainProcess:
-    """The other end of the worker's channel; `draw` chooses the next message among the possible ones."""
+    """The other end of the worker's channel; `draw` chooses the next message among the possible
+    ones.
+    """
 
     def __init__(self, draw):
         self.draw = draw
@@ -68,7 +72,11 @@ class MainProcess:
     def messages(self):
         messages = [lambda number=number: self.free(number) for number in sorted(self.copying)]
         if self.ask is not None:
-            messages += [lambda size=size: self.grant(size) for size in self.ask if self.held_bytes() + size <= CAP]
+            messages += [
+                lambda size=size: self.grant(size)
+                for size in self.ask
+                if self.held_bytes() + size <= CAP
+            ]
             messages.append(self.refuse)
         return messages
 

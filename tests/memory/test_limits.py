@@ -33,7 +33,10 @@ def put(root, folder, **files):
 
 
 def test_the_cap_is_a_quarter_of_available_memory(tree):
-    assert auto_max_bytes(root=tree()) == (10 * GIB, "25% of 40.00 GiB available (memory available on this machine)")
+    assert auto_max_bytes(root=tree()) == (
+        10 * GIB,
+        "25% of 40.00 GiB available (memory available on this machine)",
+    )
 
 
 def test_ranks_of_this_host_share_the_cap(tree, monkeypatch):
@@ -45,7 +48,9 @@ def test_ranks_of_this_host_share_the_cap(tree, monkeypatch):
 
 def test_the_cgroup_s_headroom_decides_when_smaller(tree):
     root = tree(proc__self__cgroup="0::/job\n")
-    put(root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__high="max", memory__current=4 * GIB)
+    put(
+        root, "sys/fs/cgroup/job", memory__max=16 * GIB, memory__high="max", memory__current=4 * GIB
+    )
     assert auto_max_bytes(root=root) == (3 * GIB, "25% of 12.00 GiB available (cgroup headroom)")
 
 
@@ -65,7 +70,10 @@ def test_a_full_cgroup_leaves_the_least_useful_cap(tree):
 
 
 def test_the_locked_memory_limit_does_not_bind_cuda(tree):
-    limits = "Limit Soft Limit Hard Limit Units\nMax locked memory         67108864             67108864      bytes\n"
+    limits = (
+        "Limit Soft Limit Hard Limit Units\nMax locked memory         67108864             "
+        "67108864      bytes\n"
+    )
     assert auto_max_bytes(tree(proc__self__limits=limits))[0] == 10 * GIB
 
 
@@ -97,7 +105,9 @@ def test_this_machine_gives_an_answer_with_a_reason():
 @pytest.mark.parametrize("ranks", ["", "two", "0", "-1", "1.5"])
 def test_an_impossible_number_of_ranks_is_an_error(monkeypatch, ranks):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    with pytest.raises(ValueError, match=r"must be 1 or more: .*set it to the number of ranks on this host"):
+    with pytest.raises(
+        ValueError, match=r"must be 1 or more: .*set it to the number of ranks on this host"
+    ):
         cap_bytes("auto")
 
 

@@ -1,4 +1,6 @@
-"""The node for pages, read from a fake sysfs, and the request for that node before pages are touched."""
+"""The node for pages, read from a fake sysfs, and the request for that node before pages are
+touched.
+"""
 
 import ctypes
 import logging
@@ -46,7 +48,11 @@ def affinity(monkeypatch):
 
 def test_auto_is_the_node_of_the_device(host, affinity):
     root = host({0: "0-3", 1: "4-7,16-19"}, gpu=1)
-    assert _numa.placement("auto", GPU.upper(), root) == (1, {4, 5, 6, 7}, f"node 1, that of {GPU.upper()}")
+    assert _numa.placement("auto", GPU.upper(), root) == (
+        1,
+        {4, 5, 6, 7},
+        f"node 1, that of {GPU.upper()}",
+    )
 
 
 def test_a_node_that_is_named_is_taken(host, affinity):
@@ -110,7 +116,9 @@ def test_this_kernel_takes_the_call_or_forbids_it():
     try:
         node = min(_host.numa_nodes(), default=0)
         if not pages.prefer(address, mmap.PAGESIZE, node):
-            assert ctypes.get_errno() in (1, 38), os.strerror(ctypes.get_errno())  # EPERM, ENOSYS: a sandbox
+            assert ctypes.get_errno() in (1, 38), os.strerror(
+                ctypes.get_errno()
+            )  # EPERM, ENOSYS: a sandbox
         pages.populate(address, mmap.PAGESIZE)
         assert ctypes.string_at(address, 4) == bytes(4)
     finally:
@@ -148,7 +156,9 @@ def registered(monkeypatch):
     monkeypatch.setattr(_cuda, "pci_address", lambda index: f"0000:0{index}:00.0")
     monkeypatch.setattr(_cuda, "register", lambda *_: log.append("register"))
     monkeypatch.setattr(_cuda, "unregister", lambda *_: None)
-    monkeypatch.setattr(pages, "prefer", lambda _address, _nbytes, node: log.append(f"prefer {node}") or True)
+    monkeypatch.setattr(
+        pages, "prefer", lambda _address, _nbytes, node: log.append(f"prefer {node}") or True
+    )
     populate = pages.populate
 
     def watched(address, nbytes, *, threads, cpus):
@@ -175,7 +185,9 @@ def test_pages_are_placed_then_touched_then_registered(registered, monkeypatch, 
     assert registered == ["prefer 1", f"touch on [{cpu}]", "register"] * 2
     assert asked == [("auto", "0000:03:00.0")], "found out once for each device"
     assert memory.numa == "node 1, that of the GPU"
-    assert [record.message for record in caplog.records] == ["RegisteredMemory for cuda:3: node 1, that of the GPU"]
+    assert [record.message for record in caplog.records] == [
+        "RegisteredMemory for cuda:3: node 1, that of the GPU"
+    ]
 
 
 def test_without_a_node_the_system_isn_t_asked(registered):

@@ -1,4 +1,6 @@
-"""Page-locked memory with a double of cuda-python, which counts live allocations and fails on request."""
+"""Page-locked memory with a double of cuda-python, which counts live allocations and fails on
+request.
+"""
 
 # ruff: noqa: N802 (the double has cuda-python's names)
 
@@ -145,20 +147,30 @@ def test_pages_are_touched_before_they_are_registered(cuda, monkeypatch):
 # Failure
 
 
-@pytest.mark.parametrize(("code", "error"), [(INVALID_VALUE, PinningError), (OUT_OF_MEMORY, MemoryError)])
+@pytest.mark.parametrize(
+    ("code", "error"), [(INVALID_VALUE, PinningError), (OUT_OF_MEMORY, MemoryError)]
+)
 def test_a_failed_allocation_names_call_error_and_size(kind, memory, cuda, code, error):
     maps = len(Path("/proc/self/maps").read_text().splitlines())
     kept = memory.allocate(4 << 20)
     cuda.fail(kind[1], code)
-    with pytest.raises(error, match=rf"{kind[1]} of 4.00 MiB failed: {NAMES[code]} \(text {code}\)") as caught:
+    with pytest.raises(
+        error, match=rf"{kind[1]} of 4.00 MiB failed: {NAMES[code]} \(text {code}\)"
+    ) as caught:
         memory.allocate(4 << 20)
     assert isinstance(caught.value, RuntimeError)
-    assert (caught.value.call, caught.value.name, caught.value.nbytes) == (kind[1], NAMES[code], 4 << 20)
+    assert (caught.value.call, caught.value.name, caught.value.nbytes) == (
+        kind[1],
+        NAMES[code],
+        4 << 20,
+    )
     assert cuda.last_error == 0
     assert repr(memory).endswith("1 blocks, 4.00 MiB>")
     memory.deallocate(kept)
     assert cuda.names() == [kind[1], kind[1], kind[2]]
-    assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 2  # the heap may have grown; no 4 MiB stay
+    assert (
+        len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 2
+    )  # the heap may have grown; no 4 MiB stay
 
 
 def test_a_failed_registration_unmaps_what_it_mapped(cuda):
@@ -196,7 +208,9 @@ def test_an_interrupt_while_pages_are_touched_rolls_back(cuda, monkeypatch):
 def test_memory_cuda_keeps_stays_mapped_and_is_reported(kind, memory, cuda):
     blocks = [memory.allocate(1 << 20) for _ in range(2)]
     cuda.fail(kind[2], INVALID_VALUE)
-    with pytest.warns(StagingWarning, match=rf"1.00 MiB stay mapped .* {kind[2]} failed: cudaErrorInv") as caught:
+    with pytest.warns(
+        StagingWarning, match=rf"1.00 MiB stay mapped .* {kind[2]} failed: cudaErrorInv"
+    ) as caught:
         memory.deallocate(blocks[0])
     assert caught[0].filename == __file__
     cuda.fail(kind[2], INVALID_VALUE)
@@ -273,7 +287,8 @@ def test_the_default_is_registered_memory_with_cuda(cuda):
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value"), [("HOST_REGISTER_SUPPORTED", 0), ("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES", 1)]
+    ("attribute", "value"),
+    [("HOST_REGISTER_SUPPORTED", 0), ("PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES", 1)],
 )
 def test_the_default_is_driver_memory_where_registering_fails(cuda, attribute, value):
     cuda.attributes[attribute] = value
@@ -329,12 +344,19 @@ def _old_driver():
 def test_broken_bindings_are_reported_and_pageable_memory_used(torch_with_a_gpu, bindings, driver):
     fake = driver()
     bindings(fake, fake)
-    for make, expected in ((lambda: default_memory(0), PageableMemory), (lambda: SharedMemory(0), SharedMemory)):
-        with pytest.warns(StagingWarning, match=r"pageable memory, .*; install a cuda-python for CUDA 13.0"):
+    for make, expected in (
+        (lambda: default_memory(0), PageableMemory),
+        (lambda: SharedMemory(0), SharedMemory),
+    ):
+        with pytest.warns(
+            StagingWarning, match=r"pageable memory, .*; install a cuda-python for CUDA 13.0"
+        ):
             memory = make()
         assert type(memory) is expected
         assert not memory.is_pinned
-    with pytest.raises(RuntimeError, match=r"RegisteredMemory needs CUDA: cuda-python cannot use the driver"):
+    with pytest.raises(
+        RuntimeError, match=r"RegisteredMemory needs CUDA: cuda-python cannot use the driver"
+    ):
         RegisteredMemory(0)
 
 
@@ -360,7 +382,9 @@ def test_another_thread_sets_no_current_device(monkeypatch):
     current, entered = [1], []
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: current[0])
-    monkeypatch.setattr("torch.cuda.device", lambda index: contextlib.nullcontext(entered.append(index)))
+    monkeypatch.setattr(
+        "torch.cuda.device", lambda index: contextlib.nullcontext(entered.append(index))
+    )
     surroundings = _cuda.as_called_here()
     with surroundings():
         assert entered == []
@@ -377,9 +401,13 @@ class Streams:
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
         monkeypatch.setattr("torch.cuda.current_stream", lambda index: f"stream of {index}")
-        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: self.current == self.capturing)
+        monkeypatch.setattr(
+            "torch.cuda.is_current_stream_capturing", lambda: self.current == self.capturing
+        )
         monkeypatch.setattr(_streams, "on_device", self.on_device)
-        monkeypatch.setattr(_streams.DeviceEvent, "of", lambda index: types.SimpleNamespace(record=self.record))
+        monkeypatch.setattr(
+            _streams.DeviceEvent, "of", lambda index: types.SimpleNamespace(record=self.record)
+        )
 
     @contextlib.contextmanager
     def on_device(self, index):
@@ -413,7 +441,9 @@ def test_a_captured_stream_is_not_recorded(cuda, monkeypatch):
     memory = RegisteredMemory(2)
     memory.deallocate(memory.allocate(1))
     streams.capturing = 2
-    with pytest.raises(LeaseError, match=r"stream of cuda:2 captures a graph.*; call lease.release\(after=event\)"):
+    with pytest.raises(
+        LeaseError, match=r"stream of cuda:2 captures a graph.*; call lease.release\(after=event\)"
+    ):
         record_current_streams()
     assert streams.recorded == []
 

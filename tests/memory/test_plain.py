@@ -25,7 +25,9 @@ from pinstage._memory import (
 )
 from pinstage._memory import _pages as pages
 
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+without_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="says what happens without CUDA"
+)
 
 # Some versions of torch import cuda-python themselves.
 NO_CUDA = """
@@ -212,7 +214,9 @@ def mapped_bytes():
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
-@pytest.mark.parametrize("nbytes", [4096, pages.POPULATE_PIECE_BYTES, 2 * pages.POPULATE_PIECE_BYTES + 4096])
+@pytest.mark.parametrize(
+    "nbytes", [4096, pages.POPULATE_PIECE_BYTES, 2 * pages.POPULATE_PIECE_BYTES + 4096]
+)
 def test_populated_pages_have_their_memory_and_are_zero(threads, nbytes):
     address = pages.map_pages(nbytes)
     assert resident_pages(address, nbytes) == 0
@@ -224,7 +228,9 @@ def test_populated_pages_have_their_memory_and_are_zero(threads, nbytes):
 
 def resident_pages(address, nbytes):
     residency = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), residency) == 0
+    assert (
+        ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), residency) == 0
+    )
     return sum(page & 1 for page in residency)
 
 
@@ -261,7 +267,10 @@ def test_a_refused_unmapping_is_an_error():
 @without_cuda
 @pytest.mark.parametrize("kind", [HostAllocMemory, RegisteredMemory])
 def test_page_locked_kinds_without_cuda_name_an_alternative(kind):
-    with pytest.raises(RuntimeError, match=rf"{kind.__name__} needs CUDA: .*; use PageableMemory\(\) or default_mem"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"{kind.__name__} needs CUDA: .*; use PageableMemory\(\) or default_mem",
+    ):
         kind()
 
 

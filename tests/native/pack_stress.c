@@ -1,7 +1,9 @@
-/* Packs random batches from several threads at once, as hard as it can, and compares every byte; see scripts/sanitize.sh.
+/* Packs random batches from several threads at once, as hard as it can, and compares every byte;
+ * see scripts/sanitize.sh.
  *
- * `pack_stress ROUNDS [SEED]`. Jobs are waited for chunk by chunk, given up in the middle, forked in the middle, and left
- * behind at the end. It is meant to run under sanitizers: what a job gave back is freed or overwritten at once. */
+ * `pack_stress ROUNDS [SEED]`. Jobs are waited for chunk by chunk, given up in the middle,
+ * forked in the middle, and left behind at the end. It is meant to run under sanitizers: what a
+ * job gave back is freed or overwritten at once. */
 #define _GNU_SOURCE
 #include "../../src/pinstage/_native/pack.h"
 
@@ -39,7 +41,7 @@ static int64_t below(Random *random, int64_t bound) {
     return (int64_t)(random->state % (uint64_t)bound);
 }
 
-/* -- a batch ------------------------------------------------------------------------------------------------------ */
+/* -- a batch ----------------------------------------------------------------------------------- */
 
 typedef struct {
     Leaf leaves[MOST_LEAVES];
@@ -88,8 +90,11 @@ static void make_strided(Random *random, Batch *batch, int64_t i, int64_t larges
         reach += strides[d] * (shape[d] - 1);
         count *= shape[d];
     }
-    batch->leaves[i] =
-        (Leaf){.nbytes = count * itemsize, .itemsize = itemsize, .ndim = ndim, .shape = shape, .strides = strides};
+    batch->leaves[i] = (Leaf){.nbytes = count * itemsize,
+                              .itemsize = itemsize,
+                              .ndim = ndim,
+                              .shape = shape,
+                              .strides = strides};
     batch->memory[i] = allocate(reach * itemsize);
     fill(random, batch->memory[i], reach * itemsize);
     batch->leaves[i].source = batch->memory[i];
@@ -124,7 +129,8 @@ static Batch *batch_new(Random *random, int64_t largest) {
         batch->leaves[i].offset = end;
         if (i == 0) batch->leaves[i].offset = end = 0;
         end = (end + batch->leaves[i].nbytes + 15) / 16 * 16;
-        if (!batch->is_reused && below(random, 12) == 0) batch->leaves[i].source = NULL; /* somebody else writes it */
+        if (!batch->is_reused && below(random, 12) == 0)
+            batch->leaves[i].source = NULL; /* somebody else writes it */
     }
     batch->nbytes = end;
     batch->slab = allocate(end);
@@ -134,7 +140,8 @@ static Batch *batch_new(Random *random, int64_t largest) {
     for (int64_t i = 0; i < batch->count; i++) {
         const Leaf *leaf = &batch->leaves[i];
         write_expected(leaf, batch->expected);
-        if (leaf->source == NULL && leaf->nbytes > 0) memset(batch->expected + leaf->offset, 0x5a, (size_t)leaf->nbytes);
+        if (leaf->source == NULL && leaf->nbytes > 0)
+            memset(batch->expected + leaf->offset, 0x5a, (size_t)leaf->nbytes);
     }
     return batch;
 }
@@ -147,29 +154,32 @@ static void batch_free(Batch *batch) {
 }
 
 static Job *start(const Batch *batch, int threads) {
-    Job *job = job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, threads, batch->is_reused);
+    Job *job =
+        job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, threads, batch->is_reused);
     CHECK(job != NULL);
     job_begin(job);
     return job;
 }
 
-/* Wait for the chunks of a job from `first` on, in order, and compare each while the next ones are still written, perhaps
- * to its place. */
-static void wait_for_chunks(const Batch *batch, Job *job, int64_t first, int64_t chunks, int milliseconds) {
+/* Wait for the chunks of a job from `first` on, in order, and compare each while the next ones
+ * are still written, perhaps to its place. */
+static void wait_for_chunks(const Batch *batch, Job *job, int64_t first, int64_t chunks,
+                            int milliseconds) {
     int64_t from = first == 0 ? 0 : job_chunk_end(job, first - 1);
     for (int64_t chunk = first; chunk < chunks; chunk++) {
         while (!job_work(job, chunk, milliseconds)) {
         }
         int64_t end = job_chunk_end(job, chunk);
         CHECK(end >= from && end <= batch->nbytes);
-        CHECK(memcmp(batch->slab + job_chunk_place(job, chunk), batch->expected + from, (size_t)(end - from)) == 0);
+        CHECK(memcmp(batch->slab + job_chunk_place(job, chunk), batch->expected + from,
+                     (size_t)(end - from)) == 0);
         if (batch->is_reused) job_reuse(job, chunk);
         from = end;
     }
     if (chunks == job_chunks(job)) CHECK(from == batch->nbytes);
 }
 
-/* -- what is done with batches ------------------------------------------------------------------------------------ */
+/* -- what is done with batches ----------------------------------------------------------------- */
 
 static void one_round(Random *random) {
     Batch *batch = batch_new(random, below(random, 8) ? 100 * KIB : 3000 * KIB);
@@ -177,7 +187,9 @@ static void one_round(Random *random) {
         pack_all(batch->leaves, batch->count, batch->slab, batch->nbytes, below(random, 2) == 0);
         CHECK(memcmp(batch->slab, batch->expected, (size_t)batch->nbytes) == 0);
     } else if (below(random, 8) == 0) { /* it never begins */
-        job_free(job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, 4, batch->is_reused), -1);
+        job_free(job_new(batch->leaves, batch->count, batch->slab, batch->nbytes, 4,
+                         batch->is_reused),
+                 -1);
     } else {
         Job *job = start(batch, 1 + (int)below(random, 6));
         int64_t chunks = below(random, 3) ? job_chunks(job) : below(random, job_chunks(job) + 1);
@@ -209,7 +221,8 @@ static void from_several_threads(Random *random, int64_t rounds) {
     for (int i = 0; i < CALLERS; i++) CHECK(pthread_join(callers[i].thread, NULL) == 0);
 }
 
-/* The child has none of the threads. It ends its copy of the job without them, and packs with threads of its own. */
+/* The child has none of the threads. It ends its copy of the job without them, and packs with
+ * threads of its own. */
 static void fork_in_the_middle(Random *random) {
     Batch *batch = batch_new(random, 3000 * KIB);
     Job *job = start(batch, 4);
@@ -247,12 +260,14 @@ int main(int count, char **arguments) {
     CHECK(pack_threads() > 0);
     for (int64_t i = 0; i < rounds / 10 + 1; i++) fork_in_the_middle(&random);
     from_several_threads(&random, rounds / 10 + 1);
-    /* The process ends while it is at it. Volatile: what is left has to be found by who looks for leaks. */
+    /* The process ends while it is at it. Volatile: what is left has to be found by who looks
+     * for leaks. */
     static Batch *volatile left;
     static Job *volatile job;
     left = batch_new(&random, 3000 * KIB);
     job = start(left, 4);
     CHECK(job != NULL);
-    printf("%lld rounds in %d threads, %d threads of ours\n", (long long)rounds, CALLERS, pack_threads());
+    printf("%lld rounds in %d threads, %d threads of ours\n", (long long)rounds, CALLERS,
+           pack_threads());
     return 0;
 }

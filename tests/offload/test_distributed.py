@@ -1,4 +1,6 @@
-"""FSDP2 on two CPU processes, each with a pool that is frozen after a warm-up. The GPU tests are in tests/gpu."""
+"""FSDP2 on two CPU processes, each with a pool that is frozen after a warm-up. The GPU tests are in
+tests/gpu.
+"""
 
 import json
 from pathlib import Path

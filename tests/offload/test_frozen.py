@@ -1,4 +1,6 @@
-"""Frozen modules: on the host outside their block, on the device inside it, with the same content and objects."""
+"""Frozen modules: on the host outside their block, on the device inside it, with the same content
+and objects.
+"""
 
 import contextlib
 import copy
@@ -22,7 +24,9 @@ MIB = 1 << 20
 
 @pytest.fixture(params=["at once", "late"])
 def target(request, monkeypatch):
-    """Run a test twice: with copies that are done at once, and with copies that are done on a wait."""
+    """Run a test twice: with copies that are done at once, and with copies that are done on a
+    wait.
+    """
     if request.param == "at once":
         yield None
         return
@@ -45,7 +49,9 @@ def pool(make_pool, target):
 
 
 class Tied(torch.nn.Module):
-    """A tied head, views of one storage, odd strides and sizes, and buffers that forward changes."""
+    """A tied head, views of one storage, odd strides and sizes, and buffers that forward
+    changes.
+    """
 
     def __init__(self):
         super().__init__()
@@ -90,7 +96,9 @@ def assert_same(module, expected):
     assert content_of(module).keys() == expected.keys()
     for name, tensor in tensors_of(module).items():
         assert torch.equal(tensor, expected[name]), name
-        assert (tensor.stride(), tensor.dtype) == (expected[name].stride(), expected[name].dtype), name
+        assert (tensor.stride(), tensor.dtype) == (expected[name].stride(), expected[name].dtype), (
+            name
+        )
 
 
 def slabs_of(handle):
@@ -101,13 +109,15 @@ def is_on_host(module, handle):
     """Return whether all tensors are in the handle's slabs; fail if only some are."""
     slabs = slabs_of(handle)
     found = {
-        any(tensor.data_ptr() in slab for slab in slabs) for tensor in tensors_of(module).values() if tensor.numel()
+        any(tensor.data_ptr() in slab for slab in slabs)
+        for tensor in tensors_of(module).values()
+        if tensor.numel()
     }
     assert len(found) == 1
     return found.pop()
 
 
-# -- inside and outside ------------------------------------------------------------------------------------------------
+# -- inside and outside ----------------------------------------------------------------------------
 
 
 def test_outputs_and_statistics_equal_a_plain_run(pool):
@@ -137,7 +147,9 @@ def test_tensors_are_the_same_objects_in_other_memory(pool):
 def test_memory_is_held_once_for_all_views(pool):
     handle = frozen_module(Tied(), pool)
     module = handle._module
-    assert len(handle._slabs) == 4  # parameters, and buffers of three dtypes; empty ones are float32
+    assert (
+        len(handle._slabs) == 4
+    )  # parameters, and buffers of three dtypes; empty ones are float32
     assert module.left.data_ptr() + 16 * 16 * 4 == module.right.data_ptr()
     assert module.whole.data_ptr() == module.left.data_ptr()
     assert handle.stats().host_bytes < 20 * KIB
@@ -166,7 +178,9 @@ def test_stats_say_how_many_bytes_are_where(pool, target):
 def test_changes_on_the_host_reach_the_device(pool):
     module = Tied()
     handle = frozen_module(module, pool)
-    module.load_state_dict({name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()})
+    module.load_state_dict(
+        {name: torch.ones_like(tensor) for name, tensor in module.state_dict().items()}
+    )
     with handle:
         assert module.head.weight.eq(1).all()
     handle.onload()
@@ -202,7 +216,9 @@ def test_inference_mode_leaves_ordinary_tensors(pool, inside, made):
 
 
 def test_gradients_pass_through_to_inputs_inside_the_block(pool):
-    plain = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)).requires_grad_(False)
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)
+    ).requires_grad_(False)
     expected, x = torch.randn(4, 16).requires_grad_(), None
     x = expected.detach().clone().requires_grad_()
     plain(expected).sum().backward()
@@ -244,11 +260,13 @@ def test_compiled_modules_change_their_buffers(pool):
     assert_same(module, content_of(plain))
 
 
-# -- changes inside the block ------------------------------------------------------------------------------------------
+# -- changes inside the block ----------------------------------------------------------------------
 
 
 class Shared(torch.nn.Module):
-    """Tied weights, norms with the same statistics, overlapping views, views side by side, and other buffers."""
+    """Tied weights, norms with the same statistics, overlapping views, views side by side, and
+    other buffers.
+    """
 
     def __init__(self):
         super().__init__()
@@ -257,10 +275,19 @@ class Shared(torch.nn.Module):
         self.head = torch.nn.Linear(4, 4, bias=False)
         self.head.weight = self.weight
         self.first, self.second = (torch.nn.BatchNorm1d(4, affine=False) for _ in range(2))
-        self.second.running_mean, self.second.running_var = self.first.running_mean, self.first.running_var
+        self.second.running_mean, self.second.running_var = (
+            self.first.running_mean,
+            self.first.running_var,
+        )
         whole = torch.randn(4, 4)
         key, value = torch.randn(2, 4)
-        buffers = {"table": torch.randn(4, 4), "whole": whole, "top": whole[:2], "key": key, "value": value}
+        buffers = {
+            "table": torch.randn(4, 4),
+            "whole": whole,
+            "top": whole[:2],
+            "key": key,
+            "value": value,
+        }
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
         self.register_buffer("scale", torch.randn(4, dtype=torch.complex64), persistent=False)
@@ -396,7 +423,10 @@ def outline_of(module):
 @named(COUNTED + UNCOUNTED + EXCHANGED + NO_MORE_IN_PLACE)
 def test_changed_buffers_keep_tensors_and_values(pool, change):
     plain, module = Shared(), Shared()
-    objects, strides = tensors_of(module), [tensor.stride() for tensor in tensors_of(module).values()]
+    objects, strides = (
+        tensors_of(module),
+        [tensor.stride() for tensor in tensors_of(module).values()],
+    )
     handle = frozen_module(module, pool)
     for _ in range(2):
         change(plain)
@@ -426,7 +456,9 @@ def test_a_refused_change_leaves_the_module_alone(pool, change):
     assert_same(module, before)
     assert outline_of(module) == outline
     assert all(tensor is objects[name] for name, tensor in tensors_of(module).items())
-    assert all(torch.equal(slab, content) for slab, content in zip(handle._slabs, slabs, strict=True))
+    assert all(
+        torch.equal(slab, content) for slab, content in zip(handle._slabs, slabs, strict=True)
+    )
     assert is_on_host(module, handle)
     assert handle.stats().device_bytes == 0
     with handle:
@@ -439,14 +471,14 @@ def test_a_refused_change_is_named(pool):
     handle.__enter__()
     module.head.weight.add_(1)
     module.turned.data = torch.ones(16, 16)
-    message = (
-        r"embedding\.weight = head\.weight of <Tied .*> changed inside the block: 2 in all; every .*\. Change param"
-    )
+    message = r"embedding\.weight = head\.weight of <Tied .*> changed inside the block: 2 in all; every .*\. Change param"
     with pytest.raises(RuntimeError, match=message):
         handle.offload()
 
 
-@pytest.mark.parametrize("change", [Shared.swap, change("m.value = m.value + 1")], ids=["swap", "replace"])
+@pytest.mark.parametrize(
+    "change", [Shared.swap, change("m.value = m.value + 1")], ids=["swap", "replace"]
+)
 def test_views_of_replaced_buffers_keep_their_values(pool, change):
     module = Shared()
     expected = module.value.clone()
@@ -482,7 +514,9 @@ def test_each_slab_of_buffers_is_copied_back_once(pool, monkeypatch):
     copies = copies_to_host(handle, monkeypatch)
     with handle:
         pass
-    assert sorted(copies) == sorted(slab.numel() for slab in handle._slabs[1:])  # the first has the parameters
+    assert sorted(copies) == sorted(
+        slab.numel() for slab in handle._slabs[1:]
+    )  # the first has the parameters
     del copies[:]
     plain = frozen_module(torch.nn.Linear(4, 4).requires_grad_(False), pool)
     with plain:
@@ -519,7 +553,9 @@ def test_large_buffers_are_copied_back_by_submodule(pool, monkeypatch, change):
     )
 )
 def test_blocks_leave_what_a_plain_module_has(blocks):
-    """Outside, between `onload` and the block, inside it, and at last a change that drops those inside."""
+    """Outside, between `onload` and the block, inside it, and at last a change that drops those
+    inside.
+    """
     plain, module = Shared(), Shared()
     with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool:
         handle = frozen_module(module, pool, device="cpu")
@@ -617,11 +653,13 @@ def test_views_that_are_kept_stay_valid(pool, target):
     del handle
     gc.collect()
     assert torch.equal(outside, expected[1])
-    wait_until(lambda: pool.stats().in_flight_slabs == 1)  # the reaper keeps slabs until copies are done
+    wait_until(
+        lambda: pool.stats().in_flight_slabs == 1
+    )  # the reaper keeps slabs until copies are done
     del outside
 
 
-# -- what can go wrong -------------------------------------------------------------------------------------------------
+# -- what can go wrong -----------------------------------------------------------------------------
 
 
 def test_exceptions_inside_bring_the_module_back(pool):
@@ -662,7 +700,11 @@ def test_interrupts_leave_a_working_module(make_pool, inside):
     module, pool = Tied(), make_pool(4 << 20)
     handle = frozen_module(module, pool)
     expected, outline, objects = content_of(module), outline_of(module), tensors_of(module)
-    cache, turned, lora = torch.full((8, 16), 7.0), torch.nn.Parameter(torch.ones(16, 16)), torch.nn.Linear(4, 4)
+    cache, turned, lora = (
+        torch.full((8, 16), 7.0),
+        torch.nn.Parameter(torch.ones(16, 16)),
+        torch.nn.Linear(4, 4),
+    )
 
     def work(module=module, handle=handle):
         handle.onload()
@@ -679,7 +721,9 @@ def test_interrupts_leave_a_working_module(make_pool, inside):
         countdown += 1
         assert countdown < 3000
         module.cache.zero_()
-        interrupted = Interrupts(countdown, "offload/_frozen.py", "_compat/registered.py").during(work)
+        interrupted = Interrupts(countdown, "offload/_frozen.py", "_compat/registered.py").during(
+            work
+        )
         with contextlib.suppress(RuntimeError):
             handle.offload()
         assert is_on_host(module, handle)
@@ -699,7 +743,9 @@ def test_nested_blocks_are_refused(pool):
     module = Tied()
     handle = frozen_module(module, pool)
     with handle:
-        with pytest.raises(RuntimeError, match=r"<Tied .*is on the device already; leave its other block first"):
+        with pytest.raises(
+            RuntimeError, match=r"<Tied .*is on the device already; leave its other block first"
+        ):
             handle.__enter__()
         assert not is_on_host(module, handle)
 
@@ -728,10 +774,16 @@ def inference():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.nn.Linear(2, 2), r"weight: it requires grad; call module\.requires_grad_\(False\)"),
+        (
+            lambda: torch.nn.Linear(2, 2),
+            r"weight: it requires grad; call module\.requires_grad_\(False\)",
+        ),
         (subclass, "mask: it has no plain memory: Masked"),
         (sparse, r"mask: it has no plain memory: Tensor, torch\.sparse_coo"),
-        (lambda: torch.nn.Linear(2, 2, device="meta").requires_grad_(False), "weight: it is on meta"),
+        (
+            lambda: torch.nn.Linear(2, 2, device="meta").requires_grad_(False),
+            "weight: it is on meta",
+        ),
         (inference, "weight: it .* was made in inference mode"),
     ],
     ids=["trained", "subclass", "sparse", "meta", "inference"],
@@ -757,7 +809,8 @@ def test_memory_held_already_is_refused(pool, second):
         other.bias = torch.nn.Parameter(module[1].bias.data, requires_grad=False)
     wanted = {"the same": module[1], "a part": module[1], "a whole": module}.get(second, other)
     with pytest.raises(
-        ValueError, match=r"(weight|bias): it is held already: <Linear in frozen_module, to cpu>; close"
+        ValueError,
+        match=r"(weight|bias): it is held already: <Linear in frozen_module, to cpu>; close",
     ):
         frozen_module(wanted, pool)
     handle.close()
@@ -774,7 +827,9 @@ def test_a_small_pool_leaves_the_module_alone(make_pool, monkeypatch):
     pool = make_pool(16 * KIB)
     module = torch.nn.Linear(64, 64).requires_grad_(False)
     before = module.weight.data_ptr()
-    with pytest.raises(BudgetExceededError, match=r"the module doesn't fit the pool: 16\.50 KiB of max_bytes 16"):
+    with pytest.raises(
+        BudgetExceededError, match=r"the module doesn't fit the pool: 16\.50 KiB of max_bytes 16"
+    ):
         frozen_module(module, pool)
     monkeypatch.setattr(_frozen, "ACQUIRE_SECONDS", 0.0)
     pool = make_pool(32 * KIB)
@@ -783,12 +838,14 @@ def test_a_small_pool_leaves_the_module_alone(make_pool, monkeypatch):
     assert module.weight.data_ptr() == before
 
 
-# -- slabs -------------------------------------------------------------------------------------------------------------
+# -- slabs -----------------------------------------------------------------------------------------
 
 
 def test_slabs_are_limited_except_for_large_tensors(pool, monkeypatch):
     monkeypatch.setattr(_frozen, "SLAB_BYTES", 8 * KIB)
-    module = torch.nn.ModuleList(torch.nn.Linear(size, size, bias=False) for size in (32, 32, 32, 128, 32))
+    module = torch.nn.ModuleList(
+        torch.nn.Linear(size, size, bias=False) for size in (32, 32, 32, 128, 32)
+    )
     expected = content_of(module.requires_grad_(False))
     handle = frozen_module(module, pool)
     assert [slab.numel() // KIB for slab in handle._slabs] == [8, 4, 64, 4]

@@ -1,4 +1,6 @@
-"""Activations on the host between forward and backward: gradients bit-equal, and no slab left in use."""
+"""Activations on the host between forward and backward: gradients bit-equal, and no slab left in
+use.
+"""
 
 import contextlib
 import gc
@@ -23,7 +25,9 @@ KIB = 1 << 10
 
 @pytest.fixture(params=["at once", "late"])
 def target(request, monkeypatch):
-    """Run a test twice: with copies that are done at once, and with copies that are done on a wait."""
+    """Run a test twice: with copies that are done at once, and with copies that are done on a
+    wait.
+    """
     if request.param == "at once":
         yield None
         return
@@ -55,7 +59,12 @@ class Attention(torch.nn.Module):
         )
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = (
+            self.qkv(self.norm(x))
+            .unflatten(-1, (3, self.heads, -1))
+            .permute(2, 0, 3, 1, 4)
+            .unbind()
+        )
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
@@ -79,7 +88,10 @@ class Convolution(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.Sequential(
-            torch.nn.Conv1d(16, 24, 3), torch.nn.BatchNorm1d(24), torch.nn.SiLU(), torch.nn.MaxPool1d(2)
+            torch.nn.Conv1d(16, 24, 3),
+            torch.nn.BatchNorm1d(24),
+            torch.nn.SiLU(),
+            torch.nn.MaxPool1d(2),
         )
 
     def forward(self, x):
@@ -88,12 +100,17 @@ class Convolution(torch.nn.Module):
 
 MODELS = {
     "mlp": lambda: torch.nn.Sequential(
-        *(torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4))
+        *(
+            torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 32), torch.nn.GELU())
+            for _ in range(4)
+        )
     ),
     "attention": lambda: torch.nn.Sequential(Attention(), Attention()),
     "decoder": Decoder,
     "convolution": Convolution,
-    "dropout": lambda: torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 8)),
+    "dropout": lambda: torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 8)
+    ),
     "recurrent": lambda: torch.nn.GRU(32, 16, batch_first=True),
 }
 
@@ -112,7 +129,9 @@ def output_of(model, x):
 
 
 def gradients(model, x, context=None, backward=lambda y: y.square().sum().backward()):
-    """Return the gradients of a model's parameters and input; only forward is inside the context."""
+    """Return the gradients of a model's parameters and input; only forward is inside the
+    context.
+    """
     for tensor in [*model.parameters(), x]:
         tensor.grad = None
     with context or contextlib.nullcontext():
@@ -127,7 +146,7 @@ def assert_equal(some, others):
         assert torch.equal(one, other)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_device_bytes", [0, 5 * KIB, "1GiB"])
@@ -157,7 +176,9 @@ def test_gradients_of_gradients_are_bit_equal(pool, inside):
                 (first,) = torch.autograd.grad(loss, x, create_graph=True)
         if not inside:
             (first,) = torch.autograd.grad(loss, x, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), [*model.parameters(), x], allow_unused=True)
+        return torch.autograd.grad(
+            first.square().sum(), [*model.parameters(), x], allow_unused=True
+        )
 
     model, x = make("mlp")
     expected = second(contextlib.nullcontext())
@@ -241,7 +262,7 @@ def test_compiled_functions_give_the_same_gradients(pool, where):
     torch._dynamo.reset()
 
 
-# -- which tensors are sent, and which stay ----------------------------------------------------------------------------
+# -- which tensors are sent, and which stay --------------------------------------------------------
 
 
 def test_parameters_views_of_them_and_small_tensors_stay(pool):
@@ -275,12 +296,19 @@ def test_memory_saved_many_times_is_copied_once(pool):
     x = torch.randn(40, 40, requires_grad=True)
     with offload:
         h = x * 1
-        losses = [(h * h).sum(), (h.view(-1) * 3).square().sum(), h.t().sin().sum(), h[:, :].square().sum()]
+        losses = [
+            (h * h).sum(),
+            (h.view(-1) * 3).square().sum(),
+            h.t().sin().sum(),
+            h[:, :].square().sum(),
+        ]
         assert offload.stats().copies == 2  # h, and h * 3
     del h
     sum(losses).backward()
     assert offload.stats().shared == 3
-    expected = torch.autograd.grad((x * x).sum() + (x * 3).square().sum() + x.sin().sum() + x.square().sum(), x)[0]
+    expected = torch.autograd.grad(
+        (x * x).sum() + (x * 3).square().sum() + x.sin().sum() + x.square().sum(), x
+    )[0]
     torch.testing.assert_close(x.grad, expected)
 
 
@@ -355,7 +383,9 @@ def test_a_tensor_returns_with_strides_and_offset(pool, view):
     seen.clear()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
+)
 def test_other_dtypes_travel(pool, dtype):
     x = torch.randn(40, 40, dtype=dtype, requires_grad=True)
     (expected,) = torch.autograd.grad((x * x).abs().sum(), x)
@@ -374,7 +404,10 @@ def test_lazily_conjugated_and_sparse_tensors_stay(pool):
     y = torch.randn(40, 4, requires_grad=True)
     with offload:
         loss = (x.detach().conj() * x).abs().sum() + torch.sparse.mm(matrix, y).sum()
-    assert (offload.stats().copies, offload.stats().stayed) == (1, 2)  # the tensor that abs() saves is sent
+    assert (offload.stats().copies, offload.stats().stayed) == (
+        1,
+        2,
+    )  # the tensor that abs() saves is sent
     loss.backward()
     assert torch.equal(y.grad, torch.ones(40, 4))
 
@@ -436,7 +469,7 @@ def test_cpu_tensors_stay_where_the_pool_is_pinned(make_pool, monkeypatch):
     assert (offload.stats().copies, offload.stats().stayed) == (0, 1)
 
 
-# -- order -------------------------------------------------------------------------------------------------------------
+# -- order -----------------------------------------------------------------------------------------
 
 
 def chain(x, length=10):
@@ -551,7 +584,7 @@ def test_a_host_running_ahead_reuses_slabs_in_flight(make_pool, monkeypatch):
     wait_until(lambda: pool.stats().in_flight_slabs == 0)
 
 
-# -- changes in place --------------------------------------------------------------------------------------------------
+# -- changes in place ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("min_bytes", [KIB, "1MiB"], ids=["gone", "stayed"])
@@ -594,7 +627,7 @@ def test_uncounted_changes_are_sent_again_next_pass(pool):
     losses.clear()
 
 
-# -- the end of graphs -------------------------------------------------------------------------------------------------
+# -- the end of graphs -----------------------------------------------------------------------------
 
 
 def test_a_dropped_graph_returns_its_slabs_without_collection(pool, target):
@@ -638,7 +671,12 @@ def test_a_graph_in_a_cycle_returns_its_slabs(pool, target):
     with save_on_cpu(pool, min_bytes=KIB) as offload:
         y = x.sin().sin()
     ring = Ring()
-    ring.parts = ring, y, offload, offload._saving.pack(x.exp())  # autograd hides its references from the collector
+    ring.parts = (
+        ring,
+        y,
+        offload,
+        offload._saving.pack(x.exp()),
+    )  # autograd hides its references from the collector
     del ring, y, offload
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -705,7 +743,7 @@ def test_the_pool_can_close_while_a_graph_lives(make_pool, target):
     assert_idle(pool, target)
 
 
-# -- blocks in blocks, threads -----------------------------------------------------------------------------------------
+# -- blocks in blocks, threads ---------------------------------------------------------------------
 
 
 def test_of_nested_blocks_the_innermost_counts(pool, make_pool):
@@ -764,7 +802,9 @@ def test_threads_can_go_back_through_one_graph(pool, background):
 
     def back(loss):
         start.wait(20)
-        return [torch.autograd.grad(loss, [*model.parameters(), x], retain_graph=True) for _ in range(5)]
+        return [
+            torch.autograd.grad(loss, [*model.parameters(), x], retain_graph=True) for _ in range(5)
+        ]
 
     for future in [background(back, loss) for _ in range(4)]:
         for found in future.result(60):
@@ -772,22 +812,26 @@ def test_threads_can_go_back_through_one_graph(pool, background):
     del loss, future, found
 
 
-# -- arguments ---------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [{"min_bytes": -1}, {"min_bytes": "a lot"}, {"max_device_bytes": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"min_bytes": -1}, {"min_bytes": "a lot"}, {"max_device_bytes": -1}]
+)
 def test_sizes_have_to_be_sizes(pool, wrong):
     with pytest.raises(ValueError, match=r"size|negative|a lot"):
         save_on_cpu(pool, **wrong)
 
 
 def test_it_is_refused_where_changes_are_not_seen(pool, monkeypatch):
-    monkeypatch.setattr("pinstage._compat.storages.why_changes_are_not_seen", lambda: "torch is too old")
+    monkeypatch.setattr(
+        "pinstage._compat.storages.why_changes_are_not_seen", lambda: "torch is too old"
+    )
     with pytest.raises(PinstageError, match="torch is too old"):
         save_on_cpu(pool)
 
 
-# -- any graph ---------------------------------------------------------------------------------------------------------
+# -- any graph -------------------------------------------------------------------------------------
 
 STEPS = {
     "sin": lambda a, _: a.sin(),
@@ -803,15 +847,23 @@ STEPS = {
 }
 
 
-@settings(max_examples=settings.default.max_examples // 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings.default.max_examples // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
-    program=st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 99), st.integers(0, 99)), min_size=1),
+    program=st.lists(
+        st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 99), st.integers(0, 99)),
+        min_size=1,
+    ),
     max_device_bytes=st.sampled_from([0, 5000, 8000, 1 << 20]),
     cap=st.sampled_from([5000, 30000, 1 << 20]),
     lag=st.sampled_from([None, (0, 0), (1, 2), (3, 3), (100, 0), (0, 100), (100, 100)]),
     ending=st.sampled_from(["once", "twice", "parts", "dropped", "half dropped"]),
 )
-def test_any_graph_has_gradients_and_empties_the_pool(program, max_device_bytes, cap, lag, ending, monkeypatch):
+def test_any_graph_has_gradients_and_empties_the_pool(
+    program, max_device_bytes, cap, lag, ending, monkeypatch
+):
     def run(context):
         values = [x]
         with context:
@@ -825,7 +877,10 @@ def test_any_graph_has_gradients_and_empties_the_pool(program, max_device_bytes,
             del second
             return [torch.autograd.grad(first, x)[0]]
         if ending == "parts":
-            return [torch.autograd.grad(loss, x, retain_graph=loss is second)[0] for loss in (second, first)]
+            return [
+                torch.autograd.grad(loss, x, retain_graph=loss is second)[0]
+                for loss in (second, first)
+            ]
         return [
             torch.autograd.grad(first + second, x, retain_graph=ending == "twice" and not last)[0]
             for last in ((False, True) if ending == "twice" else (True,))

@@ -1,4 +1,6 @@
-"""An optimizer's state on the host between steps: weights bit-equal, and nothing read before it has arrived."""
+"""An optimizer's state on the host between steps: weights bit-equal, and nothing read before it has
+arrived.
+"""
 
 import copy
 import gc
@@ -27,7 +29,9 @@ OPTIMIZERS = {
 
 @pytest.fixture(params=[None, (6, 6), (1000, 0), (0, 1000)], ids=str)
 def target(request, monkeypatch):
-    """Run a test with copies that are done at once, and with copies that are late out, back, or both."""
+    """Run a test with copies that are done at once, and with copies that are late out, back, or
+    both.
+    """
     if request.param is None:
         yield None
         return
@@ -86,7 +90,10 @@ def test_weights_are_bit_equal_to_a_plain_run(pool, name):
         large = offloaded.stats().host_bytes
     states = {"plain sgd": 0, "lbfgs": 1, "rmsprop": 3, "adam, fused": 3, "adagrad": 1}
     expected_bytes = large * states.get(name, 1 if "sgd" in name else 2)
-    assert (offloaded.stats().host_bytes, offloaded.stats().stayed_at_cap_bytes) == (expected_bytes, 0)
+    assert (offloaded.stats().host_bytes, offloaded.stats().stayed_at_cap_bytes) == (
+        expected_bytes,
+        0,
+    )
     offloaded.close()
 
 
@@ -178,7 +185,10 @@ def test_what_does_not_fit_stays_and_is_counted(make_pool, target):
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     train(model, optimizer, 4)
     assert_same_weights(model, expected)
-    assert (offloaded.stats().host_bytes, offloaded.stats().stayed_at_cap_bytes) == (16 * KIB, 16 * KIB)
+    assert (offloaded.stats().host_bytes, offloaded.stats().stayed_at_cap_bytes) == (
+        16 * KIB,
+        16 * KIB,
+    )
     offloaded.close()
     assert_idle(pool, target)
 
@@ -243,5 +253,7 @@ def test_a_dropped_optimizer_returns_its_slabs(pool, target):
 
 
 def test_what_is_no_optimizer_is_refused(pool):
-    with pytest.raises(TypeError, match=r"cannot offload the state of a Linear: pass an optimizer of torch\.optim"):
+    with pytest.raises(
+        TypeError, match=r"cannot offload the state of a Linear: pass an optimizer of torch\.optim"
+    ):
         optimizer_state(torch.nn.Linear(1, 1), pool)

@@ -1,4 +1,5 @@
-"""The site and the report of a trace, as a browser shows them. Skipped, with the reason, without a browser.
+"""The site and the report of a trace, as a browser shows them. Skipped, with the reason, without a
+browser.
 
 ``PINSTAGE_REQUIRE_BROWSER=1`` makes a missing browser, or a missing mkdocs, a failure.
 """
@@ -30,7 +31,11 @@ def missing(what):
 
 
 def the_browser():
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    browser = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if browser is None:
         missing("there is no Chromium on the path")
     return browser
@@ -42,7 +47,16 @@ def site(tmp_path_factory):
     if importlib.util.find_spec("mkdocs") is None:
         missing("mkdocs is not installed: make docs")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
     done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder
@@ -50,16 +64,18 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def screenshot(tmp_path):
-    """A function that returns the pixels, ``[height, width, 3]``, of a file as a browser shows it."""
+    """A function that returns the pixels, ``[height, width, 3]``, of a file as a browser shows
+    it.
+    """
     browser = the_browser()
     pillow = pytest.importorskip("PIL.Image")
 
     def shoot(path, *options, width=900, height=1400):
         target = tmp_path / "screen.png"
         command = [
-            browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000",
-            f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},{height}", f"--screenshot={target}",
-            *options, path.as_uri(),
+            browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+            "--virtual-time-budget=3000", f"--user-data-dir={tmp_path / 'profile'}",
+            f"--window-size={width},{height}", f"--screenshot={target}", *options, path.as_uri(),
         ]  # fmt: skip
         subprocess.run(command, capture_output=True, check=True)
         return np.asarray(pillow.open(io.BytesIO(target.read_bytes())).convert("RGB"))
@@ -93,21 +109,28 @@ const pages = PAGES, found = [];
 })();
 </script></body>
 """
-"""Opens each page in a frame as wide as a screen, and lists wider elements, except code blocks and folded parts."""
+"""Opens each page in a frame as wide as a screen, and lists wider elements, except code blocks and
+folded parts.
+"""
 
 
 def test_nothing_is_wider_than_the_screen(site, tmp_path):
     pages = sorted(page.relative_to(site).as_posix() for page in site.rglob("index.html"))
     (site / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(pages)))
     command = [
-        the_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom",
-        "--virtual-time-budget=90000", f"--user-data-dir={tmp_path}", (site / "measure.html").as_uri(),
+        the_browser(), "--headless", "--no-sandbox", "--disable-gpu",
+        "--allow-file-access-from-files", "--dump-dom", "--virtual-time-budget=90000",
+        f"--user-data-dir={tmp_path}", (site / "measure.html").as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (site / "measure.html").unlink()
-    found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
+    found = json.loads(
+        unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1])
+    )
     assert len(found) == 2 * len(pages)
-    assert [page for page, _, _, headings, _, _ in found if headings != 1] == []  # all pages were loaded
+    assert [
+        page for page, _, _, headings, _, _ in found if headings != 1
+    ] == []  # all pages were loaded
     too_wide = [row for row in found if row[2] > row[1] or row[4] or row[5]]
     assert too_wide == []
 
@@ -138,7 +161,9 @@ def test_the_site_is_complete_and_loads_nothing_external(site):
                 assert (page.parent / re.split("[?#]", asset)[0]).is_file(), (page, asset)
 
 
-@pytest.mark.parametrize("page", ["", "concepts", "cases/weather_batch", "reference", "reference/stager"])
+@pytest.mark.parametrize(
+    "page", ["", "concepts", "cases/weather_batch", "reference", "reference/stager"]
+)
 def test_a_page_is_readable_in_light_and_dark(site, screenshot, page):
     path = site / page / "index.html"
     light, dark = screenshot(path), screenshot(path, DARK)

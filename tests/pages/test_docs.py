@@ -18,7 +18,9 @@ import pinstage
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's, of torch 2.13
+    pytest.mark.filterwarnings(
+        "ignore:'set_vital' is deprecated:UserWarning"
+    ),  # torchdata's, of torch 2.13
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +34,10 @@ RUN_ELSEWHERE = {
     "guides/several_gpus.md": "test_the_guide_to_several_gpus_runs",
     "trace.md": "test_inspect_recording.py",
 }
-RUN_ELSEWHERE |= {f"frameworks/{path.name}": "frameworks/test_pages.py" for path in (DOCS / "frameworks").glob("*.md")}
+RUN_ELSEWHERE |= {
+    f"frameworks/{path.name}": "frameworks/test_pages.py"
+    for path in (DOCS / "frameworks").glob("*.md")
+}
 GUIDES = {path.relative_to(DOCS).as_posix() for path in (DOCS / "guides").glob("*.md")}
 REFERENCE = sorted(path for path in (DOCS / "reference").glob("*.md") if path.stem != "index")
 RUN_FROM_TOP_TO_BOTTOM = [
@@ -48,8 +53,12 @@ SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | r
 
 
 def python_blocks(path):
-    """Return the blocks of a page that run; a comment ``<!-- skip: why -->`` excludes the next block."""
-    return re.findall(r"^```python\n(.*?)^```", SKIPPED.sub("", path.read_text()), re.MULTILINE | re.DOTALL)
+    """Return the blocks of a page that run; a comment ``<!-- skip: why -->`` excludes the next
+    block.
+    """
+    return re.findall(
+        r"^```python\n(.*?)^```", SKIPPED.sub("", path.read_text()), re.MULTILINE | re.DOTALL
+    )
 
 
 def scripts(path):
@@ -71,21 +80,30 @@ def run(page, names):
 @pytest.mark.parametrize("page", RUN_FROM_TOP_TO_BOTTOM)
 def test_a_page_s_snippets_run_in_order(page, capsys):
     names = run(page, {"__name__": "page"})
-    for test in [value for name, value in names.items() if name.startswith("test_")]:  # on the page about tests
+    for test in [
+        value for name, value in names.items() if name.startswith("test_")
+    ]:  # on the page about tests
         test()
     for value in names.values():
         if isinstance(value, pinstage.Stager):
             value.close()
     if page == "tutorial.md":
         printed = capsys.readouterr().out
-        for shown in re.findall(r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL):
+        for shown in re.findall(
+            r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
+        ):
             assert shown in printed
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_lines_of_use_run(page):
     samples = [{"x": torch.ones(3)}]
-    names = {"__name__": "use", "loader": samples, "dataset": samples, "train_step": lambda batch: None}
+    names = {
+        "__name__": "use",
+        "loader": samples,
+        "dataset": samples,
+        "train_step": lambda batch: None,
+    }
     for block in python_blocks(ROOT / page):
         here = block.replace('"cuda:0"', '"cpu"').replace("num_workers=8", "num_workers=1")
         exec(compile(here, page, "exec"), names)
@@ -94,10 +112,18 @@ def test_the_lines_of_use_run(page):
 
 
 def test_the_guide_to_several_gpus_runs():
-    """In its own process: torch caches the groups of sharded tensors (2.13, DTensor's sharding cache). A child forked
-    later frees them, and hangs waiting for threads that it doesn't have."""
-    command = [sys.executable, "-W", "ignore", "-c", "import test_docs; test_docs.run_the_guide_to_several_gpus()"]
-    done = subprocess.run(command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True)
+    """In its own process: torch caches the groups of sharded tensors (2.13, DTensor's sharding
+    cache). A child forked later frees them, and hangs waiting for threads that it doesn't have."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        "import test_docs; test_docs.run_the_guide_to_several_gpus()",
+    ]
+    done = subprocess.run(
+        command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -110,7 +136,9 @@ def run_the_guide_to_several_gpus():
         "model": torch.nn.Linear(3, 1),
         "host_batches": [{"x": torch.ones(4, 3)}] * 25,
     }
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         run("guides/several_gpus.md", names)
     finally:
@@ -142,7 +170,11 @@ def test_no_page_has_snippets_that_never_run():
 
 def error_names():
     """The public classes of `pinstage.errors`."""
-    return {name for name, kind in vars(pinstage.errors).items() if isinstance(kind, type) and name[0] != "_"}
+    return {
+        name
+        for name, kind in vars(pinstage.errors).items()
+        if isinstance(kind, type) and name[0] != "_"
+    }
 
 
 def test_every_error_has_its_section():
@@ -155,7 +187,12 @@ BESIDE = {
     *("metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
     *("inspect.step_times", "inspect.StepTimes", "inspect.StepTime"),
     *("checkpoint.CheckpointStager", "offload.save_on_cpu", "offload.OffloadStats"),
-    *("offload.optimizer_state", "offload.frozen_module", "offload.Offloaded", "offload.OffloadedStats"),
+    *(
+        "offload.optimizer_state",
+        "offload.frozen_module",
+        "offload.Offloaded",
+        "offload.OffloadedStats",
+    ),
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
@@ -192,24 +229,37 @@ def names_of(page):
 def test_every_public_name_is_in_the_reference_once():
     shown = [name for page in REFERENCE for name in names_of(page)]
     assert len(shown) == len(set(shown))
-    elsewhere = {name for name in shown if name.startswith("_")}  # types of the calls that are public
-    assert set(shown) - elsewhere == {*pinstage.__all__, *(f"errors.{name}" for name in error_names()), *BESIDE}
+    elsewhere = {
+        name for name in shown if name.startswith("_")
+    }  # types of the calls that are public
+    assert set(shown) - elsewhere == {
+        *pinstage.__all__,
+        *(f"errors.{name}" for name in error_names()),
+        *BESIDE,
+    }
     assert all(isinstance(operator.attrgetter(name)(pinstage), type) for name in elsewhere)
 
 
 @pytest.mark.parametrize(
     "name",
-    sorted({*pinstage.__all__, *(f"memory.{name}" for name in pinstage.memory.__all__)} - IN_SIGNATURES),
+    sorted(
+        {*pinstage.__all__, *(f"memory.{name}" for name in pinstage.memory.__all__)} - IN_SIGNATURES
+    ),
 )
 def test_every_public_name_has_a_page_and_example(name):
-    [page] = [page for page in REFERENCE if page.read_text().startswith(f"# {name.rpartition('.')[2]}\n")]
+    [page] = [
+        page for page in REFERENCE if page.read_text().startswith(f"# {name.rpartition('.')[2]}\n")
+    ]
     assert names_of(page)[0] == name
     [example] = python_blocks(page)
     assert name in example or name in MADE_BY_CALLS
 
 
 def test_the_reference_overview_and_menu_are_complete():
-    overview, menu = (DOCS / "reference" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    overview, menu = (
+        (DOCS / "reference" / "index.md").read_text(),
+        (ROOT / "mkdocs.yml").read_text(),
+    )
     for page in REFERENCE:
         assert f"]({page.name})" in overview, page
         assert f"reference/{page.name}" in menu, page
@@ -218,7 +268,9 @@ def test_the_reference_overview_and_menu_are_complete():
 @pytest.fixture(scope="module")
 def markdown():
     """The script that writes the tables."""
-    script = importlib.util.spec_from_file_location("markdown_tables", ROOT / "benchmarks" / "markdown.py")
+    script = importlib.util.spec_from_file_location(
+        "markdown_tables", ROOT / "benchmarks" / "markdown.py"
+    )
     module = importlib.util.module_from_spec(script)
     script.loader.exec_module(module)
     return module
@@ -231,7 +283,10 @@ def test_every_table_is_what_the_result_files_say(markdown):
         assert markdown.filled(text) == text, page
         tables |= set(re.findall(r"^<!-- table: (\w+) -->$", text, re.MULTILINE))
     assert tables >= {"staging", "weather_batch", "frame_bandwidth"}
-    assert all("| **pinstage** |" in (ROOT / page).read_text() for page in ("README.md", "docs/performance.md"))
+    assert all(
+        "| **pinstage** |" in (ROOT / page).read_text()
+        for page in ("README.md", "docs/performance.md")
+    )
 
 
 def test_the_picture_of_loops_matches_its_result_file(markdown):
@@ -241,7 +296,9 @@ def test_the_picture_of_loops_matches_its_result_file(markdown):
 def git(*arguments):
     if shutil.which("git") is None:
         return None
-    done = subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True
+    )
     return done.stdout.strip() if done.returncode == 0 else None
 
 
@@ -249,7 +306,11 @@ def test_every_cited_commit_is_in_this_repository():
     if git("rev-parse", "--is-shallow-repository") != "false":
         pytest.skip("this isn't a clone with its history, or git isn't installed")
     pages = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
-    cited = {commit for page in pages for commit in re.findall(r"\bcommit `?([0-9a-f]{7,40})\b", page.read_text())}
+    cited = {
+        commit
+        for page in pages
+        for commit in re.findall(r"\bcommit `?([0-9a-f]{7,40})\b", page.read_text())
+    }
     assert len(cited) > 10
     assert [commit for commit in cited if git("cat-file", "-t", commit) != "commit"] == []
 

@@ -14,7 +14,9 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def blocks(page, language):
-    return re.findall(rf"^```{language}[^\n]*\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+    return re.findall(
+        rf"^```{language}[^\n]*\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
+    )
 
 
 def without_times(text):
@@ -68,7 +70,10 @@ def test_the_model_s_figures_match_the_page():
     from pinstage.inspect._trace import _analysis, _model
 
     page = " ".join((DOCS / "trace.md").read_text().split())
-    assert f"{REFERENCE.fixed_seconds * 1e6:.0f} us, {REFERENCE.leaf_seconds * 1e6:.1f} us for each leaf" in page
+    assert (
+        f"{REFERENCE.fixed_seconds * 1e6:.0f} us, {REFERENCE.leaf_seconds * 1e6:.1f} us for each "
+        "leaf" in page
+    )
     assert f"its bytes at {REFERENCE.bytes_per_second / 1e9:.0f} GB/s" in page
     assert f"cost {_analysis.EVENT_UNITS} times that time, and a call of CUDA twice as much" in page
     assert f"within a factor of {_model.SPREAD:g}" in page

@@ -8,7 +8,12 @@ from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
 from pinstage import SlabPool
 from pinstage._pool import _growth
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError, PoolFrozenError
+from pinstage.errors import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    PoolClosedError,
+    PoolFrozenError,
+)
 from pinstage.memory import PageableMemory
 
 
@@ -25,7 +30,9 @@ slow_polling = pytest.mark.usefixtures("no_polling")
 # -- the cap
 
 
-@pytest.mark.parametrize(("given", "nbytes"), [(1000, 1000), ("1KiB", 1024), ("1.5 MiB", 1536 * 1024)])
+@pytest.mark.parametrize(
+    ("given", "nbytes"), [(1000, 1000), ("1KiB", 1024), ("1.5 MiB", 1536 * 1024)]
+)
 def test_the_cap_is_bytes_or_text(make_pool, given, nbytes):
     stats = make_pool(given).stats()
     assert (stats.max_bytes, stats.max_bytes_reason) == (nbytes, f"given: {given}")
@@ -221,7 +228,9 @@ def test_reservations_use_the_caller_s_device(pool, memory, monkeypatch, in_back
 
     allocate = memory.allocate
     monkeypatch.setattr(_growth, "as_called_here", as_called_here)
-    monkeypatch.setattr(memory, "allocate", lambda nbytes: devices.append(here.device) or allocate(nbytes))
+    monkeypatch.setattr(
+        memory, "allocate", lambda nbytes: devices.append(here.device) or allocate(nbytes)
+    )
     here.device = 1
     pool.reserve(200, background=in_background).synchronize()
     assert devices == [1]
@@ -244,7 +253,11 @@ def test_nothing_missing_is_reserved_at_once(pool, memory, count):
 
 @pytest.mark.parametrize(
     ("verb", "error"),
-    [(lambda pool: None, BudgetExceededError), (SlabPool.freeze, PoolFrozenError), (SlabPool.close, PoolClosedError)],
+    [
+        (lambda pool: None, BudgetExceededError),
+        (SlabPool.freeze, PoolFrozenError),
+        (SlabPool.close, PoolClosedError),
+    ],
 )
 def test_an_impossible_reservation_fails_before_it_begins(pool, memory, verb, error):
     verb(pool)
@@ -337,7 +350,9 @@ def test_a_frozen_pool_without_a_large_slab_raises(pool, memory):
     pool.acquire(200).release()
     pool.freeze()
     before = pool.stats()
-    with pytest.raises(PoolFrozenError, match=r"300 B, largest slab 208 B.*; reserve\(\) .* before freeze") as caught:
+    with pytest.raises(
+        PoolFrozenError, match=r"300 B, largest slab 208 B.*; reserve\(\) .* before freeze"
+    ) as caught:
         pool.acquire(300)
     assert (caught.value.requested_bytes, caught.value.held_bytes) == (300, 208)
     assert (pool.stats(), memory.allocations) == (before, 1)
@@ -388,7 +403,9 @@ def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background):
     wait_until(lambda: pool.stats().waits == 1)
     memory.allocate_gate.open()
     outcome(waiter).release()
-    with contextlib.suppress(MemoryError):  # unless the other request was faster: then there is a slab to wait for
+    with contextlib.suppress(
+        MemoryError
+    ):  # unless the other request was faster: then there is a slab to wait for
         outcome(failing).release()
 
 
@@ -426,7 +443,12 @@ def test_a_failing_event_query_raises_and_changes_nothing(pool):
     before = pool.stats()
     good.finish()
     bad.error = RuntimeError("CUDA error: device-side assert triggered")
-    for verb in (pool.stats, pool.trim, lambda: pool.acquire(112, timeout=0), lambda: pool.reserve(96)):
+    for verb in (
+        pool.stats,
+        pool.trim,
+        lambda: pool.acquire(112, timeout=0),
+        lambda: pool.reserve(96),
+    ):
         with pytest.raises(RuntimeError, match="device-side assert"):
             verb()
     bad.error = None

@@ -4,9 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinstage._pool._classes import CLASSES_PER_DOUBLING, REUSE_FACTOR, SMALL_SLAB_BYTES, reuse_limit, size_class
+from pinstage._pool._classes import (
+    CLASSES_PER_DOUBLING,
+    REUSE_FACTOR,
+    SMALL_SLAB_BYTES,
+    reuse_limit,
+    size_class,
+)
 
-sizes = st.integers(1, 2**40) | st.integers(0, 40).flatmap(lambda power: st.integers(-2, 2).map(lambda d: 2**power + d))
+sizes = st.integers(1, 2**40) | st.integers(0, 40).flatmap(
+    lambda power: st.integers(-2, 2).map(lambda d: 2**power + d)
+)
 sizes = sizes.filter(lambda nbytes: nbytes >= 1)
 units = st.sampled_from([1, 2, 512, 4096, 65536, 2 << 20])
 
@@ -24,14 +32,20 @@ def test_a_larger_request_never_has_a_smaller_class(one, other):
 
 @given(sizes, units)
 def test_a_class_is_a_class_of_its_own(nbytes, granularity):
-    assert size_class(size_class(nbytes, granularity), granularity) == size_class(nbytes, granularity)
+    assert size_class(size_class(nbytes, granularity), granularity) == size_class(
+        nbytes, granularity
+    )
 
 
 @given(st.integers(3, 40))
 def test_each_doubling_has_at_least_eight_classes(power):
     low, high = 2**power, 2 ** (power + 1)
     step = max(1, low // 64)
-    assert len({size_class(nbytes) for nbytes in range(low + 1, high + 1, step)}) >= CLASSES_PER_DOUBLING >= 8
+    assert (
+        len({size_class(nbytes) for nbytes in range(low + 1, high + 1, step)})
+        >= CLASSES_PER_DOUBLING
+        >= 8
+    )
 
 
 @given(sizes, units)

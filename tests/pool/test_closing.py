@@ -44,11 +44,14 @@ def test_a_closed_pool_may_be_closed_again(pool):
 
 
 @pytest.mark.parametrize(
-    "verb", [lambda pool: pool.acquire(1), lambda pool: pool.reserve(1), lambda pool: pool.acquire(10**6)]
+    "verb",
+    [lambda pool: pool.acquire(1), lambda pool: pool.reserve(1), lambda pool: pool.acquire(10**6)],
 )
 def test_a_closed_pool_refuses_new_leases(pool, memory, verb):
     pool.close()
-    with pytest.raises(PoolClosedError, match=r"pool is closed: held 0 B of .*; make a new SlabPool"):
+    with pytest.raises(
+        PoolClosedError, match=r"pool is closed: held 0 B of .*; make a new SlabPool"
+    ):
         verb(pool)
     assert memory.allocations == 0
 
@@ -62,7 +65,8 @@ def test_a_closed_pool_can_be_inspected_and_trimmed(pool):
 
 def test_a_pool_shows_its_state(pool):
     assert repr(pool) == (
-        "<SlabPool open CountingMemory held 0 B of max_bytes 1000 B (given: 1000), leased 0 B, in flight 0 B>"
+        "<SlabPool open CountingMemory held 0 B of max_bytes 1000 B (given: 1000), leased 0 B, in "
+        "flight 0 B>"
     )
     pool.freeze()
     assert repr(pool).startswith("<SlabPool frozen ")
@@ -220,7 +224,10 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
         warnings.simplefilter("always")
         del pool
         wait_until(lambda: len(told) > 0)
-    assert re.search("memory of a dropped pool or loader could not be freed: .*device is gone", str(told[0].message))
+    assert re.search(
+        "memory of a dropped pool or loader could not be freed: .*device is gone",
+        str(told[0].message),
+    )
     assert memory.live_blocks == [lost]
     memory.deallocate(lost)
 

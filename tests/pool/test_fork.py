@@ -29,7 +29,10 @@ VERBS = {
 @pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
 def test_a_forked_child_is_refused_with_a_remedy(pool, verb):
     def claim():
-        with pytest.raises(ForkedPoolError, match=f"parent of process {os.getpid()}: .*; make a SlabPool in the child"):
+        with pytest.raises(
+            ForkedPoolError,
+            match=f"parent of process {os.getpid()}: .*; make a SlabPool in the child",
+        ):
             verb(pool, lease)
 
     with pool.acquire(100) as lease:

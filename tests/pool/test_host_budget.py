@@ -1,4 +1,6 @@
-"""Pools of several processes under one `HostBudget`: real processes, some of them killed or stopped."""
+"""Pools of several processes under one `HostBudget`: real processes, some of them killed or
+stopped.
+"""
 
 import _thread
 import contextlib
@@ -130,7 +132,7 @@ def pools(memory):
         pool.close()
 
 
-# -- one cap -----------------------------------------------------------------------------------------------------------
+# -- one cap ---------------------------------------------------------------------------------------
 
 
 def test_ranks_with_different_peaks_share_one_budget(started):
@@ -163,7 +165,10 @@ def test_the_watcher_sees_separate_caps(started, tmp_path):
 def test_a_full_budget_makes_requests_wait(started, pools):
     started(hold, 6 * MIB, False).hear()
     pool = pools()
-    with pytest.raises(AcquireTimeoutError, match=r"HostBudget\('8.00 MiB', name='held'\), of which other pools of t"):
+    with pytest.raises(
+        AcquireTimeoutError,
+        match=r"HostBudget\('8.00 MiB', name='held'\), of which other pools of t",
+    ):
         pool.acquire("3MiB", timeout=0.4)
     with pool.acquire("2MiB", timeout=0):
         pass
@@ -208,16 +213,23 @@ def test_errors_name_the_holders_and_a_larger_budget(started, pools):
     with pytest.raises(AcquireTimeoutError) as caught:
         pool.acquire("3MiB", timeout=0.4)
     assert re.search(
-        rf"pools of this host had 6\.00 MiB: 6\.00 MiB in process {process.pid} \(\S+\)", str(caught.value)
+        rf"pools of this host had 6\.00 MiB: 6\.00 MiB in process {process.pid} \(\S+\)",
+        str(caught.value),
     )
-    (size,) = re.findall(r'wait longer, or pass budget=HostBudget\("(\d+)MiB", \.\.\.\)$', str(caught.value))
+    (size,) = re.findall(
+        r'wait longer, or pass budget=HostBudget\("(\d+)MiB", \.\.\.\)$', str(caught.value)
+    )
     assert 9 <= int(size) <= 10  # 6 that are held, and 3
-    with pytest.raises(BudgetExceededError, match=r"other pools .* had 6.*; release .*, or pass budget=HostBudget\("):
+    with pytest.raises(
+        BudgetExceededError,
+        match=r"other pools .* had 6.*; release .*, or pass budget=HostBudget\(",
+    ):
         pool.reserve("3MiB")
     process.kill()
     pool.acquire("8MiB", timeout=5).release()
     with pytest.raises(
-        BudgetExceededError, match=r"name='held'\)\), leased 0 B, .*; pass budget=HostBudget\(.11MiB., "
+        BudgetExceededError,
+        match=r"name='held'\)\), leased 0 B, .*; pass budget=HostBudget\(.11MiB., ",
     ):
         pool.acquire("9MiB")
     assert "other pools" not in pool.stats().max_bytes_reason
@@ -237,7 +249,10 @@ def test_two_caps_for_one_name_are_refused(started, pools):
     process = started(hold, MIB, True)
     pid = process.pid
     process.hear()
-    with pytest.raises(ValueError, match=rf"9437184 bytes here, and 8388608 bytes in process {pid} \([^)]+\); give it"):
+    with pytest.raises(
+        ValueError,
+        match=rf"9437184 bytes here, and 8388608 bytes in process {pid} \([^)]+\); give it",
+    ):
         pools(budget("9MiB"))
     process.kill()
     pools(budget("9MiB"))  # the other cap isn't in use any longer
@@ -266,7 +281,9 @@ def test_own_idle_slabs_make_room_before_waiting(pools):
 def test_a_reservation_does_not_wait_for_others(pools):
     first, second = pools(), pools()
     first.acquire("6MiB").release()
-    with pytest.raises(BudgetExceededError, match=r"reserve does not fit: 3 slabs of 1\.00 MiB are missing"):
+    with pytest.raises(
+        BudgetExceededError, match=r"reserve does not fit: 3 slabs of 1\.00 MiB are missing"
+    ):
         second.reserve("1MiB", count=3)
     assert second.stats().held_bytes == 0
     first.trim()
@@ -367,7 +384,7 @@ def test_a_pool_s_cap_binds_within_the_budget(pools, grows):
         assert [usage.held_bytes for usage in budget().usage() if usage.held_bytes] == [3 * MIB]
 
 
-# -- death -------------------------------------------------------------------------------------------------------------
+# -- death -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_idle", [True, False])
@@ -496,7 +513,9 @@ def test_a_process_killed_at_any_line_loses_nothing(pools, folder, tmp_path):
             signal.alarm(20)
             try:
                 assassin.during(one_life)
-                found.write_text(json.dumps([[*line, count] for line, count in assassin.lines.items()]))
+                found.write_text(
+                    json.dumps([[*line, count] for line, count in assassin.lines.items()])
+                )
             finally:
                 os._exit(not found.exists())
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -514,7 +533,10 @@ def test_a_process_killed_at_any_line_loses_nothing(pools, folder, tmp_path):
     assert len(lines) > 90
     nths = itertools.cycle([1, 3])  # not both at each line: that takes half a minute
     outcomes = [life(Assassin((file, line, min(count, next(nths))))) for file, line, count in lines]
-    assert set(outcomes) <= {0, -signal.SIGKILL}  # a process that doesn't reach the line a third time survives
+    assert set(outcomes) <= {
+        0,
+        -signal.SIGKILL,
+    }  # a process that doesn't reach the line a third time survives
     assert outcomes.count(-signal.SIGKILL) > 0.9 * len(outcomes)
 
 
@@ -530,7 +552,7 @@ def test_a_stopped_process_leaves_the_rest_to_others(started, pools):
         pass
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- the file --------------------------------------------------------------------------------------
 
 
 def test_folder_and_files_are_the_users_alone(pools, folder):
@@ -542,15 +564,26 @@ def test_folder_and_files_are_the_users_alone(pools, folder):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda folder: (folder.mkdir(), folder.chmod(0o755)), ", mode 755, not to user .*, mode 700"),
-        (lambda folder: folder.symlink_to(folder.parent), "Not a directory|Too many levels of symbolic links"),
+        (
+            lambda folder: (folder.mkdir(), folder.chmod(0o755)),
+            ", mode 755, not to user .*, mode 700",
+        ),
+        (
+            lambda folder: folder.symlink_to(folder.parent),
+            "Not a directory|Too many levels of symbolic links",
+        ),
         (lambda folder: folder.write_text(""), "Not a directory"),
-        (lambda folder: (folder.mkdir(0o700), (folder / "a.pinstage").symlink_to("/etc/passwd")), "Too many levels"),
+        (
+            lambda folder: (folder.mkdir(0o700), (folder / "a.pinstage").symlink_to("/etc/passwd")),
+            "Too many levels",
+        ),
         (lambda folder: (folder.mkdir(0o700), (folder / "a.pinstage").mkdir()), "Is a directory"),
         pytest.param(
             lambda folder: (folder.mkdir(0o700), os.chown(folder, 12345, -1)),
             "it belongs to user 12345",
-            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others"),
+            marks=pytest.mark.skipif(
+                os.geteuid() != 0, reason="only root can give files to others"
+            ),
         ),
     ],
     ids=["mode", "linked folder", "no folder", "linked file", "no file", "owner"],
@@ -558,7 +591,9 @@ def test_folder_and_files_are_the_users_alone(pools, folder):
 def test_hostile_folders_are_refused(folder, wrong, message):
     wrong(folder)
     for use in (living, lambda: ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())):
-        with pytest.raises(HostBudgetError, match=rf"cannot be used: {folder}: .*({message}).*; remove that folder"):
+        with pytest.raises(
+            HostBudgetError, match=rf"cannot be used: {folder}: .*({message}).*; remove that folder"
+        ):
             use()
     (folder.unlink if folder.is_symlink() or folder.is_file() else lambda: shutil.rmtree(folder))()
 
@@ -590,13 +625,16 @@ def test_other_files_in_the_folder_stay(pools, folder):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[1]", '{"pid": 1}', '{"held_bytes": "many"}', '{"held_bytes": -1}', '{"shared": [5]}']
+    "text",
+    ["{", "[1]", '{"pid": 1}', '{"held_bytes": "many"}', '{"held_bytes": -1}', '{"shared": [5]}'],
 )
 def test_damaged_files_are_errors_that_name_them(pools, folder, text):
     pool = pools()
     [path] = folder.iterdir()
     whole = json.loads(path.read_text())
-    damaged = json.dumps(whole | json.loads(text)) if "held_bytes" in text or "shared" in text else text
+    damaged = (
+        json.dumps(whole | json.loads(text)) if "held_bytes" in text or "shared" in text else text
+    )
     with path.open("w") as file:
         file.write(damaged)
         file.flush()
@@ -642,7 +680,9 @@ def test_a_locked_folder_fails_only_the_request(pools, folder, monkeypatch):
     pool = pools()
     pool.acquire("2MiB").release()
     with locked(folder, monkeypatch):
-        with pytest.raises(HostBudgetError, match=r"another process has held its lock for 0\.05 s: is it stopped\?"):
+        with pytest.raises(
+            HostBudgetError, match=r"another process has held its lock for 0\.05 s: is it stopped\?"
+        ):
             pool.acquire("4MiB")
         pool.trim()  # frees its slabs anyway
     with pool.acquire("8MiB", timeout=5):
@@ -666,7 +706,7 @@ def test_too_many_open_files_end_no_other_pool(pools, monkeypatch):
         assert sorted(usage.held_bytes for usage in living()) == [0, 6 * MIB]
 
 
-# -- the argument ------------------------------------------------------------------------------------------------------
+# -- the argument ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -689,13 +729,17 @@ def test_a_budget_is_a_plain_picklable_value():
     one = ps.HostBudget("64GiB", name="job7")
     assert pickle.loads(pickle.dumps(one)) == one
     assert repr(one) == "HostBudget('64.00 GiB', name='job7')"
-    assert len({one, ps.HostBudget(64 << 30, name="job7"), ps.HostBudget("64GiB", name="job8")}) == 2
+    assert (
+        len({one, ps.HostBudget(64 << 30, name="job7"), ps.HostBudget("64GiB", name="job8")}) == 2
+    )
 
 
 def test_a_stager_and_a_loader_share_a_budget():
     numbers = torch.arange(4000.0).reshape(40, 100)
     stager = ps.Stager("cpu", budget=budget())
-    loader = ps.DataLoader(torch.utils.data.TensorDataset(numbers), 4, num_workers=1, device="cpu", budget=budget())
+    loader = ps.DataLoader(
+        torch.utils.data.TensorDataset(numbers), 4, num_workers=1, device="cpu", budget=budget()
+    )
     assert torch.equal(torch.cat([x for [x] in loader]), numbers)
     assert torch.equal(stager.to_device({"x": numbers})["x"], numbers)
     assert len(living()) == 2
@@ -784,7 +828,9 @@ def test_interrupts_leave_the_folder_unlocked(pools, folder, use):
     countdown, was_interrupted = 1, True
     while was_interrupted:
         files = ("_pool/_host_budget.py", "_pool/_pool.py", "contextlib.py")
-        was_interrupted = Interrupts(countdown, *files).during(budget().usage if use == "usage" else wait)
+        was_interrupted = Interrupts(countdown, *files).during(
+            budget().usage if use == "usage" else wait
+        )
         wait_until(lambda: not is_locked(folder))
         countdown += 1
     assert countdown > 30

@@ -1,4 +1,6 @@
-"""Pools of a `HostBudget` as simulated processes that the test steps; any of them may be killed at any time."""
+"""Pools of a `HostBudget` as simulated processes that the test steps; any of them may be killed at
+any time.
+"""
 
 from types import SimpleNamespace
 
@@ -156,4 +158,6 @@ class Host(RuleBasedStateMachine):
 
 def test_no_interleaving_exceeds_the_cap_or_starves(clock):
     examples = settings.default.max_examples // 2
-    run_state_machine_as_test(Host, settings=settings(max_examples=examples, stateful_step_count=40))
+    run_state_machine_as_test(
+        Host, settings=settings(max_examples=examples, stateful_step_count=40)
+    )

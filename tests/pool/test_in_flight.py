@@ -1,4 +1,6 @@
-"""A slab that is in flight may be leased again by its owner, who orders its work behind the event."""
+"""A slab that is in flight may be leased again by its owner, who orders its work behind the
+event.
+"""
 
 import pytest
 from doubles import ManualEvent, wait_until

@@ -1,4 +1,6 @@
-"""KeyboardInterrupt at every possible point of the pool: no slab, and no byte of the cap, is lost."""
+"""KeyboardInterrupt at every possible point of the pool: no slab, and no byte of the cap, is
+lost.
+"""
 
 import itertools
 
@@ -19,7 +21,9 @@ CALLS = {
     "acquire, which trims": lambda pool: pool.acquire(900).release(),
     "a view": lambda pool: pool.acquire(100).tensor(),
     "reserve": lambda pool: pool.reserve(300, count=2),
-    "reserve in the background": lambda pool: pool.reserve(300, count=2, background=True).synchronize(),
+    "reserve in the background": lambda pool: pool.reserve(
+        300, count=2, background=True
+    ).synchronize(),
     "trim": lambda pool: pool.trim(),
     "stats": lambda pool: pool.stats(),
     "close": lambda pool: pool.close(),
@@ -50,7 +54,9 @@ def test_an_interrupted_release_waits_or_did_nothing(memory):
         event = ManualEvent()
         with SlabPool(1000, memory=memory) as pool:
             lease = pool.acquire(1000)
-            interrupted = Interrupts(number, *FILES).during(lambda lease=lease, event=event: lease.release(after=event))
+            interrupted = Interrupts(number, *FILES).during(
+                lambda lease=lease, event=event: lease.release(after=event)
+            )
             if lease.released:
                 assert pool.stats().in_flight_slabs == 1
             else:
@@ -68,7 +74,9 @@ class PinnedMemory(CountingMemory):
 def test_an_interrupted_block_end_waits_for_its_work(monkeypatch):
     for number in itertools.count(1):
         event = ManualEvent()
-        monkeypatch.setattr("pinstage._pool._slab.record_current_streams", lambda event=event: (event,))
+        monkeypatch.setattr(
+            "pinstage._pool._slab.record_current_streams", lambda event=event: (event,)
+        )
         with SlabPool(1000, memory=PinnedMemory()) as pool:
             leases = [pool.acquire(1000).__enter__()]
             interrupted = Interrupts(number, *FILES).during(

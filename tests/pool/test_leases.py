@@ -32,7 +32,11 @@ VIEWS = {
 
 def states(pool):
     stats = pool.stats()
-    return {"leased": stats.leased_slabs, "in flight": stats.in_flight_slabs, "free": stats.free_slabs}
+    return {
+        "leased": stats.leased_slabs,
+        "in flight": stats.in_flight_slabs,
+        "free": stats.free_slabs,
+    }
 
 
 LEASED = {"leased": 1, "in flight": 0, "free": 0}
@@ -86,13 +90,23 @@ def test_arrays_and_memoryviews_are_exact_and_writable(pool):
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((4, 6), torch.float32), (96, torch.uint8), ((2, 3, 4), torch.bfloat16), ((), torch.float64), ((96,), torch.bool)],
+    [
+        ((4, 6), torch.float32),
+        (96, torch.uint8),
+        ((2, 3, 4), torch.bfloat16),
+        ((), torch.float64),
+        ((96,), torch.bool),
+    ],
 )
 def test_views_have_the_given_shape_and_dtype(pool, shape, dtype):
     with pool.acquire(96) as lease:
         view = lease.tensor(shape, dtype)
         assert view.shape == torch.empty(shape).shape
-        assert (view.dtype, view.is_contiguous(), view.data_ptr()) == (dtype, True, lease.data_ptr())
+        assert (view.dtype, view.is_contiguous(), view.data_ptr()) == (
+            dtype,
+            True,
+            lease.data_ptr(),
+        )
         del view
 
 
@@ -130,9 +144,15 @@ def test_a_tensor_starts_at_its_offset(pool):
     ("arguments", "message"),
     [
         ({"offset": -1}, "multiple of 1 for torch.uint8, and not negative: -1"),
-        ({"offset": 2, "dtype": torch.float32}, "multiple of 4 for torch.float32, and not negative: 2"),
+        (
+            {"offset": 2, "dtype": torch.float32},
+            "multiple of 4 for torch.float32, and not negative: 2",
+        ),
         ({"offset": 101}, "does not fit"),
-        ({"shape": 1, "offset": 100}, r"shape \(1,\) of torch.uint8 at offset 100 needs 101 bytes, leased 100"),
+        (
+            {"shape": 1, "offset": 100},
+            r"shape \(1,\) of torch.uint8 at offset 100 needs 101 bytes, leased 100",
+        ),
     ],
 )
 def test_an_offset_outside_the_lease_is_refused(pool, arguments, message):
@@ -194,13 +214,18 @@ def test_another_thread_can_use_and_release_a_lease(pool, background):
 
 
 @pytest.mark.parametrize(
-    ("name", "use"), [*VIEWS.items(), ("data_ptr", lambda lease: lease.data_ptr())], ids=[*VIEWS, "data_ptr"]
+    ("name", "use"),
+    [*VIEWS.items(), ("data_ptr", lambda lease: lease.data_ptr())],
+    ids=[*VIEWS, "data_ptr"],
 )
 def test_a_released_lease_cannot_be_used(pool, name, use):
     lease = pool.acquire(100)
     lease.release()
     verb = name.split()[0]
-    with pytest.raises(LeaseError, match=rf"already released: {verb}\(\) on a lease of 100 bytes; acquire a new one"):
+    with pytest.raises(
+        LeaseError,
+        match=rf"already released: {verb}\(\) on a lease of 100 bytes; acquire a new one",
+    ):
         use(lease)
 
 
@@ -238,7 +263,9 @@ def test_of_two_releases_at_once_exactly_one_succeeds(pool, background):
                 return False
             return True
 
-        assert sorted([outcome(future) for future in [background(release), background(release)]]) == [False, True]
+        assert sorted(
+            [outcome(future) for future in [background(release), background(release)]]
+        ) == [False, True]
         assert states(pool) == IN_FLIGHT
         del view
         assert states(pool) == FREE
@@ -379,7 +406,9 @@ def test_a_released_lease_takes_no_guard(pool):
         lease.guard(ManualEvent())
 
 
-@pytest.mark.parametrize("wrong", ["x", True, torch.cuda.current_stream], ids=["text", "bool", "function"])
+@pytest.mark.parametrize(
+    "wrong", ["x", True, torch.cuda.current_stream], ids=["text", "bool", "function"]
+)
 def test_a_wrong_event_is_refused_at_once(full_pool, wrong):
     lease = full_pool.acquire(100)
     with pytest.raises(TypeError, match=r"not an event or a stream: .*; pass an event"):
@@ -465,7 +494,9 @@ def hold_after_failure(pool, lease):
     assert dead() is None
 
 
-@pytest.mark.parametrize("error", [LeaseError("captures"), RuntimeError("a kernel failed"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [LeaseError("captures"), RuntimeError("a kernel failed"), KeyboardInterrupt()]
+)
 def test_a_slab_with_unrecordable_work_stays_out(pinned_pool, recorder, error):
     leases = [pinned_pool.acquire(100)]
     recorder.error = error
@@ -480,7 +511,10 @@ def test_a_failed_recording_doesn_t_mask_the_error(pinned_pool, recorder):
     recorder.error = RuntimeError("a kernel failed")
     with pytest.raises(KeyError) as raised, leases[0]:
         raise KeyError
-    note = "a lease of 100 bytes stays held: RuntimeError('a kernel failed'); call its release(after=event)"
+    note = (
+        "a lease of 100 bytes stays held: RuntimeError('a kernel failed'); call its "
+        "release(after=event)"
+    )
     assert raised.value.__notes__ == [note]
     del raised
     recorder.error = None
@@ -493,7 +527,10 @@ def test_a_failed_recording_doesn_t_mask_the_error(pinned_pool, recorder):
 def test_a_forgotten_lease_returns_with_a_warning(full_pool):
     lease = full_pool.acquire(100)
     del lease
-    with pytest.warns(UnreleasedLeaseWarning, match=r"100 bytes of 128 .*; use `with pool.acquire\(\.\.\.\)` or call"):
+    with pytest.warns(
+        UnreleasedLeaseWarning,
+        match=r"100 bytes of 128 .*; use `with pool.acquire\(\.\.\.\)` or call",
+    ):
         full_pool.stats()
     assert states(full_pool) == FREE
     full_pool.acquire(100, timeout=0).release()
@@ -539,7 +576,9 @@ import pinstage as ps
 with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
     pool.acquire(100)
 """
-    done = subprocess.run(warm.command("-c", program), capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        warm.command("-c", program), capture_output=True, text=True, timeout=120, check=True
+    )
     assert "lease was never released: 100 bytes of 104" in done.stderr
 
 

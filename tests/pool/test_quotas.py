@@ -1,4 +1,6 @@
-"""Owners and their quotas: counts, guarantees, limits, and the order in which requests are served."""
+"""Owners and their quotas: counts, guarantees, limits, and the order in which requests are
+served.
+"""
 
 import concurrent.futures
 import itertools
@@ -11,7 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pinstage import SlabPool, Stager
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolClosedError, PoolFrozenError
+from pinstage.errors import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    PoolClosedError,
+    PoolFrozenError,
+)
 from pinstage.memory import PageableMemory, SharedMemory
 
 slow_polling = pytest.mark.usefixtures("no_polling")
@@ -130,7 +137,8 @@ def test_a_failed_allocation_leaves_the_account_unchanged(pool, memory):
 def test_a_request_above_the_owner_s_limit_fails(pool, memory):
     pool.set_quota("checkpoint", max_bytes="400")
     with pytest.raises(
-        BudgetExceededError, match=r"requested 500 B, quotas leave 'checkpoint' at most 400 B.*set_quota"
+        BudgetExceededError,
+        match=r"requested 500 B, quotas leave 'checkpoint' at most 400 B.*set_quota",
     ):
         pool.acquire(500, owner="checkpoint")
     assert memory.allocations == 0
@@ -211,7 +219,10 @@ def test_quotas_of_a_frozen_pool_divide_its_slabs(pool, background):
     with pool.acquire(100, owner="eval"), pool.acquire(100, owner="eval"):
         with pytest.raises(AcquireTimeoutError):
             pool.acquire(100, owner="eval", timeout=0)
-        with pool.acquire(100, owner="loader", timeout=0), pool.acquire(100, owner="loader", timeout=0):
+        with (
+            pool.acquire(100, owner="loader", timeout=0),
+            pool.acquire(100, owner="loader", timeout=0),
+        ):
             pass
 
 
@@ -226,9 +237,15 @@ def test_a_fully_guaranteed_frozen_pool_refuses_others(pool):
 @pytest.mark.parametrize(
     ("quota", "message"),
     [
-        ({"min_bytes": 500, "max_bytes": 400}, "quota of 'eval' is impossible: min_bytes=500, max_bytes=400; pass"),
+        (
+            {"min_bytes": 500, "max_bytes": 400},
+            "quota of 'eval' is impossible: min_bytes=500, max_bytes=400; pass",
+        ),
         ({"max_bytes": 0}, "impossible"),
-        ({"min_bytes": 601}, r"quotas do not fit: 1001 bytes would be guaranteed in all, max_bytes is 1000; guarantee"),
+        (
+            {"min_bytes": 601},
+            r"quotas do not fit: 1001 bytes would be guaranteed in all, max_bytes is 1000; guarantee",
+        ),
         ({"min_bytes": -1}, "negative"),
         ({"max_bytes": "much"}, "not a size"),
     ],
@@ -298,8 +315,9 @@ class Asked:
 class QuotasMachine(RuleBasedStateMachine):
     """The pool compared with a second implementation of the rules of `SlabPool.set_quota`.
 
-    Each request waits in a thread. After each step the model computes which requests must have been served, which must
-    not, and which can never be; from the pool it takes only the sizes of leased slabs.
+    Each request waits in a thread. After each step the model computes which requests must have been
+    served, which must not, and which can never be; from the pool it takes only the sizes of leased
+    slabs.
     """
 
     def __init__(self):
@@ -337,18 +355,26 @@ class QuotasMachine(RuleBasedStateMachine):
 
     def settle(self):
         """Check that exactly the requests that must be served or refused are."""
-        for asked in [asked for asked in self.waiting if not self.can_ever(asked.owner, asked.nbytes)]:
+        for asked in [
+            asked for asked in self.waiting if not self.can_ever(asked.owner, asked.nbytes)
+        ]:
             with pytest.raises(BudgetExceededError):
                 outcome(asked.future)
             self.waiting.remove(asked)
         while True:
-            due = [a for i, a in enumerate(self.waiting) if self.can_now(a.owner, a.nbytes, self.waiting[:i])]
+            due = [
+                a
+                for i, a in enumerate(self.waiting)
+                if self.can_now(a.owner, a.nbytes, self.waiting[:i])
+            ]
             if not due:
                 break
             due[0].lease = outcome(due[0].future)  # fails if it is not served
             self.waiting.remove(due[0])
             self.busy.append(due[0])
-        assert not any(asked.future.done() for asked in self.waiting), "served out of turn, or beyond a quota"
+        assert not any(asked.future.done() for asked in self.waiting), (
+            "served out of turn, or beyond a quota"
+        )
         if self.waiting and not self.busy:
             raise AssertionError("all requests wait, and no slab is in use: a deadlock")
 
@@ -404,7 +430,9 @@ class QuotasMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(asked.event is not None for asked in self.busy))
     @rule(data=st.data())
     def finish(self, data):
-        asked = data.draw(st.sampled_from([asked for asked in self.busy if asked.event is not None]))
+        asked = data.draw(
+            st.sampled_from([asked for asked in self.busy if asked.event is not None])
+        )
         self.end(asked)
         asked.event.finish()
         self.settle()

@@ -49,7 +49,9 @@ def test_the_soak_detects_a_late_read():
     assert seen > 40  # some are empty
 
 
-@pytest.mark.parametrize("change", [lambda t: t.fill_(1), lambda t: t[:1].add_(1)], ids=["all", "one row"])
+@pytest.mark.parametrize(
+    "change", [lambda t: t.fill_(1), lambda t: t[:1].add_(1)], ids=["all", "one row"]
+)
 def test_the_soak_sees_one_changed_leaf(change):
     batch = {"a": [torch.zeros(3, 2), "text"], "b": soak.Record(torch.zeros(3, 2), 1)}
     expected = soak.mapped(batch, soak.bits)

@@ -1,8 +1,9 @@
-"""The real pool compared with a plain model: which slabs are busy, why, and whose bytes are in them.
+"""The real pool compared with a plain model: which slabs are busy, why, and whose bytes are in
+them.
 
-The model never looks at the pool or calls its functions: it implements the documented sizes a second time. It knows the
-memory's live blocks, and what keeps the slab of each lease busy; all numbers, and whether a request must be served,
-follow from these.
+The model never looks at the pool or calls its functions: it implements the documented sizes a
+second time. It knows the memory's live blocks, and what keeps the slab of each lease busy; all
+numbers, and whether a request must be served, follow from these.
 """
 
 import ctypes
@@ -30,14 +31,23 @@ from pinstage import Lease, SlabPool
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LeaseError, PoolFrozenError
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning"),  # any next call may tell it
+    pytest.mark.filterwarnings(
+        "ignore::pinstage.errors.UnreleasedLeaseWarning"
+    ),  # any next call may tell it
     pytest.mark.filterwarnings("ignore:pool cannot grow"),
     pytest.mark.usefixtures("growing_again"),
 ]
 
-VIEWS = [Lease.tensor, Lease.numpy, lambda lease: lease.__buffer__(0), lambda lease: lease.tensor(dtype=torch.bool)]
+VIEWS = [
+    Lease.tensor,
+    Lease.numpy,
+    lambda lease: lease.__buffer__(0),
+    lambda lease: lease.tensor(dtype=torch.bool),
+]
 CLASSES = sorted({steps << doublings for steps in range(1, 17) for doublings in range(8)})
-"""Capacities of slabs, with eight steps per doubling: 8, 9, ... 15, 16, 18, ... 30, 32, 36 and so on."""
+"""Capacities of slabs, with eight steps per doubling: 8, 9, ... 15, 16, 18, ... 30, 32, 36 and so
+on.
+"""
 
 sizes = st.sampled_from([1, 60, 64, 100, 120, 200, 256, 500]) | st.integers(1, 1000)
 
@@ -69,7 +79,9 @@ class PoolMachine(RuleBasedStateMachine):
     views = Bundle("views")
 
     looks_after_each_step = True
-    """Reading the statistics settles returned slabs. Without it the pool has to notice by itself."""
+    """Reading the statistics settles returned slabs. Without it the pool has to notice by
+    itself.
+    """
 
     def __init__(self):
         super().__init__()
@@ -125,9 +137,15 @@ class PoolMachine(RuleBasedStateMachine):
         return AcquireTimeoutError
 
     def within_reuse(self, nbytes, capacities):
-        """Return the slabs that may serve a request before the pool grows: at most an eighth of each is wasted."""
+        """Return the slabs that may serve a request before the pool grows: at most an eighth of
+        each is wasted.
+        """
         limit = self.class_of(nbytes)
-        return [size for size in capacities if nbytes <= size and (size <= limit or 8 * (size - nbytes) <= size)]
+        return [
+            size
+            for size in capacities
+            if nbytes <= size and (size <= limit or 8 * (size - nbytes) <= size)
+        ]
 
     # -- the rules
 
@@ -144,8 +162,12 @@ class PoolMachine(RuleBasedStateMachine):
         assert failure is None
         address, capacity = lease.data_ptr(), lease.capacity
         for use in self.uses.values():
-            assert address + capacity <= use.address or use.address + use.capacity <= address, "busy slab lent"
-        assert any((block.ptr, block.nbytes) == (address, capacity) for block in self.memory.live_blocks)
+            assert address + capacity <= use.address or use.address + use.capacity <= address, (
+                "busy slab lent"
+            )
+        assert any(
+            (block.ptr, block.nbytes) == (address, capacity) for block in self.memory.live_blocks
+        )
         assert nbytes == lease.nbytes <= capacity
         grew = self.memory.allocations > allocations
         self.misses += grew
@@ -153,11 +175,15 @@ class PoolMachine(RuleBasedStateMachine):
         if self.within_reuse(nbytes, idle):
             assert not grew
             best = min(self.within_reuse(nbytes, idle))
-            assert capacity == best or (not self.looks_after_each_step and capacity in self.within_reuse(nbytes, idle))
+            assert capacity == best or (
+                not self.looks_after_each_step and capacity in self.within_reuse(nbytes, idle)
+            )
         elif grew:
             assert capacity == self.class_of(nbytes)
         else:
-            assert self.frozen or live + self.class_of(nbytes) > self.max_bytes, "too large a slab for no need"
+            assert self.frozen or live + self.class_of(nbytes) > self.max_bytes, (
+                "too large a slab for no need"
+            )
         key = next(self.numbers)
         byte = key % 251
         ctypes.memset(address, byte, capacity)
@@ -251,14 +277,22 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(nbytes=sizes, count=st.integers(0, 4))
     def reserve(self, nbytes, count):
-        capacity, allocations, live = self.class_of(nbytes), self.memory.allocations, self.memory.live_bytes
+        capacity, allocations, live = (
+            self.class_of(nbytes),
+            self.memory.allocations,
+            self.memory.live_bytes,
+        )
         missing = max(0, count - len(self.within_reuse(nbytes, self.idle())))
         if capacity < nbytes:
             failure = BudgetExceededError
         elif missing and self.frozen:
             failure = PoolFrozenError
         else:
-            failure = BudgetExceededError if missing and live + missing * capacity > self.max_bytes else None
+            failure = (
+                BudgetExceededError
+                if missing and live + missing * capacity > self.max_bytes
+                else None
+            )
         try:
             self.pool.reserve(nbytes, count=count)
         except (BudgetExceededError, PoolFrozenError) as error:
@@ -308,7 +342,10 @@ class PoolMachine(RuleBasedStateMachine):
         idle = self.idle()
         assert stats.held_bytes == self.memory.live_bytes <= stats.max_bytes == self.max_bytes
         assert stats.held_bytes == stats.free_bytes + stats.leased_bytes + stats.in_flight_bytes
-        assert (stats.leased_slabs, stats.leased_bytes) == (len(leased), sum(use.capacity for use in leased))
+        assert (stats.leased_slabs, stats.leased_bytes) == (
+            len(leased),
+            sum(use.capacity for use in leased),
+        )
         assert (stats.in_flight_slabs, stats.in_flight_bytes) == (
             len(in_flight),
             sum(use.capacity for use in in_flight),
@@ -321,7 +358,9 @@ class PoolMachine(RuleBasedStateMachine):
         if self.pool is None:
             return
         CountingMemory.made.remove(self.memory)  # checked here
-        for event in self.every_event:  # also those of uses that the model thinks are over: close() waits for all
+        for event in (
+            self.every_event
+        ):  # also those of uses that the model thinks are over: close() waits for all
             event.finish()
         while self.uses:
             _, use = self.uses.popitem()

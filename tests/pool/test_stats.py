@@ -14,10 +14,17 @@ def check(pool, **expected):
     stats = pool.stats()
     assert {name: getattr(stats, name) for name in expected} == expected
     for unit in ("bytes", "slabs"):
-        current = {state: getattr(stats, f"{state}_{unit}") for state in ("held", "free", "leased", "in_flight")}
+        current = {
+            state: getattr(stats, f"{state}_{unit}")
+            for state in ("held", "free", "leased", "in_flight")
+        }
         assert current["held"] == current["free"] + current["leased"] + current["in_flight"]
         assert min(current.values()) >= 0
-        assert current["held"] <= getattr(stats, f"peak_held_{unit}") <= getattr(stats, f"total_held_{unit}")
+        assert (
+            current["held"]
+            <= getattr(stats, f"peak_held_{unit}")
+            <= getattr(stats, f"total_held_{unit}")
+        )
     assert stats.peak_held_bytes <= stats.max_bytes
     return stats
 
@@ -30,7 +37,15 @@ def test_a_new_pool_has_counted_nothing(pool):
 def test_every_counter_follows_the_life_of_slabs(pool, background):
     event = ManualEvent()
     pool.reserve(100, count=2)
-    check(pool, held_bytes=208, held_slabs=2, free_bytes=208, free_slabs=2, total_held_slabs=2, misses=0)
+    check(
+        pool,
+        held_bytes=208,
+        held_slabs=2,
+        free_bytes=208,
+        free_slabs=2,
+        total_held_slabs=2,
+        misses=0,
+    )
 
     one, two, three = (pool.acquire(nbytes) for nbytes in (99, 100, 300))
     view = two.tensor()

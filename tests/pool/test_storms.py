@@ -1,4 +1,6 @@
-"""Interrupts, collections and kills at every possible point: nothing hangs, and all slabs are returned."""
+"""Interrupts, collections and kills at every possible point: nothing hangs, and all slabs are
+returned.
+"""
 
 import contextlib
 import gc
@@ -50,7 +52,9 @@ def storm(*arguments):
 def test_everything_is_returned_after_interrupts_without_output(what):
     found, told = storm(what, 150)
     assert found["interrupted"] > 100
-    others = [line for line in told.splitlines() if "lease was never released" not in line]  # of an interrupted call
+    others = [
+        line for line in told.splitlines() if "lease was never released" not in line
+    ]  # of an interrupted call
     assert (found["wrong"], others) == ([], [])
 
 
@@ -62,7 +66,9 @@ def test_after_interrupts_of_other_threads_all_is_back(what):
 
 
 class Collections:
-    """A profiler that collects garbage at the n-th point of pinstage's own code: at a call, before and after."""
+    """A profiler that collects garbage at the n-th point of pinstage's own code: at a call, before
+    and after.
+    """
 
     def __init__(self, countdown):
         self.countdown = countdown
@@ -195,7 +201,9 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
     use = getattr(house, f"use_{what}")
     for allocations in range(1, 100):
         house.leave_garbage()
-        gc.set_threshold(gc.get_count()[0] + allocations)  # so that the next one is after this many allocations
+        gc.set_threshold(
+            gc.get_count()[0] + allocations
+        )  # so that the next one is after this many allocations
         gc.enable()
         found = use()
         gc.disable()
@@ -205,7 +213,9 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
 
 
 def test_finalisers_can_ask_for_stats_anywhere(background):
-    """From Python 3.12 on the collector can run between any two lines, even without an allocation."""
+    """From Python 3.12 on the collector can run between any two lines, even without an
+    allocation.
+    """
     asked = 0
 
     def work():
@@ -260,7 +270,8 @@ def test_a_collected_generator_releases_only_its_own(background):
 
 
 class Killer:
-    """A worker_init_fn: worker 0 kills itself at the n-th line of pinstage that it reaches, each counted once.
+    """A worker_init_fn: worker 0 kills itself at the n-th line of pinstage that it reaches, each
+    counted once.
 
     Args:
         nth: the number of the line; None for never: then all lines are written to a file.
@@ -292,14 +303,22 @@ class Killer:
 
 
 def of_random_size(index):
-    """Return a batch of random size; its slab may be too small, refused, or larger than the cap of 256 KiB."""
+    """Return a batch of random size; its slab may be too small, refused, or larger than the cap of
+    256 KiB.
+    """
     size = (1_000, 30_000, 300_000, 60_000, 2_000)[index % 5]
-    return {"data": torch.full((size,), index % 256, dtype=torch.uint8), f"index {index % 2}": index, "text": "text"}
+    return {
+        "data": torch.full((size,), index % 256, dtype=torch.uint8),
+        f"index {index % 2}": index,
+        "text": "text",
+    }
 
 
 def loader_that_is_killed(killer):
     dataset = data.Mapped(of_random_size, 24)
-    return ps.DataLoader(dataset, 1, num_workers=2, device="cpu", max_bytes="256KiB", worker_init_fn=killer)
+    return ps.DataLoader(
+        dataset, 1, num_workers=2, device="cpu", max_bytes="256KiB", worker_init_fn=killer
+    )
 
 
 def read(loader):
@@ -326,6 +345,11 @@ def test_a_worker_may_be_killed_at_any_line(tmp_path):
         loader = loader_that_is_killed(Killer(nth))
         count, error = read(loader)
         assert (count, error) == (24, None) or error.startswith("DataLoader worker"), lines[nth - 1]
-        # torch's error may come at any line of the main thread: the iterator is dropped, and another thread closes it.
-        wait_until(lambda stats=loader.stats: stats().pool.leased_slabs == stats().pool.in_flight_slabs == 0)
+        # torch's error may come at any line of the main thread: the iterator is dropped, and
+        # another thread closes it.
+        wait_until(
+            lambda stats=loader.stats: (
+                stats().pool.leased_slabs == stats().pool.in_flight_slabs == 0
+            )
+        )
         assert not LEAKED

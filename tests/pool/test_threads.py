@@ -1,4 +1,6 @@
-"""Many threads at once: no thread starves, the cap holds, and no slab has another thread's bytes."""
+"""Many threads at once: no thread starves, the cap holds, and no slab has another thread's
+bytes.
+"""
 
 import ctypes
 import itertools
@@ -54,7 +56,9 @@ class Device:
                 return read
             event, address, nbytes, byte = item
             time.sleep(random.Random(read).choice([0, 0, 0.001]))  # work takes time
-            assert ctypes.string_at(address, nbytes) == bytes([byte]) * nbytes, "overwritten before the event"
+            assert ctypes.string_at(address, nbytes) == bytes([byte]) * nbytes, (
+                "overwritten before the event"
+            )
             read += 1
             event.finish()
 
@@ -141,7 +145,9 @@ def test_threads_neither_deadlock_nor_starve_nor_share_slabs(
 
 
 def test_a_small_pool_serves_threads_in_turn(make_pool, background):
-    """Each thread gets the single slab once per round, since a new request queues behind all others."""
+    """Each thread gets the single slab once per round, since a new request queues behind all
+    others.
+    """
     pool = make_pool(1000)
     order = []
     gate = pool.acquire(1000)
@@ -218,7 +224,9 @@ def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):
         start.wait()
         try:
             for step in range(10_000):
-                with pool.acquire(1 + (number * 577 + step * 91) % 4_000, timeout=LONGEST_WAIT_SECONDS) as lease:
+                with pool.acquire(
+                    1 + (number * 577 + step * 91) % 4_000, timeout=LONGEST_WAIT_SECONDS
+                ) as lease:
                     lease.numpy()[:] = number
         except PoolClosedError:
             return True
@@ -229,7 +237,9 @@ def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):
     wait_until(lambda: pool.stats().hits > 100)
     pool.close()
     assert all(outcome(future) for future in futures)
-    wait_until(lambda: memory.live_bytes == 0)  # the reaper frees the slabs of leases that outlive the pool
+    wait_until(
+        lambda: memory.live_bytes == 0
+    )  # the reaper frees the slabs of leases that outlive the pool
     assert memory.peak_live_bytes <= 5_000
 
 

@@ -36,7 +36,13 @@ def test_a_timeout_fails_with_the_numbers(full_pool, timeout):
         full_pool.acquire(700, timeout=timeout)
     event.finish()
     error = caught.value
-    assert (error.requested_bytes, error.held_bytes, error.leased_bytes, error.in_flight_bytes, error.max_bytes) == (
+    assert (
+        error.requested_bytes,
+        error.held_bytes,
+        error.leased_bytes,
+        error.in_flight_bytes,
+        error.max_bytes,
+    ) == (
         700,
         832,
         512,
@@ -44,8 +50,9 @@ def test_a_timeout_fails_with_the_numbers(full_pool, timeout):
         1000,
     )
     assert str(error) == (
-        f"no slab came free within {timeout} s: requested 700 B, held 832 B of max_bytes 1000 B (given: 1000), "
-        "leased 512 B, in flight 320 B, 0 other waiters; release leases sooner, wait longer, or pass "
+        f"no slab came free within {timeout} s: requested 700 B, held 832 B of max_bytes 1000 B "
+        "(given: 1000), leased 512 B, in flight 320 B, 0 other waiters; release leases sooner, "
+        "wait longer, or pass "
         'max_bytes="2KiB"'
     )
 

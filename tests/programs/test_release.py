@@ -1,4 +1,6 @@
-"""A release is consistent: local and hosted CI run the same steps, and the tag script refuses mismatches."""
+"""A release is consistent: local and hosted CI run the same steps, and the tag script refuses
+mismatches.
+"""
 
 import re
 import shutil
@@ -16,17 +18,26 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def test_hosted_ci_has_the_steps_of_ci():
-    here = re.findall(r"^(?:\w+=\w+ )?step ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    here = re.findall(
+        r"^(?:\w+=\w+ )?step ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
+    )
     matrix = re.search(r"step: \[(.*)\]", HOSTED)[1].split(", ")
-    there = [step.strip("'").split()[0] for step in matrix] + re.findall(r"run: make ([a-z-]+)", HOSTED)
+    there = [step.strip("'").split()[0] for step in matrix] + re.findall(
+        r"run: make ([a-z-]+)", HOSTED
+    )
     assert sorted(here) == sorted(there)
     assert "HYPOTHESIS_PROFILE: thorough" in HOSTED
-    assert all(f"make {step}" in (ROOT / "docs" / "contributing.md").read_text() for step in ("demo", "bench-smoke"))
+    assert all(
+        f"make {step}" in (ROOT / "docs" / "contributing.md").read_text()
+        for step in ("demo", "bench-smoke")
+    )
 
 
 def test_hosted_ci_covers_every_python_and_oldest_torch():
     pythons = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
-    assert re.search(r"python: \[(.*)\]", HOSTED)[1] == ", ".join(f'"{python}"' for python in pythons)
+    assert re.search(r"python: \[(.*)\]", HOSTED)[1] == ", ".join(
+        f'"{python}"' for python in pythons
+    )
     assert all(f"python{python}" in HOSTED for python in pythons)  # wheels
     (oldest,) = re.findall(r"torch>=([\d.]+)", " ".join(PROJECT["dependencies"]))
     assert f'torch: "{oldest}.0"' in HOSTED
@@ -44,11 +55,15 @@ def clone(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     log = tmp_path / "CHANGELOG.md"
     heading = f"## [{pinstage.__version__}], not released yet"
-    log.write_text(re.sub(rf"^## \[{pinstage.__version__}\].*$", heading, log.read_text(), flags=re.MULTILINE))
+    log.write_text(
+        re.sub(rf"^## \[{pinstage.__version__}\].*$", heading, log.read_text(), flags=re.MULTILINE)
+    )
 
     def git(*arguments):
         command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
 
     git("init", "-q", "-b", "main")
     for key, value in {"user.name": "x", "user.email": "x@y", "commit.gpgsign": "false"}.items():
@@ -59,7 +74,9 @@ def clone(tmp_path):
 
 
 def tag(folder, *arguments):
-    return subprocess.run(["scripts/tag.sh", *arguments], cwd=folder, check=False, capture_output=True, text=True)
+    return subprocess.run(
+        ["scripts/tag.sh", *arguments], cwd=folder, check=False, capture_output=True, text=True
+    )
 
 
 def test_the_tag_dates_and_quotes_the_changelog(clone):
@@ -67,7 +84,11 @@ def test_the_tag_dates_and_quotes_the_changelog(clone):
     done = tag(folder)
     assert done.returncode == 0, done.stderr
     version = pinstage.__version__
-    assert re.search(rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$", (folder / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert re.search(
+        rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$",
+        (folder / "CHANGELOG.md").read_text(),
+        re.MULTILINE,
+    )
     message = git("tag", "-l", "--format=%(contents)", f"v{version}")
     assert message.startswith(f"pinstage {version}\n")
     assert "### Added" in message
@@ -78,9 +99,15 @@ def test_the_tag_dates_and_quotes_the_changelog(clone):
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
-        (lambda folder, _: (folder / "CITATION.cff").write_text("x\n"), "the working tree has changes"),
+        (
+            lambda folder, _: (folder / "CITATION.cff").write_text("x\n"),
+            "the working tree has changes",
+        ),
         (lambda _, git: git("switch", "-qc", "other"), "releases are tagged on main"),
-        (lambda _, git: git("tag", f"v{pinstage.__version__}"), "exists already: raise __version__"),
+        (
+            lambda _, git: git("tag", f"v{pinstage.__version__}"),
+            "exists already: raise __version__",
+        ),
     ],
     ids=["dirty", "branch", "twice"],
 )
@@ -98,4 +125,7 @@ def test_a_tag_of_another_version_fails_the_check(clone):
     folder, _ = clone
     done = tag(folder, "--check", "v9.9.9")
     assert done.returncode == 1
-    assert f"the tag is v9.9.9, but src/pinstage/__init__.py has version {pinstage.__version__}" in done.stderr
+    assert (
+        f"the tag is v9.9.9, but src/pinstage/__init__.py has version {pinstage.__version__}"
+        in done.stderr
+    )

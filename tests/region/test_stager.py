@@ -1,4 +1,6 @@
-"""A stager with a region: read in place, split at the ends of chunks, and not before its bytes are ready."""
+"""A stager with a region: read in place, split at the ends of chunks, and not before its bytes are
+ready.
+"""
 
 import gc
 import threading
@@ -15,7 +17,8 @@ ROW = 4096
 
 
 def filled(make):
-    """Return a registered region, and rows of it with numbers in them, across all borders of chunks.
+    """Return a registered region, and rows of it with numbers in them, across all borders of
+    chunks.
 
     Not a fixture, since its value would keep the memory alive.
     """

@@ -123,7 +123,11 @@ def test_chunks_hold_whole_pieces_or_whole_units(sizes, units, chunk):
         inside = [border - offset for border in ends if offset < border < offset + size]
         assert not inside or (unit and size > chunk and not any(border % unit for border in inside))
     for start, border in zip((0, *ends), ends[:-1], strict=False):
-        whole = [size for offset, size, unit in pieces if offset >= start and offset + size <= border and not unit]
+        whole = [
+            size
+            for offset, size, unit in pieces
+            if offset >= start and offset + size <= border and not unit
+        ]
         assert border - start <= max(chunk, *units, *whole) + 3
 
 
@@ -136,7 +140,9 @@ def test_chunks_hold_whole_pieces_or_whole_units(sizes, units, chunk):
     ],
 )
 def test_what_has_no_place_is_refused(leaf, text):
-    with pytest.raises(LayoutError, match=rf"tree\['a'\]\[1\] has no place in a region: {text}") as caught:
+    with pytest.raises(
+        LayoutError, match=rf"tree\['a'\]\[1\] has no place in a region: {text}"
+    ) as caught:
         make({"a": [torch.ones(2), leaf]})
     assert caught.value.path == "['a'][1]"
 
@@ -147,5 +153,8 @@ def test_a_tree_without_elements_is_refused():
 
 
 def test_a_region_of_a_size_has_no_tree():
-    with ps.HostRegion(100, device="cpu") as region, pytest.raises(ValueError, match="the region has no tree"):
+    with (
+        ps.HostRegion(100, device="cpu") as region,
+        pytest.raises(ValueError, match="the region has no tree"),
+    ):
         region.tree()

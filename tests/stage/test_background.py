@@ -1,4 +1,6 @@
-"""`Stager.prefetch` in a thread: when it has one, the state that it takes from the loop, and how it ends."""
+"""`Stager.prefetch` in a thread: when it has one, the state that it takes from the loop, and how it
+ends.
+"""
 
 import _thread
 import contextlib
@@ -79,7 +81,7 @@ class Held:
         self._may_return.release(count)
 
 
-# -- when --------------------------------------------------------------------------------------------------------------
+# -- when ------------------------------------------------------------------------------------------
 
 
 def loader(**options):
@@ -107,8 +109,12 @@ IN_A_THREAD = {
     "shuffled": lambda: loader(shuffle=True),
     "subset": lambda: loader(sampler=torch_data.SubsetRandomSampler(range(8))),
     "weighted": lambda: loader(sampler=WEIGHTED),
-    "batch sampler": lambda: loader(batch_size=1, batch_sampler=torch_data.BatchSampler(WEIGHTED, 2, drop_last=False)),
-    "distributed": lambda: loader(sampler=torch_data.DistributedSampler(range(8), num_replicas=2, rank=0)),
+    "batch sampler": lambda: loader(
+        batch_size=1, batch_sampler=torch_data.BatchSampler(WEIGHTED, 2, drop_last=False)
+    ),
+    "distributed": lambda: loader(
+        sampler=torch_data.DistributedSampler(range(8), num_replicas=2, rank=0)
+    ),
     "samples": lambda: loader(batch_size=None),
     "iterable": lambda: DataLoader(data.Streamed(data.scalar), 2, num_workers=1),
     "subclass": lambda: type("Subclass", (DataLoader,), {})(range(8), num_workers=1),
@@ -120,7 +126,8 @@ HERE = {
     "a list for a sampler": lambda: loader(sampler=[1, 2]),
     "a batch sampler of its own": lambda: loader(batch_size=1, batch_sampler=[[1], [2]]),
     "a sampler of its own inside": lambda: loader(
-        batch_size=1, batch_sampler=torch_data.BatchSampler(OwnSampler(range(8)), 2, drop_last=False)
+        batch_size=1,
+        batch_sampler=torch_data.BatchSampler(OwnSampler(range(8)), 2, drop_last=False),
     ),
     "an iteration of its own": lambda: OwnIteration(range(8), num_workers=1),
     "a list": lambda: [1],
@@ -143,18 +150,24 @@ def test_auto_uses_a_thread_where_next_draws_nothing(stager, make, expected):
 
 
 def test_a_thread_needs_a_depth(stager):
-    with pytest.raises(ValueError, match="background=True needs a depth of 1 or more: 0 stages nothing ahead"):
+    with pytest.raises(
+        ValueError, match="background=True needs a depth of 1 or more: 0 stages nothing ahead"
+    ):
         stager.prefetch([], depth=0, background=True)
 
 
 def test_a_prepared_loader_is_never_read_in_background(stager):
-    with pytest.raises(ValueError, match=r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare"):
+    with pytest.raises(
+        ValueError, match=r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare"
+    ):
         stager.prefetch(Prepared(), background=True)
 
 
 @pytest.mark.parametrize("background", [None, 1, 0, "yes", 2.5])
 def test_background_is_auto_or_a_bool(stager, background):
-    with pytest.raises(ValueError, match=f"background must be 'auto', True or False: {background!r}"):
+    with pytest.raises(
+        ValueError, match=f"background must be 'auto', True or False: {background!r}"
+    ):
         stager.prefetch([], background=background)
 
 
@@ -199,10 +212,13 @@ def test_a_slow_source_and_a_slow_step_overlap(stager):
         return time.perf_counter() - began
 
     # Both in turn, and more than once: on busy CPUs a sleep takes longer.
-    assert any(seconds(stager.prefetch(read(), background=True)) < 1.3 * seconds(range(60)) for _ in range(10))
+    assert any(
+        seconds(stager.prefetch(read(), background=True)) < 1.3 * seconds(range(60))
+        for _ in range(10)
+    )
 
 
-# -- state of the thread -----------------------------------------------------------------------------------------------
+# -- state of the thread ---------------------------------------------------------------------------
 
 COLOUR = contextvars.ContextVar("colour", default="none")
 
@@ -212,7 +228,10 @@ def state():
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": [
-            (torch.is_autocast_enabled(kind), torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind))
+            (
+                torch.is_autocast_enabled(kind),
+                torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
+            )
             for kind in ("cpu", "cuda")
         ],
         "cache": torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled(),
@@ -322,11 +341,14 @@ def test_the_state_before_any_batch_is_the_beginning(stager):
     source.go_on()
 
 
-# -- page-locked batches -----------------------------------------------------------------------------------------------
+# -- page-locked batches ---------------------------------------------------------------------------
 
 
 def large(index):
-    return [torch.full((_borrowing.BORROW_FROM_BYTES,), index, dtype=torch.uint8), torch.tensor(index)]
+    return [
+        torch.full((_borrowing.BORROW_FROM_BYTES,), index, dtype=torch.uint8),
+        torch.tensor(index),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
@@ -340,7 +362,9 @@ def large(index):
         (None, False),
     ],
 )
-def test_batches_page_locked_by_torch_are_not_packed(prefetch, stager, monkeypatch, options, borrows):
+def test_batches_page_locked_by_torch_are_not_packed(
+    prefetch, stager, monkeypatch, options, borrows
+):
     monkeypatch.setattr("pinstage._stage._sender.pieces_of", lambda tensor: [(0, tensor.nbytes)])
     batches = [large(number) for number in range(3)]
     source = batches if options is None else DataLoader(data.Mapped(large, 3), None, **options)
@@ -348,7 +372,7 @@ def test_batches_page_locked_by_torch_are_not_packed(prefetch, stager, monkeypat
     assert (stager.stats().pool.peak_held_bytes < _borrowing.BORROW_FROM_BYTES) is borrows
 
 
-# -- leaving -----------------------------------------------------------------------------------------------------------
+# -- leaving ---------------------------------------------------------------------------------------
 
 
 def leave_by_break(batches, reached):
@@ -393,7 +417,13 @@ def in_the_second(source):
     return lambda: wait_until(lambda: source.calls == 2)
 
 
-LEAVE = [leave_by_break, leave_by_an_exception, leave_by_dropping, leave_in_a_cycle, leave_by_an_interrupt]
+LEAVE = [
+    leave_by_break,
+    leave_by_an_exception,
+    leave_by_dropping,
+    leave_in_a_cycle,
+    leave_by_an_interrupt,
+]
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -427,7 +457,10 @@ def test_an_abandoned_pass_waits_for_no_slab(leave, is_first, background):
         source.go_on()
         wait_until(lambda: pool.stats().waits == 2 - is_first)
 
-    with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool, ps.Stager("cpu", pool=pool) as stager:
+    with (
+        ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool,
+        ps.Stager("cpu", pool=pool) as stager,
+    ):
         leave(stager.prefetch(source, background=True), in_the_line)
         left = time.monotonic()
         wait_until(lambda: not _background._threads)
@@ -512,7 +545,8 @@ def test_a_stuck_source_is_named_with_its_place(stager, monkeypatch, what):
     batches = stager.prefetch(source, background=True)
     leave_by_break(batches, in_the_second(source))
     with pytest.raises(
-        PinstageError, match=r"cannot read the Source: .* after 0\.05 s, in .*wait .*threading\.py, line"
+        PinstageError,
+        match=r"cannot read the Source: .* after 0\.05 s, in .*wait .*threading\.py, line",
     ):
         iter(batches) if what == "a pass" else batches.load_state_dict(None)
     source.go_on()
@@ -581,7 +615,9 @@ def test_a_forked_child_reports_the_missing_thread(stager):
     next(iterator)
 
     def claim():
-        with pytest.raises(PinstageError, match=r"pass of process \d+ in process \d+: .*; begin a pass with"):
+        with pytest.raises(
+            PinstageError, match=r"pass of process \d+ in process \d+: .*; begin a pass with"
+        ):
             next(iterator)
         assert _background._threads == {}
         iter(batches)
@@ -590,7 +626,7 @@ def test_a_forked_child_reports_the_missing_thread(stager):
     assert len(list(iterator)) == 8
 
 
-# -- the end of the program --------------------------------------------------------------------------------------------
+# -- the end of the program ------------------------------------------------------------------------
 
 PROGRAMS = {
     "a source that sleeps": """
@@ -693,5 +729,7 @@ time.sleep(0.2)
 print("end", flush=True)
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(warm.command("-c", program), env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        warm.command("-c", program), env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout.split()[:2], done.stderr) == (0, ["end", "allocated"], "")

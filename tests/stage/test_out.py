@@ -25,7 +25,15 @@ from pinstage.errors import (
 )
 
 MIB = 1 << 20
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +47,7 @@ def numbers(dtype, shape, seed=0):
     return drawn.to(dtype)
 
 
-# -- as a loop of copy_ ------------------------------------------------------------------------------------------------
+# -- as a loop of copy_ ----------------------------------------------------------------------------
 
 SOURCES = {
     "dense": lambda x: x,
@@ -61,7 +69,11 @@ class Places:
     def take(self, kind, dtype, shape):
         count = int(np.prod(shape, dtype=int))
         if kind == "neighbour" and self._end + count * dtype.itemsize <= 4096:
-            place = self.memory[0][self._end : self._end + count * dtype.itemsize].view(dtype).view(shape)
+            place = (
+                self.memory[0][self._end : self._end + count * dtype.itemsize]
+                .view(dtype)
+                .view(shape)
+            )
             self._end += -(-count * dtype.itemsize // 16) * 16
             return place
         if kind == "strided":
@@ -95,7 +107,11 @@ def writes(draw):
 
 
 def nested(leaves):
-    return {"a": leaves[::3], "b": {"c": tuple(leaves[1::3]), "text": "x"}, "d": [None, leaves[2::3]]}
+    return {
+        "a": leaves[::3],
+        "b": {"c": tuple(leaves[1::3]), "text": "x"},
+        "d": [None, leaves[2::3]],
+    }
 
 
 def to_device(stager, batch, out):
@@ -113,7 +129,9 @@ def to_host(stager, batch, out):
 def page_locked(stager, batch, out):
     """Fetch as if all destinations were page-locked, in two ranges each."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_to_host, "pieces_of", lambda x: [(0, x.nbytes // 2), (x.nbytes // 2, x.nbytes)])
+        patched.setattr(
+            _to_host, "pieces_of", lambda x: [(0, x.nbytes // 2), (x.nbytes // 2, x.nbytes)]
+        )
         patched.setattr(_to_host, "DIRECT_FROM_BYTES", 4)
         return stager.fetch(batch, out=out).wait()
 
@@ -127,12 +145,17 @@ def page_locked(stager, batch, out):
 def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, group_bytes):
     sources, (expected, places), (wanted, memory) = drawn
     if way in (to_host, page_locked):  # arrays are on the host already
-        sources = [torch.from_numpy(source) if isinstance(source, np.ndarray) else source for source in sources]
+        sources = [
+            torch.from_numpy(source) if isinstance(source, np.ndarray) else source
+            for source in sources
+        ]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_writer, "GROUP_BYTES", group_bytes)
         returned = way(shared_stager, nested(sources), nested(places))
     for place, source in zip(expected, sources, strict=True):
-        place.copy_(source.detach() if isinstance(source, torch.Tensor) else torch.from_numpy(source))
+        place.copy_(
+            source.detach() if isinstance(source, torch.Tensor) else torch.from_numpy(source)
+        )
     for base, changed in zip(wanted, memory, strict=True):
         assert torch.equal(bits(base), bits(changed))  # including the bytes between destinations
     assert all(map(lambda one, two: one is two, returned["a"], places[::3]))
@@ -142,7 +165,9 @@ def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, grou
 @pytest.mark.parametrize("group_bytes", [4096, _writer.GROUP_BYTES])
 @pytest.mark.parametrize("elements", [3, 300_000, 600_000])
 @pytest.mark.parametrize("way", [to_device, staged, to_host, page_locked])
-def test_sources_are_read_before_any_destination_is_written(shared_stager, monkeypatch, way, elements, group_bytes):
+def test_sources_are_read_before_any_destination_is_written(
+    shared_stager, monkeypatch, way, elements, group_bytes
+):
     monkeypatch.setattr(_writer, "GROUP_BYTES", group_bytes)
     x, y = numbers(torch.int32, (elements,)), numbers(torch.int32, (elements,), 1)
     expected = [y.clone(), x.clone()]
@@ -151,7 +176,10 @@ def test_sources_are_read_before_any_destination_is_written(shared_stager, monke
     row = torch.arange(elements)
     way(shared_stager, [row[:-1]], [row[1:]])
     assert row.tolist() == [0, *range(elements - 1)]
-    wrapped = [numbers(torch.float32, (elements,)).as_subclass(TensorSubclass), torch.zeros(elements)]
+    wrapped = [
+        numbers(torch.float32, (elements,)).as_subclass(TensorSubclass),
+        torch.zeros(elements),
+    ]
     expected = wrapped[0].clone()
     way(shared_stager, wrapped, wrapped[::-1])
     assert not wrapped[0].any()
@@ -163,7 +191,9 @@ def test_sources_are_read_before_any_destination_is_written(shared_stager, monke
 def test_versions_count_up(stager, method, nbytes):
     places = [torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(40, dtype=torch.int64)[::2]]
     before = [place._version for place in places]
-    written = getattr(stager, method)([torch.ones(nbytes, dtype=torch.uint8), torch.ones(20)], out=places)
+    written = getattr(stager, method)(
+        [torch.ones(nbytes, dtype=torch.uint8), torch.ones(20)], out=places
+    )
     if method == "stage":
         assert written.wait() is written.wait()
     assert all(place._version > version for place, version in zip(places, before, strict=True))
@@ -180,8 +210,15 @@ def test_autograd_sees_that_a_saved_tensor_was_written(stager):
 
 def test_a_batch_above_the_cap_goes_in_groups(make_stager):
     stager = make_stager("1MiB")
-    sources = [numbers(torch.uint8, (5 * MIB + 3,)), numbers(torch.float32, (MIB, 2)).t(), torch.arange(5)]
-    places = [torch.empty_like(source) for source in sources[:1]] + [torch.empty(2, MIB), torch.empty(5)]
+    sources = [
+        numbers(torch.uint8, (5 * MIB + 3,)),
+        numbers(torch.float32, (MIB, 2)).t(),
+        torch.arange(5),
+    ]
+    places = [torch.empty_like(source) for source in sources[:1]] + [
+        torch.empty(2, MIB),
+        torch.empty(5),
+    ]
     stager.to_device(sources, out=places)
     assert all(bool((place == source).all()) for place, source in zip(places, sources, strict=True))
     stats = stager.stats()
@@ -233,7 +270,10 @@ def test_neighbours_are_copied_together(make_stager, monkeypatch):
     assert sorted(copied) == [1, 2, 1000]
 
 
-@given(sizes=st.lists(st.sampled_from([0, 16, 16, 48, 20]), min_size=4, max_size=30), order=st.randoms())
+@given(
+    sizes=st.lists(st.sampled_from([0, 16, 16, 48, 20]), min_size=4, max_size=30),
+    order=st.randoms(),
+)
 def test_ranges_of_neighbours_have_the_bytes(shared_stager, sizes, order):
     buffer = torch.full((sum(sizes) + 64,), 0xEE, dtype=torch.uint8)
     starts = list(itertools.accumulate(sizes, initial=16))
@@ -256,7 +296,7 @@ def test_bytes_between_destinations_are_left_alone(stager):
     assert buffer.tolist() == [0] * 10 + [7] * 6 + [0] * 10 + [7] * 38
 
 
-# -- what is returned --------------------------------------------------------------------------------------------------
+# -- what is returned ------------------------------------------------------------------------------
 
 
 def test_other_leaves_are_the_batch_s(stager):
@@ -264,7 +304,12 @@ def test_other_leaves_are_the_batch_s(stager):
     batch = {"x": torch.ones(3), "id": "new", "note": [2, b"raw"]}
     staged = stager.to_device(batch, out=out)
     assert staged["x"] is out["x"]
-    assert (staged["id"], staged["note"], out["id"], out["note"]) == ("new", [2, b"raw"], "old", [1, 3.5])
+    assert (staged["id"], staged["note"], out["id"], out["note"]) == (
+        "new",
+        [2, b"raw"],
+        "old",
+        [1, 3.5],
+    )
 
 
 def test_keys_in_another_order_find_their_tensors(stager):
@@ -276,7 +321,9 @@ def test_keys_in_another_order_find_their_tensors(stager):
 def test_what_stays_on_the_host_is_not_written(make_stager):
     stager = make_stager(keep_on_host=["['lengths']"])
     lengths, place = torch.ones(2), torch.zeros(2)
-    staged = stager.to_device({"x": torch.ones(2), "lengths": lengths}, out={"x": torch.zeros(2), "lengths": place})
+    staged = stager.to_device(
+        {"x": torch.ones(2), "lengths": lengths}, out={"x": torch.zeros(2), "lengths": place}
+    )
     assert staged["lengths"] is lengths
     assert place.tolist() == [0, 0]
 
@@ -289,7 +336,10 @@ def test_unpackable_tensors_are_copied_by_torch(stager):
 
 
 def test_an_empty_batch_writes_nothing(stager):
-    assert stager.to_device({"x": torch.zeros(0), "y": "text"}, out={"x": torch.zeros(0), "y": 3})["y"] == "text"
+    assert (
+        stager.to_device({"x": torch.zeros(0), "y": "text"}, out={"x": torch.zeros(0), "y": 3})["y"]
+        == "text"
+    )
 
 
 def test_a_repeated_source_is_written_to_both_places(stager):
@@ -325,7 +375,7 @@ def test_inference_tensors_are_writable_outside_inference_mode(stager, dtype):
     assert [place.tolist() for place in static] == [[1, 1, 1]] * 2
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of a prototype
@@ -339,12 +389,21 @@ REFUSED = {
     "an array": ({"x": np.zeros(3)}, "is a ndarray"),
     "another shape": ({"x": torch.zeros(4)}, r"has shape \[4\], but the batch has \[3\]"),
     "more dimensions": ({"x": torch.zeros(3, 1)}, r"has shape \[3, 1\]"),
-    "another device": ({"x": torch.zeros(3, device="meta")}, "is on meta, but the call writes to cpu"),
+    "another device": (
+        {"x": torch.zeros(3, device="meta")},
+        "is on meta, but the call writes to cpu",
+    ),
     "an expanded one": ({"x": torch.zeros(1).expand(3)}, r"is expanded: shape \[3\], stride \[0\]"),
-    "one that requires grad": ({"x": LEAF}, r"requires grad, and grad mode is on; call under torch.no_grad"),
+    "one that requires grad": (
+        {"x": LEAF},
+        r"requires grad, and grad mode is on; call under torch.no_grad",
+    ),
     "a non-leaf": ({"x": LEAF * 2}, "requires grad"),
     "another layout": ({"x": torch.zeros(3).to_sparse()}, "has layout torch.sparse_coo"),
-    "no cast": ({"x": torch.zeros(3, dtype=torch.uint8).view(torch.bits8)}, "can't cast the batch's torch.float32"),
+    "no cast": (
+        {"x": torch.zeros(3, dtype=torch.uint8).view(torch.bits8)},
+        "can't cast the batch's torch.float32",
+    ),
     "a nested tensor": ({"x": NESTED}, "nested tensor"),
 }
 
@@ -371,7 +430,10 @@ OVERLAPS = {
     "one inside": ([BUFFER[:6], BUFFER[2:4]], r"out\[1\] overlaps out\[0\]"),
     "the same object": ([LEAF.detach()] * 2, r"out\[1\] is the same memory as out\[0\]"),
     "the same view": ([BUFFER[:3], BUFFER[:3]], r"out\[1\] is the same memory as out\[0\]"),
-    "the same strided view": ([BUFFER[::4], BUFFER[::4]], r"out\[1\] is the same memory as out\[0\]"),
+    "the same strided view": (
+        [BUFFER[::4], BUFFER[::4]],
+        r"out\[1\] is the same memory as out\[0\]",
+    ),
     "its conjugate": ([COMPLEX, COMPLEX.conj()], r"out\[1\] is the same memory as out\[0\]"),
     "a part of its conjugate": ([COMPLEX, COMPLEX.conj()[:2]], r"out\[1\] overlaps out\[0\]"),
     "its negation": ([BUFFER, torch._neg_view(BUFFER)], r"out\[1\] is the same memory as out\[0\]"),
@@ -391,7 +453,10 @@ def test_destinations_that_overlap_are_refused_by_both_paths(stager, places, say
 @pytest.mark.parametrize("count", [2, 40])
 def test_a_parameter_for_two_targets_is_refused(stager, method, count):
     weight = torch.nn.Parameter(torch.zeros(3))
-    with torch.no_grad(), pytest.raises(LayoutError, match=r"out\[1\] .* out\[0\], and their sources differ"):
+    with (
+        torch.no_grad(),
+        pytest.raises(LayoutError, match=r"out\[1\] .* out\[0\], and their sources differ"),
+    ):
         getattr(stager, method)([torch.ones(3) for _ in range(count)], out=[weight] * count)
     assert not weight.any()
 
@@ -458,7 +523,8 @@ def test_a_captured_stream_is_refused(stager, monkeypatch):
     ]
     for call in calls:
         with pytest.raises(
-            PinstageError, match=r"while a CUDA graph is captured: .*; call it before or after graph.replay\(\)"
+            PinstageError,
+            match=r"while a CUDA graph is captured: .*; call it before or after graph.replay\(\)",
         ):
             call()
     monkeypatch.undo()
@@ -474,7 +540,7 @@ def test_a_closed_pool_refuses_before_anything_is_written():
     assert not place.any()
 
 
-# -- calls that fail later ---------------------------------------------------------------------------------------------
+# -- calls that fail later -------------------------------------------------------------------------
 
 
 def test_without_a_slab_no_host_tensor_is_written(make_stager):
@@ -497,7 +563,9 @@ def test_slabs_for_destinations_fit_the_cap(make_stager, monkeypatch):
         stager.to_host(sources, out=places)
     assert caught.value.requested_bytes == 200_000 + 16
     assert not any(place.any() for place in places)
-    stager.to_host(sources[1:], out=places[1:])  # only copy_ can write the second one, which takes no slab
+    stager.to_host(
+        sources[1:], out=places[1:]
+    )  # only copy_ can write the second one, which takes no slab
     assert bool((places[2] == 3).all())
     monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
     stager.to_host(sources, out=places)
@@ -546,7 +614,9 @@ def test_without_a_slab_nothing_is_written(make_stager):
     held.release()
 
 
-@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning", "ignore:out= was not written")
+@pytest.mark.filterwarnings(
+    "ignore::pinstage.errors.UnreleasedLeaseWarning", "ignore:out= was not written"
+)
 @pytest.mark.parametrize("size", [100, MIB])
 def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
     stager = make_stager("16MiB")
@@ -556,7 +626,9 @@ def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
         def work(places=places):
             stager.to_device([torch.ones(size), torch.ones(20)], out=places)
 
-        interrupted = Interrupts(number, "_out.py", "_stager.py", "_sender.py", "_transfer.py").during(work)
+        interrupted = Interrupts(
+            number, "_out.py", "_stager.py", "_sender.py", "_transfer.py"
+        ).during(work)
         stats = stager.pool.stats()
         assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
         if not interrupted:
@@ -565,7 +637,7 @@ def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
     assert all(bool((place == 1).all()) for place in places)
 
 
-# -- order and lifetime ------------------------------------------------------------------------------------------------
+# -- order and lifetime ----------------------------------------------------------------------------
 
 
 class Queue(Target):
@@ -658,7 +730,12 @@ def test_the_last_of_two_waits_counts(stager):
 
 
 def test_sources_can_change_before_the_copy(stager):
-    sources = [torch.ones(3), np.ones(3), torch.ones(3, requires_grad=True), torch.ones(3).as_subclass(TensorSubclass)]
+    sources = [
+        torch.ones(3),
+        np.ones(3),
+        torch.ones(3, requires_grad=True),
+        torch.ones(3).as_subclass(TensorSubclass),
+    ]
     places = [torch.zeros(3), torch.zeros(3, dtype=torch.float64), torch.zeros(3), torch.zeros(3)]
     transfer = stager.stage(sources, out=places)
     with torch.no_grad():
@@ -731,7 +808,9 @@ def test_the_staged_memory_is_dropped_by_wait(stager, monkeypatch):
     made = []
     blocks = Target.blocks
     monkeypatch.setattr(Target, "blocks", lambda *args: made.append(blocks(*args)) or made[-1])
-    transfer = stager.stage([torch.ones(3), torch.ones(3)], out=[torch.zeros(3), torch.zeros(6)[::2]])
+    transfer = stager.stage(
+        [torch.ones(3), torch.ones(3)], out=[torch.zeros(3), torch.zeros(6)[::2]]
+    )
     gone = weakref.ref(made.pop().tensors[0])
     assert gone() is not None
     transfer.wait()
@@ -745,7 +824,7 @@ def test_no_live_bytes_are_left():
     wait_until(lambda: memory.live_bytes == 0)
 
 
-# -- to the host -------------------------------------------------------------------------------------------------------
+# -- to the host -----------------------------------------------------------------------------------
 
 
 class HeldOut(Target):
@@ -813,7 +892,9 @@ def test_page_locked_destinations_need_no_slab(stager, held, monkeypatch):
 
 
 def test_a_copy_and_destinations_exclude_each_other(stager):
-    with pytest.raises(ValueError, match="copy=False returns views of a slab, and out= names tensors that exist"):
+    with pytest.raises(
+        ValueError, match="copy=False returns views of a slab, and out= names tensors that exist"
+    ):
         stager.fetch([torch.ones(3)], out=[torch.zeros(3)], copy=False)
 
 
@@ -848,7 +929,12 @@ def test_lazily_computed_destinations_take_values(make_stager, method, lazy):
 
 
 def test_unused_strides_don_t_change_the_order(make_stager):
-    image = torch.arange(512 * 512 * 8, dtype=torch.float32).view(512, 512, 8).permute(2, 0, 1).unsqueeze(0)
+    image = (
+        torch.arange(512 * 512 * 8, dtype=torch.float32)
+        .view(512, 512, 8)
+        .permute(2, 0, 1)
+        .unsqueeze(0)
+    )
     place = torch.empty_strided((1, 8, 512, 512), (8 * 512 * 512, 1, 4096, 8))
     make_stager(max_bytes="1MiB").to_device([image], out=[place])
     assert torch.equal(place, image)
@@ -865,6 +951,9 @@ def test_changes_of_any_dtype_are_counted(make_stager, dtype):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int1])
 def test_strided_bytes_go_in_parts_as_they_are(make_stager, dtype):
     bytes_ = torch.randint(256, (2048, 1024), dtype=torch.uint8)
-    source, place = bytes_.view(dtype)[:, ::2], torch.zeros((2048, 512), dtype=torch.uint8).view(dtype)
+    source, place = (
+        bytes_.view(dtype)[:, ::2],
+        torch.zeros((2048, 512), dtype=torch.uint8).view(dtype),
+    )
     make_stager(max_bytes="256KiB").to_device([source], out=[place])
     assert torch.equal(place.view(torch.uint8), bytes_[:, ::2])

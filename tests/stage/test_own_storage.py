@@ -1,4 +1,6 @@
-"""Shared memory of staged leaves: the memory that each keeps, what is saved of it, and what changes with it."""
+"""Shared memory of staged leaves: the memory that each keeps, what is saved of it, and what changes
+with it.
+"""
 
 import copy
 import io
@@ -39,7 +41,12 @@ def _call(batch, own_storage, method):
 
 def _loader(batch, own_storage, workers):
     loader = ps.DataLoader(
-        [batch], batch_size=None, num_workers=workers, device="cpu", max_bytes="64MiB", own_storage=own_storage
+        [batch],
+        batch_size=None,
+        num_workers=workers,
+        device="cpu",
+        max_bytes="64MiB",
+        own_storage=own_storage,
     )
     (staged,) = loader
     return staged
@@ -52,9 +59,13 @@ def _wrapped(batch, own_storage):
 
 
 WAYS = {
-    "to_device": lambda batch, own: _call(batch, own, lambda stager, batch: stager.to_device(batch)),
+    "to_device": lambda batch, own: _call(
+        batch, own, lambda stager, batch: stager.to_device(batch)
+    ),
     "stage": lambda batch, own: _call(batch, own, lambda stager, batch: stager.stage(batch).wait()),
-    "prefetch": lambda batch, own: _call(batch, own, lambda stager, batch: next(iter(stager.prefetch([batch])))),
+    "prefetch": lambda batch, own: _call(
+        batch, own, lambda stager, batch: next(iter(stager.prefetch([batch])))
+    ),
     "loader": lambda batch, own: _loader(batch, own, 0),
     "workers": lambda batch, own: _loader(batch, own, 2),
     "wrap_loader": _wrapped,
@@ -67,7 +78,7 @@ def way(request):
     return WAYS[request.param]
 
 
-# -- what a leaf keeps -------------------------------------------------------------------------------------------------
+# -- what a leaf keeps -----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("both_paths")
@@ -101,7 +112,9 @@ def test_leaves_can_all_be_views_of_one_slab(way, make):
     batch = make()
     staged = way(batch, False)
     assert_same(batch, staged, "cpu")
-    slabs = {(leaf.untyped_storage().data_ptr(), storage_bytes(leaf)) for leaf in staged if leaf.nbytes}
+    slabs = {
+        (leaf.untyped_storage().data_ptr(), storage_bytes(leaf)) for leaf in staged if leaf.nbytes
+    }
     assert [nbytes for _, nbytes in slabs] == [ps.Layout.of(batch).nbytes]
 
 
@@ -141,7 +154,10 @@ def test_strides_and_empty_leaves_arrive_unchanged(way, own_storage, others):
 
 @pytest.fixture(scope="module")
 def stagers():
-    made = [ps.Stager("cpu", max_bytes="64MiB", own_storage=own_storage) for own_storage in ("auto", True, False)]
+    made = [
+        ps.Stager("cpu", max_bytes="64MiB", own_storage=own_storage)
+        for own_storage in ("auto", True, False)
+    ]
     yield made
     for stager in made:
         stager.close()
@@ -155,7 +171,7 @@ def test_a_batch_is_the_same_whoever_shares_memory(stagers, batch):
         assert_same(batch, stager.stage(batch).wait(), "cpu")
 
 
-# -- saving, sending, copying ------------------------------------------------------------------------------------------
+# -- saving, sending, copying ----------------------------------------------------------------------
 
 
 def saved(thing):
@@ -179,7 +195,8 @@ def test_own_leaves_are_saved_like_those_of_to(way, make, own_storage):
     batch = make()
     staged, moved = way(batch, own_storage), [leaf.clone() for leaf in batch]
     assert saved_bytes(staged) == saved_bytes(moved)
-    # A storage's address is written twice, in digits; other bytes depend on the objects that pickle has seen before.
+    # A storage's address is written twice, in digits; other bytes depend on the objects that pickle
+    # has seen before.
     assert len(pickle.dumps(staged)) == pytest.approx(len(pickle.dumps(moved)), abs=32 * len(batch))
     for leaf, other in zip(staged, moved, strict=True):
         assert saved_bytes(leaf) == saved_bytes(other)
@@ -202,7 +219,7 @@ def test_leaves_in_blocks_are_saved_with_their_block(way):
     assert saved_bytes(staged[0].clone()) == saved_bytes(batch[0].clone())
 
 
-# -- changes -----------------------------------------------------------------------------------------------------------
+# -- changes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("make", "own_storage"), [(few, "auto"), (samples, True)])
@@ -247,7 +264,11 @@ def test_autograd_needs_only_the_leaf_that_it_saved(make_stager):
 
 @pytest.mark.parametrize("others", [0, 18])
 def test_compiled_functions_can_change_a_leaf_in_place(make_stager, others):
-    batch = [torch.arange(6.0), torch.arange(6), *(torch.full((6,), float(number)) for number in range(others))]
+    batch = [
+        torch.arange(6.0),
+        torch.arange(6),
+        *(torch.full((6,), float(number)) for number in range(others)),
+    ]
     staged = make_stager().to_device(batch)
     weight = torch.full((6,), 2.0, requires_grad=True)
 
@@ -265,7 +286,7 @@ def test_compiled_functions_can_change_a_leaf_in_place(make_stager, others):
     assert torch.equal(weight.grad, batch[0] + 1)
 
 
-# -- the offset table --------------------------------------------------------------------------------------------------
+# -- the offset table ------------------------------------------------------------------------------
 
 
 def group_of(slot):
@@ -288,7 +309,9 @@ def test_blocks_are_ranges_of_one_dtype_and_size():
 @pytest.mark.parametrize("make", [few, many, samples])
 def test_the_table_ignores_own_storage(make_stager, make):
     batch = make()
-    tables = [make_stager("64MiB", own_storage=own).stage(batch)._table for own in ("auto", True, False)]
+    tables = [
+        make_stager("64MiB", own_storage=own).stage(batch)._table for own in ("auto", True, False)
+    ]
     assert tables[0] == tables[1] == tables[2] == content_of(ps.Layout.of(batch))[1]
 
 
@@ -330,7 +353,7 @@ def test_other_values_of_own_storage_are_refused(wrong):
         ps.DataLoader([1], device="cpu", own_storage=wrong)
 
 
-# -- how far the host runs ahead ---------------------------------------------------------------------------------------
+# -- how far the host runs ahead -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -349,7 +372,10 @@ def test_other_values_of_run_ahead_are_refused(wrong, error, text):
 
 
 LARGE = 2 * SMALL_BYTES
-BATCHES = {"large": lambda: [of_bytes(LARGE)], "small": lambda: [of_bytes(70 * KIB) for _ in range(9)]}
+BATCHES = {
+    "large": lambda: [of_bytes(LARGE)],
+    "small": lambda: [of_bytes(70 * KIB) for _ in range(9)],
+}
 """Each takes a slab."""
 
 
@@ -396,7 +422,7 @@ def test_a_few_small_leaves_are_not_bounded(monkeypatch):
         assert (made, waited) == ([], [])
 
 
-# -- a few small leaves ------------------------------------------------------------------------------------------------
+# -- a few small leaves ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -415,7 +441,12 @@ def moved_directly(monkeypatch):
 
 
 def test_few_leaves_can_change_after_the_call(stager, moved_directly):
-    batch = {"x": tensor_of(torch.float32, (100,)), "n": np.arange(12.0).reshape(3, 4), "text": "text", "none": None}
+    batch = {
+        "x": tensor_of(torch.float32, (100,)),
+        "n": np.arange(12.0).reshape(3, 4),
+        "text": "text",
+        "none": None,
+    }
     expected = known.through_slab(batch)
     staged = stager.to_device(batch)
     batch["x"].zero_()
@@ -423,7 +454,12 @@ def test_few_leaves_can_change_after_the_call(stager, moved_directly):
     assert moved_directly == [True]
     assert_same(expected, staged, "cpu")
     stats = stager.stats()
-    assert (stats.batches, stats.packed_leaves, stats.packed_bytes, stats.padding_bytes) == (1, 2, 496, 0)
+    assert (stats.batches, stats.packed_leaves, stats.packed_bytes, stats.padding_bytes) == (
+        1,
+        2,
+        496,
+        0,
+    )
     assert stats.pool.misses == 0
 
 
@@ -481,7 +517,9 @@ def test_kept_leaves_take_the_slab_path(stager, moved_directly):
     assert moved_directly == [False]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # torch's own, in its decompositions
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is:DeprecationWarning"
+)  # torch's own, in its decompositions
 def test_a_dual_tensor_takes_the_slab_path(stager, moved_directly):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3), torch.full((3,), 2.0))
@@ -507,7 +545,10 @@ def test_few_leaves_respect_modes_like_to(stager, moved_directly, mode):
     with mode():
         (staged,) = stager.to_device([torch.ones(3)])
         expected = torch.ones(3).clone()
-    assert (staged.is_inference(), staged.requires_grad) == (expected.is_inference(), expected.requires_grad)
+    assert (staged.is_inference(), staged.requires_grad) == (
+        expected.is_inference(),
+        expected.requires_grad,
+    )
     assert moved_directly == [True]
 
 

@@ -1,4 +1,6 @@
-"""`Stager.prefetch` behaves as its source: it can be iterated again, and has its length, attributes and state."""
+"""`Stager.prefetch` behaves as its source: it can be iterated again, and has its length, attributes
+and state.
+"""
 
 import copy
 import gc
@@ -18,9 +20,13 @@ import pinstage as ps
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata's, of torch 2.13
+    pytest.mark.filterwarnings(
+        "ignore:'set_vital' is deprecated:UserWarning"
+    ),  # torchdata's, of torch 2.13
     # If its own thread has the last reference, it raises "cannot join current thread".
-    pytest.mark.filterwarnings(r"ignore:.*_ParallelMapperIter\.__del__:pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings(
+        r"ignore:.*_ParallelMapperIter\.__del__:pytest.PytestUnraisableExceptionWarning"
+    ),
 ]
 
 
@@ -79,7 +85,9 @@ def test_the_length_is_the_sources(prefetch):
 @pytest.mark.parametrize("source", [map(abs, [1]), loader(batch_size=None, sampler=map(abs, [1]))])
 def test_without_a_length_the_error_names_the_source(prefetch, source):
     batches = prefetch(source)
-    with pytest.raises(TypeError, match=f"the source of the prefetcher has no length: {type(source).__name__}"):
+    with pytest.raises(
+        TypeError, match=f"the source of the prefetcher has no length: {type(source).__name__}"
+    ):
         len(batches)
 
 
@@ -142,7 +150,7 @@ def test_a_dropped_batch_is_kept_by_nothing(prefetch, stager):
     assert stager.stats().pool.leased_slabs == 0
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
+# -- states ----------------------------------------------------------------------------------------
 
 
 class Counting(data.Streamed):
@@ -276,7 +284,7 @@ def test_a_state_with_arguments_is_the_source_s(prefetch):
     assert batches.state_dict(4, from_beginning=True) == {"samples": 4, "from_beginning": True}
 
 
-# -- flags -------------------------------------------------------------------------------------------------------------
+# -- flags -----------------------------------------------------------------------------------------
 
 
 class Prepared:

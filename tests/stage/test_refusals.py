@@ -1,4 +1,6 @@
-"""Refused page-locking: the pool and its users continue with the memory that they have, and no byte is wrong."""
+"""Refused page-locking: the pool and its users continue with the memory that they have, and no byte
+is wrong.
+"""
 
 import random
 import warnings
@@ -60,7 +62,9 @@ def test_a_refused_request_raises_the_memory_s_error(walled):
     memory, pool = walled(500)
     with pytest.raises(MemoryError, match="refused 640"):
         pool.acquire(600)
-    with pytest.raises(MemoryError, match=r"refused before: requested 600 B.*refused 640; .*ask for less"):
+    with pytest.raises(
+        MemoryError, match=r"refused before: requested 600 B.*refused 640; .*ask for less"
+    ):
         pool.acquire(600)
     assert memory.refusals == 1
     pool.acquire(300).release()  # a smaller request
@@ -125,9 +129,15 @@ def test_an_error_that_is_no_refusal_changes_nothing(pool, memory):
 @pytest.mark.parametrize(
     ("files", "text"),
     [
-        ({"proc/meminfo": "MemAvailable: 2 kB\n"}, r"2.00 KiB left (memory available on this machine): free some"),
+        (
+            {"proc/meminfo": "MemAvailable: 2 kB\n"},
+            r"2.00 KiB left (memory available on this machine): free some",
+        ),
         ({"proc/meminfo": "MemAvailable: 999999999 kB\n"}, r"free page-locked memory elsewhere"),
-        ({"proc/sys/kernel/osrelease": "5.15.0-microsoft-standard-WSL2\n"}, r"WSL2 page-locks about 1.00 GiB"),
+        (
+            {"proc/sys/kernel/osrelease": "5.15.0-microsoft-standard-WSL2\n"},
+            r"WSL2 page-locks about 1.00 GiB",
+        ),
     ],
 )
 def test_the_remedy_names_the_binding_limit(tree, files, text, monkeypatch):
@@ -141,7 +151,11 @@ def test_the_remedy_names_the_binding_limit(tree, files, text, monkeypatch):
 def test_an_oversized_batch_goes_through_a_smaller_slab(walled):
     memory, pool = walled(3 * MIB)
     stager = Stager("cpu", pool=pool)
-    batch = {"a": torch.randn(5, 1000, 777), "b": [torch.arange(100_003), "text"], "c": torch.randn(300, 400).t()}
+    batch = {
+        "a": torch.randn(5, 1000, 777),
+        "b": [torch.arange(100_003), "text"],
+        "c": torch.randn(300, 400).t(),
+    }
     with pytest.warns(
         StagingWarning,
         match=r"page-locking of 16.04 MiB was refused, the batch is sent in parts.*refused 18874368; .* is shown once",
@@ -207,7 +221,9 @@ def test_a_part_isn_t_overwritten_before_its_copy(walled, background, monkeypatc
 
 @quietly
 @given(batch=batches(), size=st.sampled_from([16, 48, 1024]))
-@example(batch=torch.arange(400).as_strided((2, 3, 4), (100, 1, 3)), size=48)  # a piece of it is dense
+@example(
+    batch=torch.arange(400).as_strided((2, 3, 4), (100, 1, 3)), size=48
+)  # a piece of it is dense
 def test_the_parts_of_a_batch_are_its_bytes(batch, size):
     parts = take_apart(batch)
     whole, pieced = (torch.zeros(parts.table.nbytes, dtype=torch.uint8) for _ in range(2))
@@ -224,19 +240,26 @@ def test_the_parts_of_a_batch_are_its_bytes(batch, size):
 def test_many_refusals_lose_nothing(kind, cuda, monkeypatch):
     monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("pinstage._stage._host_slabs.LEAST_SLAB_BYTES", 4096)
-    monkeypatch.setattr("pinstage._pool._growth.remedy", lambda nbytes: "")  # it reads files, 10,000 times
+    monkeypatch.setattr(
+        "pinstage._pool._growth.remedy", lambda nbytes: ""
+    )  # it reads files, 10,000 times
     chance = random.Random(17)
     call = "cudaHostRegister" if kind is RegisteredMemory else "cudaHostAlloc"
     noise = torch.randint(256, (200_000,), dtype=torch.uint8)
     refusals = 0
-    with SlabPool("64MiB", memory=kind(0)) as pool, Stager("cpu", pool=pool, pack_threads=1) as stager:
+    with (
+        SlabPool("64MiB", memory=kind(0)) as pool,
+        Stager("cpu", pool=pool, pack_threads=1) as stager,
+    ):
         while refusals < REFUSALS:
             start = chance.randrange(150_000)
             batch = noise[start : start + chance.choice([1000, 20_000, 50_000])]
             times = chance.choice([0, 1, 2, 12, 200])
             cuda.refuse(call, chance.choice([1, 2]), times)
             for _ in range(1 + times // 4):
-                assert (stager.to_device(batch).numpy() == batch.numpy()).all()  # torch would wake its threads for it
+                assert (
+                    stager.to_device(batch).numpy() == batch.numpy()
+                ).all()  # torch would wake its threads for it
                 if chance.random() < 0.5:
                     pool.trim()
             refusals += times - cuda.refuse(call, 0, 0)

@@ -43,7 +43,9 @@ from pinstage.memory import PageableMemory
 
 KIB, MIB = 1024, 1024 * 1024
 
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without CUDA")
+without_cuda = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="says what happens without CUDA"
+)
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def refused():
     return {"a": tensor_of(torch.int8, (100,)), "b": {torch.zeros(1)}}
 
 
-# -- what arrives ------------------------------------------------------------------------------------------------------
+# -- what arrives ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,8 @@ def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
     assert after.batches == before.batches + 1
     assert after.copies - before.copies == transfer.copies
     assert (
-        transfer.copies <= transfer.blocks <= after.packed_leaves - before.packed_leaves or transfer.nbytes >= 2 << 20
+        transfer.copies <= transfer.blocks <= after.packed_leaves - before.packed_leaves
+        or transfer.nbytes >= 2 << 20
     )
     assert after.packed_leaves - before.packed_leaves == len(Layout.of(batch).slots)
     assert after.pool.leased_slabs == after.pool.in_flight_slabs == 0
@@ -179,7 +182,7 @@ def test_a_batch_of_empty_tensors_needs_no_slab(stager):
     assert stager.stats().pool.misses == 0
 
 
-# -- what is not packed ------------------------------------------------------------------------------------------------
+# -- what is not packed ----------------------------------------------------------------------------
 
 
 def test_unpackable_tensors_arrive_by_to_and_are_counted(stager):
@@ -241,7 +244,7 @@ def test_an_error_in_to_returns_the_slab(stager):
     assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
 
 
-# -- the transfer ------------------------------------------------------------------------------------------------------
+# -- the transfer ----------------------------------------------------------------------------------
 
 
 def test_a_transfer_knows_what_travels(stager):
@@ -268,7 +271,7 @@ def test_a_transfer_gives_the_same_batch_each_time(stager):
     assert nothing.wait() is nothing.wait() is None
 
 
-# -- batches that are copied at once -----------------------------------------------------------------------------------
+# -- batches that are copied at once ---------------------------------------------------------------
 
 
 def test_only_larger_batches_take_a_slab(make_stager):
@@ -302,8 +305,12 @@ def log(monkeypatch):
     log = []
     monkeypatch.setattr(Target, "stream", "for copies")
     monkeypatch.setattr(Target, "consumer", lambda _, stream: stream or "current")
-    monkeypatch.setattr(Target, "record", lambda _, stream: log.append(("event", stream)) or Done(stream))
-    monkeypatch.setattr(Target, "wait", lambda _, event, stream: log.append((stream, "waits for", event)))
+    monkeypatch.setattr(
+        Target, "record", lambda _, stream: log.append(("event", stream)) or Done(stream)
+    )
+    monkeypatch.setattr(
+        Target, "wait", lambda _, event, stream: log.append((stream, "waits for", event))
+    )
     monkeypatch.setattr(Target, "move_few", lambda *_: None)
     for name in ("copy", "fill"):
         monkeypatch.setattr(Target, name, lambda *args, **_: log.append(("copy", args[-1])) or 1)
@@ -330,7 +337,9 @@ def test_a_small_batch_uses_the_current_stream(make_stager, log):
 
 def test_the_copying_stream_has_nothing_to_wait_for(make_stager, log, monkeypatch):
     given = []
-    monkeypatch.setattr(Target, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to)))
+    monkeypatch.setattr(
+        Target, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to))
+    )
     stager = make_stager(max_bytes="8MiB")
     small = stager.stage(torch.ones(3))
     small.wait()
@@ -346,7 +355,7 @@ def test_the_copying_stream_has_nothing_to_wait_for(make_stager, log, monkeypatc
     assert not any(tensors for _, tensors, _ in given)
 
 
-# -- slabs -------------------------------------------------------------------------------------------------------------
+# -- slabs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -386,7 +395,12 @@ def in_itself():
 
 
 @pytest.mark.parametrize(
-    "batch", [refused, in_itself, lambda: [torch.zeros(9), object.__new__(known.Registered), np.ma.masked_array([1])]]
+    "batch",
+    [
+        refused,
+        in_itself,
+        lambda: [torch.zeros(9), object.__new__(known.Registered), np.ma.masked_array([1])],
+    ],
 )
 def test_an_unstageable_batch_changes_nothing(stager, batch):
     stager.to_device(some_batch())
@@ -448,7 +462,7 @@ def test_an_error_of_unflatten_is_the_callers(stager):
         transfer.wait()
 
 
-# -- large batches -----------------------------------------------------------------------------------------------------
+# -- large batches ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -519,7 +533,14 @@ def batch_of_many_chunks(seed):
 
 @pytest.mark.parametrize(
     ("how", "lag"),
-    [("reused", 0), ("reused", 1), ("reused", 3), ("reused", 100), ("captured", 1), ("cannot demote", 1)],
+    [
+        ("reused", 0),
+        ("reused", 1),
+        ("reused", 3),
+        ("reused", 100),
+        ("captured", 1),
+        ("cannot demote", 1),
+    ],
 )
 def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, lag, how):
     monkeypatch.setattr(_native.core, "demotes", how != "cannot demote")
@@ -538,16 +559,20 @@ def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, 
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("nbytes", [2 * KIB, 62 * KIB])  # one batch takes a slab, the other does not
+@pytest.mark.parametrize(
+    "nbytes", [2 * KIB, 62 * KIB]
+)  # one batch takes a slab, the other does not
 def test_small_batches_of_one_kind_are_one_copy(make_stager, threads, nbytes):
     stager = make_stager(max_bytes="256MiB", pack_threads=threads)
-    batch = [tensor_of(torch.uint8, (nbytes,)) for _ in range(14)] + [tensor_of(torch.uint8, (3, 5)).t()]
+    batch = [tensor_of(torch.uint8, (nbytes,)) for _ in range(14)] + [
+        tensor_of(torch.uint8, (3, 5)).t()
+    ]
     transfer = stager.stage(batch)
     assert (transfer.copies, transfer.blocks) == (1, 1)
     assert_same(batch, transfer.wait(), "cpu")
 
 
-# -- counting ----------------------------------------------------------------------------------------------------------
+# -- counting --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -585,7 +610,7 @@ def test_repr_says_where_to_and_how_many(stager):
     assert repr(stager).startswith("<Stager cpu batches=1 <SlabPool open")
 
 
-# -- prefetch ----------------------------------------------------------------------------------------------------------
+# -- prefetch --------------------------------------------------------------------------------------
 
 
 class Reading:
@@ -688,7 +713,7 @@ def test_an_unstageable_batch_fails_in_prefetch_too(prefetch):
         list(prefetch([some_batch(), refused(), some_batch()]))
 
 
-# -- making and closing ------------------------------------------------------------------------------------------------
+# -- making and closing ----------------------------------------------------------------------------
 
 
 def test_a_stager_has_a_device_and_a_pool():
@@ -714,14 +739,18 @@ def test_a_cap_beside_a_pool_is_refused():
 
 @pytest.mark.parametrize("device", ["mps", "meta", "xpu:0"])
 def test_other_devices_are_refused(device):
-    with pytest.raises(ValueError, match=f"cannot stage to {device}: only CUDA devices and the CPU"):
+    with pytest.raises(
+        ValueError, match=f"cannot stage to {device}: only CUDA devices and the CPU"
+    ):
         Stager(device)
 
 
 @without_cuda
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda", 1)])
 def test_a_cuda_device_without_cuda_is_refused(device):
-    with pytest.raises(PinstageError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"):
+    with pytest.raises(
+        PinstageError, match=r"CUDA is not available: cannot stage to cuda.*; use device='cpu'"
+    ):
         Stager(device)
 
 
@@ -745,7 +774,9 @@ def test_after_close_staged_batches_stay_valid():
     assert_same(some_batch(), staged, "cpu")
     assert_same(some_batch(1), transfer.wait(), "cpu")
     for batch in (some_batch(), torch.zeros(100_000)):
-        with pytest.raises(PoolClosedError, match=r"stager is closed: its pool held 0 B of .*; make a new Stager"):
+        with pytest.raises(
+            PoolClosedError, match=r"stager is closed: its pool held 0 B of .*; make a new Stager"
+        ):
             stager.stage(batch)
     stager.close()
 
@@ -762,7 +793,7 @@ def test_close_leaves_a_shared_pool_open():
         pool.acquire(100).release()
 
 
-# -- threads and processes ---------------------------------------------------------------------------------------------
+# -- threads and processes -------------------------------------------------------------------------
 
 
 def test_several_threads_stage_at_once(make_stager):
@@ -830,7 +861,12 @@ def test_memory_of_non_strided_tensors_is_their_parts():
     plain = torch.ones(3)
     assert memory_of(plain) == [plain]
     assert len(memory_of(eye.to_sparse())) == 2
-    for compressed in (eye.to_sparse_csr(), eye.to_sparse_csc(), eye.to_sparse_bsr((2, 2)), eye.to_sparse_bsc((2, 2))):
+    for compressed in (
+        eye.to_sparse_csr(),
+        eye.to_sparse_csc(),
+        eye.to_sparse_bsr((2, 2)),
+        eye.to_sparse_bsc((2, 2)),
+    ):
         assert len(memory_of(compressed)) == 3
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert [part.layout for part in memory_of(nested)] == [torch.strided]
@@ -842,9 +878,14 @@ def test_interrupts_never_free_a_slab_during_its_copy(make_stager):
     began_before = 0
     for number in itertools.count(1):
         target = use_target(stager, HeldTarget())
-        interrupted = Interrupts(number, "_stager.py", "_sender.py").during(lambda: stager.stage(some_batch()))
+        interrupted = Interrupts(number, "_stager.py", "_sender.py").during(
+            lambda: stager.stage(some_batch())
+        )
         stats = stager.pool.stats()
-        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1 if target.copies else stats.in_flight_slabs)
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (
+            0,
+            1 if target.copies else stats.in_flight_slabs,
+        )
         began_before += interrupted and target.copies > 0
         target.stream.finish()
         assert stager.pool.stats().in_flight_slabs == 0

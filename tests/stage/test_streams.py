@@ -32,7 +32,9 @@ def test_an_event_still_in_use_isn_t_reused(events):
     assert [event.at for event in kept] == list(range(5))
 
 
-@pytest.mark.parametrize("hold", [lambda event: [event], lambda event: event.record, lambda event: {"e": event}.values])
+@pytest.mark.parametrize(
+    "hold", [lambda event: [event], lambda event: event.record, lambda event: {"e": event}.values]
+)
 def test_whoever_has_it_in_whatever_way_counts(events, hold):
     holder = hold(events.record("first"))
     assert [events.record("later").at for _ in range(5)] == ["later"] * 5

@@ -1,4 +1,6 @@
-"""From the device to the host, on the CPU: the result, what keeps a slab in use, and the state after a failure."""
+"""From the device to the host, on the CPU: the result, what keeps a slab in use, and the state
+after a failure.
+"""
 
 import concurrent.futures
 import gc
@@ -66,7 +68,7 @@ def some_tree(seed=0):
     }
 
 
-# -- what arrives ------------------------------------------------------------------------------------------------------
+# -- what arrives ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -182,14 +184,19 @@ def test_large_dense_tensors_are_copied_directly(stager, held):
     owned = [piece.owned for piece in held.pieces]
     assert sorted(owned) == [False, False, True]
     assert transfer.copies == 3
-    assert {piece.there.data_ptr() for piece in held.pieces if not piece.owned} == {t.data_ptr() for t in large}
+    assert {piece.there.data_ptr() for piece in held.pieces if not piece.owned} == {
+        t.data_ptr() for t in large
+    }
     held.finish()
     assert_same([small[:25], large, strided, small[25:]], transfer.wait(), "cpu")
 
 
 def test_a_repeated_tree_is_fetched_with_new_values(stager):
     for seed in range(6):
-        tree = {"x": [torch.full((7,), float(seed)), torch.full((DIRECT_BYTES // 4,), seed)], "n": seed}
+        tree = {
+            "x": [torch.full((7,), float(seed)), torch.full((DIRECT_BYTES // 4,), seed)],
+            "n": seed,
+        }
         assert_same(tree, stager.fetch(tree, copy=False).wait(), "cpu")
 
 
@@ -207,7 +214,10 @@ def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
 
     def fetch_all(start):
         for size in (*range(start, 400), *range(start)):
-            assert stager.fetch([torch.ones(size), torch.ones(3)], copy=False).wait()[0].numel() == size
+            assert (
+                stager.fetch([torch.ones(size), torch.ones(3)], copy=False).wait()[0].numel()
+                == size
+            )
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -219,7 +229,7 @@ def test_threads_may_fetch_trees_of_changing_shapes(make_stager):
     assert len(stager._fetcher.targets.gatherings) < 40
 
 
-# -- half-copied data is never visible ---------------------------------------------------------------------------------
+# -- half-copied data is never visible -------------------------------------------------------------
 
 
 def test_bytes_are_inaccessible_until_the_copy_is_done(stager, held, background):
@@ -267,7 +277,7 @@ def test_several_events_are_done_when_all_are():
     assert all(event.waited_for.is_set() for event in events)
 
 
-# -- what keeps the slab in use ----------------------------------------------------------------------------------------
+# -- what keeps the slab in use --------------------------------------------------------------------
 
 
 def test_the_last_view_returns_the_slab(stager):
@@ -317,7 +327,7 @@ def test_the_steady_state_allocates_nothing(stager):
     assert stager.pool.stats().misses == 1
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -336,7 +346,9 @@ def test_results_that_fill_the_pool_are_an_error(make_stager, call):
 
 
 def test_no_stager_waits_for_a_negative_time(make_stager):
-    with pytest.raises(ValueError, match="timeout must not be negative: -1; 0 does not wait, None waits forever"):
+    with pytest.raises(
+        ValueError, match="timeout must not be negative: -1; 0 does not wait, None waits forever"
+    ):
         make_stager(timeout=-1)
 
 
@@ -371,11 +383,16 @@ def test_interrupts_never_free_a_slab_being_written(stager):
     began_before = 0
     for number in itertools.count(1):
         source = stager._fetcher.targets._made[torch.device("cpu")] = HeldTarget()
-        interrupted = Interrupts(number, "_to_host.py", "_stager.py").during(lambda: stager.fetch(some_tree()))
+        interrupted = Interrupts(number, "_to_host.py", "_stager.py").during(
+            lambda: stager.fetch(some_tree())
+        )
         began = bool(source.pieces)
         source.pieces.clear()  # they are views of the slab
         stats = stager.pool.stats()
-        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1 if began else stats.in_flight_slabs)
+        assert (stats.leased_slabs, stats.in_flight_slabs) == (
+            0,
+            1 if began else stats.in_flight_slabs,
+        )
         began_before += interrupted and began
         source.finish()
         assert stager.pool.stats().in_flight_slabs == 0

@@ -36,7 +36,9 @@ class Tied(torch.nn.Module):
 
 
 class File:
-    """The methods of safetensors' `safe_open`: keys, get_tensor and get_slice, but no items and no iteration."""
+    """The methods of safetensors' `safe_open`: keys, get_tensor and get_slice, but no items and no
+    iteration.
+    """
 
     def __init__(self, tensors):
         self._tensors = tensors
@@ -88,7 +90,7 @@ def assert_same(module, expected):
         assert torch.equal(found[name], expected[name]), name
 
 
-# -- what is loaded ----------------------------------------------------------------------------------------------------
+# -- what is loaded --------------------------------------------------------------------------------
 
 
 def test_all_tensors_have_the_checkpoints_content(stager, source):
@@ -102,7 +104,11 @@ def test_all_tensors_have_the_checkpoints_content(stager, source):
 
 
 def test_dicts_are_loaded_in_place(stager, source):
-    found = {"a": torch.zeros(3, 4).t(), "b": torch.zeros((), dtype=torch.float64), "c": torch.zeros(0, 2)}
+    found = {
+        "a": torch.zeros(3, 4).t(),
+        "b": torch.zeros((), dtype=torch.float64),
+        "c": torch.zeros(0, 2),
+    }
     views = dict(found)
     expected = {"a": torch.randn(4, 3), "b": torch.tensor(2.0), "c": torch.zeros(0, 2)}
     assert stager.load_weights(found, source(expected)) == ([], [])
@@ -155,7 +161,12 @@ def test_the_modules_last_name_of_a_tensor_counts(stager, source, monkeypatch, o
 @pytest.mark.parametrize("order", [1, -1], ids=["module's order", "reversed"])
 def test_overlapping_tensors_are_copied_in_the_modules_order(stager, source, order):
     memory = torch.zeros(4, 4)
-    found = {"w": memory, "flat": memory[1:].view(-1), "bits": memory[2:].view(torch.int32), "rest": torch.zeros(3)}
+    found = {
+        "w": memory,
+        "flat": memory[1:].view(-1),
+        "bits": memory[2:].view(torch.int32),
+        "rest": torch.zeros(3),
+    }
     state = {"w": torch.ones(4, 4), "flat": torch.full((12,), 2.0), "rest": torch.ones(3)}
     state["bits"] = torch.full((2, 4), 3, dtype=torch.int32)
     stager.load_weights(found, source(dict(list(state.items())[::order])))
@@ -186,7 +197,9 @@ def test_sparse_tensors_are_loaded(stager, source):
 
 
 class Wrapper(torch.Tensor):
-    """A tensor without memory of its own: another has the values, as in torchao's quantized weights."""
+    """A tensor without memory of its own: another has the values, as in torchao's quantized
+    weights.
+    """
 
     @staticmethod
     def __new__(cls, values):
@@ -197,7 +210,9 @@ class Wrapper(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return function(*(arg.values if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+        return function(
+            *(arg.values if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})
+        )
 
 
 def test_wrapper_tensors_of_one_shape_are_not_tied(stager, source):
@@ -206,7 +221,7 @@ def test_wrapper_tensors_of_one_shape_are_not_tied(stager, source):
     assert [tensor.values[0] for tensor in found.values()] == [97, 98, 99]
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 def test_errors_match_load_state_dict_and_write_nothing(stager, source):
@@ -236,7 +251,9 @@ def test_pairs_are_checked_by_name(stager, wrong):
     else:
         state["conv.bias"] = torch.zeros(5)
     message = {"missing": 'Missing.*"conv.bias"', "unexpected": 'Unexpected.*"more"'}
-    with pytest.raises(RuntimeError, match=message.get(wrong, r"size mismatch for conv\.bias.*\[5\].*\[4\]")):
+    with pytest.raises(
+        RuntimeError, match=message.get(wrong, r"size mismatch for conv\.bias.*\[5\].*\[4\]")
+    ):
         stager.load_weights(Tied(), iter(state.items()))
 
 
@@ -249,7 +266,9 @@ def test_misshapen_tensors_are_errors_without_strict(stager, source):
 
 def test_a_parameter_on_another_device_is_named():
     shapes = {name: tuple(tensor.shape) for name, tensor in content_of(Tied()).items()}
-    with pytest.raises(RuntimeError, match=r"conv\.weight is on cpu, the stager is for cuda:1; move it"):
+    with pytest.raises(
+        RuntimeError, match=r"conv\.weight is on cpu, the stager is for cuda:1; move it"
+    ):
         Destination(Tied(), torch.device("cuda", 1), strict=True).plan(shapes)
 
 
@@ -304,9 +323,21 @@ def test_modules_that_take_part_in_loading_are_refused(stager, make):
         ({"a": torch.ones(1)}, 3, "tensors must be a mapping, pairs of name and tensor.*: a int"),
         ({"a": torch.ones(1)}, "model.pt", r"a str\. Pass for example torch\.load\(path"),
         ({"a": torch.ones(1)}, "model.safetensors", r"a str\. Pass for example safe_open\(path"),
-        ({"a": torch.ones(1)}, Path("model.safetensors"), r"Path\. Pass for example safe_open\(path"),
-        ({"a": torch.ones(1)}, ["1.safetensors"], r"that yields a str\. Pass for example safe_open\(path"),
-        ({"a": torch.ones(1)}, [torch.ones(2)], "pairs of name and tensor.*: an iterable that yields a Tensor"),
+        (
+            {"a": torch.ones(1)},
+            Path("model.safetensors"),
+            r"Path\. Pass for example safe_open\(path",
+        ),
+        (
+            {"a": torch.ones(1)},
+            ["1.safetensors"],
+            r"that yields a str\. Pass for example safe_open\(path",
+        ),
+        (
+            {"a": torch.ones(1)},
+            [torch.ones(2)],
+            "pairs of name and tensor.*: an iterable that yields a Tensor",
+        ),
     ],
 )
 def test_other_types_are_refused(stager, target, tensors, message):
@@ -314,7 +345,9 @@ def test_other_types_are_refused(stager, target, tensors, message):
         stager.load_weights(target, tensors)
 
 
-@pytest.mark.parametrize("source", [dict, lambda state: iter(state.items())], ids=["mapping", "pairs"])
+@pytest.mark.parametrize(
+    "source", [dict, lambda state: iter(state.items())], ids=["mapping", "pairs"]
+)
 def test_values_that_are_not_tensors_are_named(stager, source):
     found = {"a": torch.zeros(1), "b": torch.zeros(1)}
     with pytest.raises(RuntimeError, match=r"a in state_dict isn't a tensor"):
@@ -337,8 +370,8 @@ class Made(torch.nn.Module):
     """A module of drawn tensors.
 
     Args:
-        rows: for each tensor its module, how it is registered, shape and dtype, what it shares with an earlier tensor,
-            and which.
+        rows: for each tensor its module, how it is registered, shape and dtype, what it shares with
+            an earlier tensor, and which.
         hides: whether `state_dict` lacks all tensors and has another key.
     """
 
@@ -359,14 +392,21 @@ class Made(torch.nn.Module):
                     tensor = torch.nn.Parameter(tensor, requires_grad=False)
                 self.get_submodule(path).register_parameter(f"t{number}", tensor)
             else:
-                self.get_submodule(path).register_buffer(f"t{number}", tensor, persistent=registered == "buffer")
+                self.get_submodule(path).register_buffer(
+                    f"t{number}", tensor, persistent=registered == "buffer"
+                )
             tensors.append(tensor)
 
     def state_dict(self, *args, **kwargs):
         return {"extra": torch.zeros(1)} if self.hides else super().state_dict(*args, **kwargs)
 
     def tensors(self):
-        return dict([*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)])
+        return dict(
+            [
+                *self.named_parameters(remove_duplicate=False),
+                *self.named_buffers(remove_duplicate=False),
+            ]
+        )
 
 
 ROWS = st.tuples(
@@ -400,7 +440,9 @@ def outcome_of(load, *args, **kwargs):
     hides=st.booleans(),
     random=st.randoms(use_true_random=False),
     left_out=st.integers(0, 2),
-    more=st.sets(st.sampled_from(["more", "x", "x.more", "y_again.more.weight", "gone.weight"]), max_size=2),
+    more=st.sets(
+        st.sampled_from(["more", "x", "x.more", "y_again.more.weight", "gone.weight"]), max_size=2
+    ),
     wrong=st.sampled_from([0, 0, 0, 1]),
     source=st.sampled_from(sorted(SOURCES)),
     strict=st.booleans(),
@@ -422,13 +464,17 @@ def test_any_checkpoint_ends_as_with_load_state_dict(
     expected, torchs_error = outcome_of(torchs.load_state_dict, state, strict=False)
     with monkeypatch.context() as patch:
         patch.setattr(_writer, "GROUP_BYTES", group_bytes)
-        found, error = outcome_of(stager.load_weights, ours, SOURCES[source](state), strict=strict and not torchs_error)
+        found, error = outcome_of(
+            stager.load_weights, ours, SOURCES[source](state), strict=strict and not torchs_error
+        )
     if torchs_error:
         assert error == torchs_error
         return
     loaded = [tensors[name] for name in names if name in needed]
     missing = [
-        name for name in expected.missing_keys if not any(is_same_memory(tensors[name], tensor) for tensor in loaded)
+        name
+        for name in expected.missing_keys
+        if not any(is_same_memory(tensors[name], tensor) for tensor in loaded)
     ]
     wrong_names = [*missing, *expected.unexpected_keys]
     if not (strict and wrong_names):
@@ -448,7 +494,9 @@ class Hiding(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.part, self.frozen = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-        self.register_state_dict_post_hook(lambda module, state, *_: state.update(extra=torch.zeros(1)))
+        self.register_state_dict_post_hook(
+            lambda module, state, *_: state.update(extra=torch.zeros(1))
+        )
 
     def state_dict(self, *args, **kwargs):
         state = super().state_dict(*args, **kwargs)
@@ -468,7 +516,7 @@ def test_hidden_tensors_are_loaded_or_missing(stager, source):
     assert (module.frozen.weight == 2).all()
 
 
-# -- meta --------------------------------------------------------------------------------------------------------------
+# -- meta ------------------------------------------------------------------------------------------
 
 
 def test_meta_tensors_are_made_once_for_all_names(stager, source):
@@ -525,7 +573,7 @@ def test_dicts_of_meta_tensors_are_filled(stager, source):
     assert found["a"].sum() == 3
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def test_groups_bound_what_a_generator_holds(stager, monkeypatch):
@@ -580,14 +628,16 @@ def test_safetensors_files_are_loaded(stager, tmp_path):
     torch_files = pytest.importorskip("safetensors.torch")
     state = content_of(Tied(seed=1))
     del state["head.weight"]
-    torch_files.save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "w.safetensors")
+    torch_files.save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "w.safetensors"
+    )
     module = Tied(device="meta")
     with safetensors.safe_open(tmp_path / "w.safetensors", framework="pt") as file:
         assert stager.load_weights(module, file) == ([], [])
     assert_same(module, content_of(Tied(seed=1)))
 
 
-# -- readers that use their memory again -------------------------------------------------------------------------------
+# -- readers that use their memory again -----------------------------------------------------------
 
 LAYOUTS = {
     "contiguous": lambda: torch.zeros(100, 9),
@@ -602,7 +652,9 @@ LAYOUTS = {
 
 @pytest.fixture(params=["pairs", "mapping"])
 def reading(request):
-    """Yield tensors of these names through a reader that calls a function before it returns each."""
+    """Yield tensors of these names through a reader that calls a function before it returns
+    each.
+    """
 
     def make(names, read):
         if request.param == "pairs":
@@ -673,9 +725,19 @@ def test_what_is_not_the_tensors_may_change(stager):
         yield "a", memory[:, :2]
         memory[:, 2:].fill_(1)
         yield "b", memory[:, 2:]
-        yield from {"c": nan, "tied": nan, "empty": torch.zeros(0), "turned": memory[:, :2].t()}.items()
+        yield from {
+            "c": nan,
+            "tied": nan,
+            "empty": torch.zeros(0),
+            "turned": memory[:, :2].t(),
+        }.items()
 
-    found = {"a": torch.zeros(100, 2), "b": torch.zeros(100, 4), "c": nan.clone(), "tied": nan.clone()}
+    found = {
+        "a": torch.zeros(100, 2),
+        "b": torch.zeros(100, 4),
+        "c": nan.clone(),
+        "tied": nan.clone(),
+    }
     found |= {"empty": torch.zeros(0), "turned": torch.ones(2, 100)}
     assert stager.load_weights(found, pairs()) == ([], [])
     assert (found["b"].sum(), found["turned"].sum()) == (400, 0)
@@ -692,18 +754,27 @@ def test_a_tensor_that_was_freed_is_an_error(stager):
         stager.load_weights({"a": torch.zeros(90)}, pairs())
 
 
-# -- DTensors ----------------------------------------------------------------------------------------------------------
+# -- DTensors --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=range(6))
 def mesh(request):
     """A mesh of 2 x 3 ranks, seen by one of them; its collectives do nothing."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=6)
-    yield init_device_mesh("cpu", (2, 3), mesh_dim_names=(f"of {request.param}", "b"))  # torch caches meshes by name
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=request.param, world_size=6
+    )
+    yield init_device_mesh(
+        "cpu", (2, 3), mesh_dim_names=(f"of {request.param}", "b")
+    )  # torch caches meshes by name
     torch.distributed.destroy_process_group()
 
 
-PLACEMENTS = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Shard(0), Shard(0)), (Replicate(), Replicate())]
+PLACEMENTS = [
+    (Shard(0), Shard(1)),
+    (Shard(1), Replicate()),
+    (Shard(0), Shard(0)),
+    (Replicate(), Replicate()),
+]
 
 
 @pytest.mark.parametrize("shape", [(12, 9), (5, 7), (1, 2), (13, 1)], ids=str)
@@ -715,9 +786,18 @@ def test_dtensors_have_this_ranks_part(stager, mesh, shape, device):
         whole = torch.randn(shape)
         local = torch.zeros(local_shape, device=device)
         found[f"{number}"] = torch.nn.Parameter(
-            DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+            DTensor.from_local(
+                local,
+                mesh,
+                placements,
+                run_check=False,
+                shape=torch.Size(shape),
+                stride=(shape[1], 1),
+            )
         )
-        part = tuple(slice(begin, begin + size) for begin, size in zip(offset, local_shape, strict=True))
+        part = tuple(
+            slice(begin, begin + size) for begin, size in zip(offset, local_shape, strict=True)
+        )
         expected[f"{number}"] = whole, whole[part]
     stager.load_weights(found, {name: whole for name, (whole, _) in expected.items()})
     for name, (_, part) in expected.items():
@@ -727,7 +807,9 @@ def test_dtensors_have_this_ranks_part(stager, mesh, shape, device):
 
 
 def test_other_placements_are_refused_by_name(stager, mesh):
-    found = {"w": DTensor.from_local(torch.zeros(3), mesh, (Partial(), Replicate()), run_check=False)}
+    found = {
+        "w": DTensor.from_local(torch.zeros(3), mesh, (Partial(), Replicate()), run_check=False)
+    }
     with pytest.raises(RuntimeError, match=r"w has placements \(Partial"):
         stager.load_weights(found, {"w": torch.zeros(3)})
 

@@ -76,7 +76,9 @@ def trains_with_workers(budget: ps.HostBudget) -> None:
     loader.close()
 
 
-def resumes_a_loader_of_another_class(other: torch.utils.data.DataLoader[dict[str, torch.Tensor]]) -> dict[str, Any]:
+def resumes_a_loader_of_another_class(
+    other: torch.utils.data.DataLoader[dict[str, torch.Tensor]],
+) -> dict[str, Any]:
     """An existing loader, wrapped."""
     loader = ps.wrap_loader(other, device="cuda", max_bytes="1GiB", own_storage=True, owner="train")
     assert_type(loader, ps.WrappedLoader[dict[str, torch.Tensor]])
@@ -92,7 +94,9 @@ def resumes_a_loader_of_another_class(other: torch.utils.data.DataLoader[dict[st
     return state
 
 
-def reads_frames_into_leases(frames: Iterator[bytes], stager: ps.Stager, event: torch.cuda.Event) -> None:
+def reads_frames_into_leases(
+    frames: Iterator[bytes], stager: ps.Stager, event: torch.cuda.Event
+) -> None:
     """The pool by hand, with the offset table."""
     pool = stager.pool
     pool.set_quota("frames", min_bytes="64MiB")
@@ -115,7 +119,10 @@ def saves_and_offloads(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     """Checkpoints, and an optimizer's state on the host, from one pool."""
     pool = ps.SlabPool("8GiB", budget=ps.HostBudget("64GiB", name="job-7"))
     stager = CheckpointStager(pool=pool)
-    with ps.offload.optimizer_state(optimizer, pool, min_bytes="4MiB") as state, ps.inspect.step_times() as steps:
+    with (
+        ps.offload.optimizer_state(optimizer, pool, min_bytes="4MiB") as state,
+        ps.inspect.step_times() as steps,
+    ):
         assert_type(state, ps.offload.Offloaded)
         with ps.offload.save_on_cpu(pool, keep_on_device=lambda tensor: tensor.dim() == 0):
             model(torch.zeros(3)).sum().backward()

@@ -1,4 +1,6 @@
-"""The pool, leases, memory resources and errors as a user writes them. Checked by mypy, never run."""
+"""The pool, leases, memory resources and errors as a user writes them. Checked by mypy, never
+run.
+"""
 
 from typing import assert_type
 
@@ -77,7 +79,13 @@ def errors(pool: ps.SlabPool) -> int:
         pool.acquire(1 << 40, timeout=0)
     except ps.errors.BudgetExceededError as error:
         _memory: MemoryError = error
-        return error.requested_bytes + error.held_bytes + error.leased_bytes + error.in_flight_bytes + error.max_bytes
+        return (
+            error.requested_bytes
+            + error.held_bytes
+            + error.leased_bytes
+            + error.in_flight_bytes
+            + error.max_bytes
+        )
     except ps.errors.AcquireTimeoutError as late:
         _timeout: TimeoutError = late
     except (

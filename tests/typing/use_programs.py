@@ -1,4 +1,6 @@
-"""Programs as users write them: results keep types, mistakes are found. Checked by mypy and pyright, never run."""
+"""Programs as users write them: results keep types, mistakes are found. Checked by mypy and
+pyright, never run.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_type
@@ -70,8 +72,18 @@ def a_transfer_is_no_batch(stager: ps.Stager, tensor: torch.Tensor) -> None:
 
 
 def a_loader() -> None:
-    loader = ps.DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=2, device="cuda", depth=3)
-    ps.DataLoader(Numbers(), 4, True, persistent_workers=True, num_workers=1, prefetch_factor=4, max_bytes="1GiB")
+    loader = ps.DataLoader(
+        Numbers(), batch_size=4, shuffle=True, num_workers=2, device="cuda", depth=3
+    )
+    ps.DataLoader(
+        Numbers(),
+        4,
+        True,
+        persistent_workers=True,
+        num_workers=1,
+        prefetch_factor=4,
+        max_bytes="1GiB",
+    )
     assert_type(loader.stats(), ps.LoaderStats)
     ps.DataLoader(Numbers(), bacth_size=4)  # type: ignore[call-arg]
     ps.DataLoader(Numbers(), num_worker=2)  # type: ignore[call-arg]

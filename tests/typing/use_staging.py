@@ -1,4 +1,6 @@
-"""Staging as a user writes it. Checked by mypy, never run; lines with an ignore must stay errors."""
+"""Staging as a user writes it. Checked by mypy, never run; lines with an ignore must stay
+errors.
+"""
 
 from collections.abc import Iterator
 from typing import Any, assert_type
@@ -23,7 +25,9 @@ def every_kind_of_device(pool: ps.SlabPool) -> None:
     ps.Stager(torch.device("cuda", 1), pool=pool, pack_threads=4)
     ps.Stager(0, max_bytes=1 << 30, pack_threads="auto")
     ps.Stager("cpu", keep_on_host=["['lengths']"])
-    ps.Stager("cpu", keep_on_host=lambda path, leaf: path.endswith("['lengths']") and leaf is not None)
+    ps.Stager(
+        "cpu", keep_on_host=lambda path, leaf: path.endswith("['lengths']") and leaf is not None
+    )
     with ps.Stager("cpu") as stager:
         assert_type(stager, ps.Stager)
 
@@ -55,7 +59,13 @@ def stats(stager: ps.Stager) -> int:
     assert_type(counted.pool, ps.PoolStats)
     assert_type(counted.pool.max_bytes_reason, str)
     assert_type(counted.pool.wait_seconds, float)
-    return counted.batches + counted.copies + counted.packed_leaves + counted.packed_bytes + counted.passthrough_leaves
+    return (
+        counted.batches
+        + counted.copies
+        + counted.packed_leaves
+        + counted.packed_bytes
+        + counted.passthrough_leaves
+    )
 
 
 def wrong(stager: ps.Stager, pool: ps.SlabPool, batch: object) -> None:

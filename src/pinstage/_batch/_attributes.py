@@ -20,7 +20,9 @@ def slots_of(cls: type) -> dict[str, Any]:
     for base in cls.__mro__:
         names = base.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
-            private = name.startswith("__") and not name.endswith("__")  # the compiler adds the class's name
+            private = name.startswith("__") and not name.endswith(
+                "__"
+            )  # the compiler adds the class's name
             stored = f"_{base.__name__.lstrip('_')}{name}" if private else name
             if stored in base.__dict__ and stored not in ("__dict__", "__weakref__"):
                 found.setdefault(stored, base.__dict__[stored])
@@ -51,10 +53,11 @@ def set_attributes(obj: Any, names: Iterable[str], values: Iterable[Any]) -> Non
 
 
 def builtin_base(cls: type) -> Any:
-    """Return the first class in the method resolution order that isn't written in Python: its methods call no override.
+    """Return the first class in the method resolution order that isn't written in Python: its
+    methods call no override.
 
-    Some such classes are heap types nevertheless (`deque` and `defaultdict` from Python 3.12 on). They are immutable,
-    or have a ``__new__`` of their own in C.
+    Some such classes are heap types nevertheless (`deque` and `defaultdict` from Python 3.12 on).
+    They are immutable, or have a ``__new__`` of their own in C.
     """
     return next(
         base
@@ -66,5 +69,7 @@ def builtin_base(cls: type) -> Any:
 
 
 def has_attributes_only(cls: type) -> bool:
-    """Return whether an instance has only its stored attributes, and its items if it is a dict, list or tuple."""
+    """Return whether an instance has only its stored attributes, and its items if it is a dict,
+    list or tuple.
+    """
     return builtin_base(cls) in (object, SimpleNamespace) or issubclass(cls, dict | list | tuple)

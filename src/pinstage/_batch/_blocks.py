@@ -1,7 +1,8 @@
-"""The leaves of a batch on a device: tensors of their own, or blocks that leaves of one dtype share.
+"""The leaves of a batch on a device: tensors of their own, or views of shared blocks.
 
-`make_blocks` makes these tensors from the offset table: by torch's C shim, or by torch's public functions where the
-shim can't be used, such as in a mode. A block is one tensor and one range of the host slab, so it is one copy.
+`make_blocks` makes these tensors from the offset table: by torch's C shim, or by torch's public
+functions where the shim can't be used, such as in a mode. A block is one tensor and one range of
+the host slab, so it is one copy.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ Blocks = _core.Blocks
 OwnStorage: TypeAlias = Literal["auto"] | bool
 
 OWN_LEAVES = 8
-"""In batches of at most this many leaves, each leaf has its own tensor by default. That costs 1 us per leaf; 16 leaves
-of 64 KiB take as long as one tensor and one copy."""
+"""In batches of at most this many leaves, each leaf has its own tensor by default. That costs 1 us
+per leaf; 16 leaves of 64 KiB take as long as one tensor and one copy."""
 
 
 class Sharing(IntEnum):
@@ -41,9 +42,9 @@ class Sharing(IntEnum):
 def sharing_of(own_storage: OwnStorage, leaves: int) -> Sharing:
     """Decide which leaves of a batch share device memory.
 
-    True gives each leaf its own tensor, False makes one slab. "auto" gives each leaf of a batch of few leaves its own
-    tensor, and makes blocks in others, where only leaves of 4 MiB and more have their own (see ``place_rows`` in
-    ``_native/table.c``).
+    True gives each leaf its own tensor, False makes one slab. "auto" gives each leaf of a batch of
+    few leaves its own tensor, and makes blocks in others, where only leaves of 4 MiB and more have
+    their own (see ``place_rows`` in ``_native/table.c``).
     """
     if own_storage == "auto":
         return Sharing.EACH if leaves <= OWN_LEAVES else Sharing.SHARED
@@ -61,14 +62,17 @@ def check_own_storage(own_storage: object) -> OwnStorage:
     raise ValueError(f"own_storage must be 'auto', True or False: {own_storage!r}")
 
 
-def make_blocks(table: Table, sharing: Sharing, device: torch.device, slab: torch.Tensor | None = None) -> Blocks:
+def make_blocks(
+    table: Table, sharing: Sharing, device: torch.device, slab: torch.Tensor | None = None
+) -> Blocks:
     """Make the tensors of a batch, on torch's current stream.
 
     Args:
         table: the offset table.
         sharing: which leaves share memory.
         device: the tensors' device; a CUDA device needs an index.
-        slab: uint8 ``[>= table.nbytes]``: the one tensor to use, starting at a multiple of `ALIGNMENT` bytes.
+        slab: uint8 ``[>= table.nbytes]``: the one tensor to use, starting at a multiple of
+            `ALIGNMENT` bytes.
 
     Raises:
         torch.OutOfMemoryError: there is no room for them.
@@ -79,7 +83,9 @@ def make_blocks(table: Table, sharing: Sharing, device: torch.device, slab: torc
     return Blocks.of(table.data, sharing, is_cuda, index, slab, _empty, _view)
 
 
-def _empty(code: int, shape: tuple[int, ...], stride: tuple[int, ...], is_cuda: int, index: int) -> torch.Tensor:
+def _empty(
+    code: int, shape: tuple[int, ...], stride: tuple[int, ...], is_cuda: int, index: int
+) -> torch.Tensor:
     device = torch.device("cuda", index) if is_cuda else torch.device("cpu")
     made = torch.empty_strided(shape, stride, dtype=DTYPES[code], device=device)
     check_is_plain(made)
@@ -89,12 +95,16 @@ def _empty(code: int, shape: tuple[int, ...], stride: tuple[int, ...], is_cuda: 
 def view_at(
     slab: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    """Return a view of a slab, or of any tensor's storage, from a byte behind its first element on."""
+    """Return a view of a slab, or of any tensor's storage, from a byte behind its first element
+    on.
+    """
     begin = int(slab.storage_offset()) * slab.itemsize + start
     return view_of(slab.untyped_storage(), begin, dtype, shape, stride)
 
 
-def _view(slab: torch.Tensor, code: int, start: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+def _view(
+    slab: torch.Tensor, code: int, start: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> torch.Tensor:
     dtype: Any = DTYPES[code]
     return view_at(slab, start, dtype, shape, stride)
 
@@ -103,17 +113,17 @@ class Match(NamedTuple):
     """The existing tensors that can take the packed leaves of a batch byte by byte."""
 
     memory: bytes
-    """For each row, two int64: the addresses of the tensor's first byte and of the byte behind its last. Both are -1 if
-    it isn't a plain tensor on the device with the dtype, shape and strides of its row, or if that can't be determined
-    quickly."""
+    """For each row, two int64: the addresses of the tensor's first byte and of the byte behind its
+    last. Both are -1 if it isn't a plain tensor on the device with the dtype, shape and strides of
+    its row, or if that can't be determined quickly."""
     is_complete: bool
     """Whether all packed rows have such a tensor, and no two share a byte."""
     dtype: int
     """The code of the dtype of all packed rows; -1 if they have several."""
     runs: list[tuple[int, int, int]]
-    """If the match is complete, the ranges of bytes that leaves form both in the slab and in the memory of these
-    tensors: the offset in the slab, the bytes, and the row that they begin with. Empty if there are nearly as many
-    ranges as leaves."""
+    """If the match is complete, the ranges of bytes that leaves form both in the slab and in the
+    memory of these tensors: the offset in the slab, the bytes, and the row that they begin with.
+    Empty if there are nearly as many ranges as leaves."""
 
 
 def match(table: Table, tensors: list[Any], device: torch.device) -> Match:
@@ -133,14 +143,17 @@ def bytes_at(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
-    """Make all leaves of a batch, in its order. Copies nothing; the views keep the slab's memory alive.
+    """Make all leaves of a batch, in its order. Copies nothing; the views keep the slab's memory
+    alive.
 
-    All views share the slab's storage, so `torch.Tensor.record_stream` of one counts for all. Each has a version
-    counter of its own: an in-place change of one does not make autograd refuse another.
+    All views share the slab's storage, so `torch.Tensor.record_stream` of one counts for all. Each
+    has a version counter of its own: an in-place change of one does not make autograd refuse
+    another.
 
     Args:
         table: the offset table.
-        slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT` bytes.
+        slab: uint8 ``[>= table.nbytes]``, on any device, starting at a multiple of `ALIGNMENT`
+            bytes.
         others: the values of the leaves that are not in the slab, in order.
     """
     size = slab.numel()
@@ -148,8 +161,8 @@ def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:
         raise ValueError(f"the slab is too small: {size} bytes for a layout of {table.nbytes}")
     if len(others) != table.others + table.moved:
         raise ValueError(
-            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that do not live in "
-            "the slab; pass layout.others(batch)"
+            f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves "
+            "that do not live in the slab; pass layout.others(batch)"
         )
     if size % ALIGNMENT:
         slab = slab[: table.nbytes]

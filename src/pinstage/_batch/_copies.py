@@ -1,9 +1,10 @@
-"""Objects taken apart into their items and stored attributes, and put together again as `copy.copy` would.
+"""Objects taken apart into items and attributes, and put together as `copy.copy` would.
 
-A new instance is made without calling ``__init__``. A subclass of dict or list may have state beside its items that the
-staged object must not share with the original. For example, a sorted dict has an inner list of its keys and bound
-methods of that list, and a copy by attributes would have the same inner list. So an object whose class defines how it
-is copied is copied that way. Then its items, and its attributes that hold tensors, are set to the staged ones.
+A new instance is made without calling ``__init__``. A subclass of dict or list may have state
+beside its items that the staged object must not share with the original. For example, a sorted dict
+has an inner list of its keys and bound methods of that list, and a copy by attributes would have
+the same inner list. So an object whose class defines how it is copied is copied that way. Then its
+items, and its attributes that hold tensors, are set to the staged ones.
 """
 
 from __future__ import annotations
@@ -29,22 +30,31 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 def _way_to_copy(cls: type) -> Any:
     """Return the function by which a class copies its instances; None if it doesn't define one."""
     base = builtin_base(cls)
-    for name, way in (("__copy__", None), ("copy", None), ("__reduce__", copy.copy), ("__reduce_ex__", copy.copy)):
+    for name, way in (
+        ("__copy__", None),
+        ("copy", None),
+        ("__reduce__", copy.copy),
+        ("__reduce_ex__", copy.copy),
+    ):
         own = getattr(cls, name, None)
         if callable(own) and own is not getattr(base, name, None):
             return way or own
     return None
 
 
-def attribute_handler(cls: Any, is_leaf: Callable[[Any], bool] | None = None) -> Handler | Callable[[], Any]:
-    """Return how an instance is taken apart into its items, if it has any, and its stored attributes.
+def attribute_handler(
+    cls: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Handler | Callable[[], Any]:
+    """Return how an instance is taken apart into its items, if it has any, and its stored
+    attributes.
 
-    In the usual case, an object consists only of its ``__dict__``. Then the walk just needs a function that makes an
-    empty object.
+    In the usual case, an object consists only of its ``__dict__``. Then the walk just needs a
+    function that makes an empty object.
 
     Args:
         cls: the class.
-        is_leaf: says whether an attribute is returned as the same object; None if a dict or list may share its state.
+        is_leaf: says whether an attribute is returned as the same object; None if a dict or list
+            may share its state.
     """
     base, has_items = builtin_base(cls), issubclass(cls, dict | list | tuple)
     if not has_items and not slots_of(cls) and cls.__dictoffset__:
@@ -54,11 +64,17 @@ def attribute_handler(cls: Any, is_leaf: Callable[[Any], bool] | None = None) ->
     def flatten(obj: Any) -> tuple[Any, Any]:
         keys, items = _items_of(base, obj) if has_items else ((), ())
         stored = stored_attributes(obj)
-        has_state = isinstance(obj, dict | list) and stored and getattr(obj, "__dict__", None) is not obj
+        has_state = (
+            isinstance(obj, dict | list) and stored and getattr(obj, "__dict__", None) is not obj
+        )
         if has_state and is_leaf is not None:
             made = None if duplicate is None else duplicate(obj)
             if type(made) is cls and made is not obj and base.__len__(made) == len(keys):
-                staged = {name: value for name, value in stored_attributes(made).items() if _is_staged(value)}
+                staged = {
+                    name: value
+                    for name, value in stored_attributes(made).items()
+                    if _is_staged(value)
+                }
                 set_attributes(made, staged, [None] * len(staged))
                 _set_items(base, made, keys, [None] * len(keys))
                 return (*items, *staged.values(), OnHost(made)), (keys, tuple(staged))
@@ -86,12 +102,16 @@ def attribute_handler(cls: Any, is_leaf: Callable[[Any], bool] | None = None) ->
 
 
 def _steps(metadata: Any) -> list[str]:
-    """Return the path of each item, then of each attribute: keys and names come first in the metadata."""
+    """Return the path of each item, then of each attribute: keys and names come first in the
+    metadata.
+    """
     return [*(f"[{key!r}]" for key in metadata[0]), *(f".{name}" for name in metadata[1])]
 
 
 def _items_of(base: Any, obj: Any) -> tuple[Any, Any]:
-    """Return the keys of a dict, or the indexes of a list or tuple, and its items, by methods of its builtin base."""
+    """Return the keys of a dict, or the indexes of a list or tuple, and its items, by methods of
+    its builtin base.
+    """
     if isinstance(obj, dict):
         return tuple(base.keys(obj)), base.values(obj)
     return range(base.__len__(obj)), base.__iter__(obj)
@@ -109,7 +129,9 @@ def _is_staged(value: Any) -> bool:
         return True
 
 
-def _check_shares_nothing(cls: type, stored: dict[str, Any], is_leaf: Callable[[Any], bool]) -> None:
+def _check_shares_nothing(
+    cls: type, stored: dict[str, Any], is_leaf: Callable[[Any], bool]
+) -> None:
     """Refuse an object that would share mutable state with its copy by attributes."""
     for name, value in stored.items():
         owner = value.__self__ if isinstance(value, _METHODS) else value
@@ -117,7 +139,8 @@ def _check_shares_nothing(cls: type, stored: dict[str, Any], is_leaf: Callable[[
             of = "a method of " if owner is not value else ""
             raise WrongFunctionsError(
                 cls,
-                f"its attribute {name} is {of}a {type(owner).__qualname__}, which the staged object would share with "
-                f"the original; use pinstage.register_node({cls.__qualname__}, flatten, unflatten), or give the class "
-                "a __copy__",
+                f"its attribute {name} is {of}a {type(owner).__qualname__}, which the staged "
+                "object would share with the original; use "
+                f"pinstage.register_node({cls.__qualname__}, flatten, unflatten), or give the "
+                "class a __copy__",
             )

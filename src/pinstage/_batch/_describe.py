@@ -1,7 +1,8 @@
 """A batch taken apart: its leaves, its structure, and the offset table.
 
-`_describe_leaf` describes a leaf in Python, and can describe any leaf. The extension describes the usual leaves itself
-(plain tensors on the right device, plain arrays, objects of types that hold no tensor), and calls it for all others.
+`_describe_leaf` describes a leaf in Python, and can describe any leaf. The extension describes the
+usual leaves itself (plain tensors on the right device, plain arrays, objects of types that hold no
+tensor), and calls it for all others.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from .._steps import step
 from ..errors import LayoutError
 from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom
 from ._nodes import is_container, moves_as_a_whole
-from ._refusals import check_yields_no_batches, hides_tensor, tensor_over, too_large, unknown_classes, without_memory
+from ._refusals import (
+    check_yields_no_batches,
+    hides_tensor,
+    tensor_over,
+    too_large,
+    unknown_classes,
+    without_memory,
+)
 from ._structure import Structure, walk
 from ._table import CODES, MOST_DIMS, RowKind, Table
 
@@ -28,7 +36,8 @@ class Keeping:
     """Which leaves of a stager's batches stay on the host.
 
     Args:
-        keep: their paths, or paths of containers of them, as in errors and `Slot`; or a function of path and leaf.
+        keep: their paths, or paths of containers of them, as in errors and `Slot`; or a function of
+            path and leaf.
 
     Attributes:
         says: the function; None for paths.
@@ -46,7 +55,8 @@ class Keeping:
             self.paths = tuple(given) if isinstance(given, Iterable) else (given,)
             if not all(isinstance(path, str) for path in self.paths):
                 raise TypeError(
-                    f"keep_on_host takes paths or a function of path and leaf: {keep!r}; a path is \"['lengths']\""
+                    f"keep_on_host takes paths or a function of path and leaf: {keep!r}; a path is "
+                    "\"['lengths']\""
                 )
         self._last: tuple[Structure | None, list[str], list[int]] = None, [], []
 
@@ -74,7 +84,9 @@ class Keeping:
             if is_first and not inside:  # later batches may have nothing there
                 there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
                 raise LayoutError(
-                    f"keep_on_host={container!r} leads to nothing in this batch; its leaves are at {there}", container
+                    f"keep_on_host={container!r} leads to nothing in this batch; its leaves are "
+                    f"at {there}",
+                    container,
                 )
             kept += inside
         return paths, kept
@@ -120,7 +132,9 @@ class Parts(NamedTuple):
     structure: Structure
     """The containers of the batch."""
     leaves: list[Any]
-    """Their contents. Tensors that torch conjugates or negates lazily are replaced by others that have the values."""
+    """Their contents. Tensors that torch conjugates or negates lazily are replaced by others that
+    have the values.
+    """
     table: Table
     """A row for each leaf."""
     sources: bytes
@@ -129,7 +143,9 @@ class Parts(NamedTuple):
     """Tensors to keep alive beside the leaves, because `sources` has their addresses."""
 
     def others(self) -> list[Any]:
-        """Return the leaves that aren't in the slab: those that aren't tensors, and those moved by ``.to()``."""
+        """Return the leaves that aren't in the slab: those that aren't tensors, and those moved by
+        ``.to()``.
+        """
         if not self.table.others and not self.table.moved:
             return []
         leaves, positions = self.leaves, self.table.positions(RowKind.OTHER, RowKind.MOVED)
@@ -151,8 +167,9 @@ def take_apart(
         walked: the result of `walk` for the tree, if it is known.
 
     Raises:
-        LayoutError: an object that holds tensors isn't a known container, an array cannot become a tensor, a tensor has
-            no memory, or the tree refers to itself, or is a loader or an iterator.
+        LayoutError: an object that holds tensors isn't a known container, an array cannot become a
+            tensor, a tensor has no memory, or the tree refers to itself, or is a loader or an
+            iterator.
     """
     while True:
         if walked is None:
@@ -168,7 +185,9 @@ def take_apart(
             walked = None  # a class was registered after its objects were met as leaves
 
 
-def describe(leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True) -> Parts:
+def describe(
+    leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True
+) -> Parts:
     """Describe the leaves of a tree; see `take_apart`.
 
     Args:
@@ -189,7 +208,9 @@ def describe(leaves: list[Any], structure: Structure, device: torch.device, *, a
             computed[id(leaf)] = found.source
         return found
 
-    figures, sources, kept = _native.core.describe(leaves, ATOM_TYPES, plainly, dlpack_device(device), arrays)
+    figures, sources, kept = _native.core.describe(
+        leaves, ATOM_TYPES, plainly, dlpack_device(device), arrays
+    )
     if computed:
         leaves[:] = [computed.get(id(leaf), leaf) for leaf in leaves]
     # `tuple.__new__` is faster than the constructors of these classes, which are Python functions.
@@ -201,12 +222,18 @@ class IsContainer(Exception):  # noqa: N818 - a signal, which never reaches a us
 
 
 def _describe_leaf(
-    leaves: list[Any], structure: Structure, device: torch.device, arrays: bool, leaf: Any, index: int
+    leaves: list[Any],
+    structure: Structure,
+    device: torch.device,
+    arrays: bool,
+    leaf: Any,
+    index: int,
 ) -> Described:
     """Describe a leaf.
 
-    The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; an object that holds no tensor, by
-    its type or after a search, and stays as it is; an object that moves by its own ``.to()``; and errors.
+    The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; an object that
+    holds no tensor, by its type or after a search, and stays as it is; an object that moves by its
+    own ``.to()``; and errors.
     """
     cls = type(leaf)
     if cls is Whole:
@@ -231,8 +258,12 @@ def _describe_leaf(
     return Described(RowKind.OTHER)
 
 
-def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.Tensor, index: int) -> Described:
-    """Describe how a tensor is sent: by its bytes if it is plain, on the device, and not part of a graph."""
+def _describe_tensor(
+    structure: Structure, device: torch.device, tensor: torch.Tensor, index: int
+) -> Described:
+    """Describe how a tensor is sent: by its bytes if it is plain, on the device, and not part of a
+    graph.
+    """
     if (
         type(tensor) is not torch.Tensor
         or tensor.device != device
@@ -251,7 +282,10 @@ def _describe_tensor(structure: Structure, device: torch.device, tensor: torch.T
     if tensor.numel():
         if has_no_memory(tensor):
             return Described(RowKind.MOVED)
-        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        reach = (
+            sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+            + 1
+        )
         needed = int(tensor.storage_offset() + reach) * tensor.itemsize
         if storage.nbytes() < needed or not tensor.data_ptr():
             raise without_memory(structure, tensor, needed, index)
@@ -266,8 +300,12 @@ def _describe_plain(structure: Structure, tensor: torch.Tensor, index: int) -> D
     if tensor.is_conj() or tensor.is_neg():  # lazily: its bytes aren't its values
         value = tensor.resolve_conj().resolve_neg()
         check_is_plain(value)
-        tensor = value if value.stride() == tensor.stride() else value.contiguous()  # as strided tensors are packed
-    return Described(RowKind.RAW, CODES[tensor.dtype], shape, tensor.stride(), tensor, tensor.data_ptr())
+        tensor = (
+            value if value.stride() == tensor.stride() else value.contiguous()
+        )  # as strided tensors are packed
+    return Described(
+        RowKind.RAW, CODES[tensor.dtype], shape, tensor.stride(), tensor, tensor.data_ptr()
+    )
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -281,7 +319,9 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Return whether a tensor of this shape and stride fills its memory without gaps or overlaps, in any order."""
+    """Return whether a tensor of this shape and stride fills its memory without gaps or overlaps,
+    in any order.
+    """
     expected = 1
     for distance, size in sorted(pair for pair in zip(stride, shape, strict=True) if pair[1] != 1):
         if distance != expected:

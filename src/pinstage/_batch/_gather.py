@@ -13,21 +13,30 @@ from ._describe import contiguous_stride
 from ._table import ALIGNMENT, INTEGERS, Place, RowKind, Table, dtype_of, lay_out
 
 DIRECT_BYTES = 1024 * 1024
-"""From this size on, a dense tensor is copied from where it is. Smaller ones are gathered first: a copy call costs 8
-us, in which the bus carries 0.4 MB, and a gathering kernel moves a megabyte in a microsecond."""
+"""From this size on, a dense tensor is copied from where it is. Smaller ones are gathered first: a
+copy call costs 8 us, in which the bus carries 0.4 MB, and a gathering kernel moves a megabyte in a
+microsecond."""
 
 _ROW_GROUP = 4
-"""From this number on, leaves that share dtype and trailing shape are joined as they are. Fewer are flattened and
-joined with other leaves of their dtype, since a kernel costs more than a few views."""
+"""From this number on, leaves that share dtype and trailing shape are joined as they are. Fewer are
+flattened and joined with other leaves of their dtype, since a kernel costs more than a few views.
+"""
 
 COPIED_AS_THEY_ARE = frozenset(
     {
         *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.complex64,
+            torch.complex128,
+        ),
     }
 )
-"""Dtypes that torch copies bit for bit everywhere; others are copied as integers of their size. That includes bools,
-whose bytes ``torch.cat`` would make 0 or 1."""
+"""Dtypes that torch copies bit for bit everywhere; others are copied as integers of their size.
+That includes bools, whose bytes ``torch.cat`` would make 0 or 1."""
 
 
 class Group(NamedTuple):
@@ -57,7 +66,9 @@ class Gathering(NamedTuple):
 
 
 def arrange(table: Table) -> Gathering:
-    """Give leaves places so that few kernels gather them: those of one kind side by side, large ones last."""
+    """Give leaves places so that few kernels gather them: those of one kind side by side, large
+    ones last.
+    """
     rows, groups, end = table.rows.copy(), [], 0
     for (dtype, trailing), members in _joined(table).items():
         start = end
@@ -79,7 +90,9 @@ def arrange(table: Table) -> Gathering:
 
 
 def _joined(table: Table) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """Return the small dense leaves that one kernel can join, by dtype and shape of a row (``()``: joined flat)."""
+    """Return the small dense leaves that one kernel can join, by dtype and shape of a row (``()``:
+    joined flat).
+    """
     alike: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
     for index, (_, nbytes, kind, dtype, ndim, _, shape, stride) in enumerate(table.entries()):
         if kind == RowKind.RAW and nbytes < DIRECT_BYTES:
@@ -94,7 +107,8 @@ def _joined(table: Table) -> dict[tuple[int, tuple[int, ...]], list[int]]:
 
 
 def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
-    """Copy the small and the strided leaves to their places in a slab, on their device's current stream.
+    """Copy the small and the strided leaves to their places in a slab, on their device's current
+    stream.
 
     Args:
         gathering: as `arrange` returned it.
@@ -112,7 +126,9 @@ def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
 
 
 def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
-    """Copy tensors of one dtype bit for bit: several into the rows of a tensor, or one into a tensor of its shape."""
+    """Copy tensors of one dtype bit for bit: several into the rows of a tensor, or one into a
+    tensor of its shape.
+    """
     if rows.dtype not in COPIED_AS_THEY_ARE:
         pieces, rows = list(map(as_integers, pieces)), as_integers(rows)
     if len(pieces) == 1:

@@ -1,4 +1,4 @@
-"""How a class of containers is taken apart, and put together again; checks of functions that users wrote."""
+"""How a class of containers is taken apart and put together; checks of users' functions."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ import torch
 from ..errors import LayoutError
 
 MOST_CLASSES = 1000
-"""The most classes that are remembered: a program may make new ones for each batch, which would never be collected."""
+"""The most classes that are remembered: a program may make new ones for each batch, which would
+never be collected.
+"""
 
-Flatten = Callable[[Any], tuple[Iterable[Any], Hashable] | tuple[Iterable[Any], Hashable, Iterable[Any]]]
+Flatten = Callable[
+    [Any], tuple[Iterable[Any], Hashable] | tuple[Iterable[Any], Hashable, Iterable[Any]]
+]
 Unflatten = Callable[[Any, Any], Any]
 
 
@@ -25,10 +29,12 @@ class Handler(NamedTuple):
     unflatten: Callable[..., Any]
     """Returns a new object from metadata and a tuple of children."""
     steps: Callable[[Any], Iterable[str]] | None = None
-    """Returns the paths of children from the metadata; children that it leaves out have the path of the object itself.
-    If it is None, children are numbered, unless there are path entries."""
+    """Returns the paths of children from the metadata; children that it leaves out have the path of
+    the object itself. If it is None, children are numbered, unless there are path entries."""
     asks: bool = False
-    """Whether both functions get a dict as their last argument, which all calls of one walk or one rebuild share."""
+    """Whether both functions get a dict as their last argument, which all calls of one walk or one
+    rebuild share.
+    """
 
 
 class WrongFunctionsError(LayoutError):
@@ -52,15 +58,21 @@ def _parts(cls: type, found: Any) -> tuple[Any, ...]:
     """Check what flatten returned; return it, with a tuple of children."""
     if not isinstance(found, tuple) or len(found) not in (2, 3):
         size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
-        raise WrongFunctionsError(cls, f"flatten returned a {type(found).__name__}{size}; return (children, context)")
+        raise WrongFunctionsError(
+            cls, f"flatten returned a {type(found).__name__}{size}; return (children, context)"
+        )
     children, *rest = found
     if isinstance(children, torch.Tensor | np.ndarray | str) or not hasattr(children, "__iter__"):
         raise WrongFunctionsError(
-            cls, f"flatten returned a {type(children).__name__} as children; return ((child, ...), context)"
+            cls,
+            f"flatten returned a {type(children).__name__} as children; return ((child, ...), "
+            "context)",
         )
     children = tuple(children)
     if len(rest) == 2 and rest[1] is not None:
         rest[1] = tuple(rest[1])
         if len(rest[1]) != len(children):
-            raise WrongFunctionsError(cls, f"flatten returned {len(children)} children and {len(rest[1])} path entries")
+            raise WrongFunctionsError(
+                cls, f"flatten returned {len(children)} children and {len(rest[1])} path entries"
+            )
     return children, *rest

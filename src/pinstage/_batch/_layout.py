@@ -20,7 +20,9 @@ class Slot(NamedTuple):
     """One row of the offset table: where a tensor is stored in the slab."""
 
     path: str
-    """Where it is in the batch, as you would write it after the batch's name; the first path if it appears twice."""
+    """Where it is in the batch, as you would write it after the batch's name; the first path if it
+    appears twice.
+    """
     offset: int
     """First byte, a multiple of `ALIGNMENT`."""
     nbytes: int
@@ -28,17 +30,22 @@ class Slot(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements. Dense and empty tensors keep theirs (channels-last, for example); others are contiguous."""
+    """In elements. Dense and empty tensors keep theirs (channels-last, for example); others are
+    contiguous.
+    """
     block: int
-    """Slots with the same number may share a tensor on the device; see `own_storage` of `Stager`."""
+    """Slots with the same number may share a tensor on the device; see `own_storage` of
+    `Stager`.
+    """
 
 
 class Layout:
     """The offset table of a nested batch, and its structure.
 
-    Made by `Layout.of`. Immutable, hashable, picklable. Two layouts are equal if their structures and slots are equal,
-    and the same leaves are contiguous. A layout holds nothing of a batch: neither its values nor the leaves that are
-    not in the slab (strings, numbers, tensors that cannot be packed).
+    Made by `Layout.of`. Immutable, hashable, picklable. Two layouts are equal if their structures
+    and slots are equal, and the same leaves are contiguous. A layout holds nothing of a batch:
+    neither its values nor the leaves that are not in the slab (strings, numbers, tensors that
+    cannot be packed).
     """
 
     __slots__ = ("_slots", "_structure", "_table")
@@ -53,8 +60,8 @@ class Layout:
         """Compute the layout of a batch.
 
         Raises:
-            LayoutError: an object that holds tensors is not a known container, an array cannot become a tensor, or a
-                tensor has no memory.
+            LayoutError: an object that holds tensors is not a known container, an array cannot
+                become a tensor, or a tensor has no memory.
         """
         parts = take_apart(batch)
         return cls(parts.structure, parts.table)
@@ -66,7 +73,9 @@ class Layout:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """A row for each tensor in the slab, in the order of the batch. Aligned, disjoint, inside ``[0, nbytes)``."""
+        """A row for each tensor in the slab, in the order of the batch. Aligned, disjoint, inside
+        ``[0, nbytes)``.
+        """
         if self._slots is None:
             paths, blocks = self._structure.paths(), self._table.rows["block"].tolist()
             places = self._table.places()
@@ -74,7 +83,8 @@ class Layout:
         return self._slots
 
     def others(self, batch: Any) -> list[Any]:
-        """Return the leaves of a batch of this layout that are not in the slab, in order; for `unpack`.
+        """Return the leaves of a batch of this layout that are not in the slab, in order; for
+        `unpack`.
 
         Raises:
             LayoutError: the batch has another layout.
@@ -82,11 +92,13 @@ class Layout:
         return self._parts_of(batch).others()
 
     def pack(self, batch: Any, dst: torch.Tensor) -> None:
-        """Write a batch of this layout into host memory. Blocks until the bytes are written, by one thread.
+        """Write a batch of this layout into host memory. Blocks until the bytes are written, by one
+        thread.
 
         Args:
             batch: a batch of this layout; its values may differ from those of the first batch.
-            dst: uint8 ``[>= nbytes]``, contiguous, on the CPU, starting at a multiple of `ALIGNMENT` bytes.
+            dst: uint8 ``[>= nbytes]``, contiguous, on the CPU, starting at a multiple of
+                `ALIGNMENT` bytes.
 
         Raises:
             LayoutError: the batch has another layout; nothing was written.
@@ -95,7 +107,10 @@ class Layout:
         parts = self._parts_of(batch)
         self._check_slab(dst, "dst")
         if not dst.is_cpu:
-            raise ValueError(f"dst must be on the CPU: it is on {dst.device}; pack into a lease's tensor, then copy")
+            raise ValueError(
+                f"dst must be on the CPU: it is on {dst.device}; pack into a lease's tensor, then "
+                "copy"
+            )
         if self.nbytes:
             pack(parts, dst)
 
@@ -103,8 +118,10 @@ class Layout:
         """Cut a slab into the batch stored in it. Copies nothing; the views keep `src` alive.
 
         Args:
-            src: uint8 ``[>= nbytes]``, contiguous, on any device, starting at a multiple of `ALIGNMENT` bytes.
-            others: the leaves that are not in the slab, in the order of the batch, as `others` returns them.
+            src: uint8 ``[>= nbytes]``, contiguous, on any device, starting at a multiple of
+                `ALIGNMENT` bytes.
+            others: the leaves that are not in the slab, in the order of the batch, as `others`
+                returns them.
 
         Returns:
             A batch of the same types, in which tensors and arrays are views of `src`.
@@ -119,8 +136,8 @@ class Layout:
         parts = take_apart(batch)
         if not parts.structure.matches(self._structure):
             raise LayoutError(
-                f"batch has another structure than the layout: {parts.structure} instead of {self._structure}; make a "
-                "layout with Layout.of(batch)"
+                f"batch has another structure than the layout: {parts.structure} instead of "
+                f"{self._structure}; make a layout with Layout.of(batch)"
             )
         if parts.table != self._table:
             raise self._mismatch(parts.table)
@@ -134,12 +151,14 @@ class Layout:
             or not slab.is_contiguous()
         ):
             raise ValueError(
-                f"{name} must be a contiguous uint8 tensor of one dimension: {type(slab).__name__} {slab.dtype} "
-                f"{list(slab.shape)}; pass lease.tensor(), or torch.empty(layout.nbytes, dtype=torch.uint8)"
+                f"{name} must be a contiguous uint8 tensor of one dimension: {type(slab).__name__} "
+                f"{slab.dtype} {list(slab.shape)}; pass lease.tensor(), or "
+                "torch.empty(layout.nbytes, dtype=torch.uint8)"
             )
         if slab.numel() < self.nbytes:
             raise ValueError(
-                f"{name} is too small: {slab.numel()} bytes for a layout of {self.nbytes}; pass at least layout.nbytes"
+                f"{name} is too small: {slab.numel()} bytes for a layout of {self.nbytes}; pass at "
+                "least layout.nbytes"
             )
         if not self.nbytes:
             return
@@ -147,12 +166,14 @@ class Layout:
         if held < self.nbytes or (slab.is_cpu and not slab.data_ptr()):
             raise ValueError(
                 f"{name} lacks the memory for its shape: {slab.numel()} bytes in a storage of "
-                f"{slab.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: pass another one"
+                f"{slab.untyped_storage().nbytes()}; it was freed or cut by resize_() of its "
+                "storage: pass another one"
             )
         if slab.storage_offset() % ALIGNMENT or slab.data_ptr() % ALIGNMENT:
             raise ValueError(
-                f"{name} must start at a multiple of {ALIGNMENT} bytes: offset {slab.storage_offset()}, address "
-                f"{slab.data_ptr():#x}; pass a whole slab or an aligned part of one"
+                f"{name} must start at a multiple of {ALIGNMENT} bytes: offset "
+                f"{slab.storage_offset()}, address {slab.data_ptr():#x}; pass a whole slab or an "
+                "aligned part of one"
             )
 
     def _mismatch(self, table: Table) -> LayoutError:
@@ -161,17 +182,21 @@ class Layout:
             if given != expected:
                 path = self._structure.path(leaf)
                 return LayoutError(
-                    f"batch{path} does not match the layout: {given} instead of {expected}; make a layout with "
-                    "Layout.of(batch)",
+                    f"batch{path} does not match the layout: {given} instead of {expected}; make "
+                    "a layout with Layout.of(batch)",
                     path,
                 )
         return LayoutError(
-            "batch does not match the layout: its leaves have other places in the slab; make a layout with "
-            "Layout.of(batch)"
+            "batch does not match the layout: its leaves have other places in the slab; make a "
+            "layout with Layout.of(batch)"
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._table == other._table and self._structure.matches(other._structure)
+        return (
+            isinstance(other, Layout)
+            and self._table == other._table
+            and self._structure.matches(other._structure)
+        )
 
     def __hash__(self) -> int:
         return hash(self._table)
@@ -186,11 +211,20 @@ class Layout:
         rows = [("path", "offset", "bytes", "dtype", "shape")]
         for slot in self.slots:
             numbers = str(slot.offset), str(slot.nbytes)
-            rows.append((slot.path or "(batch)", *numbers, name_of(slot.dtype), str(list(slot.shape))))
-        path, offset, nbytes, dtype, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [f"{a:<{path}}  {b:>{offset}}  {c:>{nbytes}}  {d:<{dtype}}  {e}" for a, b, c, d, e in rows]
+            rows.append(
+                (slot.path or "(batch)", *numbers, name_of(slot.dtype), str(list(slot.shape)))
+            )
+        path, offset, nbytes, dtype, _ = (
+            max(map(len, column)) for column in zip(*rows, strict=True)
+        )
+        lines = [
+            f"{a:<{path}}  {b:>{offset}}  {c:>{nbytes}}  {d:<{dtype}}  {e}"
+            for a, b, c, d, e in rows
+        ]
         padding = self.nbytes - self._table.payload_bytes
-        lines.append(f"{count(len(self.slots), 'slot')}, {self.nbytes} bytes, {padding} of them padding")
+        lines.append(
+            f"{count(len(self.slots), 'slot')}, {self.nbytes} bytes, {padding} of them padding"
+        )
         return "\n".join(lines)
 
 
@@ -213,13 +247,13 @@ def check_content(structure: Any, table: Any) -> None:
     """
     if not isinstance(structure, Structure) or not isinstance(table, Table):
         raise LayoutError(
-            f"not a layout: {type(structure).__name__} and {type(table).__name__} in place of a structure and an "
-            "offset table; compute the layout again with Layout.of(batch)"
+            f"not a layout: {type(structure).__name__} and {type(table).__name__} in place of a "
+            "structure and an offset table; compute the layout again with Layout.of(batch)"
         )
     if len(table.rows) != structure.num_leaves:
         raise LayoutError(
-            f"the structure has {structure.num_leaves} leaves and the offset table {len(table.rows)}; compute the "
-            "layout again with Layout.of(batch)"
+            f"the structure has {structure.num_leaves} leaves and the offset table "
+            f"{len(table.rows)}; compute the layout again with Layout.of(batch)"
         )
 
 

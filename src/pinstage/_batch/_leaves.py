@@ -40,21 +40,24 @@ class OnHost:
 def on_host(x: T) -> T:
     """Mark something in a batch that stays on the host. The staged batch contains `x` itself.
 
-    It is neither searched for tensors nor compared, so it may be anything: lengths that a kernel needs on the host, or
-    metadata that can't be hashed. From a loader's worker it arrives as a copy, made by pickle.
+    It is neither searched for tensors nor compared, so it may be anything: lengths that a kernel
+    needs on the host, or metadata that can't be hashed. From a loader's worker it arrives as a
+    copy, made by pickle.
 
     Args:
         x: the object that stays.
 
     Returns:
-        A wrapper, for use in the batch only. Type checkers see the type of `x`, but the wrapper has none of its
-        attributes.
+        A wrapper, for use in the batch only. Type checkers see the type of `x`, but the wrapper has
+        none of its attributes.
     """
     return OnHost(x)  # type: ignore[return-value]
 
 
 class Whole:
-    """A tensor of a registered class that moves by its own ``.to()`` after all, because it requires grad."""
+    """A tensor of a registered class that moves by its own ``.to()`` after all, because it requires
+    grad.
+    """
 
     __slots__ = ("obj",)
 
@@ -67,18 +70,29 @@ WRAPPERS = frozenset({OnHost, Whole})
 
 
 _ATOMS: tuple[type, ...] = (
-    str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum, np.generic, np.dtype,
-    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, torch.Generator, torch.UntypedStorage,
-    torch.TypedStorage, pathlib.PurePath, array.array, memoryview, re.Pattern, re.Match, dt.date, dt.time, dt.timedelta,
-    type({}.keys()), types.FunctionType, types.BuiltinFunctionType, types.MethodType,
-    types.ModuleType, types.TracebackType, types.FrameType, OnHost,
+    str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum,
+    np.generic, np.dtype, torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
+    torch.Generator, torch.UntypedStorage, torch.TypedStorage, pathlib.PurePath, array.array,
+    memoryview, re.Pattern, re.Match, dt.date, dt.time, dt.timedelta, type({}.keys()),
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+    types.TracebackType, types.FrameType, OnHost,
 )  # fmt: skip
 """Types that hold no tensor: leaves of these types and their subclasses are not searched."""
 
 _ATOM_LIBRARIES = ("PIL", "pyarrow")
-"""Libraries whose classes hold no tensor, either: searching their images and columns would take long."""
+"""Libraries whose classes hold no tensor, either: searching their images and columns would take
+long.
+"""
 
-_ITERABLES: tuple[Any, ...] = (list, tuple, set, frozenset, deque, type({}.values()), type({}.items()))
+_ITERABLES: tuple[Any, ...] = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    deque,
+    type({}.values()),
+    type({}.items()),
+)
 """Types whose items are searched by iterating."""
 
 _PYTHONS: tuple[Any, ...] = (dict, *_ITERABLES, types.MappingProxyType)
@@ -91,7 +105,9 @@ _SEARCH_LIMIT = 100_000
 """The most objects that are searched inside one leaf before it is refused as too large."""
 
 _FIRST_ITEMS, _LEVELS_OF_ITEMS = 16, 2
-"""The number of items that are read by an object's own ``__getitem__``, and the levels at which they are."""
+"""The number of items that are read by an object's own ``__getitem__``, and the levels at which
+they are.
+"""
 
 
 IS_ATOM: dict[type, bool] = {}
@@ -105,7 +121,9 @@ def is_atom(cls: type) -> bool:
     """Return whether objects of a type hold no tensor, whatever their value."""
     found = IS_ATOM.get(cls)
     if found is None:
-        IS_ATOM[cls] = found = issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
+        IS_ATOM[cls] = found = (
+            issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
+        )
         if found:
             ATOM_TYPES.add(cls)
     return found
@@ -115,7 +133,8 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
     """Return a tensor over a numpy array, without a copy where torch can read it in place.
 
     Returns:
-        The tensor, or None if the array is not numeric (strings, dates, records, objects): it is left as it is.
+        The tensor, or None if the array is not numeric (strings, dates, records, objects): it is
+        left as it is.
 
     Raises:
         TypeError: the array is numeric but torch has no such dtype (long double), or it is masked.
@@ -133,7 +152,9 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         array = array.view(np.ndarray)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if any(step < 0 for step in array.strides) or any(step % array.itemsize for step in array.strides):
+    if any(step < 0 for step in array.strides) or any(
+        step % array.itemsize for step in array.strides
+    ):
         array = array.copy(order="C")
     if array.dtype.char == "Q":  # ulonglong, which torch doesn't recognise as uint64
         array = array.view(np.uint64)
@@ -151,7 +172,8 @@ def as_tensor(leaf: Any) -> Any:
 def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a tensor over an array, with the strides of the buffer protocol.
 
-    An array's own strides may be meaningless in dimensions of one element. An empty tensor is contiguous.
+    An array's own strides may be meaningless in dimensions of one element. An empty tensor is
+    contiguous.
     """
     tensor = torch.from_numpy(array)
     if not array.size:
@@ -165,18 +187,22 @@ def _over(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _writable_alias(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the same memory as a writable array: torch warns of read-only arrays, and staging only reads."""
+    """Return the same memory as a writable array: torch warns of read-only arrays, and staging only
+    reads.
+    """
     interface = array.__array_interface__
-    owner = types.SimpleNamespace(array=array, __array_interface__=interface | {"data": (interface["data"][0], False)})
+    owner = types.SimpleNamespace(
+        array=array, __array_interface__=interface | {"data": (interface["data"][0], False)}
+    )
     return np.asarray(owner)
 
 
 def holds_tensor(leaf: Any) -> bool:
     """Return whether an unknown object has a tensor or an array somewhere inside.
 
-    Follows attributes, slots, Python's containers, the first items of others, and references that only the garbage
-    collector knows. Behind the last, only tensors count: a data frame keeps its numbers in arrays. Closures, bound
-    methods and iterators are not followed.
+    Follows attributes, slots, Python's containers, the first items of others, and references that
+    only the garbage collector knows. Behind the last, only tensors count: a data frame keeps its
+    numbers in arrays. Closures, bound methods and iterators are not followed.
 
     Raises:
         OverflowError: there is too much to search.
@@ -191,7 +217,9 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
 
 def _data_in(thing: Any) -> Iterator[Any]:
     """Yield each tensor and each numeric array in an object."""
-    seen: dict[int, Any] = {}  # keeps the objects alive: an item may be made when it is read, and its id used again
+    seen: dict[
+        int, Any
+    ] = {}  # keeps the objects alive: an item may be made when it is read, and its id used again
     pending = [(thing, 0, True)]
     while pending:
         if len(seen) > _SEARCH_LIMIT:
@@ -202,16 +230,22 @@ def _data_in(thing: Any) -> Iterator[Any]:
             yield obj
         elif not is_atom(type(obj)) and id(obj) not in seen:
             seen[id(obj)] = obj
-            pending.extend(_inside_array(obj, level, arrays) if is_array else _inside(obj, level, arrays))
+            pending.extend(
+                _inside_array(obj, level, arrays) if is_array else _inside(obj, level, arrays)
+            )
 
 
-def _inside_array(array: np.ndarray[Any, Any], level: int, arrays: bool) -> Iterator[tuple[Any, int, bool]]:
+def _inside_array(
+    array: np.ndarray[Any, Any], level: int, arrays: bool
+) -> Iterator[tuple[Any, int, bool]]:
     if array.dtype.kind == "O":
         yield from ((item, level, arrays) for item in array.ravel().tolist())
 
 
 def _inside(obj: Any, level: int, arrays: bool) -> Iterator[tuple[Any, int, bool]]:
-    """Yield what to search next: the objects inside another one, the level of items, and whether arrays count."""
+    """Yield what to search next: the objects inside another one, the level of items, and whether
+    arrays count.
+    """
     cls: Any = type(obj)
     if _has_more(cls):
         yield from ((inner, level, False) for inner in gc.get_referents(obj))
@@ -234,17 +268,22 @@ def _contents(obj: Any) -> Iterator[Any]:
 
 @lru_cache(MOST_CLASSES)
 def _has_more(cls: Any) -> bool:
-    """Return whether a class is made in C, so that its objects may hold more than Python's attributes and items."""
-    is_plain = builtin_base(cls) in (object, types.SimpleNamespace) and (cls.__dictoffset__ or slots_of(cls))
+    """Return whether a class is made in C, so that its objects may hold more than Python's
+    attributes and items.
+    """
+    is_plain = builtin_base(cls) in (object, types.SimpleNamespace) and (
+        cls.__dictoffset__ or slots_of(cls)
+    )
     return not is_plain and not issubclass(cls, _PYTHONS + _NO_CONTAINERS)
 
 
 @lru_cache(MOST_CLASSES)
 def _has_items(cls: Any) -> bool:
-    """Return whether the items of objects of a class can be read; False for Python's own containers.
+    """Return whether the items of objects of a class can be read; False for Python's own
+    containers.
 
-    A dataset makes its items when they are read, and so may an ``__iter__`` in Python; one in C is that of a container.
-    Sets compare their items, which tensors don't support.
+    A dataset makes its items when they are read, and so may an ``__iter__`` in Python; one in C is
+    that of a container. Sets compare their items, which tensors don't support.
     """
     if issubclass(cls, (*_PYTHONS, Dataset, DataLoader)):
         return False
@@ -264,7 +303,9 @@ def _first_items(obj: Any) -> list[Any]:
         if not hasattr(cls, "__getitem__"):
             found.extend(islice(obj, _FIRST_ITEMS))
         else:
-            for key in islice(obj.keys() if hasattr(cls, "keys") else range(len(obj)), _FIRST_ITEMS):
+            for key in islice(
+                obj.keys() if hasattr(cls, "keys") else range(len(obj)), _FIRST_ITEMS
+            ):
                 found.append(obj[key])  # noqa: PERF401 - items before an error count
     except Exception:  # noqa: BLE001 - objects may raise anything: then no more items are searched
         pass

@@ -1,9 +1,10 @@
 """Classes of other libraries, and the modules that take them apart.
 
-A library is recognised by the module of a class or of one of its bases. Its integration module is imported when one of
-its classes is first met, never before. That module has a function ``nodes(cls)``, which returns ``(flatten,
-unflatten)`` as `register_node` takes them, False for a class that moves as a whole by its own ``.to()``, or None. It
-may also call `register_tensor` and `register_node`.
+A library is recognised by the module of a class or of one of its bases. Its integration module is
+imported when one of its classes is first met, never before. That module has a function
+``nodes(cls)``, which returns ``(flatten, unflatten)`` as `register_node` takes them, False for a
+class that moves as a whole by its own ``.to()``, or None. It may also call `register_tensor` and
+`register_node`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from ._handler import Flatten, Handler, Unflatten
 from ._leaves import OnHost
 
 GROUP = "pinstage.nodes"
-"""The group of entry points for integrations in other packages. An entry point has the name of the library."""
+"""The group of entry points for integrations in other packages. An entry point has the name of the
+library.
+"""
 
 _SHIPPED = {
     "monai": "_monai",
@@ -32,14 +35,20 @@ _SHIPPED = {
     "torchvision": "_torchvision",
     "transformers": "_transformers",
 }
-"""The modules of `pinstage.integrations`, by package. Integrations in other packages aren't listed here."""
+"""The modules of `pinstage.integrations`, by package. Integrations in other packages aren't listed
+here.
+"""
 
 Nodes = Callable[[type], Any]
 
 
 def library_functions(cls: type) -> tuple[Flatten, Unflatten] | bool | None:
-    """Return how a class of a library is taken apart; False if it moves as a whole; None if no library knows it."""
-    for nodes in dict.fromkeys(nodes for base in cls.__mro__ for nodes in _that_know(base.__module__)):
+    """Return how a class of a library is taken apart; False if it moves as a whole; None if no
+    library knows it.
+    """
+    for nodes in dict.fromkeys(
+        nodes for base in cls.__mro__ for nodes in _that_know(base.__module__)
+    ):
         found: tuple[Flatten, Unflatten] | bool | None = nodes(cls)
         if found is not None:
             return found
@@ -70,7 +79,10 @@ def _nodes_of(package: str) -> Nodes | None:
         else:
             return None
     except Exception as error:  # noqa: BLE001 - any version of that library may raise anything
-        warn_once(f"classes of {package} are not recognised: {error!r}; register them with pinstage.register_node")
+        warn_once(
+            f"classes of {package} are not recognised: {error!r}; register them with "
+            "pinstage.register_node"
+        )
         return None
     return found  # type: ignore[no-any-return]
 
@@ -81,7 +93,9 @@ def _others() -> dict[str, metadata.EntryPoint]:
 
 
 def pytree_handler(cls: type) -> Handler | None:
-    """Return a handler of torch's pytree for a class; None if it has none. Its context stays on the host."""
+    """Return a handler of torch's pytree for a class; None if it has none. Its context stays on the
+    host.
+    """
     found = pytree_functions(cls)
     if found is None:
         return None

@@ -1,9 +1,9 @@
 """Containers: one table of handlers, by class, which the walk uses.
 
-Supported out of the box are dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict` and `UserList`,
-classes with the `StagingNode` protocol, classes of some libraries (`_libraries`), and classes that are registered with
-torch's pytree. Other classes are given to `register_node` and `register_tensor`. A class is looked up when it is first
-met.
+Supported out of the box are dict, list and tuple subclasses, dataclasses, attrs classes, `UserDict`
+and `UserList`, classes with the `StagingNode` protocol, classes of some libraries (`_libraries`),
+and classes that are registered with torch's pytree. Other classes are given to `register_node` and
+`register_tensor`. A class is looked up when it is first met.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def rebuild_of(cls: type) -> Any:
 def tensor_handler(cls: Any) -> Handler | None:
     """Return the handler for tensors of a class; None if they move by their own ``.to()``.
 
-    A tensor with tensors inside is taken apart by ``__tensor_flatten__``, the protocol of torch's compiler. Any other
-    becomes a plain tensor over the same memory, and its ``__dict__``. A tensor that is met twice in a walk is packed
-    once, because its parts are the same objects. The metadata is None for a tensor that moves as a whole.
+    A tensor with tensors inside is taken apart by ``__tensor_flatten__``, the protocol of torch's
+    compiler. Any other becomes a plain tensor over the same memory, and its ``__dict__``. A tensor
+    that is met twice in a walk is packed once, because its parts are the same objects. The metadata
+    is None for a tensor that moves as a whole.
     """
     rebuild = rebuild_of(cls)
     if rebuild is False:
@@ -70,13 +71,19 @@ def tensor_handler(cls: Any) -> Handler | None:
             return _once(met, (id(parts[0]), cls), parts[0], lambda plain: make(plain, kept))
         names, rest, context, size, stride = kept
         inner = dict(zip(metadata, parts, strict=True)) | rest
-        return cls.__tensor_unflatten__({name: inner[name] for name in names}, context, size, stride)
+        return cls.__tensor_unflatten__(
+            {name: inner[name] for name in names}, context, size, stride
+        )
 
-    return Handler(flatten, unflatten, lambda names: [f".{name}" for name in names or ()], asks=True)
+    return Handler(
+        flatten, unflatten, lambda names: [f".{name}" for name in names or ()], asks=True
+    )
 
 
 def _once(met: dict[Any, Any], key: Any, tensor: Any, make: Callable[[Any], Any]) -> Any:
-    """Return the object made for a key in this walk. The tensor is kept alive, since the key may have its id."""
+    """Return the object made for a key in this walk. The tensor is kept alive, since the key may
+    have its id.
+    """
     if key not in met:
         met[key] = make(tensor), tensor
     return met[key][0]
@@ -101,7 +108,7 @@ REGISTERED: dict[type, Any] = {}
 """The classes registered with `register_node`, each with its two functions, or `_BY_ATTRIBUTES`."""
 
 
-# -- Python's own, and torch's -----------------------------------------------------------------------------------------
+# -- Python's own, and torch's ---------------------------------------------------------------------
 
 
 def _flatten_dict(obj: Any) -> tuple[Any, Any]:
@@ -110,7 +117,9 @@ def _flatten_dict(obj: Any) -> tuple[Any, Any]:
     children, names = tuple(obj.values()), tuple(attributes)
     if names:
         children += tuple(attributes.values())
-    if any(isinstance(key, torch.Tensor) for key in keys):  # as in `optimizer.state`: a layout must not keep them
+    if any(
+        isinstance(key, torch.Tensor) for key in keys
+    ):  # as in `optimizer.state`: a layout must not keep them
         return (*children, OnHost(keys)), (factory, len(keys), names)
     return children, (factory, keys, names)
 
@@ -134,8 +143,11 @@ def _steps_of_dict(metadata: Any) -> list[str]:
 
 
 def _flatten_packed_sequence(packed: Any) -> tuple[Any, Any]:
-    # batch_sizes have to stay on the CPU (torch.nn.utils.rnn), so they are metadata; a tensor cannot be compared.
-    return (packed.data, packed.sorted_indices, packed.unsorted_indices), tuple(packed.batch_sizes.tolist())
+    # batch_sizes have to stay on the CPU (torch.nn.utils.rnn), so they are metadata; a tensor
+    # cannot be compared.
+    return (packed.data, packed.sorted_indices, packed.unsorted_indices), tuple(
+        packed.batch_sizes.tolist()
+    )
 
 
 def _unflatten_packed_sequence(batch_sizes: Any, children: Any) -> Any:
@@ -163,7 +175,9 @@ _BUILTIN: dict[type, Handler] = {
 
 
 def _sequence_handler(cls: Any) -> Any:
-    """Return how a named tuple, or a tuple of torch's ``return_types``, is taken apart; None for other classes."""
+    """Return how a named tuple, or a tuple of torch's ``return_types``, is taken apart; None for
+    other classes.
+    """
     if not issubclass(cls, tuple):
         return None
     if hasattr(cls, "_fields"):
@@ -171,22 +185,26 @@ def _sequence_handler(cls: Any) -> Any:
     if not hasattr(cls, "n_sequence_fields"):
         return None
     steps = [f".{name}" for name in cls.__match_args__]
-    return Handler(lambda obj: (tuple(obj), None), lambda _, children: cls(children), lambda _: steps)
+    return Handler(
+        lambda obj: (tuple(obj), None), lambda _, children: cls(children), lambda _: steps
+    )
 
 
-# -- what users register -----------------------------------------------------------------------------------------------
+# -- what users register ---------------------------------------------------------------------------
 
 
 @runtime_checkable
 class StagingNode(Protocol):
     """A class that needs no registration, because it has these two methods.
 
-    The convention is that of JAX and optree, so a class written for them works unchanged. ``tree_unflatten`` is a class
-    method.
+    The convention is that of JAX and optree, so a class written for them works unchanged.
+    ``tree_unflatten`` is a class method.
     """
 
     def tree_flatten(self) -> tuple[Iterable[Any], Hashable]:
-        """Return the children, in a fixed order, and hashable metadata that the children do not carry."""
+        """Return the children, in a fixed order, and hashable metadata that the children do not
+        carry.
+        """
         ...
 
     @classmethod
@@ -196,7 +214,9 @@ class StagingNode(Protocol):
 
 
 @overload
-def register_node(cls: type[T], flatten: Flatten | None = None, unflatten: Unflatten | None = None) -> type[T]: ...
+def register_node(
+    cls: type[T], flatten: Flatten | None = None, unflatten: Unflatten | None = None
+) -> type[T]: ...
 @overload
 def register_node(
     cls: None = None, flatten: Flatten | None = None, unflatten: Unflatten | None = None
@@ -204,48 +224,63 @@ def register_node(
 def register_node(
     cls: type[T] | None = None, flatten: Flatten | None = None, unflatten: Unflatten | None = None
 ) -> type[T] | Callable[[type[T]], type[T]]:
-    """Make a class known as a container, so that the tensors in it are staged. Also a class decorator.
+    """Make a class known as a container, so that the tensors in it are staged. Also a class
+    decorator.
 
-    Given the class alone, an object is staged by its attributes. The result is a shallow copy, made without calling
-    ``__init__``, in which tensors and arrays are staged and everything else is the same object. Attributes are what the
-    object stores in ``__dict__`` or slots; properties are neither read nor set. Subclasses are registered too.
+    Given the class alone, an object is staged by its attributes. The result is a shallow copy, made
+    without calling ``__init__``, in which tensors and arrays are staged and everything else is the
+    same object. Attributes are what the object stores in ``__dict__`` or slots; properties are
+    neither read nor set. Subclasses are registered too.
 
     Registering a class again in the same way does nothing.
 
     Args:
         cls: the class.
-        flatten: returns ``(children, context)`` of an object; the context must be hashable. Unhashable parts may be
-            children, as ``on_host(...)``. Needs `unflatten`.
-        unflatten: takes ``(children, context)``, the order of torch's pytree, and returns a new object. `children` is a
-            tuple.
+        flatten: returns ``(children, context)`` of an object; the context must be hashable.
+            Unhashable parts may be children, as ``on_host(...)``. Needs `unflatten`.
+        unflatten: takes ``(children, context)``, the order of torch's pytree, and returns a new
+            object. `children` is a tuple.
 
     Returns:
         `cls`, or a decorator if `cls` is None.
 
     Raises:
-        TypeError: `cls` is not a class, or is a tensor class; only one of the two functions was given; or neither was,
-            and the class keeps data outside its attributes (such as a subclass of `deque` or `set`).
-        ValueError: the class is registered already, in another way, or was met as a container before.
+        TypeError: `cls` is not a class, or is a tensor class; only one of the two functions was
+            given; or neither was, and the class keeps data outside its attributes (such as a
+            subclass of `deque` or `set`).
+        ValueError: the class is registered already, in another way, or was met as a container
+            before.
     """
     if cls is None:
         return lambda decorated: register_node(decorated, flatten, unflatten)
     if not isinstance(cls, type):
-        raise TypeError(f"register_node needs a class: {cls!r}; use it as @register_node or register_node(cls)")
+        raise TypeError(
+            f"register_node needs a class: {cls!r}; use it as @register_node or register_node(cls)"
+        )
     if (flatten is None) != (unflatten is None):
-        raise TypeError(f"register_node({cls.__name__}): flatten and unflatten go together; pass both or neither")
+        raise TypeError(
+            f"register_node({cls.__name__}): flatten and unflatten go together; pass both or "
+            "neither"
+        )
     if flatten is None and issubclass(cls, torch.Tensor):
-        raise TypeError(f"register_node({cls.__name__}): it is a class of tensors; use pinstage.register_tensor")
+        raise TypeError(
+            f"register_node({cls.__name__}): it is a class of tensors; use pinstage.register_tensor"
+        )
     if flatten is None and not has_attributes_only(cls):
         raise TypeError(
-            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data outside its attributes; "
-            "pass flatten and unflatten"
+            f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data "
+            "outside its attributes; pass flatten and unflatten"
         )
     how = _BY_ATTRIBUTES if flatten is None else (flatten, unflatten)
     is_known = cls in REGISTERED
-    if REGISTERED[cls] != how if is_known else cls in (*_BUILTIN, list, tuple) or HANDLERS.get(cls) is not None:
+    if (
+        REGISTERED[cls] != how
+        if is_known
+        else cls in (*_BUILTIN, list, tuple) or HANDLERS.get(cls) is not None
+    ):
         raise ValueError(
-            f"{cls.__module__}.{cls.__qualname__} is already registered in another way, or was met in a batch "
-            "before; register it once, before its first batch"
+            f"{cls.__module__}.{cls.__qualname__} is already registered in another way, or was met "
+            "in a batch before; register it once, before its first batch"
         )
     REGISTERED[cls] = how
     if not is_known:
@@ -255,39 +290,52 @@ def register_node(
 
 
 def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
-    """Make a subclass of `torch.Tensor` known, so that its tensors are packed with the rest. Also a class decorator.
+    """Make a subclass of `torch.Tensor` known, so that its tensors are packed with the rest. Also a
+    class decorator.
 
-    Its memory is sent like any tensor's, and the result has the same class. The object's ``__dict__`` stays on the host
-    and is returned unchanged. A class that wraps other tensors needs ``__tensor_flatten__`` and
-    ``__tensor_unflatten__``, as for torch's compiler. Subclasses are registered too. Tensors that require grad move by
-    their own ``.to()``.
+    Its memory is sent like any tensor's, and the result has the same class. The object's
+    ``__dict__`` stays on the host and is returned unchanged. A class that wraps other tensors needs
+    ``__tensor_flatten__`` and ``__tensor_unflatten__``, as for torch's compiler. Subclasses are
+    registered too. Tensors that require grad move by their own ``.to()``.
 
     Args:
         cls: the class.
-        rebuild: makes the staged object from the plain tensor and a dict of the attributes. None makes an object of the
-            same class with the same attributes. Not for a class with ``__tensor_flatten__``.
+        rebuild: makes the staged object from the plain tensor and a dict of the attributes. None
+            makes an object of the same class with the same attributes. Not for a class with
+            ``__tensor_flatten__``.
 
     Returns:
         `cls`.
 
     Raises:
-        TypeError: `cls` is not a subclass of `torch.Tensor`, or is `torch.nn.Parameter` or a subclass of it.
+        TypeError: `cls` is not a subclass of `torch.Tensor`, or is `torch.nn.Parameter` or a
+            subclass of it.
         ValueError: it was registered already, with another `rebuild`.
     """
     given: Any = cls
     if not (isinstance(given, type) and issubclass(given, torch.Tensor)) or given is torch.Tensor:
-        raise TypeError(f"register_tensor needs a subclass of torch.Tensor: {cls!r}; register_node takes containers")
+        raise TypeError(
+            f"register_tensor needs a subclass of torch.Tensor: {cls!r}; register_node takes "
+            "containers"
+        )
     if issubclass(cls, torch.nn.Parameter):
-        raise TypeError(f"register_tensor({cls.__name__}): parameters are not packed; they move by their own .to()")
+        raise TypeError(
+            f"register_tensor({cls.__name__}): parameters are not packed; they move by their own "
+            ".to()"
+        )
     if REBUILDS.get(cls, rebuild) is not rebuild or cls in REGISTERED:
-        raise ValueError(f"register_tensor({cls.__name__}): it is already registered in another way")
+        raise ValueError(
+            f"register_tensor({cls.__name__}): it is already registered in another way"
+        )
     REBUILDS[cls] = rebuild
     _forget_leaves(cls)
     return cls
 
 
 def _forget_leaves(cls: type) -> None:
-    """Forget a class and its subclasses that were met as leaves, so that they are looked up again."""
+    """Forget a class and its subclasses that were met as leaves, so that they are looked up
+    again.
+    """
     for known, handler in HANDLERS.copy().items():
         if handler is None and issubclass(known, cls):
             HANDLERS.pop(known, None)
@@ -300,34 +348,46 @@ def _tell_of_pinning(cls: type) -> None:
         return
     if torch.utils.data.get_worker_info() is None:  # only the main process warns
         warn_once(
-            f"{cls.__module__}.{cls.__qualname__}.pin_memory() is not called: pinstage packs the tensors of a batch "
-            "into page-locked memory of its own; do the rest of the method's work elsewhere"
+            f"{cls.__module__}.{cls.__qualname__}.pin_memory() is not called: pinstage packs the "
+            "tensors of a batch into page-locked memory of its own; do the rest of the method's "
+            "work elsewhere"
         )
 
 
 def moves_as_a_whole(cls: type) -> bool:
-    """Return whether objects of a class that isn't a container go to a device by their own ``.to(device)``.
+    """Return whether objects of a class that isn't a container go to a device by their own
+    ``.to(device)``.
 
-    This is the convention of Lightning and Accelerate. Modules don't count: their ``.to()`` changes the module.
+    This is the convention of Lightning and Accelerate. Modules don't count: their ``.to()`` changes
+    the module.
     """
-    return callable(getattr(cls, "to", None)) and (not issubclass(cls, torch.nn.Module) or moves_in_silence(cls))
+    return callable(getattr(cls, "to", None)) and (
+        not issubclass(cls, torch.nn.Module) or moves_in_silence(cls)
+    )
 
 
 def moves_in_silence(cls: type) -> bool:
-    """Return whether objects of a class are known to move as a whole, so that no warning is needed."""
+    """Return whether objects of a class are known to move as a whole, so that no warning is
+    needed.
+    """
     return library_functions(cls) is False
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 
 class _Handlers(dict[type, Any]):
-    """The handler of each class, looked up when it is first met; see ``structure_of`` in ``_native/structure.c``."""
+    """The handler of each class, looked up when it is first met; see ``structure_of`` in
+    ``_native/structure.c``.
+    """
 
     def __missing__(self, cls: type) -> Any:
         before = len(REGISTERED), len(REBUILDS)
         self[cls] = found = _find(cls)
-        if before != (len(REGISTERED), len(REBUILDS)):  # another thread may have registered it meanwhile
+        if before != (
+            len(REGISTERED),
+            len(REBUILDS),
+        ):  # another thread may have registered it meanwhile
             self.pop(cls, None)
         return found
 
@@ -336,7 +396,8 @@ HANDLERS = _Handlers()
 
 
 def forget_classes() -> None:
-    """Forget the classes that were met, if there are too many. Called before a walk, because one walk may meet as many.
+    """Forget the classes that were met, if there are too many. Called before a walk, because one
+    walk may meet as many.
 
     Existing structures stay usable: they hold their handlers.
     """
@@ -351,8 +412,8 @@ def is_container(cls: type, *, look_again: bool = False) -> bool:
 
     Args:
         cls: the class.
-        look_again: whether a class that was met as a leaf is looked up again: it may have been registered with torch's
-            pytree since.
+        look_again: whether a class that was met as a leaf is looked up again: it may have been
+            registered with torch's pytree since.
     """
     if look_again:
         HANDLERS.pop(cls, None)
@@ -362,8 +423,9 @@ def is_container(cls: type, *, look_again: bool = False) -> bool:
 def _find(cls: Any) -> Any:
     """Return the handler of a class; None for a leaf.
 
-    The first that applies: Python's and torch's own containers; registration; types that hold no tensor; the class's
-    library; registered tensors; the protocol; named tuples; attributes; torch's pytree.
+    The first that applies: Python's and torch's own containers; registration; types that hold no
+    tensor; the class's library; registered tensors; the protocol; named tuples; attributes; torch's
+    pytree.
     """
     if cls in _BUILTIN:
         return _BUILTIN[cls]
@@ -380,7 +442,9 @@ def _find(cls: Any) -> Any:
     own: Any = getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None)
     handler: Any = checked(cls, *own) if all(map(callable, own)) else _sequence_handler(cls)
     if handler is None and _goes_by_attributes(cls) and has_attributes_only(cls):
-        handler = attribute_handler(cls, None if issubclass(cls, _by_attributes()) else _stays_the_same)
+        handler = attribute_handler(
+            cls, None if issubclass(cls, _by_attributes()) else _stays_the_same
+        )
     if handler is None:
         handler = pytree_handler(cls)
     if handler is not None:
@@ -395,7 +459,11 @@ def _of_functions(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
 
 def _stays_the_same(obj: Any) -> bool:
     """Return whether a staged batch has an object as it is, although the object may change."""
-    return not isinstance(obj, torch.Tensor | np.ndarray) and not is_atom(type(obj)) and not is_container(type(obj))
+    return (
+        not isinstance(obj, torch.Tensor | np.ndarray)
+        and not is_atom(type(obj))
+        and not is_container(type(obj))
+    )
 
 
 def _by_attributes() -> tuple[type, ...]:
@@ -404,11 +472,15 @@ def _by_attributes() -> tuple[type, ...]:
 
 def _goes_by_attributes(cls: type) -> bool:
     plain = (dict, list, tuple, UserDict, UserList, *_by_attributes())
-    return issubclass(cls, plain) or dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
+    return (
+        issubclass(cls, plain) or dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
+    )
 
 
 def registration_of(cls: Any) -> Callable[[Any], Any] | None:
-    """Return the function that registers a class in another process, given the class alone; None if there is none."""
+    """Return the function that registers a class in another process, given the class alone; None if
+    there is none.
+    """
     if issubclass(cls, _by_attributes()):
         return register_node
     return register_tensor if issubclass(cls, torch.Tensor) and rebuild_of(cls) is None else None

@@ -1,4 +1,4 @@
-"""Packing a batch into a slab, with several threads, in chunks that are sent while the next one is packed."""
+"""Packing a batch into a slab by threads, in chunks that are sent one after the other."""
 
 from __future__ import annotations
 
@@ -44,13 +44,17 @@ def pack(parts: Parts, slab: HostSlab, skip: list[int] | None = None) -> None:
 
 
 MOST_THREADS = 12
-"""More threads gained nothing: 300 leaves of 1 MiB took as long with 8, 10 and 12 on the reference machine."""
+"""More threads gained nothing: 300 leaves of 1 MiB took as long with 8, 10 and 12 on the reference
+machine.
+"""
 
 PARALLEL_FROM_BYTES = 1024 * 1024
 """Below this size a second thread gains nothing: waking a sleeping one takes 0.05 ms."""
 
 REUSE_FROM_BYTES = 32 * 1024 * 1024
-"""A smaller batch is packed before places are free again: 8 leaves of 1 MiB took 13% longer with reuse."""
+"""A smaller batch is packed before places are free again: 8 leaves of 1 MiB took 13% longer with
+reuse.
+"""
 
 
 def most_threads(threads: int | Literal["auto"]) -> int:
@@ -67,24 +71,30 @@ def most_threads(threads: int | Literal["auto"]) -> int:
         return min(usable_cpus(), MOST_THREADS)
     if isinstance(threads, bool) or not isinstance(threads, int):
         raise TypeError(
-            f"pack_threads is a number of CPU threads: {threads!r}; pass an int, or 'auto' for the usable CPUs"
+            f"pack_threads is a number of CPU threads: {threads!r}; pass an int, or 'auto' for the "
+            "usable CPUs"
         )
     if threads < 1:
-        raise ValueError(f"pack_threads must be at least 1: {threads}; 1 packs in the calling thread")
+        raise ValueError(
+            f"pack_threads must be at least 1: {threads}; 1 packs in the calling thread"
+        )
     return threads
 
 
 def reuses_places(parts: Parts) -> bool:
-    """Return whether chunks of a batch are packed into the places of earlier chunks that have been copied.
+    """Return whether chunks of a batch are packed into the places of earlier chunks that have been
+    copied.
 
-    The caches still have these lines, so less goes to memory and back. That only helps if the CPU can move a line to
-    its last cache (CLDEMOTE): the bus reads slowly from the near caches of a dozen CPUs.
+    The caches still have these lines, so less goes to memory and back. That only helps if the CPU
+    can move a line to its last cache (CLDEMOTE): the bus reads slowly from the near caches of a
+    dozen CPUs.
     """
     return parts.table.nbytes >= REUSE_FROM_BYTES and bool(_native.core.demotes)
 
 
 def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = False) -> Any:
-    """Pack a batch, or begin to: a large batch is packed by threads of the extension, which run no Python code.
+    """Pack a batch, or begin to: a large batch is packed by threads of the extension, which run no
+    Python code.
 
     Args:
         parts: the batch.
@@ -93,17 +103,20 @@ def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = 
         reuses: whether places are reused; see `reuses_places`.
 
     Returns:
-        None if all bytes are in the slab. Else a job, which is a context manager. Its threads begin when the block is
-        entered. Until the block ends, the leaves must not change, and the slab must exist. ``ends`` has the end of each
-        chunk, in bytes of the batch, ascending. ``wait(chunk)`` returns when a chunk is complete; the calling thread
-        helps, and answers Ctrl-C meanwhile. Then ``place(chunk)`` returns where the chunk begins in the slab: at its
+        None if all bytes are in the slab. Else a job, which is a context manager. Its threads begin
+        when the block is entered. Until the block ends, the leaves must not change, and the slab
+        must exist. ``ends`` has the end of each chunk, in bytes of the batch, ascending.
+        ``wait(chunk)`` returns when a chunk is complete; the calling thread helps, and answers
+        Ctrl-C meanwhile. Then ``place(chunk)`` returns where the chunk begins in the slab: at its
         place in the batch, or at that of an earlier chunk, for which ``reuse(chunk)`` was called.
     """
     if parts.table.nbytes < PARALLEL_FROM_BYTES:
         pack(parts, slab)
         return None
     owner = parts, slab
-    return _native.core.Job(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, owner, threads, reuses)
+    return _native.core.Job(
+        parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, owner, threads, reuses
+    )
 
 
 def pack_by_threads(parts: Parts, slab: HostSlab, threads: int) -> None:
@@ -123,8 +136,9 @@ def windows(parts: Parts, most: int) -> Iterator[tuple[int, list[Any]]]:
         most: the most bytes of a window; a multiple of `ALIGNMENT`.
 
     Yields:
-        The first byte of each window in the batch's slab, and its leaves. Taken apart, they have the same places behind
-        that byte. A leaf of more than `most` bytes is cut into ranges of its bytes.
+        The first byte of each window in the batch's slab, and its leaves. Taken apart, they have
+        the same places behind that byte. A leaf of more than `most` bytes is cut into ranges of its
+        bytes.
     """
     rows = parts.table.rows
     start = 0
@@ -157,32 +171,41 @@ def _dense_bytes(parts: Parts, index: int) -> torch.Tensor:
 
 
 BORROW_FROM_BYTES = 256 * 1024
-"""Below this size, packing a leaf takes less time than checking whether it is page-locked and copying it by itself."""
+"""Below this size, packing a leaf takes less time than checking whether it is page-locked and
+copying it by itself.
+"""
 
 
 class Borrowed(NamedTuple):
     """A batch with leaves that are not packed, but copied from where they are."""
 
     leaves: list[tuple[int, int, int, int]]
-    """Byte ranges of these leaves: row, start and end in the leaf, and the address of the first byte."""
+    """Byte ranges of these leaves: row, start and end in the leaf, and the address of the first
+    byte.
+    """
     lenders: list[Any]
     """The tensors of these leaves, to be kept alive until the copies are done."""
     rest: Parts
     """The packed leaves, with their places in a host slab that has no room for the others."""
 
 
-def borrow(parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int]]]) -> Borrowed | None:
+def borrow(
+    parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int]]]
+) -> Borrowed | None:
     """Find the leaves of a batch that need no packing; None if there are none.
 
     These leaves are dense, page-locked, and have at least `BORROW_FROM_BYTES`.
 
     Args:
         parts: the batch.
-        pieces_of: returns the ranges in which a tensor's memory can be copied; none if it isn't page-locked.
+        pieces_of: returns the ranges in which a tensor's memory can be copied; none if it isn't
+            page-locked.
     """
     rows = parts.table.rows.copy()
     leaves, lenders, borrowed = [], [], []
-    for index in np.flatnonzero((rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)).tolist():
+    for index in np.flatnonzero(
+        (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)
+    ).tolist():
         leaf = parts.leaves[index]
         tensor = as_tensor(leaf)
         if pieces := pieces_of(tensor):

@@ -22,7 +22,9 @@ _MOST_NAMED = 32
 """The most classes named in one error: a linked structure may have any number."""
 
 
-def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -> torch.Tensor | None:
+def tensor_over(
+    structure: Structure, array: np.ndarray[Any, Any], index: int
+) -> torch.Tensor | None:
     """Return a tensor over a numpy array; None if it is not numeric.
 
     Raises:
@@ -32,7 +34,11 @@ def tensor_over(structure: Structure, array: np.ndarray[Any, Any], index: int) -
         tensor = from_array(array)
     except TypeError as error:
         masked = isinstance(array, np.ma.MaskedArray)
-        remedy = "pass .filled(...) and .mask separately" if masked else "convert it to a dtype that torch has"
+        remedy = (
+            "pass .filled(...) and .mask separately"
+            if masked
+            else "convert it to a dtype that torch has"
+        )
         what = f"numpy {type(array).__name__} {array.dtype} {list(array.shape)}"
         raise _refusal(structure, index, f"cannot be staged: {what}: {error}; {remedy}") from error
     if tensor is not None:
@@ -51,17 +57,18 @@ def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
     except OverflowError as error:
         name = type(leaf).__qualname__
         text = (
-            f"isn't a known container, and too large to search for tensors: {name}, {error}; make it known with "
-            f"pinstage.register_node({name}), or pass it as pinstage.on_host(...)"
+            f"isn't a known container, and too large to search for tensors: {name}, {error}; make "
+            f"it known with pinstage.register_node({name}), or pass it as pinstage.on_host(...)"
         )
         raise _refusal(structure, index, text) from error
 
 
 def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> LayoutError:
-    """Return an error that names all classes of a batch that hold tensors and aren't known containers.
+    """Return an error that names all classes of a batch that hold tensors and aren't known
+    containers.
 
-    Classes inside others are named, too: they would be refused next. The leaf at `index` is always named, even if it
-    has other items when it is searched again.
+    Classes inside others are named, too: they would be refused next. The leaf at `index` is always
+    named, even if it has other items when it is searched again.
     """
     found: dict[type, str] = {}
     _find_unknown(leaves, structure, None, found)
@@ -71,12 +78,18 @@ def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> Layo
     if issubclass(first, np.ndarray | set | frozenset):
         text = f"batch{path} holds tensors in {name}, which cannot be staged; use a list"
     else:
-        by_attributes = f"pinstage.register_node({name}), or " if has_attributes_only(first) else "pinstage."
-        text = (
-            f"batch{path} holds tensors and isn't a known container: {first.__module__}.{name}; make it known with "
-            f"{by_attributes}register_node({name}, flatten, unflatten), or give it tree_flatten and tree_unflatten"
+        by_attributes = (
+            f"pinstage.register_node({name}), or " if has_attributes_only(first) else "pinstage."
         )
-    lines = [f"\n    {_line(cls)}  # {cls.__module__}.{cls.__qualname__}, batch{where}" for cls, where in more]
+        text = (
+            f"batch{path} holds tensors and isn't a known container: {first.__module__}.{name}; "
+            f"make it known with {by_attributes}register_node({name}, flatten, unflatten), or give "
+            "it tree_flatten and tree_unflatten"
+        )
+    lines = [
+        f"\n    {_line(cls)}  # {cls.__module__}.{cls.__qualname__}, batch{where}"
+        for cls, where in more
+    ]
     return LayoutError(f"{text}{'; the same for' if lines else ''}{''.join(lines)}", path)
 
 
@@ -88,8 +101,11 @@ def _line(cls: type) -> str:
     return f"pinstage.register_node({cls.__qualname__}{functions})"
 
 
-def _find_unknown(leaves: list[Any], structure: Structure, where: str | None, found: dict[type, str]) -> None:
-    """Add the unknown classes that hold tensors, with the path of one object each, and the classes inside them.
+def _find_unknown(
+    leaves: list[Any], structure: Structure, where: str | None, found: dict[type, str]
+) -> None:
+    """Add the unknown classes that hold tensors, with the path of one object each, and the classes
+    inside them.
 
     Depth first, in the order of the batch. One object of each class is searched.
     """
@@ -115,8 +131,8 @@ def check_yields_no_batches(structure: Structure, leaf: Any, index: int) -> None
     """Refuse a whole batch that is a loader or an iterator."""
     if isinstance(leaf, Iterator | DataLoader | IterableDataset) and not structure.path(index):
         raise LayoutError(
-            f"batch is of type {type(leaf).__qualname__}, which yields batches: pass one of these, or iterate over "
-            "stager.prefetch(loader)",
+            f"batch is of type {type(leaf).__qualname__}, which yields batches: pass one of "
+            "these, or iterate over stager.prefetch(loader)",
             "",
         )
 
@@ -128,12 +144,14 @@ def too_large(structure: Structure, tensor: torch.Tensor, index: int) -> LayoutE
     return _refusal(structure, index, text)
 
 
-def without_memory(structure: Structure, tensor: torch.Tensor, needed: int, index: int) -> LayoutError:
+def without_memory(
+    structure: Structure, tensor: torch.Tensor, needed: int, index: int
+) -> LayoutError:
     """Return the error of a tensor whose storage is too small for it."""
     text = (
         f"lacks the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
-        f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: stage it before, or "
-        "fill it again"
+        f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: "
+        "stage it before, or fill it again"
     )
     return _refusal(structure, index, text)
 

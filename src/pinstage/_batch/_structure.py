@@ -22,7 +22,8 @@ _BRACKETS = {_DICT: "{}", _LIST: "[]", _TUPLE: "()"}
 class Structure(_core.Structure):
     """The containers of a batch, and where each leaf is. Holds nothing of the batch but metadata.
 
-    Two structures are equal if they rebuild alike, the order of keys included. Picklable. Made by `walk`.
+    Two structures are equal if they rebuild alike, the order of keys included. Picklable. Made by
+    `walk`.
     """
 
     __slots__ = ()
@@ -32,7 +33,9 @@ class Structure(_core.Structure):
         return self == other or self._sorted() == other._sorted()
 
     def _sorted(self) -> list[Any]:
-        return [(*node[:3], sorted(node[3]) if node[0] == _DICT else node[3]) for node in self.nodes()]
+        return [
+            (*node[:3], sorted(node[3]) if node[0] == _DICT else node[3]) for node in self.nodes()
+        ]
 
     def path(self, leaf: int) -> str:
         """Return where a leaf is, as you would write it after the batch's name."""
@@ -60,7 +63,9 @@ class Structure(_core.Structure):
         for operation, count, cls, keys in reversed(self.nodes()):
             inside = [made.pop() for _ in range(count)]
             if operation == _DICT:
-                inside = [f"{key!r}: {text}" for key, text in zip(sorted(keys), inside, strict=True)]
+                inside = [
+                    f"{key!r}: {text}" for key, text in zip(sorted(keys), inside, strict=True)
+                ]
             name = "" if operation in _BRACKETS else getattr(cls, "__name__", "None")
             brackets = _BRACKETS.get(operation, "()" if count else "")
             text = f"{name}{brackets[:1]}{', '.join(inside)}{brackets[1:]}"
@@ -69,8 +74,8 @@ class Structure(_core.Structure):
 
 
 _last: dict[tuple[type, int], Structure] = {}
-"""The structure of the last batch of each type and length. Verifying that a batch has this structure costs a third of
-walking it."""
+"""The structure of the last batch of each type and length. Verifying that a batch has this
+structure costs a third of walking it."""
 
 
 def _steps(operation: int, count: int, cls: Any, keys: Any) -> list[str]:
@@ -100,8 +105,8 @@ def _restore(registrations: dict[type, Callable[[Any], Any] | None], nodes: list
             register(cls)
         if HANDLERS[cls] is None:
             raise LayoutError(
-                f"{cls.__module__}.{cls.__qualname__} isn't registered in this process, only where the batch was "
-                "made; call pinstage.register_node where the class is defined",
+                f"{cls.__module__}.{cls.__qualname__} isn't registered in this process, only "
+                "where the batch was made; call pinstage.register_node where the class is defined",
                 "",
             )
     return Structure.restore(nodes, HANDLERS)
@@ -114,7 +119,8 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
         The leaves, and the structure. Keys of a dict are sorted if all of them are text.
 
     Raises:
-        LayoutError: the batch contains itself, is nested too deeply, or a class is taken apart wrongly.
+        LayoutError: the batch contains itself, is nested too deeply, or a class is taken apart
+            wrongly.
     """
     kind = type(batch)
     key = (kind, len(batch) if kind in (dict, list, tuple) else 0)
@@ -127,8 +133,9 @@ def walk(batch: Any) -> tuple[list[Any], Structure]:
         structure, leaves = Structure.of(batch, HANDLERS)
     except RecursionError:
         raise LayoutError(
-            "batch refers to itself, or is nested more than 1000 levels deep; stage the tensors without the back "
-            "reference, or register_node(cls, flatten, unflatten) the class that holds it",
+            "batch refers to itself, or is nested more than 1000 levels deep; stage the tensors "
+            "without the back reference, or register_node(cls, flatten, unflatten) the class "
+            "that holds it",
             "",
         ) from None
     except WrongFunctionsError as error:

@@ -1,7 +1,7 @@
 """The offset table: one compact buffer that says where each leaf of a batch is stored.
 
-A header, then a row for each leaf of the batch, in order; see `row_type`. The extension writes and reads the same
-format (``_native/core.h``), and other processes may read it.
+A header, then a row for each leaf of the batch, in order; see `row_type`. The extension writes and
+reads the same format (``_native/core.h``), and other processes may read it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from ..errors import LayoutError
 _NAMES = (
     "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "bool",
     "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
-    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
-    "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
-    "int1", "int2", "int3", "int4", "int5", "int6", "int7",
-    "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+    "float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "int1", "int2", "int3",
+    "int4", "int5", "int6", "int7", "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
 )  # fmt: skip
 """In the order of their codes, which are stored in tables: new names are added at the end."""
 
 DTYPES: tuple[torch.dtype | None, ...] = tuple(getattr(torch, name, None) for name in _NAMES)
-"""By code; None if this torch does not have the dtype. A tensor of another dtype is moved by its own ``.to()``."""
+"""By code; None if this torch does not have the dtype. A tensor of another dtype is moved by its
+own ``.to()``.
+"""
 
-CODES: dict[torch.dtype, int] = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
+CODES: dict[torch.dtype, int] = {
+    dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None
+}
 
 
 def dtype_of(code: int) -> torch.dtype:
@@ -45,16 +48,17 @@ def dtype_of(code: int) -> torch.dtype:
 
 
 ALIGNMENT = 16
-"""Each leaf starts at a multiple of this many bytes: the size of the largest element torch stores (complex128; a view
-of another dtype needs an offset that is a multiple of its element), and of the widest load of a GPU thread, which
-cuBLAS, bulk copies and vectorised kernels ask for."""
+"""Each leaf starts at a multiple of this many bytes: the size of the largest element torch stores
+(complex128; a view of another dtype needs an offset that is a multiple of its element), and of the
+widest load of a GPU thread, which cuBLAS, bulk copies and vectorised kernels ask for."""
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Stand-ins for dtypes of each size, where only the bits count."""
 
 _FORMATS = {
-    "bool": "?", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i", "uint32": "I", "int64": "lq",
-    "uint64": "LQ", "float16": "e", "float32": "f", "float64": "d", "complex64": "Zf", "complex128": "Zd",
+    "bool": "?", "int8": "b", "uint8": "B", "int16": "h", "uint16": "H", "int32": "i",
+    "uint32": "I", "int64": "lq", "uint64": "LQ", "float16": "e", "float32": "f", "float64": "d",
+    "complex64": "Zf", "complex128": "Zd",
 }  # fmt: skip
 """numpy's characters for dtypes (each character of the right size counts)."""
 
@@ -63,7 +67,9 @@ def _tell_the_extension() -> None:
     samples = {}
     for dtype, code in CODES.items():
         _native.core.add_dtype(code, dtype.itemsize, _FORMATS.get(_NAMES[code], ""))
-        with suppress(RuntimeError, TypeError, NotImplementedError):  # such tensors are described in Python
+        with suppress(
+            RuntimeError, TypeError, NotImplementedError
+        ):  # such tensors are described in Python
             samples[code] = torch.zeros(ALIGNMENT, dtype=torch.uint8, device="cpu").view(dtype)
     learn_tensors(samples)
 
@@ -102,7 +108,9 @@ PACKED = (RowKind.RAW, RowKind.STRIDED)
 
 @lru_cache(maxsize=16)
 def _among(kinds: tuple[RowKind, ...]) -> np.ndarray[Any, np.dtype[np.bool]]:
-    """Return, for each kind, whether it is one of `kinds`. ``np.isin`` would take five times as long for few leaves."""
+    """Return, for each kind, whether it is one of `kinds`. ``np.isin`` would take five times as
+    long for few leaves.
+    """
     return np.array([kind in kinds for kind in RowKind])
 
 
@@ -112,7 +120,14 @@ def row_type(width: int) -> np.dtype[np.void]:
     return np.dtype(
         {
             "names": ["offset", "nbytes", "kind", "dtype", "ndim", "block", "shape", "stride"],
-            "formats": [np.int64, np.int64, *[np.uint8] * 3, np.uint32, (np.int64, width), (np.int64, width)],
+            "formats": [
+                np.int64,
+                np.int64,
+                *[np.uint8] * 3,
+                np.uint32,
+                (np.int64, width),
+                (np.int64, width),
+            ],
             "offsets": [0, 8, 16, 17, 18, 20, 24, 24 + 8 * width],
             "itemsize": 24 + 16 * width,
         }
@@ -138,7 +153,9 @@ def place_of(entry: tuple[Any, ...]) -> Place:
 
 
 class Table(NamedTuple):
-    """Where each leaf of a batch is stored in a slab. Holds nothing of the batch. Equal if the buffers are equal."""
+    """Where each leaf of a batch is stored in a slab. Holds nothing of the batch. Equal if the
+    buffers are equal.
+    """
 
     data: bytes
     """The buffer; the other fields can be read from it."""
@@ -158,8 +175,8 @@ class Table(NamedTuple):
         """Read a table.
 
         Args:
-            data: a buffer from elsewhere. Rows that contradict themselves, overlap, or lead outside of their slab are
-                refused.
+            data: a buffer from elsewhere. Rows that contradict themselves, overlap, or lead outside
+                of their slab are refused.
 
         Raises:
             LayoutError: it is not such a table.
@@ -170,7 +187,8 @@ class Table(NamedTuple):
             return cls(*_native.core.figures(data))
         except ValueError as error:
             raise LayoutError(
-                f"not an offset table of this version of pinstage: {error}; compute it again with Layout.of(batch)"
+                f"not an offset table of this version of pinstage: {error}; compute it again with "
+                "Layout.of(batch)"
             ) from None
 
     @property
@@ -180,7 +198,9 @@ class Table(NamedTuple):
         return np.frombuffer(self.data, dtype=row_type(width), offset=_HEADER.size)
 
     def entries(self) -> Iterator[tuple[Any, ...]]:
-        """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim, block, shape, stride."""
+        """Yield each row as Python's own numbers and lists: offset, nbytes, kind, dtype, ndim,
+        block, shape, stride.
+        """
         rows = self.rows
         return zip(*(rows[name].tolist() for name in rows.dtype.names or ()), strict=True)
 
@@ -195,10 +215,14 @@ class Table(NamedTuple):
         return found
 
     def by_offset(self, *kinds: RowKind) -> list[int]:
-        """Return the numbers of the leaves of some kinds, in the order in which they are stored in the slab."""
+        """Return the numbers of the leaves of some kinds, in the order in which they are stored in
+        the slab.
+        """
         found = np.array(self.positions(*kinds), dtype=np.intp)
         rows = self.rows[found]
-        order: list[int] = found[np.lexsort((rows["nbytes"], rows["offset"]))].tolist()  # an empty leaf comes first
+        order: list[int] = found[
+            np.lexsort((rows["nbytes"], rows["offset"]))
+        ].tolist()  # an empty leaf comes first
         return order
 
     def moved_to(self, rows: np.ndarray[Any, np.dtype[np.void]], nbytes: int) -> Table:
@@ -209,14 +233,18 @@ class Table(NamedTuple):
             nbytes: the new size of the slab.
         """
         magic, count, width, _ = _HEADER.unpack_from(self.data)
-        return self._replace(data=_HEADER.pack(magic, count, width, nbytes) + rows.tobytes(), nbytes=nbytes)
+        return self._replace(
+            data=_HEADER.pack(magic, count, width, nbytes) + rows.tobytes(), nbytes=nbytes
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Table.of_bytes, (self.data,)
 
 
 def lay_out(rows: np.ndarray[Any, np.dtype[np.void]], order: Iterable[int], start: int = 0) -> int:
-    """Give rows of a table places in the slab, one behind the other; return the end of the last one."""
+    """Give rows of a table places in the slab, one behind the other; return the end of the last
+    one.
+    """
     for index in order:
         rows["offset"][index] = start
         start += round_up(int(rows["nbytes"][index]), ALIGNMENT)

@@ -15,12 +15,16 @@ from .probes import WRONG, in_this_torch, warn_once
 
 
 def ownership(lock: Any) -> Callable[[], bool]:
-    """Return the function that says whether this thread has a `threading.RLock`; `threading.Condition` uses it."""
+    """Return the function that says whether this thread has a `threading.RLock`;
+    `threading.Condition` uses it.
+    """
     return lock._is_owned  # type: ignore[no-any-return]
 
 
 is_profiling: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
-"""Returns whether a torch profiler runs. If that can't be known, steps aren't marked in profiles."""
+"""Returns whether a torch profiler runs. If that can't be known, steps aren't marked in
+profiles.
+"""
 
 
 def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
@@ -29,12 +33,19 @@ def ids_of(stream: torch.cuda.Stream) -> tuple[int, int, int]:
 
 
 def changes_its_loading(module: torch.nn.Module) -> bool:
-    """Return whether a module's tensors can't be loaded by copying: it, its class or a hook takes part."""
+    """Return whether a module's tensors can't be loaded by copying: it, its class or a hook takes
+    part.
+    """
     base, kind = torch.nn.Module, type(module)
     # BatchNorm and InstanceNorm override it only for checkpoints of torch 0.4 and older.
-    harmless = [known._load_from_state_dict for known in (base, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)]
+    harmless = [
+        known._load_from_state_dict
+        for known in (base, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)
+    ]
     names = "load_state_dict", "get_extra_state", "set_extra_state"
-    is_own = kind._load_from_state_dict not in harmless or any(getattr(kind, n) is not getattr(base, n) for n in names)
+    is_own = kind._load_from_state_dict not in harmless or any(
+        getattr(kind, n) is not getattr(base, n) for n in names
+    )
     is_own = is_own or not vars(module).keys().isdisjoint({"_load_from_state_dict", *names})
     return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
 
@@ -62,7 +73,8 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, boo
     Its submodules and its `state_dict` aren't asked.
 
     Yields:
-        The tensor's name, the tensor, and whether checkpoints have it (it isn't a non-persistent buffer).
+        The tensor's name, the tensor, and whether checkpoints have it (it isn't a non-persistent
+        buffer).
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -102,7 +114,9 @@ def check_checkpoints_are_known() -> None:
 
 
 class CudaCalls(NamedTuple):
-    """torch's functions for this thread's current device and streams. Making a stream object takes ten times longer."""
+    """torch's functions for this thread's current device and streams. Making a stream object takes
+    ten times longer.
+    """
 
     device: Callable[[], int]
     stream: Callable[[int], tuple[int, int, int]]
@@ -119,7 +133,12 @@ def cuda_calls() -> CudaCalls:
     device, c = torch.cuda.current_device(), torch._C
     current = torch.cuda.current_stream(device)
     try:
-        found = CudaCalls(c._cuda_getDevice, c._cuda_getCurrentStream, c._cuda_getCurrentRawStream, c._cuda_setStream)
+        found = CudaCalls(
+            c._cuda_getDevice,
+            c._cuda_getCurrentStream,
+            c._cuda_getCurrentRawStream,
+            c._cuda_setStream,
+        )
         answers = found.device(), found.stream(device), found.raw_stream(device)
         if answers == (device, ids_of(current), current.cuda_stream):
             return found
@@ -140,23 +159,29 @@ def cuda_calls() -> CudaCalls:
 def pytree_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
     """Return torch's pytree functions for a class: flatten, and unflatten.
 
-    The second rebuilds an object from a list of children and the context. None if torch doesn't know the class, or
-    stores the functions in another way.
+    The second rebuilds an object from a list of children and the context. None if torch doesn't
+    know the class, or stores the functions in another way.
     """
     node = getattr(torch.utils._pytree, "SUPPORTED_NODES", {}).get(cls)
     return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the strided tensors that hold a tensor's memory: itself, or the parts of a sparse or nested one.
+    """Return the strided tensors that hold a tensor's memory: itself, or the parts of a sparse or
+    nested one.
 
     Raises:
         RuntimeError: this torch shows the parts of a sparse tensor only if it is coalesced.
     """
     if tensor.is_nested:
         return [tensor.values()]
-    if tensor.layout is torch.sparse_coo:  # torch's manual names both, for tensors that are not coalesced
-        return [getattr(tensor, "_indices", tensor.indices)(), getattr(tensor, "_values", tensor.values)()]
+    if (
+        tensor.layout is torch.sparse_coo
+    ):  # torch's manual names both, for tensors that are not coalesced
+        return [
+            getattr(tensor, "_indices", tensor.indices)(),
+            getattr(tensor, "_values", tensor.values)(),
+        ]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -188,9 +213,13 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
 
     metadata.shards_metadata = [here(shard) for shard in metadata.shards_metadata]
     local = [module.Shard(tensor, here(old)) for tensor, old in shards]
-    made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+    made: torch.Tensor = module.ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, metadata
+    )
     return made
 
 
 copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], object] = torch._foreach_copy_
-"""Copies tensors, the second argument, to others on the same device: in few kernels if torch can, else one by one."""
+"""Copies tensors, the second argument, to others on the same device: in few kernels if torch can,
+else one by one.
+"""

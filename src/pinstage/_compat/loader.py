@@ -1,7 +1,7 @@
 """torch's loader: its collation, its iterator, and its workers.
 
-Its private names are those of the versions that are tested. If one of them is gone, `why_loader_is_unknown`
-says so, and batches are staged in the main process.
+Its private names are those of the versions that are tested. If one of them is gone,
+`why_loader_is_unknown` says so, and batches are staged in the main process.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from .probes import in_this_torch
 _data: Any = torch.utils.data
 
 _LOADER_HAS = (
-    "_utils.collate.collate", "_utils.collate.collate_tensor_fn", "_utils.collate.default_collate_fn_map",
-    "_utils.signal_handling._remove_worker_pids",
+    "_utils.collate.collate", "_utils.collate.collate_tensor_fn",
+    "_utils.collate.default_collate_fn_map", "_utils.signal_handling._remove_worker_pids",
     "_utils.signal_handling._set_worker_pids", "_utils.worker._ResumeIteration",
     "dataloader._DatasetKind.Map", "dataloader._MultiProcessingDataLoaderIter",
 )  # fmt: skip
 """Names of `torch.utils.data` that are used here."""
 
 _ITERATOR_HAS = (
-    "_data_queue", "_in_order", "_index_queues", "_next_data", "_num_yielded", "_persistent_workers", "_rcvd_idx",
-    "_reset", "_send_idx", "_shutdown_workers", "_worker_pids_set", "_worker_result_queue", "_workers",
-    "_workers_done_event", "_workers_status",
+    "_data_queue", "_in_order", "_index_queues", "_next_data", "_num_yielded",
+    "_persistent_workers", "_rcvd_idx", "_reset", "_send_idx", "_shutdown_workers",
+    "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event",
+    "_workers_status",
 )  # fmt: skip
 """Names of the loader's iterator that are used here and in `_loader`."""
 
@@ -63,7 +64,10 @@ def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
     missing = [name for name in _ITERATOR_HAS if not hasattr(batches, name)]
     if {"_data_queue", "_workers"} <= set(missing):
         kind = f"{type(batches).__module__}.{type(batches).__qualname__}"
-        return f"its iterator is a {kind}, which has work to do here; with filter_per_worker=True, PyG's has none"
+        return (
+            f"its iterator is a {kind}, which has work to do here; with filter_per_worker=True, "
+            "PyG's has none"
+        )
     if missing:
         return in_this_torch(f"has no {', '.join(missing)} any more in its loader's iterator")
     source = batches._data_queue
@@ -72,7 +76,7 @@ def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
     return why_loader_is_unknown()
 
 
-# -- collation ---------------------------------------------------------------------------------------------------------
+# -- collation -------------------------------------------------------------------------------------
 
 
 def pin_as_loader(batch: Any) -> Any:
@@ -85,24 +89,28 @@ def collation() -> Any:
     return _data._utils.collate
 
 
-# -- the iterator ------------------------------------------------------------------------------------------------------
+# -- the iterator ----------------------------------------------------------------------------------
 
 
 def queue_file(source: Any) -> int:
-    """Return the descriptor of a `multiprocessing.Queue` that is readable when there is a message."""
+    """Return the descriptor of a `multiprocessing.Queue` that is readable when there is a
+    message.
+    """
     return int(source._reader.fileno())
 
 
 def close_writing_end(source: Any) -> None:
-    """Close this process's writing end of a `multiprocessing.Queue`: then reading half a message ends."""
+    """Close this process's writing end of a `multiprocessing.Queue`: then reading half a message
+    ends.
+    """
     source._writer.close()
 
 
 def next_batch(batches: Any) -> Any:
     """Return ``next(batches)`` of torch's iterator.
 
-    While no profiler runs, this leaves out the range that torch marks for profilers: its end releases the interpreter
-    lock, which another thread may then take.
+    While no profiler runs, this leaves out the range that torch marks for profilers: its end
+    releases the interpreter lock, which another thread may then take.
     """
     if (
         is_profiling()
@@ -133,7 +141,8 @@ def end_workers(batches: Any) -> None:
 
 
 class Workers:
-    """The workers of torch's iterator, which can be ended in another thread, even when the iterator is gone.
+    """The workers of torch's iterator, which can be ended in another thread, even when the iterator
+    is gone.
 
     Args:
         batches: torch's iterator.
@@ -144,22 +153,31 @@ class Workers:
         self.persistent = bool(batches._persistent_workers)
         self._index_queues = list(batches._index_queues)
         self._done = batches._workers_done_event
-        self._results = batches._worker_result_queue  # kept: a worker that writes must not find it closed
+        self._results = (
+            batches._worker_result_queue
+        )  # kept: a worker that writes must not find it closed
         self._forget_pids = _data._utils.signal_handling._remove_worker_pids
 
     def take_over(self, batches: Any, instead: Callable[[], object]) -> None:
-        """Make the iterator call `instead` of ending workers: its finaliser would wait five seconds for each."""
-        # torch's handler of SIGCHLD raises an error if one of these workers fails. It finds them by the iterator's id,
-        # which another iterator may have by the time the workers have ended.
+        """Make the iterator call `instead` of ending workers: its finaliser would wait five seconds
+        for each.
+        """
+        # torch's handler of SIGCHLD raises an error if one of these workers fails. It finds them by
+        # the iterator's id, which another iterator may have by the time the workers have ended.
         if batches._worker_pids_set:
             self._forget_pids(id(batches))
             batches._worker_pids_set = False
-        _data._utils.signal_handling._set_worker_pids(id(self), tuple(worker.pid for worker in self.processes))
+        _data._utils.signal_handling._set_worker_pids(
+            id(self), tuple(worker.pid for worker in self.processes)
+        )
         batches._shutdown_workers = instead
 
     def end(self) -> bool:
-        """Ask the workers to end, then kill the rest; return whether all ended. Blocks for 3 `_END_SECONDS` at most."""
-        # First, because torch would raise an error anywhere in the main thread when a worker is killed.
+        """Ask the workers to end, then kill the rest; return whether all ended. Blocks for 3
+        `_END_SECONDS` at most.
+        """
+        # First, because torch would raise an error anywhere in the main thread when a worker is
+        # killed.
         self._forget_pids(id(self))
         if self._set_done():
             for queue in self._index_queues:
@@ -178,7 +196,9 @@ class Workers:
         return not left
 
     def _set_done(self) -> bool:
-        """Set the event that workers check; return whether that worked: a killed worker may hold its lock."""
+        """Set the event that workers check; return whether that worked: a killed worker may hold
+        its lock.
+        """
         is_set = _thread.allocate_lock()
         is_set.acquire()
 
@@ -204,6 +224,6 @@ class Workers:
 
 def _has_ended(worker: Any) -> bool:
     worker.join(0)
-    # A worker that another thread has just waited for, for example when it started a process, counts as alive until
-    # that thread goes on.
+    # A worker that another thread has just waited for, for example when it started a process,
+    # counts as alive until that thread goes on.
     return not worker.is_alive() or not process_exists(worker.pid)

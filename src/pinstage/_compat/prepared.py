@@ -1,8 +1,9 @@
 """Loaders that Accelerate prepared, for `Stager.prefetch` and `wrap_loader`.
 
-Accelerate's gradient accumulation and `gather_for_metrics` read flags of the active loader, which describe the loop's
-batch. This module doesn't import Accelerate. It isn't in `integrations`, since `prefetch` would have to import it late:
-if an exception from another thread ends an import, the module's lock stays held.
+Accelerate's gradient accumulation and `gather_for_metrics` read flags of the active loader, which
+describe the loop's batch. This module doesn't import Accelerate. It isn't in `integrations`, since
+`prefetch` would have to import it late: if an exception from another thread ends an import, the
+module's lock stays held.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def active_loader() -> object:
 
 
 def refuse_hidden_loader(source: object, active: object) -> None:
-    """Check that reading the first batch didn't begin a pass of a prepared loader other than the source itself.
+    """Check that reading the first batch didn't begin a pass of a prepared loader other than the
+    source itself.
 
     Args:
         source: the source of batches.
@@ -50,8 +52,9 @@ def refuse_hidden_loader(source: object, active: object) -> None:
     if now is not active and now is not source:
         outside, inside = type(source).__name__, type(now).__name__
         raise PinstageError(
-            f"cannot prefetch from Accelerate's {inside} through a {outside}: gradient accumulation would see its end "
-            f"too early; call stager.prefetch(loader) with the prepared loader, and put the {outside} around that"
+            f"cannot prefetch from Accelerate's {inside} through a {outside}: gradient "
+            "accumulation would see its end too early; call stager.prefetch(loader) with the "
+            f"prepared loader, and put the {outside} around that"
         )
 
 

@@ -19,7 +19,9 @@ class Entry(NamedTuple):
 
 
 def entries_of(module: torch.nn.Module) -> Iterator[Entry]:
-    """Yield all names of parameters and buffers, those of tied tensors too. A submodule has one path."""
+    """Yield all names of parameters and buffers, those of tied tensors too. A submodule has one
+    path.
+    """
     for path, submodule in module.named_modules():
         prefix = f"{path}." if path else ""
         for tensors in (submodule._parameters, submodule._buffers):
@@ -41,7 +43,9 @@ class Registered:
             self._not_persistent.append((names, names.copy()))
 
     def restore(self) -> None:
-        """Register the same objects again, by the same names and in the same order. After an interrupt, call again."""
+        """Register the same objects again, by the same names and in the same order. After an
+        interrupt, call again.
+        """
         for submodule, now, before in self._dicts:
             if list(now.keys()) != list(before):
                 now.clear()

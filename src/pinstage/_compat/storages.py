@@ -34,15 +34,17 @@ def check_changes_are_seen() -> None:
     reason = why_changes_are_not_seen()
     if reason is not None:
         raise PinstageError(
-            f"save_on_cpu is not possible here: {reason}; use torch.autograd.graph.save_on_cpu(pin_memory=True)"
+            f"save_on_cpu is not possible here: {reason}; use "
+            "torch.autograd.graph.save_on_cpu(pin_memory=True)"
         )
 
 
 class Changes:
-    """Detects later in-place changes of a tensor, or of a view of the same memory. Keeps no memory of it alive.
+    """Detects later in-place changes of a tensor, or of a view of the same memory. Keeps no memory
+    of it alive.
 
-    Autograd counts changes; a detached tensor shares the counter of its source, and still has it when it
-    is given other memory.
+    Autograd counts changes; a detached tensor shares the counter of its source, and still has it
+    when it is given other memory.
 
     Args:
         tensor: the tensor, as it is now.

@@ -27,8 +27,13 @@ def is_dual(tensor: torch.Tensor) -> bool:
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of forward-mode AD."""
-    kinds = getattr(torch, "_is_functional_tensor", None), getattr(torch.Tensor, "_is_zerotensor", None)
+    """Return whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of
+    forward-mode AD.
+    """
+    kinds = (
+        getattr(torch, "_is_functional_tensor", None),
+        getattr(torch.Tensor, "_is_zerotensor", None),
+    )
     return any(is_one is not None and is_one(tensor) for is_one in kinds)
 
 
@@ -36,21 +41,25 @@ def check_dtype(dtype: Any) -> None:
     """Refuse a dtype that bytes in memory can't have.
 
     Raises:
-        TypeError: it isn't a dtype of torch, or it is quantised. torch would make a tensor without scale and zero
-            point, and end the process when that tensor is used.
+        TypeError: it isn't a dtype of torch, or it is quantised. torch would make a tensor without
+            scale and zero point, and end the process when that tensor is used.
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"not a dtype of torch: {dtype!r}; pass one such as torch.float32")
     name = str(dtype).removeprefix("torch.")
     if name.startswith("q"):  # qint8, quint4x2, ...: all quantised dtypes, and no others
         raise TypeError(
-            f"memory can't be a tensor of {dtype}: a quantised tensor also has a scale and a zero point; take its "
-            "integers (torch.int8, torch.uint8, torch.int32)"
+            f"memory can't be a tensor of {dtype}: a quantised tensor also has a scale and a zero "
+            "point; take its integers (torch.int8, torch.uint8, torch.int32)"
         )
 
 
 def tensor_over(
-    memory: Any, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int] | None = None, offset: int = 0
+    memory: Any,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+    offset: int = 0,
 ) -> torch.Tensor:
     """Return a tensor over writable memory, which it keeps alive; an empty one has no memory.
 
@@ -70,7 +79,11 @@ def tensor_over(
 
 
 def view_of(
-    storage: torch.UntypedStorage, begin: int, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+    storage: torch.UntypedStorage,
+    begin: int,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    stride: Sequence[int],
 ) -> torch.Tensor:
     """Return a tensor over a storage, from its byte `begin` on.
 
@@ -96,8 +109,9 @@ def check_is_plain(made: torch.Tensor) -> None:
     """
     if type(made) is not torch.Tensor:
         raise PinstageError(
-            f"cannot stage where torch makes no memory of its own: it made a {type(made).__name__}; leave the mode "
-            "(FakeTensorMode, say), or move the batch by .to()"
+            "cannot stage where torch makes no memory of its own: it made a "
+            f"{type(made).__name__}; leave the mode (FakeTensorMode, say), or move the batch by "
+            ".to()"
         )
 
 
@@ -105,7 +119,9 @@ _why_slow: list[str | None] = [None]
 
 
 def why_tensors_are_slow() -> str | None:
-    """Return why torch's public functions describe and make tensors, one by one; None if the extension does it."""
+    """Return why torch's public functions describe and make tensors, one by one; None if the
+    extension does it.
+    """
     return _why_slow[0]
 
 
@@ -113,16 +129,19 @@ def warn_of_tensors() -> None:
     """Warn, once, if the extension describes and makes tensors by torch's public functions."""
     if _why_slow[0] is not None:
         warn_once(
-            f"tensors are described and made in Python, which takes longer: {_why_slow[0]}; see `pinstage doctor`"
+            f"tensors are described and made in Python, which takes longer: {_why_slow[0]}; see "
+            "`pinstage doctor`"
         )
 
 
 def learn_tensors(samples: dict[int, torch.Tensor]) -> None:
-    """Pass the extension the addresses of torch's C shim, and where a tensor object has its C++ tensor; probe both.
+    """Pass the extension the addresses of torch's C shim, and where a tensor object has its C++
+    tensor; probe both.
 
-    The shim (``aoti_torch_*``) and the exchange of tensors by DLPack are stable; torch doesn't promise that a tensor
-    object holds an ``at::Tensor``, nor where, nor ``THPVariable_Wrap``, the functions for a tensor's flags, and the
-    counter of modes. If one of them does something else, tensors are described and made by torch's public functions.
+    The shim (``aoti_torch_*``) and the exchange of tensors by DLPack are stable; torch doesn't
+    promise that a tensor object holds an ``at::Tensor``, nor where, nor ``THPVariable_Wrap``, the
+    functions for a tensor's flags, and the counter of modes. If one of them does something else,
+    tensors are described and made by torch's public functions.
 
     Args:
         samples: a tensor of each dtype, by the dtype's code in tables.
@@ -156,21 +175,33 @@ _FUNCTIONS = (
 
 def _addresses() -> tuple[int | None, ...]:
     path = Path(torch.__file__).parent / "lib" / "libtorch_python.so"
-    library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # finds functions of its dependencies, too
+    library = ctypes.CDLL(
+        str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW
+    )  # finds functions of its dependencies, too
     return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS)
 
 
 def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
-    """Compare the extension's descriptions of tensors, and the tensors it makes, with torch's; return what differs.
+    """Compare the extension's descriptions of tensors, and the tensors it makes, with torch's;
+    return what differs.
 
-    Nothing here starts autograd's engine: that would ask CUDA for the number of devices, and then a forked process
-    could not use CUDA.
+    Nothing here starts autograd's engine: that would ask CUDA for the number of devices, and then a
+    forked process could not use CUDA.
     """
     slab, unit = torch.arange(256, dtype=torch.uint8, device="cpu"), ctypes.sizeof(ctypes.c_void_p)
     imaginary = torch.zeros(3, dtype=torch.complex64, device="cpu").conj()
-    tensors = [slab, slab[64:128], slab.view(torch.float32).requires_grad_(), imaginary, imaginary.imag]
+    tensors = [
+        slab,
+        slab[64:128],
+        slab.view(torch.float32).requires_grad_(),
+        imaginary,
+        imaginary.imag,
+    ]
     places = range(object.__basicsize__, torch.Tensor.__basicsize__, unit)
-    words = ({at for at in places if ctypes.c_size_t.from_address(id(one) + at).value == one._cdata} for one in tensors)
+    words = (
+        {at for at in places if ctypes.c_size_t.from_address(id(one) + at).value == one._cdata}
+        for one in tensors
+    )
     level, modes = (torch.autograd.forward_ad, "_current_level"), torch._C._len_torch_dispatch_stack
     core.use_torch(torch.Tensor.__dlpack_c_exchange_api__, _addresses(), *level, modes)
     core.use_handle(min(set.intersection(*words)))
@@ -217,6 +248,12 @@ def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
     product: Any = saved * torch.ones(4, 4, requires_grad=True, device="cpu")
     changed.zero_()
     if (slab._version, saved._version, changed._version) != (0, 0, 1) or slab[:64].any():
-        return in_this_torch("makes views by its C shim that share their version, or not their memory")
+        return in_this_torch(
+            "makes views by its C shim that share their version, or not their memory"
+        )
     [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
-    return None if torch.equal(gradient, saved) else in_this_torch("does not keep a view by its C shim for autograd")
+    return (
+        None
+        if torch.equal(gradient, saved)
+        else in_this_torch("does not keep a view by its C shim for autograd")
+    )

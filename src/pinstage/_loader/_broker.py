@@ -24,7 +24,9 @@ from ._sending import SendingQueue
 from ._slabs import Slabs
 
 _STARVED_MS = 1
-"""Poll interval for the ends of copies while a worker waits for a slab. Otherwise the thread doesn't poll."""
+"""Poll interval for the ends of copies while a worker waits for a slab. Otherwise the thread
+doesn't poll.
+"""
 
 _IDLE_MS = 100
 """Poll interval in case an interrupt swallowed a wake-up. Only while a worker or a batch waits."""
@@ -35,8 +37,9 @@ _tokens = itertools.count()
 class Loan(NamedTuple):
     """A slab that one worker may write.
 
-    First the worker has the slab. Then the batch that arrived in it has the slab, until the batch is sent or dropped.
-    Then the copy has it. When the copy is done, the worker gets a message, and has the slab again.
+    First the worker has the slab. Then the batch that arrived in it has the slab, until the batch
+    is sent or dropped. Then the copy has it. When the copy is done, the worker gets a message, and
+    has the slab again.
     """
 
     number: int
@@ -47,14 +50,15 @@ class Loan(NamedTuple):
 class SlabBroker:
     """Lends slabs of a pool to the workers of one iterator, and takes them back.
 
-    It has a thread, which answers the workers' requests: the main thread may be waiting for the very worker that asks.
-    The thread also sends the batches, since the main thread may be busy. Only this thread frees slabs. Other threads
-    leave a note and wake it. Each request for a slab is served and answered in a thread of its own: page-locking
-    128 MiB takes 25 ms and more, and batches have to be sent meanwhile.
+    It has a thread, which answers the workers' requests: the main thread may be waiting for the
+    very worker that asks. The thread also sends the batches, since the main thread may be busy.
+    Only this thread frees slabs. Other threads leave a note and wake it. Each request for a slab is
+    served and answered in a thread of its own: page-locking 128 MiB takes 25 ms and more, and
+    batches have to be sent meanwhile.
 
-    The thread starts after the workers, so that these are forked from a process without it. If a loader needs answers
-    before its iterator exists, the thread starts before the workers. It answers until `close`, and releases everything
-    after `finish`.
+    The thread starts after the workers, so that these are forked from a process without it. If a
+    loader needs answers before its iterator exists, the thread starts before the workers. It
+    answers until `close`, and releases everything after `finish`.
 
     Args:
         slabs: the loader's slabs. Kept until the end, since they keep the pool open.
@@ -65,7 +69,9 @@ class SlabBroker:
     def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
         self.token = next(_tokens)
         self.known: dict[tuple[int, int], WorkerStructure] = {}
-        """The structures that workers have sent, by the worker's id and its number for the structure."""
+        """The structures that workers have sent, by the worker's id and its number for the
+        structure.
+        """
         self._slabs: Slabs | None = slabs
         self._target = slabs.target
         self._pool = slabs.shared()
@@ -76,12 +82,18 @@ class SlabBroker:
         self._loans: dict[int, Loan] = {}  # requests add to it
         self._copying: deque[tuple[int, Fence | None]] = deque()  # any thread appends to it
         self._starved: dict[int, int] = {}  # bytes that each worker waits for
-        self._lending = threading.Lock()  # so that workers get slabs one after the other, and none after the end
+        self._lending = (
+            threading.Lock()
+        )  # so that workers get slabs one after the other, and none after the end
         self._writing = threading.Lock()  # so that a descriptor is right behind its message
-        self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)  # open as long as this object exists
+        self._wake_read, self._wake_write = multiprocessing.Pipe(
+            duplex=False
+        )  # open as long as this object exists
         os.set_blocking(self._wake_write.fileno(), False)
         self._closing = self._finished = self._leak = self._has_warned = False
-        self._claimed = threading.Lock()  # by the thread, or by a `finish` before it has begun; never released
+        self._claimed = (
+            threading.Lock()
+        )  # by the thread, or by a `finish` before it has begun; never released
         self._gone = threading.Lock()
         self._gone.acquire()
         self._incoming: SendingQueue | None = None
@@ -90,7 +102,9 @@ class SlabBroker:
     # -- for any thread
 
     def start(self, incoming: SendingQueue | None = None) -> None:
-        """Answer workers from now on, and send the batches in a queue. A second call may add the queue."""
+        """Answer workers from now on, and send the batches in a queue. A second call may add the
+        queue.
+        """
         self._incoming = incoming
         if self._claimed.locked():
             self.wake()
@@ -110,11 +124,16 @@ class SlabBroker:
         loan = self._loans.get(number)
         if loan is None or worker not in (None, loan.worker):
             whose = "any worker" if worker is None else f"worker {worker}"
-            raise LayoutError(f"a worker's message names a slab that isn't lent to {whose}: {number!r}; {BEGIN_AGAIN}")
+            raise LayoutError(
+                f"a worker's message names a slab that isn't lent to {whose}: {number!r}; "
+                f"{BEGIN_AGAIN}"
+            )
         return loan
 
     def give_back(self, number: int, event: Fence | None) -> None:
-        """Give a slab back to its worker when `event` is done (None: no copy reads it). Finalisers may call this."""
+        """Give a slab back to its worker when `event` is done (None: no copy reads it). Finalisers
+        may call this.
+        """
         if number in self._loans:  # if not, everything has ended
             self._copying.append((number, event))
             if event is None or self._starved:
@@ -133,8 +152,9 @@ class SlabBroker:
             own = [number for number, loan in list(self._loans.items()) if loan.worker == worker]
             busy = len(copying.intersection(own))
             workers.append(
-                f"worker {worker} waits for a slab of {format_bytes(nbytes)}: of its {len(own)}, {busy} are being "
-                f"copied to the device and {len(own) - busy} hold batches that the loop has not taken"
+                f"worker {worker} waits for a slab of {format_bytes(nbytes)}: of its {len(own)}, "
+                f"{busy} are being copied to the device and {len(own) - busy} hold batches that "
+                "the loop has not taken"
             )
         if not workers:
             return ""
@@ -143,7 +163,9 @@ class SlabBroker:
         return f"{'; '.join(workers)}; all workers hold {held} of {cap}; raise max_bytes"
 
     def close(self) -> None:
-        """Stop answering workers; those that wait for a slab fail. Releases nothing: workers may still write."""
+        """Stop answering workers; those that wait for a slab fail. Releases nothing: workers may
+        still write.
+        """
         self._closing = True
         for channel in self._channels:
             shut_down(channel)
@@ -164,7 +186,9 @@ class SlabBroker:
         incoming = self._incoming
         if incoming is not None:
             incoming.close()
-        if self._gone.acquire(timeout=5.0):  # longer only if unpickling a user's object does not end
+        if self._gone.acquire(
+            timeout=5.0
+        ):  # longer only if unpickling a user's object does not end
             self._gone.release()
 
     # -- the thread
@@ -235,7 +259,9 @@ class SlabBroker:
                 self._take_back(worker, given_up)
                 try:
                     _thread.start_new_thread(self._lend, (worker, nbytes, wanted))
-                except RuntimeError as error:  # no thread could be started: the worker does without a slab
+                except (
+                    RuntimeError
+                ) as error:  # no thread could be started: the worker does without a slab
                     self._warn(wanted, repr(error))
                     self._grant(worker, None)
             case ("starved", int(nbytes)):
@@ -245,7 +271,9 @@ class SlabBroker:
                 self._warn(self.loan_of(worker, number).lease.nbytes, why)
                 self._take_back(worker, [number])
             case _:
-                raise RuntimeError(f"worker {worker} sent an unknown message: {message!r:.100}; {BEGIN_AGAIN}")
+                raise RuntimeError(
+                    f"worker {worker} sent an unknown message: {message!r:.100}; {BEGIN_AGAIN}"
+                )
         return True
 
     def _grant(self, worker: int, loan: Loan | None) -> None:
@@ -254,10 +282,14 @@ class SlabBroker:
         if loan is None:
             self._send(worker, ("refused",))
         else:
-            self._send(worker, ("granted", loan.number, loan.lease.nbytes), descriptor_of(loan.lease))
+            self._send(
+                worker, ("granted", loan.number, loan.lease.nbytes), descriptor_of(loan.lease)
+            )
 
     def _warn(self, nbytes: int, why: str) -> None:
-        if not self._has_warned and "interpreter shutdown" not in why:  # Python 3.12's error at the end
+        if (
+            not self._has_warned and "interpreter shutdown" not in why
+        ):  # Python 3.12's error at the end
             self._has_warned = True
             what = f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow"
             warn(f"{what}: {why}; see `pinstage doctor`")
@@ -278,16 +310,21 @@ class SlabBroker:
 
     def _send(self, worker: int, message: tuple[Any, ...], fd: int | None = None) -> None:
         channel = self._channels[worker]
-        # Messages have a few bytes, and a worker never has more unread ones than slabs, so sending doesn't block.
+        # Messages have a few bytes, and a worker never has more unread ones than slabs, so sending
+        # doesn't block.
         with contextlib.suppress(OSError), self._writing:  # the worker ended
             channel.send(message)
-            if fd is not None:  # right behind the message: the worker reads no further before it has the descriptor
+            if (
+                fd is not None
+            ):  # right behind the message: the worker reads no further before it has the descriptor
                 send_descriptor(channel, fd)
 
     # -- a thread for each request
 
     def _lend(self, worker: int, least: int, wanted: int) -> None:
-        """Lend a worker a slab of `wanted` bytes, or else of `least`; send it a refusal if there is no room."""
+        """Lend a worker a slab of `wanted` bytes, or else of `least`; send it a refusal if there is
+        no room.
+        """
         loan = None
         with self._lending:
             if self._closing:
@@ -304,7 +341,9 @@ class SlabBroker:
                 self._grant(worker, loan)
 
     def _lease(self, worker: int, nbytes: int) -> Lease | None:
-        """Lease a slab for a worker; return None if there is no room, or if a worker without slabs will need it."""
+        """Lease a slab for a worker; return None if there is no room, or if a worker without slabs
+        will need it.
+        """
         rounded = size_class(nbytes, self._pool.memory.granularity)
         size = rounded if rounded <= self._pool.max_bytes else nbytes
         supplied = {loan.worker for loan in list(self._loans.values())}
@@ -342,12 +381,16 @@ class SlabBroker:
 
 
 LEAKED: list[Any] = []
-"""Slabs of workers that could not be ended, and may still write. They stay leased until the process ends."""
+"""Slabs of workers that could not be ended, and may still write. They stay leased until the process
+ends.
+"""
 
 
 @atexit.register
 def _end_threads() -> None:
-    """End all threads before the interpreter ends: a later return from CUDA would abort the process."""
+    """End all threads before the interpreter ends: a later return from CUDA would abort the
+    process.
+    """
     for broker in list(BROKERS.values()):
         broker.finish(leak=True)  # the workers are still there
 

@@ -23,8 +23,9 @@ from ._messages import Message
 from ._worker import WorkerSlabs
 
 LOOKS_KNOWN = 64
-"""The most batch structures that a worker and the main process know by number, each with its last offset table. A
-batch of a known structure is sent with its table only if the table has changed, any other batch with both."""
+"""The most batch structures that a worker and the main process know by number, each with its last
+offset table. A batch of a known structure is sent with its table only if the table has changed, any
+other batch with both."""
 
 
 @dataclass(eq=False)
@@ -79,7 +80,17 @@ class SlabCollate:
                 slab.is_free = True
             raise
         where = None if slab is None else slab.number
-        return Message(self.token, self._worker, where, number, structure, table, pickled, raw, slabs.waited_seconds)
+        return Message(
+            self.token,
+            self._worker,
+            where,
+            number,
+            structure,
+            table,
+            pickled,
+            raw,
+            slabs.waited_seconds,
+        )
 
     def _collated(self, samples: Any, stacks: Stacks) -> Any:
         keeping = self.keeping
@@ -97,14 +108,18 @@ class SlabCollate:
                 channel.close()
         collate = collation()
         if collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn:
-            collate.default_collate_fn_map[torch.Tensor] = stack_privately  # also for a collate_fn that calls torch's
+            collate.default_collate_fn_map[torch.Tensor] = (
+                stack_privately  # also for a collate_fn that calls torch's
+            )
         self._slabs = WorkerSlabs(self.channels[info.id], self.main_pid, self.limit)
         return self._slabs
 
     def _look(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
-        """Return the number that stands for this structure, and the structure and table if they have to be sent.
+        """Return the number that stands for this structure, and the structure and table if they
+        have to be sent.
 
-        Called last, since the main process is then assumed to know both. May forget the oldest structure.
+        Called last, since the main process is then assumed to know both. May forget the oldest
+        structure.
         """
         number, table = self._known.get(parts.structure, (None, None))
         structure = None
@@ -118,14 +133,16 @@ class SlabCollate:
         return number, structure, parts.table.data
 
 
-# -- default collation -------------------------------------------------------------------------------------------------
+# -- default collation -----------------------------------------------------------------------------
 
 
 class Stack(NamedTuple):
     """Samples of one field, which are stacked later."""
 
     stand_in: torch.Tensor
-    """Placeholder for the stack in the batch, of its dtype and shape ``[samples, ...]``. Its memory isn't read."""
+    """Placeholder for the stack in the batch, of its dtype and shape ``[samples, ...]``. Its memory
+    isn't read.
+    """
     samples: Any
     found: object
     """Where the samples are, for ``_native.core.stack``."""
@@ -138,7 +155,8 @@ Stacks = dict[int, Stack]
 def _pickled_others(parts: Parts, stacks: Stacks) -> bytes | None:
     """Pickle the leaves that aren't packed; return None if there are none.
 
-    The queue's thread would only print an error of pickling, and the main process would wait forever.
+    The queue's thread would only print an error of pickling, and the main process would wait
+    forever.
     """
     others = parts.others()
     for index, leaf in enumerate(others):
@@ -148,12 +166,18 @@ def _pickled_others(parts: Parts, stacks: Stacks) -> bytes | None:
 
 
 def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
-    """Write a batch into a slab, uint8 ``[n]``. Samples of a stack are written one by one to their places in it."""
+    """Write a batch into a slab, uint8 ``[n]``. Samples of a stack are written one by one to their
+    places in it.
+    """
     if not stacks:
         pack(parts, slab)
         return
     offsets = parts.table.rows["offset"].tolist()
-    stacked = [index for index, leaf in enumerate(parts.leaves) if id(leaf) in stacks and offsets[index] >= 0]
+    stacked = [
+        index
+        for index, leaf in enumerate(parts.leaves)
+        if id(leaf) in stacks and offsets[index] >= 0
+    ]
     pack(parts, slab, stacked)
     for index in stacked:
         stand_in, _, found = stacks[id(parts.leaves[index])]
@@ -163,8 +187,8 @@ def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
 def collate_lazily(samples: Any, stacks: Stacks) -> Any:
     """Do what torch's ``default_collate`` does, but put an empty tensor in the place of each stack.
 
-    `stacks` gets the samples, by the id of the empty tensor. If the user's code would see that tensor, and could
-    compute with it, torch's own function runs instead.
+    `stacks` gets the samples, by the id of the empty tensor. If the user's code would see that
+    tensor, and could compute with it, torch's own function runs instead.
     """
     collate = collation()
     if not (collates_as_shipped(collate) and _in_plain_containers(samples[0])):
@@ -178,31 +202,45 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
         stacks[id(stand_in)] = Stack(stand_in, batch, found)
         return stand_in
 
-    return collate.collate(samples, collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: collate_tensors})
+    return collate.collate(
+        samples, collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: collate_tensors}
+    )
 
 
 def collates_as_shipped(collate: Any) -> bool:
-    """Return whether the functions of default collation are torch's own, or are known to read no values."""
+    """Return whether the functions of default collation are torch's own, or are known to read no
+    values.
+    """
     others = dict(collate.default_collate_fn_map)
     stacks = others.pop(torch.Tensor, None) in (collate.collate_tensor_fn, stack_privately)
     found = {getattr(function, "__module__", None) for function in others.values()}
-    return stacks and found <= {collate.__name__, "tensordict.tensorclass"}  # it stacks TensorDicts, as torch does
+    return stacks and found <= {
+        collate.__name__,
+        "tensordict.tensorclass",
+    }  # it stacks TensorDicts, as torch does
 
 
 def _in_plain_containers(sample: Any) -> bool:
-    """Return whether all containers of a sample are Python's own. Other classes may look at inserted items."""
+    """Return whether all containers of a sample are Python's own. Other classes may look at
+    inserted items.
+    """
     kind = type(sample)
     if kind in (dict, OrderedDict, defaultdict):
         return all(map(_in_plain_containers, sample.values()))
-    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")  # a subclass may have its own __new__
+    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(
+        kind, "_fields"
+    )  # a subclass may have its own __new__
     if kind in (list, tuple) or is_namedtuple:
         return all(map(_in_plain_containers, sample))
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
 
 
 def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-    """Stack as torch does in the main process. In a worker, torch would needlessly stack into /dev/shm."""
+    """Stack as torch does in the main process. In a worker, torch would needlessly stack into
+    /dev/shm.
+    """
     if _native.core.alike(batch) is not None:
-        # Into memory with the usual strides, as torch does in workers. Without `out`, some would be channels-last.
+        # Into memory with the usual strides, as torch does in workers. Without `out`, some would be
+        # channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
     return collation().collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]

@@ -32,14 +32,16 @@ from ._slabs import Slabs
 T = TypeVar("T")
 
 _ENOUGH_FALLBACKS = 8
-"""Number of batches without a slab from which on the warning doesn't wait for the end of the pass."""
+"""Number of batches without a slab from which on the warning doesn't wait for the end of the
+pass.
+"""
 
 
 class LoaderIterator:
     """Yields batches on the device: loads, packs and sends in the calling thread.
 
-    Like torch's, it loads nothing ahead, since the dataset and the loop share the random generators. Its other
-    attributes are those of torch's iterator.
+    Like torch's, it loads nothing ahead, since the dataset and the loop share the random
+    generators. Its other attributes are those of torch's iterator.
 
     Args:
         batches: torch's iterator.
@@ -69,15 +71,17 @@ class LoaderIterator:
     def __next__(self) -> Any:
         """Return the next batch, ordered before the current stream's later work.
 
-        Blocks until the batch is there. Waits for the device only if the work of more than three batches is queued
-        there.
+        Blocks until the batch is there. Waits for the device only if the work of more than three
+        batches is queued there.
 
         Raises:
             PinstageError: the loader was closed during this pass.
         """
         began, target = time.perf_counter(), self._slabs.target
         if self._is_closed_by_loader:
-            raise PinstageError("cannot go on with this pass: its loader was closed; begin another one")
+            raise PinstageError(
+                "cannot go on with this pass: its loader was closed; begin another one"
+            )
         try:
             self._run_ahead.bound(target.record(target.consumer(None)))
             batch = self._next_batch()
@@ -103,7 +107,10 @@ class LoaderIterator:
             raw = bytearray(parts.table.nbytes)
             pack(parts, torch.frombuffer(raw, dtype=torch.uint8))
             transfer = send(
-                self._slabs, PackedBatch(None, parts.structure, parts.table, None, raw, parts.others(), waited=0.0)
+                self._slabs,
+                PackedBatch(
+                    None, parts.structure, parts.table, None, raw, parts.others(), waited=0.0
+                ),
             )
         return transfer.wait()
 
@@ -111,7 +118,9 @@ class LoaderIterator:
         pass
 
     def close(self) -> None:
-        """End the pass and its workers, for `DataLoader.close`. Blocks until all slabs are given back."""
+        """End the pass and its workers, for `DataLoader.close`. Blocks until all slabs are given
+        back.
+        """
         if not self.closed:
             self._is_closed_by_loader = True
         self._close()
@@ -123,17 +132,23 @@ class LoaderIterator:
     def _warn_if_all_fell_back(self) -> None:
         """Warn, once for a loader, if the cap left no slab to any batch so far."""
         counters, pool = self._counters, self._slabs.pool
-        if counters.has_warned or pool is None or not 0 < counters.batches == counters.fallback_batches:
+        if (
+            counters.has_warned
+            or pool is None
+            or not 0 < counters.batches == counters.fallback_batches
+        ):
             return
         stats, nbytes = pool.stats(), counters.largest_fallback
         mine = stats.owners.get(self._slabs.settings.owner)
         if (stats.max_bytes if mine is None else mine.available_bytes) >= nbytes:
             return  # the system refused, which causes a warning elsewhere
         counters.has_warned = True
+        enough = size_to_paste(self._most_slabs * nbytes * 9 // 8)
         warnings.warn(
-            f"no batch of a DataLoader found a slab, and all {counters.batches} were sent from pageable memory, which "
-            f"is slow: the largest has {format_bytes(nbytes)}, max_bytes is {format_bytes(stats.max_bytes)} "
-            f'({stats.max_bytes_reason}); pass max_bytes="{size_to_paste(self._most_slabs * nbytes * 9 // 8)}"',
+            f"no batch of a DataLoader found a slab, and all {counters.batches} were sent from "
+            f"pageable memory, which is slow: the largest has {format_bytes(nbytes)}, max_bytes is "
+            f"{format_bytes(stats.max_bytes)} ({stats.max_bytes_reason}); "
+            f'pass max_bytes="{enough}"',
             StagingWarning,
             stacklevel=3,
         )
@@ -153,10 +168,11 @@ class LoaderIterator:
 
 
 class Ending:
-    """Ends the workers of an iterator once, in a thread of its own if possible, and then gives all slabs back.
+    """Ends the workers of an iterator once, in a thread of its own if possible, and then gives all
+    slabs back.
 
-    It does not refer to the iterator, which may be gone. A collate function may refer to the loader, so a reference to
-    the iterator would keep all of these objects forever.
+    It does not refer to the iterator, which may be gone. A collate function may refer to the
+    loader, so a reference to the iterator would keep all of these objects forever.
 
     Args:
         batches: torch's iterator, which no longer ends its workers itself.
@@ -172,7 +188,9 @@ class Ending:
         self._done = threading.Lock()
         self._done.acquire()
         self.workers = Workers(batches)
-        self.workers.take_over(batches, partial(reaper.tasks.put, self))  # last: from then on `reap` may be called
+        self.workers.take_over(
+            batches, partial(reaper.tasks.put, self)
+        )  # last: from then on `reap` may be called
 
     def reap(self) -> bool:
         """Begin to end the workers. The reaper calls this when the iterator is gone."""
@@ -206,7 +224,8 @@ class Ending:
 
 
 class WorkersIterator(LoaderIterator):
-    """An iterator with workers: yields the batches that they packed and that the broker's thread sends.
+    """An iterator with workers: yields the batches that they packed and that the broker's thread
+    sends.
 
     Args:
         batches: torch's iterator, whose workers run a `SlabCollate`.
@@ -218,14 +237,23 @@ class WorkersIterator(LoaderIterator):
     """
 
     def __init__(
-        self, batches: Any, broker: SlabBroker, ending: Ending, slabs: Slabs, depth: int, most_slabs: int
+        self,
+        batches: Any,
+        broker: SlabBroker,
+        ending: Ending,
+        slabs: Slabs,
+        depth: int,
+        most_slabs: int,
     ) -> None:
         super().__init__(batches, slabs, most_slabs)
         self._broker = broker
         self._ending = ending
-        self._sending = SendingQueue(batches._data_queue, batches, partial(send, slabs), depth, broker.wake)
+        self._sending = SendingQueue(
+            batches._data_queue, batches, partial(send, slabs), depth, broker.wake
+        )
         batches._data_queue = self._sending
-        # A loop that knows the length, such as Lightning's, may stop at the last batch. Its slabs may be needed.
+        # A loop that knows the length, such as Lightning's, may stop at the last batch. Its slabs
+        # may be needed.
         self._ends_early = not (ending.workers.persistent or hasattr(batches, "state_dict"))
         reaper.watch(self, ending.reap)
         broker.start(self._sending)
@@ -252,23 +280,32 @@ class WorkersIterator(LoaderIterator):
             if isinstance(transfer, PackedBatch):  # torchdata's iterator read it in its constructor
                 transfer = send(self._slabs, transfer)
             if not isinstance(transfer, Transfer):
-                raise RuntimeError(f"a worker sent a {type(transfer).__name__} in place of a batch; {BEGIN_AGAIN}")
+                raise RuntimeError(
+                    f"a worker sent a {type(transfer).__name__} in place of a batch; {BEGIN_AGAIN}"
+                )
             batches = self._batches
             if self._ends_early and batches._rcvd_idx == batches._send_idx:  # that was the last one
                 self._ending.reap()
             return transfer.wait()
         finally:
-            self._sending.advance()  # last, since the thread that it wakes needs the interpreter lock, too
+            # Last, since the thread that it wakes needs the interpreter lock, too.
+            self._sending.advance()
 
     def _fetch(self) -> Any:
-        if self.closed and self._batches._rcvd_idx != self._batches._send_idx:  # if not, torch itself finds the end
+        if (
+            self.closed and self._batches._rcvd_idx != self._batches._send_idx
+        ):  # if not, torch itself finds the end
             raise StopIteration
         try:
             return super()._fetch()
         except StopIteration:
             raise
         except Exception as error:
-            text = self._broker.waiting() if isinstance(error, RuntimeError) and "timed out" in str(error) else ""
+            text = (
+                self._broker.waiting()
+                if isinstance(error, RuntimeError) and "timed out" in str(error)
+                else ""
+            )
             self.close_if_a_worker_is_lost()
             if text:
                 raise RuntimeError(f"{error}; {text}") from error
@@ -287,15 +324,16 @@ class WorkersIterator(LoaderIterator):
             self._batches._reset(loader, first_iter)
             self._sending.begin()
         except BaseException:
-            self._close()  # after an interrupt, the workers' answers would arrive in the middle of a later pass
+            # After an interrupt, the workers' answers would arrive in the middle of a later pass.
+            self._close()
             raise
 
 
-# -- the start of workers ----------------------------------------------------------------------------------------------
+# -- the start of workers --------------------------------------------------------------------------
 
 INSISTED_SECONDS = 1.0
-"""Interrupts wait until the workers are started. An interrupt this long after the first one doesn't wait: something
-hangs, and the user insists."""
+"""Interrupts wait until the workers are started. An interrupt this long after the first one doesn't
+wait: something hangs, and the user insists."""
 
 
 class _Starting(threading.local):
@@ -310,11 +348,11 @@ _here = _Starting()
 def start_workers(start: Callable[[], T]) -> T:
     """Call a function that starts workers, and return its result.
 
-    An interrupt (SIGINT) during the call is handled afterwards. In the middle of a fork, it would leave a worker that
-    nothing ends, and torch's half-made iterator would print an error.
+    An interrupt (SIGINT) during the call is handled afterwards. In the middle of a fork, it would
+    leave a worker that nothing ends, and torch's half-made iterator would print an error.
 
-    The garbage collector of a forked worker ignores the main process's objects. Freeing a CUDA tensor that another
-    stream had used would abort the worker (rwth-i6/returnn#1494).
+    The garbage collector of a forked worker ignores the main process's objects. Freeing a CUDA
+    tensor that another stream had used would abort the worker (rwth-i6/returnn#1494).
     """
     is_main = threading.current_thread() is threading.main_thread()
     handler: Any = signal.getsignal(signal.SIGINT) if is_main else None
@@ -322,7 +360,9 @@ def start_workers(start: Callable[[], T]) -> T:
 
     def remember(number: int, frame: FrameType | None) -> Any:
         came.append(time.monotonic())
-        if not _here.workers or came[-1] - came[0] > INSISTED_SECONDS:  # or an exception left this handler installed
+        if (
+            not _here.workers or came[-1] - came[0] > INSISTED_SECONDS
+        ):  # or an exception left this handler installed
             return handler(number, frame)
         return None
 

@@ -1,4 +1,4 @@
-"""`DataLoader` and `wrap_loader`: torch's loader, and any class derived from it, with batches that are staged."""
+"""`DataLoader` and `wrap_loader`: torch's loader, and classes derived from it, staged."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ T_co = TypeVar("T_co", covariant=True)
 class Staging(torch.utils.data.DataLoader[T_co]):
     """A base class before a loader's own class: workers write into slabs, and batches are sent.
 
-    torch's loader, and each class derived from it, calls ``_get_iterator`` to begin a pass. This class overrides it.
+    torch's loader, and each class derived from it, calls ``_get_iterator`` to begin a pass. This
+    class overrides it.
 
-    An object may lack our attributes: a framework may have rebuilt the loader, and a copy in another process must not
-    touch the device before it is used.
+    An object may lack our attributes: a framework may have rebuilt the loader, and a copy in
+    another process must not touch the device before it is used.
     """
 
     device: torch.device
@@ -41,7 +42,10 @@ class Staging(torch.utils.data.DataLoader[T_co]):
     def __repr__(self) -> str:
         workers = count(self.num_workers, "worker") if self.num_workers else "no workers"
         device, max_bytes = self._settings.device, self._settings.max_bytes
-        return f"<{type(self).__name__} to {device}: batch_size={self.batch_size}, {workers}, max_bytes={max_bytes!r}>"
+        return (
+            f"<{type(self).__name__} to {device}: batch_size={self.batch_size}, {workers}, "
+            f"max_bytes={max_bytes!r}>"
+        )
 
     def stats(self) -> LoaderStats:
         """Return the counters of all passes so far. Does not block."""
@@ -50,11 +54,13 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         return slabs.counters.snapshot(self.num_workers, pool)
 
     def close(self) -> None:
-        """End all passes and their workers now, and give back the idle slabs of a pool that the loader made.
+        """End all passes and their workers now, and give back the idle slabs of a pool that the
+        loader made.
 
-        Blocks until the workers have ended. An unfinished pass raises an error instead of its next batch. The loader
-        can be used again: the next pass starts new workers. Use the loader in a ``with`` statement to close it at the
-        end of the block. In a forked child, `close` does nothing.
+        Blocks until the workers have ended. An unfinished pass raises an error instead of its next
+        batch. The loader can be used again: the next pass starts new workers. Use the loader in a
+        ``with`` statement to close it at the end of the block. In a forked child, `close` does
+        nothing.
         """
         slabs = self._slabs
         for iterator in list(slabs.iterators):
@@ -73,7 +79,9 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 
     @property
     def _slabs(self) -> Slabs:
-        """The slabs of this loader in this process. A forked worker whose dataset reads the loader gets its own."""
+        """The slabs of this loader in this process. A forked worker whose dataset reads the loader
+        gets its own.
+        """
         slabs: Slabs | None = vars(self).get("_own_slabs")
         if slabs is None:
             slabs = Slabs(self._settings)
@@ -84,7 +92,9 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy gets slabs and counters of its own, and has no workers yet.
-        return {name: value for name, value in vars(self).items() if name != "_own_slabs"} | {"_iterator": None}
+        return {name: value for name, value in vars(self).items() if name != "_own_slabs"} | {
+            "_iterator": None
+        }
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         kept: Any = vars(self).get("_iterator")
@@ -115,14 +125,20 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         try:  # a signal's handler may raise anywhere
             limit = (self.prefetch_factor or 0) + 1
             keeping = self._settings.keeping()
-            collate = SlabCollate(self.collate_fn, broker.token, theirs, os.getpid(), limit, keeping)
-            if hasattr(self, "load_state_dict"):  # torchdata's may read batches while its iterator is being made
+            collate = SlabCollate(
+                self.collate_fn, broker.token, theirs, os.getpid(), limit, keeping
+            )
+            if hasattr(
+                self, "load_state_dict"
+            ):  # torchdata's may read batches while its iterator is being made
                 broker.start()
             batches = self._torchs_iterator(collate)
             unknown = why_loader_cannot_be_taken_over(batches)
             if unknown is None:
                 ending = Ending(batches, broker)
-                return WorkersIterator(batches, broker, ending, slabs, self._settings.depth, self.num_workers * limit)
+                return WorkersIterator(
+                    batches, broker, ending, slabs, self._settings.depth, self.num_workers * limit
+                )
         except BaseException:
             if ending is not None:
                 ending.wait()
@@ -140,7 +156,8 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 
     def _torchs_iterator(self, collate: Any) -> Any:
         """Return torch's own iterator, but with this collate function."""
-        # One call of C restores both attributes, so that an interrupt cannot leave the loader changed.
+        # One call of C restores both attributes, so that an interrupt cannot leave the loader
+        # changed.
         state = vars(self)
         kept = {name: state[name] for name in ("collate_fn", "pin_memory")}
         try:
@@ -153,47 +170,52 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 class DataLoader(Staging[T_co]):
     """torch's `DataLoader`, whose batches arrive on a device.
 
-    Takes all of torch's arguments, and yields the same batches in the same order, from the same seeds, with the same
-    types and structure. As with `Stager`, tensors and numeric numpy arrays become tensors on the device, and everything
-    else stays as it was. `pin_memory` is accepted and has no effect.
+    Takes all of torch's arguments, and yields the same batches in the same order, from the same
+    seeds, with the same types and structure. As with `Stager`, tensors and numeric numpy arrays
+    become tensors on the device, and everything else stays as it was. `pin_memory` is accepted and
+    has no effect.
 
-    Workers write each batch into a slab that the main process has page-locked; default collation stacks the samples
-    there. Asynchronous copies then send the batch.
+    Workers write each batch into a slab that the main process has page-locked; default collation
+    stacks the samples there. Asynchronous copies then send the batch.
 
     Args:
         dataset: as torch's.
         *args: as torch's.
-        device: the device of the batches: CUDA, or ``"cpu"``. None is ``"cuda"`` if it is available, else ``"cpu"``.
-        pool: a pool over `SharedMemory` to take slabs from. Other loaders and stagers may share it. Workers keep their
-            slabs until the iterator ends, so leave room for the others. None makes a pool. A copy of the loader always
-            makes a pool of its own, with the same caps.
-        max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. At the cap, workers wait.
-            A batch that can't get a slab is sent through the worker queue, which is slower.
+        device: the device of the batches: CUDA, or ``"cpu"``. None is ``"cuda"`` if it is
+            available, else ``"cpu"``.
+        pool: a pool over `SharedMemory` to take slabs from. Other loaders and stagers may share it.
+            Workers keep their slabs until the iterator ends, so leave room for the others. None
+            makes a pool. A copy of the loader always makes a pool of its own, with the same caps.
+        max_bytes: cap on the slabs of all iterators of this loader together; see `SlabPool`. At the
+            cap, workers wait. A batch that can't get a slab is sent through the worker queue, which
+            is slower.
         budget: a second cap, shared by the pools of several processes; see `HostBudget`.
-        depth: how many of the batches that have arrived are sent ahead of the yielded one; 0 for none. Without workers,
-            no batch is sent ahead.
-        keep_on_host: leaves that stay on the host, as for `Stager`. A function is called in the workers, so it must be
-            picklable if they are not forked. Tensors that stay are sent through torch's shared memory.
-        own_storage: which tensors of a batch have memory of their own, and which share blocks, as for `Stager`. It does
-            not change what workers write.
-        owner: the name under which the loader takes slabs. `PoolStats.owners` counts by this name, and
-            `SlabPool.set_quota` can limit it.
+        depth: how many of the batches that have arrived are sent ahead of the yielded one; 0 for
+            none. Without workers, no batch is sent ahead.
+        keep_on_host: leaves that stay on the host, as for `Stager`. A function is called in the
+            workers, so it must be picklable if they are not forked. Tensors that stay are sent
+            through torch's shared memory.
+        own_storage: which tensors of a batch have memory of their own, and which share blocks, as
+            for `Stager`. It does not change what workers write.
+        owner: the name under which the loader takes slabs. `PoolStats.owners` counts by this name,
+            and `SlabPool.set_quota` can limit it.
         **kwargs: as torch's.
 
     Raises:
-        TypeError: `depth` is not an int, `keep_on_host` is neither paths nor a function, `pool` is not a `SlabPool`, or
-            `budget` is not a `HostBudget`.
-        ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the CPU; `pool` is not
-            over shared memory; `pool` is given with `max_bytes` or `budget`; or `own_storage` is another value.
+        TypeError: `depth` is not an int, `keep_on_host` is neither paths nor a function, `pool` is
+            not a `SlabPool`, or `budget` is not a `HostBudget`.
+        ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the
+            CPU; `pool` is not over shared memory; `pool` is given with `max_bytes` or `budget`; or
+            `own_storage` is another value.
         CudaUnavailableError: `device` is a CUDA device, and CUDA is not available.
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
-    The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before the next one, the host
-    waits.
+    The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before
+    the next one, the host waits.
 
-    Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader and its iterators
-    are gone. An iterator that is left early gives its slabs back as soon as it is dropped. `close`, or the end of a
-    ``with`` block, ends the workers at once.
+    Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader
+    and its iterators are gone. An iterator that is left early gives its slabs back as soon as it is
+    dropped. `close`, or the end of a ``with`` block, ends the workers at once.
     """
 
     # Attributes have the names of the arguments: Lightning rebuilds loaders from them.
@@ -205,7 +227,9 @@ class DataLoader(Staging[T_co]):
     own_storage: OwnStorage
     owner: str
 
-    if TYPE_CHECKING:  # torch's arguments by name; at run time, whatever arguments the installed torch takes
+    if (
+        TYPE_CHECKING
+    ):  # torch's arguments by name; at run time, whatever arguments the installed torch takes
 
         def __init__(
             self,
@@ -254,7 +278,9 @@ class DataLoader(Staging[T_co]):
             **kwargs: Any,
         ) -> None:
             super().__init__(dataset, *args, **kwargs)
-            settings = Settings(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner).checked()
+            settings = Settings(
+                device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner
+            ).checked()
             vars(self).update(settings._asdict())
             self._slabs  # noqa: B018 - made now, where the device may be touched
 
@@ -267,7 +293,9 @@ class DataLoader(Staging[T_co]):
 
 
 class WrappedLoader(Staging[T_co]):
-    """The result of `wrap_loader`: a loader whose class derives from this class and from the given loader's."""
+    """The result of `wrap_loader`: a loader whose class derives from this class and from the given
+    loader's.
+    """
 
     if TYPE_CHECKING:  # the attributes of the loader's own class
 
@@ -286,21 +314,24 @@ def wrap_loader(
     own_storage: OwnStorage = "auto",
     owner: str = "loader",
 ) -> WrappedLoader[T_co]:
-    """Return a loader like the given one, but with batches that arrive on a device, like those of `DataLoader`.
+    """Return a loader like the given one, but with batches that arrive on a device, like those of
+    `DataLoader`.
 
-    Use this for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of such a loader counts
-    the batches that were yielded, not those that were sent ahead.
+    Use this for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of
+    such a loader counts the batches that were yielded, not those that were sent ahead.
 
-    The given loader stays as it was; use the returned one, which also has `DataLoader.stats`, `DataLoader.close` and
-    ``device``. A loader that Accelerate prepared is the exception: it is changed in place, and returned.
+    The given loader stays as it was; use the returned one, which also has `DataLoader.stats`,
+    `DataLoader.close` and ``device``. A loader that Accelerate prepared is the exception: it is
+    changed in place, and returned.
 
-    A ``StatefulDataLoader`` begins its first pass when its state is requested. If that happened before, its workers run
-    already, and the batches of that pass are staged in the main process. Accelerate requests the state when it prepares
-    such a loader; `pinstage.integrations.accelerate.prepare` wraps it earlier.
+    A ``StatefulDataLoader`` begins its first pass when its state is requested. If that happened
+    before, its workers run already, and the batches of that pass are staged in the main process.
+    Accelerate requests the state when it prepares such a loader;
+    `pinstage.integrations.accelerate.prepare` wraps it earlier.
 
     Args:
-        loader: a loader whose class derives from torch's `DataLoader`, or one prepared by Accelerate. It must not have
-            been iterated over yet.
+        loader: a loader whose class derives from torch's `DataLoader`, or one prepared by
+            Accelerate. It must not have been iterated over yet.
         device: as for `DataLoader`. None is the device of a prepared loader, if it has one.
         pool: as for `DataLoader`.
         max_bytes: as for `DataLoader`.
@@ -321,10 +352,13 @@ def wrap_loader(
         device = getattr(given, "device", None)
     if not isinstance(inner, torch.utils.data.DataLoader) or isinstance(inner, Staging):
         raise TypeError(
-            f"cannot wrap a {type(inner).__name__}: only a loader derived from torch.utils.data.DataLoader, and only "
-            "once; use pinstage.DataLoader, or Stager.prefetch for any iterable"
+            f"cannot wrap a {type(inner).__name__}: only a loader derived from "
+            "torch.utils.data.DataLoader, and only once; use pinstage.DataLoader, or "
+            "Stager.prefetch for any iterable"
         )
-    settings = Settings(device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner).checked()
+    settings = Settings(
+        device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner
+    ).checked()
     wrapped = _wrap(inner, settings)
     if inner is given:
         return wrapped
@@ -340,25 +374,41 @@ def _random_states(*generators: Any) -> list[tuple[Any, Any]]:
 def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
     begun = loader._iterator
     if begun is not None and not hasattr(loader, "load_state_dict"):
-        raise TypeError(f"cannot wrap this {type(loader).__name__}: it has workers already; wrap it before iterating")
+        raise TypeError(
+            f"cannot wrap this {type(loader).__name__}: it has workers already; wrap it before "
+            "iterating"
+        )
     made = _wrapped(type(loader), settings, vars(loader) | {"_iterator": None})
     slabs = made._slabs  # made now, where the device may be touched
-    if begun is not None:  # its state was requested: the pass goes on, since its seed is drawn already
+    if (
+        begun is not None
+    ):  # its state was requested: the pass goes on, since its seed is drawn already
         vars(made)["_iterator"] = LoaderIterator(begun, slabs)
         if loader.persistent_workers:
-            warn_once("a wrapped loader stages in the main process, which is slower: its workers were started before")
+            warn_once(
+                "a wrapped loader stages in the main process, which is slower: its workers were "
+                "started before"
+            )
     return made
 
 
-def _wrapped(loader_class: type[Any], settings: Settings, state: dict[str, Any]) -> WrappedLoader[Any]:
-    """Return a loader with a class of its own that has the settings: a framework may rebuild it from its type."""
+def _wrapped(
+    loader_class: type[Any], settings: Settings, state: dict[str, Any]
+) -> WrappedLoader[Any]:
+    """Return a loader with a class of its own that has the settings: a framework may rebuild it
+    from its type.
+    """
 
-    def reduce(loader: Any) -> tuple[Any, ...]:  # by its name, pickle would find the class that was wrapped
+    def reduce(loader: Any) -> tuple[Any, ...]:
+        # By its name, pickle would find the class that was wrapped.
         return _wrapped, (loader_class, settings._replace(pool=None), loader.__getstate__())
 
     ours = {
-        "_settings": settings, "device": settings.device, "__reduce__": reduce, "__doc__": loader_class.__doc__
-    }  # fmt: skip
+        "_settings": settings,
+        "device": settings.device,
+        "__reduce__": reduce,
+        "__doc__": loader_class.__doc__,
+    }
     metaclass: Any = type(loader_class)
     made = metaclass(loader_class.__name__, (WrappedLoader, loader_class), ours)
     loader: WrappedLoader[Any] = made.__new__(made)

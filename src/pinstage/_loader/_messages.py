@@ -1,4 +1,4 @@
-"""The messages that workers send, their form in the main process, and the channels in the other direction."""
+"""The messages of workers, and the channels in the other direction."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ class WorkerStructure:
 
 
 class Message:
-    """A batch as the worker puts it into the queue. Unpickling makes it a `PackedBatch`, by `receive`.
+    """A batch as the worker puts it into the queue. Unpickling makes it a `PackedBatch`, by
+    `receive`.
 
-    Unpickling happens wherever torch reads the queue. So nothing is missed when torch drops a batch there, as it does
-    when persistent workers are reset: the batch's slab becomes free, and a new structure is known.
+    Unpickling happens wherever torch reads the queue. So nothing is missed when torch drops a batch
+    there, as it does when persistent workers are reset: the batch's slab becomes free, and a new
+    structure is known.
 
     Args:
         *contents: the arguments of `receive`.
@@ -55,13 +57,17 @@ class Message:
 
 @dataclass(eq=False, slots=True)
 class PackedBatch:
-    """A batch that a worker has packed, in the main process. If it is dropped unsent, its slab is free again."""
+    """A batch that a worker has packed, in the main process. If it is dropped unsent, its slab is
+    free again.
+    """
 
     broker: Any
     structure: Structure
     table: Table
     number: int | None
-    """The slab's number, until it is given back. None if the bytes are in `raw`, or if there are no bytes."""
+    """The slab's number, until it is given back. None if the bytes are in `raw`, or if there are no
+    bytes.
+    """
     raw: bytearray | None
     others: list[Any]
     """The leaves that are not packed."""
@@ -79,7 +85,9 @@ class PackedBatch:
 
 
 class Failed:
-    """Stands for a batch that could not be unpickled or sent. An error in the queue itself would end torch's loop."""
+    """Stands for a batch that could not be unpickled or sent. An error in the queue itself would
+    end torch's loop.
+    """
 
     def __init__(self, error: Exception) -> None:
         self._error: Exception | None = error
@@ -110,9 +118,11 @@ def receive(
     Args:
         token: the broker's token.
         worker: the id of the worker.
-        slab: the number of the slab with the bytes. None if they are in `raw`, or if there are none.
+        slab: the number of the slab with the bytes. None if they are in `raw`, or if there are
+            none.
         number: the worker's number for batches that look like this one.
-        structure: the pickled structure that `number` stands for from now on. None if the broker knows it.
+        structure: the pickled structure that `number` stands for from now on. None if the broker
+            knows it.
         table: the offset table. None if it is the one of the last batch of this number.
         pickled: the leaves that are not packed, as a list. None if there are none.
         raw: the bytes of a batch for which there was no slab.
@@ -132,8 +142,9 @@ def receive(
         nbytes, described = current.table.nbytes, current.table.others + current.table.moved
         if nbytes > room or len(others) != described:
             raise LayoutError(
-                f"worker {worker} sent a batch that its offset table doesn't describe: {nbytes} bytes in {room}, and "
-                f"{len(others)} of {described} leaves that are not packed; {BEGIN_AGAIN}"
+                f"worker {worker} sent a batch that its offset table doesn't describe: {nbytes} "
+                f"bytes in {room}, and {len(others)} of {described} leaves that are not packed; "
+                f"{BEGIN_AGAIN}"
             )
     except BaseException as error:
         if slab is not None:
@@ -157,7 +168,9 @@ def _structure_of(
     if structure is not None:
         current = WorkerStructure(structure, Table.of_bytes(table))
     elif current is None:
-        raise LayoutError(f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}")
+        raise LayoutError(
+            f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}"
+        )
     elif table is not None:
         current.table = Table.of_bytes(table)
     known[worker, number] = current  # even if it cannot be unpickled now
@@ -167,16 +180,18 @@ def _structure_of(
     return current
 
 
-# -- channels ----------------------------------------------------------------------------------------------------------
+# -- channels --------------------------------------------------------------------------------------
 
 _MARK = b"f"
 """A descriptor can't be sent without at least one byte."""
 
 
 def send_descriptor(channel: Connection, fd: int) -> None:
-    """Send a duplicate of a descriptor. The next read at the other end must be `receive_descriptor`.
+    """Send a duplicate of a descriptor. The next read at the other end must be
+    `receive_descriptor`.
 
-    Opening ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse that.
+    Opening ``/proc/<pid>/fd`` of the other process would do the same, but some sandboxes refuse
+    that.
 
     Raises:
         OSError: the other end is closed.
@@ -202,7 +217,9 @@ def receive_descriptor(channel: Connection) -> int:
 
 
 def shut_down(channel: Connection) -> None:
-    """End a channel at both ends. Closing it isn't enough: workers that were forked later have this end, too."""
+    """End a channel at both ends. Closing it isn't enough: workers that were forked later have this
+    end, too.
+    """
     with suppress(OSError), _socket_of(channel) as end:  # it is closed already
         end.shutdown(socket.SHUT_RDWR)
 

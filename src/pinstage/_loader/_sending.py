@@ -1,4 +1,4 @@
-"""Packed batches on their way to the device: the queue that torch's iterator reads in place of its own."""
+"""The queue that torch's iterator reads in place of its own: packed batches are sent."""
 
 from __future__ import annotations
 
@@ -17,21 +17,34 @@ from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 
 LOOK_SECONDS = 0.2
-"""Interval at which a loop that waits for a batch looks for a worker that has ended. torch's interval is 5 s."""
+"""Interval at which a loop that waits for a batch looks for a worker that has ended. torch's
+interval is 5 s.
+"""
 
 
 def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
-    """Start the copy of a packed batch, behind which its slab returns to the worker. Does not block; any thread."""
+    """Start the copy of a packed batch, behind which its slab returns to the worker. Does not
+    block; any thread.
+    """
     loan, host, event = None, None, None
     if batch.number is not None:
         loan = batch.broker.loan_of(None, batch.number)
         host = loan.lease.data_ptr()
     elif batch.raw is not None:
         host = torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
-    pinned, own_storage = loan is not None and slabs.shared().memory.is_pinned, slabs.settings.own_storage
+    pinned, own_storage = (
+        loan is not None and slabs.shared().memory.is_pinned,
+        slabs.settings.own_storage,
+    )
     try:
         transfer = send_packed(
-            slabs.target, batch.structure, batch.table, host, batch.others, own_storage, pinned=pinned
+            slabs.target,
+            batch.structure,
+            batch.table,
+            host,
+            batch.others,
+            own_storage,
+            pinned=pinned,
         )
         event = copy_event_of(transfer)
     except BaseException:
@@ -44,24 +57,32 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
 
 
 class SendingQueue:
-    """The queue that torch's iterator reads: packed batches go in, batches on their way to the device come out.
+    """The queue that torch's iterator reads: packed batches go in, batches on their way to the
+    device come out.
 
-    The broker's thread reads the worker queue, sends the batches, and makes their views. Meanwhile the loop is busy
-    with an earlier batch. Batches are sent in order, at most `depth` ahead of the loop. Batches that arrive too early
-    stay in their slabs.
+    The broker's thread reads the worker queue, sends the batches, and makes their views. Meanwhile
+    the loop is busy with an earlier batch. Batches are sent in order, at most `depth` ahead of the
+    loop. Batches that arrive too early stay in their slabs.
 
-    The message that a worker has no more batches keeps its place: it must not overtake the worker's last batch.
+    The message that a worker has no more batches keeps its place: it must not overtake the worker's
+    last batch.
 
     Args:
         source: the worker queue.
-        batches: torch's iterator. Kept by a weak reference, since the thread must not keep it alive.
+        batches: torch's iterator. Kept by a weak reference, since the thread must not keep it
+            alive.
         send: starts the copy of a packed batch.
         depth: the number of batches sent ahead.
         wake: wakes the thread, which then calls `send_ready`.
     """
 
     def __init__(
-        self, source: Any, batches: Any, send: Callable[[PackedBatch], Transfer], depth: int, wake: Callable[[], None]
+        self,
+        source: Any,
+        batches: Any,
+        send: Callable[[PackedBatch], Transfer],
+        depth: int,
+        wake: Callable[[], None],
     ) -> None:
         self._source = source
         self._batches = weakref.ref(batches)
@@ -71,8 +92,8 @@ class SendingQueue:
         self._wake = wake
         self._ready = HandOver()
         self._held: dict[Any, Any] = {}
-        # The loop's thread writes `_last`, then looks at `_waits_for`. The broker's thread writes `_waits_for`, then
-        # looks at `_last`. So one of them notices that a batch may be sent.
+        # The loop's thread writes `_last`, then looks at `_waits_for`. The broker's thread writes
+        # `_waits_for`, then looks at `_last`. So one of them notices that a batch may be sent.
         self._waits_for: int | None = None
         self._sent = self._resuming = 0
         self._closed = threading.Lock()  # taken by the first `close`, never released
@@ -88,7 +109,8 @@ class SendingQueue:
         """Return the next message. Blocks for at most `timeout` seconds.
 
         Raises:
-            queue.Empty: there was no message in that time, or a worker has ended: torch's iterator then looks which.
+            queue.Empty: there was no message in that time, or a worker has ended: torch's iterator
+                then looks which.
             BaseException: a message could not be unpickled, or the thread failed.
         """
         self._allow(self._wanted())
@@ -117,23 +139,28 @@ class SendingQueue:
         self._last = self._depth - 1
 
     def close(self) -> None:
-        """Close the writing end, or the thread would wait for the rest of a message that a killed worker didn't finish.
+        """Close the writing end, or the thread would wait for the rest of a message that a killed
+        worker didn't finish.
 
-        The end of a pass and the end of the program may both call this, in two threads. Closing the file twice would
-        fail, or would close a file that another thread has just opened.
+        The end of a pass and the end of the program may both call this, in two threads. Closing the
+        file twice would fail, or would close a file that another thread has just opened.
         """
         if self._closed.acquire(blocking=False):
             close_writing_end(self._source)
 
     def _wanted(self) -> int:
-        """Return the number of the batch that torch wants next; without order, the number of batches taken."""
+        """Return the number of the batch that torch wants next; without order, the number of
+        batches taken.
+        """
         batches = self._batches() if self._in_order else None
         return self._taken if batches is None else int(batches._rcvd_idx)
 
     def _allow(self, last: int) -> None:
         self._last = max(self._last, last)
         waits_for = self._waits_for
-        if waits_for is not None and waits_for <= self._last:  # again, if need be: an interrupt may have swallowed it
+        if (
+            waits_for is not None and waits_for <= self._last
+        ):  # again, if need be: an interrupt may have swallowed it
             self._wake()
 
     # -- the broker's thread
@@ -158,7 +185,9 @@ class SendingQueue:
             self._held[number] = payload
 
     def send_ready(self) -> bool:
-        """Send the batches whose turn it is, and pass on the messages between them. Return whether a batch waits."""
+        """Send the batches whose turn it is, and pass on the messages between them. Return whether
+        a batch waits.
+        """
         if self._resuming:
             self._forget()
         while self._held:
@@ -191,4 +220,6 @@ class SendingQueue:
 
 
 def _batch_in(payload: Any) -> Any:
-    return payload[0] if isinstance(payload, tuple) else payload  # torchdata's tuple: (batch, worker, state)
+    return (
+        payload[0] if isinstance(payload, tuple) else payload
+    )  # torchdata's tuple: (batch, worker, state)

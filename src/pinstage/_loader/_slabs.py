@@ -44,12 +44,14 @@ class Settings(NamedTuple):
             max_bytes = pool.max_bytes
             if not pool.memory.is_shared:
                 raise ValueError(
-                    f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is not shared; pass "
-                    "SlabPool(..., memory=SharedMemory(device))"
+                    f"workers cannot map the memory of this pool: {type(pool.memory).__name__} is "
+                    "not shared; pass SlabPool(..., memory=SharedMemory(device))"
                 )
         if kept is not None and not callable(kept):
             kept = Keeping(kept).paths
-        return self._replace(device=target_for(self.device).device, max_bytes=max_bytes, keep_on_host=kept)
+        return self._replace(
+            device=target_for(self.device).device, max_bytes=max_bytes, keep_on_host=kept
+        )
 
     def keeping(self) -> Keeping | None:
         """Return the rule for leaves that stay on the host; None if there isn't any."""
@@ -57,22 +59,27 @@ class Settings(NamedTuple):
 
 
 class Slabs:
-    """The slabs and counters of a loader and its iterators. When the last of these is gone, the slabs are freed.
+    """The slabs and counters of a loader and its iterators. When the last of these is gone, the
+    slabs are freed.
 
     Args:
-        settings: the loader's settings. If they have a pool, it is the user's, and is not freed. If not, a pool is made
-            when it is needed.
+        settings: the loader's settings. If they have a pool, it is the user's, and is not freed. If
+            not, a pool is made when it is needed.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.pid = os.getpid()
-        """The process that made this object. A forked child can use neither its slabs nor its locks."""
+        """The process that made this object. A forked child can use neither its slabs nor its
+        locks.
+        """
         self.settings = settings
         self.target = target_for(settings.device)
         self.pool = settings.pool
         self.counters = Counters()
         self.starting = threading.RLock()
-        """Held while an iterator is made: meanwhile, attributes of the loader that torch reads are changed."""
+        """Held while an iterator is made: meanwhile, attributes of the loader that torch reads are
+        changed.
+        """
         self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         """The iterators that are alive."""
         self._stager: Stager | None = None
@@ -81,11 +88,17 @@ class Slabs:
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""
         with self._lock:
-            if self.pool is None or not self.pool.memory.is_shared:  # a pool of passes without workers
+            if (
+                self.pool is None or not self.pool.memory.is_shared
+            ):  # a pool of passes without workers
                 self._stager = None
                 is_cuda = self.target.device.type == "cuda"
-                memory = SharedMemory(self.target.device) if is_cuda else SharedMemory(register=False)
-                self.pool = SlabPool(self.settings.max_bytes, budget=self.settings.budget, memory=memory)
+                memory = (
+                    SharedMemory(self.target.device) if is_cuda else SharedMemory(register=False)
+                )
+                self.pool = SlabPool(
+                    self.settings.max_bytes, budget=self.settings.budget, memory=memory
+                )
             return self.pool
 
     def stager(self) -> Stager:
@@ -94,7 +107,9 @@ class Slabs:
             if self._stager is None:
                 device, settings = self.target.device, self.settings
                 if self.pool is None:
-                    self.pool = SlabPool(settings.max_bytes, budget=settings.budget, memory=default_memory(device))
+                    self.pool = SlabPool(
+                        settings.max_bytes, budget=settings.budget, memory=default_memory(device)
+                    )
                 self._stager = Stager(
                     device,
                     pool=self.pool,

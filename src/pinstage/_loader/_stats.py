@@ -10,8 +10,8 @@ from .._sizes import count, format_bytes
 from .._stage import Transfer, table_of
 
 _NOTICEABLE = 0.1
-"""Share of the time above which waiting is called a bottleneck; for batches without a slab, the share of the
-batches."""
+"""Share of the time above which waiting is called a bottleneck; for batches without a slab, the
+share of the batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,15 @@ class LoaderStats:
     packed_bytes: int
     """Bytes of the tensors and arrays in these copies."""
     fallback_batches: int
-    """Batches that found no slab under the cap. They were sent from pageable memory, or through the workers' queue."""
+    """Batches that found no slab under the cap. They were sent from pageable memory, or through the
+    workers' queue.
+    """
     passthrough_leaves: int
     """Tensors that cannot be packed. Each was sent by its own ``.to()``."""
     batch_wait_seconds: float
-    """Seconds that the main process waited for workers. Without workers: the seconds that loading took."""
+    """Seconds that the main process waited for workers. Without workers: the seconds that loading
+    took.
+    """
     slab_wait_seconds: float
     """Seconds that workers waited for slabs, summed over the workers."""
     elapsed_seconds: float
@@ -48,28 +52,39 @@ class LoaderStats:
         if self.fallback_batches > _NOTICEABLE * self.batches:
             fewer = ", or use fewer workers" if self.num_workers else ""
             return (
-                f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches found no slab and "
-                f"were sent from pageable memory; raise max_bytes{fewer}."
+                f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches "
+                f"found no slab and were sent from pageable memory; raise max_bytes{fewer}."
             )
         if not total:
             return "Loading was not timed: another loader made the batches."
         if self.num_workers == 0:
             if waited > _NOTICEABLE * total:
-                return f"Loading is the bottleneck: it took {text} in the main process; use num_workers."
+                return (
+                    f"Loading is the bottleneck: it took {text} in the main process; use "
+                    "num_workers."
+                )
             return f"The loop is the bottleneck: loading took only {text}."
         if waited <= _NOTICEABLE * total:
             return f"The loop is the bottleneck: it waited for workers only {text}."
         if self.slab_wait_seconds > _NOTICEABLE * total * self.num_workers and self._was_full():
             return (
-                f"max_bytes is the bottleneck: the loop waited for workers {text}, and these waited for slabs "
-                f"{self.slab_wait_seconds:.2f} s; raise max_bytes."
+                f"max_bytes is the bottleneck: the loop waited for workers {text}, and these "
+                f"waited for slabs {self.slab_wait_seconds:.2f} s; raise max_bytes."
             )
-        return f"The workers are the bottleneck: the loop waited for them {text}; use more, or a faster dataset."
+        return (
+            f"The workers are the bottleneck: the loop waited for them {text}; use more, or a "
+            "faster dataset."
+        )
 
     def _was_full(self) -> bool:
-        """Whether one more slab would have exceeded the cap. If not, workers only waited while slabs were made."""
+        """Whether one more slab would have exceeded the cap. If not, workers only waited while
+        slabs were made.
+        """
         pool = self.pool
-        return pool is None or pool.peak_held_bytes * (1 + 1 / max(pool.peak_held_slabs, 1)) > pool.max_bytes
+        return (
+            pool is None
+            or pool.peak_held_bytes * (1 + 1 / max(pool.peak_held_slabs, 1)) > pool.max_bytes
+        )
 
     @property
     def _sent(self) -> str:
@@ -77,10 +92,14 @@ class LoaderStats:
 
     def __str__(self) -> str:
         """Return one line for a log."""
-        pool = self.pool and f"; pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}"
+        pool = ""
+        if self.pool:
+            held, most = format_bytes(self.pool.held_bytes), format_bytes(self.pool.max_bytes)
+            pool = f"; pool {held} of {most}"
         return (
-            f"{count(self.batches, 'batch', 'batches')}, {self._sent} in {self.elapsed_seconds:.3f} s, "
-            f"{self.batch_wait_seconds:.3f} s waiting for a batch; {self.fallback_batches:,} without a slab{pool or ''}"
+            f"{count(self.batches, 'batch', 'batches')}, {self._sent} in "
+            f"{self.elapsed_seconds:.3f} s, {self.batch_wait_seconds:.3f} s waiting for a batch; "
+            f"{self.fallback_batches:,} without a slab{pool or ''}"
         )
 
 
@@ -88,7 +107,9 @@ class Counters:
     """The counters behind `LoaderStats`. Any thread may count."""
 
     def __init__(self) -> None:
-        self.batches = self.copies = self.packed_bytes = self.fallback_batches = self.passthrough_leaves = 0
+        self.batches = self.copies = self.packed_bytes = self.fallback_batches = (
+            self.passthrough_leaves
+        ) = 0
         self.batch_wait_seconds = self.slab_wait_seconds = self.elapsed_seconds = 0.0
         self.largest_fallback = 0
         """Bytes of the largest batch that found no slab."""
@@ -108,5 +129,7 @@ class Counters:
             self.slab_wait_seconds += slab_wait_seconds
 
     def snapshot(self, num_workers: int, pool: PoolStats | None) -> LoaderStats:
-        counted = {name: value for name, value in vars(self).items() if name in LoaderStats.__slots__}
+        counted = {
+            name: value for name, value in vars(self).items() if name in LoaderStats.__slots__
+        }
         return LoaderStats(num_workers=num_workers, pool=pool, **counted)

@@ -18,7 +18,9 @@ PARENT_CHECK_SECONDS = 1.0
 """Poll interval of a waiting worker for the main process, on kernels without pidfd."""
 
 GROWTH = 1.25
-"""A slab that replaces a smaller one is larger than needed by this factor, so that batches of random size soon fit."""
+"""A slab that replaces a smaller one is larger than needed by this factor, so that batches of
+random size soon fit.
+"""
 
 ASK_AGAIN_AFTER = 32
 """Number of batches after a refusal for which a worker makes do with its slabs."""
@@ -74,8 +76,9 @@ class WorkerSlabs:
     def take(self, nbytes: int) -> WorkerSlab | None:
         """Return a slab of at least `nbytes` to write, or None if there can be none.
 
-        Blocks while the main process has all slabs that are large enough. The worker then asks for one more, but takes
-        another that becomes free before, since page-locking takes time. Ends the worker if the main process ends.
+        Blocks while the main process has all slabs that are large enough. The worker then asks for
+        one more, but takes another that becomes free before, since page-locking takes time. Ends
+        the worker if the main process ends.
 
         Raises:
             ClosedError: the iterator is being shut down.
@@ -104,7 +107,9 @@ class WorkerSlabs:
         return any(slab.nbytes >= nbytes for slab in self._slabs.values())
 
     def _has_to_wait(self, nbytes: int) -> bool:
-        """Return whether the worker can only wait: it has asked, or has its share, or was refused."""
+        """Return whether the worker can only wait: it has asked, or has its share, or was
+        refused.
+        """
         if self._is_asking:
             return True
         if len(self._slabs) >= self._limit and not self._idle():
@@ -178,7 +183,11 @@ class WorkerSlabs:
                 os.close(fd)
         except EOFError:
             raise ClosedError from None
-        except (OSError, ValueError, MemoryError) as error:  # too many open files, no memory: the worker does without
+        except (
+            OSError,
+            ValueError,
+            MemoryError,
+        ) as error:  # too many open files, no memory: the worker does without
             self._send(("unmapped", number, f"a worker cannot map it: {error!r}"))
             return False
         self._slabs[number] = WorkerSlab(number, mapping)
@@ -192,5 +201,6 @@ class WorkerSlabs:
 
 
 def _exit() -> NoReturn:
-    # The main process has ended. The queue has no reader, and its feeder thread could wait forever at a normal exit.
+    # The main process has ended. The queue has no reader, and its feeder thread could wait forever
+    # at a normal exit.
     os._exit(1)

@@ -1,9 +1,10 @@
 """The only module that calls CUDA to pin memory; return codes become exceptions here.
 
-The calls go through cuda-python, because ``torch.cuda.cudart()`` has no ``cudaHostAlloc``, ``cudaFreeHost`` or
-``cudaGetLastError``. Its runtime library is not the same instance as torch's: an error left behind in one is neither
-seen nor cleared by the other, so each failed call clears its own. The bindings are imported at the first use, never
-before, and release the interpreter lock in every call (cuda-bindings 12.9.1 release notes).
+The calls go through cuda-python, because ``torch.cuda.cudart()`` has no ``cudaHostAlloc``,
+``cudaFreeHost`` or ``cudaGetLastError``. Its runtime library is not the same instance as torch's:
+an error left behind in one is neither seen nor cleared by the other, so each failed call clears its
+own. The bindings are imported at the first use, never before, and release the interpreter lock in
+every call (cuda-bindings 12.9.1 release notes).
 """
 
 import os
@@ -23,7 +24,9 @@ Device = int | str | torch.device | None
 
 
 class PinningMemoryError(PinningError, MemoryError):
-    """Too little host memory to page-lock, or device memory for a context. ``except MemoryError`` catches it."""
+    """Too little host memory to page-lock, or device memory for a context. ``except MemoryError``
+    catches it.
+    """
 
 
 _OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
@@ -36,11 +39,13 @@ class Bindings:
     runtime: Any
     driver: Any
     contexts: dict[int, Any] = field(default_factory=dict)
-    """The primary context of each device used. Retained once and never released, as torch does: releasing the last
-    reference would destroy the context, and page-locked memory with it."""
+    """The primary context of each device used. Retained once and never released, as torch does:
+    releasing the last reference would destroy the context, and page-locked memory with it."""
 
     def call(self, name: str, *args: Any, nbytes: int | None = None) -> Any:
-        """Call a runtime or driver function; return its last result, or clear the error and raise."""
+        """Call a runtime or driver function; return its last result, or clear the error and
+        raise.
+        """
         is_runtime = name.startswith("cuda")
         code, *results = getattr(self.runtime if is_runtime else self.driver, name)(*args)
         if not int(code):
@@ -58,7 +63,8 @@ class Bindings:
         """Return CUDA's name for a call's error, and a text that says what happened."""
         module, prefix = (self.runtime, "cuda") if call.startswith("cuda") else (self.driver, "cu")
         name, text = (
-            getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace") for what in ("Name", "String")
+            getattr(module, f"{prefix}GetError{what}")(code)[1].decode(errors="replace")
+            for what in ("Name", "String")
         )
         return name, f"failed: {name} ({text})"
 
@@ -78,8 +84,8 @@ os.register_at_fork(after_in_child=_forget)
 def why_unusable() -> str | None:
     """Return why memory cannot be page-locked in this process; None if it can.
 
-    Initialises the CUDA driver where there is one, as ``torch.cuda.is_available()`` does; makes no context. Errors of
-    the bindings, such as without a driver, are returned and not raised.
+    Initialises the CUDA driver where there is one, as ``torch.cuda.is_available()`` does; makes no
+    context. Errors of the bindings, such as without a driver, are returned and not raised.
     """
     global _bindings  # noqa: PLW0603
     if _bindings is not None:
@@ -107,8 +113,8 @@ def is_usable(stacklevel: int = 3) -> bool:
     reason = why_unusable()
     if reason is not None and torch.version.cuda is not None and torch.cuda.is_available():
         warnings.warn(
-            f"staging uses pageable memory, which is slow, though PyTorch has a CUDA device: {reason}; install a "
-            f"cuda-python for CUDA {torch.version.cuda}",
+            "staging uses pageable memory, which is slow, though PyTorch has a CUDA device: "
+            f"{reason}; install a cuda-python for CUDA {torch.version.cuda}",
             StagingWarning,
             stacklevel=stacklevel,
         )
@@ -118,8 +124,9 @@ def is_usable(stacklevel: int = 3) -> bool:
 def disregard_captures() -> None:
     """Let this thread make calls that CUDA forbids by default while any thread captures a graph.
 
-    Querying an event and allocating are such calls: either would fail, and invalidate the capture. The relaxed mode is
-    meant for threads whose work is independent of the capture (``cuThreadExchangeStreamCaptureMode`` in CUDA's manual).
+    Querying an event and allocating are such calls: either would fail, and invalidate the capture.
+    The relaxed mode is meant for threads whose work is independent of the capture
+    (``cuThreadExchangeStreamCaptureMode`` in CUDA's manual).
     """
     if why_unusable() is None:
         bindings = require()
@@ -128,10 +135,12 @@ def disregard_captures() -> None:
 
 
 def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function whose context lets another thread page-lock and free memory as this thread would.
+    """Return a function whose context lets another thread page-lock and free memory as this thread
+    would.
 
-    In that context, torch's current device of this thread is current, and no call invalidates a capture. A device that
-    is already current is not set again: going back to a device without a context would make one.
+    In that context, torch's current device of this thread is current, and no call invalidates a
+    capture. A device that is already current is not set again: going back to a device without a
+    context would make one.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return nullcontext
@@ -146,42 +155,55 @@ def as_called_here() -> Callable[[], AbstractContextManager[Any]]:
 
 
 def require(kind: str = "page-locked memory") -> Bindings:
-    """Return the bindings; raise a ``CudaUnavailableError`` that says what to use instead where they don't work."""
+    """Return the bindings; raise a ``CudaUnavailableError`` that says what to use instead where
+    they don't work.
+    """
     reason = why_unusable()
     if reason is not None:
-        raise CudaUnavailableError(f"{kind} needs CUDA: {reason}; use PageableMemory() or default_memory()")
+        raise CudaUnavailableError(
+            f"{kind} needs CUDA: {reason}; use PageableMemory() or default_memory()"
+        )
     assert _bindings is not None
     return _bindings
 
 
 def is_not_cuda(device: Device) -> bool:
     """Return whether a device is given that isn't a CUDA device."""
-    return device is not None and not isinstance(device, int) and torch.device(device).type != "cuda"
+    return (
+        device is not None and not isinstance(device, int) and torch.device(device).type != "cuda"
+    )
 
 
 def device_index(device: Device) -> int:
-    """Return the index of a CUDA device; None, or "cuda" alone, means torch's current device in this thread."""
+    """Return the index of a CUDA device; None, or "cuda" alone, means torch's current device in
+    this thread.
+    """
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     return torch.cuda.current_device() if index is None else index
 
 
 @contextmanager
 def in_context_of(index: int) -> Iterator[Bindings]:
-    """Make a device's primary context current in this thread, and restore the previous one afterwards.
+    """Make a device's primary context current in this thread, and restore the previous one
+    afterwards.
 
-    Pinning uses the current context, or makes one: 600 MiB, perhaps on the wrong GPU (LMCache#4018). The runtime
-    follows the driver's current context ("Interactions with the CUDA Driver API"), so a push and a pop make a context
-    on ``index`` and nowhere else. ``torch.cuda.device`` isn't enough: it only compares with the device that torch
-    considers current, and doesn't always switch back.
+    Pinning uses the current context, or makes one: 600 MiB, perhaps on the wrong GPU
+    (LMCache#4018). The runtime follows the driver's current context ("Interactions with the CUDA
+    Driver API"), so a push and a pop make a context on ``index`` and nowhere else.
+    ``torch.cuda.device`` isn't enough: it only compares with the device that torch considers
+    current, and doesn't always switch back.
     """
     bindings = require()
     if index not in bindings.contexts:
-        bindings.contexts[index] = bindings.call("cuDevicePrimaryCtxRetain", bindings.call("cuDeviceGet", index))
+        bindings.contexts[index] = bindings.call(
+            "cuDevicePrimaryCtxRetain", bindings.call("cuDeviceGet", index)
+        )
     bindings.call("cuCtxPushCurrent", bindings.contexts[index])
     try:
         yield bindings
     finally:
-        bindings.driver.cuCtxPopCurrent()  # not checked: it can only report what an earlier, asynchronous call did
+        # Not checked: it can only report what an earlier, asynchronous call did.
+        bindings.driver.cuCtxPopCurrent()
 
 
 def has_context(index: int) -> bool:
@@ -191,10 +213,12 @@ def has_context(index: int) -> bool:
 
 
 def who_registers(device: Device) -> tuple[int, str]:
-    """Return the device that can page-lock memory, -1 for none, and why registering doesn't do that, empty if it does.
+    """Return the device that can page-lock memory, -1 for none, and why registering doesn't do
+    that, empty if it does.
 
-    Registering doesn't page-lock as ``cudaHostAlloc`` does under WSL2, where the device cannot register, and where it
-    uses the host's page tables (Grace Hopper). Makes no context. Warns as `is_usable` does.
+    Registering doesn't page-lock as ``cudaHostAlloc`` does under WSL2, where the device cannot
+    register, and where it uses the host's page tables (Grace Hopper). Makes no context. Warns as
+    `is_usable` does.
     """
     if is_not_cuda(device):
         return -1, f"the device is {device}"
@@ -204,7 +228,9 @@ def who_registers(device: Device) -> tuple[int, str]:
     bindings = require()
     number, attributes = bindings.call("cuDeviceGet", index), bindings.driver.CUdevice_attribute
     supported, host_page_tables = (
-        bindings.call("cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), number)
+        bindings.call(
+            "cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), number
+        )
         for name in ("HOST_REGISTER_SUPPORTED", "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
     )
     if _host.is_wsl() or not supported or host_page_tables:
@@ -220,7 +246,9 @@ def pci_address(index: int) -> str:
 
 
 def host_alloc(nbytes: int, device: int, *, write_combined: bool) -> int:
-    """``cudaHostAlloc``: page-locked memory for all devices, from the driver; returns its address."""
+    """``cudaHostAlloc``: page-locked memory for all devices, from the driver; returns its
+    address.
+    """
     with in_context_of(device) as bindings:
         flags = bindings.runtime.cudaHostAllocPortable
         if write_combined:
@@ -237,14 +265,23 @@ def free_host(address: int, device: int) -> None:
 def register(address: int, nbytes: int, device: int) -> None:
     """``cudaHostRegister``: page-lock mapped memory, for all devices.
 
-    One call for all of it: CUDA refuses a copy that begins in one registered range and ends in another.
+    One call for all of it: CUDA refuses a copy that begins in one registered range and ends in
+    another.
     """
     with in_context_of(device) as bindings:
-        bindings.call("cudaHostRegister", address, nbytes, bindings.runtime.cudaHostRegisterPortable, nbytes=nbytes)
+        bindings.call(
+            "cudaHostRegister",
+            address,
+            nbytes,
+            bindings.runtime.cudaHostRegisterPortable,
+            nbytes=nbytes,
+        )
 
 
 def unregister(address: int, device: int) -> None:
-    """``cudaHostUnregister``: waits for the device. The address is where a registered range begins."""
+    """``cudaHostUnregister``: waits for the device. The address is where a registered range
+    begins.
+    """
     with in_context_of(device) as bindings:
         bindings.call("cudaHostUnregister", address)
 

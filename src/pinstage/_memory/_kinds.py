@@ -1,4 +1,4 @@
-"""The kinds of memory: pageable, page-locked by the driver, registered, and shared with other processes."""
+"""The kinds of memory: pageable, page-locked by the driver, registered, and shared."""
 
 import logging
 import os
@@ -15,8 +15,8 @@ _log = logging.getLogger("pinstage")
 class PageableMemory(Resource):
     """Plain private memory: no CUDA, no page lock, nothing rounded.
 
-    The whole package runs on it without a GPU. Copies from it to a device make the host wait, and reach only a part of
-    the bus's speed. Pages get their memory when they are first written.
+    The whole package runs on it without a GPU. Copies from it to a device make the host wait, and
+    reach only a part of the bus's speed. Pages get their memory when they are first written.
     """
 
     def __init__(self) -> None:
@@ -34,16 +34,18 @@ class PageableMemory(Resource):
 class HostAllocMemory(Resource):
     """Page-locked memory from ``cudaHostAlloc``, usable from all devices ("portable").
 
-    Works wherever CUDA does, and is slow to start: `RegisteredMemory` is ready in a quarter of the time.
+    Works wherever CUDA does, and is slow to start: `RegisteredMemory` is ready in a quarter of the
+    time.
 
     Args:
-        device: the device whose context pins; None is torch's current device at the time of each allocation. Only that
-            device gets a context.
-        write_combined: bypass the CPU's caches. Only for slabs that are copied one way, to the device: the CPU reads
-            such memory very slowly.
+        device: the device whose context pins; None is torch's current device at the time of each
+            allocation. Only that device gets a context.
+        write_combined: bypass the CPU's caches. Only for slabs that are copied one way, to the
+            device: the CPU reads such memory very slowly.
 
     Raises:
-        CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use instead.
+        CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use
+            instead.
         ValueError: ``device`` is not a CUDA device.
     """
 
@@ -53,14 +55,17 @@ class HostAllocMemory(Resource):
         _cuda.require(type(self).__name__)
 
     def _take(self, nbytes: int, device: int) -> Block:
-        # The driver may serve a small request from a chunk of its own, at any multiple of 512 bytes. One more page
-        # makes room for a page-aligned address. Like the rest of the driver's chunk, it isn't counted.
+        # The driver may serve a small request from a chunk of its own, at any multiple of 512
+        # bytes. One more page makes room for a page-aligned address. Like the rest of the driver's
+        # chunk, it isn't counted.
         slack = PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else 0
         raw = _cuda.host_alloc(nbytes + slack, device, write_combined=self._write_combined)
         address = round_up(raw, PAGE_BYTES)
         if address > raw + slack:
             _cuda.free_host(raw, device)
-            raise RuntimeError(f"cudaHostAlloc returned {raw:#x} for {nbytes} bytes, which is not page-aligned")
+            raise RuntimeError(
+                f"cudaHostAlloc returned {raw:#x} for {nbytes} bytes, which is not page-aligned"
+            )
         return Block(address, nbytes, _raw=raw, _device=device)
 
     def _give(self, block: Block) -> None:
@@ -68,29 +73,36 @@ class HostAllocMemory(Resource):
 
 
 class RegisteredMemory(Resource):
-    """Anonymous pages, huge where the system has them, touched by several threads, then ``cudaHostRegister``.
+    """Anonymous pages, huge where the system has them, touched by several threads, then
+    ``cudaHostRegister``.
 
-    Ready in a quarter of the time of ``cudaHostAlloc``, because huge pages are touched in parallel and registered as
-    few large pieces. Copies are equally fast.
+    Ready in a quarter of the time of ``cudaHostAlloc``, because huge pages are touched in parallel
+    and registered as few large pieces. Copies are equally fast.
 
-    **Fork.** The pages are not inherited (``MADV_DONTFORK``): the kernel ends a forked child that follows a pointer
-    into them. Otherwise Linux 5.9 and later would copy the pages in every fork: 1.4 s and 1 GiB for each GiB and each
-    forked DataLoader worker. If forked children must read the bytes, use ``SharedMemory``.
+    **Fork.** The pages are not inherited (``MADV_DONTFORK``): the kernel ends a forked child that
+    follows a pointer into them. Otherwise Linux 5.9 and later would copy the pages in every fork:
+    1.4 s and 1 GiB for each GiB and each forked DataLoader worker. If forked children must read the
+    bytes, use ``SharedMemory``.
 
     Args:
-        device: the device whose context pins; None is torch's current device at the time of each allocation. Only that
-            device gets a context.
-        huge_pages: ask for transparent huge pages for blocks of 2 MiB or more, and align them to 2 MiB. The system
-            may decline (``/sys/kernel/mm/transparent_hugepage/enabled``); then only start-up is slower.
-        threads: the number of threads that touch pages; by default 8, or the number of usable CPUs if that is less.
-        numa_node: put pages, and the threads that touch them, on this NUMA node; ``"auto"`` is the device's, from
-            sysfs. When the node is full, pages come from the next one. On a host with one node nothing is done;
-            ``numa`` says which node was chosen. None leaves it to the kernel.
+        device: the device whose context pins; None is torch's current device at the time of each
+            allocation. Only that device gets a context.
+        huge_pages: ask for transparent huge pages for blocks of 2 MiB or more, and align them to 2
+            MiB. The system may decline (``/sys/kernel/mm/transparent_hugepage/enabled``); then only
+            start-up is slower.
+        threads: the number of threads that touch pages; by default 8, or the number of usable CPUs
+            if that is less.
+        numa_node: put pages, and the threads that touch them, on this NUMA node; ``"auto"`` is the
+            device's, from sysfs. When the node is full, pages come from the next one. On a host
+            with one node nothing is done; ``numa`` says which node was chosen. None leaves it to
+            the kernel.
 
     Raises:
-        CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use instead.
-        ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is not a node. Whether
-            this host has that node is checked at the first allocation, or by ``numa``.
+        CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use
+            instead.
+        ValueError: ``device`` is not a CUDA device, ``threads`` is less than 1, or ``numa_node`` is
+            not a node. Whether this host has that node is checked at the first allocation, or by
+            ``numa``.
     """
 
     def __init__(
@@ -112,7 +124,9 @@ class RegisteredMemory(Resource):
 
     @property
     def numa(self) -> str:
-        """The placement of pages, in words: ``"node 1, that of 0000:1b:00.0"``, or why there is none."""
+        """The placement of pages, in words: ``"node 1, that of 0000:1b:00.0"``, or why there is
+        none.
+        """
         return self._placement(_cuda.device_index(self._device)).reason
 
     def _placement(self, device: int) -> _numa.Placement:
@@ -132,11 +146,12 @@ class RegisteredMemory(Resource):
 
 
 class SharedMapping:
-    """The bytes of a ``SharedMemory`` block, seen from another process (or again from the same one).
+    """The bytes of a ``SharedMemory`` block, seen from another process (or again from the same
+    one).
 
-    They are pageable here: a process that only writes needs no CUDA. The owner's GPU sees writes at once;
-    the two processes have to coordinate their writes. The mapping lives until ``close``. If it is dropped before, it
-    stays mapped, since views of it may be alive.
+    They are pageable here: a process that only writes needs no CUDA. The owner's GPU sees writes at
+    once; the two processes have to coordinate their writes. The mapping lives until ``close``. If
+    it is dropped before, it stays mapped, since views of it may be alive.
     """
 
     def __init__(self, ptr: int, nbytes: int) -> None:
@@ -154,17 +169,19 @@ class SharedMapping:
 
 
 class SharedMemory(Resource):
-    """Pages of a ``memfd``, mapped shared and registered. Another process maps the same bytes by ``Block.fd``.
+    """Pages of a ``memfd``, mapped shared and registered. Another process maps the same bytes by
+    ``Block.fd``.
 
-    For DataLoader workers: the GPU of this process reads what a worker writes, without a copy in between. A forked
-    child sees the bytes too. A memfd has no name to unlink, and does not count against the size of ``/dev/shm``. Its
-    size is sealed, so that no process can truncate it.
+    For DataLoader workers: the GPU of this process reads what a worker writes, without a copy in
+    between. A forked child sees the bytes too. A memfd has no name to unlink, and does not count
+    against the size of ``/dev/shm``. Its size is sealed, so that no process can truncate it.
 
-    Without CUDA, or with ``register=False``, the memory is shared but pageable, and ``is_pinned`` is False.
+    Without CUDA, or with ``register=False``, the memory is shared but pageable, and ``is_pinned``
+    is False.
 
     Args:
-        device: the device whose context pins; None is torch's current device at the time of each allocation. Only that
-            device gets a context.
+        device: the device whose context pins; None is torch's current device at the time of each
+            allocation. Only that device gets a context.
         register: page-lock the memory where CUDA is usable.
 
     Raises:
@@ -192,17 +209,21 @@ def attach(fd: int, nbytes: int) -> SharedMapping:
     """Map the bytes of a `SharedMemory` block into this process. Makes no CUDA calls.
 
     Args:
-        fd: the block's ``fd``, or a duplicate sent to this process. The caller keeps it, and may close it at once.
+        fd: the block's ``fd``, or a duplicate sent to this process. The caller keeps it, and may
+            close it at once.
         nbytes: the block's ``nbytes``, or fewer.
 
     Returns:
         A mapping that the caller closes.
 
     Raises:
-        ValueError: ``nbytes`` is not positive, or more than the file has (touching the rest would end the process).
+        ValueError: ``nbytes`` is not positive, or more than the file has (touching the rest would
+            end the process).
         OSError: ``fd`` is not an open file, or the kernel refused.
     """
     size = os.fstat(fd).st_size
     if not 0 < nbytes <= size:
-        raise ValueError(f"cannot attach {nbytes} bytes: the file has {size}; pass the block's own nbytes")
+        raise ValueError(
+            f"cannot attach {nbytes} bytes: the file has {size}; pass the block's own nbytes"
+        )
     return SharedMapping(_pages.map_pages(nbytes, fd), nbytes)

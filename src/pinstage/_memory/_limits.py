@@ -7,15 +7,19 @@ from .. import _host
 from .._sizes import Size, format_bytes, parse_bytes
 
 SHARE_PERCENT = 25
-"""The share of available memory that ``"auto"`` takes. Page-locked memory cannot be swapped or reclaimed, and the same
-memory must serve the dataset, the workers and the page cache that feeds them: a quarter leaves as much for each of
-them."""
+"""The share of available memory that ``"auto"`` takes. Page-locked memory cannot be swapped or
+reclaimed, and the same memory must serve the dataset, the workers and the page cache that feeds
+them: a quarter leaves as much for each of them."""
 
 WSL_PINNED_BYTES = 1 << 30
-"""WSL2's limit for a process: it refuses more than about 1 GiB, whatever ``ulimit -l`` says (nvidia-docker#1725)."""
+"""WSL2's limit for a process: it refuses more than about 1 GiB, whatever ``ulimit -l`` says
+(nvidia-docker#1725).
+"""
 
 UNKNOWN_BYTES = 1 << 30
-"""Assumed to be available if no limit can be read: enough to stage with, and little on any machine with a GPU."""
+"""Assumed to be available if no limit can be read: enough to stage with, and little on any machine
+with a GPU.
+"""
 
 _LEAST_BYTES = 1 << 20  # a cap must let something through
 
@@ -23,14 +27,15 @@ _LEAST_BYTES = 1 << 20  # a cap must let something through
 def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
     """Choose a cap on page-locked bytes, and say why.
 
-    A quarter (``SHARE_PERCENT``) of the smallest of: the memory that the kernel calls available; what each cgroup
-    above this process has left (`_host.cgroup_memory`); the limit of WSL2. That is divided by the number of ranks on
-    this host: ``LOCAL_WORLD_SIZE``, which torchrun sets, else 1. ``RLIMIT_MEMLOCK`` is ignored: NVIDIA's driver doesn't
-    count the pages it pins against it, neither on Linux nor under WSL2 (whose default of 64 KiB has no effect).
+    A quarter (``SHARE_PERCENT``) of the smallest of: the memory that the kernel calls available;
+    what each cgroup above this process has left (`_host.cgroup_memory`); the limit of WSL2. That is
+    divided by the number of ranks on this host: ``LOCAL_WORLD_SIZE``, which torchrun sets, else 1.
+    ``RLIMIT_MEMLOCK`` is ignored: NVIDIA's driver doesn't count the pages it pins against it,
+    neither on Linux nor under WSL2 (whose default of 64 KiB has no effect).
 
     Returns:
-        The cap in bytes, and the reason, as in ``"25% of 62.80 GiB available (cgroup headroom), divided by 2 local
-        ranks"``.
+        The cap in bytes, and the reason, as in ``"25% of 62.80 GiB available (cgroup headroom),
+        divided by 2 local ranks"``.
 
     Raises:
         ValueError: ``LOCAL_WORLD_SIZE`` is not a positive number.
@@ -65,14 +70,20 @@ def cap_bytes(max_bytes: Size) -> tuple[int, str]:
     if isinstance(max_bytes, str) and max_bytes.strip().lower() == "auto":
         return auto_max_bytes()
     if max_bytes is None:
-        raise TypeError("max_bytes cannot be None: a pool always has a cap; pass 'auto', or a size such as '2GiB'")
+        raise TypeError(
+            "max_bytes cannot be None: a pool always has a cap; pass 'auto', or a size such as "
+            "'2GiB'"
+        )
     if (cap := parse_bytes(max_bytes)) == 0:
-        raise ValueError(f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'")
+        raise ValueError(
+            f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'"
+        )
     return cap, f"given: {max_bytes}"
 
 
 def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
-    """Return the memory that exists, used or not, and where that limit comes from. More can never be page-locked.
+    """Return the memory that exists, used or not, and where that limit comes from. More can never
+    be page-locked.
 
     Touching more doesn't fail but ends the process, so callers check first.
     """
@@ -83,7 +94,8 @@ def most_bytes(root: Path = Path("/")) -> tuple[int, str]:
 
 
 def check_is_left(nbytes: int, root: Path = Path("/")) -> None:
-    """Check that this much memory is left before it is touched: the kernel ends a process that touches more.
+    """Check that this much memory is left before it is touched: the kernel ends a process that
+    touches more.
 
     Raises:
         MemoryError: the cgroup or the machine has less left.
@@ -91,8 +103,8 @@ def check_is_left(nbytes: int, root: Path = Path("/")) -> None:
     left, whose = min(_left(root), default=(nbytes, ""))
     if nbytes > left:
         raise MemoryError(
-            f"{format_bytes(nbytes)} asked, {format_bytes(max(left, 0))} left ({whose}); ask for less, end other "
-            "programs, or raise the container's memory limit"
+            f"{format_bytes(nbytes)} asked, {format_bytes(max(left, 0))} left ({whose}); ask for "
+            "less, end other programs, or raise the container's memory limit"
         )
 
 
@@ -105,14 +117,24 @@ def _left(root: Path) -> list[tuple[int, str]]:
 
 
 def remedy(nbytes: int, root: Path = Path("/")) -> str:
-    """Return what to do if the platform refuses to page-lock this many bytes, according to the limits."""
+    """Return what to do if the platform refuses to page-lock this many bytes, according to the
+    limits.
+    """
     if _host.is_wsl(root):
-        return f"WSL2 page-locks about {format_bytes(WSL_PINNED_BYTES)} in all: ask for less than that"
+        return (
+            f"WSL2 page-locks about {format_bytes(WSL_PINNED_BYTES)} in all: ask for less than that"
+        )
     left, whose = min(_left(root), default=(nbytes, ""))
     if left < nbytes:
-        return f"{format_bytes(max(left, 0))} left ({whose}): free some, raise the container's limit, or ask for less"
+        return (
+            f"{format_bytes(max(left, 0))} left ({whose}): free some, raise the container's limit, "
+            "or ask for less"
+        )
     if (locked := _host.locked_limit(root)) is not None and locked < nbytes:
-        return f"the locked-memory limit is {format_bytes(locked)}: raise it (`ulimit -l`, `--ulimit memlock=-1`)"
+        return (
+            f"the locked-memory limit is {format_bytes(locked)}: raise it (`ulimit -l`, `--ulimit "
+            "memlock=-1`)"
+        )
     return "free page-locked memory elsewhere, or ask for less; `pinstage doctor` tries each kind"
 
 
@@ -120,7 +142,7 @@ def _ranks() -> int:
     given = os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not given.isdecimal() or int(given) < 1:
         raise ValueError(
-            f"LOCAL_WORLD_SIZE must be 1 or more: {given!r}; set it to the number of ranks on this host, as torchrun "
-            "does"
+            f"LOCAL_WORLD_SIZE must be 1 or more: {given!r}; set it to the number of ranks on this "
+            "host, as torchrun does"
         )
     return int(given)

@@ -1,9 +1,9 @@
 """The NUMA node that host memory should be on.
 
-A host with several sockets has several nodes, and each GPU is attached to one of them: copies from another node's
-memory cross the link between the sockets. Two methods place pages on a node, and both are used: a policy for the
-mapping (`_pages.prefer`), and threads of that node that touch the pages first. If a container forbids the policy, only
-the threads are left.
+A host with several sockets has several nodes, and each GPU is attached to one of them: copies from
+another node's memory cross the link between the sockets. Two methods place pages on a node, and
+both are used: a policy for the mapping (`_pages.prefer`), and threads of that node that touch the
+pages first. If a container forbids the policy, only the threads are left.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def check(asked: Asked) -> Asked:
     if asked is None or asked == "auto" or (type(asked) is int and asked >= 0):
         return asked
     raise ValueError(
-        f"numa_node must be a node's number, 'auto' or None: {asked!r}; see /sys/devices/system/node/online"
+        f"numa_node must be a node's number, 'auto' or None: {asked!r}; see "
+        "/sys/devices/system/node/online"
     )
 
 
@@ -54,19 +55,26 @@ def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placeme
         return ANYWHERE
     nodes = _host.numa_nodes(root)
     if len(nodes) < 2:
-        return Placement(None, frozenset(), f"numa_node={asked!r}: this host has one NUMA node, nothing to do")
+        return Placement(
+            None, frozenset(), f"numa_node={asked!r}: this host has one NUMA node, nothing to do"
+        )
     if asked == "auto":
         node = _host.pci_node(pci_address, root)
         if node is None:
             return Placement(
-                None, frozenset(), f"numa_node='auto': the system doesn't report the node of {pci_address}"
+                None,
+                frozenset(),
+                f"numa_node='auto': the system doesn't report the node of {pci_address}",
             )
         reason = f"node {node}, that of {pci_address}"
     else:
         node, reason = asked, f"node {asked}, as asked"
     if node not in nodes:
         raise ValueError(
-            f"numa_node={asked!r}: no node {node} on this host, which has {sorted(nodes)}; pass one of these"
+            f"numa_node={asked!r}: no node {node} on this host, which has {sorted(nodes)}; pass "
+            "one of these"
         )
     cpus = _host.node_cpus(node, root) & _host.affinity()
-    return Placement(node, cpus, reason if cpus else f"{reason} (this process may use none of its CPUs)")
+    return Placement(
+        node, cpus, reason if cpus else f"{reason} (this process may use none of its CPUs)"
+    )

@@ -1,7 +1,8 @@
 """Pages from the kernel: map, advise, touch, unmap, through libc.
 
-``mmap.mmap`` objects are not used: such an object refuses to close while a buffer over it is exported, and unmaps
-itself when it is collected. A block must do neither; its address is all that the rest of the package holds.
+``mmap.mmap`` objects are not used: such an object refuses to close while a buffer over it is
+exported, and unmaps itself when it is collected. A block must do neither; its address is all that
+the rest of the package holds.
 """
 
 import ctypes
@@ -28,12 +29,12 @@ HUGE_PAGE_BYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap module
 
 POPULATE_PIECE_BYTES = 16 << 20
-"""Bytes that one thread touches at a time: a multiple of a huge page, small enough to spread evenly, and large enough
-(a millisecond or more) that handing it out costs nothing."""
+"""Bytes that one thread touches at a time: a multiple of a huge page, small enough to spread
+evenly, and large enough (a millisecond or more) that handing it out costs nothing."""
 
 POPULATE_THREADS = 8
-"""Default number of touching threads: 1 GiB took 59 ms with 8 on the reference machine; with more threads, memory
-bandwidth limits the kernel's zeroing."""
+"""Default number of touching threads: 1 GiB took 59 ms with 8 on the reference machine; with more
+threads, memory bandwidth limits the kernel's zeroing."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
@@ -51,7 +52,15 @@ def libc() -> Any:
     found.munmap.argtypes = [address, size]
     found.madvise.argtypes = [address, size, number]
     found.syscall.restype = ctypes.c_long
-    found.syscall.argtypes = [ctypes.c_long, address, size, number, address, ctypes.c_ulong, ctypes.c_uint]  # mbind
+    found.syscall.argtypes = [
+        ctypes.c_long,
+        address,
+        size,
+        number,
+        address,
+        ctypes.c_ulong,
+        ctypes.c_uint,
+    ]  # mbind
     return found
 
 
@@ -65,9 +74,9 @@ def _error(call: str, nbytes: int, number: int) -> OSError | MemoryError:
 def map_pages(nbytes: int, fd: int | None = None, *, alignment: int = PAGE_BYTES) -> int:
     """Map pages without touching them, and return the address; `unmap` gives all of them back.
 
-    They are private and zeroed. With ``fd`` they are the first pages of a file, shared with every other mapping of it.
-    ``alignment`` is a multiple of the page size, for private pages only. If it is more than a page, more pages are
-    mapped, and those at the ends are unmapped.
+    They are private and zeroed. With ``fd`` they are the first pages of a file, shared with every
+    other mapping of it. ``alignment`` is a multiple of the page size, for private pages only. If it
+    is more than a page, more pages are mapped, and those at the ends are unmapped.
 
     Raises:
         MemoryError: the kernel refused to map that much.
@@ -79,17 +88,21 @@ def map_pages(nbytes: int, fd: int | None = None, *, alignment: int = PAGE_BYTES
     if start == _MAP_FAILED:
         raise _error("mmap", nbytes, ctypes.get_errno())
     address = round_up(start, alignment)
-    for end_address, end_nbytes in ((start, address - start), (address + nbytes, start + slack - address)):
+    for end_address, end_nbytes in (
+        (start, address - start),
+        (address + nbytes, start + slack - address),
+    ):
         if end_nbytes:
             unmap(end_address, end_nbytes)
     return address
 
 
 def make_shared_file(nbytes: int, huge_page_bytes: int = 0) -> int:
-    """Make a memfd, of huge pages if their size is given; return its descriptor, which the caller closes.
+    """Make a memfd, of huge pages if their size is given; return its descriptor, which the caller
+    closes.
 
-    It has no name to unlink, doesn't count against the size of ``/dev/shm``, and its size is sealed, so that no process
-    can truncate it.
+    It has no name to unlink, doesn't count against the size of ``/dev/shm``, and its size is
+    sealed, so that no process can truncate it.
 
     Raises:
         OSError: the kernel refused, for example because it has no huge pages of that size.
@@ -100,7 +113,9 @@ def make_shared_file(nbytes: int, huge_page_bytes: int = 0) -> int:
     fd = os.memfd_create("pinstage", flags)
     try:
         os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )
     except BaseException:
         os.close(fd)
         raise
@@ -108,16 +123,20 @@ def make_shared_file(nbytes: int, huge_page_bytes: int = 0) -> int:
 
 
 @contextmanager
-def mapped(nbytes: int, fd: int | None = None, *, huge: bool = True, node: int | None = None) -> Iterator[int]:
-    """Map pages that are to be page-locked; if the block raises, unmap them and close the descriptor.
+def mapped(
+    nbytes: int, fd: int | None = None, *, huge: bool = True, node: int | None = None
+) -> Iterator[int]:
+    """Map pages that are to be page-locked; if the block raises, unmap them and close the
+    descriptor.
 
-    Private pages aren't inherited by forked children: Linux 5.9 and later would copy them in every fork.
+    Private pages aren't inherited by forked children: Linux 5.9 and later would copy them in every
+    fork.
 
     Args:
         nbytes: whole pages.
         fd: a memfd to map; None for private pages.
-        huge: advise the kernel to use huge pages, if there is room for one. For a memfd, the advice has an effect only
-            if ``shmem_enabled`` is "advise"; otherwise its pages are small.
+        huge: advise the kernel to use huge pages, if there is room for one. For a memfd, the advice
+            has an effect only if ``shmem_enabled`` is "advise"; otherwise its pages are small.
         node: the NUMA node that the pages come from; None for the kernel's choice.
 
     Yields:
@@ -127,7 +146,9 @@ def mapped(nbytes: int, fd: int | None = None, *, huge: bool = True, node: int |
         if fd is not None:
             undo.callback(os.close, fd)
         huge = huge and nbytes >= HUGE_PAGE_BYTES
-        address = map_pages(nbytes, fd, alignment=HUGE_PAGE_BYTES if huge and fd is None else PAGE_BYTES)
+        address = map_pages(
+            nbytes, fd, alignment=HUGE_PAGE_BYTES if huge and fd is None else PAGE_BYTES
+        )
         undo.callback(unmap, address, nbytes)
         if huge:
             advise(address, nbytes, mmap.MADV_HUGEPAGE)
@@ -140,9 +161,11 @@ def mapped(nbytes: int, fd: int | None = None, *, huge: bool = True, node: int |
 
 
 def prefer(address: int, nbytes: int, node: int) -> bool:
-    """Let untouched pages of a mapping come from a NUMA node; return whether the system accepted that.
+    """Let untouched pages of a mapping come from a NUMA node; return whether the system accepted
+    that.
 
-    The policy is "preferred", not "bind": when the node is full, pages come from the next one, and nothing is killed.
+    The policy is "preferred", not "bind": when the node is full, pages come from the next one, and
+    nothing is killed.
     """
     number = _MBIND.get(platform.machine())
     if number is None:
@@ -153,33 +176,45 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Unmap; no CUDA registration may be left in the range. After an ``OSError`` the range stays mapped."""
+    """Unmap; no CUDA registration may be left in the range. After an ``OSError`` the range stays
+    mapped.
+    """
     if libc().munmap(address, nbytes):
         raise _error("munmap", nbytes, ctypes.get_errno())
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:
-    """Give the kernel advice; return whether it was accepted. Advice that the kernel doesn't know isn't an error."""
+    """Give the kernel advice; return whether it was accepted. Advice that the kernel doesn't know
+    isn't an error.
+    """
     return not libc().madvise(address, nbytes, advice)
 
 
 def populate(
-    address: int, nbytes: int, *, threads: int | None = None, cpus: frozenset[int] = frozenset(), is_fresh: bool = True
+    address: int,
+    nbytes: int,
+    *,
+    threads: int | None = None,
+    cpus: frozenset[int] = frozenset(),
+    is_fresh: bool = True,
 ) -> None:
-    """Allocate every page of a mapping, by touching it with several threads, which may be bound to some CPUs.
+    """Allocate every page of a mapping, by touching it with several threads, which may be bound to
+    some CPUs.
 
-    Blocks until all pages are touched, with the interpreter lock released. The contents don't change. If pages may be
-    in use already (``is_fresh=False``), kernels before 5.14 allocate them at their first use.
+    Blocks until all pages are touched, with the interpreter lock released. The contents don't
+    change. If pages may be in use already (``is_fresh=False``), kernels before 5.14 allocate them
+    at their first use.
 
     Raises:
-        MemoryError: ``nbytes`` is more than the machine, or this process's cgroup, has in all (touching it would end
-            the process), or the kernel ran out.
+        MemoryError: ``nbytes`` is more than the machine, or this process's cgroup, has in all
+            (touching it would end the process), or the kernel ran out.
         OSError: the kernel refused for another reason.
     """
     most, whose = most_bytes()
     if nbytes > most:
         raise MemoryError(
-            f"{format_bytes(nbytes)} asked, {format_bytes(most)} exist ({whose}); ask for less than the limit"
+            f"{format_bytes(nbytes)} asked, {format_bytes(most)} exist ({whose}); ask for less "
+            "than the limit"
         )
     end = address + nbytes
     starts = range(address, end, POPULATE_PIECE_BYTES)
@@ -192,7 +227,8 @@ def populate(
         for start in starts:
             touch(start)
         return
-    # Leaving the block waits for every thread, even after an exception: none may touch pages that the caller unmaps.
+    # Leaving the block waits for every thread, even after an exception: none may touch pages that
+    # the caller unmaps.
     keep_on_cpus = partial(os.sched_setaffinity, 0, cpus) if cpus else None
     with ThreadPoolExecutor(workers, "pinstage-populate", keep_on_cpus) as pool:
         list(pool.map(touch, starts))  # raises the first error, after which no piece is begun

@@ -16,8 +16,8 @@ from ._limits import check_is_left
 from ._resource import Block, leak
 
 _CRAWL_BYTES_PER_SECOND = 128 << 20
-"""Huge pages that come more slowly than this aren't worth the wait. On fragmented memory the kernel makes a few GB of
-them per minute (TensorRT-LLM#15430); otherwise one thread gets 4 GB/s."""
+"""Huge pages that come more slowly than this aren't worth the wait. On fragmented memory the kernel
+makes a few GB of them per minute (TensorRT-LLM#15430); otherwise one thread gets 4 GB/s."""
 
 _TIMED_BYTES = 64 << 20
 
@@ -27,8 +27,10 @@ class HostRange:
 
     Args:
         nbytes: the size; rounded up to whole pages.
-        shared: whether other processes may map it, by `fd`. If not, forked children don't inherit it.
-        huge_page_bytes: the size of explicit huge pages; 0 for ordinary ones, which the kernel may join.
+        shared: whether other processes may map it, by `fd`. If not, forked children don't inherit
+            it.
+        huge_page_bytes: the size of explicit huge pages; 0 for ordinary ones, which the kernel may
+            join.
         fd: a memfd to map, which is duplicated; None makes one if needed.
         device: the device whose context page-locks.
         numa_node: where its pages come from, as in `RegisteredMemory`.
@@ -40,7 +42,8 @@ class HostRange:
         reason: why registering doesn't page-lock it; empty if it does.
 
     Raises:
-        MemoryError: not enough memory is left, or there are too few huge pages. Nothing is held then.
+        MemoryError: not enough memory is left, or there are too few huge pages. Nothing is held
+            then.
         OSError: the kernel refused for another reason.
     """
 
@@ -71,7 +74,10 @@ class HostRange:
         except (MemoryError, OSError) as error:
             if huge_page_bytes:
                 folder = f"/sys/kernel/mm/hugepages/hugepages-{huge_page_bytes >> 10}kB"
-                error.add_note(f"{self.nbytes // huge_page_bytes} pages have to be free: see {folder}/nr_hugepages")
+                error.add_note(
+                    f"{self.nbytes // huge_page_bytes} pages have to be free: see "
+                    f"{folder}/nr_hugepages"
+                )
             raise
         if not shared:  # explicit huge pages have a memfd, too, so `mapped` didn't
             _pages.advise(self.address, self.nbytes, mmap.MADV_DONTFORK)
@@ -82,14 +88,17 @@ class HostRange:
         _pages.populate(self.address + start, end - start, cpus=self._cpus, is_fresh=False)
 
     def touch_first(self, end: int) -> str:
-        """Touch the bytes before `end`. If huge pages crawl, take ordinary ones for the rest, and return a warning."""
+        """Touch the bytes before `end`. If huge pages crawl, take ordinary ones for the rest, and
+        return a warning.
+        """
         timed, began = min(end, _TIMED_BYTES), time.perf_counter()
         self.touch(0, timed)
         seconds, found = time.perf_counter() - began, ""
         if self.fd is None and timed == _TIMED_BYTES and seconds > timed / _CRAWL_BYTES_PER_SECOND:
             _pages.advise(self.address, self.nbytes, mmap.MADV_NOHUGEPAGE)
             found = (
-                f"{format_bytes(timed)} of huge pages took {seconds:.1f} s, so the rest of a region has ordinary pages"
+                f"{format_bytes(timed)} of huge pages took {seconds:.1f} s, so the rest of a "
+                "region has ordinary pages"
             )
         if end > timed:
             self.touch(timed, end)
@@ -100,7 +109,9 @@ class HostRange:
         _cuda.register(self.address + start, end - start, self.device)
 
     def unregister(self, start: int, end: int) -> bool:
-        """End the registration of these bytes; return whether CUDA gave them up. Waits for the device."""
+        """End the registration of these bytes; return whether CUDA gave them up. Waits for the
+        device.
+        """
         try:
             _cuda.unregister(self.address + start, self.device)
         except PinningError as error:
@@ -109,7 +120,9 @@ class HostRange:
         return True
 
     def allocate(self) -> None:
-        """Replace the range's memory with page-locked memory of the driver. Blocks. If it fails, nothing changes."""
+        """Replace the range's memory with page-locked memory of the driver. Blocks. If it fails,
+        nothing changes.
+        """
         memory = HostAllocMemory(self.device)
         block = memory.allocate(self.nbytes)
         self.free()

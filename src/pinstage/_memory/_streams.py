@@ -19,15 +19,16 @@ def on_device(index: int) -> AbstractContextManager[Any]:
 
 
 _Base: Any = torch.cuda.Event.__base__
-"""torch's event class in C++. Its Python subclass adds two Python calls to each method. Without CUDA it has no
-methods."""
+"""torch's event class in C++. Its Python subclass adds two Python calls to each method. Without
+CUDA it has no methods."""
 
 
 class DeviceEvent(torch.cuda.Event):
     """An event of one device, which any thread queries on that device.
 
-    In a thread that has used no device yet, CUDA would take the first one, and make a context of 500 MiB there to
-    answer (meta-pytorch/torchcomms#777). Examples are monitoring threads, and threads that close a pool.
+    In a thread that has used no device yet, CUDA would take the first one, and make a context of
+    500 MiB there to answer (meta-pytorch/torchcomms#777). Examples are monitoring threads, and
+    threads that close a pool.
     """
 
     index: int
@@ -43,7 +44,9 @@ class DeviceEvent(torch.cuda.Event):
         return event
 
     def query(self) -> bool:
-        if cuda_calls().device() == self.index:  # `on_device` without a call, since this runs for each batch
+        if (
+            cuda_calls().device() == self.index
+        ):  # `on_device` without a call, since this runs for each batch
             return bool(_Base.query(self))
         with torch.cuda.device(self.index):
             return bool(_Base.query(self))
@@ -54,12 +57,14 @@ class DeviceEvent(torch.cuda.Event):
 
 
 def record_current_streams() -> tuple[DeviceEvent, ...]:
-    """Mark this point of the calling thread's current stream on each device that has a context in this process.
+    """Mark this point of the calling thread's current stream on each device that has a context in
+    this process.
 
     Makes no context. Without CUDA, or before torch has initialised it, there is nothing to mark.
 
     Raises:
-        LeaseError: one of these streams captures a graph. No event can say when its last replay is over.
+        LeaseError: one of these streams captures a graph. No event can say when its last replay is
+            over.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ()
@@ -68,8 +73,9 @@ def record_current_streams() -> tuple[DeviceEvent, ...]:
         with on_device(index):
             if torch.cuda.is_current_stream_capturing():
                 raise LeaseError(
-                    f"the block of a lease ended while the current stream of cuda:{index} captures a graph, and each "
-                    "replay uses the slab: the lease stays held; call lease.release(after=event) behind the last replay"
+                    f"the block of a lease ended while the current stream of cuda:{index} captures "
+                    "a graph, and each replay uses the slab: the lease stays held; call "
+                    "lease.release(after=event) behind the last replay"
                 )
             event = DeviceEvent.of(index)
             event.record(torch.cuda.current_stream(index))

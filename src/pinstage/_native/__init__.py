@@ -14,8 +14,9 @@ def _load() -> Any:
         extension = importlib.import_module(f"{__name__}._core")
     except ImportError as error:
         raise ImportError(
-            f"pinstage's extension in C cannot be loaded: {error}; install pinstage again, from a wheel, or with a C "
-            "compiler and Python's headers: pip install --force-reinstall --no-deps --no-cache-dir pinstage"
+            f"pinstage's extension in C cannot be loaded: {error}; install pinstage again, from a "
+            "wheel, or with a C compiler and Python's headers: pip install --force-reinstall "
+            "--no-deps --no-cache-dir pinstage"
         ) from error
     extension.begin(torch.Tensor, np.ndarray)
     return extension

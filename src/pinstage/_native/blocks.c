@@ -1,8 +1,9 @@
 /* The tensors of one batch, made from the offset table, and the copies into them.
  *
- * Torch's stable C shim makes the tensors, and libtorch_python's `THPVariable_Wrap` makes Python objects of them;
- * `pinstage._compat` probes both. A block is one tensor. A leaf that is alone in its block is that tensor itself, as
- * `.to()` would make it; leaves that share a block are views of it. */
+ * Torch's stable C shim makes the tensors, and libtorch_python's `THPVariable_Wrap` makes Python
+ * objects of them; `pinstage._compat` probes both. A block is one tensor. A leaf that is alone
+ * in its block is that tensor itself, as `.to()` would make it; leaves that share a block are
+ * views of it. */
 #include "blocks.h"
 #include "driver.h"
 
@@ -17,8 +18,8 @@ typedef struct {
     int64_t start, end;  /* of its leaves in the slab that the table describes */
     int64_t first, last; /* its leaves in the order of their offsets; `last` is excluded */
     bool is_leaf;        /* whether the tensor is that of its only leaf */
-    void *storage;       /* for a slab that was given, a tensor over all of its storage; else NULL */
-    int64_t skipped;     /* where the slab begins in that storage, in bytes */
+    void *storage;   /* for a slab that was given, a tensor over all of its storage; else NULL */
+    int64_t skipped; /* where the slab begins in that storage, in bytes */
 } Block;
 
 /* Bytes that are neighbours in the host slab and in one block. */
@@ -49,7 +50,7 @@ bool makes_views(void) {
     return is_off;
 }
 
-/* -- making blocks --------------------------------------------------------------------------------------------------- */
+/* -- making blocks ----------------------------------------------------------------------------- */
 
 static void blocks_dealloc(PyObject *object) {
     Blocks *self = (Blocks *)object;
@@ -72,15 +73,18 @@ static bool begins(const Row *row, const Row *before, int sharing) {
     return sharing == SHARED && (row->block != before->block || row->dtype != before->dtype);
 }
 
-/* by_shim: whether torch's C shim will make the tensors, so that it has to know the dtypes. False with an error. */
+/* by_shim: whether torch's C shim will make the tensors, so that it has to know the dtypes.
+ * False with an error. */
 static bool cut_table(Blocks *self, int sharing, bool by_shim) {
     const Row *before = NULL;
     for (int64_t i = 0; i < self->table.packed; i++) {
         const Row *row = row_at(self->table.header, self->table.order[i]);
         if (by_shim && torch.scalar[row->dtype] < 0)
-            return fail(PyExc_ValueError, "the offset table names a dtype that torch's C shim doesn't know");
+            return fail(PyExc_ValueError,
+                        "the offset table names a dtype that torch's C shim doesn't know");
         if (begins(row, before, sharing)) {
-            self->blocks[self->count++] = (Block){.start = sharing == ONE ? 0 : row->offset, .end = row->offset, .first = i};
+            self->blocks[self->count++] =
+                (Block){.start = sharing == ONE ? 0 : row->offset, .end = row->offset, .first = i};
         }
         Block *block = &self->blocks[self->count - 1];
         if (row->offset + row->nbytes > block->end) block->end = row->offset + row->nbytes;
@@ -91,10 +95,11 @@ static bool cut_table(Blocks *self, int sharing, bool by_shim) {
     return true;
 }
 
-PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype, int device_type, int device_index,
-                     char **address) {
+PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype,
+                     int device_type, int device_index, char **address) {
     void *handle = NULL, *data = NULL;
-    if (torch.empty_strided(ndim, shape, stride, torch.scalar[dtype], device_type, device_index, &handle) ||
+    if (torch.empty_strided(ndim, shape, stride, torch.scalar[dtype], device_type, device_index,
+                            &handle) ||
         torch.get_data(handle, &data)) {
         if (handle != NULL) torch.delete_handle(handle);
         return NULL;
@@ -131,16 +136,18 @@ static bool allocate(Blocks *self, Block *block, int sharing, int device_type, i
     const Row *row = row_at(self->table.header, self->table.order[block->first]);
     block->is_leaf = sharing != ONE && block->last - block->first == 1;
     int dtype = sharing == ONE ? torch.by_format['B'] : row->dtype;
-    int64_t size = sharing == ONE ? self->table.header->nbytes : (block->end - block->start) / torch.itemsize[dtype];
+    int64_t size = sharing == ONE ? self->table.header->nbytes
+                                  : (block->end - block->start) / torch.itemsize[dtype];
     int64_t ndim = block->is_leaf ? row->ndim : 1;
     const int64_t *shape = block->is_leaf ? row->sizes : &size;
     const int64_t *stride = block->is_leaf ? row->sizes + self->table.header->width : &one;
     if (self->make != NULL) {
-        PyObject *made = PyObject_CallFunction(self->make, "iNNii", dtype, tuple_of(ndim, shape), tuple_of(ndim, stride),
-                                               device_type, device_index);
+        PyObject *made = PyObject_CallFunction(self->make, "iNNii", dtype, tuple_of(ndim, shape),
+                                               tuple_of(ndim, stride), device_type, device_index);
         return use_tensor(block, made);
     }
-    block->tensor = new_tensor(ndim, shape, stride, dtype, device_type, device_index, &block->address);
+    block->tensor =
+        new_tensor(ndim, shape, stride, dtype, device_type, device_index, &block->address);
     return block->tensor != NULL;
 }
 
@@ -150,8 +157,11 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     void *handle = handle_of(slab);
     DLTensor tensor;
     if (torch.export_tensor(slab, &tensor)) return false;
-    if (tensor.ndim != 1 || tensor.dtype.bits != 8 || tensor.shape[0] < nbytes || (nbytes > 1 && tensor.strides[0] != 1))
-        return fail(PyExc_ValueError, "the slab is smaller than the offset table says, or its bytes are not in a row");
+    if (tensor.ndim != 1 || tensor.dtype.bits != 8 || tensor.shape[0] < nbytes ||
+        (nbytes > 1 && tensor.strides[0] != 1))
+        return fail(
+            PyExc_ValueError,
+            "the slab is smaller than the offset table says, or its bytes are not in a row");
     if (torch.storage_offset(handle, &block->skipped) ||
         torch.reinterpret(handle, 1, &none, &one, -block->skipped, &block->storage))
         return fail(PyExc_RuntimeError, "torch could not make a view of the slab");
@@ -160,7 +170,8 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     return true;
 }
 
-/* Find where the bytes of a host slab go. `host` is a table with the places of the leaves in that slab. */
+/* Find where the bytes of a host slab go. `host` is a table with the places of the leaves in
+ * that slab. */
 static bool find_runs(Blocks *self, const Table *host) {
     Run *runs = malloc(sizeof(Run) * (size_t)(host->packed + 1));
     if (runs == NULL) return no_memory();
@@ -170,9 +181,11 @@ static bool find_runs(Blocks *self, const Table *host) {
         const Row *there = row_at(host->header, index), *here = row_at(self->table.header, index);
         if (there->nbytes == 0) continue;
         const Block *block = &self->blocks[number];
-        Run next = {there->offset, there->offset + there->nbytes, block->address + (here->offset - block->start), number};
+        Run next = {there->offset, there->offset + there->nbytes,
+                    block->address + (here->offset - block->start), number};
         Run *run = count == 0 ? NULL : &runs[count - 1];
-        bool is_behind = run != NULL && run->block == number && next.start >= run->end && next.start - run->end < ALIGNMENT;
+        bool is_behind = run != NULL && run->block == number && next.start >= run->end &&
+                         next.start - run->end < ALIGNMENT;
         if (is_behind && run->to + (next.start - run->start) == next.to) {
             run->end = next.end; /* the bytes between them are padding */
         } else {
@@ -186,7 +199,8 @@ static bool find_runs(Blocks *self, const Table *host) {
 }
 
 /* The blocks of a table, without tensors yet; NULL with an error. */
-static Blocks *blocks_new(PyObject *type, PyObject *table, int sharing, bool is_cuda, bool by_shim) {
+static Blocks *blocks_new(PyObject *type, PyObject *table, int sharing, bool is_cuda,
+                          bool by_shim) {
     Blocks *self = (Blocks *)PyType_GenericAlloc((PyTypeObject *)type, 0);
     if (self == NULL) return NULL;
     self->is_cuda = is_cuda;
@@ -205,13 +219,14 @@ static bool goes_by_shim(PyObject *slab) {
     int64_t start;
     if (!makes_views()) return false;
     if (slab == NULL) return true;
-    return Py_TYPE(slab) == torch.tensor && torch.storage_offset(handle_of(slab), &start) == 0 && start % ALIGNMENT == 0;
+    return Py_TYPE(slab) == torch.tensor && torch.storage_offset(handle_of(slab), &start) == 0 &&
+           start % ALIGNMENT == 0;
 }
 
-/* The blocks of a table, with tensors that torch's C shim makes if `make` is NULL. NULL with an error, or without one
- * if the shim finds no memory. */
-static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int device_type, int device_index, PyObject *slab,
-                             PyObject *make, PyObject *cut) {
+/* The blocks of a table, with tensors that torch's C shim makes if `make` is NULL. NULL with an
+ * error, or without one if the shim finds no memory. */
+static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int device_type,
+                             int device_index, PyObject *slab, PyObject *make, PyObject *cut) {
     Blocks *self = blocks_new(type, table, sharing, device_type == 1, make == NULL);
     if (self == NULL) return NULL;
     self->make = Py_XNewRef(make);
@@ -228,24 +243,29 @@ static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int d
     return NULL;
 }
 
-/* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors of a batch on torch's current
- * stream.
+/* Blocks.of(table, sharing, device_type, device_index[, slab[, make, view]]): make the tensors
+ * of a batch on torch's current stream.
  *
- * sharing: 0 for one block, 1 for the table's blocks, 2 for a block for each leaf. slab: a uint8 tensor to use as the
- * only block, or None. make(dtype, shape, stride, device_type, device_index) and view(tensor, dtype, offset, shape,
- * stride) are torch's public functions. They are called where the C shim can't be used: in a mode, or if there is no
- * memory, so that torch raises its own error. */
+ * sharing: 0 for one block, 1 for the table's blocks, 2 for a block for each leaf. slab: a uint8
+ * tensor to use as the only block, or None. make(dtype, shape, stride, device_type,
+ * device_index) and view(tensor, dtype, offset, shape, stride) are torch's public functions.
+ * They are called where the C shim can't be used: in a mode, or if there is no memory, so that
+ * torch raises its own error. */
 static PyObject *blocks_of(PyObject *type, PyObject *args) {
     PyObject *table, *slab = NULL, *make = NULL, *cut = NULL;
     int sharing, device_type, device_index;
-    if (!PyArg_ParseTuple(args, "Oiii|OOO:of", &table, &sharing, &device_type, &device_index, &slab, &make, &cut)) return NULL;
+    if (!PyArg_ParseTuple(args, "Oiii|OOO:of", &table, &sharing, &device_type, &device_index, &slab,
+                          &make, &cut))
+        return NULL;
     if (slab == Py_None) slab = NULL;
     if (slab != NULL) sharing = ONE;
     if (goes_by_shim(slab)) {
-        PyObject *made = blocks_with(type, table, sharing, device_type, device_index, slab, NULL, NULL);
+        PyObject *made =
+            blocks_with(type, table, sharing, device_type, device_index, slab, NULL, NULL);
         if (made != NULL || PyErr_Occurred()) return made;
     }
-    if (cut == NULL) return PyErr_Format(PyExc_RuntimeError, "torch's C shim makes no tensors here");
+    if (cut == NULL)
+        return PyErr_Format(PyExc_RuntimeError, "torch's C shim makes no tensors here");
     return blocks_with(type, table, sharing, device_type, device_index, slab, make, cut);
 }
 
@@ -256,20 +276,22 @@ static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
     if (!table_begin(&host, table)) return NULL;
     bool is_alike = host.header->rows == self->table.header->rows;
     for (int64_t i = 0; is_alike && i < host.packed; i++) {
-        const Row *there = row_at(host.header, host.order[i]), *here = row_at(self->table.header, host.order[i]);
+        const Row *there = row_at(host.header, host.order[i]),
+                  *here = row_at(self->table.header, host.order[i]);
         is_alike = is_packed(here) && there->nbytes == here->nbytes;
     }
-    bool is_done = is_alike ? find_runs(self, &host) : fail(PyExc_ValueError, "the offset table is of another batch");
+    bool is_done = is_alike ? find_runs(self, &host)
+                            : fail(PyExc_ValueError, "the offset table is of another batch");
     table_end(&host);
     if (!is_done) return NULL;
     Py_RETURN_NONE;
 }
 
-/* -- copies ---------------------------------------------------------------------------------------------------------- */
+/* -- copies ------------------------------------------------------------------------------------ */
 
 /* Send bytes `start` to `end` of the host slab. */
-static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, int64_t end, void *stream,
-                           bool is_page_locked) {
+static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, int64_t end,
+                           void *stream, bool is_page_locked) {
     int64_t first = 0;
     while (first < self->run_count && self->runs[first].end <= start) first++;
     int64_t last = first;
@@ -278,7 +300,8 @@ static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, 
     PyObject *result = NULL;
     if (copies_new(&copies, last - first)) {
         for (const Run *run = &self->runs[first]; run < &self->runs[last]; run++) {
-            int64_t from = run->start > start ? run->start : start, to = run->end < end ? run->end : end;
+            int64_t from = run->start > start ? run->start : start,
+                    to = run->end < end ? run->end : end;
             copies_add(&copies, run->to + (from - run->start), host + from, to - from);
         }
         result = copies_send(&copies, self->is_cuda, stream, is_page_locked);
@@ -287,14 +310,17 @@ static PyObject *send_runs(const Blocks *self, const char *host, int64_t start, 
     return result;
 }
 
-/* copy(host, start, end, stream, is_page_locked): send bytes `start` to `end` of the host slab, which begins at address
- * `host`; return the number of copies, or CUDA's error as a negative number. */
+/* copy(host, start, end, stream, is_page_locked): send bytes `start` to `end` of the host slab,
+ * which begins at address `host`; return the number of copies, or CUDA's error as a negative
+ * number. */
 static PyObject *blocks_copy(PyObject *object, PyObject *args) {
     unsigned long long host, stream;
     long long start, end;
     int is_page_locked;
-    if (!PyArg_ParseTuple(args, "KLLKp:copy", &host, &start, &end, &stream, &is_page_locked)) return NULL;
-    return send_runs((Blocks *)object, (const char *)(uintptr_t)host, start, end, (void *)(uintptr_t)stream, is_page_locked);
+    if (!PyArg_ParseTuple(args, "KLLKp:copy", &host, &start, &end, &stream, &is_page_locked))
+        return NULL;
+    return send_runs((Blocks *)object, (const char *)(uintptr_t)host, start, end,
+                     (void *)(uintptr_t)stream, is_page_locked);
 }
 
 /* Add the copy of a part of a leaf, (row, start, end, address); false with an error. */
@@ -302,7 +328,8 @@ static bool add_part(const Blocks *self, Copies *copies, PyObject *part) {
     long long index, start, end;
     unsigned long long address;
     if (!PyArg_ParseTuple(part, "LLLK", &index, &start, &end, &address)) return false;
-    const Row *row = index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
+    const Row *row =
+        index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
     if (row == NULL || !is_packed(row) || start < 0 || start > end || end > row->nbytes)
         return fail(PyExc_ValueError, "these are not bytes of a packed leaf");
     const Block *block = &self->blocks[self->block_of[index]];
@@ -311,8 +338,8 @@ static bool add_part(const Blocks *self, Copies *copies, PyObject *part) {
     return true;
 }
 
-/* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from their own page-locked memory; the
- * address is that of the first byte. Returns what `copy` returns. */
+/* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from their own
+ * page-locked memory; the address is that of the first byte. Returns what `copy` returns. */
 static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *leaves, *result = NULL;
@@ -321,21 +348,24 @@ static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
     Copies copies;
     Py_ssize_t count = PyList_Size(leaves);
     bool is_good = copies_new(&copies, count);
-    for (Py_ssize_t i = 0; i < count && is_good; i++) is_good = add_part(self, &copies, PyList_GetItem(leaves, i));
+    for (Py_ssize_t i = 0; i < count && is_good; i++)
+        is_good = add_part(self, &copies, PyList_GetItem(leaves, i));
     if (is_good) result = copies_send(&copies, self->is_cuda, (void *)(uintptr_t)stream, true);
     free(copies.to);
     return result;
 }
 
-/* fill(sources, stream): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory, and send them from
- * there. All of them have been read when the call returns. Returns what `copy` returns. */
+/* fill(sources, stream): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory,
+ * and send them from there. All of them have been read when the call returns. Returns what
+ * `copy` returns. */
 static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
     PyObject *sources;
     unsigned long long stream;
     if (!PyArg_ParseTuple(args, "OK:fill", &sources, &stream)) return NULL;
     if (self->table.header->nbytes > AT_ONCE_BYTES) {
-        return PyErr_Format(PyExc_ValueError, "the batch is too large to be sent from ordinary memory");
+        return PyErr_Format(PyExc_ValueError,
+                            "the batch is too large to be sent from ordinary memory");
     }
     char *memory = malloc((size_t)self->table.header->nbytes + 1);
     if (memory == NULL) return PyErr_NoMemory();
@@ -350,18 +380,22 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     return result;
 }
 
-/* -- leaves ---------------------------------------------------------------------------------------------------------- */
+/* -- leaves ------------------------------------------------------------------------------------ */
 
-/* Views share the block's storage, so that `record_stream` works, and each has a version counter of its own. */
+/* Views share the block's storage, so that `record_stream` works, and each has a version counter
+ * of its own. */
 static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
     int64_t width = self->table.header->width;
     if (self->view != NULL) {
-        return PyObject_CallFunction(self->view, "OiLNN", block->tensor, row->dtype, (long long)(row->offset - block->start),
-                                     tuple_of(row->ndim, row->sizes), tuple_of(row->ndim, row->sizes + width));
+        return PyObject_CallFunction(self->view, "OiLNN", block->tensor, row->dtype,
+                                     (long long)(row->offset - block->start),
+                                     tuple_of(row->ndim, row->sizes),
+                                     tuple_of(row->ndim, row->sizes + width));
     }
     void *base = block->storage != NULL ? block->storage : handle_of(block->tensor), *made = NULL;
-    if (torch.alloc_from_pool(base, row->offset - block->start + block->skipped, torch.scalar[row->dtype], row->ndim,
-                              row->sizes, row->sizes + width, &made))
+    if (torch.alloc_from_pool(base, row->offset - block->start + block->skipped,
+                              torch.scalar[row->dtype], row->ndim, row->sizes, row->sizes + width,
+                              &made))
         return PyErr_Format(PyExc_RuntimeError, "torch could not make a view of the slab");
     PyObject *object = torch.wrap(made); /* which takes the tensor out of the handle */
     torch.delete_handle(made);
@@ -371,7 +405,8 @@ static PyObject *view(const Blocks *self, const Block *block, const Row *row) {
 /* A packed leaf, as a new reference. */
 static PyObject *packed_leaf(const Blocks *self, int64_t index) {
     const Block *block = &self->blocks[self->block_of[index]];
-    return block->is_leaf ? Py_XNewRef(block->tensor) : view(self, block, row_at(self->table.header, index));
+    return block->is_leaf ? Py_XNewRef(block->tensor)
+                          : view(self, block, row_at(self->table.header, index));
 }
 
 /* The number of leaves that are neither packed nor repeated. */
@@ -384,13 +419,17 @@ static Py_ssize_t count_others(const Header *table) {
     return count;
 }
 
-/* leaves(others): all leaves of the batch, in order. others: the values of the leaves that are not packed, in order. */
+/* leaves(others): all leaves of the batch, in order. others: the values of the leaves that are
+ * not packed, in order. */
 static PyObject *blocks_leaves(PyObject *object, PyObject *others) {
     Blocks *self = (Blocks *)object;
     const Header *table = self->table.header;
-    if (!PyList_Check(others)) return PyErr_Format(PyExc_TypeError, "the leaves that are not packed are a list");
+    if (!PyList_Check(others))
+        return PyErr_Format(PyExc_TypeError, "the leaves that are not packed are a list");
     Py_ssize_t given = PyList_Size(others), count = count_others(table);
-    if (given != count) return PyErr_Format(PyExc_ValueError, "%zd leaves for %zd that aren't packed", given, count);
+    if (given != count)
+        return PyErr_Format(PyExc_ValueError, "%zd leaves for %zd that aren't packed", given,
+                            count);
     PyObject *leaves = PyList_New((Py_ssize_t)table->rows);
     Py_ssize_t next = 0;
     for (int64_t i = 0; leaves != NULL && i < table->rows; i++) {
@@ -420,13 +459,16 @@ static PyObject *blocks_tensors(PyObject *object, UNUSED void *nothing) {
 static Py_ssize_t blocks_length(PyObject *object) { return (Py_ssize_t)((Blocks *)object)->count; }
 
 static PyMethodDef blocks_type_methods[] = {
-    {"of", blocks_of, METH_VARARGS | METH_CLASS, "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
-    {"packed_as", blocks_packed_as, METH_O, "packed_as(table): use another table's places of leaves in the host slab."},
+    {"of", blocks_of, METH_VARARGS | METH_CLASS,
+     "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
+    {"packed_as", blocks_packed_as, METH_O,
+     "packed_as(table): use another table's places of leaves in the host slab."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
     {"copy_leaves", blocks_copy_leaves, METH_VARARGS,
      "copy_leaves([(row, start, end, address)...], stream): from page-locked memory of their own"},
-    {"fill", blocks_fill, METH_VARARGS, "fill(sources, stream): pack into ordinary memory, and copy from there"},
+    {"fill", blocks_fill, METH_VARARGS,
+     "fill(sources, stream): pack into ordinary memory, and copy from there"},
     {"leaves", blocks_leaves, METH_O,
      "leaves(others): all leaves of the batch; others are those that are not packed, in order"},
     {NULL, NULL, 0, NULL},

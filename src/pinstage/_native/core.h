@@ -1,4 +1,5 @@
-/* Shared by all parts of the extension. Limited API of Python 3.11; no headers of torch, CUDA or numpy. */
+/* Shared by all parts of the extension. Limited API of Python 3.11; no headers of torch, CUDA or
+ * numpy. */
 #ifndef PINSTAGE_CORE_H
 #define PINSTAGE_CORE_H
 
@@ -13,7 +14,7 @@
 
 #define UNUSED __attribute__((unused))
 
-/* -- the offset table --------------------------------------------------------------------------------------------
+/* -- the offset table ----------------------------------------------------------------------------
  *
  * A header, then a row for each leaf of a batch, in order. `pinstage._batch._table` reads the same with numpy. */
 
@@ -31,13 +32,15 @@ typedef struct {
     int64_t offset; /* in the slab; for an ALIAS, the row that it repeats; else -1 */
     int64_t nbytes;
     uint8_t kind, dtype, ndim, nothing;
-    uint32_t block;  /* of a packed leaf: leaves with one number may share a device tensor; see `place_rows` */
+    uint32_t
+        /* Of a packed leaf: leaves with one number may share a device tensor; see `place_rows` */
+        block;
     int64_t sizes[]; /* shape[width], stride[width] */
 } Row;
 
 _Static_assert(TABLE_MAGIC >> 8 == INT64_C(0x70696e73746167), "the last byte is the version");
-_Static_assert(sizeof(Header) == 32 && sizeof(Row) == 24 && offsetof(Row, kind) == 16 && offsetof(Row, block) == 20 &&
-                   offsetof(Row, sizes) == 24,
+_Static_assert(sizeof(Header) == 32 && sizeof(Row) == 24 && offsetof(Row, kind) == 16 &&
+                   offsetof(Row, block) == 20 && offsetof(Row, sizes) == 24,
                "pinstage._batch._table reads this format; a change needs another version");
 
 static inline size_t row_bytes(int64_t width) { return sizeof(Row) + 16 * (size_t)width; }
@@ -67,10 +70,12 @@ static inline bool add_row(Figures *sum, const Row *row) {
 /* The fields of `pinstage._batch._table.Table`. */
 PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum);
 
-/* The table that a bytes object holds; NULL with an error if it isn't one. Only `table_begin` checks the rows. */
+/* The table that a bytes object holds; NULL with an error if it isn't one. Only `table_begin`
+ * checks the rows. */
 const Header *table_of(PyObject *data);
 
-/* Whether memory of this shape and stride is in the order of its dimensions, without gaps. No size is 0. */
+/* Whether memory of this shape and stride is in the order of its dimensions, without gaps. No
+ * size is 0. */
 static inline bool is_contiguous(int32_t ndim, const int64_t *shape, const int64_t *stride) {
     int64_t expected = 1;
     for (int32_t d = ndim - 1; d >= 0; d--) {
@@ -80,14 +85,16 @@ static inline bool is_contiguous(int32_t ndim, const int64_t *shape, const int64
     return true;
 }
 
-/* Whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. No size is 0. */
+/* Whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. No
+ * size is 0. */
 bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride);
 
-/* Give each packed row its place in the slab, and its block; set the table's size. `order` has room for all packed
- * rows. */
+/* Give each packed row its place in the slab, and its block; set the table's size. `order` has
+ * room for all packed rows. */
 void place_rows(Header *table, int64_t *order);
 
-/* A table whose rows were checked: packed ones are inside the slab, disjoint and dense, and ALIASes repeat an earlier row. */
+/* A table whose rows were checked: packed ones are inside the slab, disjoint and dense, and
+ * ALIASes repeat an earlier row. */
 typedef struct {
     PyObject *data; /* the bytes that hold it */
     const Header *header;
@@ -98,7 +105,7 @@ typedef struct {
 bool table_begin(Table *self, PyObject *data);
 void table_end(Table *self);
 
-/* -- torch, as found when the extension was set up ------------------------------------------------------------------- */
+/* -- torch, as found when the extension was set up --------------------------------------------- */
 
 typedef struct {
     uint8_t code, bits;
@@ -114,12 +121,13 @@ typedef struct {
     uint64_t byte_offset;
 } DLTensor;
 
-/* Copies to a device of at most this size from pageable memory have read it when the call returns, and do not wait for the
- * device (CUDA Programming Guide, Asynchronous Concurrent Execution). */
+/* Copies to a device of at most this size from pageable memory have read it when the call
+ * returns, and do not wait for the device (CUDA Programming Guide, Asynchronous Concurrent
+ * Execution). */
 enum { AT_ONCE_BYTES = 64 * 1024 };
 
-/* The most tensors that `move_few` copies. More are moved as quickly from one slab: a leaf alone takes 7 us, a slab 25 us and
- * 3 us per leaf. */
+/* The most tensors that `move_few` copies. More are moved as quickly from one slab: a leaf alone
+ * takes 7 us, a slab 25 us and 3 us per leaf. */
 enum { MOST_FEW = 8 };
 
 enum { DL_CPU = 1, DL_CUDA = 2, DL_COMPLEX = 5 };
@@ -128,32 +136,36 @@ typedef struct {
     PyTypeObject *tensor, *array;
     int (*export_tensor)(void *object, DLTensor *out); /* DLPack exchange API, public */
     PyObject *level_owner, *level_name;                /* see `may_be_dual` */
-    PyObject *count_modes;                             /* counts modes; see `makes_views` in `blocks.c` */
+    PyObject *count_modes; /* counts modes; see `makes_views` in `blocks.c` */
     union {
-        void *functions[12]; /* in the order of `_FUNCTIONS` in `pinstage._compat.views`, which finds and probes them */
+        /* In the order of `_FUNCTIONS` in `pinstage._compat.views`, which finds and probes them. */
+        void *functions[12];
         struct {
             /* torch's stable C shim: these return a code if they fail */
             int (*storage_size)(void *handle, int64_t *out);
             int (*storage_offset)(void *handle, int64_t *out);
             int (*get_dtype)(void *handle, int32_t *out);
-            int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t offset,
-                               void **out);
-            int (*alloc_from_pool)(void *self, int64_t offset_bytes, int32_t dtype, int64_t ndim, const int64_t *sizes,
-                                   const int64_t *strides, void **out);
-            int (*empty_strided)(int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,
-                                 int32_t device_index, void **out);
+            int (*reinterpret)(void *self, int64_t ndim, const int64_t *sizes,
+                               const int64_t *strides, int64_t offset, void **out);
+            int (*alloc_from_pool)(void *self, int64_t offset_bytes, int32_t dtype, int64_t ndim,
+                                   const int64_t *sizes, const int64_t *strides, void **out);
+            int (*empty_strided)(int64_t ndim, const int64_t *sizes, const int64_t *strides,
+                                 int32_t dtype, int32_t device_type, int32_t device_index,
+                                 void **out);
             int (*get_data)(void *handle, void **out);
             int (*delete_handle)(void *handle);
-            /* C++, where an exception would end the process. The shim can't make a Python object. It reads a tensor's
-             * flags only by its dispatcher of boxed values, which lacks `requires_grad`. The three functions that read
-             * flags never throw; `THPVariable_Wrap` throws if Python is out of memory. */
+            /* C++, where an exception would end the process. The shim can't make a Python
+             * object. It reads a tensor's flags only by its dispatcher of boxed values, which
+             * lacks `requires_grad`. The three functions that read flags never throw;
+             * `THPVariable_Wrap` throws if Python is out of memory. */
             PyObject *(*wrap)(void *handle);
             bool (*is_neg)(const void *handle);
             bool (*is_conj)(const void *handle);
             bool (*requires_grad)(const void *impl);
         };
     };
-    Py_ssize_t handle_at; /* where a tensor object has its at::Tensor; 0: a probe failed, none of these may be called */
+    /* Where a tensor object has its at::Tensor; 0: a probe failed, none of these may be called. */
+    Py_ssize_t handle_at;
     uint8_t itemsize[MOST_DTYPES]; /* by the code of a dtype; 0: there is none */
     uint8_t by_scalar[256];        /* by the number that the C shim has for it; 255: none */
     int16_t scalar[MOST_DTYPES];   /* that number; -1: none */
@@ -162,8 +174,11 @@ typedef struct {
 
 extern Torch torch;
 
-/* The place of a numpy format in `by_format`: "f", an ASCII character, in the first half, and "Zf" in the second. */
-static inline unsigned format_index(char format, bool is_complex) { return (unsigned)(format & 127) | is_complex << 7; }
+/* The place of a numpy format in `by_format`: "f", an ASCII character, in the first half, and
+ * "Zf" in the second. */
+static inline unsigned format_index(char format, bool is_complex) {
+    return (unsigned)(format & 127) | is_complex << 7;
+}
 
 /* The at::Tensor in a tensor object, as the C shim takes it. */
 static inline void *handle_of(PyObject *object) { return (char *)object + torch.handle_at; }
@@ -174,20 +189,23 @@ int dtype_of(void *handle);
 /* Whether a level of forward-mode AD is open, or that can't be known. */
 bool may_be_dual(void);
 
-/* -- helpers -------------------------------------------------------------------------------------------------------- */
+/* -- helpers ----------------------------------------------------------------------------------- */
 
-/* From this size on, the interpreter lock is released; below, handing it over costs as much as packing or copying. */
+/* From this size on, the interpreter lock is released; below, handing it over costs as much as
+ * packing or copying. */
 enum { RELEASE_FROM_BYTES = 128 * 1024 };
 
 /* Set an exception; return false. */
-static inline bool fail(PyObject *type, const char *text) { return PyErr_Format(type, "%s", text) != NULL; }
+static inline bool fail(PyObject *type, const char *text) {
+    return PyErr_Format(type, "%s", text) != NULL;
+}
 
 static inline bool no_memory(void) { return PyErr_NoMemory() != NULL; }
 
 /* The end of a deallocation: free the object, and release its type. */
 void free_object(PyObject *object);
 
-/* -- the parts ------------------------------------------------------------------------------------------------------ */
+/* -- the parts --------------------------------------------------------------------------------- */
 
 /* The description of a leaf. */
 typedef struct {
@@ -207,7 +225,8 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
 /* Describe a numpy.ndarray, of exactly that class, which has to keep its memory. */
 int find_array(PyObject *object, Found *leaf);
 
-/* A batch about to be packed: its leaves in the order of their offsets. Holds its bytes until it is done. */
+/* A batch about to be packed: its leaves in the order of their offsets. Holds its bytes until it
+ * is done. */
 typedef struct {
     Table table; /* unless another object owns it */
     PyObject *sources;
@@ -215,9 +234,9 @@ typedef struct {
     int64_t count, nbytes;
 } Work;
 
-/* Take the leaves of a table, which must exist as long as the work. The work is all zeros, except for its own table.
- * `sources`: bytes with the source of each row; see `source_bytes`. Leaves at address 0 are written elsewhere.
- * False with an error, and nothing to end. */
+/* Take the leaves of a table, which must exist as long as the work. The work is all zeros,
+ * except for its own table. `sources`: bytes with the source of each row; see `source_bytes`.
+ * Leaves at address 0 are written elsewhere. False with an error, and nothing to end. */
 bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room);
 
 /* Pack all leaves into a slab, in this thread, and end the work. */

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* -- what a leaf is ----------------------------------------------------------------------------------------------- */
+/* -- what a leaf is ---------------------------------------------------------------------------- */
 
 static void set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) {
     int64_t step = 1;
@@ -16,14 +16,17 @@ static void set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) 
 
 /* Fill in what follows from dtype, shape and the source's stride. */
 static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
-    int64_t count = 1, step = 1; /* a shape without elements may still have more steps than can be counted */
+    int64_t count = 1,
+            step = 1; /* a shape without elements may still have more steps than can be counted */
     for (int32_t d = 0; d < leaf->ndim; d++) {
         leaf->shape[d] = shape[d];
         leaf->stride[d] = stride[d];
-        if (shape[d] < 0 || __builtin_mul_overflow(step, shape[d] > 1 ? shape[d] : 1, &step)) return NOT_PLAIN;
+        if (shape[d] < 0 || __builtin_mul_overflow(step, shape[d] > 1 ? shape[d] : 1, &step))
+            return NOT_PLAIN;
         count *= shape[d];
     }
-    if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[leaf->dtype], &leaf->nbytes)) return NOT_PLAIN;
+    if (__builtin_mul_overflow(count, (int64_t)torch.itemsize[leaf->dtype], &leaf->nbytes))
+        return NOT_PLAIN;
     if (leaf->nbytes > INT64_MAX / 4) return NOT_PLAIN; /* Python refuses it */
     leaf->kind = count == 0 || is_dense(leaf->ndim, shape, stride) ? RAW : STRIDED;
     if (leaf->kind == RAW) return 0;
@@ -56,7 +59,9 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
         PyErr_Clear(); /* sparse, nested, fake, a dtype that DLPack does not have */
         return NOT_PLAIN;
     }
-    if (tensor.device_type != device_type || (device_type != DL_CPU && tensor.device_id != device_id)) return NOT_PLAIN;
+    if (tensor.device_type != device_type ||
+        (device_type != DL_CPU && tensor.device_id != device_id))
+        return NOT_PLAIN;
     leaf->dtype = dtype_of(handle);
     if (leaf->dtype < 0 || tensor.ndim > MAX_DIMS) return NOT_PLAIN;
     if (tensor.dtype.bits * tensor.dtype.lanes != 8 * torch.itemsize[leaf->dtype]) return NOT_PLAIN;
@@ -66,13 +71,15 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
     /* DLPack's exchange lacks these flags: */
     if (torch.requires_grad(*(void **)handle) || torch.is_neg(handle)) return NOT_PLAIN;
     if (tensor.dtype.code == DL_COMPLEX && torch.is_conj(handle)) return NOT_PLAIN;
-    if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(handle, leaf, tensor.strides))) return NOT_PLAIN;
+    if (leaf->nbytes && (tensor.data == NULL || !fits_its_storage(handle, leaf, tensor.strides)))
+        return NOT_PLAIN;
     return 0;
 }
 
 /* The code of the dtype of a buffer; -1 if it isn't plain. */
 static int dtype_of_buffer(const Py_buffer *buffer) {
-    const unsigned char *format = (const unsigned char *)(buffer->format == NULL ? "B" : buffer->format);
+    const unsigned char *format =
+        (const unsigned char *)(buffer->format == NULL ? "B" : buffer->format);
     bool is_complex = format[0] == 'Z';
     format += is_complex;
     bool is_letter = format[0] != 0 && format[0] < 128 && format[1] == 0;
@@ -80,7 +87,8 @@ static int dtype_of_buffer(const Py_buffer *buffer) {
     return dtype != 255 && buffer->itemsize == torch.itemsize[dtype] ? dtype : -1;
 }
 
-/* Read the strides of a buffer, in elements; false if torch has no such strides, or elements aren't aligned. */
+/* Read the strides of a buffer, in elements; false if torch has no such strides, or elements
+ * aren't aligned. */
 static bool read_strides(const Py_buffer *buffer, int64_t *stride) {
     if ((uintptr_t)buffer->buf % (uintptr_t)buffer->itemsize != 0) return false;
     for (int d = 0; d < buffer->ndim; d++) {
@@ -107,11 +115,12 @@ int find_array(PyObject *object, Found *leaf) {
     }
     PyBuffer_Release(&buffer);
     bool is_empty = result == 0 && leaf->nbytes == 0;
-    if (is_empty) set_contiguous(leaf->ndim, leaf->shape, leaf->stride); /* the buffer's strides may be 0 */
+    if (is_empty)
+        set_contiguous(leaf->ndim, leaf->shape, leaf->stride); /* the buffer's strides may be 0 */
     return result;
 }
 
-/* -- asking Python about a leaf -------------------------------------------------------------------------------------- */
+/* -- asking Python about a leaf ---------------------------------------------------------------- */
 
 static bool read_sizes(PyObject *tuple, int64_t *sizes, int32_t ndim) {
     for (int32_t d = 0; d < ndim; d++) {
@@ -130,20 +139,25 @@ static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
     unsigned long long address;
     int kind;
     int64_t shape[MAX_DIMS], stride[MAX_DIMS];
-    if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides, &source, &address)) return false;
+    if (!PyArg_ParseTuple(answer, "iiOOOK:described", &kind, &leaf->dtype, &sizes, &strides,
+                          &source, &address))
+        return false;
     leaf->data = (const char *)(uintptr_t)address;
     leaf->nbytes = 0; /* `find_tensor` may have set it */
     Py_ssize_t ndim = PySequence_Size(sizes);
     if (ndim < 0) return false;
-    if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 || leaf->dtype >= MOST_DTYPES)
+    if (ndim > MAX_DIMS || kind < OTHER || kind > MOVED || kind == STRIDED || leaf->dtype < 0 ||
+        leaf->dtype >= MOST_DTYPES)
         return fail(PyExc_ValueError, "a leaf was described in a way that no table can have");
     leaf->ndim = (int32_t)ndim;
-    if (!read_sizes(sizes, shape, leaf->ndim) || !read_sizes(strides, stride, leaf->ndim)) return false;
+    if (!read_sizes(sizes, shape, leaf->ndim) || !read_sizes(strides, stride, leaf->ndim))
+        return false;
     if (kind != RAW) {
         leaf->kind = kind;
         return true;
     }
-    if (arrange(leaf, shape, stride) != 0) return fail(PyExc_OverflowError, "a leaf is larger than any memory");
+    if (arrange(leaf, shape, stride) != 0)
+        return fail(PyExc_OverflowError, "a leaf is larger than any memory");
     return PyList_Append(kept, source) == 0;
 }
 
@@ -155,7 +169,7 @@ static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *
     return is_good ? 0 : -1;
 }
 
-/* -- leaves that are repeated ---------------------------------------------------------------------------------------- */
+/* -- leaves that are repeated ------------------------------------------------------------------ */
 
 typedef struct {
     struct {
@@ -176,7 +190,8 @@ static bool met_new(Met *met, Py_ssize_t count) {
 /* Return the index at which an object was first met, which is this one if it is new. */
 static int64_t met_first(Met *met, PyObject *object, int64_t index) {
     size_t at = (((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u >> 20) & met->mask;
-    while (met->places[at].object != NULL && met->places[at].object != object) at = (at + 1) & met->mask;
+    while (met->places[at].object != NULL && met->places[at].object != object)
+        at = (at + 1) & met->mask;
     if (met->places[at].object == NULL) {
         met->places[at].object = object;
         met->places[at].index = index;
@@ -184,7 +199,7 @@ static int64_t met_first(Met *met, PyObject *object, int64_t index) {
     return met->places[at].index;
 }
 
-/* -- the table ------------------------------------------------------------------------------------------------------- */
+/* -- the table --------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject *data, *addresses; /* bytes, which nothing else refers to yet */
@@ -231,7 +246,8 @@ static bool widen(Growing *self, int64_t rows, int64_t width) {
     return true;
 }
 
-/* Prefetch the memory of the next leaves: a batch's tensors are usually scattered, and not in the caches. */
+/* Prefetch the memory of the next leaves: a batch's tensors are usually scattered, and not in
+ * the caches. */
 static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
     if (index + 16 < count) __builtin_prefetch(PyList_GetItem(leaves, index + 16));
     if (index + 8 >= count || torch.handle_at == 0) return;
@@ -307,7 +323,8 @@ static bool add_leaf(Describing *self, Py_ssize_t index) {
     Row *row = row_at(made->table, index);
     row->offset = -1;
     made->filled = index + 1;
-    if (is_new || row_at(made->table, first)->kind == OTHER) /* objects that aren't tensors may repeat */
+    if (is_new ||
+        row_at(made->table, first)->kind == OTHER) /* objects that aren't tensors may repeat */
         return fill_row(self, row, source_at(made, index), &leaf);
     row->kind = ALIAS;
     row->offset = first;
@@ -324,16 +341,18 @@ static PyObject *place_leaves(Describing *self) {
     return Py_BuildValue("(NOO)", figures, self->made.addresses, self->kept);
 }
 
-/* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see `pinstage._batch._describe`. */
+/* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see
+ * `pinstage._batch._describe`. */
 PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     Describing self = {NULL};
-    if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &self.leaves, &self.atoms, &self.plainly, &self.device_type,
-                          &self.device_id, &self.arrays))
+    if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &self.leaves, &self.atoms,
+                          &self.plainly, &self.device_type, &self.device_id, &self.arrays))
         return NULL;
     self.are_plain = !may_be_dual();
     self.count = PyList_Size(self.leaves);
     self.kept = PyList_New(0);
-    bool is_good = self.kept != NULL && met_new(&self.met, self.count) && widen(&self.made, self.count, 1);
+    bool is_good =
+        self.kept != NULL && met_new(&self.met, self.count) && widen(&self.made, self.count, 1);
     for (Py_ssize_t i = 0; i < self.count && is_good; i++) {
         look_ahead(self.leaves, self.count, i);
         is_good = add_leaf(&self, i);
@@ -345,7 +364,7 @@ PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     return result;
 }
 
-/* -- samples of one field, to be stacked ------------------------------------------------------------------------------ */
+/* -- samples of one field, to be stacked ------------------------------------------------------- */
 
 typedef struct {
     int64_t count, nbytes; /* nbytes: of all */
@@ -417,20 +436,23 @@ static int add_sample(Stack **stack, PyObject *samples, Py_ssize_t index, Py_ssi
     return 0;
 }
 
-/* alike(samples): what `stack` needs, for plain CPU tensors of one dtype and shape; None if they aren't. */
+/* alike(samples): what `stack` needs, for plain CPU tensors of one dtype and shape; None if they
+ * aren't. */
 PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
     Py_ssize_t count = PySequence_Size(samples);
     if (count < 0) return NULL;
     Stack *stack = NULL;
     int result = count == 0 || may_be_dual() ? NOT_PLAIN : 0;
-    for (Py_ssize_t i = 0; i < count && result == 0; i++) result = add_sample(&stack, samples, i, count);
+    for (Py_ssize_t i = 0; i < count && result == 0; i++)
+        result = add_sample(&stack, samples, i, count);
     PyObject *capsule = result == 0 ? PyCapsule_New(stack, STACK, stack_end) : NULL;
     if (capsule == NULL) free(stack);
     if (capsule != NULL || PyErr_Occurred()) return capsule;
     Py_RETURN_NONE;
 }
 
-/* stack(found, address, nbytes): write samples one after the other; `found` is the result of `alike`. */
+/* stack(found, address, nbytes): write samples one after the other; `found` is the result of
+ * `alike`. */
 PyObject *stack(UNUSED PyObject *module, PyObject *args) {
     PyObject *found;
     unsigned long long address;
@@ -438,7 +460,8 @@ PyObject *stack(UNUSED PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OKL:stack", &found, &address, &room)) return NULL;
     const Stack *stack = PyCapsule_GetPointer(found, STACK);
     if (stack == NULL) return NULL;
-    if (stack->nbytes > room) return PyErr_Format(PyExc_ValueError, "samples need more room than there is");
+    if (stack->nbytes > room)
+        return PyErr_Format(PyExc_ValueError, "samples need more room than there is");
     Py_BEGIN_ALLOW_THREADS
     pack_all(stack->leaves, stack->count, (char *)(uintptr_t)address, stack->nbytes, true);
     Py_END_ALLOW_THREADS

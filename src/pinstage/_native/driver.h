@@ -7,15 +7,16 @@
 /* Whether `find_driver` has found a driver. */
 bool has_driver(void);
 
-/* Whether copies of these leaves have read them when they return, without waiting for earlier work. Small copies do that
- * through a buffer of ordinary memory; larger ones only from ordinary memory, and while the stream is idle. Then this is
- * the quickest way: 588 KiB take 55 us, or 77 us if they are packed first. */
+/* Whether copies of these leaves have read them when they return, without waiting for earlier
+ * work. Small copies do that through a buffer of ordinary memory; larger ones only from ordinary
+ * memory, and while the stream is idle. Then this is the quickest way: 588 KiB take 55 us, or 77
+ * us if they are packed first. */
 bool are_read_at_once(const Found *leaves, int count, void *stream);
 
 /* Copy a leaf for which `are_read_at_once` is true to a device; return CUDA's error.
  *
- * buffer: AT_ONCE_BYTES of ordinary memory. Page-locked bytes are copied through it, or they would be read too late.
- * Copying a few KiB takes no longer than finding out where they are. */
+ * buffer: AT_ONCE_BYTES of ordinary memory. Page-locked bytes are copied through it, or they
+ * would be read too late. Copying a few KiB takes no longer than finding out where they are. */
 int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream);
 
 /* Copies to be sent together. All three arrays are in the memory of `to`. */
@@ -29,7 +30,8 @@ bool copies_new(Copies *copies, int64_t room);
 
 void copies_add(Copies *copies, const char *to, const char *from, int64_t nbytes);
 
-/* Send them; return the number of copies, or CUDA's error as a negative number. May release the interpreter lock. */
+/* Send them; return the number of copies, or CUDA's error as a negative number. May release the
+ * interpreter lock. */
 PyObject *copies_send(Copies *copies, bool is_cuda, void *stream, bool is_page_locked);
 
 #endif

@@ -46,13 +46,14 @@ static int add_source(Few *few, PyObject *leaf, Py_ssize_t index) {
 
 /* Check that a leaf of another type stays as it is. Returns what `add_source` returns. */
 static int check_stays(const Few *few, PyObject *type) {
-    int is_atom = PySet_Contains(few->atoms, type), is_wrapper = PySet_Contains(few->wrappers, type);
+    int is_atom = PySet_Contains(few->atoms, type),
+        is_wrapper = PySet_Contains(few->wrappers, type);
     if (is_atom < 0 || is_wrapper < 0) return -1;
     return is_atom && !is_wrapper ? 0 : NOT_PLAIN;
 }
 
-/* Find the sources, which are few, small, dense, and different objects, and are read at once. Returns what `add_source`
- * returns. */
+/* Find the sources, which are few, small, dense, and different objects, and are read at once.
+ * Returns what `add_source` returns. */
 static int find_sources(Few *few) {
     int result = may_be_dual() ? NOT_PLAIN : 0;
     for (Py_ssize_t i = 0; i < PyList_Size(few->leaves) && result == 0; i++) {
@@ -71,7 +72,8 @@ static bool make_tensors(Few *few) {
     for (; few->made < few->count; few->made++) {
         const Found *leaf = &few->sources[few->made];
         char **to = &few->to[few->made];
-        PyObject *made = new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype, few->is_cuda, few->device_index, to);
+        PyObject *made = new_tensor(leaf->ndim, leaf->shape, leaf->stride, leaf->dtype,
+                                    few->is_cuda, few->device_index, to);
         if (made == NULL) return false;
         few->tensors[few->made] = made;
     }
@@ -89,7 +91,8 @@ static bool are_disjoint(const Few *few) {
     return true;
 }
 
-/* Take existing tensors as the destinations; false if one of them is large or doesn't fit, or two overlap. */
+/* Take existing tensors as the destinations; false if one of them is large or doesn't fit, or
+ * two overlap. */
 static bool take_existing(Few *few, PyObject *existing) {
     int device_type = few->is_cuda ? DL_CUDA : DL_CPU;
     for (; few->made < few->count; few->made++) {
@@ -97,7 +100,9 @@ static bool take_existing(Few *few, PyObject *existing) {
         Bytes like = {leaf->dtype, leaf->ndim, leaf->nbytes, leaf->shape, leaf->stride};
         PyObject *tensor = PyList_GetItem(existing, few->index[few->made]);
         char **to = &few->to[few->made];
-        if (leaf->nbytes > AT_ONCE_BYTES || !is_plain_place(tensor, device_type, few->device_index, &like, to)) return false;
+        if (leaf->nbytes > AT_ONCE_BYTES ||
+            !is_plain_place(tensor, device_type, few->device_index, &like, to))
+            return false;
         few->tensors[few->made] = Py_XNewRef(tensor);
     }
     return are_disjoint(few);
@@ -108,7 +113,8 @@ static int copy_to_device(const Few *few, char *buffer) {
     int code = 0;
     PyThreadState *state = PyEval_SaveThread();
     for (int i = 0; i < few->count && code == 0; i++) {
-        if (few->sources[i].nbytes > 0) code = copy_at_once(few->to[i], &few->sources[i], buffer, few->stream);
+        if (few->sources[i].nbytes > 0)
+            code = copy_at_once(few->to[i], &few->sources[i], buffer, few->stream);
     }
     PyEval_RestoreThread(state);
     return code;
@@ -121,15 +127,19 @@ static void copy_on_host(const Few *few) {
     }
 }
 
-/* The leaves with the destinations in the places of the sources, and the figures that `move_few` returns. */
+/* The leaves with the destinations in the places of the sources, and the figures that `move_few`
+ * returns. */
 static PyObject *moved(const Few *few) {
     long copies = 0;
     PyObject *leaves = PyList_GetSlice(few->leaves, 0, PyList_Size(few->leaves));
     for (int i = 0; leaves != NULL && i < few->count; i++) {
         copies += few->sources[i].nbytes > 0;
-        if (PyList_SetItem(leaves, few->index[i], Py_XNewRef(few->tensors[i])) != 0) Py_CLEAR(leaves);
+        if (PyList_SetItem(leaves, few->index[i], Py_XNewRef(few->tensors[i])) != 0)
+            Py_CLEAR(leaves);
     }
-    return leaves == NULL ? NULL : Py_BuildValue("(NiLl)", leaves, few->count, (long long)few->nbytes, copies);
+    return leaves == NULL
+               ? NULL
+               : Py_BuildValue("(NiLl)", leaves, few->count, (long long)few->nbytes, copies);
 }
 
 /* Copy, and return what `move_few` returns. */
@@ -148,17 +158,19 @@ static PyObject *copy_few(const Few *few) {
 /* Whether anything can be moved here, whatever the leaves are. */
 static bool is_possible(const Few *few, PyObject *existing) {
     if (!makes_views() || (few->is_cuda && !has_driver())) return false;
-    return existing == NULL || (PyList_Check(existing) && PyList_Size(existing) == PyList_Size(few->leaves));
+    return existing == NULL ||
+           (PyList_Check(existing) && PyList_Size(existing) == PyList_Size(few->leaves));
 }
 
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves as `.to()` would, on
- * torch's current stream, which is not captured. All leaves have been read when it returns, without waiting for earlier
- * work.
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves
+ * as `.to()` would, on torch's current stream, which is not captured. All leaves have been read
+ * when it returns, without waiting for earlier work.
  *
  * existing: the tensors to copy to, at the places of their leaves; None makes new tensors.
- * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new leaves, how many were moved,
- * their bytes, and the number of copies. Returns None if the leaves are not few, small and plain, would not be read at
- * once, or there is no memory; returns CUDA's error as a negative number. */
+ * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new
+ * leaves, how many were moved, their bytes, and the number of copies. Returns None if the leaves
+ * are not few, small and plain, would not be read at once, or there is no memory; returns CUDA's
+ * error as a negative number. */
 PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     Few few; /* not all zeros: that would take as long as a small copy */
     few.count = few.made = 0;
@@ -166,8 +178,8 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     PyObject *existing;
     int device_type;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiKO:move_few", &PyList_Type, &few.leaves, &few.atoms, &few.wrappers, &device_type,
-                          &few.device_index, &stream, &existing))
+    if (!PyArg_ParseTuple(args, "O!(OO)iiKO:move_few", &PyList_Type, &few.leaves, &few.atoms,
+                          &few.wrappers, &device_type, &few.device_index, &stream, &existing))
         return NULL;
     few.is_cuda = device_type == 1;
     few.stream = (void *)(uintptr_t)stream;

@@ -1,7 +1,9 @@
 /* The module, and torch's functions and classes that Python passes to it. */
 #include "core.h"
 
-Torch torch = {.by_format = {[0 ... 255] = 255}, .by_scalar = {[0 ... 255] = 255}, .scalar = {[0 ... MOST_DTYPES - 1] = -1}};
+Torch torch = {.by_format = {[0 ... 255] = 255},
+               .by_scalar = {[0 ... 255] = 255},
+               .scalar = {[0 ... MOST_DTYPES - 1] = -1}};
 
 typedef struct Exchange { /* DLPackExchangeAPI of DLPack 1.3: a stable header, then functions */
     uint32_t major, minor;
@@ -23,7 +25,8 @@ static void keep(PyObject **place, PyObject *object) {
 
 static PyObject *begin(UNUSED PyObject *module, PyObject *args) {
     PyObject *tensor, *array;
-    if (!PyArg_ParseTuple(args, "O!O!:begin", &PyType_Type, &tensor, &PyType_Type, &array)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!O!:begin", &PyType_Type, &tensor, &PyType_Type, &array))
+        return NULL;
     keep((PyObject **)&torch.tensor, tensor);
     keep((PyObject **)&torch.array, array);
     Py_RETURN_NONE;
@@ -31,18 +34,23 @@ static PyObject *begin(UNUSED PyObject *module, PyObject *args) {
 
 static PyObject *use_torch(UNUSED PyObject *module, PyObject *args) {
     PyObject *capsule, *addresses, *owner, *name, *modes;
-    if (!PyArg_ParseTuple(args, "OO!OUO:use_torch", &capsule, &PyTuple_Type, &addresses, &owner, &name, &modes)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!OUO:use_torch", &capsule, &PyTuple_Type, &addresses, &owner,
+                          &name, &modes))
+        return NULL;
     Exchange *exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (exchange == NULL) return NULL;
     while (exchange != NULL && exchange->major != DLPACK_MAJOR) exchange = exchange->older;
     Py_ssize_t count = sizeof torch.functions / sizeof torch.functions[0];
-    if (exchange == NULL || exchange->tensor_from_object == NULL || PyTuple_Size(addresses) != count)
-        return PyErr_Format(PyExc_ImportError, "torch exchanges tensors by another major version of DLPack than 1");
+    if (exchange == NULL || exchange->tensor_from_object == NULL ||
+        PyTuple_Size(addresses) != count)
+        return PyErr_Format(PyExc_ImportError,
+                            "torch exchanges tensors by another major version of DLPack than 1");
     torch.export_tensor = exchange->tensor_from_object;
     for (Py_ssize_t i = 0; i < count; i++) {
         torch.functions[i] = PyLong_AsVoidPtr(PyTuple_GetItem(addresses, i));
         if (torch.functions[i] == NULL)
-            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "function %zd is at 0", i);
+            return PyErr_Occurred() ? NULL
+                                    : PyErr_Format(PyExc_ValueError, "function %zd is at 0", i);
     }
     keep(&torch.level_owner, owner);
     keep(&torch.level_name, name);
@@ -67,13 +75,15 @@ static PyObject *add_dtype(UNUSED PyObject *module, PyObject *args) {
         return PyErr_Format(PyExc_ValueError, "no such dtype");
     torch.itemsize[code] = (uint8_t)itemsize;
     bool is_complex = format[0] == 'Z';
-    for (format += is_complex; *format; format++) torch.by_format[format_index(*format, is_complex)] = (uint8_t)code;
+    for (format += is_complex; *format; format++)
+        torch.by_format[format_index(*format, is_complex)] = (uint8_t)code;
     Py_RETURN_NONE;
 }
 
 /* `level_owner` is NULL until `use_torch` has succeeded. */
 bool may_be_dual(void) {
-    PyObject *level = torch.level_owner == NULL ? NULL : PyObject_GetAttr(torch.level_owner, torch.level_name);
+    PyObject *level =
+        torch.level_owner == NULL ? NULL : PyObject_GetAttr(torch.level_owner, torch.level_name);
     long found = level == NULL ? 0 : PyLong_AsLong(level);
     Py_XDECREF(level);
     if (PyErr_Occurred()) PyErr_Clear();
@@ -92,14 +102,17 @@ static PyObject *add_scalar(UNUSED PyObject *module, PyObject *args) {
 
 static PyObject *facts(UNUSED PyObject *module, PyObject *tensor) {
     if (Py_TYPE(tensor) != torch.tensor || torch.handle_at == 0)
-        return PyErr_Format(PyExc_TypeError, "not a torch.Tensor, or the place of its C++ tensor isn't known");
+        return PyErr_Format(PyExc_TypeError,
+                            "not a torch.Tensor, or the place of its C++ tensor isn't known");
     void *handle = handle_of(tensor);
     int64_t size, offset;
     int32_t dtype;
-    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset) || torch.get_dtype(handle, &dtype))
+    if (torch.storage_size(handle, &size) || torch.storage_offset(handle, &offset) ||
+        torch.get_dtype(handle, &dtype))
         return PyErr_Format(PyExc_RuntimeError, "torch's C shim does not describe a tensor");
-    return Py_BuildValue("(LLiiii)", (long long)size, (long long)offset, dtype, torch.requires_grad(*(void **)handle),
-                         torch.is_neg(handle), torch.is_conj(handle));
+    return Py_BuildValue("(LLiiii)", (long long)size, (long long)offset, dtype,
+                         torch.requires_grad(*(void **)handle), torch.is_neg(handle),
+                         torch.is_conj(handle));
 }
 
 void free_object(PyObject *object) {
@@ -116,11 +129,12 @@ static int add_type(PyObject *module, PyType_Spec *spec) {
     return status;
 }
 
-/* -- a context that does nothing ------------------------------------------------------------------------------------ */
+/* -- a context that does nothing --------------------------------------------------------------- */
 
 static PyObject *nothing_enter(UNUSED PyObject *self, UNUSED PyObject *nothing) { Py_RETURN_NONE; }
 
-static PyObject *nothing_exit(UNUSED PyObject *self, UNUSED PyObject *const *raised, UNUSED Py_ssize_t count) {
+static PyObject *nothing_exit(UNUSED PyObject *self, UNUSED PyObject *const *raised,
+                              UNUSED Py_ssize_t count) {
     Py_RETURN_NONE;
 }
 
@@ -130,48 +144,66 @@ static PyMethodDef nothing_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 static PyType_Slot nothing_slots[] = {{Py_tp_methods, nothing_methods}, {0, NULL}};
-static PyType_Spec nothing_spec = {"pinstage._native._core.Nothing", sizeof(PyObject), 0, Py_TPFLAGS_DEFAULT, nothing_slots};
+static PyType_Spec nothing_spec = {"pinstage._native._core.Nothing", sizeof(PyObject), 0,
+                                   Py_TPFLAGS_DEFAULT, nothing_slots};
 
-/* -- the module ----------------------------------------------------------------------------------------------------- */
+/* -- the module -------------------------------------------------------------------------------- */
 
 static PyMethodDef functions[] = {
     {"begin", begin, METH_VARARGS, "begin(tensor, array): take torch.Tensor and numpy.ndarray."},
     {"use_torch", use_torch, METH_VARARGS,
-     "use_torch(exchange, functions, owner, name, modes): take DLPack's capsule, addresses of functions, the level of "
+     "use_torch(exchange, functions, owner, name, modes): take DLPack's capsule, addresses of "
+     "functions, the level of "
      "forward-mode AD as an attribute, and a function that counts modes."},
     {"use_handle", use_handle, METH_O,
-     "use_handle(place): set where a tensor object has its at::Tensor, 0 for nowhere; return the last place."},
-    {"add_dtype", add_dtype, METH_VARARGS, "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
-    {"add_scalar", add_scalar, METH_VARARGS, "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
+     "use_handle(place): set where a tensor object has its at::Tensor, 0 for nowhere; return the "
+     "last place."},
+    {"add_dtype", add_dtype, METH_VARARGS,
+     "add_dtype(code, itemsize, format): take a dtype, and numpy's characters for it."},
+    {"add_scalar", add_scalar, METH_VARARGS,
+     "add_scalar(code, number): take the number that torch's C shim has for a dtype."},
     {"facts", facts, METH_O,
-     "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a probe."},
+     "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a "
+     "probe."},
     {"figures", figures, METH_O,
-     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows are valid."},
-    {"describe", describe, METH_VARARGS, "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
-    {"alike", alike, METH_O, "alike(samples): what stack() needs, or None if they differ or are not plain."},
-    {"stack", stack, METH_VARARGS, "stack(found, address, nbytes): write samples one after the other."},
+     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows are "
+     "valid."},
+    {"describe", describe, METH_VARARGS,
+     "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
+    {"alike", alike, METH_O,
+     "alike(samples): what stack() needs, or None if they differ or are not plain."},
+    {"stack", stack, METH_VARARGS,
+     "stack(found, address, nbytes): write samples one after the other."},
     {"pack", pack, METH_VARARGS,
-     "pack(table, sources, address, nbytes): write leaves to their places, except those whose source is at 0."},
+     "pack(table, sources, address, nbytes): write leaves to their places, except those whose "
+     "source is at 0."},
     {"find_driver", find_driver, METH_NOARGS,
      "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
     {"match", match, METH_VARARGS,
-     "match(table, tensors, device_type, device_index): which existing tensors can take leaves byte by byte."},
-    {"move_few", move_few, METH_VARARGS, "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
+     "match(table, tensors, device_type, device_index): which existing tensors can take leaves "
+     "byte by byte."},
+    {"move_few", move_few, METH_VARARGS,
+     "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_core",
-                                        .m_doc = "Describes, packs and cuts batches; see pinstage._native.", .m_size = -1,
-                                        .m_methods = functions};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, .m_name = "_core",
+    .m_doc = "Describes, packs and cuts batches; see pinstage._native.", .m_size = -1,
+    .m_methods = functions};
 
-/* Single-phase: torch's functions and the packing threads belong to the process, so subinterpreters are refused. */
+/* Single-phase: torch's functions and the packing threads belong to the process, so
+ * subinterpreters are refused. */
 PyMODINIT_FUNC PyInit__core(void) {
     PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec};
     PyObject *module = PyModule_Create(&definition);
-    int status = module == NULL ? -1 : PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
+    int status = module == NULL
+                     ? -1
+                     : PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
     if (status == 0) status = PyModule_AddIntConstant(module, "AT_ONCE_BYTES", AT_ONCE_BYTES);
     if (status == 0) status = PyModule_AddIntConstant(module, "MOST_FEW", MOST_FEW);
-    for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++) status = add_type(module, types[i]);
+    for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++)
+        status = add_type(module, types[i]);
     if (status != 0) Py_CLEAR(module);
     return module;
 }

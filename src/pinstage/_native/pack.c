@@ -19,16 +19,16 @@
 #include <immintrin.h>
 #endif
 
-/* The share that a thread takes at once: 12 us of work. That is long compared with taking it, and short enough that a
- * dozen threads end at about the same time. */
+/* The share that a thread takes at once: 12 us of work. That is long compared with taking it,
+ * and short enough that a dozen threads end at about the same time. */
 static const int64_t PIECE_BYTES = 128 * 1024;
 
-/* From this size on, a leaf is written past the caches: the bus reads several times more slowly from the caches of a
- * dozen CPUs. */
+/* From this size on, a leaf is written past the caches: the bus reads several times more slowly
+ * from the caches of a dozen CPUs. */
 static const int64_t STREAM_BYTES = 1024;
 
-/* The bus is idle until the first chunk is packed, so that one is the smallest. Each later chunk is twice as large as
- * the one before it, up to LARGEST_CHUNK: a few of these fit the caches. */
+/* The bus is idle until the first chunk is packed, so that one is the smallest. Each later chunk
+ * is twice as large as the one before it, up to LARGEST_CHUNK: a few of these fit the caches. */
 static const int64_t FIRST_CHUNK = 512 * 1024;
 static const int64_t LARGEST_CHUNK = 4 * 1024 * 1024;
 
@@ -38,16 +38,18 @@ enum { WAIT_MS = 20 };
 /* Set in the place of a chunk when a thread begins it: the place is final then. */
 static const int64_t BEGUN = INT64_MIN;
 
-/* -- copying ------------------------------------------------------------------------------------------------------ */
+/* -- copying ----------------------------------------------------------------------------------- */
 
-/* Through the caches; past them; or through the near ones to the last one, from which the bus reads quickly. */
+/* Through the caches; past them; or through the near ones to the last one, from which the bus
+ * reads quickly. */
 typedef enum { CACHED, PAST_CACHES, DEMOTED } Stores;
 
 #if defined(__x86_64__)
 
 __attribute__((target("avx2"))) static void stream_avx2(char *to, const char *from, int64_t lines) {
     for (; lines > 0; lines--, to += 64, from += 64) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        __m256i a = _mm256_loadu_si256((const __m256i *)from),
+                b = _mm256_loadu_si256((const __m256i *)(from + 32));
         _mm256_stream_si256((__m256i *)to, a);
         _mm256_stream_si256((__m256i *)(to + 32), b);
     }
@@ -62,9 +64,11 @@ static void stream_lines(char *to, const char *from, int64_t lines) {
 }
 
 /* Each line is moved to the last cache some lines later, when its stores are complete. */
-__attribute__((target("avx2"))) static void demote_lines(char *to, const char *from, int64_t lines) {
+__attribute__((target("avx2"))) static void demote_lines(char *to, const char *from,
+                                                         int64_t lines) {
     for (int64_t i = 0; i < lines; i++, to += 64, from += 64) {
-        __m256i a = _mm256_loadu_si256((const __m256i *)from), b = _mm256_loadu_si256((const __m256i *)(from + 32));
+        __m256i a = _mm256_loadu_si256((const __m256i *)from),
+                b = _mm256_loadu_si256((const __m256i *)(from + 32));
         _mm256_store_si256((__m256i *)to, a);
         _mm256_store_si256((__m256i *)(to + 32), b);
         /* cldemote: compilers have a name for it only if the whole file is compiled for it */
@@ -74,7 +78,8 @@ __attribute__((target("avx2"))) static void demote_lines(char *to, const char *f
 
 bool can_demote(void) {
     unsigned a, b, c, d;
-    return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & (1u << 25)) != 0;
+    return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 0, &a, &b, &c, &d) &&
+           (c & (1u << 25)) != 0;
 }
 
 /* Order stores past the caches before all later stores. */
@@ -85,7 +90,8 @@ static void end_streams(void) { _mm_sfence(); }
 static void stream_lines(char *to, const char *from, int64_t lines) {
 #if defined(__aarch64__)
     for (; lines > 0; lines--, to += 64, from += 64) {
-        __asm__ volatile("ldp q0, q1, [%1]\n\tldp q2, q3, [%1, #32]\n\tstnp q0, q1, [%0]\n\tstnp q2, q3, [%0, #32]"
+        __asm__ volatile("ldp q0, q1, [%1]\n\tldp q2, q3, [%1, #32]\n\tstnp q0, q1, [%0]\n\tstnp "
+                         "q2, q3, [%0, #32]"
                          :
                          : "r"(to), "r"(from)
                          : "v0", "v1", "v2", "v3", "memory");
@@ -95,7 +101,9 @@ static void stream_lines(char *to, const char *from, int64_t lines) {
 #endif
 }
 
-static void demote_lines(char *to, const char *from, int64_t lines) { memcpy(to, from, (size_t)lines * 64); }
+static void demote_lines(char *to, const char *from, int64_t lines) {
+    memcpy(to, from, (size_t)lines * 64);
+}
 
 bool can_demote(void) { return false; }
 
@@ -116,7 +124,8 @@ static void copy_bytes(char *to, const char *from, int64_t nbytes, Stores stores
     memcpy(to + done, from + done, (size_t)(nbytes - done));
 }
 
-static void copy_elements(char *to, const char *from, int64_t count, int64_t step, int32_t itemsize) {
+static void copy_elements(char *to, const char *from, int64_t count, int64_t step,
+                          int32_t itemsize) {
     switch (itemsize) {
     case 1:
         for (int64_t i = 0; i < count; i++) to[i] = from[i * step];
@@ -131,11 +140,13 @@ static void copy_elements(char *to, const char *from, int64_t count, int64_t ste
         for (int64_t i = 0; i < count; i++) memcpy(to + 8 * i, from + 8 * i * step, 8);
         break;
     default:
-        for (int64_t i = 0; i < count; i++) memcpy(to + itemsize * i, from + itemsize * i * step, (size_t)itemsize);
+        for (int64_t i = 0; i < count; i++)
+            memcpy(to + itemsize * i, from + itemsize * i * step, (size_t)itemsize);
     }
 }
 
-/* Copy elements `first` to `last` of a strided leaf, counted in the order of its shape, one behind the other. */
+/* Copy elements `first` to `last` of a strided leaf, counted in the order of its shape, one
+ * behind the other. */
 static void copy_strided(char *to, const Leaf *leaf, int64_t first, int64_t last) {
     int32_t inner = leaf->ndim - 1;
     int64_t row = inner < 0 ? 1 : leaf->shape[inner], step = inner < 0 ? 1 : leaf->strides[inner];
@@ -165,9 +176,10 @@ static void copy_strided(char *to, const Leaf *leaf, int64_t first, int64_t last
     }
 }
 
-/* -- pieces and chunks -------------------------------------------------------------------------------------------- */
+/* -- pieces and chunks ------------------------------------------------------------------------- */
 
-/* Some whole leaves (`to` is 0), or a part of one leaf: bytes `from` to `to`, or elements if it is strided. */
+/* Some whole leaves (`to` is 0), or a part of one leaf: bytes `from` to `to`, or elements if it
+ * is strided. */
 typedef struct {
     int64_t first, last; /* leaves; `last` is excluded */
     int64_t from, to;
@@ -175,10 +187,11 @@ typedef struct {
 } Piece;
 
 typedef struct {
-    int64_t start, end;    /* in the batch */
-    _Atomic int64_t place; /* in the slab: `start`, or the place of an earlier chunk, which has been sent */
-    int64_t room;          /* bytes of this place */
-    atomic_int left;       /* pieces that are not moved yet */
+    int64_t start, end; /* in the batch */
+    _Atomic int64_t
+        place;    /* in the slab: `start`, or the place of an earlier chunk, which has been sent */
+    int64_t room; /* bytes of this place */
+    atomic_int left; /* pieces that are not moved yet */
 } Chunk;
 
 struct Job {
@@ -210,9 +223,12 @@ static int64_t padding_behind(const Leaf *leaves, int64_t count, int64_t index, 
 static int64_t unit_of(const Leaf *leaf) { return leaf->strides != NULL ? leaf->itemsize : 1; }
 
 /* Copy a part of a leaf, or all of it if `to` is 0, and set the padding behind the leaf to zero. */
-static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int64_t padding, Stores stores) {
+static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int64_t padding,
+                      Stores stores) {
     int64_t unit = unit_of(leaf);
-    if (to == 0) to = leaf->strides != NULL ? leaf->nbytes / unit : leaf->nbytes; /* a division takes longer */
+    if (to == 0)
+        to = leaf->strides != NULL ? leaf->nbytes / unit
+                                   : leaf->nbytes; /* a division takes longer */
     if (leaf->source == NULL || from == to) {
         /* it was written elsewhere, or there is nothing to write */
     } else if (leaf->strides != NULL) {
@@ -220,17 +236,20 @@ static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int6
     } else {
         copy_bytes(at, leaf->source + from, to - from, stores);
     }
-    if (to * unit == leaf->nbytes && padding > 0) memset(at + (to - from) * unit, 0, (size_t)padding);
+    if (to * unit == leaf->nbytes && padding > 0)
+        memset(at + (to - from) * unit, 0, (size_t)padding);
 }
 
 void pack_all(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, bool past_caches) {
     for (int64_t i = 0; i < count; i++) {
         if (i + 4 < count) { /* small leaves are usually scattered, and not in the caches */
             const char *next = leaves[i + 4].source;
-            for (int64_t at = 0; at < leaves[i + 4].nbytes && at < 1024; at += 64) __builtin_prefetch(next + at);
+            for (int64_t at = 0; at < leaves[i + 4].nbytes && at < 1024; at += 64)
+                __builtin_prefetch(next + at);
         }
         int64_t padding = padding_behind(leaves, count, i, nbytes);
-        move_part(&leaves[i], 0, 0, slab + leaves[i].offset, padding, past_caches ? PAST_CACHES : CACHED);
+        move_part(&leaves[i], 0, 0, slab + leaves[i].offset, padding,
+                  past_caches ? PAST_CACHES : CACHED);
     }
     if (past_caches) end_streams();
 }
@@ -248,7 +267,8 @@ static void move_piece(const Job *job, const Piece *piece) {
     for (int64_t i = piece->first; i < piece->last; i++) {
         const Leaf *leaf = &job->leaves[i];
         char *at = slab + (leaf->offset + piece->from * unit_of(leaf) - chunk->start);
-        move_part(leaf, piece->from, piece->to, at, padding_behind(job->leaves, job->count, i, job->nbytes), job->stores);
+        move_part(leaf, piece->from, piece->to, at,
+                  padding_behind(job->leaves, job->count, i, job->nbytes), job->stores);
     }
 }
 
@@ -257,7 +277,8 @@ static int64_t cut_pieces(const Leaf *leaves, int64_t count, Piece *pieces) {
     int64_t made = 0;
     for (int64_t i = 0; i < count;) {
         if (leaves[i].nbytes > PIECE_BYTES) {
-            int64_t length = leaves[i].nbytes / unit_of(&leaves[i]), step = PIECE_BYTES / unit_of(&leaves[i]);
+            int64_t length = leaves[i].nbytes / unit_of(&leaves[i]),
+                    step = PIECE_BYTES / unit_of(&leaves[i]);
             for (int64_t from = 0; from < length; from += step, made++) {
                 int64_t to = from + step < length ? from + step : length;
                 if (pieces != NULL) pieces[made] = (Piece){i, i + 1, from, to, 0};
@@ -266,7 +287,9 @@ static int64_t cut_pieces(const Leaf *leaves, int64_t count, Piece *pieces) {
             continue;
         }
         int64_t first = i;
-        while (i < count && leaves[i].nbytes <= PIECE_BYTES && leaves[i].offset - leaves[first].offset < PIECE_BYTES) i++;
+        while (i < count && leaves[i].nbytes <= PIECE_BYTES &&
+               leaves[i].offset - leaves[first].offset < PIECE_BYTES)
+            i++;
         if (pieces != NULL) pieces[made] = (Piece){first, i, 0, 0, 0};
         made++;
     }
@@ -279,7 +302,8 @@ static void cut_chunks(Job *job) {
         job->pieces[i].chunk = chunk;
         job->chunks[chunk].left++;
         int64_t end = i + 1 < job->piece_count ? start_of(job, &job->pieces[i + 1]) : job->nbytes;
-        if (i + 1 == job->piece_count || (end - start >= size && job->nbytes - end >= FIRST_CHUNK)) {
+        if (i + 1 == job->piece_count ||
+            (end - start >= size && job->nbytes - end >= FIRST_CHUNK)) {
             Chunk *made = &job->chunks[chunk++];
             made->start = start;
             made->end = end;
@@ -292,12 +316,12 @@ static void cut_chunks(Job *job) {
     job->chunk_count = chunk;
 }
 
-/* -- threads ------------------------------------------------------------------------------------------------------ */
+/* -- threads ----------------------------------------------------------------------------------- */
 
 /* Adaptive: it is held for less time than it takes to sleep and wake. */
 static pthread_mutex_t lock = PTHREAD_ADAPTIVE_MUTEX_INITIALIZER_NP;
 static Job *first_job, *last_job; /* the line of jobs that want helpers */
-static atomic_int bell;           /* changes when there is another job; parked threads sleep on it */
+static atomic_int bell; /* changes when there is another job; parked threads sleep on it */
 static int threads;
 static int64_t forks; /* the number of forks from the first process to this one */
 
@@ -306,7 +330,9 @@ static void wait_while(atomic_int *word, int value, int milliseconds) {
     syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, milliseconds < 0 ? NULL : &pause, NULL, 0);
 }
 
-static void wake(atomic_int *word, int count) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0); }
+static void wake(atomic_int *word, int count) {
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, NULL, NULL, 0);
+}
 
 /* Move the next piece; return whether there was one. */
 static bool step(Job *job) {
@@ -351,7 +377,8 @@ static void *help(void *nothing) {
         while (step(job)) {
         }
         pthread_mutex_lock(&lock);
-        /* Under the lock, so that a thread that waits for 0 does not free the job before this thread is done with it. */
+        /* Under the lock, so that a thread that waits for 0 does not free the job before this
+         * thread is done with it. */
         if (atomic_fetch_sub(&job->helping, 1) == 1) wake(&job->helping, INT_MAX);
     }
     return nothing;
@@ -368,7 +395,8 @@ static int start_threads(int count) {
     pthread_attr_setstacksize(&attributes, 256 * 1024);
     while (threads < count) {
         pthread_t thread;
-        if ((code = pthread_create(&thread, &attributes, help, NULL)) != 0) break; /* go on with fewer */
+        if ((code = pthread_create(&thread, &attributes, help, NULL)) != 0)
+            break; /* go on with fewer */
         threads++;
     }
     pthread_attr_destroy(&attributes);
@@ -387,7 +415,9 @@ static void in_child(void) {
 static void before_fork(void) { pthread_mutex_lock(&lock); }
 static void in_parent(void) { pthread_mutex_unlock(&lock); }
 
-__attribute__((constructor)) static void at_fork(void) { pthread_atfork(before_fork, in_parent, in_child); }
+__attribute__((constructor)) static void at_fork(void) {
+    pthread_atfork(before_fork, in_parent, in_child);
+}
 
 int pack_threads(void) {
     pthread_mutex_lock(&lock);
@@ -396,13 +426,19 @@ int pack_threads(void) {
     return count;
 }
 
-/* -- jobs --------------------------------------------------------------------------------------------------------- */
+/* -- jobs -------------------------------------------------------------------------------------- */
 
-Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int most_threads, bool reuses) {
+Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int most_threads,
+             bool reuses) {
     int64_t piece_count = cut_pieces(leaves, count, NULL);
     Job *job = calloc(1, sizeof(Job) + (sizeof(Piece) + sizeof(Chunk)) * (size_t)piece_count);
     if (job == NULL) return NULL;
-    *job = (Job){.leaves = leaves, .count = count, .slab = slab, .nbytes = nbytes, .piece_count = piece_count, .forks = forks};
+    *job = (Job){.leaves = leaves,
+                 .count = count,
+                 .slab = slab,
+                 .nbytes = nbytes,
+                 .piece_count = piece_count,
+                 .forks = forks};
     job->chunks = (Chunk *)(job->pieces + piece_count);
     job->stores = reuses ? DEMOTED : PAST_CACHES;
     cut_pieces(leaves, count, job->pieces);
@@ -435,7 +471,9 @@ int64_t job_chunks(const Job *job) { return job->chunk_count; }
 
 int64_t job_chunk_end(const Job *job, int64_t chunk) { return job->chunks[chunk].end; }
 
-int64_t job_chunk_place(const Job *job, int64_t chunk) { return atomic_load(&job->chunks[chunk].place) & ~BEGUN; }
+int64_t job_chunk_place(const Job *job, int64_t chunk) {
+    return atomic_load(&job->chunks[chunk].place) & ~BEGUN;
+}
 
 void job_reuse(Job *job, int64_t chunk) {
     int64_t place = job_chunk_place(job, chunk), room = job->chunks[chunk].room;
@@ -463,7 +501,8 @@ bool job_work(Job *job, int64_t chunk, int milliseconds) {
         if (count == 0) return true;
         if (!step(job)) wait_while(left, count, milliseconds);
         clock_gettime(CLOCK_MONOTONIC, &now);
-        int64_t passed = (now.tv_sec - start.tv_sec) * 1000 + (now.tv_nsec - start.tv_nsec) / 1000000;
+        int64_t passed =
+            (now.tv_sec - start.tv_sec) * 1000 + (now.tv_nsec - start.tv_nsec) / 1000000;
         if (passed >= milliseconds) return atomic_load_explicit(left, memory_order_acquire) == 0;
     }
 }

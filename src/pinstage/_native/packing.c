@@ -19,14 +19,17 @@ static bool take_leaves(Work *work, const Table *table, PyObject *sources, int64
     work->nbytes = header->nbytes;
     work->sources = Py_NewRef(sources);
     if (PyBytes_AsStringAndSize(sources, &start, &length) != 0) return false;
-    if (header->nbytes > room || (size_t)length != source_bytes(header->width) * (size_t)header->rows)
-        return fail(PyExc_ValueError, "the slab is smaller than the offset table says, or the sources are another's");
+    if (header->nbytes > room ||
+        (size_t)length != source_bytes(header->width) * (size_t)header->rows)
+        return fail(PyExc_ValueError,
+                    "the slab is smaller than the offset table says, or the sources are another's");
     work->leaves = malloc(sizeof(Leaf) * (size_t)(table->packed + 1));
     if (work->leaves == NULL) return no_memory();
     for (; work->count < table->packed; work->count++) {
         int64_t index = table->order[work->count];
         const Row *row = row_at(header, index);
-        const int64_t *source = (const int64_t *)(start + source_bytes(header->width) * (size_t)index);
+        const int64_t *source =
+            (const int64_t *)(start + source_bytes(header->width) * (size_t)index);
         work->leaves[work->count] = (Leaf){
             .source = (const char *)(uintptr_t)source[0],
             .offset = row->offset,
@@ -47,8 +50,8 @@ bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room)
 }
 
 void work_do(Work *work, char *slab) {
-    /* A smaller batch is also left in the caches: writing past them gains nothing, and the CPU reads a batch of at most
-     * 64 KiB. */
+    /* A smaller batch is also left in the caches: writing past them gains nothing, and the CPU
+     * reads a batch of at most 64 KiB. */
     bool is_large = work->nbytes >= RELEASE_FROM_BYTES;
     PyThreadState *state = is_large ? PyEval_SaveThread() : NULL;
     pack_all(work->leaves, work->count, slab, work->nbytes, is_large);
@@ -62,12 +65,13 @@ PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     long long room;
     if (!PyArg_ParseTuple(args, "OOKL:pack", &table, &sources, &address, &room)) return NULL;
     Work work = {.leaves = NULL};
-    if (!table_begin(&work.table, table) || !work_begin(&work, &work.table, sources, room)) return NULL;
+    if (!table_begin(&work.table, table) || !work_begin(&work, &work.table, sources, room))
+        return NULL;
     work_do(&work, (char *)(uintptr_t)address);
     Py_RETURN_NONE;
 }
 
-/* -- Job ---------------------------------------------------------------------------------------------------------- */
+/* -- Job --------------------------------------------------------------------------------------- */
 
 typedef struct {
     PyObject_HEAD
@@ -80,7 +84,8 @@ typedef struct {
 /* Time for which the deallocation of a job waits for its threads; one piece takes microseconds. */
 enum { END_MS = 2 * 1000 };
 
-/* Free the job. Memory that a thread still touches after `milliseconds` (-1: no limit) is never freed. */
+/* Free the job. Memory that a thread still touches after `milliseconds` (-1: no limit) is never
+ * freed. */
 static void job_close(JobObject *self, int milliseconds) {
     if (self->job == NULL) return;
     Job *job = self->job;
@@ -99,8 +104,11 @@ static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) 
     unsigned long long address;
     long long room;
     int most_threads, reuses = 0;
-    if (kwargs != NULL && PyDict_Size(kwargs) > 0) return PyErr_Format(PyExc_TypeError, "Job takes no keywords");
-    if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner, &most_threads, &reuses)) return NULL;
+    if (kwargs != NULL && PyDict_Size(kwargs) > 0)
+        return PyErr_Format(PyExc_TypeError, "Job takes no keywords");
+    if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner,
+                          &most_threads, &reuses))
+        return NULL;
     JobObject *self = (JobObject *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     Work *work = &self->work;
@@ -170,7 +178,9 @@ static PyObject *job_wait(PyObject *object, PyObject *number) {
         Py_END_ALLOW_THREADS
         if (!complete) raised = PyErr_CheckSignals() != 0;
         if (!complete && !raised && job_is_lost(self->job)) { /* a signal handler may have forked */
-            PyErr_SetString(PyExc_RuntimeError, "this process was forked in the middle of packing; only its parent goes on");
+            PyErr_SetString(
+                PyExc_RuntimeError,
+                "this process was forked in the middle of packing; only its parent goes on");
             raised = true;
         }
     }
@@ -179,20 +189,23 @@ static PyObject *job_wait(PyObject *object, PyObject *number) {
     Py_RETURN_NONE;
 }
 
-/* The end of a `with` block: return when no thread touches the slab or the leaves. Pieces that no thread has begun are
- * left out. */
+/* The end of a `with` block: return when no thread touches the slab or the leaves. Pieces that
+ * no thread has begun are left out. */
 static PyObject *job_exit(PyObject *object, UNUSED PyObject *raised) {
-    if (((JobObject *)object)->waiting > 0) return PyErr_Format(PyExc_RuntimeError, "this job is being waited for");
+    if (((JobObject *)object)->waiting > 0)
+        return PyErr_Format(PyExc_RuntimeError, "this job is being waited for");
     job_close((JobObject *)object, -1);
     Py_RETURN_NONE;
 }
 
-/* Warn of slower staging, once. The warning can be turned into an error, since its class is Python's. */
+/* Warn of slower staging, once. The warning can be turned into an error, since its class is
+ * Python's. */
 static int warn_of_threads(int code) {
     PyObject *errors = PyImport_ImportModule("pinstage.errors");
     PyObject *kind = errors == NULL ? NULL : PyObject_GetAttrString(errors, "StagingWarning");
-    static const char text[] = "packing goes on with %d threads: no other could be started (error %d); raise the limit of "
-                               "threads (ulimit -u, pids.max of the cgroup), or pass Stager(pack_threads=...)";
+    static const char text[] =
+        "packing goes on with %d threads: no other could be started (error %d); raise the limit of "
+        "threads (ulimit -u, pids.max of the cgroup), or pass Stager(pack_threads=...)";
     int failed = kind == NULL ? -1 : PyErr_WarnFormat(kind, 1, text, pack_threads() + 1, code);
     Py_XDECREF(kind);
     Py_XDECREF(errors);
@@ -211,11 +224,14 @@ static PyObject *job_enter(PyObject *object, UNUSED PyObject *nothing) {
 }
 
 static PyMethodDef job_methods[] = {
-    {"wait", job_wait, METH_O, "wait(chunk): work until a chunk is complete; answers Ctrl-C meanwhile."},
+    {"wait", job_wait, METH_O,
+     "wait(chunk): work until a chunk is complete; answers Ctrl-C meanwhile."},
     {"place", job_place, METH_O, "place(chunk): where in the slab a complete chunk is stored."},
-    {"reuse", job_reuse_place, METH_O, "reuse(chunk): let a later chunk be packed in the place of this one, which was copied."},
+    {"reuse", job_reuse_place, METH_O,
+     "reuse(chunk): let a later chunk be packed in the place of this one, which was copied."},
     {"__enter__", job_enter, METH_NOARGS, "Let threads begin."},
-    {"__exit__", job_exit, METH_VARARGS, "Wait until no thread touches slab or leaves. Pieces not begun are left out."},
+    {"__exit__", job_exit, METH_VARARGS,
+     "Wait until no thread touches slab or leaves. Pieces not begun are left out."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef job_getters[] = {
@@ -223,10 +239,12 @@ static PyGetSetDef job_getters[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 static const char job_doc[] =
-    "Job(table, sources, address, nbytes, owner, threads[, reuses]): packs a batch by threads; a context manager.\n\n"
+    "Job(table, sources, address, nbytes, owner, threads[, reuses]): packs a batch by threads; a "
+    "context manager.\n\n"
     "owner: keeps leaves and slab alive. If the block isn't entered, no thread writes to the slab.";
 static PyType_Slot job_slots[] = {
     {Py_tp_new, job_make},       {Py_tp_dealloc, job_dealloc}, {Py_tp_methods, job_methods},
     {Py_tp_getset, job_getters}, {Py_tp_doc, (void *)job_doc}, {0, NULL},
 };
-PyType_Spec job_spec = {"pinstage._native._core.Job", sizeof(JobObject), 0, Py_TPFLAGS_DEFAULT, job_slots};
+PyType_Spec job_spec = {"pinstage._native._core.Job", sizeof(JobObject), 0, Py_TPFLAGS_DEFAULT,
+                        job_slots};

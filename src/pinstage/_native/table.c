@@ -1,4 +1,5 @@
-/* The offset table: whether a buffer is one, whether its rows stay inside their slab, and where leaves are placed. */
+/* The offset table: whether a buffer is one, whether its rows stay inside their slab, and where
+ * leaves are placed. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -9,11 +10,14 @@ const Header *table_of(PyObject *data) {
     Py_ssize_t length;
     if (PyBytes_AsStringAndSize(data, &start, &length) != 0) return NULL;
     const Header *header = (const Header *)start;
-    if (length >= (Py_ssize_t)sizeof(Header) && (uintptr_t)header % _Alignof(Header) == 0 && header->magic == TABLE_MAGIC &&
-        header->width >= 1 && header->width <= MAX_DIMS && header->rows >= 0 && header->nbytes >= 0 &&
-        header->nbytes % ALIGNMENT == 0) {
-        Py_ssize_t rows = (length - (Py_ssize_t)sizeof(Header)) / (Py_ssize_t)row_bytes(header->width);
-        if (header->rows == rows && (size_t)length == sizeof(Header) + row_bytes(header->width) * (size_t)rows) return header;
+    if (length >= (Py_ssize_t)sizeof(Header) && (uintptr_t)header % _Alignof(Header) == 0 &&
+        header->magic == TABLE_MAGIC && header->width >= 1 && header->width <= MAX_DIMS &&
+        header->rows >= 0 && header->nbytes >= 0 && header->nbytes % ALIGNMENT == 0) {
+        Py_ssize_t rows =
+            (length - (Py_ssize_t)sizeof(Header)) / (Py_ssize_t)row_bytes(header->width);
+        if (header->rows == rows &&
+            (size_t)length == sizeof(Header) + row_bytes(header->width) * (size_t)rows)
+            return header;
     }
     PyErr_SetString(PyExc_ValueError, "its header or its length is wrong");
     return NULL;
@@ -37,7 +41,8 @@ bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride) {
     return true;
 }
 
-/* The bytes of a row's shape; -1 if a size or a stride is negative, or there are more than can be counted. */
+/* The bytes of a row's shape; -1 if a size or a stride is negative, or there are more than can
+ * be counted. */
 static int64_t bytes_of(const Row *row, int64_t width, int64_t itemsize) {
     bool is_empty = false, overflows = false;
     int64_t bytes = itemsize;
@@ -51,13 +56,17 @@ static int64_t bytes_of(const Row *row, int64_t width, int64_t itemsize) {
     return overflows ? -1 : bytes;
 }
 
-/* Whether a packed row's size, shape and strides agree, and its leaf is in a slab of `nbytes`. A tensor made from the
- * row has exactly the bytes of the row: a stride that repeats elements would make a smaller one. */
+/* Whether a packed row's size, shape and strides agree, and its leaf is in a slab of `nbytes`. A
+ * tensor made from the row has exactly the bytes of the row: a stride that repeats elements
+ * would make a smaller one. */
 static bool is_in_slab(const Row *row, int64_t width, int64_t nbytes) {
-    int64_t itemsize = row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0; /* a power of two */
+    int64_t itemsize =
+        row->dtype < MOST_DTYPES ? torch.itemsize[row->dtype] : 0; /* a power of two */
     if (itemsize == 0 || row->ndim > width) return false;
     if (row->nbytes < 0 || row->nbytes != bytes_of(row, width, itemsize)) return false;
-    if (row->offset < 0 || (row->offset & (itemsize - 1)) != 0 || row->offset > nbytes - row->nbytes) return false;
+    if (row->offset < 0 || (row->offset & (itemsize - 1)) != 0 ||
+        row->offset > nbytes - row->nbytes)
+        return false;
     return row->nbytes == 0 || is_dense(row->ndim, row->sizes, row->sizes + width);
 }
 
@@ -69,18 +78,24 @@ static bool is_possible(const Header *table, int64_t index) {
     return row->kind == MOVED || row->kind == OTHER;
 }
 
-/* -- places ---------------------------------------------------------------------------------------------------------
+/* -- places --------------------------------------------------------------------------------------
  *
- * Leaves that may share a device tensor are neighbours in the slab: those of one size group and dtype, in the order of
- * the batch. So each block is one range of the slab, and one copy. A leaf that is kept alive keeps its whole block, so
- * the size of blocks is limited: 1 MiB for leaves below 64 KiB, and 4 MiB for others. The limits are not lower, because
- * a tensor that a second stream uses costs 5 us. */
+ * Leaves that may share a device tensor are neighbours in the slab: those of one size group and
+ * dtype, in the order of the batch. So each block is one range of the slab, and one copy. A leaf
+ * that is kept alive keeps its whole block, so the size of blocks is limited: 1 MiB for leaves
+ * below 64 KiB, and 4 MiB for others. The limits are not lower, because a tensor that a second
+ * stream uses costs 5 us. */
 
 enum { SMALL, MEDIUM, LARGE, GROUPS };
-static const int64_t MEDIUM_FROM = 64 * 1024, LARGE_FROM = 4 * 1024 * 1024; /* a LARGE leaf has a block of its own */
-static const int64_t MOST_IN_BLOCK[] = {[SMALL] = 1024 * 1024, [MEDIUM] = 4 * 1024 * 1024, [LARGE] = 0};
+static const int64_t MEDIUM_FROM = 64 * 1024,
+                     LARGE_FROM = 4 * 1024 * 1024; /* a LARGE leaf has a block of its own */
+static const int64_t MOST_IN_BLOCK[] = {[SMALL] = 1024 * 1024,
+                                        [MEDIUM] = 4 * 1024 * 1024,
+                                        [LARGE] = 0};
 
-static int group_of(const Row *row) { return row->nbytes < MEDIUM_FROM ? SMALL : row->nbytes < LARGE_FROM ? MEDIUM : LARGE; }
+static int group_of(const Row *row) {
+    return row->nbytes < MEDIUM_FROM ? SMALL : row->nbytes < LARGE_FROM ? MEDIUM : LARGE;
+}
 
 enum { KEYS = GROUPS * MOST_DTYPES };
 
@@ -118,7 +133,8 @@ void place_rows(Header *table, int64_t *order) {
     for (int64_t i = 0; i < packed; i++) {
         Row *row = row_at(table, order[i]);
         const Row *before = row_at(table, order[i == 0 ? 0 : i - 1]);
-        if (key_of(row) != key_of(before) || (i > 0 && end + row->nbytes - start > MOST_IN_BLOCK[group_of(row)])) {
+        if (key_of(row) != key_of(before) ||
+            (i > 0 && end + row->nbytes - start > MOST_IN_BLOCK[group_of(row)])) {
             block++;
             start = end;
         }
@@ -149,7 +165,8 @@ static int64_t first_overlap(const Table *self) {
     return -1;
 }
 
-/* Sort the packed rows by their offsets; return the number of a row that overlaps another, or -1. */
+/* Sort the packed rows by their offsets; return the number of a row that overlaps another, or
+ * -1. */
 static int64_t sort_rows(Table *self) {
     self->packed = rows_by_key(self->header, self->order);
     if (first_overlap(self) < 0) return -1; /* as `place_rows` placed them */
@@ -173,9 +190,11 @@ bool table_begin(Table *self, PyObject *data) {
         return true;
     }
     table_end(self);
-    const char *text = "row %lld has an unknown kind or dtype, contradicts itself, overlaps another row, or leads outside of "
+    const char *text = "row %lld has an unknown kind or dtype, contradicts itself, overlaps "
+                       "another row, or leads outside of "
                        "its %lld bytes";
-    return PyErr_Format(PyExc_ValueError, text, (long long)wrong, (long long)header->nbytes) != NULL;
+    return PyErr_Format(PyExc_ValueError, text, (long long)wrong, (long long)header->nbytes) !=
+           NULL;
 }
 
 void table_end(Table *self) {
@@ -185,15 +204,16 @@ void table_end(Table *self) {
 }
 
 PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum) {
-    return Py_BuildValue("(OLLLLL)", data, (long long)table->nbytes, (long long)sum->payload, (long long)sum->packed,
-                         (long long)sum->moved, (long long)sum->others);
+    return Py_BuildValue("(OLLLLL)", data, (long long)table->nbytes, (long long)sum->payload,
+                         (long long)sum->packed, (long long)sum->moved, (long long)sum->others);
 }
 
 PyObject *figures(UNUSED PyObject *module, PyObject *data) {
     Table table;
     if (!table_begin(&table, data)) return NULL;
     Figures sum = {0};
-    for (int64_t i = 0; i < table.header->rows; i++) add_row(&sum, row_at(table.header, i)); /* disjoint: no overflow */
+    for (int64_t i = 0; i < table.header->rows; i++)
+        add_row(&sum, row_at(table.header, i)); /* disjoint: no overflow */
     PyObject *result = figures_of(data, table.header, &sum);
     table_end(&table);
     return result;

@@ -1,32 +1,33 @@
 """The pool: it decides which request gets which slab, and when.
 
-A *slab* is one host allocation and lives as long as the pool keeps it; a *lease* is the right to use one slab once; the
-*pool* decides. The life of a slab::
+A *slab* is one host allocation and lives as long as the pool keeps it; a *lease* is the right to
+use one slab once; the *pool* decides. The life of a slab::
 
                     acquire()                 release()
         free  ------------------->  leased  --------------->  free        no event, no view alive
          ^                            |
          |                            |  release(after=event), or a view is still alive
          |                            v
-         +-----------------------  in flight                              is free when the event is done
-                                                                          and the last view is gone
+         +-----------------------  in flight     is free when the event is done
+                                                 and the last view is gone
 
-*State is derived*: a slab is free if its lease and its views are gone and its events are done. Nothing else records
-that. The stacks of free slabs are a cache, which can be rebuilt at any time.
+*State is derived*: a slab is free if its lease and its views are gone and its events are done.
+Nothing else records that. The stacks of free slabs are a cache, which can be rebuilt at any time.
 
-Where to look: `_pool` has the public methods, `_state` the decisions, `_slab` the conditions that keep a slab busy,
-`_lease` the lease and its views, `_growth` the slow work in threads of its own, `_waiting` owners, quotas and waiting
-requests, `_refusals` the errors, `_classes` the sizes, `_stats` the counters, `_host_budget` the budget of several
-processes.
+Where to look: `_pool` has the public methods, `_state` the decisions, `_slab` the conditions that
+keep a slab busy, `_lease` the lease and its views, `_growth` the slow work in threads of its own,
+`_waiting` owners, quotas and waiting requests, `_refusals` the errors, `_classes` the sizes,
+`_stats` the counters, `_host_budget` the budget of several processes.
 
-Three things may interrupt any line of Python: a finaliser that the garbage collector runs, Ctrl-C, and another thread.
-So *code that a finaliser or the end of a ``with`` block may call takes no lock, and makes each change with a single C
-call*. Ctrl-C can end a decision half-way, but a decision only changes caches. *Only the pool's own threads change what
-it holds*; Ctrl-C doesn't reach them.
+Three things may interrupt any line of Python: a finaliser that the garbage collector runs, Ctrl-C,
+and another thread. So *code that a finaliser or the end of a ``with`` block may call takes no lock,
+and makes each change with a single C call*. Ctrl-C can end a decision half-way, but a decision only
+changes caches. *Only the pool's own threads change what it holds*; Ctrl-C doesn't reach them.
 
-The pool counts bytes and knows nothing of shapes. It uses CUDA only through three small interfaces: a memory resource
-(`allocate`, `deallocate`), a fence (`query`, `synchronize`), such as a CUDA event, and a function that records the
-current streams when the block of a lease ends. So all of it can be tested without a GPU.
+The pool counts bytes and knows nothing of shapes. It uses CUDA only through three small interfaces:
+a memory resource (`allocate`, `deallocate`), a fence (`query`, `synchronize`), such as a CUDA
+event, and a function that records the current streams when the block of a lease ends. So all of it
+can be tested without a GPU.
 """
 
 from ._classes import size_class

@@ -1,8 +1,8 @@
 """Slow work: freeing and allocating slabs, in the pool's own threads.
 
-Python handles signals in the main thread only, so no interrupt reaches these threads. Memory is never lost between the
-call that allocates it and the line that records it. Nor do these threads break the capture of a CUDA graph in another
-thread.
+Python handles signals in the main thread only, so no interrupt reaches these threads. Memory is
+never lost between the call that allocates it and the line that records it. Nor do these threads
+break the capture of a CUDA graph in another thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PAUSE_SECONDS = 1e-3
 """Poll interval of `Growth.synchronize`. A reservation takes at least milliseconds."""
 
 RETRY_SECONDS = 60.0
-"""Seconds for which a pool doesn't try to grow after memory was refused: a refusal may take as long as an
-allocation."""
+"""Seconds for which a pool doesn't try to grow after memory was refused: a refusal may take as long
+as an allocation."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class GrowthPlan:
 
 
 LOOK = GrowthPlan()
-"""Plan to check whether other processes have given back bytes of the `HostBudget`, and then to decide again."""
+"""Plan to check whether other processes have given back bytes of the `HostBudget`, and then to
+decide again.
+"""
 
 Decision = Lease | GrowthPlan | None
 
@@ -51,13 +53,14 @@ Decision = Lease | GrowthPlan | None
 class Growth:
     """Carries out a plan in its own thread; also the fence that `SlabPool.reserve` returns.
 
-    The thread makes the decision again, under the pool's lock, so an abandoned plan leaves nothing behind. Until it
-    ends, `promised` returns the bytes that are set aside for it.
+    The thread makes the decision again, under the pool's lock, so an abandoned plan leaves nothing
+    behind. Until it ends, `promised` returns the bytes that are set aside for it.
 
     Args:
         state: the pool's.
         decide: returns a plan, a lease if no plan is needed, or None.
-        waiter: the request that gets a lease of the first slab, and leaves the line once there is a plan; may be None.
+        waiter: the request that gets a lease of the first slab, and leaves the line once there is a
+            plan; may be None.
 
     Attributes:
         plan: the steps; empty until the decision.
@@ -65,7 +68,9 @@ class Growth:
         refusal: the platform's refusal of memory; None if it didn't refuse.
     """
 
-    def __init__(self, state: Holdings, decide: Callable[[], Decision], waiter: Waiter | None = None) -> None:
+    def __init__(
+        self, state: Holdings, decide: Callable[[], Decision], waiter: Waiter | None = None
+    ) -> None:
         self.plan = GrowthPlan()
         self.waiter = waiter
         self.freed = 0
@@ -86,9 +91,9 @@ class Growth:
         """
         while not self._is_over:
             run = partial(self.run)
-            # The thread may end before its first line, by a `MemoryError` or by a ``PyThreadState_SetAsyncExc`` meant
-            # for its creator, whose thread id it has in CPython 3.11 until it begins. Then the end of the object `run`
-            # wakes this loop.
+            # The thread may end before its first line, by a `MemoryError` or by a
+            # ``PyThreadState_SetAsyncExc`` meant for its creator, whose thread id it has in CPython
+            # 3.11 until it begins. Then the end of the object `run` wakes this loop.
             self._thread = weakref.ref(run, self._news.put)
             try:
                 _thread.start_new_thread(run, ())
@@ -96,7 +101,10 @@ class Growth:
                 del run  # an error that is kept would keep it through this frame
             self._news.get()
         found, self._found = self._found, None
-        error, self._error = self._error, None  # else it and its traceback would keep each other alive
+        error, self._error = (
+            self._error,
+            None,
+        )  # else it and its traceback would keep each other alive
         if error is not None:
             try:
                 raise error
@@ -107,14 +115,18 @@ class Growth:
     def promised(self) -> int:
         """Return the bytes of the cap that it needs beyond those of its remaining victims."""
         plan = self.plan
-        return max(0, plan.capacity * plan.count - sum(slab.capacity for slab in plan.victims) + self.freed)
+        return max(
+            0, plan.capacity * plan.count - sum(slab.capacity for slab in plan.victims) + self.freed
+        )
 
     def query(self) -> bool:
         return self._is_over
 
     def synchronize(self) -> None:
         while not self._is_over:
-            time.sleep(_PAUSE_SECONDS)  # not a `threading.Event`: an interrupt may leave its lock locked
+            time.sleep(
+                _PAUSE_SECONDS
+            )  # not a `threading.Event`: an interrupt may leave its lock locked
         if self._error is not None:
             raise self._error
 
@@ -128,7 +140,9 @@ class Growth:
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
             if self.waiter is None and isinstance(error, HostIsFull):
-                self._error = reserve_does_not_fit(state.figures(), self.plan.capacity, self.plan.count)
+                self._error = reserve_does_not_fit(
+                    state.figures(), self.plan.capacity, self.plan.count
+                )
         finally:
             del self._state, self._decide  # so that a fence doesn't keep the pool alive
             self._is_over = True
@@ -184,7 +198,9 @@ class Growth:
         except REFUSALS as error:
             total, until = state.promised(), time.monotonic() + RETRY_SECONDS
             before = total - nbytes * self.plan.count
-            self.refusal = state.refusal = Refusal(f"{error}; {remedy(nbytes)}", total, before, until)
+            self.refusal = state.refusal = Refusal(
+                f"{error}; {remedy(nbytes)}", total, before, until
+            )
             raise
 
     def _free(self, slab: Slab) -> None:
@@ -199,7 +215,9 @@ class Growth:
                 state.trims += 1
 
     def _settle(self, blocks: list[Block]) -> Lease | None:
-        """Make slabs of new blocks, and lease one to the waiter; make victims that were not freed idle again."""
+        """Make slabs of new blocks, and lease one to the waiter; make victims that were not freed
+        idle again.
+        """
         state, lease = self._state, None
         for slab in self.plan.victims:
             slab.doomed = slab not in state.slabs

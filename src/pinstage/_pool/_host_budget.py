@@ -1,8 +1,9 @@
-"""One cap for the pools of several processes: a memory resource that wraps another one, like RMM's limiting adaptor.
+"""One cap for the pools of several processes: it wraps a memory resource, as RMM's adaptors do.
 
-Each pool has a file in a folder of the user's. The file is locked as long as the pool's process lives; a file without a
-lock belongs to a process that has ended. Allocating and freeing read and write these files under the folder's lock, and
-for a request that waits, a thread of the pool reads them again and again. A lease of an idle slab does neither.
+Each pool has a file in a folder of the user's. The file is locked as long as the pool's process
+lives; a file without a lock belongs to a process that has ended. Allocating and freeing read and
+write these files under the folder's lock, and for a request that waits, a thread of the pool reads
+them again and again. A lease of an idle slab does neither.
 """
 
 from __future__ import annotations
@@ -32,13 +33,17 @@ from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
 T = TypeVar("T")
 
 VARIABLE = "PINSTAGE_BUDGET_DIR"
-"""The environment variable that names another folder, such as a volume that several containers share."""
+"""The environment variable that names another folder, such as a volume that several containers
+share.
+"""
 
 _LOOK_SECONDS = 0.05
 """Interval at which a request that waits for other processes checks for room."""
 
 _BUSY_SECONDS = 10.0
-"""Time-out for the folder's lock, which is usually held for less than a millisecond: then its holder is stopped."""
+"""Time-out for the folder's lock, which is usually held for less than a millisecond: then its
+holder is stopped.
+"""
 
 _SUFFIX = ".pinstage"
 
@@ -52,17 +57,20 @@ _limited: weakref.WeakSet[LimitedMemory] = weakref.WeakSet()
 class HostBudget:
     """One cap on the bytes of all pools on a host that use it, in any number of processes.
 
-    Pass it as the ``budget`` of a pool, a stager or a loader. A pool takes bytes from it to grow, and returns them when
-    it frees slabs. When the budget is used up, a request waits as it does at a pool's own cap, until another pool frees
-    slabs, for example by `SlabPool.trim`. The bytes of a process are free again when it has ended, even if it was
-    killed.
+    Pass it as the ``budget`` of a pool, a stager or a loader. A pool takes bytes from it to grow,
+    and returns them when it frees slabs. When the budget is used up, a request waits as it does at
+    a pool's own cap, until another pool frees slabs, for example by `SlabPool.trim`. The bytes of a
+    process are free again when it has ended, even if it was killed.
 
-    Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user id>``, or the folder
-    that ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share the budget.
+    Processes of one user share a budget if they see the same local folder: ``/tmp/pinstage-<user
+    id>``, or the folder that ``PINSTAGE_BUDGET_DIR`` names. Containers that share that folder share
+    the budget.
 
     Args:
-        max_bytes: the cap, as an int or text such as ``"64GiB"``. It must be the same in all processes.
-        name: the budget's name, for example that of the job. Pools share a budget if its name is the same.
+        max_bytes: the cap, as an int or text such as ``"64GiB"``. It must be the same in all
+            processes.
+        name: the budget's name, for example that of the job. Pools share a budget if its name is
+            the same.
 
     Raises:
         TypeError: `max_bytes` is neither an integer nor text.
@@ -76,7 +84,9 @@ class HostBudget:
         self.max_bytes = parse_bytes(max_bytes)
         self.name = name
         if self.max_bytes <= 0:
-            raise ValueError(f"a budget must be positive: {max_bytes!r}; pass a size such as '64GiB'")
+            raise ValueError(
+                f"a budget must be positive: {max_bytes!r}; pass a size such as '64GiB'"
+            )
         if not name or not isinstance(name, str):
             raise ValueError(f"a budget's name must be text: {name!r}; pass one such as 'job7'")
 
@@ -101,7 +111,9 @@ def check_budget(budget: object) -> None:
         TypeError: it is something else.
     """
     if not isinstance(budget, HostBudget):
-        raise TypeError(f"budget must be a HostBudget: {budget!r}; pass HostBudget('64GiB', name='job7')")
+        raise TypeError(
+            f"budget must be a HostBudget: {budget!r}; pass HostBudget('64GiB', name='job7')"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +133,9 @@ class PoolUsage:
     held_bytes: int
     """Bytes that the pool holds, idle slabs included, or is about to allocate."""
     shared: dict[str, int] = field(default_factory=dict)
-    """The part of `held_bytes` that other processes may hold, too: bytes by the memory's inode, counted once."""
+    """The part of `held_bytes` that other processes may hold, too: bytes by the memory's inode,
+    counted once.
+    """
 
 
 def usage_of_host() -> list[PoolUsage]:
@@ -132,13 +146,17 @@ def usage_of_host() -> list[PoolUsage]:
     """
     if not os.path.lexists(_path()):
         return []
-    return sorted(_in_folder(_path(), _living), key=lambda usage: (usage.budget, usage.pid, usage.pool))
+    return sorted(
+        _in_folder(_path(), _living), key=lambda usage: (usage.budget, usage.pid, usage.pool)
+    )
 
 
 def held_bytes(pools: list[PoolUsage]) -> int:
     """Return the bytes that pools hold together. Memory that several of them share counts once."""
     regions = {inode: nbytes for pool in pools for inode, nbytes in pool.shared.items()}
-    return sum(pool.held_bytes - sum(pool.shared.values()) for pool in pools) + sum(regions.values())
+    return sum(pool.held_bytes - sum(pool.shared.values()) for pool in pools) + sum(
+        regions.values()
+    )
 
 
 class HostIsFull(Exception):  # noqa: N818 - a signal, which makes the request wait
@@ -146,7 +164,8 @@ class HostIsFull(Exception):  # noqa: N818 - a signal, which makes the request w
 
 
 class LimitedMemory:
-    """A memory resource that allocates within a `HostBudget`, for one pool. `inode` identifies shared memory.
+    """A memory resource that allocates within a `HostBudget`, for one pool. `inode` identifies
+    shared memory.
 
     All methods that read or write files wait for the folder's lock.
 
@@ -157,15 +176,24 @@ class LimitedMemory:
 
     _file, _is_ending = -1, False
 
-    def __init__(self, memory: MemoryResource, budget: HostBudget, inode: int | None = None) -> None:
+    def __init__(
+        self, memory: MemoryResource, budget: HostBudget, inode: int | None = None
+    ) -> None:
         self.granularity = memory.granularity
         self.others: list[PoolUsage] = []
         """Other pools of this budget, as of the last check."""
         self.allowed = budget.max_bytes
-        """Bytes that the pool may hold, as far as it knows: the whole budget, or less after a refusal."""
+        """Bytes that the pool may hold, as far as it knows: the whole budget, or less after a
+        refusal.
+        """
         self.is_entered = ownership(_turn)
         """Returns whether the calling thread is reading or writing the files."""
-        self._memory, self._budget, self._path, self._key = memory, budget, _path(), secrets.token_hex(8)
+        self._memory, self._budget, self._path, self._key = (
+            memory,
+            budget,
+            _path(),
+            secrets.token_hex(8),
+        )
         self._inode = "" if inode is None else str(inode)
         self._held, self._checked_at = 0, 0.0
         _limited.add(self)
@@ -175,20 +203,34 @@ class LimitedMemory:
         self._close()
 
     def holders(self) -> str:
-        """Return a text for errors that names the holders of the rest of the budget; empty if there are none."""
-        largest = sorted((pool for pool in self.others if pool.held_bytes), key=lambda pool: -pool.held_bytes)[:4]
-        names = [f"{format_bytes(pool.held_bytes)} in process {pool.pid} ({pool.program})" for pool in largest]
+        """Return a text for errors that names the holders of the rest of the budget; empty if there
+        are none.
+        """
+        largest = sorted(
+            (pool for pool in self.others if pool.held_bytes), key=lambda pool: -pool.held_bytes
+        )[:4]
+        names = [
+            f"{format_bytes(pool.held_bytes)} in process {pool.pid} ({pool.program})"
+            for pool in largest
+        ]
         total = format_bytes(held_bytes(self.others))
-        return f", of which other pools of this host had {total}: {', '.join(names)}" if names else ""
+        return (
+            f", of which other pools of this host had {total}: {', '.join(names)}" if names else ""
+        )
 
     def is_due(self) -> bool:
         """Return whether to `look`: the budget had no room, 50 ms ago or earlier."""
-        return self.allowed < self._budget.max_bytes and time.monotonic() - self._checked_at >= _LOOK_SECONDS
+        return (
+            self.allowed < self._budget.max_bytes
+            and time.monotonic() - self._checked_at >= _LOOK_SECONDS
+        )
 
     def look(self) -> None:
         """Check for room again, if that is due."""
         if self.is_due():
-            with contextlib.suppress(HostBudgetError):  # which would end a request that waits: growing raises it
+            with contextlib.suppress(
+                HostBudgetError
+            ):  # which would end a request that waits: growing raises it
                 _in_folder(self._path, lambda folder: self._note(self._room(folder)))
             self._checked_at = time.monotonic()
 
@@ -230,7 +272,9 @@ class LimitedMemory:
             reaper.tasks.put(self)
 
     def reap(self) -> bool:
-        """Write the file, or close it if the pool is closed and holds nothing; return whether that was possible."""
+        """Write the file, or close it if the pool is closed and holds nothing; return whether that
+        was possible.
+        """
         with _turn:
             if self._is_ending and not self._held:
                 self._close()
@@ -253,8 +297,9 @@ class LimitedMemory:
         budget = self._budget
         for other in [other for other in self.others if other.max_bytes != budget.max_bytes]:
             raise ValueError(
-                f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and {other.max_bytes} bytes in "
-                f"process {other.pid} ({other.program}); give it the same cap everywhere, or another name"
+                f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and "
+                f"{other.max_bytes} bytes in process {other.pid} ({other.program}); give it the "
+                "same cap everywhere, or another name"
             )
         self._write(folder, 0)
 
@@ -269,7 +314,9 @@ class LimitedMemory:
 
     def _room(self, folder: int) -> int:
         """Read the other pools' files; return the bytes by which the pool may grow."""
-        self.others = [pool for pool in _living(folder, self._key) if pool.budget == self._budget.name]
+        self.others = [
+            pool for pool in _living(folder, self._key) if pool.budget == self._budget.name
+        ]
         if any(self._inode in other.shared for other in self.others):
             return self._budget.max_bytes  # that memory is counted already
         return self._budget.max_bytes - self._held - held_bytes(self.others)
@@ -278,21 +325,34 @@ class LimitedMemory:
         self.allowed, self._checked_at = self._held + max(0, room), time.monotonic()
 
     def _write(self, folder: int, held: int) -> None:
-        """Write the pool's file, with the bytes that it holds. Make the file if it is missing or was removed."""
+        """Write the pool's file, with the bytes that it holds. Make the file if it is missing or
+        was removed.
+        """
         if self._file < 0 or not os.fstat(self._file).st_nlink:
             self._close()
             flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(self._key + _SUFFIX, flags, 0o600, dir_fd=folder)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shared = {self._inode: held} if self._inode and held else {}
-        usage = PoolUsage(self._budget.name, self._budget.max_bytes, os.getpid(), _program(), self._key, held, shared)
+        usage = PoolUsage(
+            self._budget.name,
+            self._budget.max_bytes,
+            os.getpid(),
+            _program(),
+            self._key,
+            held,
+            shared,
+        )
         text = json.dumps(asdict(usage)).encode()
         os.pwrite(self._file, text, 0)
         os.ftruncate(self._file, len(text))
         self._held = held
 
     def _close(self) -> None:
-        file, self._file = self._file, -1  # first, so that no other thread closes the same descriptor again
+        file, self._file = (
+            self._file,
+            -1,
+        )  # first, so that no other thread closes the same descriptor again
         if file >= 0:
             os.close(file)
 
@@ -303,7 +363,8 @@ class Claim:
     Args:
         budget: the budget that they count against.
         nbytes: the number of bytes.
-        inode: of memory that other processes may hold, too, and that counts once; None for other memory.
+        inode: of memory that other processes may hold, too, and that counts once; None for other
+            memory.
 
     Raises:
         BudgetExceededError: the budget is smaller than `nbytes`.
@@ -316,9 +377,14 @@ class Claim:
         try:
             self._memory.check_room(nbytes, take=True)
         except HostIsFull:
-            text = f"{format_bytes(nbytes)} requested from {budget!r}{self._memory.holders()}; ask for less, or raise "
+            text = (
+                f"{format_bytes(nbytes)} requested from {budget!r}{self._memory.holders()}; ask "
+                "for less, or raise "
+            )
             error = AcquireTimeoutError if nbytes <= budget.max_bytes else BudgetExceededError
-            raise error(text + "the budget", requested_bytes=nbytes, max_bytes=budget.max_bytes) from None
+            raise error(
+                text + "the budget", requested_bytes=nbytes, max_bytes=budget.max_bytes
+            ) from None
         finally:
             self._memory.end()
 
@@ -330,18 +396,22 @@ class Claim:
 def _path() -> Path:
     """Return the folder's path.
 
-    The folder isn't in ``XDG_RUNTIME_DIR``: some launchers leave that unset, so two programs could use two folders. It
-    is also removed when the user logs out, while programs still run.
+    The folder isn't in ``XDG_RUNTIME_DIR``: some launchers leave that unset, so two programs could
+    use two folders. It is also removed when the user logs out, while programs still run.
     """
     path = Path(os.environ.get(VARIABLE) or f"/tmp/pinstage-{os.geteuid()}")
     if not path.is_absolute():
-        why = "each working directory would have budgets of its own; name the folder by an absolute path"
+        why = (
+            "each working directory would have budgets of its own; name the folder by an absolute "
+            "path"
+        )
         raise HostBudgetError(f"{VARIABLE} is a relative path: {str(path)!r}: {why}")
     return path
 
 
 def _in_folder(path: Path, work: Callable[[int], T]) -> T:
-    """Make sure that the folder exists and is the user's alone, and hold its lock while `work` uses its descriptor.
+    """Make sure that the folder exists and is the user's alone, and hold its lock while `work` uses
+    its descriptor.
 
     Blocks. Not a context manager: an interrupt at its end would leave the folder locked.
     """
@@ -361,8 +431,8 @@ def _in_folder(path: Path, work: Callable[[int], T]) -> T:
                 os.close(folder)
         except OSError as error:
             raise HostBudgetError(
-                f"host budgets cannot be used: {path}: {error}; remove that folder while no program uses it, or name "
-                f"another one in {VARIABLE}"
+                f"host budgets cannot be used: {path}: {error}; remove that folder while no "
+                f"program uses it, or name another one in {VARIABLE}"
             ) from error
 
 
@@ -379,10 +449,16 @@ def _lock(folder: int) -> None:
 
 
 def _living(folder: int, but: str = "") -> list[PoolUsage]:
-    """Return the records of living processes' pools, except `but`; remove the files of processes that have ended."""
+    """Return the records of living processes' pools, except `but`; remove the files of processes
+    that have ended.
+    """
     found = []
-    for name in [name for name in os.listdir(folder) if name.endswith(_SUFFIX) and name != but + _SUFFIX]:
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    for name in [
+        name for name in os.listdir(folder) if name.endswith(_SUFFIX) and name != but + _SUFFIX
+    ]:
+        file = os.open(
+            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
+        )
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.unlink(name, dir_fd=folder)
@@ -402,7 +478,9 @@ def _read(file: int, name: str) -> PoolUsage:
             raise ValueError("a negative number of bytes")
     except (AttributeError, TypeError, ValueError) as error:
         remedy = f"end the process that has it open, or name another folder in {VARIABLE}"
-        raise HostBudgetError(f"a host budget's file is damaged: {_path() / name}: {error}; {remedy}") from error
+        raise HostBudgetError(
+            f"a host budget's file is damaged: {_path() / name}: {error}; {remedy}"
+        ) from error
     return usage
 
 

@@ -1,8 +1,8 @@
 """The lease: the right to use one slab once, and the views through which it is used.
 
-A slab must not be handed out again while it can still be read or written through a view. All views of a lease
-(tensor, array, memoryview) share one *exporter*: a ctypes array over the slab, which every view references. When it is
-gone, so is the last view.
+A slab must not be handed out again while it can still be read or written through a view. All views
+of a lease (tensor, array, memoryview) share one *exporter*: a ctypes array over the slab, which
+every view references. When it is gone, so is the last view.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ def _exporter_type(capacity: int) -> type[Any]:
 
 
 class Lease:
-    """The right to use one slab once. Made by `SlabPool.acquire`; a context manager that releases at its end.
+    """The right to use one slab once. Made by `SlabPool.acquire`; a context manager that releases
+    at its end.
 
-    If the memory is page-locked, leaving the ``with`` block without a `release` records an event on the calling
-    thread's current stream of each device that this process uses, and the slab is free when these events are done. So a
-    ``copy_(..., non_blocking=True)`` from a view needs nothing else. Pass the event of work on any other stream to
-    `guard`. While one of these streams captures a graph, leaving the block raises `LeaseError`, and the lease stays
-    held: call `release` behind the last replay.
+    If the memory is page-locked, leaving the ``with`` block without a `release` records an event on
+    the calling thread's current stream of each device that this process uses, and the slab is free
+    when these events are done. So a ``copy_(..., non_blocking=True)`` from a view needs nothing
+    else. Pass the event of work on any other stream to `guard`. While one of these streams captures
+    a graph, leaving the block raises `LeaseError`, and the lease stays held: call `release` behind
+    the last replay.
 
-    Views (`tensor`, `numpy`, ``memoryview(lease)``) show the slab itself, without a copy. Its content is whatever
-    the last user left. A view that outlives the release keeps the slab out of the pool until the view is freed.
+    Views (`tensor`, `numpy`, ``memoryview(lease)``) show the slab itself, without a copy. Its
+    content is whatever the last user left. A view that outlives the release keeps the slab out of
+    the pool until the view is freed.
 
-    Another thread may use and release a lease, but two threads should not use one at the same time. In a forked child,
-    making a view raises `ForkedPoolError`.
+    Another thread may use and release a lease, but two threads should not use one at the same time.
+    In a forked child, making a view raises `ForkedPoolError`.
     """
 
     __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_ref", "_slab", "_state")
@@ -61,9 +64,9 @@ class Lease:
         slab.account = account
         slab.requested = nbytes
         slab.used_at = next(state.clock)
-        # `slab.lease` is this reference as long as the slab is this lease's. In a garbage cycle, the collector clears
-        # the slab's reference before finalisers use the lease for the last time; by then the slab may be another
-        # lease's.
+        # `slab.lease` is this reference as long as the slab is this lease's. In a garbage cycle,
+        # the collector clears the slab's reference before finalisers use the lease for the last
+        # time; by then the slab may be another lease's.
         self._ref = slab.lease = weakref.ref(self)
 
     @property
@@ -82,7 +85,9 @@ class Lease:
         return self._slab is None
 
     def data_ptr(self) -> int:
-        """Return the slab's address. It keeps nothing alive, and is valid only until the release."""
+        """Return the slab's address. It keeps nothing alive, and is valid only until the
+        release.
+        """
         return self._held("data_ptr()").ptr
 
     def tensor(
@@ -116,7 +121,9 @@ class Lease:
         check_dtype(dtype)
         size = dtype.itemsize
         if offset < 0 or offset % size:
-            raise ValueError(f"offset must be a multiple of {size} for {dtype}, and not negative: {offset}")
+            raise ValueError(
+                f"offset must be a multiple of {size} for {dtype}, and not negative: {offset}"
+            )
         if shape is None:
             shape = (self._nbytes - offset) // size
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
@@ -124,7 +131,8 @@ class Lease:
         if any(length < 0 for length in sizes) or offset + count * size > self._nbytes:
             raise ValueError(
                 f"tensor does not fit the lease: shape {sizes} of {dtype} at offset {offset} needs "
-                f"{offset + count * size} bytes, leased {self._nbytes}; acquire more, or ask for a smaller tensor"
+                f"{offset + count * size} bytes, leased {self._nbytes}; acquire more, or ask for a "
+                "smaller tensor"
             )
         return tensor_over(self._export("tensor()"), dtype, sizes, offset=offset)
 
@@ -137,18 +145,20 @@ class Lease:
         return np.frombuffer(self._export("numpy()"), dtype=np.uint8, count=self._nbytes)
 
     def __buffer__(self, flags: int, /) -> memoryview:
-        """Return the leased bytes as a writable memoryview, for ``memoryview(lease)`` (Python 3.12 and later)."""
+        """Return the leased bytes as a writable memoryview, for ``memoryview(lease)`` (Python 3.12
+        and later).
+        """
         return memoryview(self._export("memoryview()")).cast("B")[: self._nbytes]
 
     def guard(self, event: Fence | None) -> None:
         """Add an event that the slab has to wait for, however the lease ends.
 
-        Does not block. The slab is handed out again when all guards and the `after` of `release` are done. A guard that
-        is done is dropped when another one is added.
+        Does not block. The slab is handed out again when all guards and the `after` of `release`
+        are done. A guard that is done is dropped when another one is added.
 
         Args:
-            event: recorded behind work that reads or writes the slab. A stream works, too: it is done when all its work
-                is. None adds nothing.
+            event: recorded behind work that reads or writes the slab. A stream works, too: it is
+                done when all its work is. None adds nothing.
 
         Raises:
             LeaseError: the lease was released.
@@ -161,12 +171,12 @@ class Lease:
     def release(self, *, after: Fence | None = None) -> None:
         """Give the slab back.
 
-        Does not block. The slab is handed out again when `after` and all guards are done and the last view of it is
-        gone.
+        Does not block. The slab is handed out again when `after` and all guards are done and the
+        last view of it is gone.
 
         Args:
-            after: the work that still reads or writes the slab, for example the event behind an asynchronous copy. The
-                pool keeps it until it is done.
+            after: the work that still reads or writes the slab, for example the event behind an
+                asynchronous copy. The pool keeps it until it is done.
 
         Raises:
             LeaseError: the lease was released before.
@@ -178,8 +188,9 @@ class Lease:
             raise _refusals.forked()
         if after is not None and not hasattr(after, "query"):
             check_fence(after)
-        # No call is made until the slab has no lease, so neither another thread nor an interrupt comes between. Of two
-        # releases at once, one finds no slab, and the event is set before the slab can be found free.
+        # No call is made until the slab has no lease, so neither another thread nor an interrupt
+        # comes between. Of two releases at once, one finds no slab, and the event is set before the
+        # slab can be found free.
         slab, self._slab = self._slab, None
         if slab is None:
             self._refuse("release()")
@@ -203,13 +214,15 @@ class Lease:
 
     def _refuse(self, what: str) -> NoReturn:
         raise LeaseError(
-            f"lease is already released: {what} on a lease of {self._nbytes} bytes; acquire a new one, and release "
-            "each lease once"
+            f"lease is already released: {what} on a lease of {self._nbytes} bytes; acquire a new "
+            "one, and release each lease once"
         )
 
     def _export(self, what: str) -> Any:
         state = self._state
-        if state.is_forked:  # page-locked pages may be missing in a child: reading them would end it
+        if (
+            state.is_forked
+        ):  # page-locked pages may be missing in a child: reading them would end it
             raise _refusals.forked()
         slab = self._slab
         if slab is None or slab.lease is not self._ref:
@@ -217,11 +230,14 @@ class Lease:
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
             exporter.state = state
-            # Not the exporter: if a memoryview is part of a garbage cycle, the collector calls back before finalisers
-            # use the exporter for the last time. The collector doesn't track arrays.
+            # Not the exporter: if a memoryview is part of a garbage cycle, the collector calls back
+            # before finalisers use the exporter for the last time. The collector doesn't track
+            # arrays.
             exporter.life = np.empty(0)
             views = weakref.ref(exporter.life, slab.put)
-            if self._exporter is None:  # again: another thread may have made it; no call comes between
+            if (
+                self._exporter is None
+            ):  # again: another thread may have made it; no call comes between
                 self._exporter, slab.views = exporter, views
         return self._exporter
 
@@ -229,7 +245,10 @@ class Lease:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         slab = self._slab
         if slab is None:
@@ -244,14 +263,17 @@ class Lease:
             state.unrecorded[self] = None
             if error is None or not isinstance(failure, Exception):
                 raise
-            error.add_note(f"a lease of {self._nbytes} bytes stays held: {failure!r}; call its release(after=event)")
+            error.add_note(
+                f"a lease of {self._nbytes} bytes stays held: {failure!r}; call its "
+                "release(after=event)"
+            )
         else:
             self.release()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"a lease cannot be copied or pickled: {self!r} is the right to use one slab once; acquire another, or "
-            "copy its bytes with lease.tensor().clone()"
+            f"a lease cannot be copied or pickled: {self!r} is the right to use one slab once; "
+            "acquire another, or copy its bytes with lease.tensor().clone()"
         )
 
     def __repr__(self) -> str:
@@ -260,7 +282,8 @@ class Lease:
 
 
 def guard_until_release(lease: Lease, event: Fence | None) -> int:
-    """Set the event that the slab waits for if an interrupt prevents the release; return the slab's address.
+    """Set the event that the slab waits for if an interrupt prevents the release; return the slab's
+    address.
 
     `Lease.release` replaces the event.
 
@@ -273,7 +296,8 @@ def guard_until_release(lease: Lease, event: Fence | None) -> int:
 
 
 def descriptor_of(lease: Lease) -> int | None:
-    """Return the file descriptor of a slab's bytes where the pool's memory is shared, else None. Never close it.
+    """Return the file descriptor of a slab's bytes where the pool's memory is shared, else None.
+    Never close it.
 
     Raises:
         LeaseError: the lease was released.

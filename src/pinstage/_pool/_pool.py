@@ -58,35 +58,43 @@ def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None
         raise TypeError(f"pool must be a SlabPool: {pool!r}; pass SlabPool({cap})")
     if budget is not None or max_bytes not in ("auto", pool.max_bytes):
         given = f"max_bytes={max_bytes!r}" if budget is None else f"budget={budget!r}"
-        raise ValueError(f"pool and {given.partition('=')[0]} exclude each other: {given}; give the cap to the pool")
+        raise ValueError(
+            f"pool and {given.partition('=')[0]} exclude each other: {given}; give the cap to the "
+            "pool"
+        )
 
 
 def check_open(pool: SlabPool) -> None:
     """Refuse a batch that needs no slab if `SlabPool.acquire` would refuse any slab.
 
     Raises:
-        PoolError: the pool is closed, of a parent process, or in the middle of a call of this thread.
+        PoolError: the pool is closed, of a parent process, or in the middle of a call of this
+            thread.
     """
     pool._check_entry()
     pool._state.check_open()
 
 
 def close_for(pool: SlabPool, user: str) -> None:
-    """Close a pool that its user, such as a ``Stager``, made for itself. Later errors name the user."""
+    """Close a pool that its user, such as a ``Stager``, made for itself. Later errors name the
+    user.
+    """
     pool._state.user = user
     pool.close()
 
 
 def state_of(pool: SlabPool) -> PoolState:
-    """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would refuse a lease."""
+    """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would
+    refuse a lease.
+    """
     return pool._state
 
 
 def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
     """Lease a slab that its owner has released and that is in flight. Does not block.
 
-    For callers whose writes are ordered by streams: let the stream that writes the slab wait for the event. Then the
-    host need not wait, and the pool need not grow.
+    For callers whose writes are ordered by streams: let the stream that writes the slab wait for
+    the event. Then the host need not wait, and the pool need not grow.
 
     Args:
         pool: the pool of the slab.
@@ -94,8 +102,8 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
         owner: the name under which the slab was leased, and is leased again.
 
     Returns:
-        The lease, and the event behind which the slab was released. None if no slab in flight of this owner is
-        suitable, or if a request waits.
+        The lease, and the event behind which the slab was released. None if no slab in flight of
+        this owner is suitable, or if a request waits.
 
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
@@ -109,32 +117,42 @@ class SlabPool:
     """A thread-safe pool of host slabs in size classes, under a hard cap.
 
     Args:
-        max_bytes: cap on the bytes held, idle slabs included: an int, or text such as ``"2GiB"``. ``"auto"`` is a
-            quarter of the memory that is available, divided by the ranks of this host, or the whole `budget` if there
-            is one. `PoolStats.max_bytes_reason` says where the number comes from.
+        max_bytes: cap on the bytes held, idle slabs included: an int, or text such as ``"2GiB"``.
+            ``"auto"`` is a quarter of the memory that is available, divided by the ranks of this
+            host, or the whole `budget` if there is one. `PoolStats.max_bytes_reason` says where the
+            number comes from.
         budget: a second cap, which pools of several processes share.
-        memory: where slabs come from; `memory.default_memory` if None: page-locked where CUDA is usable, else pageable.
+        memory: where slabs come from; `memory.default_memory` if None: page-locked where CUDA is
+            usable, else pageable.
 
     Raises:
-        TypeError: `max_bytes` is not a size, `budget` is not a `HostBudget`, or `memory` is not a memory resource.
-        ValueError: `max_bytes` is not positive, or another pool of this host has a `HostBudget` of this name with
-            another cap.
+        TypeError: `max_bytes` is not a size, `budget` is not a `HostBudget`, or `memory` is not a
+            memory resource.
+        ValueError: `max_bytes` is not positive, or another pool of this host has a `HostBudget` of
+            this name with another cap.
         HostBudgetError: the folder of host budgets cannot be used.
 
-    Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to whole pages where
-    memory is page-locked). A request is served in this order: by an idle slab that wastes at most 12.5%, or, from
-    1 MiB on, by one of at most twice its class; by growing; at the cap, by any larger idle slab; by freeing idle slabs,
-    least recently used first; by waiting, first come, first served.
+    Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to
+    whole pages where memory is page-locked). A request is served in this order: by an idle slab
+    that wastes at most 12.5%, or, from 1 MiB on, by one of at most twice its class; by growing; at
+    the cap, by any larger idle slab; by freeing idle slabs, least recently used first; by waiting,
+    first come, first served.
 
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
     """
 
     def __init__(
-        self, max_bytes: Size = "auto", *, budget: HostBudget | None = None, memory: MemoryResource | None = None
+        self,
+        max_bytes: Size = "auto",
+        *,
+        budget: HostBudget | None = None,
+        memory: MemoryResource | None = None,
     ) -> None:
         cap, reason = cap_of(max_bytes, budget)
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
-            raise TypeError(f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()")
+            raise TypeError(
+                f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()"
+            )
         self._state = PoolState(default_memory() if memory is None else memory, cap, reason, budget)
         self._has_told = False
 
@@ -160,24 +178,30 @@ class SlabPool:
         """Whether the pool was closed."""
         return self._state.closed
 
-    def acquire(self, nbytes: Size, *, timeout: float | None = None, owner: str = "unnamed") -> Lease:
+    def acquire(
+        self, nbytes: Size, *, timeout: float | None = None, owner: str = "unnamed"
+    ) -> Lease:
         """Lease a slab of at least `nbytes`.
 
-        Blocks only at the cap, or at the owner's limit, until another lease is released or an event is done. The order
-        is first come, first served, except for bytes guaranteed to an owner (see `set_quota`). The call
-        also takes the time to allocate when the pool grows, and to free when idle slabs have to make room (CUDA then
-        waits for the device). `reserve` beforehand avoids both.
+        Blocks only at the cap, or at the owner's limit, until another lease is released or an event
+        is done. The order is first come, first served, except for bytes guaranteed to an owner (see
+        `set_quota`). The call also takes the time to allocate when the pool grows, and to free when
+        idle slabs have to make room (CUDA then waits for the device). `reserve` beforehand avoids
+        both.
 
         Args:
             nbytes: bytes needed, at least 1; text such as ``"4MiB"`` is accepted.
             timeout: seconds to wait at most; 0 does not wait, None waits forever.
-            owner: a name for the user of the slab: it is counted in `PoolStats.owners`, and has the quota of that name.
+            owner: a name for the user of the slab: it is counted in `PoolStats.owners`, and has the
+                quota of that name.
 
         Raises:
-            MemoryError, OSError, RuntimeError: from `memory`, if it refuses and the pool has no slab that is large
-                enough. If the pool has one, the request waits for it, and a `StagingWarning` says so once. The pool
-                tries to grow that far again after a minute, or by `reserve`.
-            BudgetExceededError: the request exceeds `max_bytes`, or what quotas leave to the owner; it can never fit.
+            MemoryError, OSError, RuntimeError: from `memory`, if it refuses and the pool has no
+                slab that is large enough. If the pool has one, the request waits for it, and a
+                `StagingWarning` says so once. The pool tries to grow that far again after a minute,
+                or by `reserve`.
+            BudgetExceededError: the request exceeds `max_bytes`, or what quotas leave to the owner;
+                it can never fit.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab that is large enough.
             PoolClosedError: the pool is closed, or was closed while this call waited.
@@ -186,7 +210,9 @@ class SlabPool:
         if type(nbytes) is not int:
             nbytes = parse_bytes(nbytes)
         if nbytes <= 0:
-            raise ValueError(f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab")
+            raise ValueError(
+                f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab"
+            )
         if timeout is not None and (type(timeout) is not float or timeout < 0):
             check_timeout(timeout)
         state = self._state
@@ -195,7 +221,9 @@ class SlabPool:
         with step("acquire"):
             with state.lock:
                 account, sizes = state.accounts[owner], state.sizes
-                if not (state.closed or state.waiters or state.accounts.have_quotas):  # case 1 of `PoolState.serve`
+                if not (
+                    state.closed or state.waiters or state.accounts.have_quotas
+                ):  # case 1 of `PoolState.serve`
                     limit = reuse_limit(nbytes, state.granularity)
                     for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, limit)]:
                         slab = take_free(state.stacks[size])
@@ -205,14 +233,16 @@ class SlabPool:
             return self._serve_or_wait(account, nbytes, timeout)
 
     def set_quota(self, owner: str, *, min_bytes: Size = 0, max_bytes: Size | None = None) -> None:
-        """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and allocates nothing.
+        """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and
+        allocates nothing.
 
-        Slabs that the owner has leased or that are in flight count with their full size, not with the bytes requested.
-        Guaranteed bytes that are not used are kept free, so that the owner gets them at once. A request that waits
-        because of its own owner's limit doesn't delay those behind it.
+        Slabs that the owner has leased or that are in flight count with their full size, not with
+        the bytes requested. Guaranteed bytes that are not used are kept free, so that the owner
+        gets them at once. A request that waits because of its own owner's limit doesn't delay those
+        behind it.
 
-        In a frozen pool, quotas divide the bytes that it holds. Slabs beyond a new quota stay where they are until they
-        are released. A second call for the same owner replaces the first.
+        In a frozen pool, quotas divide the bytes that it holds. Slabs beyond a new quota stay where
+        they are until they are released. A second call for the same owner replaces the first.
 
         Args:
             owner: the name, as given to `acquire`.
@@ -220,7 +250,8 @@ class SlabPool:
             max_bytes: bytes that it may have; None for no limit but the cap.
 
         Raises:
-            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is 0, or guarantees together are above the cap.
+            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is 0, or guarantees together
+                are above the cap.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
@@ -234,28 +265,32 @@ class SlabPool:
     def reserve(self, nbytes: Size, *, count: int = 1, background: bool = False) -> Fence:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
 
-        Idle slabs that would serve such a request count. Blocks for the allocations, unless they are made in the
-        background.
+        Idle slabs that would serve such a request count. Blocks for the allocations, unless they
+        are made in the background.
 
         Args:
             nbytes: bytes of each lease.
             count: leases at the same time.
-            background: allocate in a thread, and return at once. Other threads may use the pool meanwhile.
+            background: allocate in a thread, and return at once. Other threads may use the pool
+                meanwhile.
 
         Returns:
-            A fence that is done when all slabs are there. Its `synchronize` waits for that, and raises the error that
-            prevented it.
+            A fence that is done when all slabs are there. Its `synchronize` waits for that, and
+            raises the error that prevented it.
 
         Raises:
-            BudgetExceededError: the missing slabs do not fit under the cap beside the held bytes, or beside those that
-                other pools hold of a `HostBudget`; nothing was allocated.
+            BudgetExceededError: the missing slabs do not fit under the cap beside the held bytes,
+                or beside those that other pools hold of a `HostBudget`; nothing was allocated.
             PoolFrozenError: slabs are missing and the pool is frozen.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
         nbytes = parse_bytes(nbytes)
         if nbytes <= 0 or count < 0:
-            raise ValueError(f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count >= 0")
+            raise ValueError(
+                f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count "
+                ">= 0"
+            )
         self._check_entry()
         state = self._state
         missing = partial(state.reserve, nbytes, count)
@@ -269,9 +304,11 @@ class SlabPool:
         return growth
 
     def trim(self, to_bytes: Size = 0) -> int:
-        """Give idle slabs back to the system, least recently used first, until at most `to_bytes` are held.
+        """Give idle slabs back to the system, least recently used first, until at most `to_bytes`
+        are held.
 
-        Blocks: freeing page-locked memory makes CUDA wait for the device, so call it outside the hot path.
+        Blocks: freeing page-locked memory makes CUDA wait for the device, so call it outside the
+        hot path.
 
         Returns:
             Bytes given back.
@@ -286,7 +323,9 @@ class SlabPool:
         return freed
 
     def freeze(self) -> None:
-        """Make any later allocation an error, so that a run can prove that its steady state allocates nothing."""
+        """Make any later allocation an error, so that a run can prove that its steady state
+        allocates nothing.
+        """
         self._check_entry()
         self._state.frozen = True
         self._state.wake_all()
@@ -294,15 +333,18 @@ class SlabPool:
     def close(self) -> None:
         """Refuse new leases, wait for slabs in flight, and free all slabs that are idle then.
 
-        Waiting callers get `PoolClosedError`. A slab that is still leased is freed when its lease is released; a slab
-        with live views, by a later `close` or `stats`. May be called again. In a forked child it does nothing.
+        Waiting callers get `PoolClosedError`. A slab that is still leased is freed when its lease
+        is released; a slab with live views, by a later `close` or `stats`. May be called again. In
+        a forked child it does nothing.
         """
         state = self._state
         if state.is_forked:
             return
         state.closed = True
         state.wake_all()
-        if state.is_entered():  # a finaliser in the middle of a call of this thread: the reaper does the rest
+        if (
+            state.is_entered()
+        ):  # a finaliser in the middle of a call of this thread: the reaper does the rest
             state.tidy_later()
         else:
             for event in state.pending():
@@ -312,7 +354,9 @@ class SlabPool:
             state.host.end()
 
     def stats(self) -> PoolStats:
-        """Return a consistent snapshot of all counters, after querying events. Doesn't block while the pool is open."""
+        """Return a consistent snapshot of all counters, after querying events. Doesn't block while
+        the pool is open.
+        """
         state = self._state
         self._check_entry()
         with state.lock:
@@ -327,9 +371,10 @@ class SlabPool:
     def _serve_or_wait(self, account: Account, nbytes: int, timeout: float | None) -> Lease:
         """Serve a request: first come, first served, within what quotas allow.
 
-        Each request checks for itself, and takes the requests before it into account. A release wakes the first one.
-        With quotas, a later request may go first, so each request that finds nothing wakes the next. A request that
-        makes the pool grow stays in line until its plan is made, so that no request overtakes it.
+        Each request checks for itself, and takes the requests before it into account. A release
+        wakes the first one. With quotas, a later request may go first, so each request that finds
+        nothing wakes the next. A request that makes the pool grow stays in line until its plan is
+        made, so that no request overtakes it.
         """
         state, waiters, me = self._state, self._state.waiters, Waiter(account, nbytes)
         start, waits = time.monotonic(), 0
@@ -360,14 +405,20 @@ class SlabPool:
                 if state.accounts.have_quotas and behind:
                     with contextlib.suppress(RuntimeError):
                         behind[0].wake()
-                left = threading.TIMEOUT_MAX if timeout is None else timeout - (time.monotonic() - start)
+                left = (
+                    threading.TIMEOUT_MAX
+                    if timeout is None
+                    else timeout - (time.monotonic() - start)
+                )
                 if left <= 0 or (gives_up is not None and gives_up()):
                     raise _refusals.timed_out(state.figures(), nbytes, timeout, len(waiters) - 1)
                 me.sleep(timeout=min(left, longest_in_line if ahead else pause))
                 if not ahead:
                     pause = min(2 * pause, longest_pause)
         finally:
-            if me in waiters:  # an interrupt may have come before it was added; `remove` is a single C call
+            if (
+                me in waiters
+            ):  # an interrupt may have come before it was added; `remove` is a single C call
                 waiters.remove(me)
             state.wake_first()
             account.wait_seconds += waits * (time.monotonic() - start)
@@ -384,13 +435,17 @@ class SlabPool:
         except HostIsFull:
             return None
         except REFUSALS:
-            if growth.refusal is None or self._state.why_never(account, nbytes, growth.refusal) is not None:
+            if (
+                growth.refusal is None
+                or self._state.why_never(account, nbytes, growth.refusal) is not None
+            ):
                 raise
         if not self._has_told:
             self._has_told = True
             warnings.warn(
-                f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the slabs that it has: "
-                f"{self._state.figures()}; {growth.refusal.reason}; this warning is shown once",
+                f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the "
+                f"slabs that it has: {self._state.figures()}; {growth.refusal.reason}; this "
+                "warning is shown once",
                 StagingWarning,
                 stacklevel=4,
             )
@@ -413,19 +468,23 @@ class SlabPool:
         while forgotten:
             nbytes, capacity = forgotten.pop()
             text = (
-                f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage collection; use "
-                "`with pool.acquire(...)` or call release()"
+                f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage "
+                "collection; use `with pool.acquire(...)` or call release()"
             )
             if not _LOGGED:  # Python hides the warning by default
                 _LOGGED.append(text)
                 remarks.add(
-                    f"{text}. If an interrupt ended a call, that was its lease, and nothing is wrong. "
-                    "This is logged once: `python -W default` shows each UnreleasedLeaseWarning"
+                    f"{text}. If an interrupt ended a call, that was its lease, and nothing is "
+                    "wrong. This is logged once: `python -W default` shows each "
+                    "UnreleasedLeaseWarning"
                 )
             warnings.warn(text, UnreleasedLeaseWarning, stacklevel=stacklevel)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a pool cannot be copied or pickled: {self!r}; make another SlabPool, or pass this one on")
+        raise TypeError(
+            f"a pool cannot be copied or pickled: {self!r}; make another SlabPool, or pass this "
+            "one on"
+        )
 
     def __enter__(self) -> SlabPool:
         return self

@@ -28,12 +28,15 @@ class Figures(NamedTuple):
     max_bytes: int
     reason: str
     others: int | None
-    """Bytes of the `HostBudget` that other pools hold; None if the pool's own cap is the tighter limit."""
+    """Bytes of the `HostBudget` that other pools hold; None if the pool's own cap is the tighter
+    limit.
+    """
 
     def __str__(self) -> str:
         return (
-            f"held {format_bytes(self.held_bytes)} of max_bytes {format_bytes(self.max_bytes)} ({self.reason}), leased "
-            f"{format_bytes(self.leased_bytes)}, in flight {format_bytes(self.in_flight_bytes)}"
+            f"held {format_bytes(self.held_bytes)} of max_bytes {format_bytes(self.max_bytes)} "
+            f"({self.reason}), leased {format_bytes(self.leased_bytes)}, in flight "
+            f"{format_bytes(self.in_flight_bytes)}"
         )
 
     def cap(self, nbytes: int) -> str:
@@ -44,17 +47,24 @@ class Figures(NamedTuple):
 
     def error(self, kind: type[E], nbytes: int, text: str) -> E:
         """Return an error with these figures. They take the place of ``{}`` in its text."""
-        named = {name: getattr(self, name) for name in ("held_bytes", "leased_bytes", "in_flight_bytes", "max_bytes")}
+        named = {
+            name: getattr(self, name)
+            for name in ("held_bytes", "leased_bytes", "in_flight_bytes", "max_bytes")
+        }
         return kind(text.replace("{}", str(self)), requested_bytes=nbytes, **named)
 
 
 def closed(figures: Figures, user: str | None) -> PoolClosedError:
     if user is None:
         return figures.error(PoolClosedError, 0, "pool is closed: {}; make a new SlabPool")
-    return figures.error(PoolClosedError, 0, f"{user.lower()} is closed: its pool {{}}; make a new {user}")
+    return figures.error(
+        PoolClosedError, 0, f"{user.lower()} is closed: its pool {{}}; make a new {user}"
+    )
 
 
-def never_fits(figures: Figures, nbytes: int, account: Account | None = None, largest: int = 0) -> BudgetExceededError:
+def never_fits(
+    figures: Figures, nbytes: int, account: Account | None = None, largest: int = 0
+) -> BudgetExceededError:
     quotas, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
     if account is not None:
         quotas = f"quotas leave {account.name!r} at most {format_bytes(largest)}, "
@@ -65,16 +75,20 @@ def never_fits(figures: Figures, nbytes: int, account: Account | None = None, la
 
 def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> BudgetExceededError:
     text = (
-        f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {{}}; release leases, trim() "
-        f"idle slabs, or pass {figures.cap(figures.held_bytes + missing * capacity)}"
+        f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {{}}; "
+        "release leases, trim() idle slabs, or pass "
+        f"{figures.cap(figures.held_bytes + missing * capacity)}"
     )
     return figures.error(BudgetExceededError, missing * capacity, text)
 
 
-def timed_out(figures: Figures, nbytes: int, timeout: float | None, others: int) -> AcquireTimeoutError:
+def timed_out(
+    figures: Figures, nbytes: int, timeout: float | None, others: int
+) -> AcquireTimeoutError:
     text = (
-        f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {{}}, {others} other waiters; "
-        f"release leases sooner, wait longer, or pass {figures.cap(figures.held_bytes + nbytes * 9 // 8)}"
+        f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {{}}, {others} "
+        "other waiters; release leases sooner, wait longer, or pass "
+        f"{figures.cap(figures.held_bytes + nbytes * 9 // 8)}"
     )
     return figures.error(AcquireTimeoutError, nbytes, text)
 
@@ -93,27 +107,31 @@ class Refusal(NamedTuple):
 
 
 def refused(figures: Figures, nbytes: int, refusal: Refusal) -> MemoryError:
-    return MemoryError(f"memory was refused before: requested {format_bytes(nbytes)}, {figures}; {refusal.reason}")
+    return MemoryError(
+        f"memory was refused before: requested {format_bytes(nbytes)}, {figures}; {refusal.reason}"
+    )
 
 
 def frozen(figures: Figures, nbytes: int, largest: int) -> PoolFrozenError:
     text = (
-        f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest slab "
-        f"{format_bytes(largest)}, {{}}; reserve() all that is needed before freeze()"
+        f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest "
+        f"slab {format_bytes(largest)}, {{}}; reserve() all that is needed before freeze()"
     )
     return figures.error(PoolFrozenError, nbytes, text)
 
 
 def forked() -> ForkedPoolError:
     return ForkedPoolError(
-        f"pool belongs to the parent of process {os.getpid()}: page-locked memory does not survive fork; make a "
-        "SlabPool in the child, or use pinstage in the main process only"
+        f"pool belongs to the parent of process {os.getpid()}: page-locked memory does not survive "
+        "fork; make a SlabPool in the child, or use pinstage in the main process only"
     )
 
 
 def entered_again() -> PoolError:
-    """Return the error for a call that a finaliser makes in the middle of another call of the same thread."""
+    """Return the error for a call that a finaliser makes in the middle of another call of the same
+    thread.
+    """
     return PoolError(
-        "pool was called in the middle of a call of the same thread: by a finaliser, such as the end of a generator; "
-        "a finaliser may release() leases and close() the pool, nothing else"
+        "pool was called in the middle of a call of the same thread: by a finaliser, such as the "
+        "end of a generator; a finaliser may release() leases and close() the pool, nothing else"
     )

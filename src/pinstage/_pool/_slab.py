@@ -35,13 +35,16 @@ class Fence(Protocol):
 
 
 def check_fence(fence: object) -> None:
-    """Check that an object is a fence. With any other object, each later look at the slab would fail.
+    """Check that an object is a fence. With any other object, each later look at the slab would
+    fail.
 
     Raises:
         TypeError: it lacks a method of `Fence`.
     """
     if not (hasattr(fence, "query") and hasattr(fence, "synchronize")):
-        raise TypeError(f"not an event or a stream: {fence!r}; pass an event recorded behind the work, or None")
+        raise TypeError(
+            f"not an event or a stream: {fence!r}; pass an event recorded behind the work, or None"
+        )
 
 
 def add_guard(held: Any, event: Fence) -> None:
@@ -59,20 +62,24 @@ def add_guard(held: Any, event: Fence) -> None:
 class Slab:
     """One contiguous host allocation of the pool.
 
-    `lease`, `views`, `event`, `guards` and `doomed` determine whether it is free. Nothing else does.
+    `lease`, `views`, `event`, `guards` and `doomed` determine whether it is free. Nothing else
+    does.
 
     Attributes:
         block: its memory.
         ptr: address of its first byte.
         capacity: its size in bytes.
         stack: slabs of its capacity that may be free, the one returned last at the end.
-        put: adds the slab to `stack`, whatever its argument. A single C call, so finalisers may make it.
+        put: adds the slab to `stack`, whatever its argument. A single C call, so finalisers may
+            make it.
         account: the owner of the current or last lease; None before the first.
         requested: bytes that this lease asked for.
         used_at: the number of this lease, counted over the whole pool.
         lease: weak reference to the lease; None after the release.
-        views: weak reference to an object that all views of the last lease keep alive; None if it had none.
-        event: pending work of the last lease: from its release, or from `guard_until_release` until then.
+        views: weak reference to an object that all views of the last lease keep alive; None if it
+            had none.
+        event: pending work of the last lease: from its release, or from `guard_until_release` until
+            then.
         guards: other pending work.
         doomed: whether a thread is about to free it.
     """
@@ -90,7 +97,9 @@ class Slab:
         self.doomed = False
 
     def is_free(self) -> bool:
-        """Return whether nothing uses the slab, after querying its events. Call it under the pool's lock."""
+        """Return whether nothing uses the slab, after querying its events. Call it under the pool's
+        lock.
+        """
         if self.lease is not None or self.doomed:
             return False
         views = self.views  # read only now: without a lease, no new views are made
@@ -116,7 +125,9 @@ class Slab:
 
 
 def take_free(stack: dict[Slab, Any]) -> Slab | None:
-    """Take a free slab out of a stack: the last one returned, which is in the caches, or else the first."""
+    """Take a free slab out of a stack: the last one returned, which is in the caches, or else the
+    first.
+    """
     # Only single C calls touch the stack: a release in another thread may add to it at any moment.
     if not stack:
         return None
@@ -135,16 +146,20 @@ class Holdings:
     """A pool's slabs and counters.
 
     Attributes:
-        lock: held for a decision, and to change the held bytes. It is reentrant, because a finaliser may run in its
-            thread.
-        is_entered: returns whether this thread has the lock, or that of the host's files, which growing waits for.
+        lock: held for a decision, and to change the held bytes. It is reentrant, because a
+            finaliser may run in its thread.
+        is_entered: returns whether this thread has the lock, or that of the host's files, which
+            growing waits for.
         is_forked: whether this is a forked child's copy, which must not be used.
         resource: where slabs come from.
         host: `resource`, limited by the host's budget; None without a budget.
         memory: what slabs are allocated from: `host` if there is a budget, else `resource`.
-        record: records events behind the calling thread's work on the devices; None if memory isn't page-locked.
-        user: the kind of object that made the pool for itself, such as ``Stager``, once that is closed; for errors.
-        unrecorded: leases that stay held after their block because `record` failed; kept alive until released.
+        record: records events behind the calling thread's work on the devices; None if memory isn't
+            page-locked.
+        user: the kind of object that made the pool for itself, such as ``Stager``, once that is
+            closed; for errors.
+        unrecorded: leases that stay held after their block because `record` failed; kept alive
+            until released.
         forgotten: leases that were never released: bytes requested, and bytes of the slab.
         waiters: requests that wait, ordered by age, the oldest first.
         slabs: all slabs that are held; written by growths.
@@ -156,7 +171,9 @@ class Holdings:
 
     reap: Callable[[], bool]
 
-    def __init__(self, memory: MemoryResource, max_bytes: int, reason: str, budget: HostBudget | None) -> None:
+    def __init__(
+        self, memory: MemoryResource, max_bytes: int, reason: str, budget: HostBudget | None
+    ) -> None:
         self.resource, self.max_bytes, self._reason = memory, max_bytes, reason
         self.host = host = None if budget is None else LimitedMemory(memory, budget)
         self.memory: MemoryResource | LimitedMemory = host or memory
@@ -181,7 +198,8 @@ class Holdings:
         self.hits = self.misses = self.trims = 0
         self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = 0
         _all.add(self)
-        # Not the state itself: in a garbage cycle, the collector calls back before finalisers use it for the last time.
+        # Not the state itself: in a garbage cycle, the collector calls back before finalisers use
+        # it for the last time.
         self._life = np.empty(0)
         reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
 
@@ -212,7 +230,9 @@ class Holdings:
         return self.held_bytes + promised
 
     def parts(self) -> tuple[list[Slab], list[Slab], list[Slab]]:
-        """Return the slabs that are leased, in flight, and free, as far as is known without querying events."""
+        """Return the slabs that are leased, in flight, and free, as far as is known without
+        querying events.
+        """
         leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
         for slab in list(self.slabs):
             if slab.lease is not None and slab.lease() is not None:
@@ -237,20 +257,27 @@ class Holdings:
         leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self.parts())
         host = None if self.host is None or self.host.allowed > self.max_bytes else self.host
         others = None if host is None else held_bytes(host.others)
-        return Figures(leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others)
+        return Figures(
+            leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others
+        )
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedMemory) -> bool:
-    """Free the slabs of a dropped pool, except slabs whose events aren't done; return whether none is left.
+    """Free the slabs of a dropped pool, except slabs whose events aren't done; return whether none
+    is left.
 
     Raises:
-        Exception: the error of the first slab that could not be freed; the others are freed nevertheless.
+        Exception: the error of the first slab that could not be freed; the others are freed
+            nevertheless.
     """
     errors = []
     for slab in list(slabs):
         try:
             if all(fence.query() for fence in slab.fences()):
-                slab.event, slab.guards = None, ()  # else events may end in a forked child: a slab is a cycle
+                slab.event, slab.guards = (
+                    None,
+                    (),
+                )  # else events may end in a forked child: a slab is a cycle
                 del slabs[slab]
                 memory.deallocate(slab.block)
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free

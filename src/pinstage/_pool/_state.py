@@ -1,8 +1,8 @@
 """The state of a pool, and all decisions about it.
 
-Whether a slab is free follows only from its lease, its views and its events. `PoolState.stacks` is a cache of the free
-slabs, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing. Only the pool's own threads change the
-held bytes (`_growth`), and no interrupt reaches them.
+Whether a slab is free follows only from its lease, its views and its events. `PoolState.stacks` is
+a cache of the free slabs, which `scan` rebuilds, so an interrupt or a finaliser can lose nothing.
+Only the pool's own threads change the held bytes (`_growth`), and no interrupt reaches them.
 """
 
 from __future__ import annotations
@@ -29,25 +29,30 @@ _HELD = ("peak_held_bytes", "peak_held_slabs", "total_held_bytes")
 
 
 class PoolState(Holdings):
-    """The decisions. Call the methods of the first section under `lock`; none of them does slow work."""
+    """The decisions. Call the methods of the first section under `lock`; none of them does slow
+    work.
+    """
 
     # -- decisions
 
     def serve(self, account: Account, nbytes: int, ahead: Sequence[Waiter] = ()) -> Decision:
         """Serve a request from free slabs, plan to grow, or return None if it has to wait.
 
-        `Accounts.room` limits what the owner may have now, by quotas and by the requests that have waited longer.
-        Within that limit, the cases are, in this order:
+        `Accounts.room` limits what the owner may have now, by quotas and by the requests that have
+        waited longer. Within that limit, the cases are, in this order:
 
         1. an idle slab that wastes at most 12.5%, or, from 1 MiB on, of at most twice the class;
         2. there is room under the cap: allocate a slab of the request's class;
         3. any larger idle slab;
-        4. idle slabs of other classes would make room: free them, least recently used first, and allocate;
-        5. wait, and now and then check whether other processes have given back bytes of the `HostBudget`.
+        4. idle slabs of other classes would make room: free them, least recently used first, and
+           allocate;
+        5. wait, and now and then check whether other processes have given back bytes of the
+           `HostBudget`.
 
-        A frozen pool skips 2 and 4, divides what it holds by quotas, and refuses a request at once if no slab fits it.
-        After the platform has refused memory, a pool is restricted for a while: it doesn't ask for the refused total
-        again (2), and frees nothing that it might not get back (4).
+        A frozen pool skips 2 and 4, divides what it holds by quotas, and refuses a request at once
+        if no slab fits it. After the platform has refused memory, a pool is restricted for a while:
+        it doesn't ask for the refused total again (2), and frees nothing that it might not get back
+        (4).
 
         Raises:
             PoolError, MemoryError: the request is refused; see `why_never`.
@@ -73,10 +78,14 @@ class PoolState(Holdings):
         return LOOK if may_grow and self.host is not None and self.host.is_due() else None
 
     def scan(self) -> list[Slab]:
-        """Check all slabs. Return the free ones, least recently used first, and put them in their stacks."""
+        """Check all slabs. Return the free ones, least recently used first, and put them in their
+        stacks.
+        """
         slabs = list(self.slabs)
         idle = [slab for slab in slabs if slab.lease is None and slab.is_free()]
-        for slab in slabs:  # afterwards: querying events may run the garbage collector, which frees leases
+        for (
+            slab
+        ) in slabs:  # afterwards: querying events may run the garbage collector, which frees leases
             if slab.lease is not None and slab.lease() is None:
                 slab.lease = None
                 self.forgotten.append((slab.requested, slab.capacity))
@@ -116,13 +125,16 @@ class PoolState(Holdings):
         1. the pool is closed;
         2. the request is larger than the part of the cap that quotas leave to its owner;
         3. no slab is large enough, and the pool is frozen;
-        4. no slab is large enough, and the platform refused to let the pool grow that far, `just_now` or recently.
+        4. no slab is large enough, and the platform refused to let the pool grow that far,
+           `just_now` or recently.
         """
         if self.closed:
             return _refusals.closed(self.figures(), self.user)
         largest = self.accounts.room(account, self.max_bytes)
         if nbytes > largest:
-            return _refusals.never_fits(self.figures(), nbytes, account if self.accounts.have_quotas else None, largest)
+            return _refusals.never_fits(
+                self.figures(), nbytes, account if self.accounts.have_quotas else None, largest
+            )
         largest = self.accounts.room(account, self._whole())
         sizes = [size for size in self.sizes if size <= largest]
         if any(size >= nbytes for size in sizes):
@@ -131,19 +143,27 @@ class PoolState(Holdings):
             return _refusals.frozen(self.figures(), nbytes, max(sizes, default=0))
         refusal = just_now or self._standing_refusal()
         capacity = min(size_class(nbytes, self.granularity), largest)
-        if refusal is None or capacity <= refusal.held or self.promised() + capacity < refusal.total:
+        if (
+            refusal is None
+            or capacity <= refusal.held
+            or self.promised() + capacity < refusal.total
+        ):
             return None
         return _refusals.refused(self.figures(), nbytes, refusal)
 
     def reserve(self, nbytes: int, count: int) -> GrowthPlan | None:
-        """Plan to allocate the slabs that are missing for `count` leases at once; None if none are missing.
+        """Plan to allocate the slabs that are missing for `count` leases at once; None if none are
+        missing.
 
         Raises:
             PoolClosedError, PoolFrozenError, BudgetExceededError: the slabs can't be allocated.
         """
         self.check_open()
         self.refusal = None  # a reservation always asks the platform, and reports its error
-        limit, largest = reuse_limit(nbytes, self.granularity), self.max_bytes // self.granularity * self.granularity
+        limit, largest = (
+            reuse_limit(nbytes, self.granularity),
+            self.max_bytes // self.granularity * self.granularity,
+        )
         if nbytes > largest:
             raise _refusals.never_fits(self.figures(), nbytes)
         capacity = min(size_class(nbytes, self.granularity), largest)
@@ -157,7 +177,9 @@ class PoolState(Holdings):
         return GrowthPlan((), capacity, missing)
 
     def free(self, nbytes: int) -> GrowthPlan | None:
-        """Plan to free idle slabs of `nbytes` together, or all; None if there is nothing to free."""
+        """Plan to free idle slabs of `nbytes` together, or all; None if there is nothing to
+        free.
+        """
         victims = _oldest(self.scan(), nbytes)
         return GrowthPlan(victims) if victims else None
 
@@ -181,7 +203,9 @@ class PoolState(Holdings):
         return self.held_bytes if self.frozen else self.max_bytes
 
     def _busy(self) -> Counter[Account | None]:
-        """Return the bytes that owners have: leased, in flight as of the last scan, or being allocated for them."""
+        """Return the bytes that owners have: leased, in flight as of the last scan, or being
+        allocated for them.
+        """
         leased, in_flight, _ = self.parts()
         busy = _by_owner(leased) + _by_owner(in_flight)
         for growth in self.growths:
@@ -198,7 +222,10 @@ class PoolState(Holdings):
             **_sums("leased", leased),
             **_sums("in_flight", in_flight),
             **_sums("free", free),
-            **{name: getattr(self, name) for name in ("max_bytes", "hits", "misses", "trims", *_HELD)},
+            **{
+                name: getattr(self, name)
+                for name in ("max_bytes", "hits", "misses", "trims", *_HELD)
+            },
             max_bytes_reason=self.reason,
             total_held_slabs=len(self.slabs) + self.trims,
             waits=sum(account.waits for account in self.accounts.values()),
@@ -206,7 +233,9 @@ class PoolState(Holdings):
             owners=self._owners(_by_owner(leased), _by_owner(in_flight)),
         )
 
-    def _owners(self, leased: Counter[Account | None], in_flight: Counter[Account | None]) -> dict[str, OwnerStats]:
+    def _owners(
+        self, leased: Counter[Account | None], in_flight: Counter[Account | None]
+    ) -> dict[str, OwnerStats]:
         whole, busy = self._whole(), self._busy()
         return {
             name: OwnerStats(
@@ -214,7 +243,10 @@ class PoolState(Holdings):
                 leased_bytes=leased[account],
                 in_flight_bytes=in_flight[account],
                 available_bytes=max(0, self.accounts.room(account, whole, busy)),
-                **{name: getattr(account, name) for name in ("min_bytes", "max_bytes", "waits", "wait_seconds")},
+                **{
+                    name: getattr(account, name)
+                    for name in ("min_bytes", "max_bytes", "waits", "wait_seconds")
+                },
             )
             for name, account in self.accounts.items()
         }
@@ -225,7 +257,9 @@ class PoolState(Holdings):
         """Free idle slabs, so that at most `to_bytes` are held. Return the bytes freed. Blocks."""
 
         def surplus() -> GrowthPlan | None:
-            return self.free(sum(slab.capacity for slab in list(self.slabs) if not slab.doomed) - to_bytes)
+            return self.free(
+                sum(slab.capacity for slab in list(self.slabs) if not slab.doomed) - to_bytes
+            )
 
         with self.lock:
             if surplus() is None:
@@ -235,7 +269,9 @@ class PoolState(Holdings):
         return growth.freed
 
     def reap(self) -> bool:
-        """Free the slabs returned to a closed pool; for the reaper. Return whether no event is pending."""
+        """Free the slabs returned to a closed pool; for the reaper. Return whether no event is
+        pending.
+        """
         growth = Growth(self, partial(self.free, self.max_bytes))
         growth.run()
         growth.result()
@@ -243,7 +279,9 @@ class PoolState(Holdings):
 
 
 def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
-    """Return the smallest slab of at least `nbytes` and at most `bound`; of several, the one used last."""
+    """Return the smallest slab of at least `nbytes` and at most `bound`; of several, the one used
+    last.
+    """
     fitting = [slab for slab in reversed(idle) if nbytes <= slab.capacity <= bound]
     return min(fitting, key=attrgetter("capacity"), default=None)
 

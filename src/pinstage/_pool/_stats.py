@@ -17,9 +17,13 @@ class OwnerStats:
     leased_bytes: int
     """Bytes of slabs that it has leased."""
     in_flight_bytes: int
-    """Bytes of slabs that it released, but whose event is not done or which still have live views."""
+    """Bytes of slabs that it released, but whose event is not done or which still have live
+    views.
+    """
     available_bytes: int
-    """Bytes that it may lease in addition: neither in use by others, nor guaranteed to them. Idle slabs count."""
+    """Bytes that it may lease in addition: neither in use by others, nor guaranteed to them. Idle
+    slabs count.
+    """
     min_bytes: int
     """Bytes that are guaranteed to it by `SlabPool.set_quota`; 0 for none."""
     max_bytes: int | None
@@ -34,9 +38,9 @@ class OwnerStats:
 class PoolStats:
     """A consistent snapshot of a pool.
 
-    Bytes are capacities of slabs. Always ``held = free + leased + in_flight`` and ``held <= max_bytes``. A slab that is
-    just being allocated counts against the cap, but not here yet. A slab that is being freed counts as held and free
-    until it is gone.
+    Bytes are capacities of slabs. Always ``held = free + leased + in_flight`` and ``held <=
+    max_bytes``. A slab that is just being allocated counts against the cap, but not here yet. A
+    slab that is being freed counts as held and free until it is gone.
     """
 
     held_bytes: int
@@ -80,7 +84,8 @@ class PoolStats:
         """Return one line for a log."""
         return (
             f"held {format_bytes(self.held_bytes)} of {format_bytes(self.max_bytes)}, leased "
-            f"{format_bytes(self.leased_bytes)}, in flight {format_bytes(self.in_flight_bytes)}; {self.hits:,} hits, "
-            f"{count(self.misses, 'miss', 'misses')}, {count(self.trims, 'trim')}, waited {self.wait_seconds:.3f} s in "
+            f"{format_bytes(self.leased_bytes)}, in flight {format_bytes(self.in_flight_bytes)}; "
+            f"{self.hits:,} hits, {count(self.misses, 'miss', 'misses')}, "
+            f"{count(self.trims, 'trim')}, waited {self.wait_seconds:.3f} s in "
             f"{count(self.waits, 'request')}"
         )

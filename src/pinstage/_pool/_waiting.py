@@ -13,8 +13,8 @@ from typing import Any
 from .._sizes import round_up
 
 POLL_SECONDS = (50e-6, 2e-3)
-"""First and longest pause of the first request in line. A release wakes it at once. Finished events and freed views
-wake no thread, so it also polls."""
+"""First and longest pause of the first request in line. A release wakes it at once. Finished events
+and freed views wake no thread, so it also polls."""
 
 GIVE_UP_SECONDS = 0.2
 """Interval at which the requests behind it check whether to give up."""
@@ -39,10 +39,12 @@ NOTHING: Counter[Account | None] = Counter()
 
 
 class Waiter:
-    """A waiting request. `sleep` waits for `wake`, which raises RuntimeError if the last wake-up is still pending.
+    """A waiting request. `sleep` waits for `wake`, which raises RuntimeError if the last wake-up is
+    still pending.
 
-    `wake` releases a lock. A `threading.Event` isn't used, because an interrupt may leave it locked forever. Nor is a
-    `SimpleQueue`: it may treat a short time-out as none, and wait on when the rest of the time is below zero.
+    `wake` releases a lock. A `threading.Event` isn't used, because an interrupt may leave it locked
+    forever. Nor is a `SimpleQueue`: it may treat a short time-out as none, and wait on when the
+    rest of the time is below zero.
     """
 
     __slots__ = ("account", "nbytes", "sleep", "wake")
@@ -63,11 +65,15 @@ def check_owner(name: object) -> None:
         ValueError: it isn't text, or is empty.
     """
     if not isinstance(name, str) or not name:
-        raise ValueError(f"owner must be a name: {name!r}; pass text such as 'checkpoint', or leave it out")
+        raise ValueError(
+            f"owner must be a name: {name!r}; pass text such as 'checkpoint', or leave it out"
+        )
 
 
 class Accounts(dict[str, Account]):
-    """The accounts of a pool, by owner, created on first use. Call all methods under the pool's lock."""
+    """The accounts of a pool, by owner, created on first use. Call all methods under the pool's
+    lock.
+    """
 
     def __init__(self, max_bytes: int, granularity: int) -> None:
         super().__init__()
@@ -84,26 +90,31 @@ class Accounts(dict[str, Account]):
         """Set an owner's quota, which replaces an earlier one.
 
         Raises:
-            ValueError: not a name, a guarantee above the limit, a limit of 0, or guarantees above the cap.
+            ValueError: not a name, a guarantee above the limit, a limit of 0, or guarantees above
+                the cap.
         """
         if max_bytes is not None and not max(1, min_bytes) <= max_bytes:
             raise ValueError(
-                f"quota of {name!r} is impossible: min_bytes={min_bytes}, max_bytes={max_bytes}; pass "
-                "min_bytes <= max_bytes, and max_bytes >= 1"
+                f"quota of {name!r} is impossible: min_bytes={min_bytes}, max_bytes={max_bytes}; "
+                "pass min_bytes <= max_bytes, and max_bytes >= 1"
             )
         min_bytes = round_up(min_bytes, self._granularity)
         guaranteed = min_bytes + sum(a.min_bytes for a in self.values() if a.name != name)
         if guaranteed > self._max_bytes:
             raise ValueError(
-                f"quotas do not fit: {guaranteed} bytes would be guaranteed in all, max_bytes is {self._max_bytes}; "
-                "guarantee less, or raise max_bytes"
+                f"quotas do not fit: {guaranteed} bytes would be guaranteed in all, max_bytes is "
+                f"{self._max_bytes}; guarantee less, or raise max_bytes"
             )
         account = self[name]
         account.min_bytes, account.max_bytes = min_bytes, max_bytes
         self.have_quotas = any(a.min_bytes or a.max_bytes is not None for a in self.values())
 
     def room(
-        self, account: Account, whole: int, busy: Counter[Account | None] = NOTHING, ahead: Sequence[Waiter] = ()
+        self,
+        account: Account,
+        whole: int,
+        busy: Counter[Account | None] = NOTHING,
+        ahead: Sequence[Waiter] = (),
     ) -> int:
         """Return the size of the largest slab that an owner may take now; below 1 for none.
 
@@ -112,16 +123,23 @@ class Accounts(dict[str, Account]):
         1. no request gets bytes guaranteed to another owner, used or not;
         2. no owner gets more than its own limit;
         3. a request waits behind an earlier request of the same owner;
-        4. an earlier request is passed over if its owner's limit holds it back: that owner has what it waits for;
-        5. behind any other request, an owner gets its guaranteed bytes, which no other owner may have, and no more.
+        4. an earlier request is passed over if its owner's limit holds it back: that owner has what
+           it waits for;
+        5. behind any other request, an owner gets its guaranteed bytes, which no other owner may
+           have, and no more.
 
         Args:
             account: the owner that asks.
             whole: bytes that all owners together may have.
-            busy: bytes that each owner has. `NOTHING` finds the largest slab that `account` can ever have.
+            busy: bytes that each owner has. `NOTHING` finds the largest slab that `account` can
+                ever have.
             ahead: the requests that have waited longer.
         """
-        room = whole - busy[account] - sum(max(busy[a], a.min_bytes) for a in self.values() if a is not account)
+        room = (
+            whole
+            - busy[account]
+            - sum(max(busy[a], a.min_bytes) for a in self.values() if a is not account)
+        )
         if account.max_bytes is not None:
             room = min(room, account.max_bytes - busy[account])
         for request in ahead:
@@ -129,7 +147,9 @@ class Accounts(dict[str, Account]):
             if other is account:
                 return 0
             needed = busy[other] + round_up(request.nbytes, self._granularity)
-            if other.max_bytes is None or needed <= other.max_bytes:  # else its own limit holds it back
+            if (
+                other.max_bytes is None or needed <= other.max_bytes
+            ):  # else its own limit holds it back
                 room = min(room, account.min_bytes - busy[account])
         return room // self._granularity * self._granularity
 
@@ -142,7 +162,9 @@ this_thread = _ThisThread()
 
 
 def give_up_waiting_if(condition: Callable[[], bool]) -> None:
-    """Let later waits of this thread time out once a condition is true, because their slab isn't wanted any longer."""
+    """Let later waits of this thread time out once a condition is true, because their slab isn't
+    wanted any longer.
+    """
     this_thread.gives_up = condition
 
 
@@ -154,6 +176,11 @@ def check_timeout(timeout: object) -> None:
         ValueError: it is negative.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
-        raise TypeError(f"timeout is a number of seconds: {timeout!r}; pass such a number, or None to wait forever")
+        raise TypeError(
+            f"timeout is a number of seconds: {timeout!r}; pass such a number, or None to wait "
+            "forever"
+        )
     if timeout < 0:
-        raise ValueError(f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever")
+        raise ValueError(
+            f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever"
+        )

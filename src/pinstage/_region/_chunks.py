@@ -1,9 +1,10 @@
 """The chunks of a region: touched and page-locked by one thread, given back by another one.
 
-CUDA refuses a copy that touches two registrations, so users of a region have to know where chunks end. A single
-registration would avoid that, but it holds the driver's locks as long as it runs. 48 GiB at once stop the calls of a
-neighbour for 700 ms, and launches in this process for 1,300 ms. Chunks of 128 MiB stop them for 11 to 16 ms, and 24 to
-44 ms. Chunks of 64 MiB stop them for 3 to 7 ms, and 13 to 22 ms, and take a fifth longer in all.
+CUDA refuses a copy that touches two registrations, so users of a region have to know where chunks
+end. A single registration would avoid that, but it holds the driver's locks as long as it runs. 48
+GiB at once stop the calls of a neighbour for 700 ms, and launches in this process for 1,300 ms.
+Chunks of 128 MiB stop them for 11 to 16 ms, and 24 to 44 ms. Chunks of 64 MiB stop them for 3 to 7
+ms, and 13 to 22 ms, and take a fifth longer in all.
 
 The reaper calls `Chunks.reap` when the last view is gone.
 """
@@ -29,7 +30,9 @@ from .._sizes import format_bytes
 from ..errors import PinningError, StagingWarning
 
 _PAUSE_SECONDS = 0.01
-"""Pause between unregistering two chunks: each call may wait for the device, and stop launches meanwhile."""
+"""Pause between unregistering two chunks: each call may wait for the device, and stop launches
+meanwhile.
+"""
 
 Progress = Callable[[int, int], object]
 
@@ -55,9 +58,19 @@ class Chunks:
     """
 
     def __init__(
-        self, memory: HostRange, ends: tuple[int, ...], progress: Progress | None, on_end: Callable[[], object]
+        self,
+        memory: HostRange,
+        ends: tuple[int, ...],
+        progress: Progress | None,
+        on_end: Callable[[], object],
     ) -> None:
-        self.memory, self.ends, self.kind, self.reason, self.ready = memory, ends, "", memory.reason, 0
+        self.memory, self.ends, self.kind, self.reason, self.ready = (
+            memory,
+            ends,
+            "",
+            memory.reason,
+            0,
+        )
         self.guards: tuple[Fence, ...] = ()
         self._progress, self._on_end, self.pid = progress, on_end, os.getpid()
         self._error: BaseException | None = None
@@ -101,7 +114,9 @@ class Chunks:
         with self._news:
             if not self._news.wait_for(lambda: self.is_ready(nbytes), timeout):
                 ready = f"{format_bytes(self.ready)} of {format_bytes(nbytes)} ready"
-                raise TimeoutError(f"the region isn't ready after {timeout} s: {ready}; wait longer or for less")
+                raise TimeoutError(
+                    f"the region isn't ready after {timeout} s: {ready}; wait longer or for less"
+                )
         if self.ready < nbytes:
             raise PinningError(self._why_never_ready()) from self._error
 
@@ -109,16 +124,23 @@ class Chunks:
         if isinstance(self._error, REFUSALS):
             return self.reason
         if self._error is not None:
-            return f"the region isn't ready, and its thread has ended: {self._error!r}; make another one"
+            return (
+                f"the region isn't ready, and its thread has ended: {self._error!r}; make another "
+                "one"
+            )
         return "the region was closed before it was ready; make another one"
 
     def pieces(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Return the ranges in which CUDA can copy bytes, once they are ready; none if they are pageable. Blocks."""
+        """Return the ranges in which CUDA can copy bytes, once they are ready; none if they are
+        pageable. Blocks.
+        """
         with self._news:
             self._news.wait_for(lambda: self.is_ready(end))
         if self.kind == "pageable" or self.ready < end:
             return []
-        return list(pairwise((start, *(self.inside(start, end) if self.kind == "registered" else ()), end)))
+        return list(
+            pairwise((start, *(self.inside(start, end) if self.kind == "registered" else ()), end))
+        )
 
     def inside(self, start: int, end: int) -> tuple[int, ...]:
         """Return the ends of chunks between two bytes."""
@@ -133,20 +155,27 @@ class Chunks:
             if memory.device >= 0:
                 disregard_captures()
             self._begin()
-            with ThreadPoolExecutor(1, "pinstage-touch") as ahead:  # touches a chunk while the one before is registered
+            with ThreadPoolExecutor(
+                1, "pinstage-touch"
+            ) as ahead:  # touches a chunk while the one before is registered
                 chunks = list(pairwise(self.ends)) if self.ready < self.ends[-1] else []
                 touching = [ahead.submit(memory.touch, *chunk) for chunk in chunks[:1]]
                 for number, chunk in enumerate(chunks, 1):
                     if self._stops or ending:
                         break
                     touching.pop().result()
-                    touching += [ahead.submit(memory.touch, *following) for following in chunks[number : number + 1]]
+                    touching += [
+                        ahead.submit(memory.touch, *following)
+                        for following in chunks[number : number + 1]
+                    ]
                     if self.kind == "registered":
                         self._register(*chunk)
                     self._advance(chunk[1])
         except BaseException as error:  # noqa: BLE001 - raised by `start` and `wait`
             self._error = error
-            if self.kind and isinstance(error, REFUSALS):  # not if a thread can't be started at the program's end
+            if self.kind and isinstance(
+                error, REFUSALS
+            ):  # not if a thread can't be started at the program's end
                 self._become_pageable(error)
         finally:
             running.pop(self, None)
@@ -155,7 +184,9 @@ class Chunks:
                 self._news.notify_all()
 
     def _begin(self) -> None:
-        """Use the first chunk to decide what kind of memory this is: registered, else allocated, else pageable."""
+        """Use the first chunk to decide what kind of memory this is: registered, else allocated,
+        else pageable.
+        """
         memory, end, kind = self.memory, self.ends[0], "pageable"
         if crawled := memory.touch_first(end):
             warn(crawled)
@@ -190,9 +221,14 @@ class Chunks:
             warn(f"progress= of a region isn't called again, since it raised {error!r}")
 
     def _become_pageable(self, error: BaseException) -> None:
-        """Unregister all, since a later chunk was refused: copies of it would be slow, and copies across it fail."""
+        """Unregister all, since a later chunk was refused: copies of it would be slow, and copies
+        across it fail.
+        """
         done, nbytes = format_bytes(self.ready), self.ends[-1]
-        text = f"page-locking was refused after {done} of {format_bytes(nbytes)}: {error}; {remedy(nbytes)}"
+        text = (
+            f"page-locking was refused after {done} of {format_bytes(nbytes)}: {error}; "
+            f"{remedy(nbytes)}"
+        )
         self.kind, self.reason, self.ready = "pageable", text, 0
         warn(f"a region is pageable, which makes copies slow: {text}")
         self._unregister()
@@ -200,7 +236,9 @@ class Chunks:
     # -- the end
 
     def reap(self) -> bool:
-        """Give the memory back, unless it is in use. The reaper calls this when the last view is gone."""
+        """Give the memory back, unless it is in use. The reaper calls this when the last view is
+        gone.
+        """
         self._stops = True
         _living.pop(id(self), None)
         if not self._is_over or not all(guard.query() for guard in self.guards):
@@ -228,7 +266,8 @@ class Chunks:
 
 
 def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the ranges in which CUDA can copy a dense tensor's memory without the host; empty if it can't.
+    """Return the ranges in which CUDA can copy a dense tensor's memory without the host; empty if
+    it can't.
 
     In a region, the ranges end where chunks do, and this call waits until they are ready.
 

@@ -13,7 +13,9 @@ from ..errors import LayoutError
 
 
 def has_rows_of(place: Place, row_bytes: int) -> bool:
-    """Return whether the first dimension is the outermost in memory, and advances by a multiple of `row_bytes`."""
+    """Return whether the first dimension is the outermost in memory, and advances by a multiple of
+    `row_bytes`.
+    """
     step = place.stride[0] * place.dtype.itemsize if place.shape else place.nbytes
     return step * (*place.shape, 1)[0] == place.nbytes and step % row_bytes == 0
 
@@ -31,7 +33,8 @@ def arrange(tree: Any) -> Nest:
     """Give each tensor of a tree a place, in order; a tensor that appears twice gets one place.
 
     Raises:
-        LayoutError: a tensor has no dense memory: it is sparse, quantised, nested, or of a subclass.
+        LayoutError: a tensor has no dense memory: it is sparse, quantised, nested, or of a
+            subclass.
     """
     leaves, structure = walk(tree)
     found: dict[int, Place] = {}
@@ -40,25 +43,38 @@ def arrange(tree: Any) -> Nest:
         tensor = as_tensor(leaf)
         if not isinstance(tensor, torch.Tensor):
             continue
-        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        is_plain = (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        )
         if not is_plain or tensor.is_quantized or tensor.is_nested:
             path = structure.path(index)
             kind = f"{type(tensor).__name__}, {tensor.layout}"
-            raise LayoutError(f"tree{path} has no place in a region: {kind}; leave it out, or pass its parts", path)
+            raise LayoutError(
+                f"tree{path} has no place in a region: {kind}; leave it out, or pass its parts",
+                path,
+            )
         if id(leaf) not in found:
-            shape, stride, nbytes = tuple(tensor.shape), tuple(tensor.stride()), tensor.numel() * tensor.itemsize
+            shape, stride, nbytes = (
+                tuple(tensor.shape),
+                tuple(tensor.stride()),
+                tensor.numel() * tensor.itemsize,
+            )
             stride = stride if dense_stride(shape, stride) else contiguous_stride(shape)
-            found[id(leaf)] = Place(round_up(end, ALIGNMENT) if nbytes else 0, nbytes, tensor.dtype, shape, stride)
+            found[id(leaf)] = Place(
+                round_up(end, ALIGNMENT) if nbytes else 0, nbytes, tensor.dtype, shape, stride
+            )
             end = max(end, found[id(leaf)].offset + nbytes)
         placed[index] = found[id(leaf)]
     return Nest(structure, placed, end)
 
 
-def ends_of_chunks(pieces: Iterable[tuple[int, int, int]], nbytes: int, chunk_bytes: int) -> tuple[int, ...]:
+def ends_of_chunks(
+    pieces: Iterable[tuple[int, int, int]], nbytes: int, chunk_bytes: int
+) -> tuple[int, ...]:
     """Decide where chunks end.
 
-    A piece that doesn't fit into the current chunk begins another one. A piece of more than a chunk is cut at multiples
-    of its unit; without a unit, it is a chunk by itself.
+    A piece that doesn't fit into the current chunk begins another one. A piece of more than a chunk
+    is cut at multiples of its unit; without a unit, it is a chunk by itself.
 
     Args:
         pieces: offset, bytes and unit of each, in order; a unit of 0 means that it isn't cut.
@@ -77,17 +93,21 @@ def ends_of_chunks(pieces: Iterable[tuple[int, int, int]], nbytes: int, chunk_by
     return (*ends, nbytes)
 
 
-def check_is_whole(place: Place, inside: Sequence[int], row_bytes: int | None, chunk_bytes: int) -> None:
+def check_is_whole(
+    place: Place, inside: Sequence[int], row_bytes: int | None, chunk_bytes: int
+) -> None:
     """Refuse a tensor that crosses the end of a chunk, unless each of its rows is in one chunk.
 
     Raises:
         ValueError: the copy of a single row could touch two chunks.
     """
-    has_rows = row_bytes and has_rows_of(place, row_bytes)
-    if inside and not (has_rows and all((border - place.offset) % row_bytes == 0 for border in inside)):  # type: ignore[operator]
+    unit = row_bytes if row_bytes and has_rows_of(place, row_bytes) else None
+    is_whole = unit is not None and all((border - place.offset) % unit == 0 for border in inside)
+    if inside and not is_whole:
         raise ValueError(
-            f"a tensor of shape {list(place.shape)} and {place.dtype} at byte {place.offset} crosses the border of two "
-            f"chunks at byte {inside[0]}, and CUDA refuses a copy across it: row_bytes={row_bytes}, chunks of "
-            f"{format_bytes(chunk_bytes)}. Make the region with row_bytes= the bytes by which the tensor's first "
-            "dimension advances, and use offsets that are multiples of it; or with larger chunk_bytes"
+            f"a tensor of shape {list(place.shape)} and {place.dtype} at byte {place.offset} "
+            f"crosses the border of two chunks at byte {inside[0]}, and CUDA refuses a copy across "
+            f"it: row_bytes={row_bytes}, chunks of {format_bytes(chunk_bytes)}. Make the region "
+            "with row_bytes= the bytes by which the tensor's first dimension advances, and use "
+            "offsets that are multiples of it; or with larger chunk_bytes"
         )

@@ -37,52 +37,60 @@ class RegionPlan(NamedTuple):
 
 
 class HostRegion:
-    """A large range of page-locked host memory, of an exact size, for caches, weights and optimizer states.
+    """A large range of page-locked host memory, of an exact size, for caches, weights and optimizer
+    states.
 
-    The constructor maps all of it, page-locks the first chunk, and returns; threads touch and page-lock the rest in the
-    background. Until `query` returns True, use the memory on the CPU only. A `Stager` waits for the bytes that it
-    copies. Call `synchronize` before torch copies any itself.
+    The constructor maps all of it, page-locks the first chunk, and returns; threads touch and
+    page-lock the rest in the background. Until `query` returns True, use the memory on the CPU
+    only. A `Stager` waits for the bytes that it copies. Call `synchronize` before torch copies any
+    itself.
 
-    **Borders.** Each chunk is a registration of its own, and CUDA refuses a copy that touches two (``invalid
-    argument``). So `tensor` refuses a view across the end of a chunk, unless `row_bytes` says where chunks may end.
-    Then you may copy single rows of the view, and a stager copies any part, while torch's own copy of several rows can
-    fail.
+    **Borders.** Each chunk is a registration of its own, and CUDA refuses a copy that touches two
+    (``invalid argument``). So `tensor` refuses a view across the end of a chunk, unless `row_bytes`
+    says where chunks may end. Then you may copy single rows of the view, and a stager copies any
+    part, while torch's own copy of several rows can fail.
 
-    **Lifetime.** Views keep the memory alive. It is freed when the region is closed or dropped, all views are gone, and
-    the events of `guard` are done: a thread unregisters one chunk at a time, with pauses. Each chunk may wait for the
-    device, and stop launches meanwhile, so close a region in idle moments. At the end of the process nothing is
-    unregistered, and a process that is killed leaves nothing behind.
+    **Lifetime.** Views keep the memory alive. It is freed when the region is closed or dropped, all
+    views are gone, and the events of `guard` are done: a thread unregisters one chunk at a time,
+    with pauses. Each chunk may wait for the device, and stop launches meanwhile, so close a region
+    in idle moments. At the end of the process nothing is unregistered, and a process that is killed
+    leaves nothing behind.
 
-    **Fork.** Ordinary regions aren't inherited by forked children: touching a view ends the child. Views of a region
-    with ``shared=True`` stay valid there, and `tensor` and `tree` work; `query`, `synchronize`, `guard` and `handle`
-    raise `PinningError`.
+    **Fork.** Ordinary regions aren't inherited by forked children: touching a view ends the child.
+    Views of a region with ``shared=True`` stay valid there, and `tensor` and `tree` work; `query`,
+    `synchronize`, `guard` and `handle` raise `PinningError`.
 
     Args:
         nbytes: an int, or text such as ``"48GiB"``; more than 0. Rounded up to whole pages.
         budget: the `HostBudget` that it counts against; None for none.
-        shared: whether other processes can map the same bytes, by `handle`. Such memory has pages of 4 KiB, unless
-            ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise`` or you ask for explicit huge pages.
-        numa_node: the NUMA node that pages are taken from; "auto" for the device's, None for the kernel's choice.
-        huge_pages: "auto" lets the kernel use huge pages where it can; if that is too slow, it is stopped, with a
-            warning. "2MiB" or "1GiB" takes explicit huge pages, which root has to reserve (``vm.nr_hugepages``).
-        chunk_bytes: size of a chunk. Smaller chunks stop neighbours for a shorter time, larger ones take less time in
-            all.
+        shared: whether other processes can map the same bytes, by `handle`. Such memory has pages
+            of 4 KiB, unless ``/sys/kernel/mm/transparent_hugepage/shmem_enabled`` is ``advise`` or
+            you ask for explicit huge pages.
+        numa_node: the NUMA node that pages are taken from; "auto" for the device's, None for the
+            kernel's choice.
+        huge_pages: "auto" lets the kernel use huge pages where it can; if that is too slow, it is
+            stopped, with a warning. "2MiB" or "1GiB" takes explicit huge pages, which root has to
+            reserve (``vm.nr_hugepages``).
+        chunk_bytes: size of a chunk. Smaller chunks stop neighbours for a shorter time, larger ones
+            take less time in all.
         row_bytes: chunks end at multiples of this number of bytes; None lets them end anywhere.
-        device: the device whose context page-locks; None for the current CUDA device, "cpu" for pageable memory. All
-            devices can copy from it.
+        device: the device whose context page-locks; None for the current CUDA device, "cpu" for
+            pageable memory. All devices can copy from it.
         progress: called from another thread as ``progress(ready_bytes, nbytes)``, after each chunk.
 
     Raises:
-        MemoryError: the machine or the control group has less memory left, or too few huge pages are reserved.
+        MemoryError: the machine or the control group has less memory left, or too few huge pages
+            are reserved.
         BudgetExceededError: the budget is smaller than the region.
         AcquireTimeoutError: the rest of the budget is in use.
         ValueError: a size is 0 or can't be read, or another argument has an invalid value.
         TypeError: `budget` is not a `HostBudget`.
 
-    Where CUDA refuses to register memory (confidential computing, some containers), a region that isn't shared takes
-    its memory from ``cudaHostAlloc``; then the constructor blocks for all of it. Without CUDA, or if that is refused
-    too, the region is pageable. `kind` and `reason` say which and why. If a later chunk is refused, all are
-    unregistered, a `StagingWarning` says so, and `synchronize` raises.
+    Where CUDA refuses to register memory (confidential computing, some containers), a region that
+    isn't shared takes its memory from ``cudaHostAlloc``; then the constructor blocks for all of it.
+    Without CUDA, or if that is refused too, the region is pageable. `kind` and `reason` say which
+    and why. If a later chunk is refused, all are unregistered, a `StagingWarning` says so, and
+    `synchronize` raises.
 
     All methods may be called from any thread.
     """
@@ -112,9 +120,16 @@ class HostRegion:
         plan = RegionPlan(size, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
         pieces = [(0, plan.nbytes, row or 1)]
         if nest is not None:
-            places = dict.fromkeys(leaf for leaf in nest.leaves if isinstance(leaf, Place) and leaf.nbytes)
-            pieces = [(place.offset, place.nbytes, row if row and has_rows_of(place, row) else 0) for place in places]
-        memory = HostRange(plan.nbytes, device, numa_node, shared=shared, huge_page_bytes=plan.huge_page_bytes)
+            places = dict.fromkeys(
+                leaf for leaf in nest.leaves if isinstance(leaf, Place) and leaf.nbytes
+            )
+            pieces = [
+                (place.offset, place.nbytes, row if row and has_rows_of(place, row) else 0)
+                for place in places
+            ]
+        memory = HostRange(
+            plan.nbytes, device, numa_node, shared=shared, huge_page_bytes=plan.huge_page_bytes
+        )
         self._begin(plan, memory, ends_of_chunks(pieces, memory.nbytes, plan.chunk_bytes), progress)
 
     @classmethod
@@ -133,12 +148,14 @@ class HostRegion:
     ) -> HostRegion:
         """Make a region with a place for each tensor of a tree; `tree` returns the views.
 
-        Chunks end where tensors end. A tensor of more than `chunk_bytes` is one chunk, unless its first dimension
-        advances by a multiple of `row_bytes`: then chunks end at multiples of it from the tensor's beginning.
+        Chunks end where tensors end. A tensor of more than `chunk_bytes` is one chunk, unless its
+        first dimension advances by a multiple of `row_bytes`: then chunks end at multiples of it
+        from the tensor's beginning.
 
         Args:
-            tree: containers as in a batch. Only shapes, dtypes and strides are read, so tensors may be on any device,
-                meta included. Dense strides are kept; other tensors become contiguous.
+            tree: containers as in a batch. Only shapes, dtypes and strides are read, so tensors may
+                be on any device, meta included. Dense strides are kept; other tensors become
+                contiguous.
             budget: see the class, as for all that follow.
             shared: see the class.
             numa_node: see the class.
@@ -154,18 +171,22 @@ class HostRegion:
         """
         nest: Any = arrange(tree)
         if not nest.nbytes:
-            raise ValueError("the tree has no tensor with elements; pass a size to make a region without a tree")
+            raise ValueError(
+                "the tree has no tensor with elements; pass a size to make a region without a tree"
+            )
         return cls(
-            nest, budget=budget, shared=shared, numa_node=numa_node, huge_pages=huge_pages, chunk_bytes=chunk_bytes,
-            row_bytes=row_bytes, device=device, progress=progress,
+            nest, budget=budget, shared=shared, numa_node=numa_node, huge_pages=huge_pages,
+            chunk_bytes=chunk_bytes, row_bytes=row_bytes, device=device, progress=progress,
         )  # fmt: skip
 
     @classmethod
-    def from_handle(cls, handle: RegionHandle, *, device: torch.device | str | int | None = None) -> HostRegion:
+    def from_handle(
+        cls, handle: RegionHandle, *, device: torch.device | str | int | None = None
+    ) -> HostRegion:
         """Map the region of another process, with the same chunks, and page-lock it in this one.
 
-        Blocks until the first chunk is page-locked. The memory is counted once in the region's budget, and lives until
-        all processes have closed it or ended.
+        Blocks until the first chunk is page-locked. The memory is counted once in the region's
+        budget, and lives until all processes have closed it or ended.
 
         Args:
             handle: from the region's `handle` in that process.
@@ -176,38 +197,57 @@ class HostRegion:
         """
         region = cls.__new__(cls)
         plan, page = handle._plan, handle._plan.huge_page_bytes
-        memory = HostRange(plan.nbytes, device, None, shared=True, huge_page_bytes=page, fd=handle._fd)
+        memory = HostRange(
+            plan.nbytes, device, None, shared=True, huge_page_bytes=page, fd=handle._fd
+        )
         region._begin(plan, memory, handle._ends, None)
         return region
 
     def _begin(
-        self, plan: RegionPlan, memory: HostRange, ends: tuple[int, ...], progress: Callable[[int, int], object] | None
+        self,
+        plan: RegionPlan,
+        memory: HostRange,
+        ends: tuple[int, ...],
+        progress: Callable[[int, int], object] | None,
     ) -> None:
         """Count the memory in the budget, begin to page-lock it, and arrange that it is freed."""
         self._plan = plan
         self._exporter: Any = None
         try:
-            inode = os.fstat(memory.fd).st_ino if memory.is_shared and memory.fd is not None else None
-            on_end = int if plan.budget is None else Claim(plan.budget, memory.nbytes, inode).release
+            inode = (
+                os.fstat(memory.fd).st_ino if memory.is_shared and memory.fd is not None else None
+            )
+            on_end = (
+                int if plan.budget is None else Claim(plan.budget, memory.nbytes, inode).release
+            )
         except BaseException:
             memory.free()
             raise
         self._chunks = Chunks(memory, ends, progress, on_end)
         self._chunks.start()
-        bytes_type: Any = type("RegionBytes", (ctypes.c_ubyte * plan.nbytes,), {"__slots__": ("chunks", "life")})
+        bytes_type: Any = type(
+            "RegionBytes", (ctypes.c_ubyte * plan.nbytes,), {"__slots__": ("chunks", "life")}
+        )
         exporter = bytes_type.from_address(memory.address)
-        exporter.chunks, exporter.life = self._chunks, np.empty(0)  # not the exporter: see `Lease._export`
+        exporter.chunks, exporter.life = (
+            self._chunks,
+            np.empty(0),
+        )  # not the exporter: see `Lease._export`
         reaper.watch(exporter.life, self._chunks.reap)
         self._exporter = exporter
 
     @property
     def nbytes(self) -> int:
-        """Bytes asked for, or up to the end of the tree's last tensor, without rounding up to whole pages."""
+        """Bytes asked for, or up to the end of the tree's last tensor, without rounding up to whole
+        pages.
+        """
         return self._plan.nbytes
 
     @property
     def kind(self) -> Literal["registered", "allocated", "pageable"]:
-        """How the memory is page-locked: by ``cudaHostRegister``, by ``cudaHostAlloc``, or not at all."""
+        """How the memory is page-locked: by ``cudaHostRegister``, by ``cudaHostAlloc``, or not at
+        all.
+        """
         return self._chunks.kind  # type: ignore[return-value]
 
     @property
@@ -216,9 +256,14 @@ class HostRegion:
         return self._chunks.reason
 
     def tensor(
-        self, shape: tuple[int, ...] | int | None = None, dtype: torch.dtype = torch.uint8, *, offset: int = 0
+        self,
+        shape: tuple[int, ...] | int | None = None,
+        dtype: torch.dtype = torch.uint8,
+        *,
+        offset: int = 0,
     ) -> torch.Tensor:
-        """Return a part of the region as a contiguous tensor, which keeps the memory alive. It holds zeros at first.
+        """Return a part of the region as a contiguous tensor, which keeps the memory alive. It
+        holds zeros at first.
 
         Args:
             shape: the tensor's; None for all elements from `offset` on, in one dimension.
@@ -241,8 +286,9 @@ class HostRegion:
         nbytes = math.prod(sizes) * size
         if offset < 0 or offset % size or offset + nbytes > self._plan.nbytes:
             raise ValueError(
-                f"a tensor of shape {list(sizes)} and {dtype} at byte {offset} doesn't fit the region: it needs "
-                f"{nbytes} bytes from a multiple of {size}, and the region has {self._plan.nbytes}"
+                f"a tensor of shape {list(sizes)} and {dtype} at byte {offset} doesn't fit the "
+                f"region: it needs {nbytes} bytes from a multiple of {size}, and the region has "
+                f"{self._plan.nbytes}"
             )
         place = Place(offset, nbytes, dtype, sizes, contiguous_stride(sizes))
         inside = self._chunks.inside(offset, offset + nbytes)
@@ -250,7 +296,8 @@ class HostRegion:
         return self._view(place)
 
     def tree(self) -> Any:
-        """Return the tree that `empty_like` was given, with views of the region in the places of its tensors.
+        """Return the tree that `empty_like` was given, with views of the region in the places of
+        its tensors.
 
         Other leaves are the same objects as in that tree. Views keep the memory alive.
 
@@ -260,17 +307,24 @@ class HostRegion:
         """
         if self._plan.nest is None:
             raise ValueError(
-                "the region has no tree: it was made from a size; use HostRegion.empty_like(tree), or tensor()"
+                "the region has no tree: it was made from a size; use "
+                "HostRegion.empty_like(tree), or tensor()"
             )
         structure, leaves, _ = self._plan.nest
-        views = {id(place): self._view(place) for place in leaves if isinstance(place, Place)}  # tied tensors share one
+        views = {
+            id(place): self._view(place) for place in leaves if isinstance(place, Place)
+        }  # tied tensors share one
         return structure.rebuild([views.get(id(leaf), leaf) for leaf in leaves])
 
     def _view(self, place: Place) -> torch.Tensor:
-        return tensor_over(self._check(inherits=True), place.dtype, place.shape, place.stride, place.offset)
+        return tensor_over(
+            self._check(inherits=True), place.dtype, place.shape, place.stride, place.offset
+        )
 
     def query(self) -> bool:
-        """Return whether `synchronize` returns, or raises, at once: all of the region is ready. Doesn't block."""
+        """Return whether `synchronize` returns, or raises, at once: all of the region is ready.
+        Doesn't block.
+        """
         self._check()
         return self._chunks.is_ready(self._plan.nbytes)
 
@@ -292,15 +346,18 @@ class HostRegion:
         size = self._plan.nbytes if nbytes is None else parse_bytes(nbytes)
         if size > self._plan.nbytes:
             raise ValueError(
-                f"the region has {self._plan.nbytes} bytes, fewer than the {size} to wait for; pass at most its nbytes"
+                f"the region has {self._plan.nbytes} bytes, fewer than the {size} to wait for; "
+                "pass at most its nbytes"
             )
         self._chunks.wait(size, timeout)
 
     def guard(self, event: Fence) -> None:
-        """Keep the memory until an event is done, even if the region and all views are dropped. Doesn't block.
+        """Keep the memory until an event is done, even if the region and all views are dropped.
+        Doesn't block.
 
-        Use it for copies that torch makes without waiting (``non_blocking=True``), and for your own kernels. A stager's
-        copies don't need it. Events that are done are dropped when another is added.
+        Use it for copies that torch makes without waiting (``non_blocking=True``), and for your own
+        kernels. A stager's copies don't need it. Events that are done are dropped when another is
+        added.
 
         Args:
             event: recorded behind the work; a stream works, too.
@@ -322,14 +379,16 @@ class HostRegion:
         self._check()
         memory = self._chunks.memory
         if not memory.is_shared or memory.fd is None:
-            raise ValueError("the region isn't shared: only a region made with shared=True has a handle")
+            raise ValueError(
+                "the region isn't shared: only a region made with shared=True has a handle"
+            )
         return RegionHandle(self._plan, self._chunks.ends, os.dup(memory.fd))
 
     def close(self) -> None:
         """Refuse new views, and free the memory when the last view is gone. May be called again.
 
-        Doesn't block: a thread unregisters the chunks. Each chunk may wait for the device (64 chunks took 13 s behind
-        kernels of 0.2 s), so call this in idle moments.
+        Doesn't block: a thread unregisters the chunks. Each chunk may wait for the device (64
+        chunks took 13 s behind kernels of 0.2 s), so call this in idle moments.
         """
         self._exporter = None
 
@@ -338,8 +397,8 @@ class HostRegion:
             raise PinningError("the region is closed; make another one")
         if os.getpid() != self._chunks.pid and not (inherits and self._chunks.memory.is_shared):
             raise PinningError(
-                "the region belongs to the parent of this forked process; make it with shared=True and use its views, "
-                "or pass its handle() to a process that is spawned"
+                "the region belongs to the parent of this forked process; make it with "
+                "shared=True and use its views, or pass its handle() to a process that is spawned"
             )
         return self._exporter
 
@@ -350,7 +409,9 @@ class HostRegion:
         self.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a region can't be copied or pickled: {self!r}; pass its handle() to other processes")
+        raise TypeError(
+            f"a region can't be copied or pickled: {self!r}; pass its handle() to other processes"
+        )
 
     def __repr__(self) -> str:
         ready = format_bytes(min(self._chunks.ready, self._plan.nbytes))
@@ -359,11 +420,13 @@ class HostRegion:
 
 
 class RegionHandle:
-    """Lets `HostRegion.from_handle` map a region in another process. A handle keeps the memory alive.
+    """Lets `HostRegion.from_handle` map a region in another process. A handle keeps the memory
+    alive.
 
-    Picklable by ``multiprocessing`` and ``torch.multiprocessing``, as an argument of a process or through a queue or
-    pipe: the descriptor of the memory is inherited, or sent over a socket of the process that pickles it. Pickle it
-    separately for each process: a pickle can be unpickled only once, and raises `PinningError` after that.
+    Picklable by ``multiprocessing`` and ``torch.multiprocessing``, as an argument of a process or
+    through a queue or pipe: the descriptor of the memory is inherited, or sent over a socket of the
+    process that pickles it. Pickle it separately for each process: a pickle can be unpickled only
+    once, and raises `PinningError` after that.
     """
 
     __slots__ = ("_ends", "_fd", "_plan")
@@ -383,8 +446,8 @@ def _received(plan: RegionPlan, ends: tuple[int, ...], shared: Any) -> RegionHan
         fd = shared.detach()
     except (AuthenticationError, EOFError, OSError) as error:
         raise PinningError(
-            f"the handle of a region can't be unpickled: {error!r}; unpickle each pickle once, in a "
-            "process of the same program, while the process that pickled it lives"
+            f"the handle of a region can't be unpickled: {error!r}; unpickle each pickle once, in "
+            "a process of the same program, while the process that pickled it lives"
         ) from error
     return RegionHandle(plan, ends, fd)
 

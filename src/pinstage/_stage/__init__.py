@@ -3,16 +3,25 @@
 ::
 
     batch --describe--> table, tensors
-    acquire a host slab --pack--> bytes in place --copy, on the stager's stream--> tensors and blocks --> leaves
-                    |                                |
-                    +---- release(after=event) ------+---- event: the consumer's stream waits for it, not the host
+    acquire a host slab --pack--> bytes in place --copy--> tensors and blocks --> leaves
+                    |                              |
+                    +---- release(after=event) ----+---- event: the consumer's stream waits
 
 A few small leaves, and batches of at most 64 KiB, take no slab; see `Sender`.
 
 This package joins the pool, which counts bytes, and the layout, which knows shapes.
 """
 
-from ._device import Arrival, EventGroup, HostCopy, Target, Targets, shared_targets, target_for, wait_here
+from ._device import (
+    Arrival,
+    EventGroup,
+    HostCopy,
+    Target,
+    Targets,
+    shared_targets,
+    target_for,
+    wait_here,
+)
 from ._frames import clear_own_frames
 from ._hand_over import HandOver
 from ._prefetch import Prefetcher

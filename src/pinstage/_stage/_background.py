@@ -1,7 +1,8 @@
 """Reads a source and stages its batches in a thread, ahead of the loop.
 
-The source's ``next()`` may sleep or block forever, and nothing can end it. While the thread is in ``next()``, only a
-caller that is about to read the same source waits for it. While it stages, the end of the program waits for it, too.
+The source's ``next()`` may sleep or block forever, and nothing can end it. While the thread is in
+``next()``, only a caller that is about to read the same source waits for it. While it stages, the
+end of the program waits for it, too.
 """
 
 from __future__ import annotations
@@ -30,24 +31,30 @@ from ._device import Target
 from ._hand_over import HandOver
 
 _WAIT_SECONDS = 60.0
-"""Seconds that a pass waits for the thread of an earlier one, if the loader has no timeout of its own."""
+"""Seconds that a pass waits for the thread of an earlier one, if the loader has no timeout of its
+own.
+"""
 
 _GRACE_SECONDS = 0.2
-"""Seconds that the end of the program waits for a thread to leave the source, and again for it to end by an exception.
-Before Python 3.14, a thread that wants the interpreter lock during finalisation is ended where it is. In a call of
-torch, its C++ then aborts the process. A thread that sleeps or waits for workers is in C, and can be left behind."""
+"""Seconds that the end of the program waits for a thread to leave the source, and again for it to
+end by an exception. Before Python 3.14, a thread that wants the interpreter lock during
+finalisation is ended where it is. In a call of torch, its C++ then aborts the process. A thread
+that sleeps or waits for workers is in C, and can be left behind."""
 
 _threads: dict[Any, weakref.ref[Reading]] = {}
 """The pass of each running thread, by the lock that the thread holds until its end."""
 
 
 def surroundings_of(target: Target) -> Callable[..., None]:
-    """Return a function that calls another one, in another thread, with the present settings of the calling thread.
+    """Return a function that calls another one, in another thread, with the present settings of the
+    calling thread.
 
     Only the current stream differs: it is the target's own, which then carries all copies.
     """
     device, grad = as_called_here(), torch.is_grad_enabled()
-    modes: list[AbstractContextManager[Any]] = [torch.inference_mode(torch.is_inference_mode_enabled())]
+    modes: list[AbstractContextManager[Any]] = [
+        torch.inference_mode(torch.is_inference_mode_enabled())
+    ]
     default = torch.get_default_device()
     if default.type != "cpu":
         modes.append(default)
@@ -80,13 +87,14 @@ class _Stopped(Exception):  # noqa: N818
 class Reading:
     """One pass over a source: batches are read and staged ahead, and handed over in order.
 
-    The loop's thread reads them when it asks for a batch. After `start`, another thread reads them. That thread refers
-    to the pass only while it has something to do. Otherwise, a pass in a cycle of garbage would be kept alive by its
-    own thread.
+    The loop's thread reads them when it asks for a batch. After `start`, another thread reads them.
+    That thread refers to the pass only while it has something to do. Otherwise, a pass in a cycle
+    of garbage would be kept alive by its own thread.
 
     Args:
         source: the iterable, which identifies other passes over it.
-        read: runs the source's code: returns a batch and the source's state after it, or None at the end.
+        read: runs the source's code: returns a batch and the source's state after it, or None at
+            the end.
         stage: stages the batch.
         depth: number of batches that may wait.
     """
@@ -95,7 +103,11 @@ class Reading:
     """The thread's identifier."""
 
     def __init__(
-        self, source: object, read: Callable[[], tuple[Any, Any] | None], stage: Callable[[Any], Any], depth: int
+        self,
+        source: object,
+        read: Callable[[], tuple[Any, Any] | None],
+        stage: Callable[[Any], Any],
+        depth: int,
     ) -> None:
         self.source = source
         self._read = read
@@ -124,22 +136,26 @@ class Reading:
             del _threads[until_the_end]
             return
         self._pid = os.getpid()
-        for _ in range(self._depth - 1):  # `advance` adds one when the loop has taken the batch that is ready
+        for _ in range(
+            self._depth - 1
+        ):  # `advance` adds one when the loop has taken the batch that is ready
             self.advance()
 
     def get(self) -> Any:
-        """Return the next batch, staged, and the source's state after it. Blocks until the batch is there.
+        """Return the next batch, staged, and the source's state after it. Blocks until the batch is
+        there.
 
         Raises:
             PinstageError: this process is a forked child.
-            BaseException: the source or staging failed; raised after the batches before it. `Exhausted` after the last.
+            BaseException: the source or staging failed; raised after the batches before it.
+                `Exhausted` after the last.
         """
         if self._pid is not None:
             if os.getpid() != self._pid:
                 raise PinstageError(
-                    f"cannot continue a pass of process {self._pid} in process {os.getpid()}: the thread that reads "
-                    f"the {type(self.source).__name__} is not in a forked child; begin a pass with a stager of this "
-                    "process"
+                    f"cannot continue a pass of process {self._pid} in process {os.getpid()}: the "
+                    f"thread that reads the {type(self.source).__name__} is not in a forked child; "
+                    "begin a pass with a stager of this process"
                 )
             try:
                 return self._ready.get()
@@ -170,7 +186,9 @@ class Reading:
         self._room.put(None)
 
     def leave(self) -> None:
-        """Drop the batches that wait, and make the thread end. Does not block; finalisers call it."""
+        """Drop the batches that wait, and make the thread end. Does not block; finalisers call
+        it.
+        """
         self.is_left = True
         self.stop()
         self._ready = HandOver()
@@ -194,7 +212,9 @@ class Reading:
         if self._is_stopped:
             self._ready.put(_Stopped())
             if self.is_left:
-                del self._read  # perhaps the last reference to a generator: closing it runs the source's code
+                del (
+                    self._read
+                )  # perhaps the last reference to a generator: closing it runs the source's code
             return False
         read: tuple[Any, Any] | BaseException | None = None
         try:
@@ -214,7 +234,9 @@ class Reading:
             del running[self]
 
 
-def _serve(call: Callable[..., None], me: weakref.ref[Reading], room: SimpleQueue[Any], until_the_end: Any) -> None:
+def _serve(
+    call: Callable[..., None], me: weakref.ref[Reading], room: SimpleQueue[Any], until_the_end: Any
+) -> None:
     try:
         call(_work, me, room)
     except BaseException as error:  # noqa: BLE001 - of `surroundings_of`; the loop waits for it
@@ -236,16 +258,19 @@ def _work(me: weakref.ref[Reading], room: SimpleQueue[Any]) -> None:
         del reading
 
 
-# -- one thread at a time in a source ----------------------------------------------------------------------------------
+# -- one thread at a time in a source --------------------------------------------------------------
 
 
 def stop_reading(source: object) -> None:
-    """End any thread that reads a source, since the caller is about to. Blocks until its ``next()`` has returned.
+    """End any thread that reads a source, since the caller is about to. Blocks until its ``next()``
+    has returned.
 
-    Two threads on one iterator, such as that of a torch loader with persistent workers, would lose batches.
+    Two threads on one iterator, such as that of a torch loader with persistent workers, would lose
+    batches.
 
     Raises:
-        PinstageError: ``next()`` did not return within the loader's ``timeout``, or within a minute.
+        PinstageError: ``next()`` did not return within the loader's ``timeout``, or within a
+            minute.
     """
     for until_the_end, reading in _readings():
         if reading.source is not source:
@@ -254,8 +279,9 @@ def stop_reading(source: object) -> None:
         seconds = float(source.timeout if isinstance(source, DataLoader) else 0) or _WAIT_SECONDS
         if not until_the_end.acquire(timeout=seconds):
             raise PinstageError(
-                f"cannot read the {type(source).__name__}: the thread of an earlier pass has not left it after "
-                f"{seconds:g} s{_place_of(reading.thread)}; find out what it waits for, or pass background=False"
+                f"cannot read the {type(source).__name__}: the thread of an earlier pass has not "
+                f"left it after {seconds:g} s{_place_of(reading.thread)}; find out what it waits "
+                "for, or pass background=False"
             )
         until_the_end.release()
 
@@ -273,7 +299,7 @@ def _place_of(thread: int) -> str:
     return f", in {frame.f_code.co_qualname} ({frame.f_code.co_filename}, line {frame.f_lineno})"
 
 
-# -- the end -----------------------------------------------------------------------------------------------------------
+# -- the end ---------------------------------------------------------------------------------------
 
 
 @atexit.register  # runs before the reaper's, which waits for running tasks
@@ -282,7 +308,9 @@ def _end() -> None:
         reading.stop()
     if _are_left() and sys.version_info < (3, 14):
         for _, reading in _readings():
-            if reading not in running:  # the exception ends a loop over calls of torch between two calls
+            if (
+                reading not in running
+            ):  # the exception ends a loop over calls of torch between two calls
                 thread, error = ctypes.c_ulong(reading.thread), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
         _are_left()

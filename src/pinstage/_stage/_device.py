@@ -1,4 +1,4 @@
-"""Devices for staging, CUDA and the CPU: streams and events, copies to the device, and copies from it."""
+"""Devices for staging, CUDA and the CPU: streams, events, and copies to and from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .._pool import Fence
 from .._steps import NOTHING
 from ..errors import CudaUnavailableError
 
-# -- streams and events ------------------------------------------------------------------------------------------------
+# -- streams and events ----------------------------------------------------------------------------
 
 E = TypeVar("E", bound=torch.cuda.Event)
 
@@ -38,13 +38,17 @@ UNSHARED = next(map(sys.getrefcount, [object()]))
 """The result of `sys.getrefcount`, called in this way, for an object that only a list refers to."""
 
 _TYPES = ATOM_TYPES, WRAPPERS
-"""Types of leaves that stay as they are, and types of wrappers, whose contents are used without them."""
+"""Types of leaves that stay as they are, and types of wrappers, whose contents are used without
+them.
+"""
 
 _NO_CONTEXT = 201
 """``CUDA_ERROR_INVALID_CONTEXT``: no device is current for the driver in this thread."""
 
 _EVENTS_KEPT = 32
-"""Number of events that a cache keeps even while they are in use. A loop that runs ahead needs a dozen."""
+"""Number of events that a cache keeps even while they are in use. A loop that runs ahead needs a
+dozen.
+"""
 
 
 def on_stream(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
@@ -73,17 +77,19 @@ class _OnStream:
 
 @contextmanager
 def _on_device_and_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Do what ``torch.cuda.stream`` does for a stream of another device, but create no context on the previous device.
+    """Do what ``torch.cuda.stream`` does for a stream of another device, but create no context on
+    the previous device.
 
-    ``torch.cuda.stream`` restores that device by ``cudaSetDevice``, which creates a context since CUDA 12.
-    ``torch.cuda.device`` checks first whether there is a context.
+    ``torch.cuda.stream`` restores that device by ``cudaSetDevice``, which creates a context since
+    CUDA 12. ``torch.cuda.device`` checks first whether there is a context.
     """
     with torch.cuda.device(stream.device_index), _OnStream(stream):
         yield
 
 
 class EventCache(Generic[E]):
-    """Events of one device, each recorded again when nothing else refers to it, which is faster than making a new one.
+    """Events of one device, each recorded again when nothing else refers to it, which is faster
+    than making a new one.
 
     May be used by several threads.
 
@@ -114,25 +120,27 @@ class EventCache(Generic[E]):
         return event
 
 
-# -- to a device -------------------------------------------------------------------------------------------------------
+# -- to a device -----------------------------------------------------------------------------------
 
 
 AT_ONCE_BYTES = _native.core.AT_ONCE_BYTES
-"""Copies of at most this size to a device are asynchronous with respect to the host, from pageable memory too (CUDA
-Programming Guide, Asynchronous Concurrent Execution). The driver keeps the bytes until the stream reaches the copy.
-Without a slab and a second stream, four leaves of 1 KiB take 0.03 ms instead of 0.05 ms."""
+"""Copies of at most this size to a device are asynchronous with respect to the host, from pageable
+memory too (CUDA Programming Guide, Asynchronous Concurrent Execution). The driver keeps the bytes
+until the stream reaches the copy. Without a slab and a second stream, four leaves of 1 KiB take
+0.03 ms instead of 0.05 ms."""
 
 
 MOST_FEW = _native.core.MOST_FEW
 """The most tensors that `Target.move_few` copies."""
 
 _MARKED_COPIES, _MARKED_BYTES = 256, 1024 * 1024
-"""A quarter of the copies that the driver holds for a stream that hasn't reached them: it holds 1,021 copies, or
-4,000 KiB, on an H100 with driver 580. The next copy waits for the device."""
+"""A quarter of the copies that the driver holds for a stream that hasn't reached them: it holds
+1,021 copies, or 4,000 KiB, on an H100 with driver 580. The next copy waits for the device."""
 
 
 class AtOnce:
-    """Marks copies from ordinary memory that the driver may still hold. A guess if several threads send.
+    """Marks copies from ordinary memory that the driver may still hold. A guess if several threads
+    send.
 
     Args:
         record: marks this point of the current stream.
@@ -187,19 +195,24 @@ class Arrival(NamedTuple):
 class Target:
     """A device that batches are copied to, and tensors are copied from.
 
-    This base class is the CPU: a copy is done when the call returns. May be used by several threads.
+    This base class is the CPU: a copy is done when the call returns. May be used by several
+    threads.
     """
 
     device = torch.device("cpu")
     stream: Any = None
-    """Our stream for copies to the device, idle when no copy is under way; None for a device without streams."""
+    """Our stream for copies to the device, idle when no copy is under way; None for a device
+    without streams.
+    """
     out_stream: Any = None
     """Our stream for copies from the device: the bus carries both directions at once."""
 
     # -- streams
 
     def is_capturing(self) -> bool:
-        """Return whether a graph is being captured on the caller's current stream. Don't query events then."""
+        """Return whether a graph is being captured on the caller's current stream. Don't query
+        events then.
+        """
         return False
 
     def selected(self) -> AbstractContextManager[Any]:
@@ -211,14 +224,18 @@ class Target:
         return NOTHING
 
     def in_background(self) -> AbstractContextManager[Any]:
-        """Make the device current in our thread, which may send and query events even while other threads capture."""
+        """Make the device current in our thread, which may send and query events even while other
+        threads capture.
+        """
         return NOTHING
 
     def use_own_stream(self) -> None:
         """Make `stream` current for all further work of this thread on the device."""
 
     def consumer(self, stream: Any) -> Any:  # noqa: ARG002
-        """Return the given stream, or the current one for None; None for a device without streams."""
+        """Return the given stream, or the current one for None; None for a device without
+        streams.
+        """
         return None
 
     def is_default(self) -> bool:
@@ -233,7 +250,8 @@ class Target:
         """Make a stream wait for an event."""
 
     def hand_over(self, event: Fence | None, tensors: list[torch.Tensor], consumer: Any) -> None:
-        """Make the consumer's stream wait for an event, and keep tensors' memory while that stream uses it.
+        """Make the consumer's stream wait for an event, and keep tensors' memory while that stream
+        uses it.
 
         Args:
             event: the result of `record`.
@@ -244,7 +262,8 @@ class Target:
     # -- to the device
 
     def blocks(self, table: Table, sharing: Sharing, stream: Any) -> Blocks:  # noqa: ARG002
-        """Make the tensors of a batch, whose memory belongs to a stream. The device must be `selected`.
+        """Make the tensors of a batch, whose memory belongs to a stream. The device must be
+        `selected`.
 
         Args:
             table: the batch's table.
@@ -253,24 +272,31 @@ class Target:
         """
         return make_blocks(table, sharing, self.device)
 
-    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
-        """Copy a few small leaves, each to its own tensor, on the current stream. Returns when they have been read.
+    def move_few(
+        self, leaves: list[Any], existing: list[Any] | None = None
+    ) -> tuple[list[Any], int, int, int] | None:
+        """Copy a few small leaves, each to its own tensor, on the current stream. Returns when they
+        have been read.
 
         Args:
             leaves: the leaves of a batch.
             existing: the destination of each leaf, in the same order; None makes new tensors.
 
         Returns:
-            The leaves of the result, the number of copied leaves, their bytes, and the number of copies. None if the
-            leaves are too many, too large, or not plain, if the stream is captured, or if the copies would wait for the
-            device.
+            The leaves of the result, the number of copied leaves, their bytes, and the number of
+            copies. None if the leaves are too many, too large, or not plain, if the stream is
+            captured, or if the copies would wait for the device.
         """
         return _native.core.move_few(leaves, _TYPES, 0, 0, 0, existing)  # type: ignore[no-any-return]
 
-    def copy(self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool) -> int:
-        """Copy bytes of a host slab to their places; return the number of copies. The device must be `selected`.
+    def copy(
+        self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool
+    ) -> int:
+        """Copy bytes of a host slab to their places; return the number of copies. The device must
+        be `selected`.
 
-        This doesn't call torch's ``copy_``, whose threads wait for busy CPUs, for milliseconds at a time.
+        This doesn't call torch's ``copy_``, whose threads wait for busy CPUs, for milliseconds at a
+        time.
 
         Args:
             blocks: the batch's blocks.
@@ -284,14 +310,19 @@ class Target:
         copies = blocks.copy(*args)
         return copies if copies >= 0 else self._again(copies, blocks.copy, *args)
 
-    def copy_leaves(self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any) -> int:
-        """Copy ranges of leaves, given as in `Borrowed.leaves`, from page-locked memory; otherwise as `copy`."""
+    def copy_leaves(
+        self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any
+    ) -> int:
+        """Copy ranges of leaves, given as in `Borrowed.leaves`, from page-locked memory; otherwise
+        as `copy`.
+        """
         args = leaves, getattr(stream, "cuda_stream", 0)
         copies = blocks.copy_leaves(*args)
         return copies if copies >= 0 else self._again(copies, blocks.copy_leaves, *args)
 
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
-        """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when the call returns.
+        """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when
+        the call returns.
 
         The stream must not be captured. Otherwise as `copy`.
         """
@@ -312,7 +343,8 @@ class Target:
     def _again(self, code: int, send: Callable[..., Any], *args: Any) -> Any:
         """Copy again if the driver has no current device in this thread; raise any other error.
 
-        Calls of CUDA's runtime set that device, but torch's allocator makes no such call while it has free memory.
+        Calls of CUDA's runtime set that device, but torch's allocator makes no such call while it
+        has free memory.
         """
         if code == -_NO_CONTEXT:
             make_current(self.device.index)
@@ -324,29 +356,37 @@ class Target:
 
     # -- to the host, and back
 
-    def to_host(self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None) -> Fence | None:  # noqa: ARG002
+    def to_host(
+        self,
+        copies: Sequence[HostCopy],
+        *,
+        hold: bool = True,  # noqa: ARG002
+        after: Any = None,  # noqa: ARG002
+    ) -> Fence | None:
         """Copy to the host, behind all work queued on the caller's current stream.
 
         Args:
             copies: sources and destinations.
-            hold: whether later work on that stream waits for the copies of the caller's own tensors. Then these may be
-                changed or freed as if the copies were work of that stream. If not, the caller keeps them, unchanged,
-                until the event is done.
+            hold: whether later work on that stream waits for the copies of the caller's own
+                tensors. Then these may be changed or freed as if the copies were work of that
+                stream. If not, the caller keeps them, unchanged, until the event is done.
             after: an event that the copies have to wait for, too.
 
         Returns:
-            The event behind the copies; None if they are done when the call returns. If the call raises, it has waited
-            for the copies that it had started.
+            The event behind the copies; None if they are done when the call returns. If the call
+            raises, it has waited for the copies that it had started.
         """
         for there, here, _ in copies:  # not torch's ``copy_``, as in `copy`
             ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
         return None
 
     def bring_back(self, here: torch.Tensor, after: Any) -> Arrival:  # noqa: ARG002
-        """Copy to the device, into new memory of the caller's current stream. That stream doesn't wait for the copy.
+        """Copy to the device, into new memory of the caller's current stream. That stream doesn't
+        wait for the copy.
 
-        The memory belongs to that stream, so that it is reused in that stream's order. Memory of our own stream could
-        not be reused until the host has seen the consumer's work end, so a host that runs ahead would run out of it.
+        The memory belongs to that stream, so that it is reused in that stream's order. Memory of
+        our own stream could not be reused until the host has seen the consumer's work end, so a
+        host that runs ahead would run out of it.
 
         Args:
             here: uint8 ``[n]`` on the host. Keep it, unchanged, until the event is done.
@@ -358,9 +398,13 @@ class Target:
         return Arrival(there, None, None)
 
     def take(self, arrival: Arrival) -> None:
-        """Make the caller's current stream wait for a copy, and keep the copy's memory while that stream uses it."""
+        """Make the caller's current stream wait for a copy, and keep the copy's memory while that
+        stream uses it.
+        """
         consumer = self.consumer(None)
-        self.hand_over(arrival.event, [] if arrival.stream == consumer else [arrival.there], consumer)
+        self.hand_over(
+            arrival.event, [] if arrival.stream == consumer else [arrival.there], consumer
+        )
 
     def wait_for(self, event: Fence | None) -> None:
         """Make the caller's current stream wait for an event."""
@@ -370,14 +414,16 @@ class Target:
 class CudaTarget(Target):
     """A GPU, with our own streams for copies.
 
-    Device slabs are made on the copy stream. Memory made on the consumer's stream may still be in use by earlier work
-    there, so the copy would have to wait for that work, and nothing would overlap.
+    Device slabs are made on the copy stream. Memory made on the consumer's stream may still be in
+    use by earlier work there, so the copy would have to wait for that work, and nothing would
+    overlap.
     """
 
     def __init__(self, device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise CudaUnavailableError(
-                f"CUDA is not available: cannot stage to {device}; use device='cpu', or see torch.cuda"
+                f"CUDA is not available: cannot stage to {device}; use device='cpu', or see "
+                "torch.cuda"
             )
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
@@ -385,11 +431,11 @@ class CudaTarget(Target):
         self._cuda, self._default = cuda_calls(), ids_of(torch.cuda.default_stream(self.device))
         if not _native.core.find_driver():
             raise CudaUnavailableError(
-                f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not loaded; use "
-                "device='cpu', or move batches by .to()"
+                f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not "
+                "loaded; use device='cpu', or move batches by .to()"
             )
-        # Attributes instead of methods, which saves a call. None refers to `self`: a forked child whose garbage
-        # collector frees the events of a cycle would be ended.
+        # Attributes instead of methods, which saves a call. None refers to `self`: a forked child
+        # whose garbage collector frees the events of a cycle would be ended.
         self.is_capturing = torch.cuda.is_current_stream_capturing  # type: ignore[method-assign]
         self.record = record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
         at_once = AtOnce(lambda: record(torch.cuda.current_stream()))
@@ -399,7 +445,11 @@ class CudaTarget(Target):
 
     def selected(self) -> AbstractContextManager[Any]:
         """See `Target`."""
-        return NOTHING if self._cuda.device() == self.device.index else torch.cuda.device(self.device.index)
+        return (
+            NOTHING
+            if self._cuda.device() == self.device.index
+            else torch.cuda.device(self.device.index)
+        )
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         """See `Target`."""
@@ -416,7 +466,9 @@ class CudaTarget(Target):
             self._cuda.set_stream(*ids_of(self.stream))
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
-        """See `Target`. Keeps the last current stream, since making a new object for it is ten times slower."""
+        """See `Target`. Keeps the last current stream, since making a new object for it is ten
+        times slower.
+        """
         if stream is not None:
             return stream
         ids = self._cuda.stream(self.device.index)
@@ -434,12 +486,16 @@ class CudaTarget(Target):
         """See `Target`."""
         event.wait(stream)
 
-    def hand_over(self, event: Any, tensors: list[torch.Tensor], consumer: torch.cuda.Stream) -> None:
+    def hand_over(
+        self, event: Any, tensors: list[torch.Tensor], consumer: torch.cuda.Stream
+    ) -> None:
         """See `Target`."""
         if event is not None:
             event.wait(consumer)
         for tensor in tensors:
-            if tensor.is_cuda:  # or the allocator could reuse the block while the consumer still uses it
+            if (
+                tensor.is_cuda
+            ):  # or the allocator could reuse the block while the consumer still uses it
                 tensor.record_stream(consumer)
 
     def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:
@@ -447,11 +503,15 @@ class CudaTarget(Target):
         with _OnStream(stream) if stream is self.stream else NOTHING:
             return make_blocks(table, sharing, self.device)
 
-    def move_few(self, leaves: list[Any], existing: list[Any] | None = None) -> tuple[list[Any], int, int, int] | None:
+    def move_few(
+        self, leaves: list[Any], existing: list[Any] | None = None
+    ) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
         index = self.device.index
         stream = self._cuda.raw_stream(index)
-        if self._cuda.device() != index or (stream and torch.cuda.is_current_stream_capturing()):  # 0 is never captured
+        if self._cuda.device() != index or (
+            stream and torch.cuda.is_current_stream_capturing()
+        ):  # 0 is never captured
             return None
         if self._marks and not self.has_room():  # queries events, which would break a capture
             return None
@@ -464,7 +524,9 @@ class CudaTarget(Target):
             self.sent_at_once(copies, min(nbytes, copies * AT_ONCE_BYTES))
         return moved  # type: ignore[no-any-return]
 
-    def to_host(self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None) -> Fence | None:
+    def to_host(
+        self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None
+    ) -> Fence | None:
         """See `Target`."""
         consumer, stream = self.consumer(None), self.out_stream
         self.wait(self.record(consumer), stream)
@@ -474,7 +536,9 @@ class CudaTarget(Target):
             with on_stream(stream):
                 for there, here, owned in copies:
                     here.copy_(there, non_blocking=True)
-                    if owned:  # freed when this call returns; the allocator has to wait for the copy
+                    if (
+                        owned
+                    ):  # freed when this call returns; the allocator has to wait for the copy
                         there.record_stream(stream)
             event = self.record(stream)
         except BaseException:
@@ -502,14 +566,15 @@ class CudaTarget(Target):
 
 
 class Targets:
-    """Devices that tensors are fetched from. Each target is made when it is first needed. Safe for several threads.
+    """Devices that tensors are fetched from. Each target is made when it is first needed. Safe for
+    several threads.
 
     Args:
         known: targets that exist already.
 
     Attributes:
-        gatherings: arrangements of the leaves of trees, by offset table. A loop fetches the same few kinds of trees
-            over and over, and arranging a thousand leaves takes a millisecond.
+        gatherings: arrangements of the leaves of trees, by offset table. A loop fetches the same
+            few kinds of trees over and over, and arranging a thousand leaves takes a millisecond.
     """
 
     def __init__(self, *known: Target) -> None:
@@ -520,7 +585,9 @@ class Targets:
         """Return the target for a device that tensors are on."""
         target = self._made.get(device)
         if target is None:  # no lock: if two threads make one, one of them is used
-            target = self._made.setdefault(device, CudaTarget(device) if device.type == "cuda" else Target())
+            target = self._made.setdefault(
+                device, CudaTarget(device) if device.type == "cuda" else Target()
+            )
         return target
 
 
@@ -529,7 +596,8 @@ shared_targets = Targets()
 
 
 def target_for(device: torch.device | str | int | None) -> Target:
-    """Return the target for a device; for None, the current CUDA device if there is one, else the CPU.
+    """Return the target for a device; for None, the current CUDA device if there is one, else the
+    CPU.
 
     Raises:
         ValueError: the device is neither a CUDA device nor the CPU.
@@ -566,7 +634,9 @@ class EventGroup:
 
 
 def wait_here(event: Fence | None) -> None:
-    """Make the current stream of each device wait for its part of an event. The host doesn't wait."""
+    """Make the current stream of each device wait for its part of an event. The host doesn't
+    wait.
+    """
     for part in event.parts if isinstance(event, EventGroup) else [event]:
         if isinstance(part, DeviceEvent):
             part.wait(torch.cuda.current_stream(part.index))

@@ -9,7 +9,8 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def clear_own_frames(error: BaseException) -> None:
-    """Drop the local variables of this package's frames that an error keeps: views would keep their slab busy.
+    """Drop the local variables of this package's frames that an error keeps: views would keep their
+    slab busy.
 
     Frames of the user's code keep theirs, for a debugger.
     """

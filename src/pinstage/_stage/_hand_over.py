@@ -7,7 +7,9 @@ from typing import Any
 
 
 class HandOver:
-    """A queue of batches. An exception in it is raised when its turn comes. Finalisers may call `put`."""
+    """A queue of batches. An exception in it is raised when its turn comes. Finalisers may call
+    `put`.
+    """
 
     def __init__(self) -> None:
         self._items: SimpleQueue[Any] = SimpleQueue()
@@ -16,7 +18,9 @@ class HandOver:
         self.waiting = self._items.qsize
 
     def end(self, error: BaseException) -> None:
-        """Raise an exception from now on, behind the items put so far. Nothing else may be put afterwards."""
+        """Raise an exception from now on, behind the items put so far. Nothing else may be put
+        afterwards.
+        """
         self._end = error
         self.put(error)
 

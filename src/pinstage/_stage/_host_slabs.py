@@ -1,4 +1,4 @@
-"""Host slabs for one user of a pool, and the slower ways where the platform refuses to page-lock."""
+"""Host slabs for one user of a pool; the slower ways where page-locking is refused."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ LEAST_SLAB_BYTES = 1 << 20
 """Below this slab size, starting the copy of a part takes longer than copying its bytes."""
 
 _CALLER = 6
-"""Stack level of the warning of a refusal: the line that called `Stager.to_device`, or a frame near it."""
+"""Stack level of the warning of a refusal: the line that called `Stager.to_device`, or a frame near
+it.
+"""
 
 
 class HostSlabs:
     """Leases slabs of a pool under one owner's name.
 
-    Page-locking may be refused, for example in WSL or below a limit of locked memory. The first refusal is reported by
-    a `StagingWarning`.
+    Page-locking may be refused, for example in WSL or below a limit of locked memory. The first
+    refusal is reported by a `StagingWarning`.
 
     Args:
         pool: the pool.
@@ -55,10 +57,11 @@ class HostSlabs:
             check_open(self.pool)
 
     def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
-        """Lease a slab, or a smaller one if page-locking is refused. Blocks while the pool is at its cap.
+        """Lease a slab, or a smaller one if page-locking is refused. Blocks while the pool is at
+        its cap.
 
-        A smaller slab has at least `LEAST_SLAB_BYTES`. If not even that can be page-locked, the slab is pageable, and
-        has `nbytes`.
+        A smaller slab has at least `LEAST_SLAB_BYTES`. If not even that can be page-locked, the
+        slab is pageable, and has `nbytes`.
 
         Args:
             nbytes: its size.
@@ -75,13 +78,16 @@ class HostSlabs:
                 raise
             except REFUSALS as error:
                 if size == nbytes:
-                    self._note_refusal(nbytes, error, "the batch is sent in parts through a smaller slab")
+                    self._note_refusal(
+                        nbytes, error, "the batch is sent in parts through a smaller slab"
+                    )
             size //= 2
             if size < LEAST_SLAB_BYTES:
                 return self._acquire_pageable(nbytes)
 
     def lease_whole(self, nbytes: int) -> Lease:
-        """Lease a slab of `nbytes`, pageable if page-locking is refused. Blocks while the pool is at its cap.
+        """Lease a slab of `nbytes`, pageable if page-locking is refused. Blocks while the pool is
+        at its cap.
 
         Raises:
             PoolError: as `SlabPool.acquire`.
@@ -105,8 +111,8 @@ class HostSlabs:
             return self.pool.acquire(nbytes, timeout=timeout, owner=self._owner)
         except AcquireTimeoutError as error:
             error.add_note(
-                "results of Stager.fetch(copy=False) hold their slabs until their tensors are freed: drop them sooner, "
-                "or leave copy=False out"
+                "results of Stager.fetch(copy=False) hold their slabs until their tensors are "
+                "freed: drop them sooner, or leave copy=False out"
             )
             raise
 
@@ -116,7 +122,8 @@ class HostSlabs:
             if self._pageable is None:
                 self._pageable = SlabPool(self.pool.max_bytes, memory=PageableMemory())
         warn_once(
-            "a stager falls back to pageable memory, which is slow: nothing can be page-locked; see `pinstage doctor`"
+            "a stager falls back to pageable memory, which is slow: nothing can be page-locked; "
+            "see `pinstage doctor`"
         )
         return self._pageable.acquire(nbytes, timeout=self._timeout, owner=self._owner)
 
@@ -127,8 +134,8 @@ class HostSlabs:
             is_first = self.refusals == 1
         if is_first:
             warnings.warn(
-                f"page-locking of {format_bytes(nbytes)} was refused, {consequence}: {error}; {remedy(nbytes)}; this "
-                "warning is shown once",
+                f"page-locking of {format_bytes(nbytes)} was refused, {consequence}: {error}; "
+                f"{remedy(nbytes)}; this warning is shown once",
                 StagingWarning,
                 stacklevel=_CALLER,
             )

@@ -16,23 +16,31 @@ else:
 
 
 class NotABatch:
-    """A base of transfers: an operation that only its batch supports raises an error that names the missing call."""
+    """A base of transfers: an operation that only its batch supports raises an error that names the
+    missing call.
+    """
 
     __slots__ = ()
 
     if not TYPE_CHECKING:  # a type checker finds it by itself
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"{_missing(self)}has no {name!r}; call wait() for the batch", name=name, obj=self)
+            raise AttributeError(
+                f"{_missing(self)}has no {name!r}; call wait() for the batch", name=name, obj=self
+            )
 
         def __getitem__(self, key: Any) -> NoReturn:
-            raise TypeError(f"{_missing(self)}cannot be indexed by {key!r}; call wait() for the batch")
+            raise TypeError(
+                f"{_missing(self)}cannot be indexed by {key!r}; call wait() for the batch"
+            )
 
         def __iter__(self) -> NoReturn:
             raise TypeError(f"{_missing(self)}cannot be iterated over; call wait() for the batch")
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns")
+        raise TypeError(
+            f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns"
+        )
 
 
 def _missing(transfer: NotABatch) -> str:

@@ -2,9 +2,10 @@
 
 ::
 
-    batch --stage--> device slab --Transfer.wait(): one copy on the device, on the consumer's stream--> out
+    batch --stage--> device slab --Transfer.wait(): one copy, on the consumer's stream--> out
 
-So a batch crosses the bus while `out` is still in use, for example by a CUDA graph that reads the batch before it.
+So a batch crosses the bus while `out` is still in use, for example by a CUDA graph that reads the
+batch before it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from .._compat.calls import copy_each
 from ..errors import LayoutError
 
 Span: TypeAlias = tuple[int, int]
-"""The addresses of a tensor's first byte, and of the byte behind its last; -1 if only torch knows them."""
+"""The addresses of a tensor's first byte, and of the byte behind its last; -1 if only torch knows
+them.
+"""
 
 _MOST_PATHS = 8
 """The most paths that a note names."""
@@ -64,11 +67,14 @@ class Destinations:
         as_they_are: the leaves, by number, whose bytes in a slab are those of their destination.
 
     Raises:
-        LayoutError: `out` has another structure or shape; or a destination isn't a tensor, is on another device, is
-            expanded, requires grad, would need a cast that torch doesn't have, or is also that of another leaf.
+        LayoutError: `out` has another structure or shape; or a destination isn't a tensor, is on
+            another device, is expanded, requires grad, would need a cast that torch doesn't have,
+            or is also that of another leaf.
     """
 
-    def __init__(self, parts: Parts, out: Any, device: torch.device, elsewhere: Sequence[Table] = ()) -> None:
+    def __init__(
+        self, parts: Parts, out: Any, device: torch.device, elsewhere: Sequence[Table] = ()
+    ) -> None:
         self.structure, self._device = parts.structure, device
         self._tables = parts.table, *elsewhere
         existing = in_order(parts.structure, out)
@@ -91,7 +97,9 @@ class Destinations:
         self._order(spans)
 
     def is_opaque(self, index: int) -> bool:
-        """Return whether only ``Tensor.copy_`` can write a destination: it is sparse, of a subclass, or conjugated."""
+        """Return whether only ``Tensor.copy_`` can write a destination: it is sparse, of a
+        subclass, or conjugated.
+        """
         return index in self._shapes and not _is_plain(self.leaves[index])
 
     def leave_out(self, leaves: Iterable[int]) -> None:
@@ -111,13 +119,19 @@ class Destinations:
         """
         before = self._spans()
         matches, self._matches = self._matches, self._matched(self.leaves)
-        if self._matches == matches and all(self.leaves[i].shape == shape for i, shape in self._shapes.items()):
+        if self._matches == matches and all(
+            self.leaves[i].shape == shape for i, shape in self._shapes.items()
+        ):
             return
         now, self._matches = self._spans(), matches
         changed = [index for index, span in enumerate(before) if now[index] != span]
-        changed += [index for index, shape in self._shapes.items() if self.leaves[index].shape != shape]
+        changed += [
+            index for index, shape in self._shapes.items() if self.leaves[index].shape != shape
+        ]
         path = self.structure.path(changed[0])
-        raise LayoutError(f"out{path} has changed its shape or memory since the call; call stage() again", path)
+        raise LayoutError(
+            f"out{path} has changed its shape or memory since the call; call stage() again", path
+        )
 
     def fill(self, leaves: Callable[[], list[Any]], slab: torch.Tensor | None = None) -> None:
         """Copy a staged batch into the destinations, on the current stream.
@@ -127,7 +141,9 @@ class Destinations:
             slab: uint8, the bytes of all packed leaves, on the device, if they are in one tensor.
         """
         runs = [] if slab is None else self._matches[0].runs
-        is_whole = bool(runs) and all(_reaches(self.leaves[first], nbytes) for _, nbytes, first in runs)
+        is_whole = bool(runs) and all(
+            _reaches(self.leaves[first], nbytes) for _, nbytes, first in runs
+        )
         try:
             if slab is not None and is_whole:
                 self._copy_runs(runs, slab)
@@ -150,9 +166,10 @@ class Destinations:
         """Find the destinations that share memory.
 
         - Of several for the same source, with the same memory, one is written.
-        - Different sources for the same memory, or for dense destinations that overlap, are an error.
-        - Others may interleave without sharing a byte, such as columns. They are copied one by one, in the batch's
-          order, after all others.
+        - Different sources for the same memory, or for dense destinations that overlap, are an
+          error.
+        - Others may interleave without sharing a byte, such as columns. They are copied one by one,
+          in the batch's order, after all others.
         """
         crowded = overlapping(spans)
         opaque = [index for index in self._by_torch if spans[index][0] < 0]
@@ -187,11 +204,18 @@ class Destinations:
     def _check_sources(self, one: int, other: int, relation: str) -> None:
         """Raise if two destinations that share memory have different sources."""
         rows = self._tables[0].rows
-        sources = {int(rows["offset"][i]) if rows["kind"][i] == RowKind.ALIAS else i for i in (one, other)}
+        sources = {
+            int(rows["offset"][i]) if rows["kind"][i] == RowKind.ALIAS else i for i in (one, other)
+        }
         if len(sources) > 1:
-            first, second = self.structure.path(min(one, other)), self.structure.path(max(one, other))
+            first, second = (
+                self.structure.path(min(one, other)),
+                self.structure.path(max(one, other)),
+            )
             raise LayoutError(
-                f"out{second} {relation} out{first}, and their sources differ; pass tensors that don't overlap", second
+                f"out{second} {relation} out{first}, and their sources differ; pass tensors that "
+                "don't overlap",
+                second,
             )
 
     def _copy_runs(self, runs: list[tuple[int, int, int]], slab: torch.Tensor) -> None:
@@ -221,7 +245,7 @@ class Destinations:
             copy_one(self.leaves[index], leaves[index])
 
 
-# -- checks ------------------------------------------------------------------------------------------------------------
+# -- checks ----------------------------------------------------------------------------------------
 
 
 def in_order(structure: Structure, out: Any) -> list[Any]:
@@ -243,8 +267,8 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
         elif unknown:
             which = f"; out{unknown[0]} is not in the batch"
         raise LayoutError(
-            f"out's structure differs from the batch's: {its_own} instead of {structure}{which}; pass a nest of the "
-            "same containers and keys, such as an earlier result of to_device",
+            f"out's structure differs from the batch's: {its_own} instead of {structure}{which}; "
+            "pass a nest of the same containers and keys, such as an earlier result of to_device",
             (missing + unknown + [""])[0],
         )
     by_path = dict(zip(theirs, leaves, strict=True))
@@ -252,7 +276,9 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
 
 
 def tensors_of(table: Table) -> list[int]:
-    """Return the leaves that have a destination: tensors and arrays, and what moves by its own ``.to()``."""
+    """Return the leaves that have a destination: tensors and arrays, and what moves by its own
+    ``.to()``.
+    """
     return table.positions(*PACKED, RowKind.MOVED, RowKind.ALIAS)
 
 
@@ -283,23 +309,38 @@ def _why_not(source: Any, place: Any, device: torch.device) -> str | None:
         return f"is a {type(place).__name__}, but the batch has a tensor there; pass a tensor"
     if not isinstance(source, torch.Tensor):
         return (
-            f"cannot take a {type(source).__name__}, which moves by its own .to(); register_node() its class, or leave "
-            "it out of both"
+            f"cannot take a {type(source).__name__}, which moves by its own .to(); register_node() "
+            "its class, or leave it out of both"
         )
     if source.is_nested or place.is_nested:
         return "is, or would take, a nested tensor; pass its values and offsets"
     if place.shape != source.shape:
-        return f"has shape {list(place.shape)}, but the batch has {list(source.shape)} there; pass that shape"
+        return (
+            f"has shape {list(place.shape)}, but the batch has {list(source.shape)} there; pass "
+            "that shape"
+        )
     if place.device != device:
-        return f"is on {place.device}, but the call writes to {device}; pass a tensor on that device"
+        return (
+            f"is on {place.device}, but the call writes to {device}; pass a tensor on that device"
+        )
     if place.requires_grad and torch.is_grad_enabled():
-        return "requires grad, and grad mode is on; call under torch.no_grad(), or pass its detach()"
+        return (
+            "requires grad, and grad mode is on; call under torch.no_grad(), or pass its detach()"
+        )
     if place.layout is not source.layout:
-        return f"has layout {place.layout}, but the batch has {source.layout} there; pass that layout"
+        return (
+            f"has layout {place.layout}, but the batch has {source.layout} there; pass that layout"
+        )
     if _is_expanded(place):
-        return f"is expanded: shape {list(place.shape)}, stride {list(place.stride())}; pass elements with own memory"
+        return (
+            f"is expanded: shape {list(place.shape)}, stride {list(place.stride())}; pass elements "
+            "with own memory"
+        )
     if place.dtype is not source.dtype and not _can_cast(source.dtype, place.dtype, device):
-        return f"has {place.dtype}, and torch can't cast the batch's {source.dtype} to it; pass a tensor of that dtype"
+        return (
+            f"has {place.dtype}, and torch can't cast the batch's {source.dtype} to it; pass a "
+            "tensor of that dtype"
+        )
     return None
 
 
@@ -311,16 +352,22 @@ def _is_expanded(place: torch.Tensor) -> bool:
 @cache
 def _can_cast(source: torch.dtype, destination: torch.dtype, device: torch.device) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of complex numbers that lose a part; the copy warns of it, too
+        warnings.simplefilter(
+            "ignore"
+        )  # of complex numbers that lose a part; the copy warns of it, too
         try:
-            torch.empty(1, dtype=destination, device=device).copy_(torch.empty(1, dtype=source, device=device))
+            torch.empty(1, dtype=destination, device=device).copy_(
+                torch.empty(1, dtype=source, device=device)
+            )
         except (RuntimeError, TypeError):  # NotImplementedError is a RuntimeError
             return False
     return True
 
 
 def _is_plain(place: torch.Tensor) -> bool:
-    """Return whether a tensor's bytes are its values: it isn't sparse, a subclass, or lazily conjugated or negated."""
+    """Return whether a tensor's bytes are its values: it isn't sparse, a subclass, or lazily
+    conjugated or negated.
+    """
     is_known = type(place) in (torch.Tensor, torch.nn.Parameter) and place.layout is torch.strided
     return is_known and not (place.is_quantized or any(_lazy_flags(place)))
 
@@ -373,11 +420,15 @@ def key_of(place: torch.Tensor) -> Any:
 
 
 def overlapping(spans: list[Span]) -> list[int]:
-    """Return the tensors whose range of memory overlaps that of another, by number, sorted by address."""
+    """Return the tensors whose range of memory overlaps that of another, by number, sorted by
+    address.
+    """
     crowded: list[int] = []
     cluster: list[int] = []
     furthest = 0
-    for start, end, index in sorted((*span, index) for index, span in enumerate(spans) if span[0] < span[1]):
+    for start, end, index in sorted(
+        (*span, index) for index, span in enumerate(spans) if span[0] < span[1]
+    ):
         if start >= furthest:
             crowded += cluster if len(cluster) > 1 else []
             cluster = []
@@ -386,7 +437,7 @@ def overlapping(spans: list[Span]) -> list[int]:
     return crowded + (cluster if len(cluster) > 1 else [])
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def readable(parts: Parts, device: torch.device, *, arrays: bool = True) -> Parts:
@@ -402,7 +453,9 @@ def readable(parts: Parts, device: torch.device, *, arrays: bool = True) -> Part
     moved, leaves = parts.table.positions(RowKind.MOVED), list(parts.leaves)
     for index in moved:
         leaf = leaves[index]
-        if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or type(leaf) is torch.nn.Parameter):
+        if isinstance(leaf, torch.Tensor) and (
+            leaf.requires_grad or type(leaf) is torch.nn.Parameter
+        ):
             leaves[index] = leaf.detach()
     is_same = all(leaves[index] is parts.leaves[index] for index in moved)
     return parts if is_same else describe(leaves, parts.structure, device, arrays=arrays)
@@ -423,11 +476,13 @@ def with_own_copies(parts: Parts, device: torch.device) -> Parts:
     return parts._replace(leaves=leaves)
 
 
-# -- writing -----------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors of one dtype to others of one dtype and device, bit for bit if the dtypes are the same."""
+    """Copy tensors of one dtype to others of one dtype and device, bit for bit if the dtypes are
+    the same.
+    """
     dtype = places[0].dtype
     if dtype is sources[0].dtype and dtype not in COPIED_AS_THEY_ARE:
         places, sources = [*map(as_integers, places)], [*map(as_integers, sources)]
@@ -435,28 +490,38 @@ def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def copy_one(place: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy any tensor to another one of its shape and device, bit for bit if both are plain and of one dtype."""
+    """Copy any tensor to another one of its shape and device, bit for bit if both are plain and of
+    one dtype.
+    """
     if _is_plain(place):
         copy_all([place], [source])
     else:
         _write(lambda places, sources: places[0].copy_(sources[0]), [place], [source])
 
 
-def _write(copy: Callable[..., Any], places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def _write(
+    copy: Callable[..., Any], places: list[torch.Tensor], sources: list[torch.Tensor]
+) -> None:
     """Let torch write tensors, whatever mode they were made in."""
     try:
         with torch.no_grad():
             copy(places, sources)
-    except RuntimeError:  # asked afterwards, since asking a thousand tensors takes a tenth of a millisecond
+    except (
+        RuntimeError
+    ):  # asked afterwards, since asking a thousand tensors takes a tenth of a millisecond
         if torch.is_inference_mode_enabled() or not any(map(torch.Tensor.is_inference, places)):
             raise
         with torch.inference_mode():
             copy(places, sources)
-        torch.autograd.graph.increment_version(places)  # inference mode counts no changes of other tensors
+        torch.autograd.graph.increment_version(
+            places
+        )  # inference mode counts no changes of other tensors
 
 
 def note_written(error: BaseException, paths: Iterable[str]) -> None:
-    """Note in the error of a call that failed which destinations it may have written, in place of an earlier note."""
+    """Note in the error of a call that failed which destinations it may have written, in place of
+    an earlier note.
+    """
     written = list(paths)
     if written:
         notes = getattr(error, "__notes__", [])

@@ -27,7 +27,9 @@ class _Said(NamedTuple):
     """The state of a source after a batch was read."""
 
     state: Any
-    """The result of its ``state_dict()``; a `_Failed` if that failed; None if it has no such method."""
+    """The result of its ``state_dict()``; a `_Failed` if that failed; None if it has no such
+    method.
+    """
     flags: dict[str, Any]
     """Attributes of the source that a framework reads, and their values for this batch."""
     is_last: bool = False
@@ -42,34 +44,52 @@ class _Place:
     """The position of one pass."""
 
     said: _Said | None
-    """The source's state at the batch yielded last, or at the beginning; None after the last batch."""
+    """The source's state at the batch yielded last, or at the beginning; None after the last
+    batch.
+    """
 
     def __init__(self, consumer: Any = None, said: _Said | None = None) -> None:
         self.said = said
         self.consumer = consumer
-        """The stream on which the pass began. Pipelines, such as torchrec's, request batches on another stream, and use
-        them on this one: both have to wait for the copy."""
+        """The stream on which the pass began. Pipelines, such as torchrec's, request batches on
+        another stream, and use them on this one: both have to wait for the copy."""
 
 
 class Prefetcher(Generic[T]):
     """The batches of a source on the device, staged ahead. Made by `Stager.prefetch`.
 
-    Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the source's, such as
-    ``prefetcher.dataset``; type checkers require ``prefetcher.source.dataset``. Setting or deleting an attribute does
-    so on the source. Batches that were read ahead aren't affected.
+    Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the
+    source's, such as ``prefetcher.dataset``; type checkers require ``prefetcher.source.dataset``.
+    Setting or deleting an attribute does so on the source. Batches that were read ahead aren't
+    affected.
 
-    If the source has ``state_dict()``, so has the prefetcher. It keeps the source's state with each batch that it
-    reads, and returns the state of the batch yielded last, as in a loop that does not read ahead. ``load_state_dict()``
-    is the source's.
+    If the source has ``state_dict()``, so has the prefetcher. It keeps the source's state with each
+    batch that it reads, and returns the state of the batch yielded last, as in a loop that does not
+    read ahead. ``load_state_dict()`` is the source's.
 
-    Accelerate's prepared loaders describe the loop's batch by ``end_of_dataloader`` and ``remainder``. The prefetcher
-    keeps both with each batch, too, and sets them again when it yields the batch.
+    Accelerate's prepared loaders describe the loop's batch by ``end_of_dataloader`` and
+    ``remainder``. The prefetcher keeps both with each batch, too, and sets them again when it
+    yields the batch.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "_background", "_depth", "_place", "_source", "_stage", "_target")
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_background",
+        "_depth",
+        "_place",
+        "_source",
+        "_stage",
+        "_target",
+    )
 
     def __init__(
-        self, stage: Callable[[Any], Transfer], target: Target, source: Iterable[T], depth: int, background: bool
+        self,
+        stage: Callable[[Any], Transfer],
+        target: Target,
+        source: Iterable[T],
+        depth: int,
+        background: bool,
     ) -> None:
         self._stage = stage
         self._target = target
@@ -86,20 +106,26 @@ class Prefetcher(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Begin a pass. Batches staged ahead are freed with the iterator.
 
-        A batch is safe to use on the stream that is current when it is requested, and on the stream that is current
-        now. If the thread of an earlier pass still reads the same source, the call waits for it.
+        A batch is safe to use on the stream that is current when it is requested, and on the stream
+        that is current now. If the thread of an earlier pass still reads the same source, the call
+        waits for it.
 
         Raises:
-            PinstageError: that thread still reads after the loader's ``timeout``, or after a minute.
+            PinstageError: that thread still reads after the loader's ``timeout``, or after a
+                minute.
         """
         stop_reading(self._source)
         active = prepared.active_loader()
         read = partial(self._read, iter(self._source))
         self._place = place = _Place(self._target.consumer(None), _Said(self._state(), {}))
         call = surroundings_of(self._target) if self._background else None
-        return self._pass(Reading(self._source, read, self._stage, self._depth), place, active, call)
+        return self._pass(
+            Reading(self._source, read, self._stage, self._depth), place, active, call
+        )
 
-    def _pass(self, reading: Reading, place: _Place, active: object, call: Callable[..., None] | None) -> Iterator[T]:
+    def _pass(
+        self, reading: Reading, place: _Place, active: object, call: Callable[..., None] | None
+    ) -> Iterator[T]:
         run_ahead, target = RunAhead(), self._target
         try:
             if reading.read_here():
@@ -139,7 +165,9 @@ class Prefetcher(Generic[T]):
         try:
             return len(self._source)  # type: ignore[arg-type]
         except TypeError as error:
-            raise TypeError(f"the source of the prefetcher has no length: {type(self._source).__name__}") from error
+            raise TypeError(
+                f"the source of the prefetcher has no length: {type(self._source).__name__}"
+            ) from error
 
     def __bool__(self) -> bool:
         return bool(self._source)
@@ -172,11 +200,16 @@ class Prefetcher(Generic[T]):
         return hasattr(type(self), name) or (name.startswith("__") and name.endswith("__"))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} depth={self._depth} to {self._target.device} of {self._source!r}>"
+        return (
+            f"<{type(self).__name__} depth={self._depth} to {self._target.device} of "
+            f"{self._source!r}>"
+        )
 
 
 class StatefulPrefetcher(Prefetcher[T]):
-    """A `Prefetcher` of a source with a state. The class has the methods, since protocols look for them there."""
+    """A `Prefetcher` of a source with a state. The class has the methods, since protocols look for
+    them there.
+    """
 
     _source: Any
 
@@ -204,7 +237,11 @@ class StatefulPrefetcher(Prefetcher[T]):
 
 
 def prefetcher_of(
-    stage: Callable[[Any], Transfer], target: Target, source: Iterable[T], depth: int, background: InBackground
+    stage: Callable[[Any], Transfer],
+    target: Target,
+    source: Iterable[T],
+    depth: int,
+    background: InBackground,
 ) -> Prefetcher[T]:
     """Return a prefetcher of the kind that the source needs."""
     kind = StatefulPrefetcher if _has_state(source) else Prefetcher
@@ -228,12 +265,15 @@ def _in_background(source: object, depth: int, background: InBackground) -> bool
     if background != "auto" and not isinstance(background, bool):
         raise ValueError(f"background must be 'auto', True or False: {background!r}")
     if background is True and depth == 0:
-        raise ValueError("background=True needs a depth of 1 or more: 0 stages nothing ahead; pass depth=2")
+        raise ValueError(
+            "background=True needs a depth of 1 or more: 0 stages nothing ahead; pass depth=2"
+        )
     is_prepared = prepared.is_prepared(source)
     if background is True and is_prepared:
         raise ValueError(
-            f"background=True cannot read Accelerate's {type(source).__name__}: gradient accumulation would see its "
-            "end too early; leave background out, or use pinstage.integrations.accelerate.prepare, whose workers stage"
+            f"background=True cannot read Accelerate's {type(source).__name__}: gradient "
+            "accumulation would see its end too early; leave background out, or use "
+            "pinstage.integrations.accelerate.prepare, whose workers stage"
         )
     if background != "auto":
         return background
@@ -243,11 +283,16 @@ def _in_background(source: object, depth: int, background: InBackground) -> bool
 
 
 def is_read_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:
-    """Return whether a source is torch's loader with workers, or a subclass that gets its batches in the same way."""
+    """Return whether a source is torch's loader with workers, or a subclass that gets its batches
+    in the same way.
+    """
     return (
         isinstance(source, DataLoader)
         and source.num_workers > 0
-        and all(_is_of_torch(getattr(type(source), name, None)) for name in ("__iter__", "_get_iterator"))
+        and all(
+            _is_of_torch(getattr(type(source), name, None))
+            for name in ("__iter__", "_get_iterator")
+        )
     )
 
 
@@ -265,7 +310,9 @@ def _is_of_torch(thing: Any) -> bool:
 
 
 def _has_state(source: object) -> bool:
-    """Return whether a source has a ``state_dict()`` without arguments (those of mosaicml's datasets require some)."""
+    """Return whether a source has a ``state_dict()`` without arguments (those of mosaicml's
+    datasets require some).
+    """
     state_dict = getattr(source, "state_dict", None)
     if not (callable(state_dict) and callable(getattr(source, "load_state_dict", None))):
         return False

@@ -2,11 +2,13 @@
 
 ::
 
-    a few small leaves      one copy each, from ordinary memory, on the current stream    `Target.move_few`
-    up to 64 KiB            one copy for each block, from ordinary memory, likewise       `Target.fill`
-    everything else         through a host slab, in chunks on our stream                  `Sender._copy_in_chunks`
-      page-locked leaves    straight from where they are                                  `Target.copy_leaves`
-      slab refused          in parts, through a smaller slab                              `Sender._copy_in_parts`
+    a few small leaves    from ordinary memory, a copy for each        `Target.move_few`
+    up to 64 KiB          from ordinary memory, a copy for each block  `Target.fill`
+    everything else       through a host slab, in chunks               `Sender._copy_in_chunks`
+      page-locked leaves  straight from where they are                 `Target.copy_leaves`
+      slab refused        in parts, through a smaller slab             `Sender._copy_in_parts`
+
+The first two ways use the current stream, the others our own one.
 """
 
 from __future__ import annotations
@@ -41,12 +43,14 @@ from ._stats import StagerCounters
 from ._transfer import Sent, Transfer, keep_until, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024
-"""`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy overlaps with nothing, and
-memory of a second stream would have to be recorded on the current one (5 us per tensor)."""
+"""`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy
+overlaps with nothing, and memory of a second stream would have to be recorded on the current one (5
+us per tensor)."""
 
 _PARTS = 2
-"""Number of parts of a slab that is smaller than its batch. One part is packed while the other is copied. A batch of
-64 MiB takes 1.8 ms through a slab of 2 MiB in two parts, 2.1 ms in three, 2.4 ms in four, 4.0 ms in eight."""
+"""Number of parts of a slab that is smaller than its batch. One part is packed while the other is
+copied. A batch of 64 MiB takes 1.8 ms through a slab of 2 MiB in two parts, 2.1 ms in three, 2.4 ms
+in four, 4.0 ms in eight."""
 
 
 @dataclass(slots=True)
@@ -63,7 +67,9 @@ class PendingSend:
     reuses: bool = False
     """Whether chunks are packed in the places of earlier ones."""
     job: Any = None
-    """Threads that pack into the slab; None: all bytes are there, or the slab is smaller than the batch."""
+    """Threads that pack into the slab; None: all bytes are there, or the slab is smaller than the
+    batch.
+    """
 
     @property
     def packed(self) -> Parts:
@@ -98,7 +104,8 @@ class Sender:
         own_storage: see `Stager`.
         threads: number of threads that may pack.
         borrows: whether page-locked leaves are copied without packing.
-        run_ahead: bounds how far the host is ahead of each consumer's stream; None for a caller that does that itself.
+        run_ahead: bounds how far the host is ahead of each consumer's stream; None for a caller
+            that does that itself.
     """
 
     target: Target
@@ -129,7 +136,9 @@ class Sender:
             return self.transfer(take_apart(batch, keeping=self.keeping), AT_ONCE_BYTES)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError("a stager cannot be copied or pickled; make another Stager, or pass this one on")
+        raise TypeError(
+            "a stager cannot be copied or pickled; make another Stager, or pass this one on"
+        )
 
     def move_few(self, leaves: list[Any]) -> tuple[list[Any] | None, tuple[int, ...]]:
         """Move a few small leaves without a slab.
@@ -153,18 +162,19 @@ class Sender:
 
         The cases, in this order:
 
-        1. up to 64 KiB, while the driver has room for them: from ordinary memory, on the current stream. A slab and a
-           second stream would take longer than packing and copying;
+        1. up to 64 KiB, while the driver has room for them: from ordinary memory, on the current
+           stream. A slab and a second stream would take longer than packing and copying;
         2. below `inline_bytes`: through a slab, on the current stream;
-        3. everything else, and every batch while the current stream is captured: through a slab, on our stream.
+        3. everything else, and every batch while the current stream is captured: through a slab, on
+           our stream.
 
-        The host waits for earlier batches only in the second and third case, and not while the stream is captured,
-        since a capture allows no events of other work.
+        The host waits for earlier batches only in the second and third case, and not while the
+        stream is captured, since a capture allows no events of other work.
 
         Args:
             parts: the batch's parts. Its leaves must not change before `finish`.
-            inline_bytes: the size from which a batch is worth another stream: small for a caller who may use the batch
-                much later, or elsewhere.
+            inline_bytes: the size from which a batch is worth another stream: small for a caller
+                who may use the batch much later, or elsewhere.
             timeout: see `HostSlabs.lease`.
 
         Returns:
@@ -182,10 +192,14 @@ class Sender:
                 return PendingSend(parts, consumer)
             if self.run_ahead is not None:
                 self.run_ahead.bound(target.record(consumer), consumer)
-            return self._start_packing(parts, consumer if nbytes < inline_bytes else target.stream, timeout)
+            return self._start_packing(
+                parts, consumer if nbytes < inline_bytes else target.stream, timeout
+            )
 
     def _start_packing(self, parts: Parts, stream: Any, timeout: float | None) -> PendingSend:
-        """Lease a slab for the leaves that aren't borrowed, and let threads begin to pack, if it has room for all."""
+        """Lease a slab for the leaves that aren't borrowed, and let threads begin to pack, if it
+        has room for all.
+        """
         borrowed = borrow(parts, pieces_of) if self.borrows and parts.table.nbytes else None
         pending = PendingSend(parts, stream, borrowed)
         nbytes = pending.packed.table.nbytes
@@ -204,7 +218,9 @@ class Sender:
         return pending
 
     def finish(self, pending: PendingSend) -> Transfer[Any]:
-        """Start the copies of a batch: of its packed leaves as `start` decided, of others by their own ``.to()``."""
+        """Start the copies of a batch: of its packed leaves as `start` decided, of others by their
+        own ``.to()``.
+        """
         parts, target = pending.parts, self.target
         with target.selected():
             sent = self._send(pending)
@@ -280,7 +296,9 @@ class Sender:
             window, room = take_apart(leaves), slab[part * size : (part + 1) * size]
             with step("pack"):
                 pack_by_threads(window, room, self.threads)
-            copies += self._copy(blocks, room.data_ptr() - start, (start, start + window.table.nbytes), stream)
+            copies += self._copy(
+                blocks, room.data_ptr() - start, (start, start + window.table.nbytes), stream
+            )
             events[part] = self.target.record(stream)
         return copies
 

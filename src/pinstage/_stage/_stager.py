@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    overload,
+)
 
 import numpy as np
 import torch
@@ -47,55 +56,62 @@ Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tens
 class Stager:
     """Moves nested batches to a device.
 
-    A batch is packed into one page-locked slab and copied asynchronously. On the device, large leaves and the leaves of
-    small batches have memory of their own. Other leaves share blocks; see `own_storage`. A batch of at most 64 KiB,
-    padding included, is copied from ordinary memory: copies of that size return at once (CUDA Programming Guide,
-    Asynchronous Concurrent Execution). Tensors that can't be packed are moved by their own ``.to()``: those that
-    require grad, sparse ones, and subclasses. ``.to()`` returns a tensor that is on the device already, so a stager for
+    A batch is packed into one page-locked slab and copied asynchronously. On the device, large
+    leaves and the leaves of small batches have memory of their own. Other leaves share blocks; see
+    `own_storage`. A batch of at most 64 KiB, padding included, is copied from ordinary memory:
+    copies of that size return at once (CUDA Programming Guide, Asynchronous Concurrent Execution).
+    Tensors that can't be packed are moved by their own ``.to()``: those that require grad, sparse
+    ones, and subclasses. ``.to()`` returns a tensor that is on the device already, so a stager for
     the CPU returns such a tensor itself, where the others are copied.
 
     Args:
-        device: the device to stage to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or ``"cpu"``, which runs the
-            same code on pageable memory. None is ``"cuda"`` if it is available, else ``"cpu"``.
-        pool: the pool to take slabs from, which other stagers may share. None makes a pool, which `close` closes.
+        device: the device to stage to: ``"cuda"``, ``"cuda:0"``, ``torch.device(...)``, or
+            ``"cpu"``, which runs the same code on pageable memory. None is ``"cuda"`` if it is
+            available, else ``"cpu"``.
+        pool: the pool to take slabs from, which other stagers may share. None makes a pool, which
+            `close` closes.
         max_bytes: cap of the pool that the stager makes; see `SlabPool`.
         budget: a second cap, shared by the pools of several processes; see `HostBudget`.
-        owner: the name under which the stager takes slabs. `PoolStats.owners` counts by this name, and
-            `SlabPool.set_quota` can limit it.
-        pack_threads: number of threads that may pack a batch of 1 MiB or more, including the calling thread. "auto" is
-            the number of CPUs that the process may use, at most 12.
-        borrow_pinned: whether leaves of 256 KiB and more that are page-locked already (torch's ``is_pinned()``, or
-            views of a lease or a `HostRegion`) are copied without packing. Each has a copy of its own, or one per chunk
-            of a region. Don't change these leaves until `Transfer.query` is true, as with torch's own
-            ``non_blocking=True``. The stager keeps them alive until then.
-        own_storage: which leaves have device memory of their own, as ``.to()`` gives it. ``"auto"``: all leaves of a
-            batch of up to eight leaves, and leaves of 4 MiB and more in any batch. Other leaves share blocks with
-            leaves of the same dtype: blocks of at most 1 MiB for leaves below 64 KiB, of at most 4 MiB otherwise. A
-            leaf that you keep, save or pickle keeps its block. True: all leaves, for programs that pickle or save what
-            they stage, or compile functions that change many inputs in place. False: none. The batch has one slab on
-            the device, and each leaf is a view of it.
-        run_ahead: number of batches whose work may be queued on the device. `stage` and `to_device` wait for earlier
-            batches, so that a loop that never waits for the device can't take more and more of its memory. Batches
-            without a slab don't count. None sets no bound.
-        keep_on_host: leaves that stay on the host, unchanged: paths of leaves or of containers, as errors and
-            `Layout.slots` write them (``["['lengths']"]``), or a function of path and leaf that returns true for such
-            leaves. They are neither searched for tensors nor compared. `on_host` does the same in the batch itself.
-        timeout: the most seconds that a call waits for a host slab while the pool is at its cap. None waits forever,
-            even if results of `fetch` in the calling thread hold the slabs.
+        owner: the name under which the stager takes slabs. `PoolStats.owners` counts by this name,
+            and `SlabPool.set_quota` can limit it.
+        pack_threads: number of threads that may pack a batch of 1 MiB or more, including the
+            calling thread. "auto" is the number of CPUs that the process may use, at most 12.
+        borrow_pinned: whether leaves of 256 KiB and more that are page-locked already (torch's
+            ``is_pinned()``, or views of a lease or a `HostRegion`) are copied without packing. Each
+            has a copy of its own, or one per chunk of a region. Don't change these leaves until
+            `Transfer.query` is true, as with torch's own ``non_blocking=True``. The stager keeps
+            them alive until then.
+        own_storage: which leaves have device memory of their own, as ``.to()`` gives it.
+            ``"auto"``: all leaves of a batch of up to eight leaves, and leaves of 4 MiB and more in
+            any batch. Other leaves share blocks with leaves of the same dtype: blocks of at most 1
+            MiB for leaves below 64 KiB, of at most 4 MiB otherwise. A leaf that you keep, save or
+            pickle keeps its block. True: all leaves, for programs that pickle or save what they
+            stage, or compile functions that change many inputs in place. False: none. The batch has
+            one slab on the device, and each leaf is a view of it.
+        run_ahead: number of batches whose work may be queued on the device. `stage` and `to_device`
+            wait for earlier batches, so that a loop that never waits for the device can't take more
+            and more of its memory. Batches without a slab don't count. None sets no bound.
+        keep_on_host: leaves that stay on the host, unchanged: paths of leaves or of containers, as
+            errors and `Layout.slots` write them (``["['lengths']"]``), or a function of path and
+            leaf that returns true for such leaves. They are neither searched for tensors nor
+            compared. `on_host` does the same in the batch itself.
+        timeout: the most seconds that a call waits for a host slab while the pool is at its cap.
+            None waits forever, even if results of `fetch` in the calling thread hold the slabs.
 
     Raises:
-        TypeError: `keep_on_host`, `pool`, `pack_threads`, `run_ahead` or `timeout` has a wrong type.
-        ValueError: the device isn't supported; both `pool` and a cap are given; `timeout` is negative; `run_ahead` or
-            `pack_threads` is below 1; or `own_storage` is another value.
+        TypeError: `keep_on_host`, `pool`, `pack_threads`, `run_ahead` or `timeout` has a wrong
+            type.
+        ValueError: the device isn't supported; both `pool` and a cap are given; `timeout` is
+            negative; `run_ahead` or `pack_threads` is below 1; or `own_storage` is another value.
         CudaUnavailableError: `device` is a CUDA device, and CUDA is not available.
 
-    If the platform refuses to page-lock as much as a batch needs, the batch is sent in parts through a smaller slab,
-    and `stage` waits for its copies. If nothing can be page-locked, the batch is copied from pageable memory. A
-    `StagingWarning` reports this once, with the reason and the remedy, and `StagerStats.fallback_batches` counts these
-    batches.
+    If the platform refuses to page-lock as much as a batch needs, the batch is sent in parts
+    through a smaller slab, and `stage` waits for its copies. If nothing can be page-locked, the
+    batch is copied from pageable memory. A `StagingWarning` reports this once, with the reason and
+    the remedy, and `StagerStats.fallback_batches` counts these batches.
 
-    All methods may be called from any thread. Staging waits for the device only beyond `run_ahead` batches, and for the
-    pool only at its cap. A forked child cannot stage.
+    All methods may be called from any thread. Staging waits for the device only beyond `run_ahead`
+    batches, and for the pool only at its cap. A forked child cannot stage.
     """
 
     def __init__(
@@ -174,37 +190,43 @@ class Stager:
     def stage(self, batch: Any, *, out: Any = None) -> Transfer[Any]:
         """Pack a batch and start its copy.
 
-        Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on the stager's own
-        stream; `Transfer.wait` makes the consumer's stream wait for them. The host slab returns to the pool when the
-        copy is done. When the call returns, everything that was packed has been read.
+        Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on
+        the stager's own stream; `Transfer.wait` makes the consumer's stream wait for them. The host
+        slab returns to the pool when the copy is done. When the call returns, everything that was
+        packed has been read.
 
-        A batch of at most 64 KiB takes no slab, and is copied on the current stream, behind earlier work there. While a
-        CUDA graph is captured on that stream, such a batch is staged like a larger one.
+        A batch of at most 64 KiB takes no slab, and is copied on the current stream, behind earlier
+        work there. While a CUDA graph is captured on that stream, such a batch is staged like a
+        larger one.
 
-        A tensor that cannot be packed is moved by its own ``.to(device, non_blocking=True)`` on the current stream, and
-        is counted. These are sparse, quantised and nested tensors, unregistered subclasses, tensors that require grad,
-        and tensors that aren't on the CPU. An unknown object that holds tensors and has a ``to(device)`` method is
-        moved by that method, after a warning.
+        A tensor that cannot be packed is moved by its own ``.to(device, non_blocking=True)`` on the
+        current stream, and is counted. These are sparse, quantised and nested tensors, unregistered
+        subclasses, tensors that require grad, and tensors that aren't on the CPU. An unknown object
+        that holds tensors and has a ``to(device)`` method is moved by that method, after a warning.
 
-        With `out`, the batch is staged in the same way, into one block. The first `Transfer.wait` copies it into `out`,
-        on the waiting stream, behind that stream's earlier work. So the batch crosses the bus while `out` is in use,
-        for example by a CUDA graph that reads the batch before it. Nothing is written before `Transfer.wait`; a
-        transfer that is dropped without it gives a `StagingWarning`. `out` is checked before anything is written. If
-        the copy itself fails, a note on the error names the tensors that may be written in part. Tensors that require
-        grad are read detached; tensors that are on the device already are copied at the call.
+        With `out`, the batch is staged in the same way, into one block. The first `Transfer.wait`
+        copies it into `out`, on the waiting stream, behind that stream's earlier work. So the batch
+        crosses the bus while `out` is in use, for example by a CUDA graph that reads the batch
+        before it. Nothing is written before `Transfer.wait`; a transfer that is dropped without it
+        gives a `StagingWarning`. `out` is checked before anything is written. If the copy itself
+        fails, a note on the error names the tensors that may be written in part. Tensors that
+        require grad are read detached; tensors that are on the device already are copied at the
+        call.
 
         Args:
-            batch: containers that `Layout` knows, with tensors, numpy arrays and anything else in them.
-            out: tensors on the stager's device, with the structure and shapes of the batch, such as a result
-                of `to_device`. Dtypes and strides may differ: values are cast as by ``Tensor.copy_``. Leaves
-                that aren't tensors are neither compared nor changed. The result has these tensors and the
-                batch's other leaves. The stager keeps the tensors alive until they are written.
+            batch: containers that `Layout` knows, with tensors, numpy arrays and anything else in
+                them.
+            out: tensors on the stager's device, with the structure and shapes of the batch, such as
+                a result of `to_device`. Dtypes and strides may differ: values are cast as by
+                ``Tensor.copy_``. Leaves that aren't tensors are neither compared nor changed. The
+                result has these tensors and the batch's other leaves. The stager keeps the tensors
+                alive until they are written.
 
         Raises:
-            LayoutError: something in the batch cannot be staged; a path of `keep_on_host` leads to nothing in the first
-                batch; or `out` has another structure or shape, or tensors that are on another device, are expanded,
-                overlap, would need a cast that torch doesn't have, or require grad while grad mode is on. The error's
-                ``path`` says where.
+            LayoutError: something in the batch cannot be staged; a path of `keep_on_host` leads to
+                nothing in the first batch; or `out` has another structure or shape, or tensors that
+                are on another device, are expanded, overlap, would need a cast that torch doesn't
+                have, or require grad while grad mode is on. The error's ``path`` says where.
             PinstageError: `out` is given while a CUDA graph is captured.
             BudgetExceededError: the batch is larger than the pool's cap.
             AcquireTimeoutError: no host slab became free within the stager's `timeout`.
@@ -214,16 +236,21 @@ class Stager:
             return self._sender.begin(batch)
         return self._writer.begin_into(batch, out)
 
-    def stage_lease(self, lease: Lease, layout: Layout, others: Sequence[Any] = ()) -> Transfer[Any]:
-        """Start the copy of a batch that a lease holds already, written there by hand or by `Layout.pack`.
+    def stage_lease(
+        self, lease: Lease, layout: Layout, others: Sequence[Any] = ()
+    ) -> Transfer[Any]:
+        """Start the copy of a batch that a lease holds already, written there by hand or by
+        `Layout.pack`.
 
-        Does not block. The lease is released behind the copy, even if the copy fails. After one of the errors below,
-        you still have to release it. Don't write to its views until `Transfer.query` is true.
+        Does not block. The lease is released behind the copy, even if the copy fails. After one of
+        the errors below, you still have to release it. Don't write to its views until
+        `Transfer.query` is true.
 
         Args:
             lease: a lease of any pool, which holds the batch in this layout.
             layout: where each leaf is stored.
-            others: the leaves that are not in the slab, in the order of the batch, as `Layout.others` returns them.
+            others: the leaves that are not in the slab, in the order of the batch, as
+                `Layout.others` returns them.
 
         Raises:
             TypeError: `layout` isn't a `Layout`.
@@ -234,19 +261,26 @@ class Stager:
             structure, table = content_of(layout)
             if lease.nbytes < table.nbytes:
                 raise ValueError(
-                    f"lease is too small: {lease.nbytes} bytes for a layout of {table.nbytes}; acquire(layout.nbytes)"
+                    f"lease is too small: {lease.nbytes} bytes for a layout of {table.nbytes}; "
+                    "acquire(layout.nbytes)"
                 )
             if len(others) != table.others + table.moved:
                 raise ValueError(
-                    f"others has the wrong length: {len(others)} for {table.others + table.moved} leaves that are not "
-                    "in the slab; pass layout.others(batch)"
+                    f"others has the wrong length: {len(others)} for {table.others + table.moved} "
+                    "leaves that are not in the slab; pass layout.others(batch)"
                 )
             host, target = lease.data_ptr(), self._target
             guard_until_release(lease, target.stream)  # an interrupt may come before the release
             event = None
             try:
                 transfer = send_packed(
-                    target, structure, table, host, list(others), self._sender.own_storage, pinned=self._slabs.is_pinned
+                    target,
+                    structure,
+                    table,
+                    host,
+                    list(others),
+                    self._sender.own_storage,
+                    pinned=self._slabs.is_pinned,
                 )
                 event = copy_event_of(transfer)
             except BaseException:
@@ -282,11 +316,13 @@ class Stager:
     def to_device(self, batch: Any, *, out: Any = None) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``.
 
-        With `out`, the call acts like an operation on the current stream: it writes behind earlier work there, and
-        later work sees the new values. A batch of more than 64 MiB, or half of the pool's cap, goes in groups of that
-        size. Each group is staged while the one before is copied, and at most two are on the device; the call waits
-        for earlier ones. So the batch may be larger than the cap. If `out` shares memory with the batch, the batch is
-        read first. Memory that isn't torch's own, as of a tensor from another library, has to outlive the copies.
+        With `out`, the call acts like an operation on the current stream: it writes behind earlier
+        work there, and later work sees the new values. A batch of more than 64 MiB, or half of the
+        pool's cap, goes in groups of that size. Each group is staged while the one before is
+        copied, and at most two are on the device; the call waits for earlier ones. So the batch may
+        be larger than the cap. If `out` shares memory with the batch, the batch is read first.
+        Memory that isn't torch's own, as of a tensor from another library, has to outlive the
+        copies.
 
         Args:
             batch: see `stage`.
@@ -306,41 +342,43 @@ class Stager:
         *,
         strict: bool = True,
     ) -> IncompatibleKeys:
-        """Copy a checkpoint into the parameters and buffers of a module, or into the tensors of a dict.
+        """Copy a checkpoint into the parameters and buffers of a module, or into the tensors of a
+        dict.
 
         ::
 
             with safetensors.safe_open("model.safetensors", framework="pt") as file:
                 stager.load_weights(model, file)
 
-        The pool bounds the host memory, whatever the size of the checkpoint. Dtypes may differ: tensors are cast on the
-        device. Tensors on ``"meta"`` that the checkpoint names are made on the stager's device, once for all names that
-        share a tensor. A DTensor (plain Shard or Replicate) takes this rank's part of a tensor of global shape. A name
-        whose tensor is loaded under another name isn't missing (tied weights). The module's ``state_dict`` isn't
-        called.
+        The pool bounds the host memory, whatever the size of the checkpoint. Dtypes may differ:
+        tensors are cast on the device. Tensors on ``"meta"`` that the checkpoint names are made on
+        the stager's device, once for all names that share a tensor. A DTensor (plain Shard or
+        Replicate) takes this rank's part of a tensor of global shape. A name whose tensor is loaded
+        under another name isn't missing (tied weights). The module's ``state_dict`` isn't called.
 
-        The copies are operations on the current stream, as with ``to_device(out=)``: later work on that stream sees the
-        weights. When the call has returned, you may change the source tensors, except page-locked ones with
-        ``borrow_pinned``. Until then they have to stay unchanged, those of an iterable too: a reader must not use
-        the memory of a tensor again for the next.
+        The copies are operations on the current stream, as with ``to_device(out=)``: later work on
+        that stream sees the weights. When the call has returned, you may change the source tensors,
+        except page-locked ones with ``borrow_pinned``. Until then they have to stay unchanged,
+        those of an iterable too: a reader must not use the memory of a tensor again for the next.
 
         Args:
             module_or_dict: a module or a dict of tensors, on the stager's device or on meta.
-            tensors: host tensors by name: a mapping (``state_dict``, ``torch.load(path, mmap=True)``), an iterable of
-                (name, tensor) pairs (for example of all shards), or safetensors' ``safe_open``. They are read in groups
-                of at most 64 MiB.
+            tensors: host tensors by name: a mapping (``state_dict``, ``torch.load(path,
+                mmap=True)``), an iterable of (name, tensor) pairs (for example of all shards), or
+                safetensors' ``safe_open``. They are read in groups of at most 64 MiB.
             strict: whether missing and unexpected names are errors.
 
         Returns:
             Missing and unexpected names, as from ``load_state_dict``.
 
         Raises:
-            RuntimeError: names are missing or unexpected, or shapes differ, as in ``load_state_dict``; a tensor is on
-                another device; a tensor of an iterable was overwritten before it was packed (its first, middle and last
-                64 bytes are compared); or a tensor would stay on meta. A mapping or ``safe_open`` is checked before
+            RuntimeError: names are missing or unexpected, or shapes differ, as in
+                ``load_state_dict``; a tensor is on another device; a tensor of an iterable was
+                overwritten before it was packed (its first, middle and last 64 bytes are compared);
+                or a tensor would stay on meta. A mapping or ``safe_open`` is checked before
                 anything is written. The names of an iterable are checked as they are read.
-            TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a hook, extra state),
-                or `tensors` is something else, such as a path.
+            TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a
+                hook, extra state), or `tensors` is something else, such as a path.
         """
         destination = Destination(module_or_dict, self.device, strict=strict)
         return load_weights(self._writer.write_all, destination, tensors)
@@ -348,42 +386,46 @@ class Stager:
     def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
         """Start copying a nested tree of tensors to the host.
 
-        Does not block for the copies, only for a host slab while the pool is at its cap. Small tensors are gathered on
-        their device and sent in one copy. Dense tensors of 1 MiB and more are copied from where they are. The call
-        acts like an operation on the current stream: it sees the results of earlier work on that stream, and you may
-        change or free the tensors right afterwards. That stream waits while large tensors are read; to avoid that, call
+        Does not block for the copies, only for a host slab while the pool is at its cap. Small
+        tensors are gathered on their device and sent in one copy. Dense tensors of 1 MiB and more
+        are copied from where they are. The call acts like an operation on the current stream: it
+        sees the results of earlier work on that stream, and you may change or free the tensors
+        right afterwards. That stream waits while large tensors are read; to avoid that, call
         `fetch` on another stream.
 
-        CPU tensors, numpy arrays and everything that isn't a tensor are returned unchanged (a stager for the CPU
-        copies CPU tensors). The tree may hold tensors of several devices. A tensor that cannot be packed (it is sparse,
-        a subclass, or requires grad) is moved by its own ``.to("cpu")``, which blocks. If it requires grad,
-        ``detach()`` avoids that.
+        CPU tensors, numpy arrays and everything that isn't a tensor are returned unchanged (a
+        stager for the CPU copies CPU tensors). The tree may hold tensors of several devices. A
+        tensor that cannot be packed (it is sparse, a subclass, or requires grad) is moved by its
+        own ``.to("cpu")``, which blocks. If it requires grad, ``detach()`` avoids that.
 
         Args:
             tree: containers that `Layout` knows, with anything in them.
-            out: host tensors, with the structure and shapes of the tree, to use instead of new tensors. The device
-                writes page-locked ones of 64 KiB and more with the same dtype and strides. `HostTransfer.wait` fills
-                the others from a slab; together, they have to fit the pool's cap. Don't use any of them before that.
-                See also `stage`.
-            copy: True: `HostTransfer.wait` copies once more, into ordinary tensors, each with its own memory, and
-                returns the slab. False: the tensors are views of the slab, which stays leased until the last view is
-                freed.
+            out: host tensors, with the structure and shapes of the tree, to use instead of new
+                tensors. The device writes page-locked ones of 64 KiB and more with the same dtype
+                and strides. `HostTransfer.wait` fills the others from a slab; together, they have
+                to fit the pool's cap. Don't use any of them before that. See also `stage`.
+            copy: True: `HostTransfer.wait` copies once more, into ordinary tensors, each with its
+                own memory, and returns the slab. False: the tensors are views of the slab, which
+                stays leased until the last view is freed.
 
         Returns:
             The transfer. Its `HostTransfer.wait` waits for the copies, and returns the tensors.
 
         Raises:
             ValueError: `out` is given with ``copy=False``.
-            LayoutError: an object in the tree holds tensors and is not a known container; or a tensor of `out` can't be
-                written, as for `stage`.
+            LayoutError: an object in the tree holds tensors and is not a known container; or a
+                tensor of `out` can't be written, as for `stage`.
             PinstageError: `out` is given while a CUDA graph is captured.
-            AcquireTimeoutError: no slab became free within the stager's `timeout`, for example because earlier results
-                are still alive.
+            AcquireTimeoutError: no slab became free within the stager's `timeout`, for example
+                because earlier results are still alive.
             BudgetExceededError: the tensors that go through a slab are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
         if out is not None and not copy:
-            raise ValueError("copy=False returns views of a slab, and out= names tensors that exist; pass one of them")
+            raise ValueError(
+                "copy=False returns views of a slab, and out= names tensors that exist; pass one "
+                "of them"
+            )
         # `selected`, since a pool that belongs to no device page-locks on the current one.
         with step("fetch"), self._target.selected():
             if out is None:
@@ -397,8 +439,8 @@ class Stager:
     def to_host(self, tree: B, *, out: B | None = None) -> B:
         """Copy a nested tree of tensors to the host: ``fetch(tree).wait()``.
 
-        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own, outside of the pool, or
-        is one of `out`. Everything else is as in `fetch`.
+        Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own,
+        outside of the pool, or is one of `out`. Everything else is as in `fetch`.
 
         Args:
             tree: containers that `Layout` knows, with anything in them.
@@ -414,7 +456,11 @@ class Stager:
 
     @overload
     def prefetch(
-        self, source: torch.utils.data.DataLoader[T], *, depth: int = 2, background: InBackground = "auto"
+        self,
+        source: torch.utils.data.DataLoader[T],
+        *,
+        depth: int = 2,
+        background: InBackground = "auto",
     ) -> Prefetcher[T]: ...
     @overload
     def prefetch(
@@ -422,11 +468,19 @@ class Stager:
     ) -> Prefetcher[torch.Tensor]: ...
     @overload
     def prefetch(
-        self, source: Iterable[dict[K, Array] | dict[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
+        self,
+        source: Iterable[dict[K, Array] | dict[K, Leaf]],
+        *,
+        depth: int = 2,
+        background: InBackground = "auto",
     ) -> Prefetcher[dict[K, torch.Tensor]]: ...
     @overload
     def prefetch(
-        self, source: Iterable[list[Array] | list[Leaf]], *, depth: int = 2, background: InBackground = "auto"
+        self,
+        source: Iterable[list[Array] | list[Leaf]],
+        *,
+        depth: int = 2,
+        background: InBackground = "auto",
     ) -> Prefetcher[list[torch.Tensor]]: ...
     @overload
     def prefetch(  # type: ignore[overload-overlap]
@@ -434,49 +488,69 @@ class Stager:
     ) -> Prefetcher[Tensors]: ...
     @overload
     def prefetch(
-        self, source: Iterable[tuple[Leaf, ...]], *, depth: int = 2, background: InBackground = "auto"
+        self,
+        source: Iterable[tuple[Leaf, ...]],
+        *,
+        depth: int = 2,
+        background: InBackground = "auto",
     ) -> Prefetcher[tuple[torch.Tensor, ...]]: ...
     @overload
     def prefetch(
-        self, source: Iterable[Mapping[K, Leaf]], *, depth: int = 2, background: InBackground = "auto"
+        self,
+        source: Iterable[Mapping[K, Leaf]],
+        *,
+        depth: int = 2,
+        background: InBackground = "auto",
     ) -> Prefetcher[Mapping[K, torch.Tensor]]: ...
     @overload
-    def prefetch(self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[T]: ...
-    def prefetch(self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto") -> Prefetcher[Any]:
+    def prefetch(
+        self, source: Iterable[T], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[T]: ...
+    def prefetch(
+        self, source: Iterable[Any], *, depth: int = 2, background: InBackground = "auto"
+    ) -> Prefetcher[Any]:
         """Iterate over the batches of a source on the device, staged ahead.
 
-        When a batch is yielded, the next `depth` batches are packed and being copied, or, with a thread, soon will be.
-        The loop waits for the device only if the work of more than three batches is queued there.
+        When a batch is yielded, the next `depth` batches are packed and being copied, or, with a
+        thread, soon will be. The loop waits for the device only if the work of more than three
+        batches is queued there.
 
-        A thread may read the source, pack, and start copies while the loop is busy. ``iter(source)`` and the first
-        ``next()`` still run in the loop's thread. Later calls run in a thread with the loop's CUDA device, grad and
-        inference mode, autocast, default device and context variables, as they were when the pass began.
+        A thread may read the source, pack, and start copies while the loop is busy.
+        ``iter(source)`` and the first ``next()`` still run in the loop's thread. Later calls run in
+        a thread with the loop's CUDA device, grad and inference mode, autocast, default device and
+        context variables, as they were when the pass began.
 
-        Without a thread, the loop's thread reads the source `depth` batches ahead. If samples are made in that thread
-        too (``num_workers=0``), the source draws random numbers that the loop would have drawn first.
+        Without a thread, the loop's thread reads the source `depth` batches ahead. If samples are
+        made in that thread too (``num_workers=0``), the source draws random numbers that the loop
+        would have drawn first.
 
-        Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``) are not packed.
+        Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``)
+        are not packed.
 
         Args:
             source: yields batches, for example a DataLoader.
-            depth: number of batches staged ahead; 0 for none. The device holds up to ``depth + 2`` batches.
-            background: whether a thread reads the source. "auto" uses a thread for torch's `DataLoader`, and for
-                subclasses that get their batches the same way, with workers and with samplers of torch's own classes.
-                True uses a thread for any source. Then the source's ``next()`` must be safe in another thread. It must
-                not draw from the global random generators (``random``, ``numpy.random``, ``torch``) if the loop does:
+            depth: number of batches staged ahead; 0 for none. The device holds up to ``depth + 2``
+                batches.
+            background: whether a thread reads the source. "auto" uses a thread for torch's
+                `DataLoader`, and for subclasses that get their batches the same way, with workers
+                and with samplers of torch's own classes. True uses a thread for any source. Then
+                the source's ``next()`` must be safe in another thread. It must not draw from the
+                global random generators (``random``, ``numpy.random``, ``torch``) if the loop does:
                 the numbers of both would differ from run to run.
 
         Returns:
-            The prefetcher. Each pass over it is a pass over the source. Batches are as `to_device` returns them, for
-            the stream that is current when each is requested. An error of the source or of staging is raised after
-            the batches before it, as in a plain loop.
+            The prefetcher. Each pass over it is a pass over the source. Batches are as `to_device`
+            returns them, for the stream that is current when each is requested. An error of the
+            source or of staging is raised after the batches before it, as in a plain loop.
 
         Raises:
-            TypeError, ValueError: `depth` is not an int, or is negative; or ``background=True`` with a depth of 0, or
-                over a loader that Accelerate prepared.
+            TypeError, ValueError: `depth` is not an int, or is negative; or ``background=True``
+                with a depth of 0, or over a loader that Accelerate prepared.
         """
         check_depth(depth)
-        pinned = is_read_as_torch_does(source) and source.pin_memory  # new buffers each time, never written again
+        pinned = (
+            is_read_as_torch_does(source) and source.pin_memory
+        )  # new buffers each time, never written again
         sender = replace(self._sender, borrows=pinned or self._sender.borrows, run_ahead=None)
         return prefetcher_of(sender.begin, self._target, source, depth, background)
 
@@ -494,13 +568,19 @@ class Stager:
         self._slabs.close()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError(f"a stager cannot be copied or pickled: {self!r}; make another Stager, or pass this one on")
+        raise TypeError(
+            f"a stager cannot be copied or pickled: {self!r}; make another Stager, or pass this "
+            "one on"
+        )
 
     def __enter__(self) -> Stager:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self.close()
 

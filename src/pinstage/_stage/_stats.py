@@ -24,7 +24,9 @@ class StagerStats:
     copies: int
     """Host-to-device copies of packed leaves: one per block, and several for a large block."""
     blocks: int
-    """Device tensors made for packed leaves: one per leaf with its own tensor, and one per shared block."""
+    """Device tensors made for packed leaves: one per leaf with its own tensor, and one per shared
+    block.
+    """
     packed_leaves: int
     """Tensors and arrays that were packed. A leaf that a batch repeats counts once."""
     packed_bytes: int
@@ -34,7 +36,9 @@ class StagerStats:
     passthrough_leaves: int
     """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
     fallback_batches: int
-    """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was refused."""
+    """Batches and fetches that used a smaller slab, or pageable memory, because page-locking was
+    refused.
+    """
     fetches: int
     """Calls of `fetch` and `to_host`."""
     fetch_copies: int
@@ -47,16 +51,21 @@ class StagerStats:
     def __str__(self) -> str:
         """Return one line for a log."""
         sent = f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
-        fetched = f"{format_bytes(self.fetched_bytes)} in {count(self.fetch_copies, 'copy', 'copies')}"
+        fetched = (
+            f"{format_bytes(self.fetched_bytes)} in {count(self.fetch_copies, 'copy', 'copies')}"
+        )
         return (
-            f"{count(self.batches, 'batch', 'batches')}, {sent}; {count(self.fetches, 'fetch', 'fetches')}, {fetched}; "
-            f"pool {format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}, "
-            f"waited {self.pool.wait_seconds:.3f} s"
+            f"{count(self.batches, 'batch', 'batches')}, {sent}; "
+            f"{count(self.fetches, 'fetch', 'fetches')}, {fetched}; pool "
+            f"{format_bytes(self.pool.held_bytes)} of {format_bytes(self.pool.max_bytes)}, waited "
+            f"{self.pool.wait_seconds:.3f} s"
         )
 
 
 class StagerCounters:
-    """Counts the batches and fetches of a stager, by the names of `StagerStats`. May be used by several threads."""
+    """Counts the batches and fetches of a stager, by the names of `StagerStats`. May be used by
+    several threads.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finaliser may ask for the stats in the middle of them
@@ -69,7 +78,9 @@ class StagerCounters:
         return self._totals["batches"] + len(self._tallies)
 
     def add(self, *tally: int) -> None:
-        """Count a batch: its copies and blocks; bytes, payload and packed leaves of its table; leaves moved alone."""
+        """Count a batch: its copies and blocks; bytes, payload and packed leaves of its table;
+        leaves moved alone.
+        """
         self._tallies.append(tally)  # unlike the totals, this needs no lock
         if len(self._tallies) >= _MOST_TALLIES:
             self.totals()

@@ -3,12 +3,14 @@
 ::
 
     tree --take apart--> leaves of each device
-      small, or strided   --gather, on the current stream--> device slab  --one copy-->  |
-      large and dense     --------------------------------------------------a copy each-->  host slab (leased)
-                                                                                            | wait(): event, views
+      small, or strided  --gather, on the current stream--> device slab --one copy-->  |
+      large and dense    ---------------------------------------------a copy each-->  host slab
+                                                                                       | wait()
+                                                                                       v
+                                                                                      views
 
-The lease is released at once, with the copies' events: the pool doesn't lend the slab again until the copies are done
-and the last view is gone.
+The lease is released at once, with the copies' events: the pool doesn't lend the slab again until
+the copies are done and the last view is gone.
 """
 
 from __future__ import annotations
@@ -71,13 +73,29 @@ class Copied(NamedTuple):
 class HostTransfer(NotABatch, Generic[B_co]):
     """Tensors on their way to the host. Made by `Stager.fetch`.
 
-    Only `wait` returns the tensors, when their bytes are there. Don't use a transfer in several threads at once.
+    Only `wait` returns the tensors, when their bytes are there. Don't use a transfer in several
+    threads at once.
     """
 
-    __slots__ = ("_copied", "_fetched", "_is_copied_again", "_leaves", "_nbytes", "_structure", "_tables", "copies")
+    __slots__ = (
+        "_copied",
+        "_fetched",
+        "_is_copied_again",
+        "_leaves",
+        "_nbytes",
+        "_structure",
+        "_tables",
+        "copies",
+    )
 
     def __init__(
-        self, structure: Structure, leaves: list[Any], tables: list[Table], copied: Copied, *, copy: bool
+        self,
+        structure: Structure,
+        leaves: list[Any],
+        tables: list[Table],
+        copied: Copied,
+        *,
+        copy: bool,
     ) -> None:
         self._structure = structure
         self._leaves: list[Any] | None = leaves  # those that aren't in the slab
@@ -87,7 +105,9 @@ class HostTransfer(NotABatch, Generic[B_co]):
         self._is_copied_again = copy
         self._fetched: Any = None
         self.copies = copied.copies
-        """Device-to-host copies issued: one for each device's gathered tensors, and one for each large tensor."""
+        """Device-to-host copies issued: one for each device's gathered tensors, and one for each
+        large tensor.
+        """
 
     @property
     def nbytes(self) -> int:
@@ -95,11 +115,15 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return self._nbytes
 
     def query(self) -> bool:
-        """Return whether the bytes are on the host, so that `wait` will not block. Does not block."""
+        """Return whether the bytes are on the host, so that `wait` will not block. Does not
+        block.
+        """
         return self._copied.event is None or self._copied.event.query()
 
     def synchronize(self) -> None:
-        """Block until the bytes are on the host. Waits for the copies' own event, not for the device or a stream."""
+        """Block until the bytes are on the host. Waits for the copies' own event, not for the
+        device or a stream.
+        """
         if self._copied.event is not None:
             with step("wait"):
                 self._copied.event.synchronize()
@@ -110,10 +134,11 @@ class HostTransfer(NotABatch, Generic[B_co]):
         Blocks as `synchronize` does. Later calls return the same object.
 
         Returns:
-            A tree of the same types. Tensors that were copied have memory of their own. With ``copy=False`` they are
-            views of one page-locked slab. The slab returns to the pool when the last view and this transfer, which
-            keeps its result, are freed. Objects on the host are returned unchanged. With `out`, the tensors are the
-            existing ones, which the first call fills.
+            A tree of the same types. Tensors that were copied have memory of their own. With
+            ``copy=False`` they are views of one page-locked slab. The slab returns to the pool when
+            the last view and this transfer, which keeps its result, are freed. Objects on the host
+            are returned unchanged. With `out`, the tensors are the existing ones, which the first
+            call fills.
         """
         fetched: B_co
         if self._leaves is None:
@@ -140,7 +165,9 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return leaves
 
     def _finished(self, leaves: list[Any]) -> list[Any]:
-        """Return the leaves of the result; with ``copy=True``, those in the slab get memory of their own."""
+        """Return the leaves of the result; with ``copy=True``, those in the slab get memory of
+        their own.
+        """
         if self._is_copied_again:
             for table in self._tables:
                 for index in table.positions(*PACKED):
@@ -151,7 +178,10 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return leaves
 
     def __repr__(self) -> str:
-        return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{' done' if self.query() else ''}>"
+        return (
+            f"<HostTransfer nbytes={self.nbytes} "
+            f"copies={self.copies}{' done' if self.query() else ''}>"
+        )
 
 
 class HostTransferInto(HostTransfer[B_co]):
@@ -159,7 +189,9 @@ class HostTransferInto(HostTransfer[B_co]):
 
     __slots__ = ("_destinations",)
 
-    def __init__(self, left: list[Any], tables: list[Table], copied: Copied, destinations: Destinations) -> None:
+    def __init__(
+        self, left: list[Any], tables: list[Table], copied: Copied, destinations: Destinations
+    ) -> None:
         super().__init__(destinations.structure, left, tables, copied, copy=False)
         self._destinations = destinations
 
@@ -171,7 +203,9 @@ class HostTransferInto(HostTransfer[B_co]):
 
 
 def landings(transfer: HostTransfer) -> list[Any]:
-    """Return the `Place` of each leaf in the slab, or the leaf itself if it isn't there. Call it before `wait`."""
+    """Return the `Place` of each leaf in the slab, or the leaf itself if it isn't there. Call it
+    before `wait`.
+    """
     assert transfer._leaves is not None
     landed, start = list(transfer._leaves), 0
     for table in transfer._tables:
@@ -182,12 +216,15 @@ def landings(transfer: HostTransfer) -> list[Any]:
 
 
 def event_of(transfer: HostTransfer) -> Fence | None:
-    """Return the event that is done when all bytes are on the host; None if they are there already."""
+    """Return the event that is done when all bytes are on the host; None if they are there
+    already.
+    """
     return transfer._copied.event
 
 
 def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
-    """Clone the tensors that aren't in the slab, because they were on the host and cannot be packed.
+    """Clone the tensors that aren't in the slab, because they were on the host and cannot be
+    packed.
 
     Args:
         transfer: a transfer, before its `wait`.
@@ -204,7 +241,9 @@ class Fetcher:
     """Starts the copies of trees of tensors to the host."""
 
     home: torch.device
-    """The device of its user. CPU tensors are fetched, rather than left as they are, if it is the CPU."""
+    """The device of its user. CPU tensors are fetched, rather than left as they are, if it is the
+    CPU.
+    """
     acquire: Callable[[int], Lease]
     """Leases a host slab of a number of bytes."""
     targets: Targets
@@ -230,8 +269,8 @@ class Fetcher:
     def fetch_into(self, tree: Any, out: Any) -> HostTransferInto[Any]:
         """Start the copies of a tree's tensors into existing host tensors; see `Stager.fetch`.
 
-        The device writes page-locked tensors whose bytes are as in a slab. `HostTransfer.wait` fills the others, from
-        the slab, or from what their own ``.to()`` returned.
+        The device writes page-locked tensors whose bytes are as in a slab. `HostTransfer.wait`
+        fills the others, from the slab, or from what their own ``.to()`` returned.
 
         Args:
             tree: what to fetch.
@@ -259,7 +298,8 @@ class Fetcher:
         return HostTransferInto(left, plan.tables(), copied, destinations)
 
     def _taken_apart(self, tree: Any, read: Callable[[Parts], Parts]) -> dict[torch.device, Parts]:
-        """Describe a tree for the home device, and then for each other GPU that has some of its tensors.
+        """Describe a tree for the home device, and then for each other GPU that has some of its
+        tensors.
 
         Args:
             tree: what to fetch.
@@ -273,8 +313,14 @@ class Fetcher:
                     parts = read(describe(leaves, structure, self.home, arrays=False))
                     by_device = {self.home: parts}
                     for leaf in parts.leaves if parts.table.moved else []:
-                        if isinstance(leaf, torch.Tensor) and leaf.is_cuda and leaf.device not in by_device:
-                            by_device[leaf.device] = describe(parts.leaves, structure, leaf.device, arrays=False)
+                        if (
+                            isinstance(leaf, torch.Tensor)
+                            and leaf.is_cuda
+                            and leaf.device not in by_device
+                        ):
+                            by_device[leaf.device] = describe(
+                                parts.leaves, structure, leaf.device, arrays=False
+                            )
                     return by_device
             except IsContainer:
                 continue  # see `take_apart`
@@ -286,7 +332,9 @@ class Fetcher:
             return self._begin(plan, _NO_BYTES) if plan.direct else Copied(_NO_BYTES, None, 0)
         lease = self.acquire(nbytes)
         after: Fence | None = self._streams(plan)
-        guard_until_release(lease, after)  # an interrupt may come before the release, and before a copy's event
+        guard_until_release(
+            lease, after
+        )  # an interrupt may come before the release, and before a copy's event
         try:
             copied = self._begin(plan, lease.tensor())
             after = copied.event
@@ -298,7 +346,9 @@ class Fetcher:
             lease.release(after=after)
 
     def _begin(self, plan: _Plan, host: torch.Tensor) -> Copied:
-        """Start the copies of all devices into a slab, uint8 ``[n]``, and to the destinations outside of it."""
+        """Start the copies of all devices into a slab, uint8 ``[n]``, and to the destinations
+        outside of it.
+        """
         events: list[Fence] = []
         copies = start = 0
         torch.autograd.graph.increment_version(list(plan.direct.values()))
@@ -317,7 +367,9 @@ class Fetcher:
             if plan.direct:
                 with suppress(Exception):  # the device may have failed
                     self._streams(plan).synchronize()
-                note_written(error, [f"out{plan.parts.structure.path(index)}" for index in plan.direct])
+                note_written(
+                    error, [f"out{plan.parts.structure.path(index)}" for index in plan.direct]
+                )
             raise
         if len(events) > 1:
             return Copied(host, EventGroup(events), copies)
@@ -358,7 +410,9 @@ class _Plan(NamedTuple):
         return [gathering.table for gathering in self.gatherings.values()]
 
     def pieces(self, device: torch.device, here: torch.Tensor) -> list[HostCopy]:
-        """Gather the small leaves of a device, and return its copies: into its part of the slab, and outside of it."""
+        """Gather the small leaves of a device, and return its copies: into its part of the slab,
+        and outside of it.
+        """
         gathering, leaves, pieces = self.gatherings[device], self.parts.leaves, []
         if gathering.gathered_bytes:
             slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
@@ -366,10 +420,15 @@ class _Plan(NamedTuple):
                 gather(gathering, leaves, slab)
             pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
         for index, offset, nbytes in gathering.direct:
-            pieces.append(HostCopy(_bytes_of(leaves[index]), here[offset : offset + nbytes], owned=False))
+            pieces.append(
+                HostCopy(_bytes_of(leaves[index]), here[offset : offset + nbytes], owned=False)
+            )
         for index in (index for index in self.direct if leaves[index].device == device):
             there, place = _bytes_of(leaves[index]), _bytes_of(self.direct[index])
-            pieces += [HostCopy(there[a:b], place[a:b], owned=False) for a, b in pieces_of(self.direct[index])]
+            pieces += [
+                HostCopy(there[a:b], place[a:b], owned=False)
+                for a, b in pieces_of(self.direct[index])
+            ]
         return pieces
 
 
@@ -378,7 +437,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _left(parts: Parts, tables: list[Table]) -> list[Any]:
-    """Return the leaves that don't go through the slab, on the host; the others are None, so the caller may free them.
+    """Return the leaves that don't go through the slab, on the host; the others are None, so the
+    caller may free them.
 
     Leaves that cannot be packed are moved by their own ``.to()``.
 
@@ -404,8 +464,12 @@ def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
     return move(leaf, _CPU, parts.structure, index)
 
 
-def _direct(parts: Parts, tables: list[Table], destinations: Destinations) -> dict[int, torch.Tensor]:
-    """Return the destinations that the device can write, by leaf: large page-locked ones, in no source's memory."""
+def _direct(
+    parts: Parts, tables: list[Table], destinations: Destinations
+) -> dict[int, torch.Tensor]:
+    """Return the destinations that the device can write, by leaf: large page-locked ones, in no
+    source's memory.
+    """
     large: set[int] = set()
     repeated: set[int] = set()
     for table in tables:
@@ -414,12 +478,22 @@ def _direct(parts: Parts, tables: list[Table], destinations: Destinations) -> di
         large.update(np.flatnonzero(is_large).tolist())
         repeated.update(rows["offset"][rows["kind"] == RowKind.ALIAS].tolist())
     chosen = [index for index in destinations.as_they_are if index in large - repeated]
-    direct = {index: destinations.leaves[index] for index in chosen if pieces_of(destinations.leaves[index])}
-    sources = [leaf for leaf in parts.leaves if isinstance(leaf, torch.Tensor) and leaf.device == _CPU]
+    direct = {
+        index: destinations.leaves[index]
+        for index in chosen
+        if pieces_of(destinations.leaves[index])
+    }
+    sources = [
+        leaf for leaf in parts.leaves if isinstance(leaf, torch.Tensor) and leaf.device == _CPU
+    ]
     if not (direct and sources):
         return direct
     share = overlap(list(direct.values()), sources)
-    return {index: place for (index, place), shares in zip(direct.items(), share, strict=True) if not shares}
+    return {
+        index: place
+        for (index, place), shares in zip(direct.items(), share, strict=True)
+        if not shares
+    }
 
 
 def _without(table: Table, leaves: list[int]) -> Table:

@@ -49,7 +49,9 @@ class Sent(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The leaves of a batch that aren't packed, after those that have to were moved by their own ``.to()``."""
+    """The leaves of a batch that aren't packed, after those that have to were moved by their own
+    ``.to()``.
+    """
 
     others: list[Any]
     """All leaves that aren't packed, in order."""
@@ -85,12 +87,25 @@ def keep_until(event: Fence | None, things: list[Any]) -> None:
 class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, whose copy may still be under way. Made by `Stager.stage`.
 
-    You may change or free packed tensors as soon as `stage` returns. Don't use a transfer in several threads at once.
+    You may change or free packed tensors as soon as `stage` returns. Don't use a transfer in
+    several threads at once.
     """
 
-    __slots__ = ("_batch", "_leaves", "_moved", "_sent", "_structure", "_table", "_target", "blocks", "copies")
+    __slots__ = (
+        "_batch",
+        "_leaves",
+        "_moved",
+        "_sent",
+        "_structure",
+        "_table",
+        "_target",
+        "blocks",
+        "copies",
+    )
 
-    def __init__(self, target: Target, structure: Structure, table: Table, sent: Sent, moved: Moved) -> None:
+    def __init__(
+        self, target: Target, structure: Structure, table: Table, sent: Sent, moved: Moved
+    ) -> None:
         self._target = target
         self._structure = structure
         self._table = table
@@ -99,9 +114,13 @@ class Transfer(NotABatch, Generic[B_co]):
         self._leaves: list[Any] | None = None  # between `_cut` and `wait`
         self._batch: Any = _NOT_YET
         self.copies = sent.copies
-        """Host-to-device copies of the packed leaves: one per block, and several for a large block."""
+        """Host-to-device copies of the packed leaves: one per block, and several for a large
+        block.
+        """
         self.blocks = len(sent.blocks)
-        """Device tensors made for the packed leaves: one per leaf with its own tensor, and one per shared block."""
+        """Device tensors made for the packed leaves: one per leaf with its own tensor, and one per
+        shared block.
+        """
 
     @property
     def nbytes(self) -> int:
@@ -115,10 +134,14 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
-        return all(event is None or event.query() for event in (self._sent.event, self._moved.event))
+        return all(
+            event is None or event.query() for event in (self._sent.event, self._moved.event)
+        )
 
     def synchronize(self) -> None:
-        """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the stream waits."""
+        """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the
+        stream waits.
+        """
         for event in (self._sent.event, self._moved.event):
             if event is not None:
                 event.synchronize()
@@ -126,19 +149,19 @@ class Transfer(NotABatch, Generic[B_co]):
     def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """Return the batch, safe to use on a stream.
 
-        Does not block: the stream waits for the copy, the host does not. To use the batch on another stream too, call
-        `wait` again with that stream; it returns the same batch.
+        Does not block: the stream waits for the copy, the host does not. To use the batch on
+        another stream too, call `wait` again with that stream; it returns the same batch.
 
-        With ``out=``, the first call copies the staged bytes into `out`, on that stream, behind its earlier work, and
-        returns the staged memory to torch's allocator. If it is interrupted, call it again. Later calls copy nothing;
-        their stream waits for that copy.
+        With ``out=``, the first call copies the staged bytes into `out`, on that stream, behind its
+        earlier work, and returns the staged memory to torch's allocator. If it is interrupted, call
+        it again. Later calls copy nothing; their stream waits for that copy.
 
         Args:
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
 
         Returns:
-            A batch of the same types. Tensors and arrays are tensors on the device. The stager's `own_storage`
-            says which of them share memory.
+            A batch of the same types. Tensors and arrays are tensors on the device. The stager's
+            `own_storage` says which of them share memory.
 
         Raises:
             PinstageError: with ``out=``, while the stream is captured.
@@ -174,17 +197,23 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def __repr__(self) -> str:
         done = " done" if self.query() else ""
-        return f"<Transfer nbytes={self.nbytes} copies={self.copies} to {self._target.device}{done}>"
+        return (
+            f"<Transfer nbytes={self.nbytes} copies={self.copies} to {self._target.device}{done}>"
+        )
 
 
 class TransferInto(Transfer[B_co]):
-    """A staged batch that the first `wait` copies into existing tensors. Made by ``Stager.stage(out=)``."""
+    """A staged batch that the first `wait` copies into existing tensors. Made by
+    ``Stager.stage(out=)``.
+    """
 
     __slots__ = ("_destinations", "is_handed_out")
 
     def __init__(self, staged: Transfer[Any], destinations: Destinations) -> None:
         self.is_handed_out = False  # to a caller who may forget to wait for it
-        super().__init__(staged._target, staged._structure, staged._table, staged._sent, staged._moved)
+        super().__init__(
+            staged._target, staged._structure, staged._table, staged._sent, staged._moved
+        )
         self._destinations = destinations
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
@@ -211,7 +240,9 @@ class TransferInto(Transfer[B_co]):
             return batch
 
     def _end(self, event: Fence | None) -> None:
-        """Drop the staged memory, and keep the destinations until the copy's event, if they may be another stream's."""
+        """Drop the staged memory, and keep the destinations until the copy's event, if they may be
+        another stream's.
+        """
         leaves = self._destinations.leaves
         if self.is_handed_out:
             keep_until(event, leaves)
@@ -224,8 +255,8 @@ class TransferInto(Transfer[B_co]):
         is_expected = getattr(self, "is_handed_out", False) and self._batch is _NOT_YET
         if is_expected and not sys.is_finalizing():
             warnings.warn(
-                f"out= was not written: a transfer of {format_bytes(self.nbytes)} was dropped before wait(); call "
-                "transfer.wait(), or to_device(batch, out=...)",
+                f"out= was not written: a transfer of {format_bytes(self.nbytes)} was dropped "
+                "before wait(); call transfer.wait(), or to_device(batch, out=...)",
                 StagingWarning,
                 stacklevel=2,
             )
@@ -239,8 +270,8 @@ def refuse_capture(target: Target) -> None:
     """
     if target.is_capturing():
         raise PinstageError(
-            "out= cannot be used while a CUDA graph is captured: the graph would copy the same batch each time; call "
-            "it before or after graph.replay(), outside of the capture"
+            "out= cannot be used while a CUDA graph is captured: the graph would copy the same "
+            "batch each time; call it before or after graph.replay(), outside of the capture"
         )
 
 
@@ -250,12 +281,15 @@ def table_of(transfer: Transfer[Any]) -> Table:
 
 
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
-    """Return the event to wait for before the host slab is written again; None if the copy is done already."""
+    """Return the event to wait for before the host slab is written again; None if the copy is done
+    already.
+    """
     return transfer._sent.event
 
 
 def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> Any:
-    """Move a tensor, or an object with a ``to()`` method, by its own ``.to()``, on the current stream.
+    """Move a tensor, or an object with a ``to()`` method, by its own ``.to()``, on the current
+    stream.
 
     The host waits for a copy from a device to the CPU, since no stream orders the host behind it.
 
@@ -265,7 +299,9 @@ def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> A
     try:
         return _move(thing, device)
     except Exception as error:
-        error.add_note(f"batch{structure.path(leaf)} cannot be packed; its own .to('{device}') raised this")
+        error.add_note(
+            f"batch{structure.path(leaf)} cannot be packed; its own .to('{device}') raised this"
+        )
         raise
 
 
@@ -275,12 +311,14 @@ def _move(thing: Any, device: torch.device) -> Any:
     cls = type(thing)
     if not moves_in_silence(cls):
         warn_once(
-            f"{cls.__module__}.{cls.__qualname__} holds tensors and isn't a known container: it moves by its "
-            f"own .to(), which is a copy for each tensor; pinstage.register_node({cls.__qualname__}) packs them with "
-            "the rest"
+            f"{cls.__module__}.{cls.__qualname__} holds tensors and isn't a known container: it "
+            "moves by its own .to(), which is a copy for each tensor; "
+            f"pinstage.register_node({cls.__qualname__}) packs them with the rest"
         )
     moved = thing.to(device)
-    return thing if moved is None else moved  # as Lightning does for a to() that doesn't return the object
+    return (
+        thing if moved is None else moved
+    )  # as Lightning does for a to() that doesn't return the object
 
 
 def move_others(target: Target, structure: Structure, table: Table, others: list[Any]) -> Moved:
@@ -314,7 +352,8 @@ def send_packed(
 ) -> Transfer[Any]:
     """Start the copy of a batch that is packed in host memory already, and make its leaves.
 
-    Does not block if the memory is page-locked. Don't change the memory until the transfer's `copy_event_of` is done.
+    Does not block if the memory is page-locked. Don't change the memory until the transfer's
+    `copy_event_of` is done.
 
     Args:
         target: the device.

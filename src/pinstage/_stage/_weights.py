@@ -1,10 +1,11 @@
-"""`Stager.load_weights`: a checkpoint's tensors are copied into the tensors of a module or dict, in groups.
+"""`Stager.load_weights`: copies of a checkpoint's tensors, in groups.
 
 ::
 
-    tensors       mapping, pairs, or safetensors' safe_open; read in its order, one group at a time
-    known names   all names, shapes and devices are checked before the first byte is written
-    each group    host tensors --staged--> device --copied--> destinations; meta tensors are made just before
+    tensors      mapping, pairs, or safetensors' safe_open; read in its order, group by group
+    known names  all names, shapes and devices are checked before the first byte is written
+    each group   host tensors --staged--> device --copied--> destinations of a module or dict;
+                 those on meta are made just before
 
 The packing threads take the page faults of mapped files, each group while the one before is copied.
 """
@@ -29,11 +30,15 @@ from ._out import key_of, overlapping, span_of
 from ._writer import Write
 
 SAMPLE_BYTES = 64
-"""Bytes at the start, in the middle and at the end of a tensor that `Destination.check_unchanged` compares."""
+"""Bytes at the start, in the middle and at the end of a tensor that `Destination.check_unchanged`
+compares.
+"""
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that a module and a checkpoint don't share; ``torch.nn.Module.load_state_dict`` returns the same pair."""
+    """Names that a module and a checkpoint don't share; ``torch.nn.Module.load_state_dict`` returns
+    the same pair.
+    """
 
     missing_keys: list[str]
     """Names of tensors that weren't loaded, under this name or another."""
@@ -45,7 +50,9 @@ Shape: TypeAlias = tuple[int, ...] | None
 """None for values that aren't tensors."""
 
 
-def _opened(tensors: Any) -> tuple[dict[str, Shape] | None, Callable[[Iterable[str]], Iterable[tuple[str, Any]]]]:
+def _opened(
+    tensors: Any,
+) -> tuple[dict[str, Shape] | None, Callable[[Iterable[str]], Iterable[tuple[str, Any]]]]:
     """Return the shapes of a checkpoint's tensors, and a function that reads tensors by name.
 
     If names aren't known beforehand, the shapes are None and all tensors are read.
@@ -104,10 +111,16 @@ class Destination:
         elif isinstance(target, dict):
             for name, tensor in target.items():
                 if not isinstance(tensor, torch.Tensor):
-                    raise TypeError(f"{name} must be a tensor to load into: {type(tensor).__name__}. Leave it out")
+                    raise TypeError(
+                        f"{name} must be a tensor to load into: {type(tensor).__name__}. Leave it "
+                        "out"
+                    )
             self.tensors = self._all = target
         else:
-            raise TypeError(f"load_weights loads a torch.nn.Module or a dict of tensors: {type(target).__name__}")
+            raise TypeError(
+                "load_weights loads a torch.nn.Module or a dict of tensors: "
+                f"{type(target).__name__}"
+            )
         self.keys = {name: _key_of(tensor) for name, tensor in self._all.items()}
         self.unexpected: list[str] = []
         self._positions = {name: position for position, name in enumerate(self.tensors)}
@@ -135,18 +148,25 @@ class Destination:
                     self.tensors[prefix + name] = tensor
 
     def _positions_of_overlapping(self) -> dict[str, int]:
-        """Return the positions of names whose memory overlaps another tensor's. Names of one tensor don't count."""
+        """Return the positions of names whose memory overlaps another tensor's. Names of one tensor
+        don't count.
+        """
         keys = list(dict.fromkeys(self.keys[name] for name in self.tensors))
         one_of = {self.keys[name]: tensor for name, tensor in self.tensors.items()}
         numbers = overlapping([span_of(_local(one_of[key])) for key in keys])
         shared = {keys[number] for number in numbers}
-        return {name: position for name, position in self._positions.items() if self.keys[name] in shared}
+        return {
+            name: position
+            for name, position in self._positions.items()
+            if self.keys[name] in shared
+        }
 
     def plan(self, shapes: dict[str, Shape] | None) -> list[str]:
         """Check a checkpoint's names, and return those to read, in this order.
 
         Args:
-            shapes: None if names and shapes aren't known before the tensors are read; then only the module is checked.
+            shapes: None if names and shapes aren't known before the tensors are read; then only the
+                module is checked.
         """
         if shapes is None:
             self._check({self.keys[name] for name in self.tensors}, [])
@@ -171,8 +191,9 @@ class Destination:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's part of each tensor that is to be copied, by name.
 
-        Copied in this order, they leave what `load_state_dict` leaves, which copies in the module's order: a tensor is
-        skipped if a later name of its destination was read, and tensors whose destinations overlap come last.
+        Copied in this order, they leave what `load_state_dict` leaves, which copies in the module's
+        order: a tensor is skipped if a later name of its destination was read, and tensors whose
+        destinations overlap come last.
 
         Args:
             pairs: names and tensors, as they are read.
@@ -202,8 +223,8 @@ class Destination:
     def write(self, name: str, part: torch.Tensor) -> Write:
         """Return the write of a tensor that `parts` yielded.
 
-        It ends its group if it must be copied before the next tensor is read: the memory of their destinations may
-        overlap, or `check_unchanged` can't compare the tensor.
+        It ends its group if it must be copied before the next tensor is read: the memory of their
+        destinations may overlap, or `check_unchanged` can't compare the tensor.
         """
         is_unknown = name in self._samples and self._samples[name][1] is None
         ends_group = is_unknown or name in self._overlapping
@@ -213,10 +234,12 @@ class Destination:
         return Write(name, part, place, self.keys[name], ends_group)
 
     def check_unchanged(self, names: Iterable[str]) -> None:
-        """Raise an error if a tensor was overwritten after it was read. Call it when a group is packed.
+        """Raise an error if a tensor was overwritten after it was read. Call it when a group is
+        packed.
 
         Args:
-            names: of the group's tensors. The last one may go on in the next group, where it is compared again.
+            names: of the group's tensors. The last one may go on in the next group, where it is
+                compared again.
         """
         for name in names:
             part, sample = self._samples.get(name, (None, None))
@@ -232,12 +255,16 @@ class Destination:
             self._samples.pop(name, None)
 
     def result(self) -> IncompatibleKeys:
-        """Return the names that weren't read or aren't here, or raise the error of `load_state_dict`."""
+        """Return the names that weren't read or aren't here, or raise the error of
+        `load_state_dict`.
+        """
         self._check(self._last_read.keys(), [])
         return IncompatibleKeys(self._missing(self._last_read.keys()), self.unexpected)
 
     def _is_unexpected(self, name: str) -> bool:
-        """Return whether `load_state_dict` reports a name: not if it is in a module that None replaced."""
+        """Return whether `load_state_dict` reports a name: not if it is in a module that None
+        replaced.
+        """
         return name not in self.tensors and not str(name).startswith(self._removed)
 
     def _pass_over(self, name: str) -> None:
@@ -254,17 +281,26 @@ class Destination:
         is_scalar = not tensor.dim() and shape == (1,)  # torch 0.3 had no 0-d tensors
         if tuple(tensor.shape) != shape and not is_scalar:
             return (
-                f"size mismatch for {name}: copying a param with shape {torch.Size(shape)} from checkpoint, the shape "
-                f"in current model is {tensor.shape}."
+                f"size mismatch for {name}: copying a param with shape {torch.Size(shape)} from "
+                f"checkpoint, the shape in current model is {tensor.shape}."
             )
         if _is_dtensor(tensor):
-            if not {type(placement).__name__ for placement in tensor.placements} <= {"Shard", "Replicate"}:
-                return f"{name} has placements {tensor.placements}; load_weights knows plain Shard and Replicate."
+            if not {type(placement).__name__ for placement in tensor.placements} <= {
+                "Shard",
+                "Replicate",
+            }:
+                return (
+                    f"{name} has placements {tensor.placements}; load_weights knows plain Shard "
+                    "and Replicate."
+                )
         elif tensor.is_meta and type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             return f"{name} is a {type(tensor).__name__} on meta; make it on the device first."
         device = _local(tensor).device
         if device.type != "meta" and device != self._device:
-            return f"{name} is on {device}, the stager is for {self._device}; move it, or make a stager for its device."
+            return (
+                f"{name} is on {device}, the stager is for {self._device}; move it, or make a "
+                "stager for its device."
+            )
         return None
 
     def _check(self, loaded: Collection[Any], problems: list[str]) -> None:
@@ -294,7 +330,9 @@ class Destination:
 
     def _refuse(self, problems: list[str]) -> NoReturn:
         lines = "\n\t".join(problems)
-        raise RuntimeError(f"Error(s) in loading state_dict for {type(self._target).__name__}:\n\t{lines}")
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(self._target).__name__}:\n\t{lines}"
+        )
 
     def _part_of(self, name: str, source: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tensor of global shape."""
@@ -305,22 +343,36 @@ class Destination:
             mesh = tensor.device_mesh
             if mesh.get_coordinate() is None:  # this rank isn't in the mesh
                 return source.new_empty(0)
-            for placement, index, count in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True):
-                if placement.is_shard():  # as torch.chunk splits; a second shard splits the part of the first
+            for placement, index, count in zip(
+                tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True
+            ):
+                if (
+                    placement.is_shard()
+                ):  # as torch.chunk splits; a second shard splits the part of the first
                     size = source.shape[placement.dim]
                     begin = min(index * -(-size // count), size)
-                    source = source.narrow(placement.dim, begin, min(-(-size // count), size - begin))
+                    source = source.narrow(
+                        placement.dim, begin, min(-(-size // count), size - begin)
+                    )
         return source
 
     def local(self, name: str) -> torch.Tensor:
-        """Return the plain tensor to write to; one on meta is made first, for all names that share it."""
+        """Return the plain tensor to write to; one on meta is made first, for all names that share
+        it.
+        """
         tensor, part = self._all[name], _local(self._all[name])
         if not part.is_meta:
             return part
-        made = part = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=self._device)
+        made = part = torch.empty_strided(
+            part.shape, part.stride(), dtype=part.dtype, device=self._device
+        )
         if _is_dtensor(tensor):
             made = type(tensor).from_local(
-                part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+                part,
+                tensor.device_mesh,
+                tensor.placements,
+                shape=tensor.shape,
+                stride=tensor.stride(),
             )
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -362,7 +414,9 @@ def _line(what: str, names: list[str]) -> str:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # if it isn't loaded, there are no DTensors
+    module = sys.modules.get(
+        "torch.distributed.tensor"
+    )  # if it isn't loaded, there are no DTensors
     return module is not None and isinstance(tensor, module.DTensor)
 
 
@@ -380,7 +434,8 @@ def _key_of(tensor: torch.Tensor) -> Any:
 
 
 def _sample_of(tensor: torch.Tensor) -> bytes | None:
-    """Return a tensor's first, middle and last bytes; None if it isn't a plain tensor in host memory.
+    """Return a tensor's first, middle and last bytes; None if it isn't a plain tensor in host
+    memory.
 
     If there are gaps between its elements, only three elements, since the gaps aren't the tensor's.
     """

@@ -1,8 +1,8 @@
 """Which way a batch goes into existing tensors.
 
-A batch is staged, and copied into place by the transfer's `wait`. `Writer.write_batch` does both. It takes a larger
-batch in groups, each staged while the one before is copied into place, so that neither the host nor the device needs
-memory for the whole batch.
+A batch is staged, and copied into place by the transfer's `wait`. `Writer.write_batch` does both.
+It takes a larger batch in groups, each staged while the one before is copied into place, so that
+neither the host nor the device needs memory for the whole batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from ._sender import SMALL_BYTES, PendingSend, Sender
 from ._transfer import TransferInto, refuse_capture
 
 GROUP_BYTES = 64 << 20
-"""The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting a group."""
+"""The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting
+a group.
+"""
 
 _CPU = torch.device("cpu")
 
@@ -74,7 +76,8 @@ class Writer:
 
         The cases, in this order:
 
-        1. on a GPU, a few small leaves whose destinations are like them: one copy each, on the current stream;
+        1. on a GPU, a few small leaves whose destinations are like them: one copy each, on the
+           current stream;
         2. a few small leaves that a stager moves without a slab: moved so, and copied into place;
         3. what fits into one group: staged, and copied into place;
         4. any other batch: in groups.
@@ -105,16 +108,18 @@ class Writer:
             self.write_all(_with_own_sources(writes))
             return parts.structure.rebuild(destinations.leaves)
 
-    def write_all(self, writes: Iterable[Write], check: Callable[[list[str]], None] | None = None) -> None:
+    def write_all(
+        self, writes: Iterable[Write], check: Callable[[list[str]], None] | None = None
+    ) -> None:
         """Copy leaves into existing tensors, in groups, as operations of the current stream.
 
-        Blocks until all sources have been read, and while two groups are on the device: one is copied into place while
-        the next one crosses the bus.
+        Blocks until all sources have been read, and while two groups are on the device: one is
+        copied into place while the next one crosses the bus.
 
         Args:
             writes: read as far as the group that is packed.
-            check: called with the names of a group when it is packed, before it is written. Then the next group isn't
-                read earlier.
+            check: called with the names of a group when it is packed, before it is written. Then
+                the next group isn't read earlier.
         """
         groups = _Groups(self, check)
         try:
@@ -128,7 +133,9 @@ class Writer:
             note_written(error, groups.begun)
             raise
 
-    def start(self, parts: Parts, out: Any, inline_bytes: int, timeout: float | None = None) -> Started:
+    def start(
+        self, parts: Parts, out: Any, inline_bytes: int, timeout: float | None = None
+    ) -> Started:
         """Let threads begin to pack a batch, and check its destinations meanwhile.
 
         Args:
@@ -138,7 +145,9 @@ class Writer:
             timeout: see `Sender.start`.
         """
         parts = readable(parts, _CPU)
-        pending = self.sender.start(with_own_copies(parts, self.sender.target.device), inline_bytes, timeout)
+        pending = self.sender.start(
+            with_own_copies(parts, self.sender.target.device), inline_bytes, timeout
+        )
         try:
             return Started(pending, self._destinations(parts, out))
         except BaseException:
@@ -154,7 +163,9 @@ class Writer:
             return Destinations(parts, out, self.sender.target.device)
 
     def _write_few(self, leaves: list[Any], structure: Structure, out: Any) -> list[Any] | None:
-        """Write a few small leaves; return the leaves of the result, or None if they aren't small, few and plain."""
+        """Write a few small leaves; return the leaves of the result, or None if they aren't small,
+        few and plain.
+        """
         sender, target = self.sender, self.sender.target
         if len(leaves) > MOST_FEW or sender.keeping is not None or target.stream is None:
             return None
@@ -174,11 +185,12 @@ class Writer:
         return min(GROUP_BYTES, self.sender.slabs.pool.max_bytes // 2)
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 class _Groups:
-    """Groups of writes on their way: one is packed while the one before is sent, and two are on the device.
+    """Groups of writes on their way: one is packed while the one before is sent, and two are on the
+    device.
 
     Args:
         writer: stages them.
@@ -229,14 +241,18 @@ class _Groups:
 
 
 def groups_of(writes: Iterable[Write], group_bytes: int) -> Iterator[list[Write]]:
-    """Yield groups of at most `group_bytes` in a slab, in order; larger leaves are cut into several."""
+    """Yield groups of at most `group_bytes` in a slab, in order; larger leaves are cut into
+    several.
+    """
     group: list[Write] = []
     keys: set[Any] = set()
     room = group_bytes
     for write in writes:
         nbytes = _bytes_of(write.source)
         is_again = write.key is not None and write.key in keys
-        for piece, needed in [(write, nbytes)] if nbytes <= group_bytes else _cut(write, group_bytes):
+        for piece, needed in (
+            [(write, nbytes)] if nbytes <= group_bytes else _cut(write, group_bytes)
+        ):
             if group and (needed > room or is_again):
                 yield group
                 group, keys, room, is_again = [], set(), group_bytes, False
@@ -280,18 +296,24 @@ def _bytes_of(source: Any) -> int:
 
 
 def _unpacked_bytes(parts: Parts) -> int:
-    """Return the bytes of a batch's dense leaves that aren't packed, such as tensors that are on the device already."""
+    """Return the bytes of a batch's dense leaves that aren't packed, such as tensors that are on
+    the device already.
+    """
     if not parts.table.moved:
         return 0
     return sum(_bytes_of(parts.leaves[index]) for index in parts.table.positions(RowKind.MOVED))
 
 
 def _with_own_sources(writes: list[Write]) -> list[Write]:
-    """Copy the sources that share memory with a destination, since earlier groups would change them."""
+    """Copy the sources that share memory with a destination, since earlier groups would change
+    them.
+    """
     device = writes[0].place.device
     tensors = [as_tensor(write.source) for write in writes]
     near = [number for number, tensor in enumerate(tensors) if tensor.device == device]
-    share = overlap([tensors[number] for number in near], [write.place for write in writes] if near else [])
+    share = overlap(
+        [tensors[number] for number in near], [write.place for write in writes] if near else []
+    )
     for number, shares in zip(near, share, strict=True):
         if shares:
             writes[number] = writes[number]._replace(source=tensors[number].detach().clone())

@@ -1,9 +1,9 @@
 """A state dict taken apart: its tensors, and everything else as it is now.
 
-Pickle walks the state dict, in C. It takes tensors out, and writes the rest into a message, from which the structure is
-rebuilt around other tensors, in this process or in another one. Each kind of object is treated as by torch's stager:
-functions and classes stay the same objects, ``__deepcopy__`` is called if a class has it, and all other objects are
-copied by pickle's protocol.
+Pickle walks the state dict, in C. It takes tensors out, and writes the rest into a message, from
+which the structure is rebuilt around other tensors, in this process or in another one. Each kind of
+object is treated as by torch's stager: functions and classes stay the same objects,
+``__deepcopy__`` is called if a class has it, and all other objects are copied by pickle's protocol.
 """
 
 from __future__ import annotations
@@ -22,8 +22,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.calls import make_sharded, parts_of_sharded
 
-_QUICK = frozenset({type(None), bool, int, float, str, bytes, dict, list, tuple, torch.Size, torch.dtype, torch.device})
-"""Types that pickle copies by itself; checked first, because most objects of a state dict have them."""
+_QUICK = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        bytes,
+        dict,
+        list,
+        tuple,
+        torch.Size,
+        torch.dtype,
+        torch.device,
+    }
+)
+"""Types that pickle copies by itself; checked first, because most objects of a state dict have
+them.
+"""
 
 _AS_THEY_ARE = (
     *(type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref, property),
@@ -73,7 +90,9 @@ class _Taker(pickle.Pickler):
         self._alive: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number for an object in the message: a tensor's place, or a kept object's place, inverted."""
+        """Return the number for an object in the message: a tensor's place, or a kept object's
+        place, inverted.
+        """
         kind = type(obj)
         if kind in _QUICK:
             return None
@@ -90,12 +109,18 @@ class _Taker(pickle.Pickler):
         kind = type(tensor)
         if kind in _PLAIN and not tensor.__dict__:
             return self._place(tensor)
-        if kind.__torch_dispatch__ is _NO_DISPATCH or _is_wrapper(tensor) or parts_of_sharded(tensor) is not None:
+        if (
+            kind.__torch_dispatch__ is _NO_DISPATCH
+            or _is_wrapper(tensor)
+            or parts_of_sharded(tensor) is not None
+        ):
             return None
         return self._keep(tensor, lambda: copy.deepcopy(tensor.detach()).to("cpu"))
 
     def reducer_override(self, obj: Any) -> Any:
-        """Take apart a tensor that is more than its elements: shards, a wrapper, or one with attributes."""
+        """Take apart a tensor that is more than its elements: shards, a wrapper, or one with
+        attributes.
+        """
         if not isinstance(obj, torch.Tensor):
             return NotImplemented
         sharded = parts_of_sharded(obj)
@@ -112,18 +137,29 @@ class _Taker(pickle.Pickler):
         return wrapper.__tensor_unflatten__, (inner, context, wrapper.size(), wrapper.stride())
 
     def _place(self, tensor: torch.Tensor) -> int:
-        """Return the place of a tensor, or of an earlier tensor over the same part of the same memory."""
+        """Return the place of a tensor, or of an earlier tensor over the same part of the same
+        memory.
+        """
         key: Any = id(tensor)
         if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
             lazy = tensor.is_conj(), tensor.is_neg()
-            key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy
+            key = (
+                tensor.device,
+                tensor.data_ptr(),
+                tensor.dtype,
+                tensor.shape,
+                tensor.stride(),
+                lazy,
+            )
         return self._number(key, tensor, self.tensors, tensor.detach)
 
     def _keep(self, obj: Any, copied: Callable[[], Any]) -> int:
         return ~self._number(("kept", id(obj)), obj, self.kept, copied)
 
     def _number(self, key: Any, obj: Any, stand_ins: list[Any], make: Callable[[], Any]) -> int:
-        """Return the place of an object's stand-in in a list, and make the stand-in if the key is new."""
+        """Return the place of an object's stand-in in a list, and make the stand-in if the key is
+        new.
+        """
         found = self._places.get(key)
         if found is None:
             found = self._places[key] = len(stand_ins)
@@ -133,7 +169,9 @@ class _Taker(pickle.Pickler):
 
 
 class _Builder(pickle.Unpickler):
-    def __init__(self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], kept: Sequence[Any]) -> None:
+    def __init__(
+        self, buffer: io.BytesIO, tensors: Sequence[torch.Tensor], kept: Sequence[Any]
+    ) -> None:
         super().__init__(buffer)
         self._tensors = tensors
         self._kept = kept
@@ -144,12 +182,16 @@ class _Builder(pickle.Unpickler):
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor wraps other tensors, by torch's protocol for wrappers, as a DTensor does."""
+    """Return whether a tensor wraps other tensors, by torch's protocol for wrappers, as a DTensor
+    does.
+    """
     return hasattr(type(tensor), "__tensor_flatten__")
 
 
 def _dress(kind: type[torch.Tensor], bare: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the original class. A parameter becomes an ordinary tensor, as in torch's stager."""
+    """Return a tensor of the original class. A parameter becomes an ordinary tensor, as in torch's
+    stager.
+    """
     tensor = bare.detach()
     return tensor if kind in _PLAIN else tensor.as_subclass(kind)
 

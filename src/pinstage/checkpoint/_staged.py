@@ -1,7 +1,8 @@
-"""A staged state dict: one host slab, tensors over it, and the transfer to a writer in another process.
+"""A staged state dict: a slab, tensors over it, and the transfer to another process.
 
-Each tensor has a storage of its own that ends where the tensor ends, or torch's writer would copy it once more. The
-slab returns to the pool when the last of these storages is freed, and the `StagedState` no longer keeps it::
+Each tensor has a storage of its own that ends where the tensor ends, or torch's writer would copy
+it once more. The slab returns to the pool when the last of these storages is freed, and the
+`StagedState` no longer keeps it::
 
     trainer's process                               writer's process (if there is one)
       slab <-- view <-- storages <-- tensors          descriptor, places, message
@@ -47,7 +48,9 @@ class Content(NamedTuple):
     kept: list[Any]
 
     def over(self, memory: Any) -> dict[str, Any]:
-        """Return the state dict, with tensors over memory that shows the slab's bytes; they keep it alive."""
+        """Return the state dict, with tensors over memory that shows the slab's bytes; they keep it
+        alive.
+        """
         tensors = [
             place
             if isinstance(place, torch.Tensor)
@@ -70,39 +73,49 @@ class StagedBytes(NamedTuple):
 class StagedState(dict[str, Any]):
     """A state dict whose tensors are on the host; the result of `CheckpointStager.stage`.
 
-    An ordinary dict, except that ``multiprocessing`` sends a descriptor of the slab to another process, not its bytes.
-    Afterwards it is empty in this process, and keeps the slab until it is freed.
+    An ordinary dict, except that ``multiprocessing`` sends a descriptor of the slab to another
+    process, not its bytes. Afterwards it is empty in this process, and keeps the slab until it is
+    freed.
     """
 
     def __init__(self, content: Content, slab: StagedBytes | None) -> None:
         state = content.over(None if slab is None else slab.memory)
         super().__init__(state)
-        self.__dict__.update(getattr(state, "__dict__", {}))  # the `_metadata` of a module's state dict
+        self.__dict__.update(
+            getattr(state, "__dict__", {})
+        )  # the `_metadata` of a module's state dict
         self._content: Content | None = content
         self._slab = slab
 
     def let_go(self) -> None:
-        """Stop keeping the slab: the writer is done. Tensors that are still alive in this process keep it."""
+        """Stop keeping the slab: the writer is done. Tensors that are still alive in this process
+        keep it.
+        """
         self._content = self._slab = None
 
 
 def _reduce(staged: StagedState) -> tuple[Any, ...]:
     content, slab = staged._content, staged._slab
     if content is None:
-        raise PinstageError("a staged state dict can be sent to a writer only while it is being saved; stage it again")
+        raise PinstageError(
+            "a staged state dict can be sent to a writer only while it is being saved; stage it "
+            "again"
+        )
     staged.clear()
     if slab is None:
         return content.over, (None,)
     if slab.fd is None:
         raise PinstageError(
-            f"a writer in another process cannot map the pool's memory: {slab.memory.nbytes} bytes; make the pool of "
-            "SlabPool(memory=SharedMemory()), or save in a thread"
+            f"a writer in another process cannot map the pool's memory: {slab.memory.nbytes} "
+            "bytes; make the pool of SlabPool(memory=SharedMemory()), or save in a thread"
         )
     return _arrive, (content, DupFd(slab.fd), slab.memory.nbytes)
 
 
 def _arrive(content: Content, handle: Any, nbytes: int) -> dict[str, Any]:
-    """Map the slab in the writer's process; it is unmapped when the last tensor is freed. Touches no CUDA."""
+    """Map the slab in the writer's process; it is unmapped when the last tensor is freed. Touches
+    no CUDA.
+    """
     fd = handle.detach()
     try:
         memory = mmap.mmap(fd, nbytes)
@@ -130,12 +143,15 @@ class Save:
         self._writers.append(thread)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until the slab is no longer in use, or its writer has ended; return whether that was in time."""
+        """Wait until the slab is no longer in use, or its writer has ended; return whether that was
+        in time.
+        """
         end = math.inf if timeout is None else time.monotonic() + timeout
         while not self.is_over():
             if self._writers and not any(thread.is_alive() for thread in self._writers):
-                # Take the slab from a save that has ended: an error may keep its frames, and these the state that was
-                # sent to another process. Tensors that are still referred to in this process keep the slab.
+                # Take the slab from a save that has ended: an error may keep its frames, and these
+                # the state that was sent to another process. Tensors that are still referred to in
+                # this process keep the slab.
                 if self._staged is not None and (staged := self._staged()) is not None:
                     staged.let_go()
                     del staged
@@ -156,10 +172,15 @@ class StagedSave(Future[dict[str, Any]]):
         self._trainer = threading.current_thread()
         self._bringer: threading.Thread | None = None
 
-    def bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: StagedBytes | None) -> threading.Thread:
+    def bring(
+        self, transfer: HostTransfer, snapshot: Snapshot, slab: StagedBytes | None
+    ) -> threading.Thread:
         """Start a thread that waits for the bytes and makes the state dict; return the thread."""
         self._bringer = threading.Thread(
-            target=self._bring, args=(transfer, snapshot, slab), name="pinstage-checkpoint", daemon=True
+            target=self._bring,
+            args=(transfer, snapshot, slab),
+            name="pinstage-checkpoint",
+            daemon=True,
         )
         self._bringer.start()
         return self._bringer

@@ -1,7 +1,8 @@
-"""Tools to find the slow part of a program: in a batch, in the steps of staging, in a machine, in a recorded trace.
+"""Tools to find the slow part of a program.
 
-`audit` looks at a batch before it is moved, `step_times` at the steps of staging. The commands ``pinstage doctor`` and
-``pinstage trace`` look at a machine and at a trace of the PyTorch profiler. None of them needs a GPU.
+`audit` looks at a batch before it is moved, `step_times` at the steps of staging. The commands
+``pinstage doctor`` and ``pinstage trace`` look at a machine and at a trace of the PyTorch profiler.
+None of them needs a GPU.
 """
 
 from .._steps import StepTime, StepTimes, step_times

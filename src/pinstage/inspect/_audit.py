@@ -1,4 +1,4 @@
-"""`audit`: shows the leaves of a batch, the effect of ``pin_memory=True`` on them, and the cost of moving the batch."""
+"""`audit`: the leaves of a batch, what ``pin_memory=True`` does to them, and the costs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class LeafReport(NamedTuple):
     nbytes: int
     device: str
     pinned: bool  # whether it is page-locked now
-    # "yes"; "dense": in another order of dimensions, which .to() keeps; "no": with gaps or overlaps, so that it is
-    # copied on the host before it is copied to the device; "-": sparse and nested tensors
+    # "yes"; "dense": in another order of dimensions, which .to() keeps; "no": with gaps or
+    # overlaps, so that it is copied on the host before it is copied to the device; "-": sparse and
+    # nested tensors
     contiguous: str
     alias_of: str | None  # the path at which the same tensor appeared before
     loader_pins: bool  # whether pin_memory=True would page-lock it
@@ -47,7 +48,9 @@ class LeafCopies(NamedTuple):
     copies: int  # a leaf in two places is copied twice, an empty leaf not at all
     nbytes: int
     seconds: float  # of these copies, with the leaves as they are
-    seconds_pinned: float  # of these copies if every leaf were page-locked first, without the time to pin them
+    seconds_pinned: (
+        float  # of these copies if every leaf were page-locked first, without the time to pin them
+    )
 
 
 class SlabCopy(NamedTuple):
@@ -88,10 +91,16 @@ class Audit:
     @property
     def left_pageable(self) -> tuple[LeafReport, ...]:
         """Leaves on the host that ``pin_memory=True`` silently leaves pageable."""
-        return tuple(leaf for leaf in self.leaves if leaf.device == "cpu" and not (leaf.loader_pins or leaf.pinned))
+        return tuple(
+            leaf
+            for leaf in self.leaves
+            if leaf.device == "cpu" and not (leaf.loader_pins or leaf.pinned)
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain dicts, lists and numbers, ready for JSON, in seconds and bytes."""
+        """Return everything as plain dicts, lists and numbers, ready for JSON, in seconds and
+        bytes.
+        """
         left = self.left_pageable
         return {
             "leaves": [leaf._asdict() | {"shape": list(leaf.shape)} for leaf in self.leaves],
@@ -113,7 +122,9 @@ class Audit:
             "leaves": len(self.leaves),
             "nbytes": self.nbytes,
             "pinned_leaves": sum(leaf.pinned for leaf in self.leaves),
-            "pageable_leaves": sum(leaf.device == "cpu" and not leaf.pinned for leaf in self.leaves),
+            "pageable_leaves": sum(
+                leaf.device == "cpu" and not leaf.pinned for leaf in self.leaves
+            ),
             "device_leaves": sum(leaf.device != "cpu" for leaf in self.leaves),
             "non_contiguous_leaves": sum(leaf.contiguous == "no" for leaf in self.leaves),
             "aliases": sum(leaf.alias_of is not None for leaf in self.leaves),
@@ -128,8 +139,12 @@ class Audit:
     def _totals(self) -> Line:
         names = ("pinned", "pageable", "on a device", "not contiguous", "repeated")
         numbers = list(self._counts().values())[2:]
-        counts = [f"{number:,} {name}" for name, number in zip(names, numbers, strict=True) if number]
-        return Line("; ".join([f"total: {_leaves(len(self.leaves))}", format_bytes(self.nbytes), *counts]))
+        counts = [
+            f"{number:,} {name}" for name, number in zip(names, numbers, strict=True) if number
+        ]
+        return Line(
+            "; ".join([f"total: {_leaves(len(self.leaves))}", format_bytes(self.nbytes), *counts])
+        )
 
     def _verdict(self) -> list[Section]:
         pinned, left = f"{sum(leaf.loader_pins for leaf in self.leaves):,}", self.left_pageable
@@ -143,18 +158,44 @@ class Audit:
             lines = [Line(text, "warning")]
             for name, found in self._by_stop().items():
                 what = f"{_leaves(len(found))}, {format_bytes(_sum(found))}"
-                lines.append(Line(f"  {name} stops it: {what}, such as {found[0].path or 'the batch itself'}"))
+                lines.append(
+                    Line(
+                        f"  {name} stops it: {what}, such as {found[0].path or 'the batch itself'}"
+                    )
+                )
         each, slab = self.each, self.slab
-        text = f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, {format_bytes(each.nbytes)}"
-        text += f", {duration(each.seconds)} now; {duration(each.seconds_pinned)} if every leaf were pinned, "
+        text = (
+            f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, "
+            f"{format_bytes(each.nbytes)}"
+        )
+        text += (
+            f", {duration(each.seconds)} now; {duration(each.seconds_pinned)} if every leaf were "
+            "pinned, "
+        )
         lines.append(Line(text + "without the time to pin them"))
-        text = f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; staging it takes "
+        text = (
+            f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; "
+            "staging it takes "
+        )
         lines.append(Line(f"{text}about {duration(slab.seconds)}"))
         if slab.smallest_bytes:
-            kept = f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on the device"
-            lines.append(Line(f"  keeping the smallest leaf ({kept}; with own_storage=False it keeps the whole slab"))
+            kept = (
+                f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on "
+                "the device"
+            )
+            lines.append(
+                Line(
+                    f"  keeping the smallest leaf ({kept}; with own_storage=False it keeps the "
+                    "whole slab"
+                )
+            )
         if slab.unpackable:
-            lines.append(Line(f"  {_leaves(slab.unpackable)} cannot be packed: copied by their own .to()", "info"))
+            lines.append(
+                Line(
+                    f"  {_leaves(slab.unpackable)} cannot be packed: copied by their own .to()",
+                    "info",
+                )
+            )
         if slab.error is not None:
             lines.append(Line(f"  staging it now fails: {slab.error}", "warning"))
         return [*lines, Line(f"bus: {self.bus}", "info")]
@@ -166,20 +207,27 @@ class Audit:
         return as_rich(sections_of(self))
 
     def __repr__(self) -> str:
-        return f"<Audit leaves={len(self.leaves)} nbytes={self.nbytes} left_pageable={len(self.left_pageable)}>"
+        return (
+            f"<Audit leaves={len(self.leaves)} nbytes={self.nbytes} "
+            f"left_pageable={len(self.left_pageable)}>"
+        )
 
 
 def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
-    """Report the leaves of a batch, which of them ``pin_memory=True`` would really pin, and the cost of moving them.
+    """Report the leaves of a batch, which of them ``pin_memory=True`` would really pin, and the
+    cost of moving them.
 
-    Looks into any object, known to pinstage or not. Moves, pins and changes nothing. Needs no GPU, and uses none.
+    Looks into any object, known to pinstage or not. Moves, pins and changes nothing. Needs no GPU,
+    and uses none.
 
     Args:
         batch: a batch of a loader, with any nesting.
-        bus: the speeds of copies: ``Bus(pageable=8, pinned=55)``, in GB/s, from ``pinstage.inspect``. None: an H200's.
+        bus: the speeds of copies: ``Bus(pageable=8, pinned=55)``, in GB/s, from
+            ``pinstage.inspect``. None: an H200's.
 
     Returns:
-        The findings. ``print`` shows them as text, rich as a table; `Audit.to_dict` returns them for programs.
+        The findings. ``print`` shows them as text, rich as a table; `Audit.to_dict` returns them
+        for programs.
 
     Raises:
         TypeError: `batch` is a DataLoader.
@@ -208,7 +256,12 @@ def sections_of(found: Audit, *, every_leaf: bool = False) -> list[Section]:
     shown = found.leaves if every_leaf else found.leaves[:_ROWS]
     rest = found.leaves[len(shown) :]
     more = f"... and {count(len(rest), 'more leaf', 'more leaves')}, {format_bytes(_sum(rest))}"
-    return [*found._verdict(), _table(shown), *([Line(more, "info")] if rest else []), found._totals()]
+    return [
+        *found._verdict(),
+        _table(shown),
+        *([Line(more, "info")] if rest else []),
+        found._totals(),
+    ]
 
 
 def _sum(leaves: Iterable[LeafReport]) -> int:
@@ -220,18 +273,24 @@ def _leaves(number: int) -> str:
 
 
 def _becomes_tensor(leaf: Leaf) -> bool:
-    """Return whether a leaf is a tensor, or an array that can become one. Strings, dates and records are not moved."""
+    """Return whether a leaf is a tensor, or an array that can become one. Strings, dates and
+    records are not moved.
+    """
     return isinstance(leaf, torch.Tensor) or leaf.dtype.kind in "biufc"
 
 
 def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus) -> SlabCopy:
-    """Return the slab of the batch once all classes are registered, and the error of staging the batch as it is."""
+    """Return the slab of the batch once all classes are registered, and the error of staging the
+    batch as it is.
+    """
     error = None
     try:
         ps.Layout.of(batch)
     except ps.errors.LayoutError as reason:
         error = str(reason)
-    on_host = {id(place.leaf): place.leaf for place in found if str(place.leaf.device) == "cpu"}  # aliases count once
+    on_host = {
+        id(place.leaf): place.leaf for place in found if str(place.leaf.device) == "cpu"
+    }  # aliases count once
     staged = [leaf for leaf in on_host.values() if _becomes_tensor(leaf)]
     packed = [leaf for leaf in staged if _is_packable(leaf)]
     layout = ps.Layout.of(packed)
@@ -242,9 +301,13 @@ def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus) -> SlabCopy:
 
 
 def _kept(layout: ps.Layout) -> tuple[int, int]:
-    """Return the bytes of the smallest leaf of a layout, and of the device tensor that it is a part of."""
+    """Return the bytes of the smallest leaf of a layout, and of the device tensor that it is a part
+    of.
+    """
     slots = layout.slots
-    smallest = min((slot for slot in slots if slot.nbytes), key=lambda slot: slot.nbytes, default=None)
+    smallest = min(
+        (slot for slot in slots if slot.nbytes), key=lambda slot: slot.nbytes, default=None
+    )
     if smallest is None:
         return 0, 0
     block = [slot for slot in slots if slot.block == smallest.block]
@@ -257,17 +320,21 @@ def _kept(layout: ps.Layout) -> tuple[int, int]:
 def _is_packable(leaf: Leaf) -> bool:
     try:
         return bool(ps.Layout.of([leaf]).slots)
-    except ps.errors.LayoutError:  # a numeric array without a dtype in torch: the whole batch's error names it
+    except (
+        ps.errors.LayoutError
+    ):  # a numeric array without a dtype in torch: the whole batch's error names it
         return False
 
 
-# -- one leaf ----------------------------------------------------------------------------------------------------------
+# -- one leaf --------------------------------------------------------------------------------------
 
 
 def _reports(found: Sequence[FoundLeaf], pinning: Pinning) -> list[LeafReport]:
     path_by_id: dict[int, str] = {}
     reports = []
-    for place, loader_pins, stopped_by in zip(found, pinning.pinned, pinning.stopped_by, strict=True):
+    for place, loader_pins, stopped_by in zip(
+        found, pinning.pinned, pinning.stopped_by, strict=True
+    ):
         leaf = place.leaf
         pinned = _is_pinned(leaf)
         reports.append(
@@ -315,7 +382,10 @@ def _contiguity(leaf: Leaf) -> str:
             return "-"
         contiguous, stride = leaf.is_contiguous(), leaf.stride()
     else:
-        contiguous, stride = leaf.flags.c_contiguous, tuple(step // max(leaf.itemsize, 1) for step in leaf.strides)
+        contiguous, stride = (
+            leaf.flags.c_contiguous,
+            tuple(step // max(leaf.itemsize, 1) for step in leaf.strides),
+        )
     return "yes" if contiguous else "dense" if dense_stride(tuple(leaf.shape), stride) else "no"
 
 

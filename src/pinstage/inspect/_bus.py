@@ -1,8 +1,8 @@
-"""The time of copies between host and device, measured on this machine or given by the user, and of staging.
+"""The time of copies between host and device, and of staging: measured, or given.
 
-`measure` times copies, by size, direction and kind of host memory. A point is the best of a few repetitions, each timed
-from the call to the end of the copy. So it includes the cost of the call, as in a loop that waits for its batch. A
-`Bus` estimates the time of a copy.
+`measure` times copies, by size, direction and kind of host memory. A point is the best of a few
+repetitions, each timed from the call to the end of the copy. So it includes the cost of the call,
+as in a loop that waits for its batch. A `Bus` estimates the time of a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SIZES = (4 * KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 """Bytes that `pinstage doctor` measures: from a small leaf to a large batch."""
 
 _LEAST_REPEATS, _MOST_REPEATS = 3, 20
-_POINT_SECONDS = 0.03  # repetitions stop after this time: the best comes early, and the whole measurement stays short
+# Repetitions stop after this time: the best comes early, and the whole measurement stays short.
+_POINT_SECONDS = 0.03
 _CALL_US = 7.5  # microseconds of a copy call, unless given: 7 to 8 were measured on an H200's host
 
 
@@ -45,9 +46,13 @@ class Point(NamedTuple):
 
 
 def measure(
-    device: torch.device | str, *, sizes: Sequence[int] = SIZES, kinds: Sequence[str] = (PAGEABLE, PINNED, REGISTERED)
+    device: torch.device | str,
+    *,
+    sizes: Sequence[int] = SIZES,
+    kinds: Sequence[str] = (PAGEABLE, PINNED, REGISTERED),
 ) -> list[Point]:
-    """Measure copies between the host and a device. Blocks for up to a few seconds; synchronises the device.
+    """Measure copies between the host and a device. Blocks for up to a few seconds; synchronises
+    the device.
 
     With ``"cpu"`` the same code copies from memory to memory, for tests.
 
@@ -61,7 +66,14 @@ def measure(
         with _host_memory(kind, max(sizes), device) as here:
             for direction, nbytes in product((TO_DEVICE, TO_HOST), sizes):
                 source, target = (here, there) if direction == TO_DEVICE else (there, here)
-                points.append(Point(direction, kind, nbytes, _best_copy(source[:nbytes], target[:nbytes], device)))
+                points.append(
+                    Point(
+                        direction,
+                        kind,
+                        nbytes,
+                        _best_copy(source[:nbytes], target[:nbytes], device),
+                    )
+                )
             del here, source, target  # the pool takes no memory back that still has views
     return points
 
@@ -79,10 +91,14 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
 
 
 def _best_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
-    synchronise = partial(torch.get_device_module(device).synchronize, device)  # does nothing for the CPU
+    synchronise = partial(
+        torch.get_device_module(device).synchronize, device
+    )  # does nothing for the CPU
     took: list[float] = []
     started = time.perf_counter()
-    while len(took) < _LEAST_REPEATS or (len(took) < _MOST_REPEATS and time.perf_counter() - started < _POINT_SECONDS):
+    while len(took) < _LEAST_REPEATS or (
+        len(took) < _MOST_REPEATS and time.perf_counter() - started < _POINT_SECONDS
+    ):
         synchronise()
         began = time.perf_counter()
         target.copy_(source, non_blocking=True)
@@ -112,17 +128,27 @@ class Bus:
 
     def __post_init__(self) -> None:
         if not (self.pageable > 0 and self.pinned > 0 and self.call >= 0):
-            raise ValueError(f"the bandwidth of a bus must be above zero: {self}; give GB/s, and microseconds per call")
+            raise ValueError(
+                f"the bandwidth of a bus must be above zero: {self}; give GB/s, and microseconds "
+                "per call"
+            )
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.pageable:g} GB/s pageable, {self.pinned:g} GB/s pinned, {self.call:g} us per call"
+        return (
+            f"{self.source}: {self.pageable:g} GB/s pageable, {self.pinned:g} GB/s pinned, "
+            f"{self.call:g} us per call"
+        )
 
     def seconds(self, nbytes: int, *, pinned: bool) -> float:
         """Return the seconds of one copy of `nbytes`, including the call; 0 for 0 bytes."""
-        return nbytes and self.call * 1e-6 + nbytes / (self.pinned if pinned else self.pageable) * 1e-9
+        return (
+            nbytes and self.call * 1e-6 + nbytes / (self.pinned if pinned else self.pageable) * 1e-9
+        )
 
 
-REFERENCE_BUS = Bus(10, 55, source="as on an H200 (pinstage doctor measures yours, --bus and bus= take it)")
+REFERENCE_BUS = Bus(
+    10, 55, source="as on an H200 (pinstage doctor measures yours, --bus and bus= take it)"
+)
 
 
 @dataclass(frozen=True)
@@ -135,12 +161,19 @@ class Cost:
     source: str
 
     def seconds(self, leaves: int, nbytes: int, bus: float) -> float:
-        """Return the seconds that staging a batch takes, over a bus with a speed in bytes per second."""
-        return self.fixed_seconds + leaves * self.leaf_seconds + nbytes / min(self.bytes_per_second, bus)
+        """Return the seconds that staging a batch takes, over a bus with a speed in bytes per
+        second.
+        """
+        return (
+            self.fixed_seconds
+            + leaves * self.leaf_seconds
+            + nbytes / min(self.bytes_per_second, bus)
+        )
 
 
 REFERENCE = Cost(250e-6, 0.7e-6, 42e9, source="an H200 with 16 cores")
-"""The time per leaf is from one H200's host; 0.95 us were found on the host of tests/traces/loops. The bytes per second
-are from 16 leaves of 16 MiB in benchmarks/results/staging.json. The fixed time is fitted to an earlier recording of the
-loops of tests/traces/loops that aren't held out: 0.2 ms fit best, and a higher value keeps the predicted saving low. It
-takes less than 0.1 ms if batches are staged without a training step in between, and least up to 64 KiB."""
+"""The time per leaf is from one H200's host; 0.95 us were found on the host of tests/traces/loops.
+The bytes per second are from 16 leaves of 16 MiB in benchmarks/results/staging.json. The fixed time
+is fitted to an earlier recording of the loops of tests/traces/loops that aren't held out: 0.2 ms
+fit best, and a higher value keeps the predicted saving low. It takes less than 0.1 ms if batches
+are staged without a training step in between, and least up to 64 KiB."""

@@ -21,11 +21,15 @@ Status = Literal["ok", "info", "warning", "problem"]
 LITTLE_BYTES = 512 << 20
 """A smaller automatic cap is too little for a useful pool."""
 SMALL_SHM_BYTES = GIB
-"""torch's DataLoader passes each batch of each worker through ``/dev/shm``. Containers start with 64 MiB."""
+"""torch's DataLoader passes each batch of each worker through ``/dev/shm``. Containers start with
+64 MiB.
+"""
 FEW_CPUS = 4
 """With fewer CPUs, loader workers, packing threads and the training loop take turns."""
 LEAST_OF_LINK = 0.6
-"""Large page-locked copies reach about 85% of a link's nominal rate. Below this share, something slows them down."""
+"""Large page-locked copies reach about 85% of a link's nominal rate. Below this share, something
+slows them down.
+"""
 LEAST_GAIN = 1.2
 """Page-locked copies should be faster than pageable ones by this factor at least."""
 
@@ -34,12 +38,13 @@ class Check(NamedTuple):
     """A line of the report."""
 
     name: str
-    status: Status  # info: neither good nor bad, or unknown; warning: works badly; problem: does not work
+    # Info: neither good nor bad, or unknown; warning: works badly; problem: does not work.
+    status: Status
     found: str  # with numbers
     remedy: str = ""  # for a warning or a problem: what to do
 
 
-# -- the host ----------------------------------------------------------------------------------------------------------
+# -- the host --------------------------------------------------------------------------------------
 
 
 def cpus(usable: int, quota: float | None, installed: int) -> Check:
@@ -50,10 +55,18 @@ def cpus(usable: int, quota: float | None, installed: int) -> Check:
     if quota is not None and quota < usable:
         found += f"; torch starts threads for {usable}, which then wait for each other"
         n = threads_within(usable, quota)
-        remedy = f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(pack_threads={n}); or more quota"
+        remedy = (
+            f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(pack_threads={n}); or more "
+            "quota"
+        )
         return Check("CPUs", "warning", found, remedy)
     if real < FEW_CPUS:
-        return Check("CPUs", "warning", found, f"give this process {FEW_CPUS} or more for loading and packing")
+        return Check(
+            "CPUs",
+            "warning",
+            found,
+            f"give this process {FEW_CPUS} or more for loading and packing",
+        )
     return Check("CPUs", "ok", found)
 
 
@@ -61,7 +74,9 @@ def memory(max_bytes: int, reason: str) -> Check:
     """Check the cap that a pool would choose; `reason` names the limit that decides it."""
     name, found = 'max_bytes="auto"', f"{format_bytes(max_bytes)}: {reason}"
     if max_bytes < LITTLE_BYTES:
-        remedy = "end other programs, or raise the container's limit, which includes page-locked memory"
+        remedy = (
+            "end other programs, or raise the container's limit, which includes page-locked memory"
+        )
         return Check(name, "warning", found, remedy)
     return Check(name, "ok", found)
 
@@ -72,10 +87,19 @@ def host_budgets(pools: Sequence[PoolUsage]) -> Check:
     if not pools:
         return Check(name, "ok", "no pool has one")
     caps = {pool.budget: pool.max_bytes for pool in pools}
-    held = {budget: held_bytes([pool for pool in pools if pool.budget == budget]) for budget in caps}
-    found = "; ".join(f"{budget}: {format_bytes(held[budget])} of {format_bytes(caps[budget])}" for budget in caps)
+    held = {
+        budget: held_bytes([pool for pool in pools if pool.budget == budget]) for budget in caps
+    }
+    found = "; ".join(
+        f"{budget}: {format_bytes(held[budget])} of {format_bytes(caps[budget])}" for budget in caps
+    )
     if over := [budget for budget in caps if held[budget] > caps[budget]]:
-        return Check(name, "warning", found, f"{over} is exceeded: its file was removed; end some of its processes")
+        return Check(
+            name,
+            "warning",
+            found,
+            f"{over} is exceeded: its file was removed; end some of its processes",
+        )
     return Check(name, "info", found)
 
 
@@ -85,7 +109,9 @@ def shared_memory(total: int | None) -> Check:
         return Check(name, "warning", "not there", "mount it: torch's DataLoader workers need it")
     if total < SMALL_SHM_BYTES:
         found = f"{format_bytes(total)}: workers of torch's DataLoader may end with a bus error"
-        remedy = "docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
+        remedy = (
+            "docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
+        )
         return Check(name, "warning", found, remedy)
     return Check(name, "ok", format_bytes(total))
 
@@ -95,9 +121,20 @@ def huge_pages(enabled: str, shared: str) -> Check:
     if not enabled:
         return Check(name, "info", "this kernel does not report transparent huge pages")
     if enabled != "never":
-        return Check(name, "ok", f"transparent huge pages: {enabled}; of shared memory (shmem_enabled): {shared}")
-    found = "transparent huge pages: never; registering a large pool takes about three times as long"
-    return Check(name, "warning", found, "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root")
+        return Check(
+            name,
+            "ok",
+            f"transparent huge pages: {enabled}; of shared memory (shmem_enabled): {shared}",
+        )
+    found = (
+        "transparent huge pages: never; registering a large pool takes about three times as long"
+    )
+    return Check(
+        name,
+        "warning",
+        found,
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root",
+    )
 
 
 def wsl(present: bool) -> Check:
@@ -107,19 +144,39 @@ def wsl(present: bool) -> Check:
     return Check("WSL", "warning", "WSL2 lets a process page-lock about 1 GiB", remedy)
 
 
-# -- the software ------------------------------------------------------------------------------------------------------
+# -- the software ----------------------------------------------------------------------------------
 
 
 def cuda(built_for: str | None, available: bool, gpus: list[Gpu], driver: Driver) -> Check:
     if available:
-        return Check("CUDA", "ok", ", ".join(f"{gpu.name} (cuda:{gpu.index})" for gpu in gpus) or "available")
+        return Check(
+            "CUDA", "ok", ", ".join(f"{gpu.name} (cuda:{gpu.index})" for gpu in gpus) or "available"
+        )
     if driver.version is None:
-        return Check("CUDA", "info", "no NVIDIA driver here: what follows is about the host, and nothing is measured")
+        return Check(
+            "CUDA",
+            "info",
+            "no NVIDIA driver here: what follows is about the host, and nothing is measured",
+        )
     if built_for is None:
-        found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but this torch is built without CUDA"
-        return Check("CUDA", "problem", found, "install a torch for that CUDA: https://pytorch.org/get-started/locally")
-    found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but torch for CUDA {built_for} can't use it"
-    remedy = "nvidia-smi must list a GPU; then: is CUDA_VISIBLE_DEVICES empty, is the driver too old for this torch, "
+        found = (
+            f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but this torch is "
+            "built without CUDA"
+        )
+        return Check(
+            "CUDA",
+            "problem",
+            found,
+            "install a torch for that CUDA: https://pytorch.org/get-started/locally",
+        )
+    found = (
+        f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but torch for CUDA "
+        f"{built_for} can't use it"
+    )
+    remedy = (
+        "nvidia-smi must list a GPU; then: is CUDA_VISIBLE_DEVICES empty, is the driver too old "
+        "for this torch, "
+    )
     return Check("CUDA", "problem", found, remedy + "does the container have --gpus all?")
 
 
@@ -134,11 +191,16 @@ def versions(python: str, driver: Driver, built_for: str | None, bindings: str |
     if driver.version is None:
         return Check(name, "info", found)
     if bindings is None:
-        remedy = f"pip install {_bindings_for(served or _major(built_for))}: memory cannot be page-locked"
+        remedy = (
+            f"pip install {_bindings_for(served or _major(built_for))}: memory cannot be "
+            "page-locked"
+        )
         return Check(name, "problem", found, remedy)
     if served is not None and (_major(bindings) or 0) > served:
         remedy = f"pip install {_bindings_for(served)}, or a newer driver"
-        return Check(name, "problem", f"{found}: cuda-python is newer than the driver serves", remedy)
+        return Check(
+            name, "problem", f"{found}: cuda-python is newer than the driver serves", remedy
+        )
     if served is not None and (_major(built_for) or 0) > served:
         remedy = f"a newer driver, or a torch for CUDA {driver.cuda}"
         return Check(name, "problem", f"{found}: torch is newer than the driver serves", remedy)
@@ -146,18 +208,25 @@ def versions(python: str, driver: Driver, built_for: str | None, bindings: str |
 
 
 def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -> Check:
-    """Check whether pinstage can page-lock memory; `kind` and `reason` are the result of an attempt with one page."""
+    """Check whether pinstage can page-lock memory; `kind` and `reason` are the result of an attempt
+    with one page.
+    """
     name = "page-locking"
     if kind == "registered":
         return Check(name, "ok", "works: a page was registered")
     if why_not is None:
-        found = f"a page could not be registered: {reason}. A HostRegion is {kind} here, and a shared one is pageable"
+        found = (
+            f"a page could not be registered: {reason}. A HostRegion is {kind} here, and a shared "
+            "one is pageable"
+        )
         remedy = "pass ps.memory.HostAllocMemory() as a pool's memory, and don't share regions"
         return Check(name, "warning" if kind == "allocated" else "problem", found, remedy)
     if not available:
         return Check(name, "info", "not without a GPU: staging uses pageable memory")
     found = f"{why_not}: staging uses pageable memory, which is slower"
-    return Check(name, "problem", found, "see the line on versions; pip install cuda-python for this driver")
+    return Check(
+        name, "problem", found, "see the line on versions; pip install cuda-python for this driver"
+    )
 
 
 def _major(version: str | None) -> int | None:
@@ -168,11 +237,13 @@ def _bindings_for(major: int | None) -> str:
     return '"cuda-python"' if major is None else f'"cuda-python>={major},<{major + 1}"'
 
 
-# -- GPUs --------------------------------------------------------------------------------------------------------------
+# -- GPUs ------------------------------------------------------------------------------------------
 
 
 def link(gpu: Gpu) -> Check:
-    """Compare the width of a GPU's PCIe link with the most that card and slot support. Bandwidth shows its speed."""
+    """Compare the width of a GPU's PCIe link with the most that card and slot support. Bandwidth
+    shows its speed.
+    """
     name, now = f"PCIe cuda:{gpu.index}", gpu.link
     if now is None:
         return Check(name, "info", "unknown to nvidia-smi, as is common in virtual machines")
@@ -192,27 +263,39 @@ def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
         return Check(name, "info", f"{nodes} nodes, but the kernel doesn't report the GPU's node")
     local = len(affinity & gpu.local_cpus)
     found = f"at node {gpu.numa_node}; {local} of this process's {len(affinity)} CPUs are there"
-    remedy = f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} for the process of this GPU"
+    remedy = (
+        f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} for the process of this "
+        "GPU"
+    )
     if not local:
         return Check(name, "warning", f"{found}: every copy crosses to another node", remedy)
-    return Check(name, "ok", found) if local == len(affinity) else Check(name, "info", found, remedy)
+    return (
+        Check(name, "ok", found) if local == len(affinity) else Check(name, "info", found, remedy)
+    )
 
 
 def host_page_tables(gpu: Gpu) -> Check:
-    """Check whether a GPU uses the host's page tables, because page-locking works differently there."""
+    """Check whether a GPU uses the host's page tables, because page-locking works differently
+    there.
+    """
     name = f"address space cuda:{gpu.index}"
     if not gpu.host_page_tables:
         return Check(name, "ok", "the GPU has page tables of its own")
-    found = "the GPU uses the host's page tables (Grace): registering memory does not page-lock it, and pageable "
+    found = (
+        "the GPU uses the host's page tables (Grace): registering memory does not page-lock it, "
+        "and pageable "
+    )
     remedy = "HostAllocMemory rather than RegisteredMemory; measure before you pin at all"
     return Check(name, "warning", found + "memory is copied fast", remedy)
 
 
-# -- measurements -----------------------------------------------------------------------------------------------------
+# -- measurements ----------------------------------------------------------------------------------
 
 
 def bandwidth(points: Sequence[Point], gpu: Gpu) -> list[Check]:
-    """Check the largest copies in each direction. With the host's page tables, pageable memory is as fast."""
+    """Check the largest copies in each direction. With the host's page tables, pageable memory is
+    as fast.
+    """
     by_direction: dict[str, list[Point]] = {}
     for point in points:
         by_direction.setdefault(point.direction, []).append(point)
@@ -228,8 +311,8 @@ def _largest_copies(direction: str, points: Sequence[Point], gpu: Gpu) -> Check:
     if gpu.link_rate is not None and pinned < LEAST_OF_LINK * gpu.link_rate:
         found += f": {share(pinned, gpu.link_rate)} of the link's {rate(gpu.link_rate)}"
         remedy = (
-            "is another process on this GPU or its switch, or the memory of another NUMA node? Else "
-            "look at the slot and at the link speed in the BIOS"
+            "is another process on this GPU or its switch, or the memory of another NUMA node? "
+            "Else look at the slot and at the link speed in the BIOS"
         )
         return Check(direction, "warning", found, remedy)
     if pinned < LEAST_GAIN * rates.get(PAGEABLE, 0.0):
@@ -241,6 +324,8 @@ def _largest_copies(direction: str, points: Sequence[Point], gpu: Gpu) -> Check:
 
 def no_such_device(index: int, gpus: int) -> Check:
     remedy = (
-        "name a GPU that torch sees, or none" if gpus else "see the line on CUDA; without --device the host is checked"
+        "name a GPU that torch sees, or none"
+        if gpus
+        else "see the line on CUDA; without --device the host is checked"
     )
     return Check("device", "problem", f"no cuda:{index}: torch sees {count(gpus, 'GPU')}", remedy)

@@ -1,6 +1,7 @@
 """Finds out why copies to the GPU are slow on this machine, and names the remedies.
 
-`diagnose` gathers the facts (`_host`, `_gpus`), measures copies (`_bus`) and lets `_checks` judge them.
+`diagnose` gathers the facts (`_host`, `_gpus`), measures copies (`_bus`) and lets `_checks` judge
+them.
 """
 
 from __future__ import annotations
@@ -52,16 +53,25 @@ class Diagnosis(NamedTuple):
         return {
             "problem": self.has_problem,
             "checks": [check._asdict() for check in self.checks],
-            "bandwidth": [point._asdict() | {"bytes_per_second": point.bytes_per_second} for point in self.points],
+            "bandwidth": [
+                point._asdict() | {"bytes_per_second": point.bytes_per_second}
+                for point in self.points
+            ],
         }
 
     def sections(self) -> list[Section]:
         urgent = [check for check in self.checks if check.status in ("problem", "warning")]
-        rows = [(c.status.upper() if c in urgent else c.status, c.name, c.found) for c in self.checks]
-        sections: list[Section] = [TextTable(["", "what", "found"], rows, "", [check.status for check in self.checks])]
+        rows = [
+            (c.status.upper() if c in urgent else c.status, c.name, c.found) for c in self.checks
+        ]
+        sections: list[Section] = [
+            TextTable(["", "what", "found"], rows, "", [check.status for check in self.checks])
+        ]
         if self.points:
             sections.append(bandwidth(self.points))
-        sections += [Line(f"{check.name}: {check.remedy}", check.status) for check in urgent if check.remedy]
+        sections += [
+            Line(f"{check.name}: {check.remedy}", check.status) for check in urgent if check.remedy
+        ]
         problems = sum(check.status == "problem" for check in urgent)
         worst: Status = "problem" if problems else "warning" if urgent else "ok"
         summary = f"{count(problems, 'problem')} and {count(len(urgent) - problems, 'warning')}"
@@ -69,23 +79,35 @@ class Diagnosis(NamedTuple):
 
 
 def diagnose(
-    *, device: int | None = None, measuring: bool = True, root: Path = Path("/"), smi: Smi = nvidia_smi
+    *,
+    device: int | None = None,
+    measuring: bool = True,
+    root: Path = Path("/"),
+    smi: Smi = nvidia_smi,
 ) -> Diagnosis:
     """Check this machine, with or without a GPU. Blocks for some seconds if a GPU is measured.
 
-    `device` is the index of the GPU to measure, or None for torch's current one; it should be idle. `root` is the
-    folder with ``proc`` and ``sys``.
+    `device` is the index of the GPU to measure, or None for torch's current one; it should be idle.
+    `root` is the folder with ``proc`` and ``sys``.
     """
     available, why_not = torch.cuda.is_available(), why_unusable()
     driver, gpus = find_driver(root, smi), find_gpus(root, smi)
     affinity, nodes = _host.affinity(), len(_host.numa_nodes(root))
     checks = [
         _checks.cuda(torch.version.cuda, available, gpus, driver),
-        _checks.versions(platform.python_version(), driver, torch.version.cuda, _bindings_version()),
-        _checks.page_locking(available, why_not, *try_page(device if device in range(len(gpus)) else None)),
+        _checks.versions(
+            platform.python_version(), driver, torch.version.cuda, _bindings_version()
+        ),
+        _checks.page_locking(
+            available, why_not, *try_page(device if device in range(len(gpus)) else None)
+        ),
     ]
     for gpu in gpus:
-        checks += [_checks.link(gpu), _checks.numa(gpu, affinity, nodes), _checks.host_page_tables(gpu)]
+        checks += [
+            _checks.link(gpu),
+            _checks.numa(gpu, affinity, nodes),
+            _checks.host_page_tables(gpu),
+        ]
     checks += private_names()
     checks += host_checks(root, affinity)
     try:
@@ -112,7 +134,9 @@ def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
         _checks.cpus(len(affinity), _host.cpu_quota(root), os.cpu_count() or 1),
         _checks.memory(cap.max_bytes, cap.max_bytes_reason),
         _checks.shared_memory(_host.shm_bytes(root)),
-        _checks.huge_pages(_host.huge_pages(root), _host.huge_pages(root, "shmem_enabled") or "unknown"),
+        _checks.huge_pages(
+            _host.huge_pages(root), _host.huge_pages(root, "shmem_enabled") or "unknown"
+        ),
         _checks.wsl(_host.is_wsl(root)),
     ]
 
@@ -121,11 +145,23 @@ def private_names() -> list[Check]:
     """Report the private names of torch and CPython that don't behave as pinstage expects."""
     probes = [
         ("tensors", why_tensors_are_slow(), "tensors are described and made in Python, one by one"),
-        ("save_on_cpu", why_changes_are_not_seen(), "pinstage.offload.save_on_cpu is refused: use torch's"),
+        (
+            "save_on_cpu",
+            why_changes_are_not_seen(),
+            "pinstage.offload.save_on_cpu is refused: use torch's",
+        ),
         ("load_weights", why_checkpoints_are_unknown(), "modules are refused: use load_state_dict"),
-        ("DataLoader", why_loader_is_unknown(), "batches of workers are staged in the main process, which is slower"),
+        (
+            "DataLoader",
+            why_loader_is_unknown(),
+            "batches of workers are staged in the main process, which is slower",
+        ),
     ]
-    found = [Check(name, "warning", reason, remedy) for name, reason, remedy in probes if reason is not None]
+    found = [
+        Check(name, "warning", reason, remedy)
+        for name, reason, remedy in probes
+        if reason is not None
+    ]
     return found or [Check("private names", "ok", "those of torch and CPython behave as expected")]
 
 
@@ -146,37 +182,61 @@ def _bindings_version() -> str | None:
 def _why_not_measured(gpus: Sequence[Gpu], measuring: bool, root: Path) -> str | None:
     if not (gpus and measuring):
         return "as requested" if gpus else "no GPU"
-    left = [_host.meminfo("MemAvailable", root), *(group.left for group in _host.cgroup_memory(root))]
+    left = [
+        _host.meminfo("MemAvailable", root),
+        *(group.left for group in _host.cgroup_memory(root)),
+    ]
     least = min((nbytes for nbytes in left if nbytes is not None), default=_NEEDED_BYTES)
     if least < _NEEDED_BYTES:
-        return f"{format_bytes(least)} of memory left, but measuring takes {format_bytes(_NEEDED_BYTES)}"
+        return (
+            f"{format_bytes(least)} of memory left, but measuring takes "
+            f"{format_bytes(_NEEDED_BYTES)}"
+        )
     return None
 
 
 def bandwidth(points: Sequence[Point]) -> TextTable:
     """Return a row for each direction and size, with the rate of each kind of memory."""
     kinds = list(dict.fromkeys(point.kind for point in points))
-    rates = {(point.direction, point.nbytes, point.kind): f"{point.bytes_per_second / 1e9:.1f}" for point in points}
+    rates = {
+        (point.direction, point.nbytes, point.kind): f"{point.bytes_per_second / 1e9:.1f}"
+        for point in points
+    }
     rows = [
-        [direction, format_bytes(nbytes), *(rates.get((direction, nbytes, kind), "-") for kind in kinds)]
+        [
+            direction,
+            format_bytes(nbytes),
+            *(rates.get((direction, nbytes, kind), "-") for kind in kinds),
+        ]
         for direction, nbytes in dict.fromkeys((point.direction, point.nbytes) for point in points)
     ]
-    return TextTable(["", ">size", *(f">{kind}" for kind in kinds)], rows, "bandwidth, GB/s, the call included")
+    return TextTable(
+        ["", ">size", *(f">{kind}" for kind in kinds)], rows, "bandwidth, GB/s, the call included"
+    )
 
 
-# -- the picture -------------------------------------------------------------------------------------------------------
+# -- the picture -----------------------------------------------------------------------------------
 
 # Two kinds often have the same speed, as they should: a thick line stays visible behind a thin one.
-_STYLES = {PAGEABLE: ("#e07b39", "s", 1.5), PINNED: ("#3b7dd8", "o", 5.0), REGISTERED: ("#2f9e6e", "^", 1.5)}
+_STYLES = {
+    PAGEABLE: ("#e07b39", "s", 1.5),
+    PINNED: ("#3b7dd8", "o", 5.0),
+    REGISTERED: ("#2f9e6e", "^", 1.5),
+}
 
 
-def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rate: float | None = None) -> None:
-    """Write a PNG: a panel for each direction, a line for each kind of memory and for the link's nominal rate.
+def save_plot(
+    points: Sequence[Point], path: Path | str, *, title: str, link_rate: float | None = None
+) -> None:
+    """Write a PNG: a panel for each direction, a line for each kind of memory and for the link's
+    nominal rate.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure  # without pyplot, which looks for a display and keeps state
+    from matplotlib.figure import (
+        Figure,
+    )  # without pyplot, which looks for a display and keeps state
 
     directions = list(dict.fromkeys(point.direction for point in points))
     sizes = sorted({point.nbytes for point in points})
@@ -187,7 +247,14 @@ def save_plot(points: Sequence[Point], path: Path | str, *, title: str, link_rat
             mine = [point for point in points if (point.direction, point.kind) == (direction, kind)]
             line = sorted((point.nbytes, point.bytes_per_second / 1e9) for point in mine)
             color, marker, width = _STYLES[kind]
-            axis.plot(*zip(*line, strict=True), label=kind, color=color, marker=marker, lw=width, ms=5.5 + width)
+            axis.plot(
+                *zip(*line, strict=True),
+                label=kind,
+                color=color,
+                marker=marker,
+                lw=width,
+                ms=5.5 + width,
+            )
         if link_rate is not None:
             axis.axhline(link_rate / 1e9, color="gray", linestyle=":", label="the link on paper")
         axis.set_xscale("log", base=2)

@@ -40,7 +40,11 @@ class Gpu:
     @property
     def link_rate(self) -> float | None:
         """Bytes per second of the link, without the overhead of packets."""
-        return _LANE_BYTES_PER_SECOND.get(self.link.generation, 0.0) * self.link.width or None if self.link else None
+        return (
+            _LANE_BYTES_PER_SECOND.get(self.link.generation, 0.0) * self.link.width or None
+            if self.link
+            else None
+        )
 
     @property
     def host_page_tables(self) -> bool:
@@ -57,14 +61,18 @@ class Driver(NamedTuple):
 
 def nvidia_smi(arguments: Sequence[str]) -> str:
     try:
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20).stdout
+        return subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, check=True, timeout=20
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
 
 def find_driver(root: Path, smi: Smi) -> Driver:
     """Find the driver, whether torch can use it or not."""
-    module = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _host.text(root / "proc/driver/nvidia/version"))
+    module = re.search(
+        r"Kernel Module.*?\s(\d+\.[\d.]+)", _host.text(root / "proc/driver/nvidia/version")
+    )
     printed = smi([])
     version = re.search(r"Driver Version: ([\d.]+)", printed) or module
     cuda = re.search(r"CUDA Version: (\d+\.\d+)", printed)

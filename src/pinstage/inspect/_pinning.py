@@ -1,12 +1,14 @@
-"""Finds every tensor and array of a batch, and shows which of them ``DataLoader(pin_memory=True)`` would pin.
+"""Finds every tensor of a batch, and what ``DataLoader(pin_memory=True)`` would pin.
 
-Staging refuses an object that it doesn't know. An audit comes before that: it looks into any object, by its items and
-its stored attributes, and remembers through which objects each leaf was reached.
+Staging refuses an object that it doesn't know. An audit comes before that: it looks into any
+object, by its items and its stored attributes, and remembers through which objects each leaf was
+reached.
 
-The DataLoader passes each batch to a function (`pinstage._compat.loader.pin_as_loader`), which enters some containers,
-calls ``pin_memory()`` if an object has it, and returns anything else unchanged. The audit runs it on the batch itself,
-so the answer is torch's. Only the call at the end, ``Tensor.pin_memory``, is recorded and not carried out: nothing is
-pinned or copied, no GPU is needed, and other threads aren't affected.
+The DataLoader passes each batch to a function (`pinstage._compat.loader.pin_as_loader`), which
+enters some containers, calls ``pin_memory()`` if an object has it, and returns anything else
+unchanged. The audit runs it on the batch itself, so the answer is torch's. Only the call at the
+end, ``Tensor.pin_memory``, is recorded and not carried out: nothing is pinned or copied, no GPU is
+needed, and other threads aren't affected.
 """
 
 from __future__ import annotations
@@ -62,17 +64,20 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
         return [(f".{name}", value) for name, value in zip(obj._fields, obj, strict=True)]
     attributes = [(f".{name}", value) for name, value in stored_attributes(obj).items()]
     if isinstance(obj, Mapping | Sequence):
-        pairs: Iterable[tuple[Any, Any]] = obj.items() if isinstance(obj, Mapping) else enumerate(obj)
+        pairs: Iterable[tuple[Any, Any]] = (
+            obj.items() if isinstance(obj, Mapping) else enumerate(obj)
+        )
         items = [(f"[{key!r}]", value) for key, value in pairs]
     elif isinstance(obj, Set):
         items = [(f".<item {index}>", value) for index, value in enumerate(obj)]
     else:
         return attributes
-    # A mapping or sequence that is written in Python keeps its items in its attributes: they would appear twice.
+    # A mapping or sequence that is written in Python keeps its items in its attributes: they would
+    # appear twice.
     return items + attributes if isinstance(obj, dict | list | tuple) else items
 
 
-# -- pinning -----------------------------------------------------------------------------------------------------------
+# -- pinning ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -80,30 +85,44 @@ class Pinning:
     """The effect of ``pin_memory=True`` on each leaf."""
 
     pinned: tuple[bool, ...]  # for each leaf, whether it would be page-locked
-    stopped_by: tuple[str | None, ...]  # for each leaf, the name of the type that stops torch; None if pinned
+    stopped_by: tuple[
+        str | None, ...
+    ]  # for each leaf, the name of the type that stops torch; None if pinned
     error: str | None = None  # the error that would be raised instead
 
 
 def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
     """Ask torch which leaves of a batch it would pin.
 
-    The batch stays as it was, unless a ``pin_memory()`` method of its own changes more than tensors.
+    The batch stays as it was, unless a ``pin_memory()`` method of its own changes more than
+    tensors.
     """
     _, seen, error = _ask(batch)
     on_device = next((tensor for tensor in seen if tensor.device.type != "cpu"), None)
-    if error is None and on_device is not None:  # the call that was not carried out would have raised this
-        error = f"RuntimeError: cannot pin a tensor on {on_device.device}: only CPU tensors can be pinned"
+    if (
+        error is None and on_device is not None
+    ):  # the call that was not carried out would have raised this
+        error = (
+            f"RuntimeError: cannot pin a tensor on {on_device.device}: only CPU tensors can be "
+            "pinned"
+        )
     ids = {id(tensor) for tensor in seen}
     pinned = tuple(id(place.leaf) in ids for place in found)
     stops: dict[int, bool] = {}  # by id, since one object may hold many leaves
-    left = (None if id(place.leaf) in ids else type_name(_first_stop(place, stops)) for place in found)
+    left = (
+        None if id(place.leaf) in ids else type_name(_first_stop(place, stops)) for place in found
+    )
     return Pinning(pinned, tuple(left), error)
 
 
 def type_name(obj: Any) -> str:
     """Return the name of an object's type as you would import it; for a builtin, its name alone."""
     cls = type(obj)
-    return cls.__qualname__ if cls.__module__ in ("builtins", "__main__") else f"{cls.__module__}.{cls.__qualname__}"
+    return (
+        cls.__qualname__
+        if cls.__module__ in ("builtins", "__main__")
+        else f"{cls.__module__}.{cls.__qualname__}"
+    )
 
 
 class _Recorder(TorchFunctionMode):
@@ -121,7 +140,9 @@ class _Recorder(TorchFunctionMode):
 
 
 def _ask(obj: Any) -> tuple[Any, list[torch.Tensor], str | None]:
-    """Return the result of torch's function for an object, the tensors that it would pin, and its error."""
+    """Return the result of torch's function for an object, the tensors that it would pin, and its
+    error.
+    """
     with _Recorder() as recorder:
         try:
             return pin_as_loader(obj), recorder.seen, None

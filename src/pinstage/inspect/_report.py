@@ -1,7 +1,7 @@
 """Output of the commands: lines and tables, as plain text or by rich, and figures in readable form.
 
-Findings are data (`to_dict`) and a list of sections. Only this module draws sections, so a pipe, a log and a machine
-without rich get the same words as a terminal. `_sizes.format_bytes` writes sizes.
+Findings are data (`to_dict`) and a list of sections. Only this module draws sections, so a pipe, a
+log and a machine without rich get the same words as a terminal. `_sizes.format_bytes` writes sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Line(NamedTuple):
 
 
 class TextTable(NamedTuple):
-    columns: Sequence[str]  # the head; a name that begins with ">" marks a column of numbers, aligned right
+    columns: Sequence[
+        str
+    ]  # the head; a name that begins with ">" marks a column of numbers, aligned right
     rows: Sequence[Sequence[str]]
     title: str = ""
     styles: Sequence[str] = ()  # one for each row; empty if there are no styles
@@ -37,13 +39,17 @@ Section = Line | TextTable
 
 
 def clean(text: str) -> str:
-    """Return text from outside, made safe to print: without control sequences and lone surrogates."""
+    """Return text from outside, made safe to print: without control sequences and lone
+    surrogates.
+    """
     return text if text.isprintable() else "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def as_text(sections: Iterable[Section]) -> str:
     """Draw sections as plain text, without escapes; no line is wrapped or cut."""
-    return "\n".join(section.text if isinstance(section, Line) else _table_text(section) for section in sections)
+    return "\n".join(
+        section.text if isinstance(section, Line) else _table_text(section) for section in sections
+    )
 
 
 def _table_text(table: TextTable) -> str:
@@ -60,7 +66,9 @@ def _table_text(table: TextTable) -> str:
 
 
 def as_rich(sections: Iterable[Section]) -> Any:
-    """Draw sections as one renderable of rich, which has to be installed. A narrow terminal folds texts."""
+    """Draw sections as one renderable of rich, which has to be installed. A narrow terminal folds
+    texts.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
@@ -76,14 +84,18 @@ def as_rich(sections: Iterable[Section]) -> Any:
             name, is_number = column.removeprefix(">"), column.startswith(">")
             width = max(map(len, (name, *cells)))  # numbers are never cut
             least = width if is_number or width <= _KEPT_WIDTH else None
-            table.add_column(name, justify="right" if is_number else "left", min_width=least, overflow="fold")
-        for row, style in zip(section.rows, section.styles or [""] * len(section.rows), strict=True):
+            table.add_column(
+                name, justify="right" if is_number else "left", min_width=least, overflow="fold"
+            )
+        for row, style in zip(
+            section.rows, section.styles or [""] * len(section.rows), strict=True
+        ):
             table.add_row(*map(Text, row), style=STYLES[style])
         drawn += [*([Text(section.title, style="bold")] if section.title else []), table]
     return Group(*drawn)
 
 
-# -- where it goes -----------------------------------------------------------------------------------------------------
+# -- where it goes ---------------------------------------------------------------------------------
 
 
 def show(findings: dict[str, Any] | Sequence[Section]) -> None:
@@ -110,21 +122,27 @@ def watch(draw: Callable[[], Sequence[Section]], pause: float) -> None:
 
 def _console() -> Any:
     """Return rich's console for stdout; None if plain text is wanted, or rich is not installed."""
-    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb" or importlib.util.find_spec("rich") is None:
+    if (
+        not sys.stdout.isatty()
+        or os.environ.get("TERM") == "dumb"
+        or importlib.util.find_spec("rich") is None
+    ):
         return None
     from rich.console import Console
 
     return Console(color_system=None if os.environ.get("NO_COLOR") else "auto")
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def duration(seconds: float) -> str:
     """Write a time with three digits or more: ``7.50 us``, ``12.3 ms``, ``2.50 s``."""
     if seconds == 0:
         return "0"
-    unit, factor = next((u, f) for u, f in (("s", 1.0), ("ms", 1e-3), ("us", 0.0)) if abs(seconds) >= 0.9995 * f)
+    unit, factor = next(
+        (u, f) for u, f in (("s", 1.0), ("ms", 1e-3), ("us", 0.0)) if abs(seconds) >= 0.9995 * f
+    )
     value = seconds / (factor or 1e-6)
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"

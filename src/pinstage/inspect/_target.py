@@ -21,7 +21,9 @@ from ..errors import TargetError
 
 @contextmanager
 def prints_on_stderr() -> Iterator[None]:
-    """Redirect the output of a target, including its workers and its C code, to stderr: stdout is for findings."""
+    """Redirect the output of a target, including its workers and its C code, to stderr: stdout is
+    for findings.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -35,10 +37,12 @@ def prints_on_stderr() -> Iterator[None]:
 
 
 def first_batch(target: str) -> Any:
-    """Import a module, call one of its functions without arguments, and return the batch that it makes.
+    """Import a module, call one of its functions without arguments, and return the batch that it
+    makes.
 
-    The module is given by its dotted name or as ``path/to/file.py``. The callable returns a batch, or a DataLoader or
-    other iterable of batches, of which the first is taken. An object that isn't callable is used like a result.
+    The module is given by its dotted name or as ``path/to/file.py``. The callable returns a batch,
+    or a DataLoader or other iterable of batches, of which the first is taken. An object that isn't
+    callable is used like a result.
 
     Raises:
         TargetError: the module or the function can't be found, raises an error, or yields nothing.
@@ -46,7 +50,8 @@ def first_batch(target: str) -> Any:
     module_name, _, name = target.rpartition(":")
     if not module_name or not name:
         raise TargetError(
-            f"not module:callable: {target!r}; write for example train:make_loader, or train.py:make_loader"
+            f"not module:callable: {target!r}; write for example train:make_loader, or "
+            "train.py:make_loader"
         )
     thing = _object_in(_import(module_name), name, module_name)
     try:
@@ -57,7 +62,9 @@ def first_batch(target: str) -> Any:
             return batch
     except Exception as error:
         raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
-    raise TargetError(f"{target} returns an empty {type(made).__name__}; there is no batch to look at")
+    raise TargetError(
+        f"{target} returns an empty {type(made).__name__}; there is no batch to look at"
+    )
 
 
 def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
@@ -66,7 +73,9 @@ def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
         if not hasattr(thing, part):
             names = (key for key, value in vars(thing).items() if callable(value))
             public = [key for key in names if not key.startswith("_")][:8]
-            raise TargetError(f"{module_name} has no {name!r}; it has {', '.join(public) or 'no functions'}")
+            raise TargetError(
+                f"{module_name} has no {name!r}; it has {', '.join(public) or 'no functions'}"
+            )
         thing = getattr(thing, part)
     return thing
 
@@ -87,11 +96,15 @@ def _import(name: str) -> ModuleType:
         if not name.endswith(".py"):
             return importlib.import_module(name)
         path = Path(name)
-        spec: Any = importlib.util.spec_from_file_location(path.stem, path)  # never None for a .py file
+        spec: Any = importlib.util.spec_from_file_location(
+            path.stem, path
+        )  # never None for a .py file
         module: ModuleType = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # dataclasses and pickle look up a class's module
         sys.path.insert(0, str(path.parent.resolve()))
         spec.loader.exec_module(module)
         return module
     except Exception as error:
-        raise TargetError(f"cannot import {name}, from {here}: {type(error).__name__}: {error}") from error
+        raise TargetError(
+            f"cannot import {name}, from {here}: {type(error).__name__}: {error}"
+        ) from error

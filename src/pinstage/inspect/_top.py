@@ -21,7 +21,9 @@ _COLUMNS = ("process", "program", ">held")
 
 
 def run_top(*, once: bool, as_json: bool) -> int:
-    """Show the budgets of this host (on a terminal: repeatedly, until Ctrl-C); return the exit status."""
+    """Show the budgets of this host (on a terminal: repeatedly, until Ctrl-C); return the exit
+    status.
+    """
     if as_json:
         show(to_dict(usage_of_host()))
     elif once or not sys.stdout.isatty():
@@ -50,7 +52,10 @@ def sections(usage: Sequence[PoolUsage]) -> list[Section]:
     found: list[Section] = []
     for name, pools in _by_budget(usage):
         held, cap = held_bytes(pools), pools[0].max_bytes
-        title = f"HostBudget {name}: {format_bytes(held)} of {format_bytes(cap)} in {count(len(pools), 'pool')}"
+        title = (
+            f"HostBudget {name}: {format_bytes(held)} of {format_bytes(cap)} in "
+            f"{count(len(pools), 'pool')}"
+        )
         rows = [(str(pool.pid), pool.program, format_bytes(pool.held_bytes)) for pool in pools]
         found.append(TextTable(_COLUMNS, rows, title))
     return found or [Line("no pool on this host has a HostBudget")]

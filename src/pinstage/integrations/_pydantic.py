@@ -1,4 +1,4 @@
-"""pydantic's models. A staged model has the same fields, extras and private attributes, and isn't validated again."""
+"""pydantic's models: same fields, extras and private attributes, not validated again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ def nodes(cls: Any) -> Any:
     def unflatten(children: Any, _: None) -> Any:
         fields, extra, private, fields_set = children
         made = cls.__new__(cls)
-        for name, value in (("__dict__", fields), (_EXTRA, extra), (_PRIVATE, private), (_SET, set(fields_set))):
+        for name, value in (
+            ("__dict__", fields),
+            (_EXTRA, extra),
+            (_PRIVATE, private),
+            (_SET, set(fields_set)),
+        ):
             object.__setattr__(made, name, value)
         return made
 
@@ -27,4 +32,9 @@ def nodes(cls: Any) -> Any:
 
 
 def _flatten(model: Any) -> tuple[Any, None]:
-    return (dict(vars(model)), getattr(model, _EXTRA), getattr(model, _PRIVATE), ps.on_host(getattr(model, _SET))), None
+    return (
+        dict(vars(model)),
+        getattr(model, _EXTRA),
+        getattr(model, _PRIVATE),
+        ps.on_host(getattr(model, _SET)),
+    ), None

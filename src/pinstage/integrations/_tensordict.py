@@ -1,4 +1,4 @@
-"""tensordict's classes. They keep names and locks; the device attribute says where the tensors are, as after ``.to()``.
+"""tensordict's classes, which keep names and locks; ``device`` is that of the tensors.
 
 A class made by ``@tensorclass`` is a dataclass with a TensorDict in it, and needs nothing else.
 """
@@ -23,7 +23,9 @@ import pinstage as ps
 
 
 def nodes(cls: type) -> Any:
-    """Return how a class of tensordict is taken apart; None for other classes, False for parameters (moved whole)."""
+    """Return how a class of tensordict is taken apart; None for other classes, False for parameters
+    (moved whole).
+    """
     if issubclass(cls, MemoryMappedTensor):
         ps.register_tensor(MemoryMappedTensor, _plain)
         return None
@@ -37,7 +39,9 @@ def nodes(cls: type) -> Any:
 
 
 def _plain(tensor: torch.Tensor, _: Any) -> torch.Tensor:
-    """Return a plain tensor, as ``MemoryMappedTensor.to`` does for another device: no file is mapped there."""
+    """Return a plain tensor, as ``MemoryMappedTensor.to`` does for another device: no file is
+    mapped there.
+    """
     return tensor
 
 
@@ -45,7 +49,9 @@ def _flatten(td: Any) -> tuple[Any, Any, Any]:
     keys = tuple(td.keys())
     names = tuple(td.names) if any(name is not None for name in td.names) else None
     values = (td.get(key) for key in keys)
-    kept = ps.on_host((td.batch_size, td.device))  # as variable from batch to batch as the shapes of tensors
+    kept = ps.on_host(
+        (td.batch_size, td.device)
+    )  # as variable from batch to batch as the shapes of tensors
     return (*values, kept), (keys, names, td.is_locked), (*map(str, keys), "rest")
 
 
@@ -64,16 +70,25 @@ def _device_of(values: Iterable[Any], before: Any) -> Any:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Return whether a value has tensors. Without them, its device attribute is still the device that it came from."""
+    """Return whether a value has tensors. Without them, its device attribute is still the device
+    that it came from.
+    """
     if isinstance(value, LazyStackedTensorDict):
         return any(map(_has_tensors, value.tensordicts))  # `values()` would stack them
-    return isinstance(value, torch.Tensor) or (is_tensor_collection(value) and any(map(_has_tensors, value.values())))
+    return isinstance(value, torch.Tensor) or (
+        is_tensor_collection(value) and any(map(_has_tensors, value.values()))
+    )
 
 
 def _flatten_stack(stack: Any) -> tuple[Any, Any]:
     hooks = ps.on_host((stack.hook_in, stack.hook_out))
     names = stack.names
-    return (*stack.tensordicts, hooks), (type(stack), stack.stack_dim, names[stack.stack_dim], stack.is_locked)
+    return (*stack.tensordicts, hooks), (
+        type(stack),
+        stack.stack_dim,
+        names[stack.stack_dim],
+        stack.is_locked,
+    )
 
 
 def _unflatten_stack(children: Any, context: Any) -> Any:

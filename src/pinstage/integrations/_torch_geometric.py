@@ -1,4 +1,4 @@
-"""PyG's data objects. The named values of a store are staged; slices, increments and other marks stay on the host.
+"""PyG's data objects: values of a store are staged, marks such as slices stay.
 
 The stores of the result have weak references to the result, not to the original.
 """
@@ -25,7 +25,9 @@ def nodes(cls: Any) -> Any:
     if not issubclass(cls, BaseData):
         return None
     if issubclass(cls, Batch) and type(cls) is not type(Batch):
-        copyreg.pickle(type(cls), _reduce_batch_class)  # made in a function: it can't be found by name
+        copyreg.pickle(
+            type(cls), _reduce_batch_class
+        )  # made in a function: it can't be found by name
 
     def unflatten(children: Any, _: None) -> Any:
         *mappings, (attributes, stores) = children
@@ -53,7 +55,9 @@ def _flatten(data: Any) -> tuple[Any, None]:
     for where, value in vars(data).items():
         if isinstance(value, BaseStorage):
             found = {_ALONE: value}
-        elif isinstance(value, dict) and all(isinstance(store, BaseStorage) for store in value.values()):
+        elif isinstance(value, dict) and all(
+            isinstance(store, BaseStorage) for store in value.values()
+        ):
             found = value
             attributes[where] = {}
         else:
@@ -63,7 +67,10 @@ def _flatten(data: Any) -> tuple[Any, None]:
             private = {name: mark for name, mark in vars(store).items() if name not in _ITS_OWN}
             stores.append((where, key, type(store), private))
             mappings.append(
-                {name: ps.on_host(item) if isinstance(item, np.ndarray) else item for name, item in store.items()}
+                {
+                    name: ps.on_host(item) if isinstance(item, np.ndarray) else item
+                    for name, item in store.items()
+                }
             )
     return (*mappings, ps.on_host((attributes, stores))), None
 

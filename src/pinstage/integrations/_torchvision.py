@@ -1,4 +1,4 @@
-"""torchvision's tv_tensors: images, videos, masks, boxes, key points. They keep their attributes."""
+"""torchvision's tv_tensors, which keep their attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loaders of a trainer: each is staged in the fastest way that works for it, all from one pool."""
+"""The loaders of a trainer, each staged in the fastest way that works, from one pool."""
 
 from __future__ import annotations
 
@@ -11,44 +11,63 @@ from torch.utils.data import DataLoader
 
 import pinstage as ps
 
-_SUMS = [field.name for field in fields(ps.LoaderStats) if field.name not in ("num_workers", "pool")]
+_SUMS = [
+    field.name for field in fields(ps.LoaderStats) if field.name not in ("num_workers", "pool")
+]
 
 
 class TrainerLoaders:
     """Stages the batches that the loaders of a trainer yield.
 
-    Loaders that iterate as torch's do are wrapped by `wrap_loader`, so that their workers pack. All others are staged
-    in the main process, batch by batch. All slabs come from one pool.
+    Loaders that iterate as torch's do are wrapped by `wrap_loader`, so that their workers pack. All
+    others are staged in the main process, batch by batch. All slabs come from one pool.
 
     Args:
         device: the trainer's device.
-        options: `max_bytes`, `budget`, `pool`, `depth` and `keep_on_host`, as for `wrap_loader`; all are required.
-        in_workers: whether loaders are wrapped. Otherwise the trainer calls `to_device` for each batch.
+        options: `max_bytes`, `budget`, `pool`, `depth` and `keep_on_host`, as for `wrap_loader`;
+            all are required.
+        in_workers: whether loaders are wrapped. Otherwise the trainer calls `to_device` for each
+            batch.
         stager: the stager for batches that no worker packs; None makes one.
     """
 
     def __init__(
-        self, device: torch.device, options: dict[str, Any], *, in_workers: bool, stager: ps.Stager | None = None
+        self,
+        device: torch.device,
+        options: dict[str, Any],
+        *,
+        in_workers: bool,
+        stager: ps.Stager | None = None,
     ) -> None:
         self.in_workers = in_workers
         self._owns_pool = in_workers and options["pool"] is None
         if self._owns_pool:
-            memory = ps.memory.SharedMemory(device) if device.type == "cuda" else ps.memory.SharedMemory(register=False)
+            memory = (
+                ps.memory.SharedMemory(device)
+                if device.type == "cuda"
+                else ps.memory.SharedMemory(register=False)
+            )
             pool = ps.SlabPool(options["max_bytes"], budget=options["budget"], memory=memory)
             options = {**options, "pool": pool, "max_bytes": "auto", "budget": None}
         self._wrapping = options
         if stager is None:
-            stager = ps.Stager(device, **{name: value for name, value in options.items() if name != "depth"})
-        stager.prefetch((), depth=options["depth"])  # checks the only option that a stager doesn't have
+            stager = ps.Stager(
+                device, **{name: value for name, value in options.items() if name != "depth"}
+            )
+        stager.prefetch(
+            (), depth=options["depth"]
+        )  # checks the only option that a stager doesn't have
         self.stager = stager
         self._counters: list[Any] = []
         """The counters of all wrapped loaders, including those that were freed."""
         self._num_workers = 0
 
     def validates_while_training(self, does: bool) -> None:
-        """Reserve half of the pool each for the training loader and for the others, or remove these quotas.
+        """Reserve half of the pool each for the training loader and for the others, or remove these
+        quotas.
 
-        While a validation loop runs between two training steps, the training workers keep their slabs, full of batches.
+        While a validation loop runs between two training steps, the training workers keep their
+        slabs, full of batches.
 
         Args:
             does: whether the trainer validates while it trains.
@@ -70,12 +89,16 @@ class TrainerLoaders:
         stager = self.stager
         inner = getattr(loader, "base_dataloader", loader)  # if Accelerate prepared it
         settings = getattr(inner, "_settings", None)  # if it stages already
-        if not (self.in_workers or always) or (settings is not None and settings.device == stager.device):
+        if not (self.in_workers or always) or (
+            settings is not None and settings.device == stager.device
+        ):
             return loader
         if settings is None and _iterates_as_torch_does(inner):
             owner = "training" if is_training else "stager"
             try:
-                wrapped: Any = ps.wrap_loader(loader, device=stager.device, owner=owner, **self._wrapping)
+                wrapped: Any = ps.wrap_loader(
+                    loader, device=stager.device, owner=owner, **self._wrapping
+                )
             except TypeError:  # it has workers already: the options were checked
                 pass
             else:
@@ -94,16 +117,23 @@ class TrainerLoaders:
     def stats(self) -> ps.LoaderStats:
         """Return the counters of all loaders and of the stager together."""
         here = self.stager.stats()
-        total = {name: sum(getattr(counters, name) for counters in self._counters) for name in _SUMS}
+        total = {
+            name: sum(getattr(counters, name) for counters in self._counters) for name in _SUMS
+        }
         for name in ("batches", "copies", "packed_bytes", "passthrough_leaves"):
             total[name] += getattr(here, name)
         return ps.LoaderStats(**total, num_workers=self._num_workers, pool=here.pool)
 
 
 def _iterates_as_torch_does(loader: Any) -> bool:
-    """Return whether a loader is torch's or torchdata's, or a subclass without an ``__iter__`` of its own."""
+    """Return whether a loader is torch's or torchdata's, or a subclass without an ``__iter__`` of
+    its own.
+    """
     iteration = getattr(type(loader), "__iter__", None)
-    return isinstance(loader, DataLoader) and iteration.__module__.partition(".")[0] in ("torch", "torchdata")
+    return isinstance(loader, DataLoader) and iteration.__module__.partition(".")[0] in (
+        "torch",
+        "torchdata",
+    )
 
 
 def _tensors(batch: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""transformers' key and value caches. A layer's ``device`` attribute becomes the device of its keys."""
+"""transformers' key and value caches; ``device`` of a layer becomes that of its keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def nodes(cls: Any) -> Any:
 def _flatten(obj: Any) -> tuple[Any, tuple[str, ...]]:
     """Stage attributes that are tensors, containers or caches; the rest stays."""
     staged = {name: value for name, value in vars(obj).items() if isinstance(value, _STAGED)}
-    rest = {name: copy.copy(value) if isinstance(value, set) else value for name, value in vars(obj).items()}
+    rest = {
+        name: copy.copy(value) if isinstance(value, set) else value
+        for name, value in vars(obj).items()
+    }
     for name in staged:
         del rest[name]
     return (*staged.values(), ps.on_host(rest)), tuple(staged)

@@ -23,14 +23,16 @@ def prepare(
 ) -> Any:
     """Prepare a loader as `Accelerator.prepare` does, and stage its batches.
 
-    The result is Accelerate's own loader with all of its options: it shards, splits or dispatches batches, and marks
-    the last one. The torch loader inside it writes its batches into slabs, as `DataLoader` does, and they arrive on the
-    accelerator's device. With ``dispatch_batches``, the main process stages, and the others get their parts from it.
+    The result is Accelerate's own loader with all of its options: it shards, splits or dispatches
+    batches, and marks the last one. The torch loader inside it writes its batches into slabs, as
+    `DataLoader` does, and they arrive on the accelerator's device. With ``dispatch_batches``, the
+    main process stages, and the others get their parts from it.
 
     Args:
         accelerator: its device and options are used.
-        loader: torch's `DataLoader`, or a loader that this accelerator prepared and that wasn't iterated over yet. If a
-            prepared loader is stateful, its first pass is packed in the main process: its workers run already.
+        loader: torch's `DataLoader`, or a loader that this accelerator prepared and that wasn't
+            iterated over yet. If a prepared loader is stateful, its first pass is packed in the
+            main process: its workers run already.
         max_bytes: as for `DataLoader`.
         budget: as for `DataLoader`.
         pool: as for `DataLoader`.
@@ -44,8 +46,8 @@ def prepare(
         TypeError, ValueError, CudaUnavailableError: as `wrap_loader`.
     """
     options: dict[str, Any] = {
-        "device": accelerator.device, "max_bytes": max_bytes, "budget": budget, "pool": pool, "depth": depth,
-        "keep_on_host": keep_on_host,
+        "device": accelerator.device, "max_bytes": max_bytes, "budget": budget, "pool": pool,
+        "depth": depth, "keep_on_host": keep_on_host,
     }  # fmt: skip
     with _stateful_loaders_staged(accelerator, options) as staged:
         prepared = accelerator.prepare_data_loader(loader)
@@ -69,8 +71,8 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     options = vars(loader).get("pinstage_options")
     if options is None:
         raise TypeError(
-            f"cannot skip batches of this {type(loader).__name__} and stage the rest: it is not the result of "
-            "pinstage.integrations.accelerate.prepare; pass that result"
+            f"cannot skip batches of this {type(loader).__name__} and stage the rest: it is not "
+            "the result of pinstage.integrations.accelerate.prepare; pass that result"
         )
     rest = ps.wrap_loader(accelerate.skip_first_batches(loader, num_batches), **options)
     rest.pinstage_options = options
@@ -79,12 +81,15 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
 
 
 @contextmanager
-def _stateful_loaders_staged(accelerator: accelerate.Accelerator, options: dict[str, Any]) -> Iterator[list[Any]]:
+def _stateful_loaders_staged(
+    accelerator: accelerate.Accelerator, options: dict[str, Any]
+) -> Iterator[list[Any]]:
     """Make Accelerate create a staged loader instead of a ``StatefulDataLoader``.
 
-    Accelerate requests the state of such a loader as soon as it has made it, which begins the loader's first pass. Then
-    the workers run and the seeds are drawn: too late to let these workers write into slabs. So this replaces the class
-    by the name that Accelerate imports: the first loader made in the block is wrapped at once, and put into the list.
+    Accelerate requests the state of such a loader as soon as it has made it, which begins the
+    loader's first pass. Then the workers run and the seeds are drawn: too late to let these workers
+    write into slabs. So this replaces the class by the name that Accelerate imports: the first
+    loader made in the block is wrapped at once, and put into the list.
     """
     staged: list[Any] = []
     if not accelerator.use_stateful_dataloader:

@@ -25,30 +25,33 @@ if TYPE_CHECKING:
 
 
 class StageBatches(Callback):
-    """Stages each batch that Lightning would move to the device in training, validation, testing and prediction.
+    """Stages each batch that Lightning would move to the device in training, validation, testing
+    and prediction.
 
-    The workers of the trainer's loaders pack the batches, as those of `DataLoader` do: each loader that Lightning has
-    prepared is wrapped by `wrap_loader`. Loaders that don't iterate as torch's do are staged in the main process.
+    The workers of the trainer's loaders pack the batches, as those of `DataLoader` do: each loader
+    that Lightning has prepared is wrapped by `wrap_loader`. Loaders that don't iterate as torch's
+    do are staged in the main process.
 
-    The hooks `on_before_batch_transfer` and `transfer_batch_to_device` get batches on the host. If the module or its
-    datamodule has the first hook, all batches are staged in the main process, after a warning. The second hook is an
-    error. `on_after_batch_transfer` gets batches on the device.
+    The hooks `on_before_batch_transfer` and `transfer_batch_to_device` get batches on the host. If
+    the module or its datamodule has the first hook, all batches are staged in the main process,
+    after a warning. The second hook is an error. `on_after_batch_transfer` gets batches on the
+    device.
 
     Args:
-        max_bytes: cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer validates while
-            it fits, training and validation get half each.
+        max_bytes: cap on the page-locked memory of all loaders together; see `SlabPool`. If the
+            trainer validates while it fits, training and validation get half each.
         budget: a second cap, shared by the pools of several processes; see `HostBudget`.
         pool: a pool over `SharedMemory` to take slabs from, instead of a new pool with these caps.
         depth: number of batches that the loaders send ahead; see `DataLoader`.
         keep_on_host: leaves that stay on the host, as for `DataLoader`.
-        workers: whether workers pack. False stages all batches in the main process, in place of the hook
-            `transfer_batch_to_device`.
+        workers: whether workers pack. False stages all batches in the main process, in place of the
+            hook `transfer_batch_to_device`.
 
     Raises:
         TypeError, ValueError: when a trainer begins, as `wrap_loader`.
 
-    Progress, checkpoints and resumed runs are the same as without the callback: the loaders' states count the batches
-    that were yielded.
+    Progress, checkpoints and resumed runs are the same as without the callback: the loaders' states
+    count the batches that were yielded.
     """
 
     def __init__(
@@ -62,8 +65,12 @@ class StageBatches(Callback):
         workers: bool = True,
     ) -> None:
         self._options: dict[str, Any] = {
-            "max_bytes": max_bytes, "budget": budget, "pool": pool, "depth": depth, "keep_on_host": keep_on_host
-        }  # fmt: skip
+            "max_bytes": max_bytes,
+            "budget": budget,
+            "pool": pool,
+            "depth": depth,
+            "keep_on_host": keep_on_host,
+        }
         self._workers = workers
         self._has_warned = False
         self._loaders: TrainerLoaders | None = None
@@ -80,32 +87,42 @@ class StageBatches(Callback):
         return self._begun().stager
 
     def stats(self) -> ps.LoaderStats:
-        """Return the counters of all loaders in this process, however they are staged; raises as `stager`."""
+        """Return the counters of all loaders in this process, however they are staged; raises as
+        `stager`.
+        """
         return self._begun().stats()
 
     def _begun(self) -> TrainerLoaders:
         if self._loaders is None:
-            raise RuntimeError("StageBatches has no stager yet: it is made when a trainer begins, for its device")
+            raise RuntimeError(
+                "StageBatches has no stager yet: it is made when a trainer begins, for its device"
+            )
         return self._loaders
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap the loaders that the trainer will prepare, and replace the hook `transfer_batch_to_device`.
+        """Wrap the loaders that the trainer will prepare, and replace the hook
+        `transfer_batch_to_device`.
 
         Raises:
-            TypeError: the module or its datamodule has a hook `transfer_batch_to_device` of its own.
+            TypeError: the module or its datamodule has a hook `transfer_batch_to_device` of its
+                own.
         """
         own = _own_hook("transfer_batch_to_device", pl_module, trainer.datamodule)
         if own is not None:
             raise TypeError(
-                f"StageBatches would replace {own}: leave the callback out, and let that hook return "
-                "`stager.to_device(batch)`, with a pinstage.Stager for its device"
+                f"StageBatches would replace {own}: leave the callback out, and let that hook "
+                "return `stager.to_device(batch)`, with a pinstage.Stager for its device"
             )
-        own = _own_hook("on_before_batch_transfer", pl_module, trainer.datamodule) if self._workers else None
+        own = (
+            _own_hook("on_before_batch_transfer", pl_module, trainer.datamodule)
+            if self._workers
+            else None
+        )
         if own is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"pinstage stages batches in the main process, which is slower: {own} gets them on the host; move its "
-                "work into the dataset, or pass StageBatches(workers=False)",
+                f"pinstage stages batches in the main process, which is slower: {own} gets them "
+                "on the host; move its work into the dataset, or pass StageBatches(workers=False)",
                 ps.errors.StagingWarning,
                 stacklevel=2,
             )
@@ -115,7 +132,9 @@ class StageBatches(Callback):
             loaders = self._loaders = TrainerLoaders(device, self._options, in_workers=in_workers)
         loaders.validates_while_training(stage == "fit" and trainer.enable_validation)
 
-        @wraps(pl_module.transfer_batch_to_device)  # so that Lightning doesn't take it for the user's hook
+        @wraps(
+            pl_module.transfer_batch_to_device
+        )  # so that Lightning doesn't take it for the user's hook
         def transfer(batch: Any, device: torch.device, dataloader_idx: int) -> Any:  # noqa: ARG001
             return loaders.to_device(batch)
 
@@ -136,11 +155,18 @@ class StageBatches(Callback):
         vars(pl_module).pop("transfer_batch_to_device", None)
         vars(trainer._data_connector).pop("_prepare_dataloader", None)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:  # noqa: ARG002
+    def on_exception(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        exception: BaseException,  # noqa: ARG002
+    ) -> None:
         """Do what `teardown` does, since Lightning doesn't call that after an exception."""
         self.teardown(trainer, pl_module, "")
 
-    def __getstate__(self) -> dict[str, Any]:  # a copy, for example in another process, makes its own stager
+    def __getstate__(
+        self,
+    ) -> dict[str, Any]:  # a copy, for example in another process, makes its own stager
         return vars(self) | {"_loaders": None}
 
 

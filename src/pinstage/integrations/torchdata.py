@@ -14,8 +14,8 @@ import pinstage as ps
 class Stage(BaseNode[Any]):
     """Yields the batches of another node on a device, staged ahead; the last node of a pipeline.
 
-    Use it instead of `PinMemory`. Its state counts the batches that were yielded, not those that were read ahead, so a
-    resumed pipeline yields the next batch.
+    Use it instead of `PinMemory`. Its state counts the batches that were yielded, not those that
+    were read ahead, so a resumed pipeline yields the next batch.
 
     Args:
         source: the node that yields batches.
@@ -37,7 +37,9 @@ class Stage(BaseNode[Any]):
         super().reset(initial_state)
         self.source.reset(None if initial_state is None else initial_state["source"])
         self._state = self.source.state_dict()
-        self._states: deque[dict[str, Any]] = deque()  # of the source, after each batch that was read ahead
+        self._states: deque[dict[str, Any]] = (
+            deque()
+        )  # of the source, after each batch that was read ahead
         self._batches = iter(self.stager.prefetch(self._read(), depth=self.depth))
 
     def next(self) -> Any:

@@ -23,18 +23,19 @@ else:
 class StageInputs(_Trainer):
     """Stages the batches that a `transformers.Trainer` trains, evaluates and predicts on.
 
-    Put it before the trainer's class: ``class StagingTrainer(StageInputs, Trainer): pass``. The workers of its loaders
-    pack the batches, as those of `DataLoader` do, and batches arrive on the device.
+    Put it before the trainer's class: ``class StagingTrainer(StageInputs, Trainer): pass``. The
+    workers of its loaders pack the batches, as those of `DataLoader` do, and batches arrive on the
+    device.
 
-    If Accelerate dispatches batches (``dispatch_batches``, the default for an ``IterableDataset``), the main process's
-    loader stages them, and the other processes get their parts from it.
+    If Accelerate dispatches batches (``dispatch_batches``, the default for an ``IterableDataset``),
+    the main process's loader stages them, and the other processes get their parts from it.
 
     Set the attributes below in the class, or on the trainer before the first batch.
     """
 
     max_bytes: ps.Size = "auto"
-    """Cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer evaluates while it trains,
-    training and evaluation get half each."""
+    """Cap on the page-locked memory of all loaders together; see `SlabPool`. If the trainer
+    evaluates while it trains, training and evaluation get half each."""
 
     budget: ps.HostBudget | None = None
     """A second cap, shared by the pools of several processes; see `HostBudget`."""
@@ -49,8 +50,9 @@ class StageInputs(_Trainer):
     """Leaves that stay on the host, as for `DataLoader`. Wrap a function in ``staticmethod``."""
 
     workers: bool = True
-    """Whether workers pack. If False, loaders leave batches on the host, and `training_step` and `prediction_step`
-    stage each batch in the main process. With gradient accumulation, batches then stay on the host until used."""
+    """Whether workers pack. If False, loaders leave batches on the host, and `training_step` and
+    `prediction_step` stage each batch in the main process. With gradient accumulation, batches then
+    stay on the host until used."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Refuse a class in which the trainer's methods hide the mixin's.
@@ -66,21 +68,27 @@ class StageInputs(_Trainer):
             bases = sorted(cls.__bases__, key=lambda base: not issubclass(base, StageInputs))
             names = ", ".join(base.__name__ for base in bases)
             raise TypeError(
-                f"{cls.__name__} would stage nothing: its bases name the trainer before StageInputs; write "
-                f"class {cls.__name__}({names})"
+                f"{cls.__name__} would stage nothing: its bases name the trainer before "
+                f"StageInputs; write class {cls.__name__}({names})"
             )
 
     @cached_property
     def _loaders(self) -> TrainerLoaders:
         return self._made(self.args.device, in_workers=self.workers)
 
-    def _made(self, device: torch.device, *, in_workers: bool, stager: ps.Stager | None = None) -> TrainerLoaders:
-        options = {name: getattr(self, name) for name in ("max_bytes", "budget", "pool", "depth", "keep_on_host")}
+    def _made(
+        self, device: torch.device, *, in_workers: bool, stager: ps.Stager | None = None
+    ) -> TrainerLoaders:
+        options = {
+            name: getattr(self, name)
+            for name in ("max_bytes", "budget", "pool", "depth", "keep_on_host")
+        }
         return TrainerLoaders(device, options, in_workers=in_workers, stager=stager)
 
     @property
     def stager(self) -> ps.Stager:
-        """The stager of batches that no worker packs; all loaders use its pool. Made with the first loader.
+        """The stager of batches that no worker packs; all loaders use its pool. Made with the first
+        loader.
 
         Set it before that to stage all batches in the main process with your own stager.
         """
@@ -116,10 +124,11 @@ class StageInputs(_Trainer):
         return super().prediction_step(model, self._loaders.to_device(inputs), *args, **kwargs)
 
     def _prepared(self, loader: Any, *, is_training: bool = False) -> Any:
-        """Stage Accelerate's loader. It moves and page-locks nothing itself then, even if rebuilt to skip batches.
+        """Stage Accelerate's loader. It moves and page-locks nothing itself then, even if rebuilt
+        to skip batches.
 
-        A dispatching loader always sends batches to other processes, so it stages them first. The Trainer may keep a
-        loader and pass it again.
+        A dispatching loader always sends batches to other processes, so it stages them first. The
+        Trainer may keep a loader and pass it again.
         """
         dispatches = isinstance(loader, DataLoaderDispatcher)
         if not dispatches:

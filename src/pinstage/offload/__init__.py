@@ -2,13 +2,13 @@
 
 ::
 
-    forward   saves a tensor --copy, on a side stream--> slab of the pool    its device memory is free
-    backward  asks for it    <-copy, on another stream-- slab of the pool    tensors saved before it follow, ahead
+    forward   saves a tensor --copy, on a side stream--> slab; its device memory is free
+    backward  asks for it    <-copy, on another stream-- slab; those saved before it follow, ahead
 
-Where to look: `_saving` has the context manager, and decides which tensors stay. `_scheduler` has the objects that
-autograd keeps instead of tensors, and decides which tensor is copied back next. `_block` is a piece of memory on the
-host. `_optimizer` keeps an optimizer's state on the host, `_frozen` a module; `_offloaded` is their handle.
-`pinstage._stage._device` has the streams.
+Where to look: `_saving` has the context manager, and decides which tensors stay. `_scheduler` has
+the objects that autograd keeps instead of tensors, and decides which tensor is copied back next.
+`_block` is a piece of memory on the host. `_optimizer` keeps an optimizer's state on the host,
+`_frozen` a module; `_offloaded` is their handle. `pinstage._stage._device` has the streams.
 """
 
 from ._frozen import frozen_module
@@ -17,4 +17,11 @@ from ._optimizer import optimizer_state
 from ._saving import save_on_cpu
 from ._scheduler import OffloadStats
 
-__all__ = ["OffloadStats", "Offloaded", "OffloadedStats", "frozen_module", "optimizer_state", "save_on_cpu"]
+__all__ = [
+    "OffloadStats",
+    "Offloaded",
+    "OffloadedStats",
+    "frozen_module",
+    "optimizer_state",
+    "save_on_cpu",
+]

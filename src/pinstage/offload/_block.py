@@ -18,26 +18,28 @@ OWNER = "offload"
 """The name under which the pool counts the slabs."""
 
 ALIGNMENT = 512
-"""Copies begin at a multiple of this offset in the storage. CUDA's allocator aligns storages to it, so tensors keep
-their alignment, and kernels choose the same algorithms."""
+"""Copies begin at a multiple of this offset in the storage. CUDA's allocator aligns storages to it,
+so tensors keep their alignment, and kernels choose the same algorithms."""
 
 GAPS = 2
-"""A tensor whose elements are spread over more than this multiple of their bytes, such as the queries in a tensor of
-queries, keys and values, is sent without the gaps."""
+"""A tensor whose elements are spread over more than this multiple of their bytes, such as the
+queries in a tensor of queries, keys and values, is sent without the gaps."""
 
 _leases: dict[int, Lease] = {}
-"""Leases by the id of their living `OffloadedBlock`. They aren't its attributes: in a cycle of garbage, the collector
-could report the lease as unreleased to the pool before the block's finaliser releases it."""
+"""Leases by the id of their living `OffloadedBlock`. They aren't its attributes: in a cycle of
+garbage, the collector could report the lease as unreleased to the pool before the block's finaliser
+releases it."""
 
 
 def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
     """Lease a slab without waiting for one to become free.
 
-    Slabs in flight are taken first: a host that runs ahead finds no idle slab, and the pool would grow with each step
-    that the host is ahead.
+    Slabs in flight are taken first: a host that runs ahead finds no idle slab, and the pool would
+    grow with each step that the host is ahead.
 
     Returns:
-        The lease, and the event to wait for before the slab is written; None if the pool has no room.
+        The lease, and the event to wait for before the slab is written; None if the pool has no
+        room.
 
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
@@ -57,13 +59,17 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
 
 
 def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
-    """Keep memory alive that a copy on our stream reads or writes. One C call, except for its arguments."""
+    """Keep memory alive that a copy on our stream reads or writes. One C call, except for its
+    arguments.
+    """
     if event is not None:
         reaper.tasks.put(Kept(event, [memory]))
 
 
 def drop_arrival(target: Target, arrival: Arrival) -> None:
-    """Free the device memory of a copy that isn't needed, behind the copy; on its own stream, if that is current."""
+    """Free the device memory of a copy that isn't needed, behind the copy; on its own stream, if
+    that is current.
+    """
     if arrival.event is not None and arrival.stream == target.consumer(None):
         target.wait_for(arrival.event)
     else:
@@ -74,23 +80,30 @@ class Load(NamedTuple):
     source: torch.Tensor
     """uint8 ``[n]``"""
     begin: int
-    """The byte offset of the source in the tensor's storage; 0 if the elements are sent without gaps."""
+    """The byte offset of the source in the tensor's storage; 0 if the elements are sent without
+    gaps.
+    """
     packed: tuple[int, ...] | None
     """The strides of the elements, if they are sent without gaps."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Load:
-        """Return the tensor to send. Elements that are spread out are gathered, on the current stream."""
+        """Return the tensor to send. Elements that are spread out are gathered, on the current
+        stream.
+        """
         begin, end = range_of(tensor)
         if end - begin > GAPS * tensor.nbytes:
             elements = tensor.detach().clone()
-            return cls(bytes_of(elements.untyped_storage(), 0, elements.nbytes), 0, elements.stride())
+            return cls(
+                bytes_of(elements.untyped_storage(), 0, elements.nbytes), 0, elements.stride()
+            )
         begin = begin // ALIGNMENT * ALIGNMENT
         return cls(bytes_of(tensor.untyped_storage(), begin, end), begin, None)
 
 
 class OffloadedBlock:
-    """Bytes of one storage on the host; also on the device, during the copy to the host and after the copy back.
+    """Bytes of one storage on the host; also on the device, during the copy to the host and after
+    the copy back.
 
     The finaliser gives the slab back, behind the last copy. The garbage collector may call it.
 
@@ -102,8 +115,10 @@ class OffloadedBlock:
         dropped: gets the number of bytes if this object is freed while it has an arrival.
 
     Attributes:
-        ahead_for: the number of the saved tensor for which the block was last copied back early; 0 for none.
-        source: the bytes on the device, until the copy is done or that memory's stream waits for it.
+        ahead_for: the number of the saved tensor for which the block was last copied back early; 0
+            for none.
+        source: the bytes on the device, until the copy is done or that memory's stream waits for
+            it.
         arrival: the bytes on the device again, while they are kept there.
         event: behind the last copy of the slab.
         seqs: numbers of the saved tensors in this block.
@@ -127,10 +142,14 @@ class OffloadedBlock:
         self.source: torch.Tensor | None = None
         self.here: torch.Tensor | None = None
         ends = [event for event in (after, target.out_stream) if event is not None]
-        self.event: Fence | None = EventGroup(ends) if ends else None  # an interrupt may come before the next one
+        self.event: Fence | None = (
+            EventGroup(ends) if ends else None
+        )  # an interrupt may come before the next one
         _leases[id(self)] = lease
         self.here = lease.tensor()
-        self.event = target.to_host([HostCopy(load.source, self.here, owned=False)], hold=False, after=after)
+        self.event = target.to_host(
+            [HostCopy(load.source, self.here, owned=False)], hold=False, after=after
+        )
         if self.event is not None:
             self.source = load.source
 
@@ -150,8 +169,8 @@ class OffloadedBlock:
         """Make the current stream wait for the copy, and free the device's memory.
 
         Args:
-            at_once: whether the memory is the current stream's, which may use it again behind the wait. If not, it is
-                freed when the copy is done.
+            at_once: whether the memory is the current stream's, which may use it again behind the
+                wait. If not, it is freed when the copy is done.
         """
         source, self.source = self.source, None
         if source is not None:
@@ -170,7 +189,9 @@ class OffloadedBlock:
         self.here = None
         lease = _leases.pop(id(self), None)
         if lease is not None:
-            with contextlib.suppress(ForkedPoolError):  # a forked child collected the parent's graph
+            with contextlib.suppress(
+                ForkedPoolError
+            ):  # a forked child collected the parent's graph
                 lease.release(after=self.event)
 
 
@@ -182,19 +203,25 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def can_leave(tensor: torch.Tensor, pool: SlabPool) -> bool:
-    """Return whether a tensor can be offloaded: not a parameter or subclass, nor a CPU tensor to page-locked memory."""
+    """Return whether a tensor can be offloaded: not a parameter or subclass, nor a CPU tensor to
+    page-locked memory.
+    """
     if type(tensor) is not torch.Tensor or not has_plain_memory(tensor):
         return False
     return tensor.is_cuda or (tensor.is_cpu and not pool.memory.is_pinned)
 
 
 def range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's bytes begin in its storage, and where they end; zeros for an empty tensor."""
+    """Return where a tensor's bytes begin in its storage, and where they end; zeros for an empty
+    tensor.
+    """
     if not tensor.numel():
         return 0, 0
     itemsize = tensor.itemsize
     begin = int(tensor.storage_offset()) * itemsize
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return begin, begin + (int(reach) + 1) * itemsize
 
 

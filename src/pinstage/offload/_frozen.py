@@ -1,17 +1,19 @@
-"""`frozen_module`: keeps a module that isn't trained on the host, and on the device only inside a block.
+"""`frozen_module`: a module that isn't trained is on the device only inside a block.
 
 ::
 
-    module's tensors --once--> slabs of the pool          outside the block, the module's tensors are views of them
-    onload            one copy per slab, side stream  --> device memory
+    module's tensors --once--> slabs of the pool; outside the block, they are views of the slabs
+    onload            one copy per slab, on a side stream --> device memory
     with handle:      the module's tensors are views of the device memory
-    end of the block  buffers are copied back;            the device memory is freed
+    end of the block  buffers are copied back; the device memory is freed
 
-Memory is copied by storage, not by tensor, so that tied weights, views and strides stay as they are.
+Memory is copied by storage, not by tensor, so that tied weights, views and strides stay as they
+are.
 
-Versions of tensors don't count every change: writes through ``.data`` are missing, and the statistics that kernels of
-batch norm write. So the end of a block copies buffers back whether torch has counted a change or not. It compares the
-module with its state before the block, and decides before it changes anything: an error leaves the module as it was.
+Versions of tensors don't count every change: writes through ``.data`` are missing, and the
+statistics that kernels of batch norm write. So the end of a block copies buffers back whether torch
+has counted a change or not. It compares the module with its state before the block, and decides
+before it changes anything: an error leaves the module as it was.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, 
 from ._offloaded import Offloaded, OffloadedStats
 
 SLAB_BYTES = 256 << 20
-"""Tensors are gathered in slabs of at most this size; a larger tensor has a slab of its own. A copy of about 16 MiB or
-more reaches the bandwidth of the bus."""
+"""Tensors are gathered in slabs of at most this size; a larger tensor has a slab of its own. A copy
+of about 16 MiB or more reaches the bandwidth of the bus."""
 
 COPIED_BACK_BYTES = 64 << 20
-"""Buffers of at most this size in all are copied back by every block: in 1.2 ms, at the bandwidth of the bus."""
+"""Buffers of at most this size in all are copied back by every block: in 1.2 ms, at the bandwidth
+of the bus.
+"""
 
 ACQUIRE_SECONDS = 60.0
 """Timeout for a slab, the same as a `Stager`'s default."""
@@ -83,7 +87,9 @@ class Held(NamedTuple):
         return {id(now.get(path)) for path in self.paths} == {id(tensor)}
 
     def is_unmoved(self, now: dict[str, torch.Tensor], memory: torch.Tensor) -> bool:
-        """Return whether the module has the held tensor, as the same view of a slab, or of the slab's copy."""
+        """Return whether the module has the held tensor, as the same view of a slab, or of the
+        slab's copy.
+        """
         tensor, host = self.tensor, self.host
         if not self.is_now(tensor, now):
             return False
@@ -94,7 +100,9 @@ class Held(NamedTuple):
         return not host.numel() or tensor.data_ptr() == memory.data_ptr() + self.begin
 
     def can_keep_values(self, now: dict[str, torch.Tensor]) -> bool:
-        """Return whether this is a buffer, and the module has one tensor of the same shape and dtype for it."""
+        """Return whether this is a buffer, and the module has one tensor of the same shape and
+        dtype for it.
+        """
         tensor = now.get(self.paths[0])
         if self.is_parameter() or not self.is_now(tensor, now):
             return False
@@ -122,8 +130,8 @@ NOTHING = Outcome(set(), [], {})
 class FrozenModule(Offloaded):
     """A module that is on the host, except inside its block.
 
-    ``_before`` is the module before the block, and None outside. ``_outcome`` is None while the block runs. It is
-    decided once, so that a second call of `offload` completes an interrupted one.
+    ``_before`` is the module before the block, and None outside. ``_outcome`` is None while the
+    block runs. It is decided once, so that a second call of `offload` completes an interrupted one.
     """
 
     def __init__(self, module: torch.nn.Module, pool: SlabPool, target: Target) -> None:
@@ -140,23 +148,27 @@ class FrozenModule(Offloaded):
             self._slabs, self._held = _move_to_slabs(self._tensors, pool)
         self._overlapping = _overlapping(self._held)
         self._keys = {id(held.tensor) for held in self._held}
-        self._keys |= {held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()}
+        self._keys |= {
+            held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()
+        }
         _holders.update(dict.fromkeys(self._keys, self))
 
     def stats(self) -> OffloadedStats:
         """Return the bytes on the host and on the device. Doesn't block."""
         device_bytes = sum(arrival.there.numel() for arrival in self._arrivals)
-        return OffloadedStats(host_bytes=sum(slab.numel() for slab in self._slabs), device_bytes=device_bytes)
+        return OffloadedStats(
+            host_bytes=sum(slab.numel() for slab in self._slabs), device_bytes=device_bytes
+        )
 
     def onload(self) -> None:
         """Start copying to the device, behind earlier work of the current stream. Doesn't block.
 
-        The module's tensors stay on the host until the block is entered. To overlap the copy with other work, call this
-        before you enqueue that work.
+        The module's tensors stay on the host until the block is entered. To overlap the copy with
+        other work, call this before you enqueue that work.
 
         Raises:
-            RuntimeError: a parameter or buffer was moved, replaced, added or removed, or has another shape, dtype or
-                other strides, or the handle was closed. The error names it.
+            RuntimeError: a parameter or buffer was moved, replaced, added or removed, or has
+                another shape, dtype or other strides, or the handle was closed. The error names it.
             torch.OutOfMemoryError: the device has too little memory; the module is unchanged.
         """
         if self._arrivals:
@@ -164,8 +176,9 @@ class FrozenModule(Offloaded):
         moved = self._moved_outside()
         if moved:
             raise RuntimeError(
-                f"{min(moved)} of {self!r} isn't held: it was moved, replaced, reshaped, added or removed outside the "
-                "block, or the handle was closed. Change tensors in place, or make a new handle"
+                f"{min(moved)} of {self!r} isn't held: it was moved, replaced, reshaped, added or "
+                "removed outside the block, or the handle was closed. Change tensors in place, or "
+                "make a new handle"
             )
         self._versions = [version_of(held.tensor) for held in self._held]
         try:
@@ -196,15 +209,17 @@ class FrozenModule(Offloaded):
         return self
 
     def offload(self) -> None:
-        """Return the module's tensors to the host, and free the device memory behind the current stream's work.
+        """Return the module's tensors to the host, and free the device memory behind the current
+        stream's work.
 
-        If the module has buffers, blocks until the current stream's work is done and the buffers are copied back: all
-        of them up to 64 MiB, and beyond that the buffers of each submodule in which torch has counted a change.
+        If the module has buffers, blocks until the current stream's work is done and the buffers
+        are copied back: all of them up to 64 MiB, and beyond that the buffers of each submodule in
+        which torch has counted a change.
 
         Raises:
-            RuntimeError: inside the block, a parameter was changed, a buffer was replaced by one of another shape or
-                dtype, or a tensor was added or removed. The error names one. The module is as before the block, its
-                buffers included.
+            RuntimeError: inside the block, a parameter was changed, a buffer was replaced by one of
+                another shape or dtype, or a tensor was added or removed. The error names one. The
+                module is as before the block, its buffers included.
         """
         if self._before is None:
             self._drop()
@@ -223,15 +238,17 @@ class FrozenModule(Offloaded):
         self._outcome = NOTHING
         if lost:
             raise RuntimeError(
-                f"{min(lost)} of {self!r} changed inside the block: {len(lost)} in all; every change is dropped. "
-                "Change parameters in place outside the block, where they are on the host; replace buffers by tensors "
-                "of the same shape and dtype, or change them in place; train a module without frozen_module"
+                f"{min(lost)} of {self!r} changed inside the block: {len(lost)} in all; every "
+                "change is dropped. Change parameters in place outside the block, where they are "
+                "on the host; replace buffers by tensors of the same shape and dtype, or change "
+                "them in place; train a module without frozen_module"
             )
 
     def close(self) -> None:
         """Return the module to the host for good. May be called again.
 
-        The slabs return to the pool when the module's tensors are freed or moved, for example by ``module.to("cuda")``.
+        The slabs return to the pool when the module's tensors are freed or moved, for example by
+        ``module.to("cuda")``.
         """
         self.offload()
         for key in self._keys:
@@ -246,7 +263,9 @@ class FrozenModule(Offloaded):
         return [held for held, version in versions if version_of(held.tensor) != version]
 
     def _moved(self, now: dict[str, torch.Tensor], memory: list[torch.Tensor]) -> list[Held]:
-        """Return the tensors that were replaced, or have other memory than the slabs or than the slabs' copies."""
+        """Return the tensors that were replaced, or have other memory than the slabs or than the
+        slabs' copies.
+        """
         return [held for held in self._held if not held.is_unmoved(now, memory[held.slab])]
 
     def _moved_outside(self) -> set[str]:
@@ -270,7 +289,9 @@ class FrozenModule(Offloaded):
         return Outcome(lost, values, self._copies([*written, *moved]))
 
     def _copies(self, changed: list[Held]) -> dict[int, tuple[int, int]]:
-        """Return the bytes to copy back: of all buffers, or from the first to the last that may have changed."""
+        """Return the bytes to copy back: of all buffers, or from the first to the last that may
+        have changed.
+        """
         buffers = [held for held in self._held if not held.is_parameter()]
         copies = {held.slab: (0, self._slabs[held.slab].numel()) for held in buffers}
         if sum(nbytes for _, nbytes in copies.values()) <= COPIED_BACK_BYTES:
@@ -284,7 +305,9 @@ class FrozenModule(Offloaded):
         return copies
 
     def _keep_changes(self, outcome: Outcome) -> None:
-        """Write the values of buffers to the slabs, and make the held tensors the module's again."""
+        """Write the values of buffers to the slabs, and make the held tensors the module's
+        again.
+        """
         events = [self._copy_back(slab, *ends) for slab, ends in outcome.copies.items()]
         for event in events:
             if event is not None:
@@ -337,10 +360,18 @@ def _check(path: str, tensor: torch.Tensor) -> None:
     if tensor.requires_grad:
         why = "requires grad; call module.requires_grad_(False), or leave the module on the device"
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not has_plain_memory(tensor):
-        why = f"has no plain memory: {type(tensor).__name__}, {tensor.layout}; leave the module on the device"
+        why = (
+            f"has no plain memory: {type(tensor).__name__}, {tensor.layout}; leave the module on "
+            "the device"
+        )
     elif tensor.is_meta or tensor.is_inference():
-        why = "is on meta, or was made in inference mode; load the module's weights first, outside inference mode"
-    elif (key := id(tensor)) in _holders or (key := tensor.untyped_storage().data_ptr()) in _holders:
+        why = (
+            "is on meta, or was made in inference mode; load the module's weights first, outside "
+            "inference mode"
+        )
+    elif (key := id(tensor)) in _holders or (
+        key := tensor.untyped_storage().data_ptr()
+    ) in _holders:
         why = f"is held already: {_holders[key]!r}; close that handle first"
     else:
         return
@@ -359,14 +390,18 @@ class UsedPart:
     start: int = 0
     """Offset in the slab."""
     copy: torch.UntypedStorage | None = None
-    """A storage of its own over the slab, or `torch.save` would refuse tensors of other dtypes beside it."""
+    """A storage of its own over the slab, or `torch.save` would refuse tensors of other dtypes
+    beside it.
+    """
 
 
 def _move_to_slabs(
     tensors: dict[str, torch.Tensor],
     pool: SlabPool,
 ) -> tuple[list[torch.Tensor], list[Held]]:
-    """Move the memory of tensors to slabs, by storage; return the slabs, uint8 ``[n]``, and the held tensors."""
+    """Move the memory of tensors to slabs, by storage; return the slabs, uint8 ``[n]``, and the
+    held tensors.
+    """
     paths: dict[int, list[str]] = {}
     for path, tensor in tensors.items():
         paths.setdefault(id(tensor), []).append(path)
@@ -402,8 +437,8 @@ def _used_parts(tensors: dict[str, torch.Tensor]) -> dict[int, UsedPart]:
 def _arrange(parts: dict[int, UsedPart]) -> list[int]:
     """Give each part its offset in a slab; return the sizes of the slabs.
 
-    Parameters share slabs, and so do the buffers of one dtype: `torch.compile` refuses changes of tensors that share a
-    storage with tensors of other dtypes.
+    Parameters share slabs, and so do the buffers of one dtype: `torch.compile` refuses changes of
+    tensors that share a storage with tensors of other dtypes.
     """
     sizes: list[int] = []
     kind = None
@@ -421,8 +456,8 @@ def _acquire(sizes: list[int], pool: SlabPool) -> list[torch.Tensor]:
     """Return slabs, uint8 ``[n]``. Each is returned to the pool when its views are freed."""
     if sum(sizes) > pool.max_bytes:
         raise BudgetExceededError(
-            f"the module doesn't fit the pool: {format_bytes(sum(sizes))} of max_bytes {format_bytes(pool.max_bytes)}; "
-            "pass a larger max_bytes to SlabPool",
+            f"the module doesn't fit the pool: {format_bytes(sum(sizes))} of max_bytes "
+            f"{format_bytes(pool.max_bytes)}; pass a larger max_bytes to SlabPool",
             requested_bytes=sum(sizes),
             max_bytes=pool.max_bytes,
         )
@@ -449,7 +484,8 @@ def _copied(
 def frozen_module(
     module: torch.nn.Module, pool: SlabPool, *, device: torch.device | str | int | None = None
 ) -> Offloaded:
-    """Keep a module that isn't trained on the host, and copy it to the device for the duration of a block.
+    """Keep a module that isn't trained on the host, and copy it to the device for the duration of a
+    block.
 
     ::
 
@@ -463,35 +499,41 @@ def frozen_module(
         with transformer:
             ...
 
-    Parameters and buffers are copied to slabs of the pool once. Outside the block they are views of the slabs, in the
-    same `Parameter` objects, so ``state_dict()`` works, and in-place changes are kept. The block makes them views of
-    device memory, by a few large copies behind the current stream's work. The end of the block frees that memory, also
-    behind the current stream's work; the next block copies from the slabs again. Views that you keep of slabs or of
-    device memory stay valid, and keep the memory.
+    Parameters and buffers are copied to slabs of the pool once. Outside the block they are views of
+    the slabs, in the same `Parameter` objects, so ``state_dict()`` works, and in-place changes are
+    kept. The block makes them views of device memory, by a few large copies behind the current
+    stream's work. The end of the block frees that memory, also behind the current stream's work;
+    the next block copies from the slabs again. Views that you keep of slabs or of device memory
+    stay valid, and keep the memory.
 
-    The end of the block copies buffers back, and waits for the block's work to do so; without buffers it doesn't block.
-    Values of buffers are kept, also if a buffer was replaced by a tensor of the same shape and dtype. A parameter that
-    was changed in the block is an error, and so is a tensor of another shape or dtype: the module is as before the
-    block then, its buffers included. A change through ``parameter.data`` isn't seen, and is lost. Change weights
-    outside the block.
+    The end of the block copies buffers back, and waits for the block's work to do so; without
+    buffers it doesn't block. Values of buffers are kept, also if a buffer was replaced by a tensor
+    of the same shape and dtype. A parameter that was changed in the block is an error, and so is a
+    tensor of another shape or dtype: the module is as before the block then, its buffers included.
+    A change through ``parameter.data`` isn't seen, and is lost. Change weights outside the block.
 
-    Hooks, tied weights and modules compiled by `torch.compile` work. Plain tensor attributes stay where they are, as
-    with ``module.to``. Run backward through the module, for inputs that require grad, inside the block.
+    Hooks, tied weights and modules compiled by `torch.compile` work. Plain tensor attributes stay
+    where they are, as with ``module.to``. Run backward through the module, for inputs that require
+    grad, inside the block.
 
     Args:
         module: a module on any device. No parameter may require grad, or be held by another handle.
-        pool: source of the slabs, which have at most 256 MiB each, or more for a larger tensor. They are in use as long
-            as the tensors live. Copies from a pool over page-locked memory have the bandwidth of the bus.
-        device: the block's device. None is the current CUDA device, or the CPU if CUDA isn't available.
+        pool: source of the slabs, which have at most 256 MiB each, or more for a larger tensor.
+            They are in use as long as the tensors live. Copies from a pool over page-locked memory
+            have the bandwidth of the bus.
+        device: the block's device. None is the current CUDA device, or the CPU if CUDA isn't
+            available.
 
     Returns:
-        The handle: ``with handle:``, ``onload()`` to start the copy early, ``stats()``, ``close()``. Don't use it in
-        several threads at once.
+        The handle: ``with handle:``, ``onload()`` to start the copy early, ``stats()``,
+        ``close()``. Don't use it in several threads at once.
 
     Raises:
         TypeError: `module` isn't a module, or `pool` isn't a `SlabPool`.
-        ValueError: a parameter or buffer requires grad, has no plain memory, or is held already; the error names it.
-        BudgetExceededError, AcquireTimeoutError: the pool has no room. The module is as before, as after every error.
+        ValueError: a parameter or buffer requires grad, has no plain memory, or is held already;
+            the error names it.
+        BudgetExceededError, AcquireTimeoutError: the pool has no room. The module is as before, as
+            after every error.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module: {module!r}")

@@ -20,9 +20,11 @@ class OffloadedStats:
 
 
 class Offloaded(ABC):
-    """Tensors on the host while they aren't in use. Returned by `optimizer_state` and `frozen_module`.
+    """Tensors on the host while they aren't in use. Returned by `optimizer_state` and
+    `frozen_module`.
 
-    In a ``with`` block the tensors are on the device. The block's end offloads them again, even after an exception.
+    In a ``with`` block the tensors are on the device. The block's end offloads them again, even
+    after an exception.
     """
 
     @abstractmethod
@@ -31,7 +33,8 @@ class Offloaded(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Copy changed tensors to the host, and free the device memory behind earlier work of the current stream.
+        """Copy changed tensors to the host, and free the device memory behind earlier work of the
+        current stream.
 
         Doesn't block, unless a frozen module has buffers: then it waits for that work.
         """

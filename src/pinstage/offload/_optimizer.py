@@ -24,7 +24,9 @@ class OffloadedOptimizer(Offloaded):
         self._pool = pool
         self._min_bytes = min_bytes
         self._optimizer = weakref.ref(optimizer)
-        self._blocks: dict[int, tuple[torch.Tensor, OffloadedBlock]] = {}  # by the id of the placeholder
+        self._blocks: dict[
+            int, tuple[torch.Tensor, OffloadedBlock]
+        ] = {}  # by the id of the placeholder
         self._stayed_at_cap_bytes = 0
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._put_in_place()),
@@ -45,8 +47,8 @@ class OffloadedOptimizer(Offloaded):
     def onload(self) -> None:
         """Start copying the state back, behind earlier work of the current stream. Doesn't block.
 
-        The next step would do this itself. If you call this before backward, backward hides the copies, but the device
-        needs room for both.
+        The next step would do this itself. If you call this before backward, backward hides the
+        copies, but the device needs room for both.
         """
         for _, block in self._blocks.values():
             if block.arrival is None:
@@ -61,14 +63,16 @@ class OffloadedOptimizer(Offloaded):
                 arrival, block.arrival = block.arrival, None
                 assert arrival is not None
                 block.target.take(arrival)
-                state[key] = view_of(arrival.there.untyped_storage(), 0, value.dtype, value.shape, value.stride())
+                state[key] = view_of(
+                    arrival.there.untyped_storage(), 0, value.dtype, value.shape, value.stride()
+                )
         self._blocks.clear()
 
     def offload(self) -> None:
         """Copy the state to the host, behind earlier work of the current stream. Doesn't block.
 
-        The device memory is free when the copies are done. Each tensor is replaced by one on ``"meta"``, which has a
-        shape but no content.
+        The device memory is free when the copies are done. Each tensor is replaced by one on
+        ``"meta"``, which has a shape but no content.
         """
         for _, block in self._blocks.values():  # from an `onload` that no step has used
             block.drop_arrival()
@@ -80,7 +84,9 @@ class OffloadedOptimizer(Offloaded):
                 continue
             source = bytes_of(value.untyped_storage(), 0, value.nbytes)
             block = OffloadedBlock(shared_targets.of(value.device), Load(source, 0, None), *leased)
-            placeholder = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            placeholder = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device="meta"
+            )
             self._blocks[id(placeholder)] = placeholder, block
             state[key] = placeholder
             keep_until(block.event, source)
@@ -111,7 +117,9 @@ class OffloadedOptimizer(Offloaded):
                     yield state, key, value
 
     def _own_values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
-        """Yield the values that can be offloaded: plain, large enough, and sharing no memory within the optimizer."""
+        """Yield the values that can be offloaded: plain, large enough, and sharing no memory within
+        the optimizer.
+        """
         optimizer = self._optimizer()
         assert optimizer is not None
         users = _users_of_storages(optimizer)
@@ -143,7 +151,9 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_in(part)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: Size = "1MiB") -> Offloaded:
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_bytes: Size = "1MiB"
+) -> Offloaded:
     """Keep an optimizer's state on the host between its steps, in slabs of a pool.
 
     ::
@@ -151,31 +161,37 @@ def optimizer_state(optimizer: torch.optim.Optimizer, pool: SlabPool, *, min_byt
         optimizer = torch.optim.AdamW(model.parameters())
         offloaded = ps.offload.optimizer_state(optimizer, pool)
 
-    The state is copied to the host after each step, during the next forward, and copied back before the next step. In
-    between, its device memory is free for activations. Weights are bit-equal to those of a run without offloading.
-    ``state_dict`` and ``load_state_dict`` work as before. After ``state_dict``, the state is on the device until the
-    next step has ended.
+    The state is copied to the host after each step, during the next forward, and copied back before
+    the next step. In between, its device memory is free for activations. Weights are bit-equal to
+    those of a run without offloading. ``state_dict`` and ``load_state_dict`` work as before. After
+    ``state_dict``, the state is on the device until the next step has ended.
 
-    Between steps, ``optimizer.state`` has tensors on ``"meta"`` instead, so that reading them fails. Each step has new
-    tensors: later steps don't change a tensor of the state that you keep. These stay on the device: tensors of less
-    than `min_bytes`, subclasses (``DTensor``), tensors that share memory, and tensors for which the pool has no room.
+    Between steps, ``optimizer.state`` has tensors on ``"meta"`` instead, so that reading them
+    fails. Each step has new tensors: later steps don't change a tensor of the state that you keep.
+    These stay on the device: tensors of less than `min_bytes`, subclasses (``DTensor``), tensors
+    that share memory, and tensors for which the pool has no room.
 
     Args:
-        optimizer: any optimizer whose state is in ``optimizer.state[parameter]``, like all of torch's. It may be in the
-            wrapper that Accelerate or Lightning gives it.
+        optimizer: any optimizer whose state is in ``optimizer.state[parameter]``, like all of
+            torch's. It may be in the wrapper that Accelerate or Lightning gives it.
         pool: source of the slabs; as for `save_on_cpu`.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
 
     Returns:
-        A handle: ``onload()`` starts the copies early, ``stats()`` returns the bytes on the host and on the device, and
-        ``close()`` ends the offloading.
+        A handle: ``onload()`` starts the copies early, ``stats()`` returns the bytes on the host
+        and on the device, and ``close()`` ends the offloading.
 
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``, or `pool` is not a `SlabPool`.
         ValueError: a negative size.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # in Accelerate's wrapper, or Lightning's
+    optimizer = getattr(
+        optimizer, "optimizer", optimizer
+    )  # in Accelerate's wrapper, or Lightning's
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"cannot offload the state of a {type(optimizer).__name__}: pass an optimizer of torch.optim")
+        raise TypeError(
+            f"cannot offload the state of a {type(optimizer).__name__}: pass an optimizer of "
+            "torch.optim"
+        )
     check_pool(pool)
     return OffloadedOptimizer(optimizer, pool, parse_bytes(min_bytes))

@@ -23,7 +23,9 @@ from ._scheduler import OffloadScheduler, OffloadStats, Saved, Stayed
 
 @dataclass(eq=False)
 class Saving:
-    """The hooks and their state. Autograd's graphs keep this object alive, so it must not refer to a graph."""
+    """The hooks and their state. Autograd's graphs keep this object alive, so it must not refer to
+    a graph.
+    """
 
     pool: SlabPool
     min_bytes: int
@@ -72,13 +74,18 @@ class Saving:
     def _scheduler(self, device: torch.device) -> OffloadScheduler:
         scheduler = self._schedulers.get(device)
         if scheduler is None:
-            scheduler = OffloadScheduler(shared_targets.of(device), self.max_device_bytes, self.counters)
-            scheduler = self._schedulers.setdefault(device, scheduler)  # another thread may have made one
+            scheduler = OffloadScheduler(
+                shared_targets.of(device), self.max_device_bytes, self.counters
+            )
+            scheduler = self._schedulers.setdefault(
+                device, scheduler
+            )  # another thread may have made one
         return scheduler
 
 
 class save_on_cpu:  # noqa: N801 - torch's name
-    """Save activations on the host, in slabs of a pool. Replaces ``torch.autograd.graph.save_on_cpu``.
+    """Save activations on the host, in slabs of a pool. Replaces
+    ``torch.autograd.graph.save_on_cpu``.
 
     ::
 
@@ -88,27 +95,29 @@ class save_on_cpu:  # noqa: N801 - torch's name
                 loss = model(batch)
             loss.backward()
 
-    Tensors that operations in the block save for backward are copied to the host on a side stream during forward, and
-    are copied back ahead of backward. Streams wait for events; the host waits only while the pool allocates. Gradients
-    are bit-equal to those of a run without offloading.
+    Tensors that operations in the block save for backward are copied to the host on a side stream
+    during forward, and are copied back ahead of backward. Streams wait for events; the host waits
+    only while the pool allocates. Gradients are bit-equal to those of a run without offloading.
 
-    These stay on the device: parameters and views of them, tensors of less than `min_bytes`, tensors for which
-    `keep_on_device` returns true, sparse tensors, and subclasses. A tensor for which the pool has no room also stays,
-    and is counted. Tensors that share memory are copied once. If a tensor was changed in place after it had been saved,
-    backward raises the ``RuntimeError`` that autograd raises without hooks; torch's class returns the old content.
+    These stay on the device: parameters and views of them, tensors of less than `min_bytes`,
+    tensors for which `keep_on_device` returns true, sparse tensors, and subclasses. A tensor for
+    which the pool has no room also stays, and is counted. Tensors that share memory are copied
+    once. If a tensor was changed in place after it had been saved, backward raises the
+    ``RuntimeError`` that autograd raises without hooks; torch's class returns the old content.
 
-    You can use the object again, in any thread, and nested. If blocks of saved-tensor hooks are nested, the innermost
-    one applies, as always in torch. You can call functions compiled by `torch.compile` in the block; a block inside
-    such a function breaks its graph.
+    You can use the object again, in any thread, and nested. If blocks of saved-tensor hooks are
+    nested, the innermost one applies, as always in torch. You can call functions compiled by
+    `torch.compile` in the block; a block inside such a function breaks its graph.
 
     Args:
-        pool: source of the slabs. A pool over page-locked memory takes CUDA tensors. A pool over pageable memory also
-            takes CPU tensors, by plain copies: for machines without a GPU.
+        pool: source of the slabs. A pool over page-locked memory takes CUDA tensors. A pool over
+            pageable memory also takes CPU tensors, by plain copies: for machines without a GPU.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
-        keep_on_device: called with each tensor; returns true for tensors that stay. It must not change them.
-        max_device_bytes: device memory that copies may hold, in each direction. Beyond it, forward's stream waits for
-            copies to the host, and no further tensor is copied back before it is needed. Four times the largest tensor
-            keeps the bus busy.
+        keep_on_device: called with each tensor; returns true for tensors that stay. It must not
+            change them.
+        max_device_bytes: device memory that copies may hold, in each direction. Beyond it,
+            forward's stream waits for copies to the host, and no further tensor is copied back
+            before it is needed. Four times the largest tensor keeps the bus busy.
 
     Raises:
         TypeError: `pool` is not a `SlabPool`, or `keep_on_device` is not a function.
@@ -127,11 +136,13 @@ class save_on_cpu:  # noqa: N801 - torch's name
         check_changes_are_seen()
         if keep_on_device is not None and not callable(keep_on_device):
             raise TypeError(
-                f"keep_on_device must be a function: {keep_on_device!r}. Pass a function that takes a tensor and "
-                "returns whether it stays on the device"
+                f"keep_on_device must be a function: {keep_on_device!r}. Pass a function that "
+                "takes a tensor and returns whether it stays on the device"
             )
         check_pool(pool)
-        self._saving = Saving(pool, parse_bytes(min_bytes), parse_bytes(max_device_bytes), keep_on_device)
+        self._saving = Saving(
+            pool, parse_bytes(min_bytes), parse_bytes(max_device_bytes), keep_on_device
+        )
         self._hooks = saved_tensors_hooks(self._saving.pack, self._saving.unpack)
         self._is_hidden = False  # from the compiler
 
@@ -142,10 +153,12 @@ class save_on_cpu:  # noqa: N801 - torch's name
     def __enter__(self) -> save_on_cpu:
         if torch.compiler.is_compiling():
             raise PinstageError(
-                "save_on_cpu cannot be entered in a function that torch.compile compiles; call the compiled function "
-                "inside the block"
+                "save_on_cpu cannot be entered in a function that torch.compile compiles; call "
+                "the compiled function inside the block"
             )
-        if not self._is_hidden and "torch._dynamo" in sys.modules:  # if not, `disable` would import it: 1 s
+        if (
+            not self._is_hidden and "torch._dynamo" in sys.modules
+        ):  # if not, `disable` would import it: 1 s
             hide: Callable[[Any], Any] = torch.compiler.disable
             self._hooks = saved_tensors_hooks(hide(self._saving.pack), hide(self._saving.unpack))
             self._is_hidden = True

@@ -19,9 +19,13 @@ from ._block import ALIGNMENT, Load, OffloadedBlock, range_of
 
 
 class Saved:
-    """Kept by autograd in place of an offloaded tensor. A block's bytes are freed with its last `Saved`."""
+    """Kept by autograd in place of an offloaded tensor. A block's bytes are freed with its last
+    `Saved`.
+    """
 
-    def __init__(self, scheduler: OffloadScheduler, tensor: torch.Tensor, block: OffloadedBlock, seq: int) -> None:
+    def __init__(
+        self, scheduler: OffloadScheduler, tensor: torch.Tensor, block: OffloadedBlock, seq: int
+    ) -> None:
         self.scheduler = scheduler
         self.block = block
         self.seq = seq
@@ -36,20 +40,29 @@ class Saved:
         return self.scheduler.bring(self)
 
     def on(self, memory: torch.Tensor, begin: int) -> torch.Tensor:
-        """Return the tensor over memory that begins with the storage's byte `begin`, or has its elements alone."""
+        """Return the tensor over memory that begins with the storage's byte `begin`, or has its
+        elements alone.
+        """
         if self.block.packed is None:
-            return view_of(memory.untyped_storage(), self.begin - begin, self.dtype, self.shape, self.stride)
+            return view_of(
+                memory.untyped_storage(), self.begin - begin, self.dtype, self.shape, self.stride
+            )
         elements = view_of(memory.untyped_storage(), 0, self.dtype, self.shape, self.block.packed)
         start = self.begin % ALIGNMENT
         room = torch.empty(start + self.end - self.begin, dtype=torch.uint8, device=memory.device)
-        return view_of(room.untyped_storage(), start, self.dtype, self.shape, self.stride).copy_(elements)
+        return view_of(room.untyped_storage(), start, self.dtype, self.shape, self.stride).copy_(
+            elements
+        )
 
 
 def changed(shape: Any, dtype: torch.dtype) -> RuntimeError:
-    """Return the error for a tensor that was changed after it was saved. It begins like autograd's own."""
+    """Return the error for a tensor that was changed after it was saved. It begins like autograd's
+    own.
+    """
     return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor of "
-        f"{dtype}, shape {tuple(shape)}, after save_on_cpu had saved it; change a clone() of it"
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: a tensor of {dtype}, shape {tuple(shape)}, after save_on_cpu had saved it; "
+        "change a clone() of it"
     )
 
 
@@ -79,9 +92,9 @@ class OffloadStats:
     shared: int = 0
     """Tensors whose bytes were copied already, with another tensor over the same memory."""
     stayed: int = 0
-    """Tensors that always stay on the device: parameters and views of them, small tensors, tensors that
-    `keep_on_device` selects, and kinds without plain memory (sparse, subclasses). Also tensors saved while a CUDA graph
-    is captured."""
+    """Tensors that always stay on the device: parameters and views of them, small tensors, tensors
+    that `keep_on_device` selects, and kinds without plain memory (sparse, subclasses). Also tensors
+    saved while a CUDA graph is captured."""
     stayed_at_cap: int = 0
     """Tensors that stayed because the pool had no room."""
     stayed_at_cap_bytes: int = 0
@@ -103,16 +116,20 @@ class SavedMemory(NamedTuple):
     begin: int
     end: int
     geometry: Any
-    """Offset, shape and strides of the saved elements, if there are others between `begin` and `end`."""
+    """Offset, shape and strides of the saved elements, if there are others between `begin` and
+    `end`.
+    """
 
 
 class OffloadScheduler:
     """The saved tensors of one device, numbered as they were saved.
 
-    Backward usually asks for them from the last to the first. So each request starts the copies of tensors saved before
-    it, as far as `max_device_bytes` allows. Any other order is correct, too, but slower.
+    Backward usually asks for them from the last to the first. So each request starts the copies of
+    tensors saved before it, as far as `max_device_bytes` allows. Any other order is correct, too,
+    but slower.
 
-    May be used by several threads: autograd has a thread for each device, and the user's threads call it.
+    May be used by several threads: autograd has a thread for each device, and the user's threads
+    call it.
 
     Args:
         target: the device.
@@ -131,27 +148,41 @@ class OffloadScheduler:
         self._lock = threading.RLock()
         self._known: dict[int, SavedMemory] = {}  # by address
         self._count = 0
-        self._seqs: list[int] = []  # ascending; numbers of freed tensors are removed when they are found
+        self._seqs: list[
+            int
+        ] = []  # ascending; numbers of freed tensors are removed when they are found
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
         self._is_default_alone = True  # only the default stream was current at saves
-        # blocks being copied to the host, their bytes, and whether an operation made the tensor here
+        # blocks being copied to the host, their bytes, and whether an operation made the tensor
+        # here
         self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = deque()
         self._leaving_bytes = 0
         # blocks copied back early and not yet requested, by the number of the saved tensor
-        self._ahead: weakref.WeakValueDictionary[int, OffloadedBlock] = weakref.WeakValueDictionary()
+        self._ahead: weakref.WeakValueDictionary[int, OffloadedBlock] = (
+            weakref.WeakValueDictionary()
+        )
         self._ahead_bytes = 0  # of these blocks, and of blocks kept for another request
-        self._top = self._next = 0  # saves from `_next` to `_top` were looked at; those below follow
+        self._top = self._next = (
+            0  # saves from `_next` to `_top` were looked at; those below follow
+        )
         self._pass = 1
 
     # -- block
 
     def find(self, tensor: torch.Tensor) -> Saved | None:
-        """Save a tensor whose bytes were sent with another tensor over the same memory, and are unchanged since."""
+        """Save a tensor whose bytes were sent with another tensor over the same memory, and are
+        unchanged since.
+        """
         storage = tensor.untyped_storage()
         with self._lock:
             known = self._known.get(storage.data_ptr())
             block = None if known is None else known.block()
-            if known is None or block is None or known.storage() is not storage or known.version != version_of(tensor):
+            if (
+                known is None
+                or block is None
+                or known.storage() is not storage
+                or known.version != version_of(tensor)
+            ):
                 return None
             begin, end = range_of(tensor)
             if known.geometry is None:  # all bytes from `begin` to `end` were saved
@@ -172,7 +203,9 @@ class OffloadScheduler:
             self._counters["copies"] += 1
             self._counters["copied_bytes"] += block.nbytes
             begin, end = range_of(tensor)
-            geometry = None if end - begin == tensor.nbytes else (begin, tensor.shape, tensor.stride())
+            geometry = (
+                None if end - begin == tensor.nbytes else (begin, tensor.shape, tensor.stride())
+            )
             self._known[storage.data_ptr()] = SavedMemory(
                 weakref.ref(storage), version_of(tensor), weakref.ref(block), begin, end, geometry
             )
@@ -199,7 +232,9 @@ class OffloadScheduler:
         return saved
 
     def _settle(self) -> None:
-        """Free the device memory of finished copies. Not called in backward, which begins with the last save."""
+        """Free the device memory of finished copies. Not called in backward, which begins with the
+        last save.
+        """
         self._count_dropped()
         while self._leaving:
             block = self._leaving[0][0]()
@@ -214,11 +249,13 @@ class OffloadScheduler:
             self._ahead_bytes -= self.dropped.popleft()
 
     def _hold_back(self) -> None:
-        """Make the current stream wait for copies until unfinished ones hold no more device memory than allowed.
+        """Make the current stream wait for copies until unfinished ones hold no more device memory
+        than allowed.
 
-        Behind that wait, the memory may be used again if it belongs to this stream. The scheduler doesn't know its
-        stream. It assumes this one if an autograd operation made the tensor, and only the default stream was seen.
-        If not, it keeps the memory until it sees that the copy is done.
+        Behind that wait, the memory may be used again if it belongs to this stream. The scheduler
+        doesn't know its stream. It assumes this one if an autograd operation made the tensor, and
+        only the default stream was seen. If not, it keeps the memory until it sees that the copy is
+        done.
         """
         while self._leaving_bytes > self._max_device_bytes and self._leaving:
             reference, nbytes, is_made_here = self._leaving.popleft()
@@ -230,7 +267,9 @@ class OffloadScheduler:
     # -- back
 
     def bring(self, saved: Saved) -> torch.Tensor:
-        """Return a saved tensor, for the current stream, and start copying back the tensors saved before it."""
+        """Return a saved tensor, for the current stream, and start copying back the tensors saved
+        before it.
+        """
         block, is_late = saved.block, False
         with self._lock:
             self._count_dropped()
@@ -255,7 +294,9 @@ class OffloadScheduler:
         return tensor
 
     def _is_asked_again(self, saved: Saved) -> bool:
-        """Return whether to keep a returned block: it has an earlier saved tensor, too, and leaves room for another."""
+        """Return whether to keep a returned block: it has an earlier saved tensor, too, and leaves
+        room for another.
+        """
         block = saved.block
         return 2 * block.nbytes <= self._max_device_bytes and any(
             seq < saved.seq and seq in self._alive for seq in block.seqs
@@ -288,9 +329,11 @@ class OffloadScheduler:
             position -= 1
 
     def _see_it_come(self, saved: Saved, *, is_late: bool) -> bool:
-        """Start copying a tensor back, if it is not on the device; return whether there is room for it.
+        """Start copying a tensor back, if it is not on the device; return whether there is room for
+        it.
 
-        If the requested tensor was late, because backward began again elsewhere, tensors farther ahead make room.
+        If the requested tensor was late, because backward began again elsewhere, tensors farther
+        ahead make room.
         """
         block = saved.block
         if block.source is not None or block.arrival is not None:
@@ -315,6 +358,8 @@ class OffloadScheduler:
         """Drop blocks that were copied back and not requested."""
         for seq in seqs:
             block = self._ahead.pop(seq, None)
-            if block is not None and block.arrival is not None:  # if freed, its bytes are in `dropped`
+            if (
+                block is not None and block.arrival is not None
+            ):  # if freed, its bytes are in `dropped`
                 self._ahead_bytes -= block.nbytes
                 block.drop_arrival()

@@ -1,7 +1,8 @@
 """Figures about copies between host and device, from a trace.
 
-Times are added up by interval arithmetic on arrays. A set of intervals is a float64 array of shape ``[n, 2]``, start
-and end in seconds, sorted and disjoint. `union` makes a set; the other functions of intervals take sets.
+Times are added up by interval arithmetic on arrays. A set of intervals is a float64 array of shape
+``[n, 2]``, start and end in seconds, sorted and disjoint. `union` makes a set; the other functions
+of intervals take sets.
 """
 
 from __future__ import annotations
@@ -14,7 +15,19 @@ import numpy.typing as npt
 
 from .._bus import KIB, MIB
 from . import _events
-from ._events import CALL, CALLS, COPY, HOST, KERNEL, OUR_OP, STEP, TO_DEVICE, TO_HOST, Events, Trace
+from ._events import (
+    CALL,
+    CALLS,
+    COPY,
+    HOST,
+    KERNEL,
+    OUR_OP,
+    STEP,
+    TO_DEVICE,
+    TO_HOST,
+    Events,
+    Trace,
+)
 
 Times = npt.NDArray[np.float64]
 Intervals = npt.NDArray[np.float64]
@@ -24,13 +37,14 @@ ALWAYS: Intervals = np.array([[-np.inf, np.inf]])
 
 _SHORTEST = 1e-9  # seconds of a trace of one moment, so that shares of it can be computed
 _GAP = 5e-6
-"""Gaps up to this are ignored, from one kernel of a full queue to the next, and from one `.to()` of a loop to the next:
-1 to 4 us in the traces of tests/traces/loops."""
+"""Gaps up to this are ignored, from one kernel of a full queue to the next, and from one `.to()` of
+a loop to the next: 1 to 4 us in the traces of tests/traces/loops."""
 EVENT_UNITS = 2.3
-"""The first constant of the model. The profiler adds time to each operator, and twice as much to each call of CUDA. The
-time depends on the machine: 0.7 us on one H200's host, 1.7 us on another's. A trace contains a measure of it: the time
-from the start of `aten::to` to the start of `aten::_to_copy`, with little other work in between: 0.31 and 0.74 us on
-these hosts. The constant is the ratio of both times."""
+"""The first constant of the model. The profiler adds time to each operator, and twice as much to
+each call of CUDA. The time depends on the machine: 0.7 us on one H200's host, 1.7 us on another's.
+A trace contains a measure of it: the time from the start of `aten::to` to the start of
+`aten::_to_copy`, with little other work in between: 0.31 and 0.74 us on these hosts. The constant
+is the ratio of both times."""
 UNIT_SECONDS = 0.4e-6
 """The time from `aten::to` to `aten::_to_copy`, for traces without these operators."""
 SMALL_BYTES = 64 * KIB
@@ -45,11 +59,15 @@ class Analysis:
         copies = _Copies(events, trace.ways)
         devices = np.unique(events.of(KERNEL).place)
         kernels = {int(device): union(events.of(KERNEL, place=device).spans) for device in devices}
-        # The figures of steps are about the GPU with the most kernel time; without kernels, with the most copies.
+        # The figures of steps are about the GPU with the most kernel time; without kernels, with
+        # the most copies.
         by_copies = int(np.bincount(copies.place).argmax()) if len(copies) else 0
         self.device = max(kernels, key=lambda device: total(kernels[device]), default=by_copies)
-        # The training loop's thread has the steps, else the most calls of CUDA, else the most host events.
-        threads = next(filter(len, (events.of(*kinds).place for kinds in ((STEP,), CALLS, HOST))), ())
+        # The training loop's thread has the steps, else the most calls of CUDA, else the most host
+        # events.
+        threads = next(
+            filter(len, (events.of(*kinds).place for kinds in ((STEP,), CALLS, HOST))), ()
+        )
         loop = events.of(*HOST, place=int(np.bincount(threads).argmax()) if len(threads) else 0)
         self.path, self.device_name = trace.path, trace.device_name
         self.has_workers = trace.has_workers
@@ -59,12 +77,18 @@ class Analysis:
         # The profiler's cost for each operator or range. A call of CUDA costs twice as much.
         self.event_seconds = EVENT_UNITS * _profiler_unit(loop)
         busy = union(kernels.get(self.device, EMPTY), gap=_GAP)
-        self.figures = _figures(events, loop, copies, self.device, busy, self.event_seconds)  # of each step
-        self.seconds = float((self.figures["start"] + self.figures["seconds"]).max() - self.figures["start"][0])
+        self.figures = _figures(
+            events, loop, copies, self.device, busy, self.event_seconds
+        )  # of each step
+        self.seconds = float(
+            (self.figures["start"] + self.figures["seconds"]).max() - self.figures["start"][0]
+        )
         uploads = copies.direction == TO_DEVICE
         self.small_copies = int((uploads & (copies.nbytes < SMALL_BYTES)).sum())
         # Bytes per second of the fastest page-locked copy to the device of 1 MiB or more; 0: none.
-        large = uploads & (copies.memory == "pinned") & (copies.nbytes >= MIB) & (copies.seconds > 0)
+        large = (
+            uploads & (copies.memory == "pinned") & (copies.nbytes >= MIB) & (copies.seconds > 0)
+        )
         self.fastest_pinned = float((copies.nbytes[large] / copies.seconds[large]).max(initial=0))
 
     @property
@@ -83,7 +107,16 @@ class Analysis:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, in seconds and bytes."""
-        plain = ("path", "device_name", "device", "seconds", "small_copies", "annotated", "event_seconds", "steps")
+        plain = (
+            "path",
+            "device_name",
+            "device",
+            "seconds",
+            "small_copies",
+            "annotated",
+            "event_seconds",
+            "steps",
+        )
         return {name: getattr(self, name) for name in plain} | {"copies": self.groups}
 
 
@@ -93,13 +126,17 @@ class _Copies(Events):
     def __init__(self, events: Events, ways: Sequence[tuple[str, str]]) -> None:
         super().__init__(events.of(COPY).rows)
         self.seconds = self.spans[:, 1] - self.spans[:, 0]
-        self.direction, self.memory = np.array(ways, dtype=object).reshape(-1, 2).T  # of the host: pageable, pinned
+        self.direction, self.memory = (
+            np.array(ways, dtype=object).reshape(-1, 2).T
+        )  # of the host: pageable, pinned
 
 
 def _figures(
     events: Events, loop: Events, copies: _Copies, device: int, busy: Intervals, unit: float
 ) -> dict[str, npt.NDArray[Any]]:
-    """Return a column of figures for all steps, by name; `loop` has the events on the loop's thread."""
+    """Return a column of figures for all steps, by name; `loop` has the events on the loop's
+    thread.
+    """
     bounds, numbers = _bounds(events)
     uploads, downloads = (_host_copying(loop, copies, way) for way in (TO_DEVICE, TO_HOST))
     host = union(uploads, loop.of(OUR_OP).spans, gap=_GAP)
@@ -121,20 +158,26 @@ def _figures(
             union(loop.of(_events.CALL_SYNCHRONISE).spans), staging
         ),  # the host waited for the device, outside staging
         "wait_seconds": union(waits),  # the loop waited for its loader
-        "idle_wait_seconds": union(idle),  # of that, until the first operator, such as in unpickling the batch
+        "idle_wait_seconds": union(
+            idle
+        ),  # of that, until the first operator, such as in unpickling the batch
         "host_staging_seconds": host,  # the loop's thread was staging
-        "download_seconds": downloads,  # the loop's thread was in operators and calls that copy to the host
+        # The loop's thread was in operators and calls that copy to the host.
+        "download_seconds": downloads,
         "exposed_download_seconds": subtract(downloads, busy),  # of that, without a kernel
     }
     figures = {"number": numbers, "start": bounds[:, 0], "seconds": bounds[:, 1] - bounds[:, 0]}
     figures |= {name: within(spans, bounds[:, 0], bounds[:, 1]) for name, spans in times.items()}
     launched = _launch_times(events, copies)
-    for way, number, size in ((TO_DEVICE, "copies", "nbytes"), (TO_HOST, "downloads", "download_bytes")):
+    for way, number, size in (
+        (TO_DEVICE, "copies", "nbytes"),
+        (TO_HOST, "downloads", "download_bytes"),
+    ):
         here = copies.direction == way
         figures[number] = _sums(launched[here], np.ones(here.sum()), bounds).astype(np.int64)
         figures[size] = _sums(launched[here], copies.nbytes[here], bounds).astype(np.int64)
-    # The profiler's part of the times above. It delays nothing while a kernel runs, or while a copy runs and the host
-    # isn't staging.
+    # The profiler's part of the times above. It delays nothing while a kernel runs, or while a copy
+    # runs and the host isn't staging.
     under_way = subtract(both_ways, host)
     parts = {
         "profiler_seconds": ALWAYS,
@@ -149,7 +192,9 @@ def _figures(
 
 
 def _bounds(events: Events) -> tuple[Intervals, npt.NDArray[np.int64]]:
-    """Return start and end of each step, in chronological order, and the profiler's step numbers."""
+    """Return start and end of each step, in chronological order, and the profiler's step
+    numbers.
+    """
     steps = events.of(STEP)
     if len(steps):
         order = np.argsort(steps.spans[:, 0], kind="stable")
@@ -169,11 +214,13 @@ def _sums(times: Times, weights: npt.NDArray[Any], bounds: Intervals) -> Times:
 
 
 def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
-    """Return when the loop's thread was copying in one direction: the calls, and the operators around them.
+    """Return when the loop's thread was copying in one direction: the calls, and the operators
+    around them.
 
-    A copy's call is short compared with the operators around it (`aten::to` takes some 10 us for the smallest tensor),
-    so the outermost such operator counts completely. Pinning counts as copying to the device. Work of other threads,
-    such as the loader's pinning, delays nothing by itself.
+    A copy's call is short compared with the operators around it (`aten::to` takes some 10 us for
+    the smallest tensor), so the outermost such operator counts completely. Pinning counts as
+    copying to the device. Work of other threads, such as the loader's pinning, delays nothing by
+    itself.
     """
     calls = loop.of(_events.CALL_COPY)
     mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
@@ -186,8 +233,13 @@ def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
 
 
 def _profiler_unit(loop: Events) -> float:
-    """Return the median time from the start of `aten::to` to the start of the `aten::_to_copy` that it calls."""
-    outer, inner = np.sort(loop.of(_events.TO_OP).spans[:, 0]), loop.of(_events.INSIDE_TO_OP).spans[:, 0]
+    """Return the median time from the start of `aten::to` to the start of the `aten::_to_copy` that
+    it calls.
+    """
+    outer, inner = (
+        np.sort(loop.of(_events.TO_OP).spans[:, 0]),
+        loop.of(_events.INSIDE_TO_OP).spans[:, 0],
+    )
     before = np.searchsorted(outer, inner, side="right") - 1
     if not (before >= 0).any():
         return UNIT_SECONDS
@@ -206,15 +258,21 @@ def _launch_times(events: Events, copies: _Copies) -> Times:
 def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, Any]]:
     """Return the figures of each direction and kind of host memory, copies to the device first.
 
-    ``seconds`` is the sum of the durations on the device. ``hidden_seconds`` is the time in which a copy and a kernel
-    ran on its device, ``exposed_seconds`` the time in which a copy ran without a kernel.
+    ``seconds`` is the sum of the durations on the device. ``hidden_seconds`` is the time in which a
+    copy and a kernel ran on its device, ``exposed_seconds`` the time in which a copy ran without a
+    kernel.
     """
     pairs = set(zip(copies.direction, copies.memory, strict=True))
     found = []
-    for way, kind in sorted(pairs, key=lambda pair: (pair[0] not in (TO_DEVICE, TO_HOST), pair[0] != TO_DEVICE, pair)):
+    for way, kind in sorted(
+        pairs, key=lambda pair: (pair[0] not in (TO_DEVICE, TO_HOST), pair[0] != TO_DEVICE, pair)
+    ):
         mine = (copies.direction == way) & (copies.memory == kind)
         group: dict[str, Any] = {"direction": way, "kind": kind, "copies": int(mine.sum())}
-        group |= {"nbytes": int(copies.nbytes[mine].sum()), "seconds": float(copies.seconds[mine].sum())}
+        group |= {
+            "nbytes": int(copies.nbytes[mine].sum()),
+            "seconds": float(copies.seconds[mine].sum()),
+        }
         group["bytes_per_second"] = group["nbytes"] / (group["seconds"] or np.inf)
         group["hidden_seconds"] = group["exposed_seconds"] = 0.0
         for device in np.unique(copies.place[mine]):
@@ -226,12 +284,16 @@ def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, An
     return found
 
 
-# -- intervals ---------------------------------------------------------------------------------------------------------
+# -- intervals -------------------------------------------------------------------------------------
 
 
 def union(*parts: npt.ArrayLike, gap: float = 0.0) -> Intervals:
-    """Merge arrays of intervals, ``[n, 2]``, into a set. Joins intervals at most `gap` apart, and drops empty ones."""
-    spans = np.concatenate([np.asarray(part, dtype=np.float64).reshape(-1, 2) for part in parts] or [EMPTY])
+    """Merge arrays of intervals, ``[n, 2]``, into a set. Joins intervals at most `gap` apart, and
+    drops empty ones.
+    """
+    spans = np.concatenate(
+        [np.asarray(part, dtype=np.float64).reshape(-1, 2) for part in parts] or [EMPTY]
+    )
     spans = spans[spans[:, 1] > spans[:, 0]]
     if not len(spans):
         return EMPTY
@@ -266,13 +328,17 @@ def within(spans: Intervals, start: npt.ArrayLike, end: npt.ArrayLike) -> Times:
     if not len(spans):
         return np.zeros(start.shape)
     lengths = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
-    before = np.column_stack([lengths[:-1], lengths[1:]]).ravel()  # length up to each edge, linear in between
+    before = np.column_stack(
+        [lengths[:-1], lengths[1:]]
+    ).ravel()  # length up to each edge, linear in between
     found: Times = np.interp(end, spans.ravel(), before) - np.interp(start, spans.ravel(), before)
     return found
 
 
 def containing(spans: Intervals, times: npt.ArrayLike) -> npt.NDArray[np.intp]:
-    """Return the index of the interval that contains each time, including its ends; -1 if none does."""
+    """Return the index of the interval that contains each time, including its ends; -1 if none
+    does.
+    """
     times = np.asarray(times, dtype=np.float64)
     if not len(spans):
         return np.full(times.shape, -1, dtype=np.intp)

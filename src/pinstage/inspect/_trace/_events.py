@@ -1,8 +1,9 @@
-"""The events of a trace: reads the file event by event, and keeps relevant events as rows of numbers.
+"""The events of a trace: the file is read by events; the relevant ones become rows.
 
-A trace of half a gigabyte holds millions of events, but only a few kinds matter. Python's own decoder reads one event
-at a time from a window on the file, so the memory for reading depends on the window, not on the file. (Measured on a
-generated trace of 500 MB: docs/trace.md. Faster readers exist, but none was needed.)
+A trace of half a gigabyte holds millions of events, but only a few kinds matter. Python's own
+decoder reads one event at a time from a window on the file, so the memory for reading depends on
+the window, not on the file. (Measured on a generated trace of 500 MB: docs/trace.md. Faster readers
+exist, but none was needed.)
 
 Times are seconds since the first event that was kept.
 """
@@ -30,16 +31,23 @@ from .._report import clean
 _WINDOW = 4 << 20
 """Characters read at a time."""
 _LONGEST_VALUE = 64 << 20
-"""Longest event, in characters. A longer one counts as broken, instead of reading the rest of the file for its end."""
+"""Longest event, in characters. A longer one counts as broken, instead of reading the rest of the
+file for its end.
+"""
 _SKIPPED = re.compile(r"[\s,:]*")
-_EXPECTED = "export one with profiler.export_chrome_trace() or torch.profiler.tensorboard_trace_handler()"
-_decode = json.JSONDecoder(strict=False).raw_decode  # not strict: names of kernels have control characters
+_EXPECTED = (
+    "export one with profiler.export_chrome_trace() or torch.profiler.tensorboard_trace_handler()"
+)
+_decode = json.JSONDecoder(
+    strict=False
+).raw_decode  # not strict: names of kernels have control characters
 
 Event = dict[str, Any]
 
 
 class TraceFile:
-    """A trace on disk, ``.json`` or ``.json.gz``. Iterating it yields its events, and fills `header` on the way.
+    """A trace on disk, ``.json`` or ``.json.gz``. Iterating it yields its events, and fills
+    `header` on the way.
 
     Attributes:
         path: the file.
@@ -66,15 +74,15 @@ class TraceFile:
                     yield event
         except TraceError:  # a ValueError, too
             raise
-        # BadGzipFile is an OSError, so it has to be caught first. A number with too many digits raises ValueError, and
-        # too deep a nesting RecursionError.
+        # BadGzipFile is an OSError, so it has to be caught first. A number with too many digits
+        # raises ValueError, and too deep a nesting RecursionError.
         except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             if not yielded:
                 raise self._not_a_trace(f"{reason}, before any event") from None
             raise TraceError(
-                f"{self.shown} is broken or cut off after {yielded:,} events: {reason}; was the program stopped while "
-                "it wrote the trace? Record it again"
+                f"{self.shown} is broken or cut off after {yielded:,} events: {reason}; was the "
+                "program stopped while it wrote the trace? Record it again"
             ) from None
         except OSError as error:
             raise TraceError(f"cannot read {self.shown}: {error.strerror or error}") from error
@@ -110,9 +118,12 @@ class TraceFile:
         return TraceError(f"{self.shown} isn't a profiler trace: {reason}; {_EXPECTED}")
 
     def _peek(self) -> str:
-        """Return the next character that isn't white space or a separator; nothing at the end of the file."""
+        """Return the next character that isn't white space or a separator; nothing at the end of
+        the file.
+        """
         while True:
-            self._at = _SKIPPED.match(self._text, self._at).end()  # type: ignore[union-attr]  # it matches nothing, too
+            # It matches nothing, too.
+            self._at = _SKIPPED.match(self._text, self._at).end()  # type: ignore[union-attr]
             if self._at < len(self._text):
                 return self._text[self._at]
             if not self._read():
@@ -138,26 +149,47 @@ class TraceFile:
         return bool(more)
 
 
-# -- the events that matter --------------------------------------------------------------------------------------------
+# -- the events that matter ------------------------------------------------------------------------
 
 TO_DEVICE, TO_HOST = "HtoD", "DtoH"
 
-KERNEL, COPY, CALL_COPY, CALL_PIN, CALL_SYNCHRONISE, CALL, TO_OP, INSIDE_TO_OP, MOVING_OP, OUR_OP, STEP, WAIT, OTHER = (
-    range(13)
-)
-"""Kinds of events. Those from `CALL_COPY` on are on the host; up to `CALL` they are calls of CUDA. `aten::to` does
-nothing but call `aten::_to_copy`: see `_analysis`. Setting memory keeps the device busy, so it counts as a kernel."""
+(
+    KERNEL,
+    COPY,
+    CALL_COPY,
+    CALL_PIN,
+    CALL_SYNCHRONISE,
+    CALL,
+    TO_OP,
+    INSIDE_TO_OP,
+    MOVING_OP,
+    OUR_OP,
+    STEP,
+    WAIT,
+    OTHER,
+) = range(13)
+"""Kinds of events. Those from `CALL_COPY` on are on the host; up to `CALL` they are calls of CUDA.
+`aten::to` does nothing but call `aten::_to_copy`: see `_analysis`. Setting memory keeps the device
+busy, so it counts as a kernel."""
 CALLS, HOST = range(CALL_COPY, CALL), range(CALL_COPY, OTHER + 1)
 
 _CATEGORIES = {
-    "gpu_memcpy": COPY, "kernel": KERNEL, "gpu_memset": KERNEL, "cuda_runtime": CALL, "cuda_driver": CALL,
-    "hip_runtime": CALL, "cpu_op": MOVING_OP, "user_annotation": MOVING_OP, "python_function": OTHER,
+    "gpu_memcpy": COPY, "kernel": KERNEL, "gpu_memset": KERNEL, "cuda_runtime": CALL,
+    "cuda_driver": CALL, "hip_runtime": CALL, "cpu_op": MOVING_OP, "user_annotation": MOVING_OP,
+    "python_function": OTHER,
 }  # fmt: skip
-"""Kineto's categories, and the kind of their events unless `_NAMES` has another one for the event's name."""
+"""Kineto's categories, and the kind of their events unless `_NAMES` has another one for the event's
+name.
+"""
 _NAMES = {
     CALL: (
         (CALL_COPY, re.compile(r"(cuda|hip|cu)Memcpy(?!.*Peer)")),
-        (CALL_PIN, re.compile(r"(cuda|hip|cu)(Mem)?(Host(M?[aA]lloc|(Unr|R)egister|Free)|(Malloc|Alloc|Free)Host)")),
+        (
+            CALL_PIN,
+            re.compile(
+                r"(cuda|hip|cu)(Mem)?(Host(M?[aA]lloc|(Unr|R)egister|Free)|(Malloc|Alloc|Free)Host)"
+            ),
+        ),
         (CALL_SYNCHRONISE, re.compile(r"(cuda|hip|cu)(Device|Stream|Event|Ctx)Synchronize")),
     ),
     MOVING_OP: (
@@ -169,7 +201,9 @@ _NAMES = {
         (OUR_OP, re.compile(r"pinstage\.(?!(fetch|gather|wait)$)")),
     ),
 }
-"""Kinds by name. An operator that may copy between host and device counts only if it has such a copy in it."""
+"""Kinds by name. An operator that may copy between host and device counts only if it has such a
+copy in it.
+"""
 _WORKERS = re.compile(r"pinstage|.*_MultiProcessing")
 _COPY_NAME = re.compile(r"Mem[cC]py (\w)\w*to(\w)\w*(?: \((\w+) -> (\w+)\))?")
 
@@ -185,7 +219,8 @@ class Events:
     def __init__(self, rows: npt.NDArray[np.float64]) -> None:
         self.rows = rows
         self.spans = rows[:, :2]  # start and end
-        # `place` is the index of a device or thread, `number` the number of a step, or a correlation.
+        # `place` is the index of a device or thread, `number` the number of a step, or a
+        # correlation.
         self.kind, self.place, self.number, self.nbytes = rows[:, 2:].astype(np.int64).T
 
     def __len__(self) -> int:
@@ -201,7 +236,8 @@ class Trace:
     """The events of one file.
 
     Raises:
-        TraceError: the file cannot be read, is broken, isn't a trace of the PyTorch profiler, or has no GPU events.
+        TraceError: the file cannot be read, is broken, isn't a trace of the PyTorch profiler, or
+            has no GPU events.
     """
 
     def __init__(self, file: TraceFile) -> None:
@@ -220,10 +256,12 @@ class Trace:
                 self._keep(event, kind)
             except (KeyError, OverflowError, TypeError, ValueError) as error:
                 raise TraceError(
-                    f"{self.path} isn't a trace of the PyTorch profiler: event {number:,} ({category}) has no usable "
-                    f"{error!s:.100}"
+                    f"{self.path} isn't a trace of the PyTorch profiler: event {number:,} "
+                    f"({category}) has no usable {error!s:.100}"
                 ) from error
-        self.events = Events(np.array(self._rows, dtype=np.float64).reshape(-1, 6))  # in the order of the file
+        self.events = Events(
+            np.array(self._rows, dtype=np.float64).reshape(-1, 6)
+        )  # in the order of the file
         if not len(self.events.of(KERNEL, COPY, *CALLS)):
             raise TraceError(
                 f"{file.shown} holds no event of a GPU; record the loop on a GPU with activities="
@@ -246,7 +284,9 @@ class Trace:
         if kind in (KERNEL, COPY):
             place = _figure(arguments, "device", 0, _MOST_DEVICES)
         else:
-            place = self._threads.setdefault((event.get("pid"), event.get("tid")), len(self._threads))
+            place = self._threads.setdefault(
+                (event.get("pid"), event.get("tid")), len(self._threads)
+            )
         if kind == COPY:
             nbytes = _figure(arguments, "bytes", 0)
             self.ways.append(_direction_and_kind(clean(name)))
@@ -275,7 +315,10 @@ def kind_of(kind: int, name: str) -> int:
     """Return the kind of an event by its name."""
     if kind not in _NAMES:
         return kind
-    return next((found for found, names in _NAMES[kind] if names.match(name)), CALL if kind == CALL else OTHER)
+    return next(
+        (found for found, names in _NAMES[kind] if names.match(name)),
+        CALL if kind == CALL else OTHER,
+    )
 
 
 @cache

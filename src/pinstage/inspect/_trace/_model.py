@@ -1,16 +1,17 @@
 """The saving by packing, as a range, and advice in a few sentences.
 
-The trace shows how long the host stages, how long the GPU is idle in that time, and how much the profiler adds to it.
-`Cost` is pinstage's time for a batch of the same leaves and bytes. Two kinds of loops gain differently:
+The trace shows how long the host stages, how long the GPU is idle in that time, and how much the
+profiler adds to it. `Cost` is pinstage's time for a batch of the same leaves and bytes. Two kinds
+of loops gain differently:
 
-- A loop that waits for the device in each step (``.item()``) alternates between host and GPU. It gains the reduction of
-  staging time, but at most the time in which the GPU was idle.
-- A loop that doesn't wait runs ahead of the GPU. It gains the reduction of host time, until the kernels or the bus take
-  longer.
+- A loop that waits for the device in each step (``.item()``) alternates between host and GPU. It
+  gains the reduction of staging time, but at most the time in which the GPU was idle.
+- A loop that doesn't wait runs ahead of the GPU. It gains the reduction of host time, until the
+  kernels or the bus take longer.
 
-A loop that waits for worker processes gains nothing, since the workers set its pace. The model has two constants,
-`_analysis.EVENT_UNITS` and `SPREAD`. It was tested on the loops of tests/traces/loops; it predicts nothing beyond their
-sizes.
+A loop that waits for worker processes gains nothing, since the workers set its pace. The model has
+two constants, `_analysis.EVENT_UNITS` and `SPREAD`. It was tested on the loops of
+tests/traces/loops; it predicts nothing beyond their sizes.
 """
 
 from __future__ import annotations
@@ -23,27 +24,31 @@ from .._report import duration, rate
 from ._analysis import Analysis
 
 SPREAD = 1.4
-"""The costs of the profiler and of pinstage are known within this factor, which gives the range of the saving."""
+"""The costs of the profiler and of pinstage are known within this factor, which gives the range of
+the saving.
+"""
 MOST_LEAVES, MOST_BYTES = 1000, 40 * MIB
 """Limits for a batch, from the loops that the model was tested on."""
 SMALL = 0.05
 """A stall or saving below this share of a step isn't worth a change."""
 _WAITING, _WAITING_SECONDS = 0.1, 0.2e-3
-"""A loop that waits longer than both, as a share of a step and in seconds, is held up by its loader. Taking a batch
-that is ready costs less than the seconds."""
+"""A loop that waits longer than both, as a share of a step and in seconds, is held up by its
+loader. Taking a batch that is ready costs less than the seconds."""
 
 
 class Packing:
     """The effect of one slab per step. Medians over the steps, in seconds and bytes."""
 
-    def __init__(self, analysis: Analysis, cost: Cost, bus: Bus | None, step_seconds: float | None) -> None:
+    def __init__(
+        self, analysis: Analysis, cost: Cost, bus: Bus | None, step_seconds: float | None
+    ) -> None:
         """Estimate the effect.
 
         Args:
             analysis: the figures of the trace.
             cost: the cost of staging with pinstage.
-            bus: the bus of the machine that recorded the trace. None takes the rate of the fastest large page-locked
-                copy in the trace, else `cost`'s.
+            bus: the bus of the machine that recorded the trace. None takes the rate of the fastest
+                large page-locked copy in the trace, else `cost`'s.
             step_seconds: the time of a step without the profiler, if it was measured.
         """
         middle = analysis.middle
@@ -53,17 +58,28 @@ class Packing:
         self.step_seconds = middle("seconds")  # in the trace
         self.kernel_seconds = middle("kernel_seconds")  # a step cannot be shorter
         self.stall_seconds = middle("stall_seconds")  # of staging, in the trace: no kernel runs
-        self.waits_for_device = bool(middle("synchronise_seconds") or middle("downloads"))  # in each step
+        self.waits_for_device = bool(
+            middle("synchronise_seconds") or middle("downloads")
+        )  # in each step
         waited = middle("idle_wait_seconds")  # for worker processes, which set the pace
-        self.waits_for_loader = analysis.has_workers and waited > max(_WAITING * self.step_seconds, _WAITING_SECONDS)
+        self.waits_for_loader = analysis.has_workers and waited > max(
+            _WAITING * self.step_seconds, _WAITING_SECONDS
+        )
         self.is_ours = analysis.uses_pinstage and self.leaves <= 1  # the batch is one slab already
         self.is_measured = self.leaves <= MOST_LEAVES and self.nbytes <= MOST_BYTES
         bus_rate = bus.pinned * 1e9 if bus else analysis.fastest_pinned
         self.bytes_per_second = min(bus_rate or cost.bytes_per_second, cost.bytes_per_second)
-        self.packed_seconds = cost.seconds(self.leaves, self.nbytes, self.bytes_per_second)  # as one slab
-        # The profiler's part of a step, and its staging. If the host waits for the device, only while that is idle.
-        self.profiler_seconds = middle("profiler_idle_seconds" if self.waits_for_device else "profiler_seconds")
-        self._staging = middle("staging_seconds" if self.waits_for_device else "host_staging_seconds")
+        self.packed_seconds = cost.seconds(
+            self.leaves, self.nbytes, self.bytes_per_second
+        )  # as one slab
+        # The profiler's part of a step, and its staging. If the host waits for the device, only
+        # while that is idle.
+        self.profiler_seconds = middle(
+            "profiler_idle_seconds" if self.waits_for_device else "profiler_seconds"
+        )
+        self._staging = middle(
+            "staging_seconds" if self.waits_for_device else "host_staging_seconds"
+        )
         self._profiled = middle("profiler_staging_seconds"), middle("profiler_stall_seconds")
         self.real_seconds, self.real_staging_seconds, _ = self._without(1.0)  # without the profiler
         self._predict()
@@ -77,22 +93,35 @@ class Packing:
         self.most_saved_seconds = self._saved(1 / spread, 1 / SPREAD) if can_save else 0.0
 
     def _without(self, profiler: float) -> tuple[float, float, float]:
-        """Return the step, its staging and the stall without the profiler, at a factor times its estimate."""
-        real, pace = max(self.step_seconds - profiler * self.profiler_seconds, self.kernel_seconds), 1.0
+        """Return the step, its staging and the stall without the profiler, at a factor times its
+        estimate.
+        """
+        real, pace = (
+            max(self.step_seconds - profiler * self.profiler_seconds, self.kernel_seconds),
+            1.0,
+        )
         if self._given is not None:
-            # The rest of the difference is the host's speed, which differs from hour to hour; the GPU's doesn't.
+            # The rest of the difference is the host's speed, which differs from hour to hour; the
+            # GPU's doesn't.
             gpu = self.kernel_seconds if self.waits_for_device else 0.0
             pace = max(self._given - gpu, 0.0) / max(real - gpu, 1e-9)
             real = self._given
         of_staging, of_stall = (profiler * seconds for seconds in self._profiled)
-        return real, max(self._staging - of_staging, 0.0) * pace, max(self.stall_seconds - of_stall, 0.0) * pace
+        return (
+            real,
+            max(self._staging - of_staging, 0.0) * pace,
+            max(self.stall_seconds - of_stall, 0.0) * pace,
+        )
 
     def _saved(self, profiler: float, ours: float) -> float:
         """Return the time saved per step, with both estimates multiplied by factors."""
         real, staging, stall = self._without(profiler)
-        # The GPU gains at most its idle time. No step is shorter than its kernels, or than its bytes on the bus.
+        # The GPU gains at most its idle time. No step is shorter than its kernels, or than its
+        # bytes on the bus.
         limit = stall if self.waits_for_device else real - self.nbytes / self.bytes_per_second
-        return max(0.0, min(staging - ours * self.packed_seconds, limit, real - self.kernel_seconds))
+        return max(
+            0.0, min(staging - ours * self.packed_seconds, limit, real - self.kernel_seconds)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as plain data."""
@@ -105,17 +134,23 @@ class Packing:
 
     def assumptions(self) -> list[str]:
         """Return the assumptions of the prediction, as sentences."""
-        cost, way = self._cost, "doesn't wait for the GPU outside staging: its time is saved, down to the kernels'"
+        cost, way = (
+            self._cost,
+            "doesn't wait for the GPU outside staging: its time is saved, down to the kernels'",
+        )
         if self.waits_for_device:
             way = "waits for the GPU in each step: part of the GPU's stall is saved"
         profiler = f"the profiler takes {duration(self.profiler_seconds)} of a step"
         if self._given is not None:
             profiler = f"without the profiler a step takes {duration(self._given)}, as given"
         ours = f"{duration(cost.fixed_seconds)}, {duration(cost.leaf_seconds)} for each leaf"
+        speed = rate(self.bytes_per_second)
+        measured = f"{ours}, and its bytes at {speed}: measured on {cost.source}"
+        one_each = "each copy to the device is one leaf, and one step stages one batch"
         return [
-            f"staging one slab takes {ours}, and its bytes at {rate(self.bytes_per_second)}: measured on {cost.source}",
+            f"staging one slab takes {measured}",
             f"{profiler}; for the range, costs are known within a factor of {SPREAD:g}",
-            "each copy to the device is one leaf, and one step stages one batch, without prefetching",
+            f"{one_each}, without prefetching",
             f"the host {way}",
         ]
 
@@ -128,12 +163,19 @@ class Packing:
         if not self.is_measured:
             return (
                 f"The saving isn't predicted: no loop with more than {MOST_LEAVES:,} copies or "
-                f"{format_bytes(MOST_BYTES)} per step was measured. Try Stager.to_device, and time it."
+                f"{format_bytes(MOST_BYTES)} per step was measured. Try Stager.to_device, and time "
+                "it."
             )
         if self.waits_for_loader:
-            return f"If the loader were fast enough, one slab would save up to {duration(most)} of a step."
+            return (
+                f"If the loader were fast enough, one slab would save up to {duration(most)} of a "
+                "step."
+            )
         if self.is_stalled and self.packed_seconds > self.real_staging_seconds:
-            return f"One slab would take about {ours} to stage, longer than the {theirs} now: leave it as it is."
+            return (
+                f"One slab would take about {ours} to stage, longer than the {theirs} now: leave "
+                "it as it is."
+            )
         if most < SMALL * real:
             return "Packing them into one slab wouldn't help."
         text = f"One slab would take about {ours} to stage, instead of {theirs}, and save"
@@ -141,4 +183,8 @@ class Packing:
             text += f" up to {duration(most)}, perhaps nothing."
         else:
             text += f" {duration(least)} to {duration(most)} of a step."
-        return text if self._given else f"{text} --step-ms, a step's time without the profiler, narrows this."
+        return (
+            text
+            if self._given
+            else f"{text} --step-ms, a step's time without the profiler, narrows this."
+        )

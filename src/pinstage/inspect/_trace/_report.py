@@ -13,8 +13,8 @@ from ._events import TO_DEVICE, Trace, TraceFile
 from ._model import SMALL, Packing
 
 _TIMES = {
-    ">time": "seconds", ">kernels": "kernel_seconds", ">staging": "staging_seconds", ">stall": "stall_seconds",
-    ">sync": "synchronise_seconds", ">loader": "wait_seconds",
+    ">time": "seconds", ">kernels": "kernel_seconds", ">staging": "staging_seconds",
+    ">stall": "stall_seconds", ">sync": "synchronise_seconds", ">loader": "wait_seconds",
 }  # fmt: skip
 
 
@@ -26,12 +26,18 @@ class TraceReport(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, ready for JSON, in seconds and bytes."""
-        found = {"verdict": self.verdict, "packing": self.packing.to_dict(), "assumptions": self.packing.assumptions()}
+        found = {
+            "verdict": self.verdict,
+            "packing": self.packing.to_dict(),
+            "assumptions": self.packing.assumptions(),
+        }
         return found | {"trace": self.analysis.to_dict()}
 
     @property
     def verdict(self) -> str:
-        """The report in a few sentences: the limit of any gain, the cost of staging, and the effect of packing."""
+        """The report in a few sentences: the limit of any gain, the cost of staging, and the effect
+        of packing.
+        """
         return " ".join(_verdict(self.analysis, self.packing))
 
     def sections(self) -> list[Section]:
@@ -44,7 +50,12 @@ class TraceReport(NamedTuple):
         shown.append(Line(f"\n{analysis.path}: {duration(analysis.seconds)}, {steps}, {device}"))
         rows = [
             [
-                *(group["direction"], group["kind"], f"{group['copies']:,}", format_bytes(group["nbytes"])),
+                *(
+                    group["direction"],
+                    group["kind"],
+                    f"{group['copies']:,}",
+                    format_bytes(group["nbytes"]),
+                ),
                 *(duration(group["seconds"]), rate(group["bytes_per_second"])),
                 share(group["hidden_seconds"], group["hidden_seconds"] + group["exposed_seconds"]),
             ]
@@ -56,14 +67,20 @@ class TraceReport(NamedTuple):
         return [
             *shown,
             TextTable(columns, rows, "copies; hidden: behind kernels", styles),
-            TextTable(list(_TIMES), [medians], "a step, medians; stall: staging, and no kernel runs"),
+            TextTable(
+                list(_TIMES), [medians], "a step, medians; stall: staging, and no kernel runs"
+            ),
             Line("The prediction assumes:"),
             *(Line(f"- {assumption}", "info") for assumption in self.packing.assumptions()),
         ]
 
 
 def trace_report(
-    path: Path | str, *, bus: Bus | None = None, step_seconds: float | None = None, cost: Cost = REFERENCE
+    path: Path | str,
+    *,
+    bus: Bus | None = None,
+    step_seconds: float | None = None,
+    cost: Cost = REFERENCE,
 ) -> TraceReport:
     """Read a trace and report the cost of copies.
 
@@ -81,19 +98,26 @@ def trace_report(
 
 
 def _verdict(analysis: Analysis, packing: Packing) -> list[str]:
-    """Return sentences on the limit of any gain, the cost of staging, the effect of packing, the cost of downloads."""
+    """Return sentences on the limit of any gain, the cost of staging, the effect of packing, the
+    cost of downloads.
+    """
     step = "step" if analysis.annotated else "trace"
     found = ["No host-to-device copy is in this trace: packing can't improve anything in it."]
     if analysis.sum_of("copies"):
-        found = [_limit(analysis, packing, step), _finding(analysis, packing, step), packing.advice()]
+        found = [
+            _limit(analysis, packing, step),
+            _finding(analysis, packing, step),
+            packing.advice(),
+        ]
     names = ("downloads", "download_bytes", "download_seconds", "exposed_download_seconds")
     copies, nbytes, seconds, exposed = map(analysis.middle, names)
     if round(copies):
         found.append(
-            f"Downloads (.item(), .cpu()): {count(round(copies), 'device-to-host copy', 'device-to-host copies')} per "
-            f"{step}, {format_bytes(nbytes)}, block the host for {duration(seconds)}, "
-            f"{duration(max(seconds - exposed, 0.0))} of it waiting for queued kernels. Stager.fetch copies "
-            "them together, and lets the host run ahead until it needs them."
+            "Downloads (.item(), .cpu()): "
+            f"{count(round(copies), 'device-to-host copy', 'device-to-host copies')} per {step}, "
+            f"{format_bytes(nbytes)}, block the host for {duration(seconds)}, "
+            f"{duration(max(seconds - exposed, 0.0))} of it waiting for queued kernels. "
+            "Stager.fetch copies them together, and lets the host run ahead until it needs them."
         )
     return found
 
@@ -103,28 +127,46 @@ def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
     if packing.waits_for_loader:
         wait = share(analysis.middle("idle_wait_seconds"), packing.step_seconds)
         return (
-            f"The loop waits {wait} of the time for its loader, whose workers or pinning thread set its pace: packing "
-            "in this process doesn't help. Give the loader more workers, or let them pack (pinstage.DataLoader)."
+            f"The loop waits {wait} of the time for its loader, whose workers or pinning thread "
+            "set its pace: packing in this process doesn't help. Give the loader more workers, or "
+            "let them pack (pinstage.DataLoader)."
         )
     if real - kernels < SMALL * real:
         most = duration(max(real - kernels, 0.0))
-        return f"The GPU is at work for {share(kernels, real)} of a {step}: staging can save {most} at most."
+        return (
+            f"The GPU is at work for {share(kernels, real)} of a {step}: staging can save {most} "
+            "at most."
+        )
     return (
-        f"A {step} cannot be shorter than its kernels, {duration(kernels)}; it takes {duration(packing.step_seconds)} "
-        f"here, and about {duration(real)} without the profiler."
+        f"A {step} cannot be shorter than its kernels, {duration(kernels)}; it takes "
+        f"{duration(packing.step_seconds)} here, and about {duration(real)} without the profiler."
     )
 
 
 def _finding(analysis: Analysis, packing: Packing, step: str) -> str:
-    stall, copies, nbytes = packing.stall_seconds, analysis.sum_of("copies"), analysis.sum_of("nbytes")
+    stall, copies, nbytes = (
+        packing.stall_seconds,
+        analysis.sum_of("copies"),
+        analysis.sum_of("nbytes"),
+    )
     nature = "the trace does not record their bytes"  # as on AMD's GPUs
     if nbytes:
-        pageable = sum(g["nbytes"] for g in analysis.groups if (g["direction"], g["kind"]) == (TO_DEVICE, "pageable"))
+        pageable = sum(
+            g["nbytes"]
+            for g in analysis.groups
+            if (g["direction"], g["kind"]) == (TO_DEVICE, "pageable")
+        )
         nature = f"{share(analysis.small_copies, copies)} below {format_bytes(SMALL_BYTES)}, "
         nature += f"{share(pageable, nbytes)} of the bytes from pageable memory"
-    what = f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} per {step} ({nature})"
+    what = (
+        f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} per {step} "
+        f"({nature})"
+    )
     part = f"{share(stall, packing.step_seconds)} of a {step}"
     if packing.is_stalled:
         return f"The GPU idles for {part} ({duration(stall)}) while the host stages: {what}."
     hidden, exposed = analysis.sum_of("hidden_seconds"), analysis.sum_of("exposed_seconds")
-    return f"The GPU waits for staging for only {part}: {what}, {share(hidden, hidden + exposed)} of it behind kernels."
+    return (
+        f"The GPU waits for staging for only {part}: {what}, {share(hidden, hidden + exposed)} of "
+        "it behind kernels."
+    )
