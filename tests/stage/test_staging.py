@@ -224,7 +224,7 @@ class MetAsLeaf:
         self.value = value
 
 
-def test_to_device_knows_a_class_registered_since_its_last_call(stager):
+def test_to_device_knows_a_newly_registered_class(stager):
     stager.to_device([MetAsLeaf(None)])
     torch.utils._pytree.register_pytree_node(
         MetAsLeaf, lambda met: ([met.value], None), lambda values, _: MetAsLeaf(*values)

@@ -16,7 +16,8 @@
 
 /* -- the offset table ----------------------------------------------------------------------------
  *
- * A header, then a row for each leaf of a batch, in order. `pinstage._batch._table` reads the same with numpy. */
+ * A header, then a row for each leaf of a batch, in order. `pinstage._batch._table` reads the same
+ * with numpy. */
 
 #define TABLE_MAGIC INT64_C(0x70696e7374616705) /* "pinstag", version 5 */
 enum { ALIGNMENT = 16 };
