@@ -220,9 +220,8 @@ def _tensordict(
 def _spdl(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Iterator[Batches]:
     import os
 
-    os.environ["LOCAL_RANK"] = str(
-        device.index or 0
-    )  # the only place where SPDL looks for the device
+    # The only place where SPDL looks for the device.
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
     import spdl.io
     from spdl.dataloader import get_pytorch_dataloader
     from spdl.pipeline import PipelineBuilder
@@ -382,14 +381,12 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
         end = time.perf_counter()
     detail = Decoded.kind() if case.scenario == "decode" else ""
     if step:
-        total = [
-            (end - ends[0]) / len(main_thread)
-        ]  # the last step's end: single steps are not waited for
+        # The last step's end: single steps are not waited for.
+        total = [(end - ends[0]) / len(main_thread)]
         detail = f"GPU idle {step.idle(total[0]):.1%} beside steps of {step.seconds * 1e3:.1f} ms"
     else:
-        group = min(
-            args.workers, len(ends) - 1
-        )  # workers finish together: their batches come in bursts
+        # Workers finish together: their batches come in bursts.
+        group = min(args.workers, len(ends) - 1)
         total = [(ends[i + group] - ends[i]) / group for i in range(len(ends) - group)]
     return {"status": "ok", "detail": detail, "total": total, "main": main_thread}
 

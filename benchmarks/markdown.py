@@ -839,9 +839,8 @@ def trace_loops() -> str:
     )
     assert spec is not None
     assert spec.loader is not None
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(
-        spec
-    )  # dataclasses look a class's module up
+    # Dataclasses look a class's module up.
+    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     folder = ROOT / "tests" / "traces" / "loops"
     about = json.loads((folder / "loops.json").read_text())

@@ -74,9 +74,8 @@ def replayed(
     source = batches(count)
     losses = []
     with ps.Stager(device) as stager, torch.cuda.stream(stream):
-        static = stager.to_device(
-            next(source)
-        )  # the graph reads these tensors; keep them as long as the graph
+        # The graph reads these tensors; keep them as long as the graph.
+        static = stager.to_device(next(source))
         for _ in range(warm_ups):
             loss = step(static)
         losses.append(loss.clone())

@@ -70,9 +70,8 @@ def staged(loader: Any, device: torch.device) -> Iterator[RaggedBatch]:
 def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Train, and return this rank's losses and what its pool did."""
     dataset = Hours(arguments.hours)
-    sampler: DistributedSampler[HourSample] = DistributedSampler(
-        dataset
-    )  # gets its rank from torch.distributed
+    # Gets its rank from torch.distributed.
+    sampler: DistributedSampler[HourSample] = DistributedSampler(dataset)
     options: dict[str, Any] = {
         "batch_size": arguments.batch_size,
         "sampler": sampler,
@@ -109,9 +108,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]
             loss = model(batch)
             loss.backward()
             optimizer.step()
-            losses.append(
-                loss.detach()
-            )  # .item() here would make the host wait for the device at every step
+            # .item() here would make the host wait for the device at every step.
+            losses.append(loss.detach())
     report: dict[str, Any] = {"pid": os.getpid(), "losses": torch.stack(losses).tolist()}
     if arguments.loader == "pinstage":
         stats = loader.stats()

@@ -73,9 +73,8 @@ def pageable(device: torch.device, frames: Frames) -> Iterator[Timed]:
 @contextmanager
 def pinned_anew(device: torch.device, frames: Frames) -> Iterator[Timed]:
     """Page-lock memory for each frame, copy into it, and send that."""
-    before = getattr(
-        torch._C, "_host_emptyCache", nothing
-    )  # otherwise torch reuses the memory of the last run
+    # Otherwise torch reuses the memory of the last run.
+    before = getattr(torch._C, "_host_emptyCache", nothing)
     yield before, partial(pin_each, device, frames)
 
 

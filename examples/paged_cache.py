@@ -44,9 +44,8 @@ class PagedCache:
     def __init__(self, device: torch.device, host: torch.Tensor, device_blocks: int) -> None:
         self.host = host
         self.there = torch.zeros((device_blocks, *host.shape[1:]), dtype=host.dtype, device=device)
-        self._stager = ps.Stager(
-            device, max_bytes="256MiB", borrow_pinned=True
-        )  # blocks are read in place
+        # Blocks are read in place.
+        self._stager = ps.Stager(device, max_bytes="256MiB", borrow_pinned=True)
 
     def swap_out(self, blocks: dict[int, int]) -> None:
         """Copy device blocks to host blocks, by number; return when the copies are done."""
@@ -217,12 +216,13 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     block, host = (ps.HostBudget(size, name="sizes").max_bytes for size in (args.block, args.host))
+    # Blocks of keys and values, each [tokens * heads, 128].
     shape = (
         host // block,
         2,
         block // 2 // 128 // 2,
         128,
-    )  # blocks of keys and values, each [tokens * heads, 128]
+    )
     torch.ones(1, device=device)
     results = {}
     for name, make in (("HostRegion", make_region), ("torch, page-locked", make_pinned)):

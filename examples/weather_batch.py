@@ -180,9 +180,8 @@ def main() -> int:
         # call.
         for way, bring in WAYS.items():
             path = args.traces / f"{way}.json.gz"
-            traced(
-                bring, batches[timed_steps:], device, path
-            )  # other batches, so that no layout repeats
+            # Other batches, so that no layout repeats.
+            traced(bring, batches[timed_steps:], device, path)
             if device.type == "cuda":
                 reports[way] = read(path)
             rows += rows_of(way, steps[way], reports.get(way))

@@ -207,6 +207,5 @@ def cuda(monkeypatch):
         fake.allocated
     ), "bytes are live"
     if not _resource.LEAKED:
-        wait_until(
-            lambda: shared_files() <= open_before
-        )  # the thread that unmaps a file closes it afterwards
+        # The thread that unmaps a file closes it afterwards.
+        wait_until(lambda: shared_files() <= open_before)

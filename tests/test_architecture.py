@@ -218,6 +218,7 @@ def test_the_checker_finds_private_names_in_programs(tmp_path):
 
 # -- private names of other packages ---------------------------------------------------------------
 
+# Of named tuples, os, sys.
 PRIVATE_BUT_DOCUMENTED = {
     "_asdict",
     "_fields",
@@ -225,7 +226,7 @@ PRIVATE_BUT_DOCUMENTED = {
     "_exit",
     "_getframe",
     "_current_frames",
-}  # of named tuples, os, sys
+}
 
 OF_TORCHS_LOADER = frozenset(_ITERATOR_HAS) | {"_iterator", "_get_iterator"}
 """Names that both pinstage's and torch's objects have."""

@@ -103,9 +103,8 @@ def test_no_command_needs_an_extra(
     for package in ("rich", "matplotlib"):
         for module in [name for name in sys.modules if name.partition(".")[0] == package]:
             monkeypatch.delitem(sys.modules, module)
-        monkeypatch.setitem(
-            sys.modules, package, None
-        )  # the import system reads it as "not installed"
+        # The import system reads it as "not installed".
+        monkeypatch.setitem(sys.modules, package, None)
     assert run_main(*arguments) == (2 if arguments[0] == "audit" else 0)
     captured = capsys.readouterr()
     assert words in captured.out + captured.err

@@ -213,9 +213,8 @@ def collect(
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
     done = 0
     for turn in range(rounds):
-        order = (
-            ours_first if turn % 2 == 0 else ours_first[::-1]
-        )  # a drift of the machine then affects all alike
+        # A drift of the machine then affects all alike.
+        order = ours_first if turn % 2 == 0 else ours_first[::-1]
         with ThreadPoolExecutor(at_once) as executor:
             run = map if at_once == 1 else executor.map
             for variant, found in zip(order, run(outcomes_of, order), strict=True):

@@ -81,9 +81,8 @@ def _draw(series: dict[str, list[Row]], title: str, out: Path) -> None:
     from matplotlib.figure import Figure  # without pyplot: needs no display, leaves no state
 
     style = _styles([row for rows in series.values() for row in rows])
-    figure = Figure(
-        figsize=(7.2, 4.6 * len(series) + 1), layout="constrained"
-    )  # stacked, for phones
+    # Stacked, for phones.
+    figure = Figure(figsize=(7.2, 4.6 * len(series) + 1), layout="constrained")
     axes = figure.subplots(len(series), 1, squeeze=False)[:, 0]
     for axis, (name, rows) in zip(axes, series.items(), strict=True):
         _panel(axis, rows, style, by_leaves=name == "leaves")

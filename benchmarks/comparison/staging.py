@@ -104,9 +104,8 @@ def timed(
 ) -> tuple[list[float], list[float]]:
     """Warm up, then return samples of the whole time and of the time until the call returned."""
     began = time.perf_counter()
-    for i, source in enumerate(
-        cycle(sources)
-    ):  # a small batch hundreds of times, as a training loop does
+    # A small batch hundreds of times, as a training loop does.
+    for i, source in enumerate(cycle(sources)):
         if i >= FEWEST_WARM_UPS and time.perf_counter() - began > WARM_UP_SECONDS:
             break
         stage(source)

@@ -129,9 +129,8 @@ def deterministic(device: torch.device) -> Iterator[None]:
     """
     algorithms = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    filling: Any = (
-        torch.utils.deterministic
-    )  # a module with a property, which type checkers do not see
+    # A module with a property, which type checkers do not see.
+    filling: Any = torch.utils.deterministic
     fill = filling.fill_uninitialized_memory
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     threads = torch.get_num_threads()

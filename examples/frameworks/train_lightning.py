@@ -82,9 +82,8 @@ def main() -> None:
     batches = 0
     if arguments.way == "callback":
         batches = stage.stats().batches
-    if (
-        arguments.way == "loader"
-    ):  # Lightning made a new loader with its own sampler: this one has the stats
+    # Lightning made a new loader with its own sampler: this one has the stats.
+    if arguments.way == "loader":
         batches = trainer.train_dataloader.stats().batches
     report(
         arguments.out,

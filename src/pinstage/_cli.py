@@ -189,9 +189,8 @@ def doctor(options: argparse.Namespace) -> int:
     match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
     if match is None:
         _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1", 2)
-    if (
-        options.plot is not None and importlib.util.find_spec("matplotlib") is None
-    ):  # before measuring
+    # Before measuring.
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
     found = _doctor.diagnose(
         device=options.device and int(match[1] or 0), measuring=options.measure

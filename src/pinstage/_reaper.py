@@ -67,9 +67,8 @@ class Death(weakref.ref[Any]):
     __slots__ = ("reap",)
 
     reap: Callable[[], bool]
-    __eq__ = (
-        object.__eq__
-    )  # by identity: a weak reference uses its object's, and arrays can't be hashed
+    # By identity: a weak reference uses its object's, and arrays can't be hashed.
+    __eq__ = object.__eq__
     __hash__ = object.__hash__
 
 
@@ -120,9 +119,8 @@ class Reaper:
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task] = SimpleQueue()
-        self._deaths: set[Any] = (
-            set()
-        )  # kept here: a weak reference that is garbage itself is never called back
+        # Kept here: a weak reference that is garbage itself is never called back.
+        self._deaths: set[Any] = set()
         self._is_running = False
 
     def watch(self, thing: Any, reap: Callable[[], bool]) -> None:
@@ -161,9 +159,8 @@ class Reaper:
             if unfinished:
                 time.sleep(_POLL_SECONDS)
             tasks, unfinished = unfinished, []
-            while (
-                not tasks or not self.tasks.empty()
-            ):  # take all tasks: a waiting task must not delay others
+            # Take all tasks: a waiting task must not delay others.
+            while not tasks or not self.tasks.empty():
                 tasks.append(self.tasks.get())
             while tasks:
                 while not begin(self):

@@ -47,9 +47,8 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
         if exact.denominator != 1:
             raise ValueError(f"not a whole number of bytes: {size!r} is {float(exact)} bytes")
         return int(exact)
-    if isinstance(size, float | numbers.Real) and not isinstance(
-        size, SupportsIndex
-    ):  # Python's or numpy's
+    # Python's or numpy's.
+    if isinstance(size, float | numbers.Real) and not isinstance(size, SupportsIndex):
         if not float(size).is_integer():
             raise ValueError(
                 f"not a whole number of bytes: {size}; write an int, or text such as '1.5 GiB'"

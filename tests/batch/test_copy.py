@@ -316,9 +316,8 @@ def test_several_threads_pack_at_once():
         barrier.wait(PATIENCE_SECONDS)
         for _ in range(10):
             slab, _ = packed(leaves, 2)
-            assert torch.equal(
-                slab[800 : 800 + 2 * MIB + seed], leaves[0]
-            )  # small leaves come first
+            # Small leaves come first.
+            assert torch.equal(slab[800 : 800 + 2 * MIB + seed], leaves[0])
             assert torch.equal(slab[:800].view(torch.int64), leaves[1])
 
     with concurrent.futures.ThreadPoolExecutor(3) as executor:
@@ -457,9 +456,8 @@ def test_a_child_forked_midway_doesn_t_wait():
             try:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(int(PATIENCE_SECONDS))  # fail instead of hanging
-                torch.set_num_threads(
-                    1
-                )  # torch would wait for OpenMP threads, which only the parent has
+                # Torch would wait for OpenMP threads, which only the parent has.
+                torch.set_num_threads(1)
                 try:
                     job.wait(len(job.ends) - 1)
                 except RuntimeError as error:

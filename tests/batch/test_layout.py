@@ -417,10 +417,11 @@ def test_without_memory_from_torch_nothing_is_silently_read(allow):
             layout.unpack(fake)
         message = "leave the mode" if allow else "convert all Tensors to FakeTensors"
         error = PinstageError if allow else AssertionError  # torch's own
+        # Torch would have to compute it.
         for read in (
             Layout.of,
             lambda leaf: of_lazy.pack(leaf, slab),
-        ):  # torch would have to compute it
+        ):
             with pytest.raises(error, match=message):
                 read(lazy)
         with pytest.raises(PinstageError, match="leave the mode"):

@@ -58,9 +58,8 @@ def test_a_path_leads_to_its_slot_s_tensor(batch):
     layout.pack(batch, slab)
     unpacked = layout.unpack(slab, layout.others(batch))
     for slot in layout.slots:
-        if not any(
-            odd in slot.path for odd in ("<", "self")
-        ):  # an enum as a key, or a node that gives no names
+        # An enum as a key, or a node that gives no names.
+        if not any(odd in slot.path for odd in ("<", "self")):
             tensor = eval(f"batch{slot.path}", {"batch": unpacked})
             assert tensor.dtype == slot.dtype
             assert tensor.shape == slot.shape

@@ -165,9 +165,8 @@ def taken_from(loader):
     except Exception as error:  # noqa: BLE001 - whatever torch says
         return found, type(error)
     finally:
-        if (
-            type(loader) is torch.utils.data.DataLoader
-        ):  # it may wait five seconds for a worker after an error
+        # It may wait five seconds for a worker after an error.
+        if type(loader) is torch.utils.data.DataLoader:
             for worker in getattr(iterator, "_workers", ()):
                 worker.terminate()
     return found, None

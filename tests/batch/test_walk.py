@@ -181,9 +181,8 @@ def test_a_structure_that_refers_to_itself_is_collected():
     owner.structure = walk([defaultdict(owner.make, a=1), Told(owner)])[1]
     alive = weakref.ref(owner)
     del owner
-    wait_until(
-        lambda: gc.collect() >= 0 and alive() is None
-    )  # a collection in another thread makes this one a no-op
+    # A collection in another thread makes this one a no-op.
+    wait_until(lambda: gc.collect() >= 0 and alive() is None)
 
 
 LEAF_NODE = (0, 0, None, None)

@@ -445,9 +445,8 @@ def test_without_matplotlib_nothing_is_measured_for_a_picture(tmp_path, monkeypa
 
 def test_without_rich_the_remedy_is_one_line(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
-    monkeypatch.setitem(
-        sys.modules, "rich.console", None
-    )  # the import system reads None as "not installed"
+    # The import system reads None as "not installed".
+    monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["--smoke", "--only", "to"]) == 2
     assert (
         capsys.readouterr().err

@@ -56,10 +56,11 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
 
     table = markdown.TABLES[name](result)
     assert "none" not in table.lower()
+    # Short, and unfolded.
     assert len([line for line in table.splitlines() if line.startswith(expected)]) in (
         1,
         2,
-    )  # short, and unfolded
+    )
     for line in table.splitlines():
         assert not line.startswith("|") or line.count("|") >= 5
 

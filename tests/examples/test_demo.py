@@ -462,9 +462,8 @@ def test_without_rich_the_remedy_is_one_line(
 ) -> None:
     for module in ("demo.run", "demo.report"):
         monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(
-        sys.modules, "rich", None
-    )  # the import system reads None as "not installed"
+    # The import system reads None as "not installed".
+    monkeypatch.setitem(sys.modules, "rich", None)
     assert main(SMOKE) == 2
     assert (
         capsys.readouterr().err

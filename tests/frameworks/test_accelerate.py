@@ -104,9 +104,8 @@ def test_a_saved_state_resumes_at_the_right_sample(tmp_path, workers):
     accelerator, loader = staged()
     accelerator.load_state(tmp_path)
     assert firsts(loader) == [12, 16, 20, 24, 28]
-    ahead = (
-        2 if workers else 0
-    )  # from the pass that Accelerate begins in `prepare`, when it asks for a state
+    # From the pass that Accelerate begins in `prepare`, when it asks for a state.
+    ahead = 2 if workers else 0
     assert 5 <= loader.stats().batches <= 5 + ahead
     assert firsts(loader) == list(range(0, 32, 4))
 

@@ -66,9 +66,8 @@ def test_slices_stay_on_the_host_as_they_are():
     with ps.Stager("cpu", max_bytes="1MiB") as stager:
         batch = made.graph_batch(1)
         staged = stager.to_device(batch)
-        assert (
-            stager.stats().packed_leaves == 6
-        )  # x, edge_index, batch and ptr, x_batch and x_ptr: and no slices
+        # X, edge_index, batch and ptr, x_batch and x_ptr: and no slices.
+        assert stager.stats().packed_leaves == 6
     assert staged._slice_dict["x"] is batch._slice_dict["x"]
 
 

@@ -26,9 +26,8 @@ def blocks(page):
 def test_a_page_s_snippets_run_in_order(page, tmp_path):
     """In their own process: frameworks keep global state."""
     of_a_launcher = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    variables = {
-        name: value for name, value in environment().items() if name not in of_a_launcher
-    }  # Lightning sets them
+    # Lightning sets them.
+    variables = {name: value for name, value in environment().items() if name not in of_a_launcher}
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page)))
     done = subprocess.run(

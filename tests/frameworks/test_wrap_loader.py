@@ -133,9 +133,8 @@ ALL = sorted(samples().tensors[0][:, 0].tolist() * 2)
 @pytest.fixture
 def distributed():
     """A distributed trainer of one process: Lightning makes new loaders with its own sampler."""
-    os.environ.pop(
-        "MASTER_PORT", None
-    )  # Lightning leaves it set: another test's port may still be in use
+    # Lightning leaves it set: another test's port may still be in use.
+    os.environ.pop("MASTER_PORT", None)
     yield trainer(strategy="ddp", devices=1)
     os.environ.pop("MASTER_PORT", None)
     if torch.distributed.is_initialized():

@@ -104,9 +104,8 @@ def test_source_sees_the_loop_device_and_stager_stream(cuda_device):
 
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         batches = iter(stager.prefetch(read(), background=True))
-        for number in range(
-            1, 50
-        ):  # made on the device by the thread: the consumer's stream waits for that
+        # Made on the device by the thread: the consumer's stream waits for that.
+        for number in range(1, 50):
             assert bool((next(batches)["x"] == number).all())
         assert seen[0] == (cuda_device.index, torch.cuda.current_stream())
         assert set(seen[1:]) == {(cuda_device.index, stager._target.stream)}

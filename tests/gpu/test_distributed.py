@@ -180,9 +180,8 @@ def test_fsdp2_trains_beside_a_steady_pool(two_devices, tmp_path):
             for name, count in report["with_staging"].items()
             if "Synchronize" not in name
         }
-        assert pins.keys() <= {"cudaHostAlloc in aten::empty"}, (
-            report
-        )  # torch's own: FSDP2 always does this
+        # Torch's own: FSDP2 always does this.
+        assert pins.keys() <= {"cudaHostAlloc in aten::empty"}, report
         # The profiler itself waits when it ends; waits beyond those without staging are ours.
         waits = [sum(n for name, n in report[way].items() if "Synchronize" in name) for way in WAYS]
         assert waits[1] <= waits[0], report

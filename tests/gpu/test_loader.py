@@ -154,9 +154,8 @@ def test_copies_run_beside_earlier_kernels(cuda_device):
         product = weight
         for batch in iterator:
             product = product + batch[0, :1]
-            for _ in range(
-                30
-            ):  # some 70 ms per batch, so that workers are ahead on a slow machine too
+            # Some 70 ms per batch, so that workers are ahead on a slow machine too.
+            for _ in range(30):
                 product = product @ weight
         torch.cuda.synchronize()
 

@@ -357,9 +357,8 @@ def test_registering_takes_a_third_of_cudahostalloc_s_time(cuda_device, capsys):
             block = memory.allocate(GIB)
             took = time.perf_counter() - started
             assert block.nbytes == GIB
-            if (
-                turn >= 2
-            ):  # a fresh virtual machine is slow the first time its memory is touched, for either kind
+            # A fresh virtual machine is slow the first time its memory is touched, for either kind.
+            if turn >= 2:
                 times[name].append(took * 1e3)
             memory.deallocate(block)
     medians = {name: statistics.median(took) for name, took in times.items()}

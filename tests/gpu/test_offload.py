@@ -60,9 +60,8 @@ def pool(cuda_device):
 def test_gradients_are_bit_equal_to_a_plain_run(cuda_device, pool, max_device_bytes):
     model, x = make(cuda_device)
     expected = gradients(model, x)
-    assert_equal(
-        gradients(model, x), expected
-    )  # plain runs must agree, or this test proves nothing
+    # Plain runs must agree, or this test proves nothing.
+    assert_equal(gradients(model, x), expected)
     offload = save_on_cpu(pool, max_device_bytes=max_device_bytes)
     for _ in range(5):
         assert_equal(gradients(model, x, offload), expected)
@@ -111,18 +110,16 @@ def overwritten_too_early(pool, latch, device, *, waits=True):
             return (x * 3).square()
 
     forward().backward(torch.ones_like(x))
-    del [torch.empty_like(x).fill_(8.0) for _ in range(12)][
-        :
-    ]  # the allocator has the memory, and the kernel is loaded
+    # The allocator has the memory, and the kernel is loaded.
+    del [torch.empty_like(x).fill_(8.0) for _ in range(12)][:]
     x.grad = None
     torch.cuda.synchronize()
     ones = torch.ones_like(x)
     with latch:
         latch.hold(target.out_stream)
         y = forward()
-        trash = [
-            torch.empty_like(x).fill_(8.0) for _ in range(16)
-        ]  # one of them in the memory of x * 3
+        # One of them in the memory of x * 3.
+        trash = [torch.empty_like(x).fill_(8.0) for _ in range(16)]
         if not waits:
             torch.cuda.current_stream().synchronize()  # filled before the copy
         latch.open()

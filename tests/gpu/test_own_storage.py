@@ -86,9 +86,8 @@ def test_kept_labels_hold_only_themselves(cuda_device, make):
     with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
         stager.to_device(make())
         torch.cuda.synchronize()
-        torch.empty(
-            1, device=cuda_device
-        )  # makes the allocator reclaim memory that other streams have used
+        # Makes the allocator reclaim memory that other streams have used.
+        torch.empty(1, device=cuda_device)
         before = torch.cuda.memory_allocated(cuda_device)
         kept = [stager.to_device(make())["label"] for _ in range(50)]
         torch.cuda.synchronize()
@@ -129,9 +128,8 @@ def test_memory_is_kept_while_another_stream_uses_it(cuda_device, latch: Latch, 
             kept = [leaf.clone() for leaf in staged]
         del staged
         gc.collect()
-        for value in range(
-            2, 8
-        ):  # the same sizes on the same stream, which the allocator would reuse
+        # The same sizes on the same stream, which the allocator would reuse.
+        for value in range(2, 8):
             stager.stage(make(float(value))).synchronize()
         assert not consumer.query()
         latch.open()

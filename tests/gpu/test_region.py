@@ -259,10 +259,11 @@ def test_a_later_refusal_makes_it_pageable(cuda_device, monkeypatch):
     def refuse(self, start, end):
         calls.append(start)
         if len(calls) == 3:
+            # Not a valid address: the driver itself refuses.
             start, end = (
                 1 << 60,
                 (1 << 60) + end - start,
-            )  # not a valid address: the driver itself refuses
+            )
         register(self, start, end)
 
     monkeypatch.setattr(_chunks.HostRange, "register", refuse)

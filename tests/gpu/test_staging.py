@@ -129,9 +129,8 @@ def test_random_batches_allocate_nothing_and_leave_nothing(cuda_device):
     assert after.pool.misses == before.pool.misses
     assert after.pool.total_held_slabs == before.pool.total_held_slabs
     assert after.pool.hits - before.pool.hits == 10_000
-    assert (
-        after.device_bytes - before.device_bytes <= 2 * MIB
-    )  # the step in which torch's allocator grows
+    # The step in which torch's allocator grows.
+    assert after.device_bytes - before.device_bytes <= 2 * MIB
     assert after.resident_bytes - before.resident_bytes < 16 * MIB
 
 
@@ -271,9 +270,8 @@ def test_device_memory_is_kept_while_the_consumer_reads(cuda_device, latch: Latc
             kept = staged["x"].clone()
         del staged
         gc.collect()
-        for value in range(
-            2, 8
-        ):  # the same size on the same stream, which the allocator would reuse
+        # The same size on the same stream, which the allocator would reuse.
+        for value in range(2, 8):
             stager.stage({"x": torch.full((MIB,), float(value))}).synchronize()
         latch.open()
         consumer.synchronize()

@@ -278,9 +278,8 @@ def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device):
                 start = time.perf_counter()
                 way()
                 of_way.append(time.perf_counter() - start)
-    ours, theirs = (
-        min(of_way) for of_way in times
-    )  # the minimum excludes other load on the machine
+    # The minimum excludes other load on the machine.
+    ours, theirs = (min(of_way) for of_way in times)
     assert theirs >= 6 * ours, (
         f"{theirs * 1e3:.2f} ms against {ours * 1e3:.2f} ms: {theirs / ours:.1f} times"
     )

@@ -169,9 +169,8 @@ def claim_in_child(claim: Callable[[], object]) -> None:
     """Make a claim in a forked child, and fail with the child's traceback if it fails there."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=".*multi-threaded", category=DeprecationWarning
-        )  # as above
+        # As above.
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -468,9 +467,8 @@ class QueuedTarget(Target):
                     queue.pop(0).run()
 
     def _queued(self, queue, there, here, after, *, leaves):
-        memory = weakref.ref(
-            there.untyped_storage()
-        )  # a reference to the tensor would be cleared too soon
+        # A reference to the tensor would be cleared too soon.
+        memory = weakref.ref(there.untyped_storage())
         ends, nbytes = (there.data_ptr(), here.data_ptr()), here.numel()
 
         def copy():

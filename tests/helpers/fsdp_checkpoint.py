@@ -49,9 +49,8 @@ class Job:
 
 def main(folder: Path, device: torch.device) -> None:
     job = Job(device, seed=0)
-    of_checkpoints = dist.new_group(
-        backend="gloo"
-    )  # its thread must not come between training's collectives
+    # Its thread must not come between training's collectives.
+    of_checkpoints = dist.new_group(backend="gloo")
     with CheckpointStager(max_bytes="16MiB") as stager:
         for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
             for number in range(3):

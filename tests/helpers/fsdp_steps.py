@@ -60,9 +60,8 @@ class Model(nn.Module):
 
 
 def ragged_batch(rng: random.Random) -> dict[str, Any]:
-    counts = [
-        rng.randrange(16, 56) for _ in range(SAMPLES)
-    ]  # more than 64 KiB: each batch takes a slab
+    # More than 64 KiB: each batch takes a slab.
+    counts = [rng.randrange(16, 56) for _ in range(SAMPLES)]
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
     samples = [
         {

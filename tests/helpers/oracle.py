@@ -155,9 +155,8 @@ def copy_elements(found, target):
     be copied.
     """
     source, size = found.source.detach(), found.source.itemsize
-    if (
-        source.data_ptr() % size
-    ):  # torch's loops want aligned elements: complex128 crashes otherwise
+    # Torch's loops want aligned elements: complex128 crashes otherwise.
+    if source.data_ptr() % size:
         start, steps = source.storage_offset() * size, [step * size for step in source.stride()]
         of_bytes = torch.empty(0, dtype=torch.uint8)
         of_bytes.set_(source.untyped_storage(), start, (*source.shape, size), (*steps, 1))

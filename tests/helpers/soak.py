@@ -31,10 +31,11 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SAMPLES = 40
 """Number of samples of what the process holds."""
 
+# A finished thread takes a moment to end.
 OF_SAMPLES = {
     "beside_pools": statistics.median,
     "threads": min,
-}  # a finished thread takes a moment to end
+}
 """The statistic of each half; the maximum for figures without an entry."""
 
 Pair = collections.namedtuple("Pair", "first second")

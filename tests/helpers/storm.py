@@ -200,9 +200,8 @@ def over_pool(storm):
             tensor = lease.tensor()
             lease.numpy()[0] = 1
             del tensor
-        leases = [
-            pool.acquire(200_000, timeout=20) for _ in range(2)
-        ]  # three threads must wait for one another
+        # Three threads must wait for one another.
+        leases = [pool.acquire(200_000, timeout=20) for _ in range(2)]
         for lease in leases:
             lease.release()
         if number % 50 == 0 and not pool.frozen:

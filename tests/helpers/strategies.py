@@ -38,9 +38,8 @@ EXPERIMENTAL = getattr(torch, "bcomplex32", None)
 """
 
 with warnings.catch_warnings():
-    warnings.simplefilter(
-        "ignore"
-    )  # complex32 is "experimental", quantised dtypes are "deprecated"
+    # Complex32 is "experimental", quantised dtypes are "deprecated".
+    warnings.simplefilter("ignore")
     DTYPES = tuple(
         sorted(
             {
@@ -561,9 +560,8 @@ class _Comparison:
                 staged._replace(batch_sizes=None),
             )
         if isinstance(original, dict):
-            base = (
-                OrderedDict if isinstance(original, OrderedDict) else dict
-            )  # whatever a subclass makes of its methods
+            # Whatever a subclass makes of its methods.
+            base = OrderedDict if isinstance(original, OrderedDict) else dict
             ours, theirs = list(base.keys(original)), list(base.keys(staged))
             assert theirs == ours, f"{path}: keys {theirs} instead of {ours}"
             for key in ours:

@@ -129,9 +129,8 @@ def cut_views(change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
 
         def of(self, *args: Any) -> Any:
             made = self._real.of(*args)
-            return (
-                made if made is None or len(args) == 7 else Blocks(made)
-            )  # public functions are unchanged
+            # Public functions are unchanged.
+            return made if made is None or len(args) == 7 else Blocks(made)
 
         def leaves(self, others: list[Any]) -> list[Any]:
             first, *rest = self._real.leaves(others)
@@ -468,10 +467,11 @@ def run(case: Case) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    # Some calls import them, for a second.
     for module in (
         "torch._dynamo",
         "torch._decomp.decompositions_for_jvp",
-    ):  # some calls import them, for a second
+    ):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that the collections of each process skip what was imported

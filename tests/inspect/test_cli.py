@@ -164,9 +164,8 @@ def test_doctor_says_why_it_draws_nothing(run, tmp_path):
 
 
 def test_doctor_measures_nothing_for_an_impossible_plot(run, monkeypatch, tmp_path):
-    monkeypatch.setitem(
-        sys.modules, "matplotlib", None
-    )  # the import system reads None as "not installed"
+    # The import system reads None as "not installed".
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, out, err = run("doctor", "--plot", tmp_path / "p.png")
     assert (status, out) == (2, "")
     assert err == 'pinstage: matplotlib is not installed; run: pip install "pinstage[plot]"\n'
@@ -259,9 +258,8 @@ def test_a_terminal_without_colours_gets_no_escapes(trace, environment):
 
 
 def test_a_reader_that_stops_reading_gets_no_traceback(tmp_path):
-    trace = naive_loop(steps=2000, leaves=1).write(
-        tmp_path / "trace.json.gz"
-    )  # more JSON than a pipe holds
+    # More JSON than a pipe holds.
+    trace = naive_loop(steps=2000, leaves=1).write(tmp_path / "trace.json.gz")
     command = f"{shlex.join(warm.command('-m', 'pinstage', 'trace', trace, '--json'))} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, check=False)
     assert (done.stdout, done.stderr) == (b"{\n", b"")

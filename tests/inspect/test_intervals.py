@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from pinstage.inspect._trace import _analysis as iv
 
 CELLS = 40
-unhurried = settings(
-    deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)  # the machine may be busy
+# The machine may be busy.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def spans():

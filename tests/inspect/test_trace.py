@@ -68,9 +68,8 @@ def test_copies_to_the_device_come_first(analysis):
 
 
 def test_time_beside_kernels_is_hidden_the_rest_exposed(analysis):
-    trace = (
-        TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000)
-    )  # kernels until 15, the copy from 10 to 30
+    # Kernels until 15, the copy from 10 to 30.
+    trace = TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000)
     (group,) = analysis(trace).groups
     assert group["hidden_seconds"] == approx(5 * US)
     assert group["exposed_seconds"] == approx(15 * US)

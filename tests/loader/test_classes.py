@@ -15,9 +15,8 @@ import pinstage as ps
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:'set_vital' is deprecated:UserWarning"
-    ),  # torchdata's, of torch 2.13
+    # Torchdata's, of torch 2.13.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
 
 
@@ -102,9 +101,8 @@ def test_a_state_is_that_of_what_was_yielded(dataset, taken, workers):
     assert same(list(itertools.islice(iterator, taken)), expected[:taken])
     state = copy.deepcopy(ours.state_dict())
     assert same(list(iterator), expected[taken:])
-    for loader in pair(
-        dataset, num_workers=workers
-    ):  # a state is torchdata's own, so both loaders can load it
+    # A state is torchdata's own, so both loaders can load it.
+    for loader in pair(dataset, num_workers=workers):
         loader.load_state_dict(copy.deepcopy(state))
         assert same(list(loader), expected[taken:])
 

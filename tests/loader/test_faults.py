@@ -89,16 +89,14 @@ def forkserver():
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
     warm.command()
-    list(
-        torch.utils.data.DataLoader([1], num_workers=1)
-    )  # makes what Python keeps after the first worker
+    # Makes what Python keeps after the first worker.
+    list(torch.utils.data.DataLoader([1], num_workers=1))
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays():
-    before = (
-        resources()
-    )  # may include threads and descriptors of torch's queues that are about to be closed
+    # May include threads and descriptors of torch's queues that are about to be closed.
+    before = resources()
     yield
     with contextlib.suppress(AssertionError):
         wait_until(lambda: all(count <= before[name] for name, count in resources().items()))
@@ -160,12 +158,10 @@ def test_a_batch_outlives_loader_and_iterator():
 
 
 def test_starting_workers_of_an_abandoned_pass_end_cleanly(monkeypatch):
-    monkeypatch.setattr(
-        torchs_loader, "_END_SECONDS", 0.1
-    )  # then they get a signal, in the middle of their imports
-    monkeypatch.setattr(
-        torchs_loader, "wait", lambda *given: time.sleep(0.2) or wait(*given)
-    )  # this thread sees that first
+    # Then they get a signal, in the middle of their imports.
+    monkeypatch.setattr(torchs_loader, "_END_SECONDS", 0.1)
+    # This thread sees that first.
+    monkeypatch.setattr(torchs_loader, "wait", lambda *given: time.sleep(0.2) or wait(*given))
     before = resources()
     batches = iter(
         ps.DataLoader(
@@ -174,9 +170,8 @@ def test_starting_workers_of_an_abandoned_pass_end_cleanly(monkeypatch):
     )
     del batches
     idle = threading.Event()
-    wait_until(
-        lambda: idle.wait(0.3) or resources() == before
-    )  # torch's error would be raised here
+    # Torch's error would be raised here.
+    wait_until(lambda: idle.wait(0.3) or resources() == before)
 
 
 def test_persistent_workers_end_with_the_loader():
@@ -522,9 +517,8 @@ def test_workers_leave_the_main_processs_garbage_alone(tmp_path):
     finally:
         gc.enable()
     assert not ended.exists()
-    assert (
-        gc.get_freeze_count() <= frozen
-    )  # some objects that other code froze may be freed meanwhile
+    # Some objects that other code froze may be freed meanwhile.
+    assert gc.get_freeze_count() <= frozen
     gc.collect()
     assert ended.read_text() == f"{os.getpid()}\n"
 
@@ -551,9 +545,8 @@ def test_no_thread_is_left_when_the_interpreter_ends():
 @pytest.mark.parametrize("persistent_workers", [False, True])
 def test_workers_that_end_are_missed_and_replaced(monkeypatch, persistent_workers):
     torchs = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
-    monkeypatch.setattr(
-        torchs, "__defaults__", (60.0,)
-    )  # seconds from one look of torch's at the workers to the next
+    # Seconds from one look of torch's at the workers to the next.
+    monkeypatch.setattr(torchs, "__defaults__", (60.0,))
     loader = make(data.exits_at_seven, 40, persistent_workers=persistent_workers)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
@@ -579,9 +572,8 @@ def test_a_worker_that_ended_keeps_no_slab():
     iterator = iter(loader)
     next(iterator)
     worker = iterator._workers[0]
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGCHLD}
-    )  # otherwise torch's handler may raise here
+    # Otherwise torch's handler may raise here.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     try:
         os.kill(worker.pid, signal.SIGKILL)
         os.waitpid(worker.pid, 0)  # as another thread may do when it starts a process
@@ -659,9 +651,8 @@ def test_batches_are_yielded_before_a_late_next():
         assert index < 2 or gate.wait(PATIENCE_SECONDS)
         return torch.tensor(index)
 
-    loader = make(
-        sample, size=20, depth=2, timeout=PATIENCE_SECONDS / 2
-    )  # seconds; a wait for it would fail
+    # Seconds; a wait for it would fail.
+    loader = make(sample, size=20, depth=2, timeout=PATIENCE_SECONDS / 2)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
     gate.set()
@@ -794,9 +785,8 @@ def refuse_threads(monkeypatch, reason):
         del given  # a kept error would keep the thread's function too
         raise RuntimeError(reason)
 
-    monkeypatch.setattr(
-        _thread, "start_new_thread", refuse
-    )  # not of `threading`, which has it already
+    # Not of `threading`, which has it already.
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
 
 
 @pytest.mark.parametrize("is_left", [False, True])
@@ -898,9 +888,8 @@ def test_a_timeout_says_who_holds_the_slabs(copies):
     with pytest.raises(RuntimeError, match=rf"timed out after 0\.5 seconds; {holder}"):
         next(iterator)
     del iterator
-    wait_until(
-        lambda: [event.finish() for event in copies] and all_back(loader)
-    )  # one more may have been sent
+    # One more may have been sent.
+    wait_until(lambda: [event.finish() for event in copies] and all_back(loader))
 
 
 def test_workers_that_wait_end_with_the_iterator():
@@ -1014,15 +1003,15 @@ def test_interrupting_the_whole_group_ends_all_of_it():
     with subprocess.Popen(
         command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True
     ) as process:
+        # A worker sleeps, the loop waits.
         assert [int(process.stdout.readline()) for _ in range(3)] == [
             0,
             1,
             2,
-        ]  # a worker sleeps, the loop waits
+        ]
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(
-            timeout=PATIENCE_SECONDS
-        )  # until the last worker has closed its output
+        # Until the last worker has closed its output.
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode in (1, -signal.SIGINT)
     assert errors.strip().splitlines()[-1].startswith("KeyboardInterrupt")
 
@@ -1187,18 +1176,16 @@ def test_a_running_copy_keeps_its_slab(copies):
     iterator = iter(loader)
     assert next(iterator)[:, 0].tolist() == [0, 1]
     starved = iterator._broker._starved
-    wait_until(
-        lambda: starved
-    )  # the only slab is still being read: the worker must not write to it
+    # The only slab is still being read: the worker must not write to it.
+    wait_until(lambda: starved)
     assert loader.stats().pool.leased_slabs == 1
     copies[0].finish()
     copying = iterator._broker._copying
     wait_until(lambda: not copying)  # seen by the thread: this one may be waiting in next()
     assert next(iterator)[:, 0].tolist() == [2, 3]
     del iterator
-    wait_until(
-        lambda: loader.stats().pool.in_flight_slabs == 1
-    )  # of the second copy, which isn't finished
+    # Of the second copy, which isn't finished.
+    wait_until(lambda: loader.stats().pool.in_flight_slabs == 1)
     copies[1].finish()
     assert_all_back(loader)
 

@@ -23,9 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
 
-pytestmark.append(
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
-)  # torch's own queue
+# Torch's own queue.
+pytestmark.append(pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"))
 
 
 def both(dataset, *args, **kwargs):

@@ -58,9 +58,8 @@ def leaves(draw):
     kind = draw(st.integers(0, 5))
     if kind == 0:
         return draw(st.sampled_from(ATOMS))
-    shape = draw(
-        st.lists(st.integers(0, 4), max_size=3)
-    )  # with four, torch makes different strides in workers
+    # With four, torch makes different strides in workers.
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
     if kind == 1:
         dtype = draw(st.sampled_from(["f4", "f8", "i2", "u4", "?", "c8"]))
         return lambda index: np.full(shape, index % 2, dtype)

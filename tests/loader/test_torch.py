@@ -60,9 +60,8 @@ def test_a_profile_shows_torchs_range_for_each_batch(streamed):
     with torch.profiler.profile() as profile:
         assert len(list(iterator)) == 4
     names = [event.name for event in profile.events()]
-    assert (
-        sum(name.startswith("enumerate(DataLoader)#") for name in names) == 5
-    )  # the last call finds the end
+    # The last call finds the end.
+    assert sum(name.startswith("enumerate(DataLoader)#") for name in names) == 5
 
 
 def test_default_collation_asks_the_map_for_tensors():

@@ -116,9 +116,8 @@ def test_this_kernel_takes_the_call_or_forbids_it():
     try:
         node = min(_host.numa_nodes(), default=0)
         if not pages.prefer(address, mmap.PAGESIZE, node):
-            assert ctypes.get_errno() in (1, 38), os.strerror(
-                ctypes.get_errno()
-            )  # EPERM, ENOSYS: a sandbox
+            # EPERM, ENOSYS: a sandbox.
+            assert ctypes.get_errno() in (1, 38), os.strerror(ctypes.get_errno())
         pages.populate(address, mmap.PAGESIZE)
         assert ctypes.string_at(address, 4) == bytes(4)
     finally:

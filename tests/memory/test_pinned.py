@@ -168,9 +168,8 @@ def test_a_failed_allocation_names_call_error_and_size(kind, memory, cuda, code,
     assert repr(memory).endswith("1 blocks, 4.00 MiB>")
     memory.deallocate(kept)
     assert cuda.names() == [kind[1], kind[1], kind[2]]
-    assert (
-        len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 2
-    )  # the heap may have grown; no 4 MiB stay
+    # The heap may have grown; no 4 MiB stay.
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= maps + 2
 
 
 def test_a_failed_registration_unmaps_what_it_mapped(cuda):

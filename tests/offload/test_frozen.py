@@ -147,9 +147,8 @@ def test_tensors_are_the_same_objects_in_other_memory(pool):
 def test_memory_is_held_once_for_all_views(pool):
     handle = frozen_module(Tied(), pool)
     module = handle._module
-    assert (
-        len(handle._slabs) == 4
-    )  # parameters, and buffers of three dtypes; empty ones are float32
+    # Parameters, and buffers of three dtypes; empty ones are float32.
+    assert len(handle._slabs) == 4
     assert module.left.data_ptr() + 16 * 16 * 4 == module.right.data_ptr()
     assert module.whole.data_ptr() == module.left.data_ptr()
     assert handle.stats().host_bytes < 20 * KIB
@@ -514,9 +513,8 @@ def test_each_slab_of_buffers_is_copied_back_once(pool, monkeypatch):
     copies = copies_to_host(handle, monkeypatch)
     with handle:
         pass
-    assert sorted(copies) == sorted(
-        slab.numel() for slab in handle._slabs[1:]
-    )  # the first has the parameters
+    # The first has the parameters.
+    assert sorted(copies) == sorted(slab.numel() for slab in handle._slabs[1:])
     del copies[:]
     plain = frozen_module(torch.nn.Linear(4, 4).requires_grad_(False), pool)
     with plain:
@@ -653,9 +651,8 @@ def test_views_that_are_kept_stay_valid(pool, target):
     del handle
     gc.collect()
     assert torch.equal(outside, expected[1])
-    wait_until(
-        lambda: pool.stats().in_flight_slabs == 1
-    )  # the reaper keeps slabs until copies are done
+    # The reaper keeps slabs until copies are done.
+    wait_until(lambda: pool.stats().in_flight_slabs == 1)
     del outside
 
 

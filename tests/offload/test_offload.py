@@ -404,10 +404,11 @@ def test_lazily_conjugated_and_sparse_tensors_stay(pool):
     y = torch.randn(40, 4, requires_grad=True)
     with offload:
         loss = (x.detach().conj() * x).abs().sum() + torch.sparse.mm(matrix, y).sum()
+    # The tensor that abs() saves is sent.
     assert (offload.stats().copies, offload.stats().stayed) == (
         1,
         2,
-    )  # the tensor that abs() saves is sent
+    )
     loss.backward()
     assert torch.equal(y.grad, torch.ones(40, 4))
 
@@ -671,12 +672,13 @@ def test_a_graph_in_a_cycle_returns_its_slabs(pool, target):
     with save_on_cpu(pool, min_bytes=KIB) as offload:
         y = x.sin().sin()
     ring = Ring()
+    # Autograd hides its references from the collector.
     ring.parts = (
         ring,
         y,
         offload,
         offload._saving.pack(x.exp()),
-    )  # autograd hides its references from the collector
+    )
     del ring, y, offload
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -18,9 +18,8 @@ import pinstage
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:'set_vital' is deprecated:UserWarning"
-    ),  # torchdata's, of torch 2.13
+    # Torchdata's, of torch 2.13.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
 
 ROOT = Path(__file__).parents[2]
@@ -80,9 +79,8 @@ def run(page, names):
 @pytest.mark.parametrize("page", RUN_FROM_TOP_TO_BOTTOM)
 def test_a_page_s_snippets_run_in_order(page, capsys):
     names = run(page, {"__name__": "page"})
-    for test in [
-        value for name, value in names.items() if name.startswith("test_")
-    ]:  # on the page about tests
+    # On the page about tests.
+    for test in [value for name, value in names.items() if name.startswith("test_")]:
         test()
     for value in names.values():
         if isinstance(value, pinstage.Stager):

@@ -403,9 +403,8 @@ def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background):
     wait_until(lambda: pool.stats().waits == 1)
     memory.allocate_gate.open()
     outcome(waiter).release()
-    with contextlib.suppress(
-        MemoryError
-    ):  # unless the other request was faster: then there is a slab to wait for
+    # Unless the other request was faster: then there is a slab to wait for.
+    with contextlib.suppress(MemoryError):
         outcome(failing).release()
 
 

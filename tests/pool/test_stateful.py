@@ -31,9 +31,8 @@ from pinstage import Lease, SlabPool
 from pinstage.errors import AcquireTimeoutError, BudgetExceededError, LeaseError, PoolFrozenError
 
 pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore::pinstage.errors.UnreleasedLeaseWarning"
-    ),  # any next call may tell it
+    # Any next call may tell it.
+    pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning"),
     pytest.mark.filterwarnings("ignore:pool cannot grow"),
     pytest.mark.usefixtures("growing_again"),
 ]
@@ -358,9 +357,8 @@ class PoolMachine(RuleBasedStateMachine):
         if self.pool is None:
             return
         CountingMemory.made.remove(self.memory)  # checked here
-        for event in (
-            self.every_event
-        ):  # also those of uses that the model thinks are over: close() waits for all
+        # Also those of uses that the model thinks are over: close() waits for all.
+        for event in self.every_event:
             event.finish()
         while self.uses:
             _, use = self.uses.popitem()

@@ -52,9 +52,8 @@ def storm(*arguments):
 def test_everything_is_returned_after_interrupts_without_output(what):
     found, told = storm(what, 150)
     assert found["interrupted"] > 100
-    others = [
-        line for line in told.splitlines() if "lease was never released" not in line
-    ]  # of an interrupted call
+    # Of an interrupted call.
+    others = [line for line in told.splitlines() if "lease was never released" not in line]
     assert (found["wrong"], others) == ([], [])
 
 
@@ -201,9 +200,8 @@ def test_garbage_may_be_collected_at_any_allocation(house, what):
     use = getattr(house, f"use_{what}")
     for allocations in range(1, 100):
         house.leave_garbage()
-        gc.set_threshold(
-            gc.get_count()[0] + allocations
-        )  # so that the next one is after this many allocations
+        # So that the next one is after this many allocations.
+        gc.set_threshold(gc.get_count()[0] + allocations)
         gc.enable()
         found = use()
         gc.disable()

@@ -237,9 +237,8 @@ def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):
     wait_until(lambda: pool.stats().hits > 100)
     pool.close()
     assert all(outcome(future) for future in futures)
-    wait_until(
-        lambda: memory.live_bytes == 0
-    )  # the reaper frees the slabs of leases that outlive the pool
+    # The reaper frees the slabs of leases that outlive the pool.
+    wait_until(lambda: memory.live_bytes == 0)
     assert memory.peak_live_bytes <= 5_000
 
 

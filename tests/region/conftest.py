@@ -25,9 +25,8 @@ def make(request):
     test.
     """
     made = []
-    cuda = (
-        request.getfixturevalue("cuda") if "cuda" in request.fixturenames else None
-    )  # ends after this
+    # Ends after this.
+    cuda = request.getfixturevalue("cuda") if "cuda" in request.fixturenames else None
 
     def make(nbytes=4 * MIB, *, device="cpu", chunk_bytes=MIB, **options):
         made.append(ps.HostRegion(nbytes, device=device, chunk_bytes=chunk_bytes, **options))

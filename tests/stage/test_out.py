@@ -563,9 +563,8 @@ def test_slabs_for_destinations_fit_the_cap(make_stager, monkeypatch):
         stager.to_host(sources, out=places)
     assert caught.value.requested_bytes == 200_000 + 16
     assert not any(place.any() for place in places)
-    stager.to_host(
-        sources[1:], out=places[1:]
-    )  # only copy_ can write the second one, which takes no slab
+    # Only copy_ can write the second one, which takes no slab.
+    stager.to_host(sources[1:], out=places[1:])
     assert bool((places[2] == 3).all())
     monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
     stager.to_host(sources, out=places)

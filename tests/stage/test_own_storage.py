@@ -517,9 +517,8 @@ def test_kept_leaves_take_the_slab_path(stager, moved_directly):
     assert moved_directly == [False]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is:DeprecationWarning"
-)  # torch's own, in its decompositions
+# Torch's own, in its decompositions.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
 def test_a_dual_tensor_takes_the_slab_path(stager, moved_directly):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3), torch.full((3,), 2.0))

@@ -20,9 +20,8 @@ import pinstage as ps
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:'set_vital' is deprecated:UserWarning"
-    ),  # torchdata's, of torch 2.13
+    # Torchdata's, of torch 2.13.
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
     # If its own thread has the last reference, it raises "cannot join current thread".
     pytest.mark.filterwarnings(
         r"ignore:.*_ParallelMapperIter\.__del__:pytest.PytestUnraisableExceptionWarning"

@@ -221,9 +221,8 @@ def test_a_part_isn_t_overwritten_before_its_copy(walled, background, monkeypatc
 
 @quietly
 @given(batch=batches(), size=st.sampled_from([16, 48, 1024]))
-@example(
-    batch=torch.arange(400).as_strided((2, 3, 4), (100, 1, 3)), size=48
-)  # a piece of it is dense
+# A piece of it is dense.
+@example(batch=torch.arange(400).as_strided((2, 3, 4), (100, 1, 3)), size=48)
 def test_the_parts_of_a_batch_are_its_bytes(batch, size):
     parts = take_apart(batch)
     whole, pieced = (torch.zeros(parts.table.nbytes, dtype=torch.uint8) for _ in range(2))
@@ -240,9 +239,8 @@ def test_the_parts_of_a_batch_are_its_bytes(batch, size):
 def test_many_refusals_lose_nothing(kind, cuda, monkeypatch):
     monkeypatch.setattr("pinstage._pool._growth.RETRY_SECONDS", 0.0)
     monkeypatch.setattr("pinstage._stage._host_slabs.LEAST_SLAB_BYTES", 4096)
-    monkeypatch.setattr(
-        "pinstage._pool._growth.remedy", lambda nbytes: ""
-    )  # it reads files, 10,000 times
+    # It reads files, 10,000 times.
+    monkeypatch.setattr("pinstage._pool._growth.remedy", lambda nbytes: "")
     chance = random.Random(17)
     call = "cudaHostRegister" if kind is RegisteredMemory else "cudaHostAlloc"
     noise = torch.randint(256, (200_000,), dtype=torch.uint8)

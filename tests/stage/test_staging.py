@@ -559,9 +559,8 @@ def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, 
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize(
-    "nbytes", [2 * KIB, 62 * KIB]
-)  # one batch takes a slab, the other does not
+# One batch takes a slab, the other does not.
+@pytest.mark.parametrize("nbytes", [2 * KIB, 62 * KIB])
 def test_small_batches_of_one_kind_are_one_copy(make_stager, threads, nbytes):
     stager = make_stager(max_bytes="256MiB", pack_threads=threads)
     batch = [tensor_of(torch.uint8, (nbytes,)) for _ in range(14)] + [

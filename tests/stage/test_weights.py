@@ -763,9 +763,8 @@ def mesh(request):
     torch.distributed.init_process_group(
         "fake", store=FakeStore(), rank=request.param, world_size=6
     )
-    yield init_device_mesh(
-        "cpu", (2, 3), mesh_dim_names=(f"of {request.param}", "b")
-    )  # torch caches meshes by name
+    # Torch caches meshes by name.
+    yield init_device_mesh("cpu", (2, 3), mesh_dim_names=(f"of {request.param}", "b"))
     torch.distributed.destroy_process_group()
 
 

@@ -16,17 +16,16 @@ _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: no class statement makes such a
 @lru_cache(MOST_CLASSES)
 def slots_of(cls: type) -> dict[str, Any]:
     """Return the slots of a class and its bases: name to descriptor."""
-    found: dict[str, Any] = {}
+    slots: dict[str, Any] = {}
     for base in cls.__mro__:
         names = base.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
-            private = name.startswith("__") and not name.endswith(
-                "__"
-            )  # the compiler adds the class's name
+            # The compiler adds the class's name.
+            private = name.startswith("__") and not name.endswith("__")
             stored = f"_{base.__name__.lstrip('_')}{name}" if private else name
             if stored in base.__dict__ and stored not in ("__dict__", "__weakref__"):
-                found.setdefault(stored, base.__dict__[stored])
-    return found
+                slots.setdefault(stored, base.__dict__[stored])
+    return slots
 
 
 def stored_attributes(obj: Any) -> dict[str, Any]:

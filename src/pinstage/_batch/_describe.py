@@ -203,10 +203,14 @@ def describe(
     computed: dict[int, torch.Tensor] = {}
 
     def plainly(leaf: Any, index: int) -> Described:
-        found = _describe_leaf(leaves, structure, device, arrays, leaf, index)
-        if isinstance(leaf, torch.Tensor) and found.source is not None and found.source is not leaf:
-            computed[id(leaf)] = found.source
-        return found
+        described = _describe_leaf(leaves, structure, device, arrays, leaf, index)
+        if (
+            isinstance(leaf, torch.Tensor)
+            and described.source is not None
+            and described.source is not leaf
+        ):
+            computed[id(leaf)] = described.source
+        return described
 
     figures, sources, kept = _native.core.describe(
         leaves, ATOM_TYPES, plainly, dlpack_device(device), arrays
@@ -300,9 +304,8 @@ def _describe_plain(structure: Structure, tensor: torch.Tensor, index: int) -> D
     if tensor.is_conj() or tensor.is_neg():  # lazily: its bytes aren't its values
         value = tensor.resolve_conj().resolve_neg()
         check_is_plain(value)
-        tensor = (
-            value if value.stride() == tensor.stride() else value.contiguous()
-        )  # as strided tensors are packed
+        # As strided tensors are packed.
+        tensor = value if value.stride() == tensor.stride() else value.contiguous()
     return Described(
         RowKind.RAW, CODES[tensor.dtype], shape, tensor.stride(), tensor, tensor.data_ptr()
     )

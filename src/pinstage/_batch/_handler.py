@@ -54,14 +54,14 @@ def checked(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
     return Handler(lambda obj: _parts(cls, flatten(obj)), unflatten)
 
 
-def _parts(cls: type, found: Any) -> tuple[Any, ...]:
+def _parts(cls: type, flattened: Any) -> tuple[Any, ...]:
     """Check what flatten returned; return it, with a tuple of children."""
-    if not isinstance(found, tuple) or len(found) not in (2, 3):
-        size = f" of {len(found)}" if isinstance(found, tuple | list) else ""
+    if not isinstance(flattened, tuple) or len(flattened) not in (2, 3):
+        size = f" of {len(flattened)}" if isinstance(flattened, tuple | list) else ""
         raise WrongFunctionsError(
-            cls, f"flatten returned a {type(found).__name__}{size}; return (children, context)"
+            cls, f"flatten returned a {type(flattened).__name__}{size}; return (children, context)"
         )
-    children, *rest = found
+    children, *rest = flattened
     if isinstance(children, torch.Tensor | np.ndarray | str) or not hasattr(children, "__iter__"):
         raise WrongFunctionsError(
             cls,

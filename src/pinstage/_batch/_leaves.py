@@ -119,14 +119,14 @@ ATOM_TYPES: set[type] = set()
 
 def is_atom(cls: type) -> bool:
     """Return whether objects of a type hold no tensor, whatever their value."""
-    found = IS_ATOM.get(cls)
-    if found is None:
-        IS_ATOM[cls] = found = (
+    known = IS_ATOM.get(cls)
+    if known is None:
+        IS_ATOM[cls] = known = (
             issubclass(cls, _ATOMS) or cls.__module__.partition(".")[0] in _ATOM_LIBRARIES
         )
-        if found:
+        if known:
             ATOM_TYPES.add(cls)
-    return found
+    return known
 
 
 def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -207,12 +207,12 @@ def holds_tensor(leaf: Any) -> bool:
     Raises:
         OverflowError: there is too much to search.
     """
-    return any(isinstance(found, torch.Tensor) or found is not leaf for found in _data_in(leaf))
+    return any(isinstance(data, torch.Tensor) or data is not leaf for data in _data_in(leaf))
 
 
 def tensors_in(thing: Any) -> list[torch.Tensor]:
     """Return a tensor, or the tensors in an object, as far as `holds_tensor` looks."""
-    return [found for found in _data_in(thing) if isinstance(found, torch.Tensor)]
+    return [data for data in _data_in(thing) if isinstance(data, torch.Tensor)]
 
 
 def _data_in(thing: Any) -> Iterator[Any]:
@@ -296,17 +296,17 @@ def _has_items(cls: Any) -> bool:
 def _first_items(obj: Any) -> list[Any]:
     """Return the first items of an object; those before an error, if it raises one."""
     cls: Any = type(obj)
-    found: list[Any] = []
+    items: list[Any] = []
     if not _has_items(cls):
-        return found
+        return items
     try:
         if not hasattr(cls, "__getitem__"):
-            found.extend(islice(obj, _FIRST_ITEMS))
+            items.extend(islice(obj, _FIRST_ITEMS))
         else:
             for key in islice(
                 obj.keys() if hasattr(cls, "keys") else range(len(obj)), _FIRST_ITEMS
             ):
-                found.append(obj[key])  # noqa: PERF401 - items before an error count
+                items.append(obj[key])  # noqa: PERF401 - items before an error count
     except Exception:  # noqa: BLE001 - objects may raise anything: then no more items are searched
         pass
-    return found
+    return items

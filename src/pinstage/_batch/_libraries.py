@@ -49,9 +49,9 @@ def library_functions(cls: type) -> tuple[Flatten, Unflatten] | bool | None:
     for nodes in dict.fromkeys(
         nodes for base in cls.__mro__ for nodes in _that_know(base.__module__)
     ):
-        found: tuple[Flatten, Unflatten] | bool | None = nodes(cls)
-        if found is not None:
-            return found
+        functions: tuple[Flatten, Unflatten] | bool | None = nodes(cls)
+        if functions is not None:
+            return functions
     return None
 
 
@@ -73,9 +73,9 @@ def _nodes_of(package: str) -> Nodes | None:
     """Return the function ``nodes`` for a package's classes; None if there is none."""
     try:
         if package in _others():
-            found: Any = _others()[package].load()
+            nodes: Any = _others()[package].load()
         elif package in _SHIPPED:
-            found = importlib.import_module(f"pinstage.integrations.{_SHIPPED[package]}").nodes
+            nodes = importlib.import_module(f"pinstage.integrations.{_SHIPPED[package]}").nodes
         else:
             return None
     except Exception as error:  # noqa: BLE001 - any version of that library may raise anything
@@ -84,7 +84,7 @@ def _nodes_of(package: str) -> Nodes | None:
             "pinstage.register_node"
         )
         return None
-    return found  # type: ignore[no-any-return]
+    return nodes  # type: ignore[no-any-return]
 
 
 @cache
@@ -96,10 +96,10 @@ def pytree_handler(cls: type) -> Handler | None:
     """Return a handler of torch's pytree for a class; None if it has none. Its context stays on the
     host.
     """
-    found = pytree_functions(cls)
-    if found is None:
+    functions = pytree_functions(cls)
+    if functions is None:
         return None
-    take_apart, put_together = found
+    take_apart, put_together = functions
 
     def flatten(obj: Any) -> tuple[Any, Any]:
         children, context = take_apart(obj)

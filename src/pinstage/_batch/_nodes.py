@@ -117,9 +117,8 @@ def _flatten_dict(obj: Any) -> tuple[Any, Any]:
     children, names = tuple(obj.values()), tuple(attributes)
     if names:
         children += tuple(attributes.values())
-    if any(
-        isinstance(key, torch.Tensor) for key in keys
-    ):  # as in `optimizer.state`: a layout must not keep them
+    # As in `optimizer.state`: a layout must not keep them.
+    if any(isinstance(key, torch.Tensor) for key in keys):
         return (*children, OnHost(keys)), (factory, len(keys), names)
     return children, (factory, keys, names)
 
@@ -383,13 +382,14 @@ class _Handlers(dict[type, Any]):
 
     def __missing__(self, cls: type) -> Any:
         before = len(REGISTERED), len(REBUILDS)
-        self[cls] = found = _find(cls)
+        self[cls] = handler = _find(cls)
+        # Another thread may have registered it meanwhile.
         if before != (
             len(REGISTERED),
             len(REBUILDS),
-        ):  # another thread may have registered it meanwhile
+        ):
             self.pop(cls, None)
-        return found
+        return handler
 
 
 HANDLERS = _Handlers()
@@ -434,9 +434,9 @@ def _find(cls: Any) -> Any:
         return attribute_handler(cls) if how == _BY_ATTRIBUTES else _of_functions(cls, *how)
     if is_atom(cls):
         return None
-    found = library_functions(cls)
-    if found is not None:
-        return None if isinstance(found, bool) else _of_functions(cls, *found)
+    functions = library_functions(cls)
+    if functions is not None:
+        return None if isinstance(functions, bool) else _of_functions(cls, *functions)
     if issubclass(cls, torch.Tensor):
         return tensor_handler(cls)
     own: Any = getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None)

@@ -37,9 +37,9 @@ def pack(parts: Parts, slab: HostSlab, skip: list[int] | None = None) -> None:
     """
     sources = parts.sources
     if skip:
-        found = np.frombuffer(sources, dtype=np.int64).reshape(len(parts.leaves), -1).copy()
-        found[skip, 0] = 0
-        sources = found.tobytes()
+        described = np.frombuffer(sources, dtype=np.int64).reshape(len(parts.leaves), -1).copy()
+        described[skip, 0] = 0
+        sources = described.tobytes()
     _native.core.pack(parts.table.data, sources, slab.data_ptr(), slab.nbytes)
 
 

@@ -70,10 +70,10 @@ def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> Layo
     Classes inside others are named, too: they would be refused next. The leaf at `index` is always
     named, even if it has other items when it is searched again.
     """
-    found: dict[type, str] = {}
-    _find_unknown(leaves, structure, None, found)
-    found = found or {type(leaves[index]): structure.path(index)}
-    (first, path), *more = found.items()
+    unknown: dict[type, str] = {}
+    _find_unknown(leaves, structure, None, unknown)
+    unknown = unknown or {type(leaves[index]): structure.path(index)}
+    (first, path), *more = unknown.items()
     name = first.__qualname__
     if issubclass(first, np.ndarray | set | frozenset):
         text = f"batch{path} holds tensors in {name}, which cannot be staged; use a list"
@@ -102,7 +102,7 @@ def _line(cls: type) -> str:
 
 
 def _find_unknown(
-    leaves: list[Any], structure: Structure, where: str | None, found: dict[type, str]
+    leaves: list[Any], structure: Structure, where: str | None, unknown: dict[type, str]
 ) -> None:
     """Add the unknown classes that hold tensors, with the path of one object each, and the classes
     inside them.
@@ -110,12 +110,12 @@ def _find_unknown(
     Depth first, in the order of the batch. One object of each class is searched.
     """
     for leaf, path in zip(leaves, structure.paths(), strict=True):
-        if len(found) < _MOST_NAMED and type(leaf) not in found and _is_unknown(leaf):
+        if len(unknown) < _MOST_NAMED and type(leaf) not in unknown and _is_unknown(leaf):
             # Inside an object the first key is an attribute: ['a'][0] means .a[0].
             name, _, rest = path.removeprefix("['").partition("']")
-            found[type(leaf)] = here = path if where is None else f"{where}.{name}{rest}"
+            unknown[type(leaf)] = here = path if where is None else f"{where}.{name}{rest}"
             with suppress(LayoutError):  # it contains itself
-                _find_unknown(*walk(stored_attributes(leaf)), here, found)
+                _find_unknown(*walk(stored_attributes(leaf)), here, unknown)
 
 
 def _is_unknown(leaf: Any) -> bool:

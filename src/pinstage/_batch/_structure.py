@@ -43,15 +43,15 @@ class Structure(_core.Structure):
 
     def paths(self) -> list[str]:
         """Return where each leaf is."""
-        found: list[str] = []
+        paths: list[str] = []
         pending = [""]
         for operation, count, cls, keys in self.nodes():
             path = pending.pop()
             if operation == _LEAF:
-                found.append(path)
+                paths.append(path)
             else:
                 pending += [path + step for step in _steps(operation, count, cls, keys)][::-1]
-        return found
+        return paths
 
     def __reduce__(self) -> tuple[Any, ...]:
         nodes = self.nodes()

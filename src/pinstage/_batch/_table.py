@@ -67,9 +67,8 @@ def _tell_the_extension() -> None:
     samples = {}
     for dtype, code in CODES.items():
         _native.core.add_dtype(code, dtype.itemsize, _FORMATS.get(_NAMES[code], ""))
-        with suppress(
-            RuntimeError, TypeError, NotImplementedError
-        ):  # such tensors are described in Python
+        # Such tensors are described in Python.
+        with suppress(RuntimeError, TypeError, NotImplementedError):
             samples[code] = torch.zeros(ALIGNMENT, dtype=torch.uint8, device="cpu").view(dtype)
     learn_tensors(samples)
 
@@ -211,16 +210,16 @@ class Table(NamedTuple):
 
     def positions(self, *kinds: RowKind) -> list[int]:
         """Return the numbers of the leaves of some kinds."""
-        found: list[int] = _among(kinds)[self.rows["kind"]].nonzero()[0].tolist()
-        return found
+        positions: list[int] = _among(kinds)[self.rows["kind"]].nonzero()[0].tolist()
+        return positions
 
     def by_offset(self, *kinds: RowKind) -> list[int]:
         """Return the numbers of the leaves of some kinds, in the order in which they are stored in
         the slab.
         """
-        found = np.array(self.positions(*kinds), dtype=np.intp)
-        rows = self.rows[found]
-        order: list[int] = found[
+        positions = np.array(self.positions(*kinds), dtype=np.intp)
+        rows = self.rows[positions]
+        order: list[int] = positions[
             np.lexsort((rows["nbytes"], rows["offset"]))
         ].tolist()  # an empty leaf comes first
         return order

@@ -175,9 +175,8 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """
     if tensor.is_nested:
         return [tensor.values()]
-    if (
-        tensor.layout is torch.sparse_coo
-    ):  # torch's manual names both, for tensors that are not coalesced
+    # Torch's manual names both, for tensors that are not coalesced.
+    if tensor.layout is torch.sparse_coo:
         return [
             getattr(tensor, "_indices", tensor.indices)(),
             getattr(tensor, "_values", tensor.values)(),

@@ -153,9 +153,8 @@ class Workers:
         self.persistent = bool(batches._persistent_workers)
         self._index_queues = list(batches._index_queues)
         self._done = batches._workers_done_event
-        self._results = (
-            batches._worker_result_queue
-        )  # kept: a worker that writes must not find it closed
+        # Kept: a worker that writes must not find it closed.
+        self._results = batches._worker_result_queue
         self._forget_pids = _data._utils.signal_handling._remove_worker_pids
 
     def take_over(self, batches: Any, instead: Callable[[], object]) -> None:

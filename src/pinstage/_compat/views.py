@@ -175,9 +175,8 @@ _FUNCTIONS = (
 
 def _addresses() -> tuple[int | None, ...]:
     path = Path(torch.__file__).parent / "lib" / "libtorch_python.so"
-    library = ctypes.CDLL(
-        str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW
-    )  # finds functions of its dependencies, too
+    # Finds functions of its dependencies, too.
+    library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in _FUNCTIONS)
 
 

@@ -82,18 +82,15 @@ class SlabBroker:
         self._loans: dict[int, Loan] = {}  # requests add to it
         self._copying: deque[tuple[int, Fence | None]] = deque()  # any thread appends to it
         self._starved: dict[int, int] = {}  # bytes that each worker waits for
-        self._lending = (
-            threading.Lock()
-        )  # so that workers get slabs one after the other, and none after the end
+        # So that workers get slabs one after the other, and none after the end.
+        self._lending = threading.Lock()
         self._writing = threading.Lock()  # so that a descriptor is right behind its message
-        self._wake_read, self._wake_write = multiprocessing.Pipe(
-            duplex=False
-        )  # open as long as this object exists
+        # Open as long as this object exists.
+        self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)
         os.set_blocking(self._wake_write.fileno(), False)
         self._closing = self._finished = self._leak = self._has_warned = False
-        self._claimed = (
-            threading.Lock()
-        )  # by the thread, or by a `finish` before it has begun; never released
+        # By the thread, or by a `finish` before it has begun; never released.
+        self._claimed = threading.Lock()
         self._gone = threading.Lock()
         self._gone.acquire()
         self._incoming: SendingQueue | None = None
@@ -186,9 +183,8 @@ class SlabBroker:
         incoming = self._incoming
         if incoming is not None:
             incoming.close()
-        if self._gone.acquire(
-            timeout=5.0
-        ):  # longer only if unpickling a user's object does not end
+        # Longer only if unpickling a user's object does not end.
+        if self._gone.acquire(timeout=5.0):
             self._gone.release()
 
     # -- the thread
@@ -287,9 +283,8 @@ class SlabBroker:
             )
 
     def _warn(self, nbytes: int, why: str) -> None:
-        if (
-            not self._has_warned and "interpreter shutdown" not in why
-        ):  # Python 3.12's error at the end
+        # Python 3.12's error at the end.
+        if not self._has_warned and "interpreter shutdown" not in why:
             self._has_warned = True
             what = f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow"
             warn(f"{what}: {why}; see `pinstage doctor`")
@@ -314,9 +309,8 @@ class SlabBroker:
         # doesn't block.
         with contextlib.suppress(OSError), self._writing:  # the worker ended
             channel.send(message)
-            if (
-                fd is not None
-            ):  # right behind the message: the worker reads no further before it has the descriptor
+            # Right behind the message: the worker reads no further before it has the descriptor.
+            if fd is not None:
                 send_descriptor(channel, fd)
 
     # -- a thread for each request

@@ -180,8 +180,8 @@ def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
     ]
     pack(parts, slab, stacked)
     for index in stacked:
-        stand_in, _, found = stacks[id(parts.leaves[index])]
-        _native.core.stack(found, slab.data_ptr() + offsets[index], stand_in.nbytes)
+        stand_in, _, samples = stacks[id(parts.leaves[index])]
+        _native.core.stack(samples, slab.data_ptr() + offsets[index], stand_in.nbytes)
 
 
 def collate_lazily(samples: Any, stacks: Stacks) -> Any:
@@ -195,11 +195,11 @@ def collate_lazily(samples: Any, stacks: Stacks) -> Any:
         return torch.utils.data.default_collate(samples)
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        found = _native.core.alike(batch)
-        if found is None:  # torch handles these samples, or raises its own error
+        samples = _native.core.alike(batch)
+        if samples is None:  # torch handles these samples, or raises its own error
             return collate.collate_tensor_fn(batch)  # type: ignore[no-any-return]
         stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
-        stacks[id(stand_in)] = Stack(stand_in, batch, found)
+        stacks[id(stand_in)] = Stack(stand_in, batch, samples)
         return stand_in
 
     return collate.collate(
@@ -213,11 +213,12 @@ def collates_as_shipped(collate: Any) -> bool:
     """
     others = dict(collate.default_collate_fn_map)
     stacks = others.pop(torch.Tensor, None) in (collate.collate_tensor_fn, stack_privately)
-    found = {getattr(function, "__module__", None) for function in others.values()}
-    return stacks and found <= {
+    modules = {getattr(function, "__module__", None) for function in others.values()}
+    # It stacks TensorDicts, as torch does.
+    return stacks and modules <= {
         collate.__name__,
         "tensordict.tensorclass",
-    }  # it stacks TensorDicts, as torch does
+    }
 
 
 def _in_plain_containers(sample: Any) -> bool:
@@ -227,9 +228,8 @@ def _in_plain_containers(sample: Any) -> bool:
     kind = type(sample)
     if kind in (dict, OrderedDict, defaultdict):
         return all(map(_in_plain_containers, sample.values()))
-    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(
-        kind, "_fields"
-    )  # a subclass may have its own __new__
+    # A subclass may have its own __new__.
+    is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
     if kind in (list, tuple) or is_namedtuple:
         return all(map(_in_plain_containers, sample))
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)

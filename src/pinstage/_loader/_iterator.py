@@ -188,9 +188,8 @@ class Ending:
         self._done = threading.Lock()
         self._done.acquire()
         self.workers = Workers(batches)
-        self.workers.take_over(
-            batches, partial(reaper.tasks.put, self)
-        )  # last: from then on `reap` may be called
+        # Last: from then on `reap` may be called.
+        self.workers.take_over(batches, partial(reaper.tasks.put, self))
 
     def reap(self) -> bool:
         """Begin to end the workers. The reaper calls this when the iterator is gone."""
@@ -292,9 +291,8 @@ class WorkersIterator(LoaderIterator):
             self._sending.advance()
 
     def _fetch(self) -> Any:
-        if (
-            self.closed and self._batches._rcvd_idx != self._batches._send_idx
-        ):  # if not, torch itself finds the end
+        # If not, torch itself finds the end.
+        if self.closed and self._batches._rcvd_idx != self._batches._send_idx:
             raise StopIteration
         try:
             return super()._fetch()
@@ -360,9 +358,8 @@ def start_workers(start: Callable[[], T]) -> T:
 
     def remember(number: int, frame: FrameType | None) -> Any:
         came.append(time.monotonic())
-        if (
-            not _here.workers or came[-1] - came[0] > INSISTED_SECONDS
-        ):  # or an exception left this handler installed
+        # Or an exception left this handler installed.
+        if not _here.workers or came[-1] - came[0] > INSISTED_SECONDS:
             return handler(number, frame)
         return None
 

@@ -128,9 +128,8 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             collate = SlabCollate(
                 self.collate_fn, broker.token, theirs, os.getpid(), limit, keeping
             )
-            if hasattr(
-                self, "load_state_dict"
-            ):  # torchdata's may read batches while its iterator is being made
+            # Torchdata's may read batches while its iterator is being made.
+            if hasattr(self, "load_state_dict"):
                 broker.start()
             batches = self._torchs_iterator(collate)
             unknown = why_loader_cannot_be_taken_over(batches)
@@ -227,9 +226,8 @@ class DataLoader(Staging[T_co]):
     own_storage: OwnStorage
     owner: str
 
-    if (
-        TYPE_CHECKING
-    ):  # torch's arguments by name; at run time, whatever arguments the installed torch takes
+    # Torch's arguments by name; at run time, whatever arguments the installed torch takes.
+    if TYPE_CHECKING:
 
         def __init__(
             self,
@@ -380,9 +378,8 @@ def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
         )
     made = _wrapped(type(loader), settings, vars(loader) | {"_iterator": None})
     slabs = made._slabs  # made now, where the device may be touched
-    if (
-        begun is not None
-    ):  # its state was requested: the pass goes on, since its seed is drawn already
+    # Its state was requested: the pass goes on, since its seed is drawn already.
+    if begun is not None:
         vars(made)["_iterator"] = LoaderIterator(begun, slabs)
         if loader.persistent_workers:
             warn_once(

@@ -158,9 +158,8 @@ class SendingQueue:
     def _allow(self, last: int) -> None:
         self._last = max(self._last, last)
         waits_for = self._waits_for
-        if (
-            waits_for is not None and waits_for <= self._last
-        ):  # again, if need be: an interrupt may have swallowed it
+        # Again, if need be: an interrupt may have swallowed it.
+        if waits_for is not None and waits_for <= self._last:
             self._wake()
 
     # -- the broker's thread
@@ -220,6 +219,5 @@ class SendingQueue:
 
 
 def _batch_in(payload: Any) -> Any:
-    return (
-        payload[0] if isinstance(payload, tuple) else payload
-    )  # torchdata's tuple: (batch, worker, state)
+    # Torchdata's tuple: (batch, worker, state).
+    return payload[0] if isinstance(payload, tuple) else payload

@@ -88,9 +88,8 @@ class Slabs:
     def shared(self) -> SlabPool:
         """Return the pool of the workers' slabs. Makes it first, if needed."""
         with self._lock:
-            if (
-                self.pool is None or not self.pool.memory.is_shared
-            ):  # a pool of passes without workers
+            # A pool of passes without workers.
+            if self.pool is None or not self.pool.memory.is_shared:
                 self._stager = None
                 is_cuda = self.target.device.type == "cuda"
                 memory = (

@@ -52,6 +52,7 @@ def libc() -> Any:
     found.munmap.argtypes = [address, size]
     found.madvise.argtypes = [address, size, number]
     found.syscall.restype = ctypes.c_long
+    # Mbind.
     found.syscall.argtypes = [
         ctypes.c_long,
         address,
@@ -60,7 +61,7 @@ def libc() -> Any:
         address,
         ctypes.c_ulong,
         ctypes.c_uint,
-    ]  # mbind
+    ]
     return found
 
 

@@ -44,9 +44,8 @@ class DeviceEvent(torch.cuda.Event):
         return event
 
     def query(self) -> bool:
-        if (
-            cuda_calls().device() == self.index
-        ):  # `on_device` without a call, since this runs for each batch
+        # `on_device` without a call, since this runs for each batch.
+        if cuda_calls().device() == self.index:
             return bool(_Base.query(self))
         with torch.cuda.device(self.index):
             return bool(_Base.query(self))

@@ -101,10 +101,11 @@ class Growth:
                 del run  # an error that is kept would keep it through this frame
             self._news.get()
         found, self._found = self._found, None
+        # Else it and its traceback would keep each other alive.
         error, self._error = (
             self._error,
             None,
-        )  # else it and its traceback would keep each other alive
+        )
         if error is not None:
             try:
                 raise error
@@ -124,9 +125,8 @@ class Growth:
 
     def synchronize(self) -> None:
         while not self._is_over:
-            time.sleep(
-                _PAUSE_SECONDS
-            )  # not a `threading.Event`: an interrupt may leave its lock locked
+            # Not a `threading.Event`: an interrupt may leave its lock locked.
+            time.sleep(_PAUSE_SECONDS)
         if self._error is not None:
             raise self._error
 

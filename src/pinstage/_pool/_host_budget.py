@@ -228,9 +228,8 @@ class LimitedMemory:
     def look(self) -> None:
         """Check for room again, if that is due."""
         if self.is_due():
-            with contextlib.suppress(
-                HostBudgetError
-            ):  # which would end a request that waits: growing raises it
+            # Which would end a request that waits: growing raises it.
+            with contextlib.suppress(HostBudgetError):
                 _in_folder(self._path, lambda folder: self._note(self._room(folder)))
             self._checked_at = time.monotonic()
 
@@ -349,10 +348,11 @@ class LimitedMemory:
         self._held = held
 
     def _close(self) -> None:
+        # First, so that no other thread closes the same descriptor again.
         file, self._file = (
             self._file,
             -1,
-        )  # first, so that no other thread closes the same descriptor again
+        )
         if file >= 0:
             os.close(file)
 

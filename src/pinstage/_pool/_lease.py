@@ -220,9 +220,8 @@ class Lease:
 
     def _export(self, what: str) -> Any:
         state = self._state
-        if (
-            state.is_forked
-        ):  # page-locked pages may be missing in a child: reading them would end it
+        # Page-locked pages may be missing in a child: reading them would end it.
+        if state.is_forked:
             raise _refusals.forked()
         slab = self._slab
         if slab is None or slab.lease is not self._ref:
@@ -235,9 +234,8 @@ class Lease:
             # arrays.
             exporter.life = np.empty(0)
             views = weakref.ref(exporter.life, slab.put)
-            if (
-                self._exporter is None
-            ):  # again: another thread may have made it; no call comes between
+            # Again: another thread may have made it; no call comes between.
+            if self._exporter is None:
                 self._exporter, slab.views = exporter, views
         return self._exporter
 

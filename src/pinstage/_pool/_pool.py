@@ -221,9 +221,8 @@ class SlabPool:
         with step("acquire"):
             with state.lock:
                 account, sizes = state.accounts[owner], state.sizes
-                if not (
-                    state.closed or state.waiters or state.accounts.have_quotas
-                ):  # case 1 of `PoolState.serve`
+                # Case 1 of `PoolState.serve`.
+                if not (state.closed or state.waiters or state.accounts.have_quotas):
                     limit = reuse_limit(nbytes, state.granularity)
                     for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, limit)]:
                         slab = take_free(state.stacks[size])
@@ -342,9 +341,8 @@ class SlabPool:
             return
         state.closed = True
         state.wake_all()
-        if (
-            state.is_entered()
-        ):  # a finaliser in the middle of a call of this thread: the reaper does the rest
+        # A finaliser in the middle of a call of this thread: the reaper does the rest.
+        if state.is_entered():
             state.tidy_later()
         else:
             for event in state.pending():
@@ -416,9 +414,8 @@ class SlabPool:
                 if not ahead:
                     pause = min(2 * pause, longest_pause)
         finally:
-            if (
-                me in waiters
-            ):  # an interrupt may have come before it was added; `remove` is a single C call
+            # An interrupt may have come before it was added; `remove` is a single C call.
+            if me in waiters:
                 waiters.remove(me)
             state.wake_first()
             account.wait_seconds += waits * (time.monotonic() - start)

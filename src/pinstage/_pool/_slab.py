@@ -274,10 +274,8 @@ def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedM
     for slab in list(slabs):
         try:
             if all(fence.query() for fence in slab.fences()):
-                slab.event, slab.guards = (
-                    None,
-                    (),
-                )  # else events may end in a forked child: a slab is a cycle
+                # Else events may end in a forked child: a slab is a cycle.
+                slab.event, slab.guards = None, ()
                 del slabs[slab]
                 memory.deallocate(slab.block)
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free

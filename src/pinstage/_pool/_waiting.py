@@ -147,9 +147,8 @@ class Accounts(dict[str, Account]):
             if other is account:
                 return 0
             needed = busy[other] + round_up(request.nbytes, self._granularity)
-            if (
-                other.max_bytes is None or needed <= other.max_bytes
-            ):  # else its own limit holds it back
+            # Else its own limit holds it back.
+            if other.max_bytes is None or needed <= other.max_bytes:
                 room = min(room, account.min_bytes - busy[account])
         return room // self._granularity * self._granularity
 

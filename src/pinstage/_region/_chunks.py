@@ -173,9 +173,8 @@ class Chunks:
                     self._advance(chunk[1])
         except BaseException as error:  # noqa: BLE001 - raised by `start` and `wait`
             self._error = error
-            if self.kind and isinstance(
-                error, REFUSALS
-            ):  # not if a thread can't be started at the program's end
+            # Not if a thread can't be started at the program's end.
+            if self.kind and isinstance(error, REFUSALS):
                 self._become_pageable(error)
         finally:
             running.pop(self, None)

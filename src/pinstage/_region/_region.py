@@ -229,10 +229,11 @@ class HostRegion:
             "RegionBytes", (ctypes.c_ubyte * plan.nbytes,), {"__slots__": ("chunks", "life")}
         )
         exporter = bytes_type.from_address(memory.address)
+        # Not the exporter: see `Lease._export`.
         exporter.chunks, exporter.life = (
             self._chunks,
             np.empty(0),
-        )  # not the exporter: see `Lease._export`
+        )
         reaper.watch(exporter.life, self._chunks.reap)
         self._exporter = exporter
 
@@ -311,9 +312,8 @@ class HostRegion:
                 "HostRegion.empty_like(tree), or tensor()"
             )
         structure, leaves, _ = self._plan.nest
-        views = {
-            id(place): self._view(place) for place in leaves if isinstance(place, Place)
-        }  # tied tensors share one
+        # Tied tensors share one.
+        views = {id(place): self._view(place) for place in leaves if isinstance(place, Place)}
         return structure.rebuild([views.get(id(leaf), leaf) for leaf in leaves])
 
     def _view(self, place: Place) -> torch.Tensor:

@@ -136,9 +136,8 @@ class Reading:
             del _threads[until_the_end]
             return
         self._pid = os.getpid()
-        for _ in range(
-            self._depth - 1
-        ):  # `advance` adds one when the loop has taken the batch that is ready
+        # `advance` adds one when the loop has taken the batch that is ready.
+        for _ in range(self._depth - 1):
             self.advance()
 
     def get(self) -> Any:
@@ -212,9 +211,8 @@ class Reading:
         if self._is_stopped:
             self._ready.put(_Stopped())
             if self.is_left:
-                del (
-                    self._read
-                )  # perhaps the last reference to a generator: closing it runs the source's code
+                # Perhaps the last reference to a generator: closing it runs the source's code.
+                del self._read
             return False
         read: tuple[Any, Any] | BaseException | None = None
         try:
@@ -308,9 +306,8 @@ def _end() -> None:
         reading.stop()
     if _are_left() and sys.version_info < (3, 14):
         for _, reading in _readings():
-            if (
-                reading not in running
-            ):  # the exception ends a loop over calls of torch between two calls
+            # The exception ends a loop over calls of torch between two calls.
+            if reading not in running:
                 thread, error = ctypes.c_ulong(reading.thread), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
         _are_left()

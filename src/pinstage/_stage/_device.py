@@ -493,9 +493,8 @@ class CudaTarget(Target):
         if event is not None:
             event.wait(consumer)
         for tensor in tensors:
-            if (
-                tensor.is_cuda
-            ):  # or the allocator could reuse the block while the consumer still uses it
+            # Or the allocator could reuse the block while the consumer still uses it.
+            if tensor.is_cuda:
                 tensor.record_stream(consumer)
 
     def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:
@@ -509,9 +508,8 @@ class CudaTarget(Target):
         """See `Target`."""
         index = self.device.index
         stream = self._cuda.raw_stream(index)
-        if self._cuda.device() != index or (
-            stream and torch.cuda.is_current_stream_capturing()
-        ):  # 0 is never captured
+        # 0 is never captured.
+        if self._cuda.device() != index or (stream and torch.cuda.is_current_stream_capturing()):
             return None
         if self._marks and not self.has_room():  # queries events, which would break a capture
             return None
@@ -536,9 +534,8 @@ class CudaTarget(Target):
             with on_stream(stream):
                 for there, here, owned in copies:
                     here.copy_(there, non_blocking=True)
-                    if (
-                        owned
-                    ):  # freed when this call returns; the allocator has to wait for the copy
+                    # Freed when this call returns; the allocator has to wait for the copy.
+                    if owned:
                         there.record_stream(stream)
             event = self.record(stream)
         except BaseException:

@@ -234,9 +234,13 @@ class Destinations:
             groups[self.leaves[index].dtype].append(index)
         one_by_one = []
         for index in self._by_torch:
-            place, leaf = self.leaves[index], leaves[index]
-            if _is_plain(place) and _is_dense(place) and place.stride() == leaf.stride():
-                groups[place.dtype, leaf.dtype].append(index)
+            destination, leaf = self.leaves[index], leaves[index]
+            if (
+                _is_plain(destination)
+                and _is_dense(destination)
+                and destination.stride() == leaf.stride()
+            ):
+                groups[destination.dtype, leaf.dtype].append(index)
             else:
                 one_by_one.append(index)
         for group in groups.values():
@@ -295,66 +299,69 @@ def unwrapped(leaf: Any) -> Any:
     return leaf.obj if type(leaf) in WRAPPERS else leaf
 
 
-def _check(parts: Parts, index: int, place: Any, device: torch.device) -> None:
+def _check(parts: Parts, index: int, destination: Any, device: torch.device) -> None:
     """Raise if a leaf can't be copied to its destination."""
-    why = _why_not(as_tensor(unwrapped(parts.leaves[index])), place, device)
+    why = _why_not(as_tensor(unwrapped(parts.leaves[index])), destination, device)
     if why is not None:
         path = parts.structure.path(index)
         raise LayoutError(f"out{path} {why}", path)
 
 
-def _why_not(source: Any, place: Any, device: torch.device) -> str | None:
+def _why_not(source: Any, destination: Any, device: torch.device) -> str | None:
     """Return why a leaf can't be copied to a destination, and what to do; None if it can."""
-    if not isinstance(place, torch.Tensor):
-        return f"is a {type(place).__name__}, but the batch has a tensor there; pass a tensor"
+    if not isinstance(destination, torch.Tensor):
+        return f"is a {type(destination).__name__}, but the batch has a tensor there; pass a tensor"
     if not isinstance(source, torch.Tensor):
         return (
             f"cannot take a {type(source).__name__}, which moves by its own .to(); register_node() "
             "its class, or leave it out of both"
         )
-    if source.is_nested or place.is_nested:
+    if source.is_nested or destination.is_nested:
         return "is, or would take, a nested tensor; pass its values and offsets"
-    if place.shape != source.shape:
+    if destination.shape != source.shape:
         return (
-            f"has shape {list(place.shape)}, but the batch has {list(source.shape)} there; pass "
-            "that shape"
+            f"has shape {list(destination.shape)}, but the batch has {list(source.shape)} there; "
+            "pass that shape"
         )
-    if place.device != device:
+    if destination.device != device:
         return (
-            f"is on {place.device}, but the call writes to {device}; pass a tensor on that device"
+            f"is on {destination.device}, but the call writes to {device}; pass a tensor on that "
+            "device"
         )
-    if place.requires_grad and torch.is_grad_enabled():
+    if destination.requires_grad and torch.is_grad_enabled():
         return (
             "requires grad, and grad mode is on; call under torch.no_grad(), or pass its detach()"
         )
-    if place.layout is not source.layout:
+    if destination.layout is not source.layout:
         return (
-            f"has layout {place.layout}, but the batch has {source.layout} there; pass that layout"
+            f"has layout {destination.layout}, but the batch has {source.layout} there; pass that "
+            "layout"
         )
-    if _is_expanded(place):
+    if _is_expanded(destination):
         return (
-            f"is expanded: shape {list(place.shape)}, stride {list(place.stride())}; pass elements "
-            "with own memory"
+            f"is expanded: shape {list(destination.shape)}, stride {list(destination.stride())}; "
+            "pass elements with own memory"
         )
-    if place.dtype is not source.dtype and not _can_cast(source.dtype, place.dtype, device):
+    if destination.dtype is not source.dtype and not _can_cast(
+        source.dtype, destination.dtype, device
+    ):
         return (
-            f"has {place.dtype}, and torch can't cast the batch's {source.dtype} to it; pass a "
-            "tensor of that dtype"
+            f"has {destination.dtype}, and torch can't cast the batch's {source.dtype} to it; pass "
+            "a tensor of that dtype"
         )
     return None
 
 
-def _is_expanded(place: torch.Tensor) -> bool:
-    steps = place.stride() if place.layout is torch.strided else ()
-    return any(step == 0 and size > 1 for step, size in zip(steps, place.shape, strict=False))
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    steps = tensor.stride() if tensor.layout is torch.strided else ()
+    return any(step == 0 and size > 1 for step, size in zip(steps, tensor.shape, strict=False))
 
 
 @cache
 def _can_cast(source: torch.dtype, destination: torch.dtype, device: torch.device) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of complex numbers that lose a part; the copy warns of it, too
+        # Of complex numbers that lose a part; the copy warns of it, too.
+        warnings.simplefilter("ignore")
         try:
             torch.empty(1, dtype=destination, device=device).copy_(
                 torch.empty(1, dtype=source, device=device)
@@ -364,16 +371,16 @@ def _can_cast(source: torch.dtype, destination: torch.dtype, device: torch.devic
     return True
 
 
-def _is_plain(place: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's bytes are its values: it isn't sparse, a subclass, or lazily
     conjugated or negated.
     """
-    is_known = type(place) in (torch.Tensor, torch.nn.Parameter) and place.layout is torch.strided
-    return is_known and not (place.is_quantized or any(_lazy_flags(place)))
+    is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return is_known and not (tensor.is_quantized or any(_lazy_flags(tensor)))
 
 
-def _lazy_flags(place: torch.Tensor) -> tuple[bool, bool]:
-    return place.is_conj(), place.is_neg()
+def _lazy_flags(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def _reaches(tensor: torch.Tensor, nbytes: int) -> bool:
@@ -382,23 +389,23 @@ def _reaches(tensor: torch.Tensor, nbytes: int) -> bool:
     return tensor.data_ptr() + nbytes <= storage.data_ptr() + storage.nbytes()
 
 
-def _is_dense(place: torch.Tensor) -> bool:
-    return dense_stride(tuple(place.shape), place.stride())
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return dense_stride(tuple(tensor.shape), tensor.stride())
 
 
-def span_of(place: torch.Tensor) -> Span:
+def span_of(tensor: torch.Tensor) -> Span:
     """Return the range of a tensor's memory."""
-    if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):
+    if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
         return -1, -1
     try:
-        start = place.data_ptr()
+        start = tensor.data_ptr()
     except RuntimeError:  # a subclass without memory of its own
         return -1, -1
-    if not start and place.numel():  # on meta, or in other tensors, as in a quantised weight
+    if not start and tensor.numel():  # on meta, or in other tensors, as in a quantised weight
         return -1, -1
-    steps = zip(place.shape, place.stride(), strict=True)
-    reach = sum((size - 1) * step for size, step in steps) + 1 if place.numel() else 0
-    return start, start + reach * place.itemsize
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * step for size, step in steps) + 1 if tensor.numel() else 0
+    return start, start + reach * tensor.itemsize
 
 
 def overlap(tensors: list[Any], others: list[Any]) -> list[bool]:
@@ -413,10 +420,10 @@ def overlap(tensors: list[Any], others: list[Any]) -> list[bool]:
     return result
 
 
-def key_of(place: torch.Tensor) -> Any:
+def key_of(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors of the same elements in memory."""
-    start, _ = span_of(place)
-    return id(place) if start < 0 else (start, place.dtype, place.shape, place.stride())
+    start, _ = span_of(tensor)
+    return id(tensor) if start < 0 else (start, tensor.dtype, tensor.shape, tensor.stride())
 
 
 def overlapping(spans: list[Span]) -> list[int]:
@@ -479,43 +486,43 @@ def with_own_copies(parts: Parts, device: torch.device) -> Parts:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def copy_all(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy tensors of one dtype to others of one dtype and device, bit for bit if the dtypes are
     the same.
     """
-    dtype = places[0].dtype
+    dtype = destinations[0].dtype
     if dtype is sources[0].dtype and dtype not in COPIED_AS_THEY_ARE:
-        places, sources = [*map(as_integers, places)], [*map(as_integers, sources)]
-    _write(copy_each, places, sources)
+        destinations, sources = [*map(as_integers, destinations)], [*map(as_integers, sources)]
+    _write(copy_each, destinations, sources)
 
 
-def copy_one(place: torch.Tensor, source: torch.Tensor) -> None:
+def copy_one(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy any tensor to another one of its shape and device, bit for bit if both are plain and of
     one dtype.
     """
-    if _is_plain(place):
-        copy_all([place], [source])
+    if _is_plain(destination):
+        copy_all([destination], [source])
     else:
-        _write(lambda places, sources: places[0].copy_(sources[0]), [place], [source])
+        _write(lambda places, sources: places[0].copy_(sources[0]), [destination], [source])
 
 
 def _write(
-    copy: Callable[..., Any], places: list[torch.Tensor], sources: list[torch.Tensor]
+    copy: Callable[..., Any], destinations: list[torch.Tensor], sources: list[torch.Tensor]
 ) -> None:
     """Let torch write tensors, whatever mode they were made in."""
     try:
         with torch.no_grad():
-            copy(places, sources)
-    except (
-        RuntimeError
-    ):  # asked afterwards, since asking a thousand tensors takes a tenth of a millisecond
-        if torch.is_inference_mode_enabled() or not any(map(torch.Tensor.is_inference, places)):
+            copy(destinations, sources)
+    # Asked afterwards, since asking a thousand tensors takes a tenth of a millisecond.
+    except RuntimeError:
+        if torch.is_inference_mode_enabled() or not any(
+            map(torch.Tensor.is_inference, destinations)
+        ):
             raise
         with torch.inference_mode():
-            copy(places, sources)
-        torch.autograd.graph.increment_version(
-            places
-        )  # inference mode counts no changes of other tensors
+            copy(destinations, sources)
+        # Inference mode counts no changes of other tensors.
+        torch.autograd.graph.increment_version(destinations)
 
 
 def note_written(error: BaseException, paths: Iterable[str]) -> None:

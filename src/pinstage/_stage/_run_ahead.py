@@ -54,9 +54,8 @@ class RunAhead:
 
     def __init__(self, most: int = RUN_AHEAD) -> None:
         self._most = most
-        self._used: defaultdict[Any, deque[Fence | None]] = defaultdict(
-            deque
-        )  # by stream, batch by batch
+        # By stream, batch by batch.
+        self._used: defaultdict[Any, deque[Fence | None]] = defaultdict(deque)
 
     def bound(self, event: Fence | None, stream: Any = None) -> None:
         """Wait until a stream has only the work of the last `most` batches to do. Called once for

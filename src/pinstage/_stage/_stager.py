@@ -548,9 +548,8 @@ class Stager:
                 with a depth of 0, or over a loader that Accelerate prepared.
         """
         check_depth(depth)
-        pinned = (
-            is_read_as_torch_does(source) and source.pin_memory
-        )  # new buffers each time, never written again
+        # New buffers each time, never written again.
+        pinned = is_read_as_torch_does(source) and source.pin_memory
         sender = replace(self._sender, borrows=pinned or self._sender.borrows, run_ahead=None)
         return prefetcher_of(sender.begin, self._target, source, depth, background)
 

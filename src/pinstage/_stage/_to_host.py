@@ -332,9 +332,8 @@ class Fetcher:
             return self._begin(plan, _NO_BYTES) if plan.direct else Copied(_NO_BYTES, None, 0)
         lease = self.acquire(nbytes)
         after: Fence | None = self._streams(plan)
-        guard_until_release(
-            lease, after
-        )  # an interrupt may come before the release, and before a copy's event
+        # An interrupt may come before the release, and before a copy's event.
+        guard_until_release(lease, after)
         try:
             copied = self._begin(plan, lease.tensor())
             after = copied.event
@@ -424,9 +423,9 @@ class _Plan(NamedTuple):
                 HostCopy(_bytes_of(leaves[index]), here[offset : offset + nbytes], owned=False)
             )
         for index in (index for index in self.direct if leaves[index].device == device):
-            there, place = _bytes_of(leaves[index]), _bytes_of(self.direct[index])
+            there, destination = _bytes_of(leaves[index]), _bytes_of(self.direct[index])
             pieces += [
-                HostCopy(there[a:b], place[a:b], owned=False)
+                HostCopy(there[a:b], destination[a:b], owned=False)
                 for a, b in pieces_of(self.direct[index])
             ]
         return pieces
@@ -490,8 +489,8 @@ def _direct(
         return direct
     share = overlap(list(direct.values()), sources)
     return {
-        index: place
-        for (index, place), shares in zip(direct.items(), share, strict=True)
+        index: tensor
+        for (index, tensor), shares in zip(direct.items(), share, strict=True)
         if not shares
     }
 

@@ -316,9 +316,8 @@ def _move(thing: Any, device: torch.device) -> Any:
             f"pinstage.register_node({cls.__qualname__}) packs them with the rest"
         )
     moved = thing.to(device)
-    return (
-        thing if moved is None else moved
-    )  # as Lightning does for a to() that doesn't return the object
+    # As Lightning does for a to() that doesn't return the object.
+    return thing if moved is None else moved
 
 
 def move_others(target: Target, structure: Structure, table: Table, others: list[Any]) -> Moved:

@@ -228,10 +228,10 @@ class Destination:
         """
         is_unknown = name in self._samples and self._samples[name][1] is None
         ends_group = is_unknown or name in self._overlapping
-        place = self.local(name)
-        if place.layout is torch.strided:  # the copy replaces the parts of a sparse one
-            place = place.detach()
-        return Write(name, part, place, self.keys[name], ends_group)
+        destination = self.local(name)
+        if destination.layout is torch.strided:  # the copy replaces the parts of a sparse one
+            destination = destination.detach()
+        return Write(name, part, destination, self.keys[name], ends_group)
 
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Raise an error if a tensor was overwritten after it was read. Call it when a group is
@@ -346,9 +346,8 @@ class Destination:
             for placement, index, count in zip(
                 tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True
             ):
-                if (
-                    placement.is_shard()
-                ):  # as torch.chunk splits; a second shard splits the part of the first
+                # As torch.chunk splits; a second shard splits the part of the first.
+                if placement.is_shard():
                     size = source.shape[placement.dim]
                     begin = min(index * -(-size // count), size)
                     source = source.narrow(
@@ -414,9 +413,8 @@ def _line(what: str, names: list[str]) -> str:
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    module = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # if it isn't loaded, there are no DTensors
+    # If it isn't loaded, there are no DTensors.
+    module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 

@@ -38,7 +38,7 @@ class Write(NamedTuple):
     name: str
     """For errors."""
     source: Any
-    place: torch.Tensor
+    destination: torch.Tensor
     key: Any = None
     """Writes with the same key are in different groups: the later one counts."""
     ends_group: bool = False
@@ -211,7 +211,7 @@ class _Groups:
         """Let threads begin to pack a group, and send the group before."""
         numbered = {(write.name, number): write for number, write in enumerate(group)}
         parts = take_apart({key: write.source for key, write in numbered.items()})
-        out = {key: write.place for key, write in numbered.items()}
+        out = {key: write.destination for key, write in numbered.items()}
         try:
             started = self._writer.start(parts, out, SMALL_BYTES, timeout=0)
         except AcquireTimeoutError:
@@ -272,20 +272,20 @@ def _cut(write: Write, most: int) -> Iterator[tuple[Write, int]]:
     Yields:
         Pieces of at most `most` bytes, and the bytes of each.
     """
-    tensor, place = as_tensor(write.source), write.place
+    tensor, destination = as_tensor(write.source), write.destination
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
-    if place.layout is not torch.strided or hasattr(place, "__tensor_flatten__"):
+    if destination.layout is not torch.strided or hasattr(destination, "__tensor_flatten__"):
         yield write._replace(source=Whole(tensor)), 0  # moves by its own .to(), so it needs no slab
     elif tensor.nbytes <= most or not dims:
         yield write._replace(source=tensor), tensor.nbytes
     else:
-        dim = max(dims, key=place.stride)
+        dim = max(dims, key=destination.stride)
         size = tensor.shape[dim]
         rows = max(1, size * most // tensor.nbytes)
         for start in range(0, size, rows):
             count = min(rows, size - start)
-            source, there = tensor.narrow(dim, start, count), place.narrow(dim, start, count)
-            yield from _cut(write._replace(source=source, place=there), most)
+            source, there = tensor.narrow(dim, start, count), destination.narrow(dim, start, count)
+            yield from _cut(write._replace(source=source, destination=there), most)
 
 
 def _bytes_of(source: Any) -> int:
@@ -308,11 +308,12 @@ def _with_own_sources(writes: list[Write]) -> list[Write]:
     """Copy the sources that share memory with a destination, since earlier groups would change
     them.
     """
-    device = writes[0].place.device
+    device = writes[0].destination.device
     tensors = [as_tensor(write.source) for write in writes]
     near = [number for number, tensor in enumerate(tensors) if tensor.device == device]
     share = overlap(
-        [tensors[number] for number in near], [write.place for write in writes] if near else []
+        [tensors[number] for number in near],
+        [write.destination for write in writes] if near else [],
     )
     for number, shares in zip(near, share, strict=True):
         if shares:

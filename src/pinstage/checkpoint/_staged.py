@@ -81,9 +81,8 @@ class StagedState(dict[str, Any]):
     def __init__(self, content: Content, slab: StagedBytes | None) -> None:
         state = content.over(None if slab is None else slab.memory)
         super().__init__(state)
-        self.__dict__.update(
-            getattr(state, "__dict__", {})
-        )  # the `_metadata` of a module's state dict
+        # The `_metadata` of a module's state dict.
+        self.__dict__.update(getattr(state, "__dict__", {}))
         self._content: Content | None = content
         self._slab = slab
 

@@ -288,9 +288,8 @@ def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus) -> SlabCopy:
         ps.Layout.of(batch)
     except ps.errors.LayoutError as reason:
         error = str(reason)
-    on_host = {
-        id(place.leaf): place.leaf for place in found if str(place.leaf.device) == "cpu"
-    }  # aliases count once
+    # Aliases count once.
+    on_host = {id(place.leaf): place.leaf for place in found if str(place.leaf.device) == "cpu"}
     staged = [leaf for leaf in on_host.values() if _becomes_tensor(leaf)]
     packed = [leaf for leaf in staged if _is_packable(leaf)]
     layout = ps.Layout.of(packed)
@@ -320,9 +319,8 @@ def _kept(layout: ps.Layout) -> tuple[int, int]:
 def _is_packable(leaf: Leaf) -> bool:
     try:
         return bool(ps.Layout.of([leaf]).slots)
-    except (
-        ps.errors.LayoutError
-    ):  # a numeric array without a dtype in torch: the whole batch's error names it
+    # A numeric array without a dtype in torch: the whole batch's error names it.
+    except ps.errors.LayoutError:
         return False
 
 

@@ -91,9 +91,8 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
 
 
 def _best_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
-    synchronise = partial(
-        torch.get_device_module(device).synchronize, device
-    )  # does nothing for the CPU
+    # Does nothing for the CPU.
+    synchronise = partial(torch.get_device_module(device).synchronize, device)
     took: list[float] = []
     started = time.perf_counter()
     while len(took) < _LEAST_REPEATS or (

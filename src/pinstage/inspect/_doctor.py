@@ -234,9 +234,10 @@ def save_plot(
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
+    # Without pyplot, which looks for a display and keeps state.
     from matplotlib.figure import (
         Figure,
-    )  # without pyplot, which looks for a display and keeps state
+    )
 
     directions = list(dict.fromkeys(point.direction for point in points))
     sizes = sorted({point.nbytes for point in points})

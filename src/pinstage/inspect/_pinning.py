@@ -85,9 +85,8 @@ class Pinning:
     """The effect of ``pin_memory=True`` on each leaf."""
 
     pinned: tuple[bool, ...]  # for each leaf, whether it would be page-locked
-    stopped_by: tuple[
-        str | None, ...
-    ]  # for each leaf, the name of the type that stops torch; None if pinned
+    # For each leaf, the name of the type that stops torch; None if pinned.
+    stopped_by: tuple[str | None, ...]
     error: str | None = None  # the error that would be raised instead
 
 
@@ -99,9 +98,8 @@ def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
     """
     _, seen, error = _ask(batch)
     on_device = next((tensor for tensor in seen if tensor.device.type != "cpu"), None)
-    if (
-        error is None and on_device is not None
-    ):  # the call that was not carried out would have raised this
+    # The call that was not carried out would have raised this.
+    if error is None and on_device is not None:
         error = (
             f"RuntimeError: cannot pin a tensor on {on_device.device}: only CPU tensors can be "
             "pinned"

@@ -27,9 +27,8 @@ class Line(NamedTuple):
 
 
 class TextTable(NamedTuple):
-    columns: Sequence[
-        str
-    ]  # the head; a name that begins with ">" marks a column of numbers, aligned right
+    # The head; a name that begins with ">" marks a column of numbers, aligned right.
+    columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     title: str = ""
     styles: Sequence[str] = ()  # one for each row; empty if there are no styles

@@ -96,9 +96,8 @@ def _import(name: str) -> ModuleType:
         if not name.endswith(".py"):
             return importlib.import_module(name)
         path = Path(name)
-        spec: Any = importlib.util.spec_from_file_location(
-            path.stem, path
-        )  # never None for a .py file
+        # Never None for a .py file.
+        spec: Any = importlib.util.spec_from_file_location(path.stem, path)
         module: ModuleType = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module  # dataclasses and pickle look up a class's module
         sys.path.insert(0, str(path.parent.resolve()))

@@ -49,9 +49,8 @@ def _flatten(td: Any) -> tuple[Any, Any, Any]:
     keys = tuple(td.keys())
     names = tuple(td.names) if any(name is not None for name in td.names) else None
     values = (td.get(key) for key in keys)
-    kept = ps.on_host(
-        (td.batch_size, td.device)
-    )  # as variable from batch to batch as the shapes of tensors
+    # As variable from batch to batch as the shapes of tensors.
+    kept = ps.on_host((td.batch_size, td.device))
     return (*values, kept), (keys, names, td.is_locked), (*map(str, keys), "rest")
 
 

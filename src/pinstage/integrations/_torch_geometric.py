@@ -25,9 +25,8 @@ def nodes(cls: Any) -> Any:
     if not issubclass(cls, BaseData):
         return None
     if issubclass(cls, Batch) and type(cls) is not type(Batch):
-        copyreg.pickle(
-            type(cls), _reduce_batch_class
-        )  # made in a function: it can't be found by name
+        # Made in a function: it can't be found by name.
+        copyreg.pickle(type(cls), _reduce_batch_class)
 
     def unflatten(children: Any, _: None) -> Any:
         *mappings, (attributes, stores) = children

@@ -54,9 +54,8 @@ class TrainerLoaders:
             stager = ps.Stager(
                 device, **{name: value for name, value in options.items() if name != "depth"}
             )
-        stager.prefetch(
-            (), depth=options["depth"]
-        )  # checks the only option that a stager doesn't have
+        # Checks the only option that a stager doesn't have.
+        stager.prefetch((), depth=options["depth"])
         self.stager = stager
         self._counters: list[Any] = []
         """The counters of all wrapped loaders, including those that were freed."""

@@ -132,9 +132,8 @@ class StageBatches(Callback):
             loaders = self._loaders = TrainerLoaders(device, self._options, in_workers=in_workers)
         loaders.validates_while_training(stage == "fit" and trainer.enable_validation)
 
-        @wraps(
-            pl_module.transfer_batch_to_device
-        )  # so that Lightning doesn't take it for the user's hook
+        # So that Lightning doesn't take it for the user's hook.
+        @wraps(pl_module.transfer_batch_to_device)
         def transfer(batch: Any, device: torch.device, dataloader_idx: int) -> Any:  # noqa: ARG001
             return loaders.to_device(batch)
 

@@ -37,9 +37,8 @@ class Stage(BaseNode[Any]):
         super().reset(initial_state)
         self.source.reset(None if initial_state is None else initial_state["source"])
         self._state = self.source.state_dict()
-        self._states: deque[dict[str, Any]] = (
-            deque()
-        )  # of the source, after each batch that was read ahead
+        # Of the source, after each batch that was read ahead.
+        self._states: deque[dict[str, Any]] = deque()
         self._batches = iter(self.stager.prefetch(self._read(), depth=self.depth))
 
     def next(self) -> Any:

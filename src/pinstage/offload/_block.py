@@ -142,9 +142,8 @@ class OffloadedBlock:
         self.source: torch.Tensor | None = None
         self.here: torch.Tensor | None = None
         ends = [event for event in (after, target.out_stream) if event is not None]
-        self.event: Fence | None = (
-            EventGroup(ends) if ends else None
-        )  # an interrupt may come before the next one
+        # An interrupt may come before the next one.
+        self.event: Fence | None = EventGroup(ends) if ends else None
         _leases[id(self)] = lease
         self.here = lease.tensor()
         self.event = target.to_host(
@@ -189,9 +188,8 @@ class OffloadedBlock:
         self.here = None
         lease = _leases.pop(id(self), None)
         if lease is not None:
-            with contextlib.suppress(
-                ForkedPoolError
-            ):  # a forked child collected the parent's graph
+            # A forked child collected the parent's graph.
+            with contextlib.suppress(ForkedPoolError):
                 lease.release(after=self.event)
 
 

@@ -185,9 +185,8 @@ def optimizer_state(
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``, or `pool` is not a `SlabPool`.
         ValueError: a negative size.
     """
-    optimizer = getattr(
-        optimizer, "optimizer", optimizer
-    )  # in Accelerate's wrapper, or Lightning's
+    # In Accelerate's wrapper, or Lightning's.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"cannot offload the state of a {type(optimizer).__name__}: pass an optimizer of "

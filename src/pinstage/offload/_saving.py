@@ -77,9 +77,8 @@ class Saving:
             scheduler = OffloadScheduler(
                 shared_targets.of(device), self.max_device_bytes, self.counters
             )
-            scheduler = self._schedulers.setdefault(
-                device, scheduler
-            )  # another thread may have made one
+            # Another thread may have made one.
+            scheduler = self._schedulers.setdefault(device, scheduler)
         return scheduler
 
 
@@ -156,9 +155,8 @@ class save_on_cpu:  # noqa: N801 - torch's name
                 "save_on_cpu cannot be entered in a function that torch.compile compiles; call "
                 "the compiled function inside the block"
             )
-        if (
-            not self._is_hidden and "torch._dynamo" in sys.modules
-        ):  # if not, `disable` would import it: 1 s
+        # If not, `disable` would import it: 1 s.
+        if not self._is_hidden and "torch._dynamo" in sys.modules:
             hide: Callable[[Any], Any] = torch.compiler.disable
             self._hooks = saved_tensors_hooks(hide(self._saving.pack), hide(self._saving.unpack))
             self._is_hidden = True

@@ -358,8 +358,7 @@ class OffloadScheduler:
         """Drop blocks that were copied back and not requested."""
         for seq in seqs:
             block = self._ahead.pop(seq, None)
-            if (
-                block is not None and block.arrival is not None
-            ):  # if freed, its bytes are in `dropped`
+            # If freed, its bytes are in `dropped`.
+            if block is not None and block.arrival is not None:
                 self._ahead_bytes -= block.nbytes
                 block.drop_arrival()

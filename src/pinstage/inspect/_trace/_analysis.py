@@ -77,9 +77,8 @@ class Analysis:
         # The profiler's cost for each operator or range. A call of CUDA costs twice as much.
         self.event_seconds = EVENT_UNITS * _profiler_unit(loop)
         busy = union(kernels.get(self.device, EMPTY), gap=_GAP)
-        self.figures = _figures(
-            events, loop, copies, self.device, busy, self.event_seconds
-        )  # of each step
+        # Of each step.
+        self.figures = _figures(events, loop, copies, self.device, busy, self.event_seconds)
         self.seconds = float(
             (self.figures["start"] + self.figures["seconds"]).max() - self.figures["start"][0]
         )
@@ -126,9 +125,8 @@ class _Copies(Events):
     def __init__(self, events: Events, ways: Sequence[tuple[str, str]]) -> None:
         super().__init__(events.of(COPY).rows)
         self.seconds = self.spans[:, 1] - self.spans[:, 0]
-        self.direction, self.memory = (
-            np.array(ways, dtype=object).reshape(-1, 2).T
-        )  # of the host: pageable, pinned
+        # Of the host: pageable, pinned.
+        self.direction, self.memory = np.array(ways, dtype=object).reshape(-1, 2).T
 
 
 def _figures(
@@ -154,13 +152,11 @@ def _figures(
         "kernel_seconds": busy,  # a kernel ran, or the next one of a full queue was about to
         "staging_seconds": staging,  # the host was staging, or a copy to the device ran
         "stall_seconds": stalls,  # of that, without a kernel: the GPU waits for staging
-        "synchronise_seconds": subtract(
-            union(loop.of(_events.CALL_SYNCHRONISE).spans), staging
-        ),  # the host waited for the device, outside staging
+        # The host waited for the device, outside staging.
+        "synchronise_seconds": subtract(union(loop.of(_events.CALL_SYNCHRONISE).spans), staging),
         "wait_seconds": union(waits),  # the loop waited for its loader
-        "idle_wait_seconds": union(
-            idle
-        ),  # of that, until the first operator, such as in unpickling the batch
+        # Of that, until the first operator, such as in unpickling the batch.
+        "idle_wait_seconds": union(idle),
         "host_staging_seconds": host,  # the loop's thread was staging
         # The loop's thread was in operators and calls that copy to the host.
         "download_seconds": downloads,

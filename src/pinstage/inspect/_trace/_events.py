@@ -259,9 +259,8 @@ class Trace:
                     f"{self.path} isn't a trace of the PyTorch profiler: event {number:,} "
                     f"({category}) has no usable {error!s:.100}"
                 ) from error
-        self.events = Events(
-            np.array(self._rows, dtype=np.float64).reshape(-1, 6)
-        )  # in the order of the file
+        # In the order of the file.
+        self.events = Events(np.array(self._rows, dtype=np.float64).reshape(-1, 6))
         if not len(self.events.of(KERNEL, COPY, *CALLS)):
             raise TraceError(
                 f"{file.shown} holds no event of a GPU; record the loop on a GPU with activities="

@@ -58,9 +58,8 @@ class Packing:
         self.step_seconds = middle("seconds")  # in the trace
         self.kernel_seconds = middle("kernel_seconds")  # a step cannot be shorter
         self.stall_seconds = middle("stall_seconds")  # of staging, in the trace: no kernel runs
-        self.waits_for_device = bool(
-            middle("synchronise_seconds") or middle("downloads")
-        )  # in each step
+        # In each step.
+        self.waits_for_device = bool(middle("synchronise_seconds") or middle("downloads"))
         waited = middle("idle_wait_seconds")  # for worker processes, which set the pace
         self.waits_for_loader = analysis.has_workers and waited > max(
             _WAITING * self.step_seconds, _WAITING_SECONDS
@@ -69,9 +68,8 @@ class Packing:
         self.is_measured = self.leaves <= MOST_LEAVES and self.nbytes <= MOST_BYTES
         bus_rate = bus.pinned * 1e9 if bus else analysis.fastest_pinned
         self.bytes_per_second = min(bus_rate or cost.bytes_per_second, cost.bytes_per_second)
-        self.packed_seconds = cost.seconds(
-            self.leaves, self.nbytes, self.bytes_per_second
-        )  # as one slab
+        # As one slab.
+        self.packed_seconds = cost.seconds(self.leaves, self.nbytes, self.bytes_per_second)
         # The profiler's part of a step, and its staging. If the host waits for the device, only
         # while that is idle.
         self.profiler_seconds = middle(
