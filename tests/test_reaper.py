@@ -1,11 +1,15 @@
 """The thread that does deferred work of finalisers."""
 
+import _thread
 import subprocess
+import time
 
+import pytest
 import warm
-from doubles import ManualEvent, wait_until
+from doubles import Gate, Interrupts, ManualEvent, claim_in_child, wait_until
 
-from pinstage._reaper import Reaper
+from pinstage import _reaper
+from pinstage._reaper import Reaper, uninterrupted
 
 
 class Waiting:
@@ -35,6 +39,66 @@ def test_a_task_that_waits_holds_up_no_other():
         reaper.tasks.put(Counted(done))
     wait_until(lambda: len(done) == 2000)
     event.finish()
+
+
+def test_a_second_thread_ends_no_first_one():
+    """Two threads that start a reaper at once may start two threads of its own."""
+    reaper, gate, done = Reaper(), Gate(), []
+
+    class Slow(Counted):
+        def reap(self):
+            gate.pass_through()
+            return super().reap()
+
+    reaper.start()
+    reaper.tasks.put(Slow(done))
+    gate.wait_for_arrival()
+    _thread.start_new_thread(reaper._serve, ())
+    reaper.tasks.put(Counted(done))
+    gate.open()
+    wait_until(lambda: len(done) == 2)
+    reaper.tasks.put(Counted(done))
+    wait_until(lambda: len(done) == 3)
+
+
+def test_a_child_reaps_its_copies_of_objects():
+    things, done = {True: {1}, False: {2}}, []
+    for in_children, thing in things.items():
+        _reaper.reaper.watch(
+            thing, lambda number=in_children: done.append(number) or True, in_children=in_children
+        )
+
+    del thing
+
+    def claim():
+        things.clear()
+        assert done == []
+        _reaper.reaper.start()
+        wait_until(lambda: done)
+        assert done == [True]
+
+    claim_in_child(claim)
+    things.clear()
+    wait_until(lambda: sorted(done) == [False, True])
+
+
+def test_an_interrupted_wait_ends_no_call():
+    begun, ended = [], []
+
+    def work():
+        begun.append(1)
+        time.sleep(0.001)
+        ended.append(1)
+
+    number, was_interrupted = 1, True
+    while was_interrupted:
+        was_interrupted = Interrupts(number, "_reaper.py").during(lambda: uninterrupted(work))
+        number += 1
+    assert number > 5
+    assert len(begun) > 1
+    wait_until(lambda: len(begun) == len(ended))
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(lambda: 1 / 0)
 
 
 AT_THE_END = """

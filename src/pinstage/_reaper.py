@@ -1,8 +1,14 @@
-"""Tasks that finalisers hand over, and the thread that runs them.
+"""Work in threads of our own: tasks that finalisers hand over, and calls that no interrupt may cut
+short.
 
 A finaliser may run at any point in any thread: inside a lock, or in the middle of a graph capture.
 An interrupt may end it half-way. So a finaliser never waits, calls CUDA or frees memory. It hands
 the work over with a single C call, ``reaper.tasks.put``, as the callback of a weak reference.
+
+An interrupt may also come between a C call that maps, opens or locks something and the line that
+stores the result. So such calls run in threads of our own, by `uninterrupted`, and store their
+results in an object that was made before. That object is watched by the reaper, and what it holds
+is given back when it is gone.
 """
 
 from __future__ import annotations
@@ -12,20 +18,27 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ._memory import as_called_here
 from .errors import StagingWarning
+
+T = TypeVar("T")
 
 _POLL_SECONDS = 0.02
 """Poll interval for tasks that aren't done yet, such as waiting for a copy. Without tasks the
 reaper sleeps.
 """
+
+_PAUSE_SECONDS = 1e-3
+"""Poll interval of `UninterruptedCall.synchronize`, whose calls take at least milliseconds."""
 
 _EXIT_SECONDS = 10.0
 """Seconds for which the program's exit waits for our threads: a return from CUDA after the exit
@@ -51,6 +64,90 @@ def begin(task: Any) -> bool:
     return not ending
 
 
+class UninterruptedCall(Generic[T]):
+    """A call in a thread of our own. Python handles signals in the main thread only, so no
+    interrupt reaches it.
+
+    An interrupt may end the wait for the call. Then the call goes on, and its result is dropped.
+
+    Args:
+        function: called without arguments.
+        keeps: an object that stays alive until the call has ended, even if nothing waits for the
+            call any longer.
+    """
+
+    def __init__(self, function: Callable[[], Any], keeps: Any = None) -> None:
+        self._function, self._keeps = function, keeps
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._news: SimpleQueue[object] = SimpleQueue()  # gets an item at the end
+        self._surroundings = as_called_here()
+
+    def result(self) -> T:
+        """Make the call, unless it was made, and wait for its end. Return the result.
+
+        Raises:
+            BaseException: the call's error.
+        """
+        while not self._is_over:
+            if sys.is_finalizing():  # no thread begins any more, and no interrupt arrives
+                self.run()
+                break
+            run = partial(self.run)
+            # The thread may end before its first line, by a `MemoryError` or by a
+            # ``PyThreadState_SetAsyncExc`` meant for its creator, whose thread id it has in CPython
+            # 3.11 until it begins. Then the end of the object `run` wakes this loop.
+            self._thread = weakref.ref(run, self._news.put)
+            try:
+                _thread.start_new_thread(run, ())
+            finally:
+                del run  # an error that is kept would keep it through this frame
+            self._news.get()
+        result, self._result = self._result, None
+        error, self._error = self._error, None  # else the traceback would keep this object
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+        return result  # type: ignore[return-value]
+
+    def query(self) -> bool:
+        return self._is_over
+
+    def synchronize(self) -> None:
+        while not self._is_over:
+            # Not a `threading.Event`: an interrupt may leave its lock locked.
+            time.sleep(_PAUSE_SECONDS)
+        if self._error is not None:
+            raise self._error
+
+    def _call(self) -> T:
+        return self._function()  # type: ignore[no-any-return]
+
+    def run(self) -> None:
+        """Make the call in this thread."""
+        try:
+            running[self] = None
+            with self._surroundings():
+                self._result = self._call()
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._error = error
+        finally:
+            del self._function, self._keeps
+            self._is_over = True
+            self._news.put(None)
+            running.pop(self, None)
+
+
+def uninterrupted(function: Callable[[], T], keeps: object = None) -> T:
+    """Call a function in a thread of our own, and wait for its result; see `UninterruptedCall`."""
+    call: UninterruptedCall[T] = UninterruptedCall(function, keeps)
+    del keeps  # an error that is kept would keep it through this frame
+    return call.result()
+
+
 class Task(Protocol):
     """A task for the reaper."""
 
@@ -64,9 +161,10 @@ class Task(Protocol):
 class Death(weakref.ref[Any]):
     """A weak reference that becomes a task when its object is gone."""
 
-    __slots__ = ("reap",)
+    __slots__ = ("in_children", "reap")
 
     reap: Callable[[], bool]
+    in_children: bool
     # By identity: a weak reference uses its object's, and arrays can't be hashed.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
@@ -121,19 +219,35 @@ class Reaper:
         self.tasks: SimpleQueue[Task] = SimpleQueue()
         # Kept here: a weak reference that is garbage itself is never called back.
         self._deaths: set[Any] = set()
-        self._is_running = False
+        self._claimed = _thread.allocate_lock()  # by the thread, which never releases it
 
-    def watch(self, thing: Any, reap: Callable[[], bool]) -> None:
+    def watch(self, thing: Any, reap: Callable[[], bool], *, in_children: bool = False) -> None:
         """Run a task when an object is gone. The task must not keep the object alive.
 
         In a garbage cycle, the collector calls weak references back before finalisers, which may
         still use the object. So watch a numpy array that the object holds: the collector doesn't
         track arrays.
+
+        Args:
+            thing: the object.
+            reap: the task.
+            in_children: also run it in a forked child, when the child's copy of the object is gone.
+                The child needs a thread for that, which its first call that uses the reaper starts.
         """
-        death = Death(thing, self.tasks.put)
-        death.reap = reap
-        self._deaths.add(death)
+        self._watch(thing, reap, in_children)
         self.start()
+
+    def watch_inherited(self, deaths: set[Any]) -> None:
+        """Watch the objects of a parent that this forked child has to watch, too."""
+        for death in deaths:
+            thing = death()
+            if death.in_children and thing is not None:
+                self._watch(thing, death.reap, in_children=True)
+
+    def _watch(self, thing: Any, reap: Callable[[], bool], in_children: bool) -> None:
+        death = Death(thing, self.tasks.put)
+        death.reap, death.in_children = reap, in_children
+        self._deaths.add(death)
 
     def bury(self, thing: object) -> None:
         """Drop an object in the reaper's thread, where no interrupt can cut its finalisers
@@ -147,13 +261,12 @@ class Reaper:
         Raises:
             RuntimeError: the interpreter is shutting down.
         """
-        if not self._is_running:
+        if not self._claimed.locked():
             _thread.start_new_thread(self._serve, ())
-            self._is_running = (
-                True  # two callers at once may start two threads, which share the tasks
-            )
 
     def _serve(self) -> None:
+        if not self._claimed.acquire(blocking=False):
+            return  # two callers at once have started two threads
         unfinished: list[Task] = []
         while True:
             if unfinished:
@@ -199,9 +312,11 @@ def _forget() -> None:
     """
     running.clear()
     ending.clear()
-    _of_parents.append(vars(reaper).copy())
+    of_parent = vars(reaper).copy()
+    _of_parents.append(of_parent)
     reaper.__init__()  # type: ignore[misc]
     remarks.__init__()  # type: ignore[misc]
+    reaper.watch_inherited(of_parent["_deaths"])
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -230,6 +230,35 @@ def shared_files() -> set[int]:
     return found
 
 
+def region_bytes() -> int:
+    """Return the bytes of regions that are mapped: files of memory, and memory that children don't
+    inherit.
+    """
+    total = size = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith("Size:"):
+            size = int(line.split()[1]) << 10
+        elif line.startswith("VmFlags:") and " dc" in line:
+            total += size
+        elif "/memfd:pinstage" in line:
+            begin, end = line.split()[0].split("-")
+            total += int(end, 16) - int(begin, 16)
+    return total
+
+
+def budget_files() -> list[str]:
+    """Return the files of budgets and of shared memory that this process has open."""
+    names = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
+            names.append(str(link.readlink()))
+    return [
+        name
+        for name in names
+        if name.startswith((os.environ["PINSTAGE_BUDGET_DIR"], "/memfd:pinstage"))
+    ]
+
+
 class HeldTarget(Target):
     """A device whose copies are in flight until the test finishes them."""
 

@@ -21,6 +21,7 @@ import threading
 import time
 
 import torch
+from doubles import budget_files, region_bytes
 
 import pinstage as ps
 
@@ -274,6 +275,52 @@ def over_loader(storm):
     for slabs in [loader._slabs for loader in loaders]:
         wrong += left_in(slabs.pool)
     return interrupted, wrong
+
+
+def left_of(budget):
+    """Return what is left after nothing uses a budget any longer."""
+    deadline = time.monotonic() + 20
+    while True:
+        gc.collect()
+        left = {
+            "files": budget_files(),
+            "mapped bytes": region_bytes(),
+            "rows": [usage for usage in budget.usage() if usage.held_bytes],
+        }
+        wrong = [f"{name}: {what}" for name, what in left.items() if what]
+        if not wrong or time.monotonic() > deadline:
+            return wrong
+        time.sleep(0.05)
+
+
+def over_region(storm):
+    budget, turns = ps.HostBudget("1GiB", name="storm"), itertools.count()
+
+    def work():
+        is_shared = next(turns) % 2 == 0
+        options = {"shared": is_shared, "budget": budget, "device": "cpu"}
+        with ps.HostRegion("3MiB", chunk_bytes="1MiB", **options) as region:
+            region.tensor(8).fill_(1)
+            if is_shared:
+                ps.HostRegion.from_handle(region.handle(), device="cpu").close()
+            region.synchronize(timeout=20)
+
+    interrupted = storm.over(work)
+    return interrupted, left_of(budget)
+
+
+def over_budget(storm):
+    budget = ps.HostBudget("64MiB", name="storm")
+    kinds = itertools.cycle([ps.memory.PageableMemory(), ps.memory.SharedMemory(register=False)])
+
+    def work():
+        with ps.SlabPool(budget=budget, memory=next(kinds)) as pool:
+            pool.acquire("1MiB", timeout=20).release()
+            budget.usage()
+            pool.trim()
+
+    interrupted = storm.over(work)
+    return interrupted, left_of(budget)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ import threading
 import pytest
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import SlabPool
-from pinstage._pool import _growth
+from pinstage import SlabPool, _reaper
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -227,7 +226,7 @@ def test_reservations_use_the_caller_s_device(pool, memory, monkeypatch, in_back
         return lambda: contextlib.nullcontext(setattr(here, "device", device))
 
     allocate = memory.allocate
-    monkeypatch.setattr(_growth, "as_called_here", as_called_here)
+    monkeypatch.setattr(_reaper, "as_called_here", as_called_here)
     monkeypatch.setattr(
         memory, "allocate", lambda nbytes: devices.append(here.device) or allocate(nbytes)
     )

@@ -274,7 +274,9 @@ def test_stager_stats_work_while_the_pool_frees(memory, background):
 
 def run_script(script):
     """Run a program; return its exit status and output."""
-    done = subprocess.run(warm.command("-c", script), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        warm.command("-c", script), capture_output=True, text=True, check=False, timeout=60
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -298,6 +300,33 @@ del pool
 time.sleep(0.2)
 """
     assert run_script(SLOW_MEMORY + script) == (0, "begun freed", "")
+
+
+def test_finalisers_close_pools_after_the_program_s_end():
+    script = """
+import builtins, pinstage as ps
+
+class Owner:
+    def __init__(self):
+        self.itself = self
+        self.pool = ps.SlabPool(budget=BUDGET, memory=ps.memory.PageableMemory())
+        self.pool.acquire(100).release()
+        self.region = ps.HostRegion(100, budget=BUDGET, device="cpu")
+
+    def __del__(self):
+        self.pool.close()
+        self.region.close()
+        print("closed")
+
+def batches():
+    with ps.SlabPool(budget=BUDGET, memory=ps.memory.PageableMemory()) as pool, pool.acquire(100) as lease:
+        yield lease
+
+BUDGET = ps.HostBudget("1MiB", name="end")
+builtins.kept = Owner(), batches()
+next(builtins.kept[1])
+"""
+    assert run_script(script) == (0, "closed\n", "")
 
 
 def test_a_program_may_end_with_everything_in_use():

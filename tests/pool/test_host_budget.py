@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from doubles import CountingMemory, Interrupts, claim_in_child, outcome, stays_b
 from host_processes import MIB, crowd, hold, rank
 
 import pinstage as ps
-from pinstage._pool import _host_budget, usage_of_host
+from pinstage._pool import _host_budget, _rows, usage_of_host
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -36,12 +37,15 @@ from pinstage.errors import (
     PoolClosedError,
 )
 
+EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
+"""With 1, a process is killed at each line, else at every second one."""
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder for this test alone. No living pool may be left in it."""
     path = tmp_path / "budgets"
-    monkeypatch.setenv(_host_budget.VARIABLE, str(path))
+    monkeypatch.setenv(_rows.VARIABLE, str(path))
     yield path
     gc.collect()
     if path.is_dir() and not path.is_symlink() and not path.stat().st_mode & 0o77:
@@ -465,7 +469,7 @@ class Assassin:
 
     def __call__(self, frame, event, argument):
         file = os.path.basename(frame.f_code.co_filename)  # noqa: PTH119 - of each call of all threads
-        if file != "_host_budget.py":
+        if file not in ("_host_budget.py", "_rows.py"):
             return None
         if event == "line":
             line = (file, frame.f_lineno)
@@ -530,8 +534,9 @@ def test_a_process_killed_at_any_line_loses_nothing(pools, folder, tmp_path):
 
     assert life(Assassin()) == 0
     lines = json.loads(found.read_text())
-    assert len(lines) > 90
-    nths = itertools.cycle([1, 3])  # not both at each line: that takes half a minute
+    assert len(lines) > 150
+    lines = lines[:: min(2, EVERY_NTH_LINE)]
+    nths = itertools.cycle([1, 3])  # not both at each line: that takes a minute
     outcomes = [life(Assassin((file, line, min(count, next(nths))))) for file, line, count in lines]
     # A process that doesn't reach the line a third time survives.
     assert set(outcomes) <= {
@@ -600,20 +605,20 @@ def test_hostile_folders_are_refused(folder, wrong, message):
 
 
 def test_a_folder_that_cannot_be_made_is_named(folder, monkeypatch):
-    monkeypatch.setenv(_host_budget.VARIABLE, str(folder / "deeper"))
+    monkeypatch.setenv(_rows.VARIABLE, str(folder / "deeper"))
     with pytest.raises(HostBudgetError, match=r"No such file or directory: .*deeper.*; remove"):
         ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())
 
 
 def test_a_relative_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(_host_budget.VARIABLE, "other")
+    monkeypatch.setenv(_rows.VARIABLE, "other")
     for use in (living, lambda: ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())):
         with pytest.raises(HostBudgetError, match=r"relative path: 'other': .* absolute path"):
             use()
     assert not list(tmp_path.iterdir())
-    monkeypatch.delenv(_host_budget.VARIABLE)
-    assert str(_host_budget._path()) == f"/tmp/pinstage-{os.geteuid()}"
+    monkeypatch.delenv(_rows.VARIABLE)
+    assert str(_rows.folder_path()) == f"/tmp/pinstage-{os.geteuid()}"
 
 
 def test_other_files_in_the_folder_stay(pools, folder):
@@ -625,24 +630,149 @@ def test_other_files_in_the_folder_stay(pools, folder):
     (folder / "mine.json").unlink()
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[1]", '{"pid": 1}', '{"held_bytes": "many"}', '{"held_bytes": -1}', '{"shared": [5]}'],
-)
+DAMAGED = [
+    "{",
+    "[1]",
+    "7",
+    "[" * 100_000,
+    "{}",
+    '{"held_bytes": "many"}',
+    '{"held_bytes": -1}',
+    '{"held_bytes": true}',
+    '{"held_bytes": 1.5}',
+    '{"held_bytes": null}',
+    '{"max_bytes": "8MiB"}',
+    '{"budget": 7}',
+    '{"budget": ["held"]}',
+    '{"program": {}}',
+    '{"pool": null}',
+    '{"pid": "7"}',
+    '{"shared": [5]}',
+    '{"shared": {"7": "5"}}',
+    '{"shared": {"7": -5}}',
+    '{"shared": {"7": 5}}',  # more than it holds
+]
+
+
+def overwrite(path, text):
+    """Write into the file of a row, whose lock its process keeps."""
+    with path.open("w") as file:
+        file.write(text)
+
+
+def damage(path, text):
+    """Change a field of a row, or replace all of it by a text that isn't an object."""
+    if text.startswith('{"'):
+        text = json.dumps(json.loads(path.read_text()) | json.loads(text))
+    overwrite(path, text)
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:30])
 def test_damaged_files_are_errors_that_name_them(pools, folder, text):
     pool = pools()
     [path] = folder.iterdir()
-    whole = json.loads(path.read_text())
-    damaged = (
-        json.dumps(whole | json.loads(text)) if "held_bytes" in text or "shared" in text else text
-    )
-    with path.open("w") as file:
-        file.write(damaged)
-        file.flush()
-        with pytest.raises(HostBudgetError, match=rf"file is damaged: {path}: .*; end the process"):
-            living()
+    damage(path, text)
+    for use in (budget().usage, living, pools):
+        with pytest.raises(
+            HostBudgetError,
+            match=rf"file is damaged: {path}: .*; end the process .* \({os.getpid()}\b",
+        ):
+            use()
     pool.acquire("1MiB").release()  # a pool does not read its own
     assert [usage.held_bytes for usage in living()] == [MIB]
+
+
+@pytest.mark.parametrize("text", ['{"held_bytes": "many"}', '{"shared": {"7": 5}}', None])
+def test_a_damaged_file_concerns_its_own_budget_alone(pools, folder, text):
+    pools()
+    [path] = folder.iterdir()
+    if text is None:
+        overwrite(path, path.read_text()[:70])  # the name can be read, but not the rest
+    else:
+        damage(path, text)
+    other = budget(name="other")
+    with pools(other).acquire("8MiB", timeout=5):
+        assert [usage.held_bytes for usage in other.usage()] == [8 * MIB]
+    with pytest.raises(HostBudgetError, match="damaged"):
+        budget().usage()
+
+
+def test_an_empty_file_counts_nothing(pools, folder):
+    pool, lost = pools(), pools()
+    for path in folder.iterdir():
+        if path.name == lost._state.memory._row.name:
+            overwrite(path, "")
+    with pool.acquire("8MiB", timeout=0):
+        assert [usage.held_bytes for usage in living()] == [8 * MIB]
+
+
+@contextlib.contextmanager
+def full_disk(written=0):
+    """Let the kernel write no file beyond some bytes, in this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (written, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("written", [0, 100])
+def test_a_full_disk_keeps_no_new_file(pools, folder, written):
+    pool = pools()
+    kept = []
+    with full_disk(written):
+        for _ in range(3):
+            with pytest.raises(HostBudgetError, match=f"cannot be used: {folder}") as caught:
+                pools(budget(name="other"))
+            kept.append(caught.value)  # as `sys.last_value` is
+    assert [path.name for path in folder.iterdir()] == [pool._state.memory._row.name]
+    with pool.acquire("8MiB", timeout=5):
+        pass
+
+
+@pytest.mark.parametrize("written", [0, 100])
+def test_a_full_disk_keeps_a_row_s_numbers(pools, memory, written):
+    pool, other = pools(), pools()
+    pool.acquire("2MiB").release()
+    with full_disk(written):
+        with pytest.raises(HostBudgetError, match="cannot be used"):
+            pool.acquire("4MiB", timeout=5)
+        assert memory.live_bytes == pool.stats().held_bytes == 2 * MIB
+        assert sorted(usage.held_bytes for usage in living()) == [0, 2 * MIB]
+        pool.trim()  # frees its slabs anyway
+        assert memory.live_bytes == 0
+        assert sorted(usage.held_bytes for usage in living()) == [0, 2 * MIB]
+    with other.acquire("8MiB", timeout=5):
+        pass
+
+
+def test_a_disk_full_amid_rows_takes_no_slab(pools, monkeypatch):
+    pool = pools(memory=ps.memory.SharedMemory(register=False))  # a row for each slab
+    pwrite, left = os.pwrite, [2]
+
+    def write(file, text, offset):
+        left[0] -= 1
+        return pwrite(file, text, offset) if left[0] >= 0 else 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", write)
+        with pytest.raises(HostBudgetError, match="No space left"):
+            pool.reserve("1MiB", count=3)
+    assert sum(usage.held_bytes for usage in living()) == pool.stats().held_bytes == 0
+    pool.reserve("1MiB", count=3)
+    assert sum(usage.held_bytes for usage in living()) == 3 * MIB
+
+
+def test_rows_never_grow(pools, folder):
+    pool = pools(budget("1TiB", name="x" * 300))
+    [path] = folder.iterdir()
+    sizes = {path.stat().st_size}
+    for nbytes in (1, 1000, 3 * MIB):
+        pool.acquire(nbytes).release()
+        sizes.add(path.stat().st_size)
+    assert len(sizes) == 1
+    assert path.stat().st_size % 512 == 0
 
 
 def test_fields_of_other_versions_are_ignored(pools, folder):
@@ -655,11 +785,11 @@ def test_fields_of_other_versions_are_ignored(pools, folder):
 def test_shared_memory_counts_once_by_its_inode(pools, folder):
     first, _, third = pools(), pools(), pools()
     for path in folder.iterdir():
-        if first._state.host._key not in path.name and third._state.host._key not in path.name:
+        if path.name not in (first._state.memory._row.name, third._state.memory._row.name):
             continue
         record = json.loads(path.read_text()) | {"held_bytes": 5 * MIB, "shared": {"7": 4 * MIB}}
         path.write_text(json.dumps(record))
-    assert _host_budget.held_bytes(living()) == 6 * MIB
+    assert _rows.held_bytes(living()) == 6 * MIB
 
 
 def test_a_removed_folder_is_made_again(pools, folder):
@@ -756,8 +886,12 @@ def test_importing_pinstage_makes_no_folder(folder):
 
 def test_only_growing_freeing_and_waiting_read_the_files(pools, monkeypatch):
     looks = []
-    look = _host_budget._living
-    monkeypatch.setattr(_host_budget, "_living", lambda *which: looks.append(which) or look(*which))
+    look = _host_budget.read_rows
+    monkeypatch.setattr(
+        _host_budget,
+        "read_rows",
+        lambda *which, **more: looks.append(which) or look(*which, **more),
+    )
     first, second = pools(), pools()
     with first.acquire("6MiB"):
         looks.clear()
@@ -772,11 +906,11 @@ def test_a_warm_lease_reads_no_files(pools, monkeypatch):
     pool = pools()
     pool.acquire("1MiB").release()
 
-    def folder(path, work):
+    def folder(*_):
         raise AssertionError("the folder was opened")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_host_budget, "_in_folder", folder)
+        patch.setattr(_host_budget, "in_folder", folder)
         for _ in range(100):
             pool.acquire("1MiB").release()
 
@@ -807,35 +941,42 @@ def is_locked(folder):
 
 
 @contextlib.contextmanager
+def held_lock(folder):
+    """Hold the folder's lock, as another process would."""
+    other = os.open(folder, os.O_RDONLY)
+    wait_until(lambda: _rows._lock(other))
+    try:
+        yield
+    finally:
+        os.close(other)
+
+
+@contextlib.contextmanager
 def locked(folder, monkeypatch):
     """Hold the folder's lock, for which this process soon stops waiting."""
-    with monkeypatch.context() as patch:
-        patch.setattr(_host_budget, "_BUSY_SECONDS", 0.05)
-        other = os.open(folder, os.O_RDONLY)
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with monkeypatch.context() as patch, held_lock(folder):
+        patch.setattr(_rows, "_BUSY_SECONDS", 0.05)
         yield
-        os.close(other)
 
 
 @pytest.mark.parametrize("use", ["usage", "wait"])
 def test_interrupts_leave_the_folder_unlocked(pools, folder, use):
     first, second = pools(), pools()
-    lease = first.acquire("6MiB")
 
     def wait():
         with contextlib.suppress(AcquireTimeoutError):
             second.acquire("3MiB", timeout=0.06)
 
     countdown, was_interrupted = 1, True
-    while was_interrupted:
-        files = ("_pool/_host_budget.py", "_pool/_pool.py", "contextlib.py")
-        was_interrupted = Interrupts(countdown, *files).during(
-            budget().usage if use == "usage" else wait
-        )
-        wait_until(lambda: not is_locked(folder))
-        countdown += 1
-    assert countdown > 30
-    lease.release()
+    files = ("_pool/_host_budget.py", "_pool/_pool.py", "_reaper.py", "contextlib.py")
+    with first.acquire("6MiB"):
+        while was_interrupted:
+            was_interrupted = Interrupts(countdown, *files).during(
+                budget().usage if use == "usage" else wait
+            )
+            wait_until(lambda: not is_locked(folder))
+            countdown += 2
+    assert countdown > 15
 
 
 def test_a_locked_folder_delays_what_is_freed(pools, folder, monkeypatch):
@@ -873,18 +1014,64 @@ def test_a_passing_error_ends_no_waiting_request(pools, folder, background, monk
 
 def test_closing_while_growing_says_so(pools, monkeypatch):
     pool = pools()
-    check_room = _host_budget.LimitedMemory.check_room
+    allocate = _host_budget.LimitedMemory.allocate
 
-    def close_first(self, *args, **kwargs):
+    def close_first(self, *args):
         _thread.start_new_thread(pool.close, ())
-        wait_until(lambda: self._file == -1)
-        check_room(self, *args, **kwargs)
+        wait_until(lambda: not self._row.descriptors)
+        return allocate(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_host_budget.LimitedMemory, "check_room", close_first)
+        patch.setattr(_host_budget.LimitedMemory, "allocate", close_first)
         with pytest.raises(PoolClosedError):
             pool.acquire("1MiB", timeout=1)
     wait_until(lambda: living() == [])
+
+
+@pytest.mark.parametrize("timeout", [0, 0.2])
+def test_a_deadline_counts_while_another_has_the_folder(pools, folder, timeout):
+    pool = pools()
+    pool.acquire("2MiB").release()
+    with held_lock(folder):
+        began = time.monotonic()
+        with pytest.raises(AcquireTimeoutError, match=f"another process had the lock of {folder}"):
+            pool.acquire("4MiB", timeout=timeout)
+        assert timeout <= time.monotonic() - began < timeout + 1
+        pool.acquire("2MiB", timeout=timeout).release()  # idle slabs serve
+    pool.acquire("4MiB", timeout=5).release()
+    with pytest.raises(AcquireTimeoutError) as caught, pool.acquire("4MiB"):
+        pool.acquire("5MiB", timeout=0)
+    assert "lock" not in str(caught.value)
+
+
+def test_a_request_waits_for_the_folder(pools, folder, background):
+    pool = pools()
+    with held_lock(folder):
+        waiting = background(pool.acquire, "4MiB", timeout=20)
+        assert stays_blocked(waiting)
+    outcome(waiting).release()
+
+
+def test_waiting_for_the_folder_delays_no_other_deadline(pools, folder, background):
+    first, second = pools(), pools()
+    with held_lock(folder):
+        waiting = background(first.acquire, "4MiB")  # for as long as it takes
+        assert stays_blocked(waiting)
+        began = time.monotonic()
+        with pytest.raises(AcquireTimeoutError):
+            second.acquire("2MiB", timeout=0.2)
+        assert time.monotonic() - began < 1
+    outcome(waiting).release()
+
+
+def test_trimming_many_slabs_hardly_waits_for_the_folder(pools, folder):
+    pool = pools()
+    pool.reserve("64KiB", count=60)
+    with held_lock(folder):
+        began = time.monotonic()
+        pool.trim()
+        assert time.monotonic() - began < 1
+    wait_until(lambda: not sum(usage.held_bytes for usage in living()))
 
 
 def test_a_failed_free_makes_no_endless_growth(pools, memory):
@@ -907,7 +1094,7 @@ def test_a_finaliser_among_the_files_can_only_close(pools, background, folder):
             pool.acquire(MIB)  # has to grow: another thread writes its file
         other.close()
 
-    outcome(background(_host_budget._in_folder, folder, lambda _: collected_there()))
+    outcome(background(_rows.in_folder, folder, lambda _: collected_there()))
     with pytest.raises(PoolClosedError):
         other.acquire(MIB)
     pool.acquire(MIB).release()

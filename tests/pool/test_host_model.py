@@ -16,8 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pinstage._pool import HostBudget, _host_budget, usage_of_host
-from pinstage._pool._host_budget import HostIsFull, LimitedMemory
+from pinstage._pool import HostBudget, _host_budget, _rows, usage_of_host
+from pinstage._pool._host_budget import LimitedMemory
+from pinstage._pool._rows import RefusedForNow
 
 CAP = 100
 
@@ -54,9 +55,9 @@ class Process:
         self.memory.look()
         try:
             if self.wanted and self.wanted + self.held <= self.memory.allowed:
-                self.used.append(self.memory.allocate(self.wanted))
+                self.used += self.memory.allocate(self.wanted, 1, 0.0)
                 self.wanted = 0
-        except HostIsFull:
+        except RefusedForNow:
             pass
 
 
@@ -71,7 +72,7 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(tmp_path, monkeypatch):
-    monkeypatch.setenv(_host_budget.VARIABLE, str(tmp_path / "folder"))
+    monkeypatch.setenv(_rows.VARIABLE, str(tmp_path / "folder"))
     monkeypatch.setattr(_host_budget, "time", Host.clock)
     return Host.clock
 
@@ -126,7 +127,7 @@ class Host(RuleBasedStateMachine):
     def kill(self, which):
         process = self.pick(which)
         self.living.remove(process)
-        process.memory._close()  # as the kernel does
+        process.memory._row.close()  # as the kernel does
 
     @rule(seconds=st.sampled_from([0.001, 0.3, 1.1]))
     def wait(self, seconds):
@@ -135,7 +136,7 @@ class Host(RuleBasedStateMachine):
     @invariant()
     def files_say_what_is_held_within_the_cap(self):
         written = {usage.pool: usage.held_bytes for usage in usage_of_host()}
-        assert written == {process.memory._key: process.held for process in self.living}
+        assert written == {process.memory._usage.pool: process.held for process in self.living}
         assert sum(written.values()) <= CAP
 
     def teardown(self):
@@ -153,7 +154,7 @@ class Host(RuleBasedStateMachine):
                 self.clock.now += 0.1
         finally:
             for process in self.living:
-                process.memory._close()
+                process.memory._row.close()
 
 
 def test_no_interleaving_exceeds_the_cap_or_starves(clock):

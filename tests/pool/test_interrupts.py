@@ -9,7 +9,15 @@ from doubles import PATIENCE_SECONDS, CountingMemory, Interrupts, ManualEvent, w
 
 from pinstage import SlabPool
 
-FILES = ("_pool.py", "_state.py", "_growth.py", "_waiting.py", "_lease.py", "_slab.py")
+FILES = (
+    "_pool.py",
+    "_state.py",
+    "_growth.py",
+    "_waiting.py",
+    "_lease.py",
+    "_slab.py",
+    "_reaper.py",
+)
 
 # About the lease that was never returned to the caller.
 pytestmark = pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")

@@ -48,7 +48,7 @@ def storm(*arguments):
     return json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.parametrize("what", ["pool", "stager", "fetch", "loader"])
+@pytest.mark.parametrize("what", ["pool", "stager", "fetch", "loader", "region", "budget"])
 def test_everything_is_returned_after_interrupts_without_output(what):
     found, told = storm(what, 150)
     assert found["interrupted"] > 100

@@ -15,6 +15,7 @@ import pytest
 import torch
 from doubles import ManualEvent, outcome, wait_until
 
+from pinstage import _reaper
 from pinstage._pool import _growth
 from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
 
@@ -284,7 +285,7 @@ def test_growth_that_fails_early_returns_its_bytes(pool, monkeypatch):
             raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(_growth, "running", Full())
+        patch.setattr(_reaper, "running", Full())
         with pytest.raises(MemoryError):
             pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS)
     pool.acquire(1000, timeout=0).release()

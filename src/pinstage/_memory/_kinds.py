@@ -198,10 +198,14 @@ class SharedMemory(Resource):
 
     def _take(self, nbytes: int, device: int) -> Block:
         fd = _pages.make_shared_file(nbytes)
-        with _pages.mapped(nbytes, fd, huge=self._pinned) as address:
-            if device >= 0:
-                _pages.populate(address, nbytes)
-                _cuda.register(address, nbytes, device)
+        try:
+            with _pages.mapped(nbytes, fd, huge=self._pinned) as address:
+                if device >= 0:
+                    _pages.populate(address, nbytes)
+                    _cuda.register(address, nbytes, device)
+        except BaseException:
+            os.close(fd)
+            raise
         return Block(address, nbytes, fd, _device=device)
 
 

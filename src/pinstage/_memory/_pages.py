@@ -127,8 +127,7 @@ def make_shared_file(nbytes: int, huge_page_bytes: int = 0) -> int:
 def mapped(
     nbytes: int, fd: int | None = None, *, huge: bool = True, node: int | None = None
 ) -> Iterator[int]:
-    """Map pages that are to be page-locked; if the block raises, unmap them and close the
-    descriptor.
+    """Map pages that are to be page-locked; if the block raises, unmap them.
 
     Private pages aren't inherited by forked children: Linux 5.9 and later would copy them in every
     fork.
@@ -144,8 +143,6 @@ def mapped(
         The address of the first byte.
     """
     with ExitStack() as undo:
-        if fd is not None:
-            undo.callback(os.close, fd)
         huge = huge and nbytes >= HUGE_PAGE_BYTES
         address = map_pages(
             nbytes, fd, alignment=HUGE_PAGE_BYTES if huge and fd is None else PAGE_BYTES

@@ -23,7 +23,7 @@ _TIMED_BYTES = 64 << 20
 
 
 class HostRange:
-    """Mapped host memory of an exact size.
+    """Host memory of an exact size, which `map` maps.
 
     Args:
         nbytes: the size; rounded up to whole pages.
@@ -31,20 +31,19 @@ class HostRange:
             it.
         huge_page_bytes: the size of explicit huge pages; 0 for ordinary ones, which the kernel may
             join.
-        fd: a memfd to map, which is duplicated; None makes one if needed.
+        fd: a memfd to map, which `map` duplicates; None makes one if needed.
         device: the device whose context page-locks.
         numa_node: where its pages come from, as in `RegisteredMemory`.
 
     Attributes:
-        address: the first byte's.
-        nbytes: bytes mapped.
+        address: the first byte's, once it is mapped.
+        nbytes: bytes to map.
+        fd: the memfd of shared memory, once it is mapped.
         device: the index of the device that page-locks it; -1 if it can't be page-locked.
         reason: why registering doesn't page-lock it; empty if it does.
 
     Raises:
-        MemoryError: not enough memory is left, or there are too few huge pages. Nothing is held
-            then.
-        OSError: the kernel refused for another reason.
+        MemoryError: not enough memory is left.
     """
 
     def __init__(
@@ -61,27 +60,47 @@ class HostRange:
         self.is_shared = shared
         self.device, self.reason = _cuda.who_registers(device)
         pci_address = _cuda.pci_address(self.device) if self.device >= 0 else ""
-        node, self._cpus, _ = _numa.placement(_numa.check(numa_node), pci_address)
+        self._node, self._cpus, _ = _numa.placement(_numa.check(numa_node), pci_address)
         if fd is None and not huge_page_bytes:
             check_is_left(self.nbytes)
+        self.address = 0
+        self.fd: int | None = None
+        self._given, self._huge_page_bytes = fd, huge_page_bytes
+        self._unmap: Callable[[], None] | None = None
+
+    def map(self) -> None:
+        """Map the memory. Call it in a thread that no interrupt reaches, as the methods that
+        follow.
+
+        Raises:
+            MemoryError: the kernel has too little memory, or too few huge pages. Nothing is held
+                then.
+            OSError: it refused for another reason.
+        """
+        page = self._huge_page_bytes
         try:
-            if fd is not None:
-                fd = os.dup(fd)
-            elif shared or huge_page_bytes:
-                fd = _pages.make_shared_file(self.nbytes, huge_page_bytes)
-            with _pages.mapped(self.nbytes, fd, node=node) as address:
-                self.address, self.fd = address, fd
+            if self._given is not None:
+                self.fd = os.dup(self._given)
+            elif self.is_shared or page:
+                self.fd = _pages.make_shared_file(self.nbytes, page)
+            with _pages.mapped(self.nbytes, self.fd, node=self._node) as address:
+                if not self.is_shared:  # explicit huge pages have a memfd, too, so `mapped` doesn't
+                    _pages.advise(address, self.nbytes, mmap.MADV_DONTFORK)
+                self.address, self._unmap = address, partial(_pages.unmap, address, self.nbytes)
         except (MemoryError, OSError) as error:
-            if huge_page_bytes:
-                folder = f"/sys/kernel/mm/hugepages/hugepages-{huge_page_bytes >> 10}kB"
-                error.add_note(
-                    f"{self.nbytes // huge_page_bytes} pages have to be free: see "
-                    f"{folder}/nr_hugepages"
-                )
+            self.free()
+            if page:
+                folder = f"/sys/kernel/mm/hugepages/hugepages-{page >> 10}kB"
+                count = self.nbytes // page
+                error.add_note(f"{count} pages have to be free: see {folder}/nr_hugepages")
             raise
-        if not shared:  # explicit huge pages have a memfd, too, so `mapped` didn't
-            _pages.advise(self.address, self.nbytes, mmap.MADV_DONTFORK)
-        self._give: Callable[[], None] = partial(_pages.unmap, self.address, self.nbytes)
+        if not self.is_shared:
+            self._close()  # a forked child would keep the memory with it
+
+    def inode(self) -> str:
+        """Return the inode of shared memory, once it exists; else an empty text."""
+        fd = self._given if self.fd is None else self.fd
+        return "" if fd is None else str(os.fstat(fd).st_ino)
 
     def touch(self, start: int, end: int) -> None:
         """Touch bytes, so that they get memory, with several threads. Blocks."""
@@ -94,7 +113,8 @@ class HostRange:
         timed, began = min(end, _TIMED_BYTES), time.perf_counter()
         self.touch(0, timed)
         seconds, found = time.perf_counter() - began, ""
-        if self.fd is None and timed == _TIMED_BYTES and seconds > timed / _CRAWL_BYTES_PER_SECOND:
+        is_anonymous = not (self.is_shared or self._huge_page_bytes)
+        if is_anonymous and timed == _TIMED_BYTES and seconds > timed / _CRAWL_BYTES_PER_SECOND:
             _pages.advise(self.address, self.nbytes, mmap.MADV_NOHUGEPAGE)
             found = (
                 f"{format_bytes(timed)} of huge pages took {seconds:.1f} s, so the rest of a "
@@ -126,11 +146,16 @@ class HostRange:
         memory = HostAllocMemory(self.device)
         block = memory.allocate(self.nbytes)
         self.free()
-        self.address, self._give = block.ptr, partial(memory.deallocate, block)
+        self.address, self._unmap = block.ptr, partial(memory.deallocate, block)
 
     def free(self) -> None:
         """Give the memory back; none of it may be registered."""
-        self._give()
+        if self._unmap is not None:
+            self._unmap()
+            self._unmap = None
+        self._close()
+
+    def _close(self) -> None:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

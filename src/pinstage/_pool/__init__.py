@@ -17,7 +17,8 @@ Nothing else records that. The stacks of free slabs are a cache, which can be re
 Where to look: `_pool` has the public methods, `_state` the decisions, `_slab` the conditions that
 keep a slab busy, `_lease` the lease and its views, `_growth` the slow work in threads of its own,
 `_waiting` owners, quotas and waiting requests, `_refusals` the errors, `_classes` the sizes,
-`_stats` the counters, `_host_budget` the budget of several processes.
+`_stats` the counters, `_adaptor` the memory, `_host_budget` an adaptor for the budget of several
+processes, and `_rows` its files.
 
 Three things may interrupt any line of Python: a finaliser that the garbage collector runs, Ctrl-C,
 and another thread. So *code that a finaliser or the end of a ``with`` block may call takes no lock,
@@ -31,9 +32,10 @@ can be tested without a GPU.
 """
 
 from ._classes import size_class
-from ._host_budget import Claim, HostBudget, PoolUsage, held_bytes, usage_of_host
+from ._host_budget import Claim, HostBudget, cap_of, usage_of_host
 from ._lease import Lease, descriptor_of, guard_until_release
-from ._pool import SlabPool, cap_of, check_open, check_pool, close_for, lease_in_flight, state_of
+from ._pool import SlabPool, check_open, check_pool, close_for, lease_in_flight, state_of
+from ._rows import PoolUsage, close_files, held_bytes
 from ._slab import Fence, add_guard
 from ._stats import OwnerStats, PoolStats
 from ._waiting import check_owner, check_timeout, give_up_waiting_if

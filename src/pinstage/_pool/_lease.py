@@ -293,6 +293,13 @@ def guard_until_release(lease: Lease, event: Fence | None) -> int:
     return slab.ptr
 
 
+def event_of(lease: Lease) -> Fence:
+    """Return the event behind which the slab of a lease was released before."""
+    event = lease._held("event_of()").event
+    assert event is not None
+    return event
+
+
 def descriptor_of(lease: Lease) -> int | None:
     """Return the file descriptor of a slab's bytes where the pool's memory is shared, else None.
     Never close it.

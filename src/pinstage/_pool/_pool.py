@@ -7,43 +7,27 @@ import contextlib
 import threading
 import time
 import warnings
-from bisect import bisect_left, bisect_right
 from functools import partial
 from typing import NoReturn, SupportsIndex
 
-from .._memory import REFUSALS, MemoryResource, cap_bytes, default_memory
+from .._memory import REFUSALS, MemoryResource, default_memory
 from .._reaper import remarks
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
 from ..errors import StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
+from ._adaptor import RefusedForNow
 from ._classes import reuse_limit
-from ._growth import LOOK, Growth, GrowthPlan
-from ._host_budget import HostBudget, HostIsFull, check_budget
+from ._growth import Growth, GrowthPlan
+from ._host_budget import HostBudget, adaptor_for, cap_of
 from ._lease import Lease
-from ._slab import Fence, take_free
+from ._slab import Fence
 from ._state import PoolState
 from ._stats import PoolStats
-from ._waiting import GIVE_UP_SECONDS, POLL_SECONDS, Account, Waiter, check_timeout, this_thread
+from ._waiting import GIVE_UP_SECONDS, Waiter, check_timeout, this_thread
 
 _LOGGED: list[str] = []
 """The logged line about the first forgotten lease of this process."""
-
-
-def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
-    """Return the cap of a pool in bytes, and where it comes from.
-
-    Raises:
-        TypeError: `max_bytes` is neither an integer nor text, or `budget` is not a `HostBudget`.
-        ValueError: `max_bytes` is not a positive size.
-    """
-    if budget is None:
-        return cap_bytes(max_bytes)
-    check_budget(budget)
-    if isinstance(max_bytes, str) and max_bytes.strip().lower() == "auto":
-        return budget.max_bytes, f"given: {budget!r}"
-    cap, reason = cap_bytes(max_bytes)
-    return min(cap, budget.max_bytes), f"{reason}, within {budget!r}"
 
 
 def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None = None) -> None:
@@ -153,7 +137,8 @@ class SlabPool:
             raise TypeError(
                 f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()"
             )
-        self._state = PoolState(default_memory() if memory is None else memory, cap, reason, budget)
+        resource = default_memory() if memory is None else memory
+        self._state = PoolState(adaptor_for(resource, budget), cap, reason)
         self._has_told = False
 
     # -- the public methods
@@ -161,7 +146,7 @@ class SlabPool:
     @property
     def memory(self) -> MemoryResource:
         """The memory resource that slabs come from."""
-        return self._state.resource
+        return self._state.memory.resource
 
     @property
     def max_bytes(self) -> int:
@@ -216,20 +201,17 @@ class SlabPool:
         if timeout is not None and (type(timeout) is not float or timeout < 0):
             check_timeout(timeout)
         state = self._state
-        if state.is_forked or state.is_entered() or state.forgotten:
+        if state.is_entered() or state.forgotten:
             self._check_entry()
         with step("acquire"):
             with state.lock:
-                account, sizes = state.accounts[owner], state.sizes
+                account = state.accounts[owner]
                 # Case 1 of `PoolState.serve`.
                 if not (state.closed or state.waiters or state.accounts.have_quotas):
-                    limit = reuse_limit(nbytes, state.granularity)
-                    for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, limit)]:
-                        slab = take_free(state.stacks[size])
-                        if slab is not None:
-                            state.hits += 1
-                            return Lease(state, slab, nbytes, account)
-            return self._serve_or_wait(account, nbytes, timeout)
+                    lease = state.lease(account, nbytes, reuse_limit(nbytes, state.granularity))
+                    if lease is not None:
+                        return lease
+            return self._serve_or_wait(Waiter(account, nbytes, timeout))
 
     def set_quota(self, owner: str, *, min_bytes: Size = 0, max_bytes: Size | None = None) -> None:
         """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and
@@ -348,8 +330,7 @@ class SlabPool:
             for event in state.pending():
                 event.synchronize()
             self.trim()
-        if state.host is not None:
-            state.host.end()
+        state.memory.end()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
@@ -366,7 +347,7 @@ class SlabPool:
 
     # -- waiting
 
-    def _serve_or_wait(self, account: Account, nbytes: int, timeout: float | None) -> Lease:
+    def _serve_or_wait(self, me: Waiter) -> Lease:
         """Serve a request: first come, first served, within what quotas allow.
 
         Each request checks for itself, and takes the requests before it into account. A release
@@ -374,79 +355,85 @@ class SlabPool:
         nothing wakes the next. A request that makes the pool grow stays in line until its plan is
         made, so that no request overtakes it.
         """
-        state, waiters, me = self._state, self._state.waiters, Waiter(account, nbytes)
-        start, waits = time.monotonic(), 0
-        pause, longest_pause = POLL_SECONDS
-        gives_up = this_thread.gives_up
-        longest_in_line = threading.TIMEOUT_MAX if gives_up is None else GIVE_UP_SECONDS
+        state, waiters = self._state, self._state.waiters
         try:
-            while True:
-                if me not in waiters:
-                    waiters.append(me)
-                line = list(waiters)
-                ahead = line[: line.index(me)]
-                serve = partial(state.serve, account, nbytes, ahead)
-                with state.lock:
-                    found = serve()
-                if isinstance(found, GrowthPlan):
-                    began, is_growing = time.monotonic(), found is not LOOK
-                    found = self._grow(Growth(state, serve, me), account, nbytes)
-                    start += is_growing * (time.monotonic() - began)  # growing isn't waiting
-                    if found is None:
-                        continue
-                if found is not None:
-                    break
-                if not waits:
-                    waits = 1
-                    account.waits += 1
-                behind = line[len(ahead) + 1 :]
-                if state.accounts.have_quotas and behind:
-                    with contextlib.suppress(RuntimeError):
-                        behind[0].wake()
-                left = (
-                    threading.TIMEOUT_MAX
-                    if timeout is None
-                    else timeout - (time.monotonic() - start)
-                )
-                if left <= 0 or (gives_up is not None and gives_up()):
-                    raise _refusals.timed_out(state.figures(), nbytes, timeout, len(waiters) - 1)
-                me.sleep(timeout=min(left, longest_in_line if ahead else pause))
-                if not ahead:
-                    pause = min(2 * pause, longest_pause)
+            while (lease := self._serve(me)) is None:
+                self._pause(me)
         finally:
             # An interrupt may have come before it was added; `remove` is a single C call.
             if me in waiters:
                 waiters.remove(me)
             state.wake_first()
-            account.wait_seconds += waits * (time.monotonic() - start)
+            me.count_seconds()
         if state.closed:
-            found.release()
+            lease.release()
             self.trim()
             state.check_open()
-        return found
+        return lease
 
-    def _grow(self, growth: Growth, account: Account, nbytes: int) -> Lease | None:
-        """Grow, and return the lease; None if there is none, and the request has to wait."""
+    def _serve(self, me: Waiter) -> Lease | None:
+        """Serve a request, growing if the pool may; return None if it has to wait in line."""
+        state, waiters = self._state, self._state.waiters
+        while True:
+            if me not in waiters:
+                waiters.append(me)
+            line = list(waiters)
+            serve = partial(state.serve, me.account, me.nbytes, line[: line.index(me)])
+            with state.lock:
+                decision = serve()
+            if not isinstance(decision, GrowthPlan):
+                return decision
+            lease = self._grow(Growth(state, serve, me), me)
+            if lease is not None:
+                return lease
+
+    def _grow(self, growth: Growth, me: Waiter) -> Lease | None:
+        """Grow, and return the lease; None if there is none, and the request has to be decided
+        again.
+        """
+        began = time.monotonic()
         try:
-            return growth.result()
-        except HostIsFull:
-            return None
+            lease = growth.result()
+        except RefusedForNow:
+            return None  # it waited for others
         except REFUSALS:
-            if (
-                growth.refusal is None
-                or self._state.why_never(account, nbytes, growth.refusal) is not None
-            ):
+            refusal = growth.refusal
+            if refusal is None or self._state.why_never(me.account, me.nbytes, refusal) is not None:
                 raise
+            lease = None
+            self._tell(growth.plan.capacity, refusal.reason)
+        if growth.plan.count:
+            me.postpone(time.monotonic() - began)  # growing isn't waiting
+        return lease
+
+    def _tell(self, nbytes: int, reason: str) -> None:
+        """Warn, once, that the platform has refused memory."""
         if not self._has_told:
             self._has_told = True
             warnings.warn(
-                f"pool cannot grow by {format_bytes(growth.plan.capacity)}, and goes on with the "
-                f"slabs that it has: {self._state.figures()}; {growth.refusal.reason}; this "
-                "warning is shown once",
+                f"pool cannot grow by {format_bytes(nbytes)}, and goes on with the slabs that it "
+                f"has: {self._state.figures()}; {reason}; this warning is shown once",
                 StagingWarning,
-                stacklevel=4,
+                stacklevel=6,
             )
-        return None
+
+    def _pause(self, me: Waiter) -> None:
+        """Wait until a request may have become possible.
+
+        Raises:
+            AcquireTimeoutError: the request has waited for long enough.
+        """
+        state, line, gives_up = self._state, list(self._state.waiters), this_thread.gives_up
+        position = line.index(me)
+        me.begin_to_wait()
+        if state.accounts.have_quotas and line[position + 1 :]:
+            with contextlib.suppress(RuntimeError):
+                line[position + 1].wake()
+        left = me.deadline - time.monotonic()
+        if left <= 0 or (gives_up is not None and gives_up()):
+            raise _refusals.timed_out(state.figures(), me.nbytes, me.timeout, len(line) - 1)
+        patience = threading.TIMEOUT_MAX if gives_up is None else GIVE_UP_SECONDS
+        me.sleep(timeout=min(left, patience if position else me.next_pause()))
 
     # -- checks
 

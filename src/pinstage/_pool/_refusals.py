@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from .._sizes import format_bytes, size_to_paste
+from .._sizes import format_bytes
 from ..errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -27,10 +28,8 @@ class Figures(NamedTuple):
     in_flight_bytes: int
     max_bytes: int
     reason: str
-    others: int | None
-    """Bytes of the `HostBudget` that other pools hold; None if the pool's own cap is the tighter
-    limit.
-    """
+    cap: Callable[[int], str]
+    """Returns the argument for a cap under which this pool may hold some bytes."""
 
     def __str__(self) -> str:
         return (
@@ -38,12 +37,6 @@ class Figures(NamedTuple):
             f"({self.reason}), leased {format_bytes(self.leased_bytes)}, in flight "
             f"{format_bytes(self.in_flight_bytes)}"
         )
-
-    def cap(self, nbytes: int) -> str:
-        """Return the argument for a cap under which this pool may hold `nbytes`."""
-        if self.others is None:
-            return f'max_bytes="{size_to_paste(nbytes)}"'
-        return f'budget=HostBudget("{size_to_paste(nbytes + self.others)}", ...)'
 
     def error(self, kind: type[E], nbytes: int, text: str) -> E:
         """Return an error with these figures. They take the place of ``{}`` in its text."""

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._compat.calls import ownership
-from .._memory import Block, MemoryResource, record_current_streams
+from .._memory import Block, record_current_streams
 from .._reaper import reaper
-from ._host_budget import HostBudget, LimitedMemory, held_bytes
+from ._adaptor import ResourceAdaptor
 from ._refusals import Figures, Refusal
 from ._waiting import Account, Accounts, Waiter
 
@@ -116,6 +116,13 @@ class Slab:
             self.guards = ()
         return True
 
+    def is_in_flight_of(self, account: Account) -> bool:
+        """Return whether the slab's only obstacle is the event behind which an owner has released
+        it.
+        """
+        is_released = self.account is account and self.lease is None and self.event is not None
+        return is_released and not self.guards and not self.has_views()
+
     def has_views(self) -> bool:
         return self.views is not None and self.views() is not None
 
@@ -124,22 +131,12 @@ class Slab:
         return self.guards if self.event is None else (*self.guards, self.event)
 
 
-def take_free(stack: dict[Slab, Any]) -> Slab | None:
-    """Take a free slab out of a stack: the last one returned, which is in the caches, or else the
-    first.
-    """
-    # Only single C calls touch the stack: a release in another thread may add to it at any moment.
-    if not stack:
-        return None
-    last: Slab = stack.popitem()[0]
-    if last.is_free():
-        return last
-    found = next((slab for slab in list(stack) if slab.is_free()), None)
-    if found is not None:
-        stack.pop(found, None)
-    if last.fences():  # else its release, or the end of its last view, puts it back
-        last.put(None)
-    return found
+def take_first(stack: dict[Slab, Any], is_usable: Callable[[Slab], bool]) -> Slab | None:
+    """Take the first usable slab out of a stack."""
+    slab = next(filter(is_usable, list(stack)), None)
+    if slab is not None:
+        stack.pop(slab, None)
+    return slab
 
 
 class Holdings:
@@ -148,12 +145,10 @@ class Holdings:
     Attributes:
         lock: held for a decision, and to change the held bytes. It is reentrant, because a
             finaliser may run in its thread.
-        is_entered: returns whether this thread has the lock, or that of the host's files, which
-            growing waits for.
+        is_entered: returns whether this thread has the lock, or is in a call of `memory` for which
+            others wait. Always true in a forked child.
         is_forked: whether this is a forked child's copy, which must not be used.
-        resource: where slabs come from.
-        host: `resource`, limited by the host's budget; None without a budget.
-        memory: what slabs are allocated from: `host` if there is a budget, else `resource`.
+        memory: where slabs come from.
         record: records events behind the calling thread's work on the devices; None if memory isn't
             page-locked.
         user: the kind of object that made the pool for itself, such as ``Stager``, once that is
@@ -171,20 +166,17 @@ class Holdings:
 
     reap: Callable[[], bool]
 
-    def __init__(
-        self, memory: MemoryResource, max_bytes: int, reason: str, budget: HostBudget | None
-    ) -> None:
-        self.resource, self.max_bytes, self._reason = memory, max_bytes, reason
-        self.host = host = None if budget is None else LimitedMemory(memory, budget)
-        self.memory: MemoryResource | LimitedMemory = host or memory
+    def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
+        self.memory, self.max_bytes, self._reason = memory, max_bytes, reason
         # A copy from pageable memory has read the memory when the call returns.
-        self.record = record_current_streams if memory.is_pinned else None
-        self.granularity = memory.granularity
+        self.record = record_current_streams if memory.resource.is_pinned else None
+        self.granularity = memory.resource.granularity
         self.closed = self.frozen = self.is_forked = False
         self.user: str | None = None
         self.lock = threading.RLock()
-        has_lock = ownership(self.lock)
-        self.is_entered = has_lock if host is None else lambda: has_lock() or host.is_entered()
+        self.is_entered = has_lock = ownership(self.lock)
+        if (is_in_memory := memory.is_entered) is not None:
+            self.is_entered = lambda: has_lock() or is_in_memory()
         self.accounts = Accounts(max_bytes, self.granularity)
         self.waiters: deque[Waiter] = deque()
         self.clock = itertools.count(1)
@@ -250,19 +242,18 @@ class Holdings:
 
     @property
     def reason(self) -> str:
-        """Where the cap comes from, and what other pools held of the budget at the last check."""
-        return self._reason + ("" if self.host is None else self.host.holders())
+        """Where the cap comes from, and what limited the pool besides it at the last check."""
+        return self._reason + self.memory.holders()
 
     def figures(self) -> Figures:
         leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self.parts())
-        host = None if self.host is None or self.host.allowed > self.max_bytes else self.host
-        others = None if host is None else held_bytes(host.others)
-        return Figures(
-            leased + in_flight + free, leased, in_flight, self.max_bytes, self.reason, others
-        )
+        held, most = leased + in_flight + free, self.max_bytes
+        is_own = most < self.memory.allowed  # else the memory resource has the tighter limit
+        cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
+        return Figures(held, leased, in_flight, most, self.reason, cap)
 
 
-def free_what_is_done(slabs: dict[Slab, None], memory: MemoryResource | LimitedMemory) -> bool:
+def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
     """Free the slabs of a dropped pool, except slabs whose events aren't done; return whether none
     is left.
 
@@ -291,7 +282,7 @@ _all: weakref.WeakSet[Holdings] = weakref.WeakSet()
 
 def _mark_forked() -> None:
     for held in list(_all):
-        held.is_forked = True
+        held.is_forked, held.is_entered = True, lambda: True
 
 
 os.register_at_fork(after_in_child=_mark_forked)

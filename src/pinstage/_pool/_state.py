@@ -7,10 +7,11 @@ Only the pool's own threads change the held bytes (`_growth`), and no interrupt 
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import attrgetter
@@ -19,9 +20,9 @@ from ..errors import PoolError
 from . import _refusals
 from ._classes import reuse_limit, size_class
 from ._growth import LOOK, Decision, Growth, GrowthPlan
-from ._lease import Lease
+from ._lease import Lease, event_of
 from ._refusals import Refusal
-from ._slab import Fence, Holdings, Slab
+from ._slab import Fence, Holdings, Slab, take_first
 from ._stats import OwnerStats, PoolStats
 from ._waiting import Account, Waiter
 
@@ -46,8 +47,7 @@ class PoolState(Holdings):
         3. any larger idle slab;
         4. idle slabs of other classes would make room: free them, least recently used first, and
            allocate;
-        5. wait, and now and then check whether other processes have given back bytes of the
-           `HostBudget`.
+        5. wait, and now and then check whether the memory resource allows more.
 
         A frozen pool skips 2 and 4, divides what it holds by quotas, and refuses a request at once
         if no slab fits it. After the platform has refused memory, a pool is restricted for a while:
@@ -64,18 +64,52 @@ class PoolState(Holdings):
             room = self.accounts.room(account, self._whole(), self._busy(), ahead)
         capacity = min(size_class(nbytes, self.granularity), room)
         may_grow = nbytes <= room and not self.frozen
-        slab = _best(idle, nbytes, min(reuse_limit(nbytes, self.granularity), room))
-        if slab is None and may_grow and capacity <= self._headroom():
+        fitting = [slab.capacity for slab in idle if nbytes <= slab.capacity <= room]
+        smallest = min(fitting, default=sys.maxsize)
+        if smallest <= reuse_limit(nbytes, self.granularity):
+            return self.lease(account, nbytes, smallest)
+        if may_grow and capacity <= self._headroom():
             return GrowthPlan((), capacity, 1)
-        slab = slab or _best(idle, nbytes, room)
-        if slab is not None:
-            slab.stack.pop(slab, None)
-            self.hits += 1
-            return Lease(self, slab, nbytes, account)
+        if smallest <= room:
+            return self.lease(account, nbytes, smallest)
         missing = capacity - self._headroom(by_freeing=True)
         if may_grow and missing <= sum(slab.capacity for slab in idle):
             return GrowthPlan(_oldest(idle, missing), capacity, 1)
-        return LOOK if may_grow and self.host is not None and self.host.is_due() else None
+        return LOOK if may_grow and self.memory.is_due() else None
+
+    def lease(
+        self,
+        account: Account,
+        nbytes: int,
+        bound: int,
+        is_usable: Callable[[Slab], bool] | None = None,
+    ) -> Lease | None:
+        """Lease the smallest suitable slab; return None if there is none. All slabs that the pool
+        has are chosen here.
+
+        Args:
+            account: the owner.
+            nbytes: the request's bytes.
+            bound: bytes of the largest slab that may serve the request.
+            is_usable: says which slabs may serve it; of several of a size, the first in the stack
+                does. None for free slabs: then the last in the stack, which was returned last and
+                is in the caches, comes first.
+        """
+        sizes = self.sizes
+        for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]:
+            # Only single C calls touch the stack: a release in another thread may add to it at any
+            # moment.
+            stack = self.stacks[size]
+            last = stack.popitem()[0] if stack and is_usable is None else None
+            slab = last
+            if last is None or not last.is_free():
+                slab = take_first(stack, is_usable or Slab.is_free)
+            if last is not None and last is not slab and last.fences():
+                last.put(None)  # else its release, or the end of its last view, does it
+            if slab is not None:
+                self.hits += 1
+                return Lease(self, slab, nbytes, account)
+        return None
 
     def scan(self) -> list[Slab]:
         """Check all slabs. Return the free ones, least recently used first, and put them in their
@@ -105,15 +139,8 @@ class PoolState(Holdings):
         if self.waiters:
             return None
         limit = reuse_limit(nbytes, self.granularity)
-        for size in self.sizes[bisect_left(self.sizes, nbytes) : bisect_right(self.sizes, limit)]:
-            stack = self.stacks[size]
-            for slab in list(stack):  # the slab returned first comes first
-                event, is_its = slab.event, slab.account is account and slab.lease is None
-                if event is not None and is_its and not slab.guards and not slab.has_views():
-                    stack.pop(slab, None)
-                    self.hits += 1
-                    return Lease(self, slab, nbytes, account), event
-        return None
+        lease = self.lease(account, nbytes, limit, lambda slab: slab.is_in_flight_of(account))
+        return None if lease is None else (lease, event_of(lease))
 
     def why_never(
         self, account: Account, nbytes: int, just_now: Refusal | None = None
@@ -189,7 +216,7 @@ class PoolState(Holdings):
 
     def _headroom(self, *, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if bytes must be freed first."""
-        most = self.max_bytes if self.host is None else min(self.max_bytes, self.host.allowed)
+        most = min(self.max_bytes, self.memory.allowed)
         if (refusal := self._standing_refusal()) is not None:
             most = min(most, refusal.held if by_freeing else refusal.total - 1)
         return most - self.promised()
@@ -276,14 +303,6 @@ class PoolState(Holdings):
         growth.run()
         growth.result()
         return not self.pending()
-
-
-def _best(idle: Sequence[Slab], nbytes: int, bound: int) -> Slab | None:
-    """Return the smallest slab of at least `nbytes` and at most `bound`; of several, the one used
-    last.
-    """
-    fitting = [slab for slab in reversed(idle) if nbytes <= slab.capacity <= bound]
-    return min(fitting, key=attrgetter("capacity"), default=None)
 
 
 def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import _thread
+import math
 import numbers
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,23 +41,58 @@ NOTHING: Counter[Account | None] = Counter()
 
 
 class Waiter:
-    """A waiting request. `sleep` waits for `wake`, which raises RuntimeError if the last wake-up is
-    still pending.
+    """A request, which may have to wait. `sleep` waits for `wake`, which raises RuntimeError if it
+    is still pending.
 
     `wake` releases a lock. A `threading.Event` isn't used, because an interrupt may leave it locked
     forever. Nor is a `SimpleQueue`: it may treat a short time-out as none, and wait on when the
     rest of the time is below zero.
+
+    Attributes:
+        deadline: the time until which it waits, by `time.monotonic`.
     """
 
-    __slots__ = ("account", "nbytes", "sleep", "wake")
+    __slots__ = (
+        "_began",
+        "_pause",
+        "_waits",
+        "account",
+        "deadline",
+        "nbytes",
+        "sleep",
+        "timeout",
+        "wake",
+    )
 
-    def __init__(self, account: Account, nbytes: int) -> None:
+    def __init__(self, account: Account, nbytes: int, timeout: float | None) -> None:
         wakeup = _thread.allocate_lock()
         wakeup.acquire()
-        self.account = account
-        self.nbytes = nbytes
+        self.account, self.nbytes, self.timeout = account, nbytes, timeout
         self.wake = wakeup.release
         self.sleep = wakeup.acquire
+        self._began, self._waits, self._pause = time.monotonic(), 0, 0.0
+        self.deadline = math.inf if timeout is None else self._began + timeout
+
+    def begin_to_wait(self) -> None:
+        """Count the request among those that waited."""
+        if not self._waits:
+            self._waits = 1
+            self.account.waits += 1
+
+    def next_pause(self) -> float:
+        """Return how long the first request in line sleeps at most: a little longer each time."""
+        shortest, longest = POLL_SECONDS
+        self._pause = min(max(shortest, 2 * self._pause), longest)
+        return self._pause
+
+    def postpone(self, seconds: float) -> None:
+        """Leave out some seconds in which it didn't wait."""
+        self._began += seconds
+        self.deadline += seconds
+
+    def count_seconds(self) -> None:
+        """Count the time that it waited."""
+        self.account.wait_seconds += self._waits * (time.monotonic() - self._began)
 
 
 def check_owner(name: object) -> None:

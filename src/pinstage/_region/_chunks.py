@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import os
-import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
@@ -24,10 +24,13 @@ from itertools import pairwise
 import torch
 
 from .._memory import REFUSALS, HostRange, disregard_captures, remedy
-from .._pool import Fence
-from .._reaper import begin, ending, reaper, running, warn
+from .._pool import Claim, Fence
+from .._reaper import begin, ending, running, warn
 from .._sizes import format_bytes
 from ..errors import PinningError, StagingWarning
+
+_POLL_SECONDS = 1e-3
+"""Interval at which `Chunks.wait` checks. A chunk takes milliseconds."""
 
 _PAUSE_SECONDS = 0.01
 """Pause between unregistering two chunks: each call may wait for the device, and stop launches
@@ -41,15 +44,18 @@ _living: dict[int, Chunks] = {}
 
 
 class Chunks:
-    """Mapped memory whose parts are page-locked one after the other.
+    """Memory whose parts are page-locked one after the other.
+
+    It holds nothing before `begin`.
 
     Args:
         memory: the memory, which this object then owns.
-        ends: where chunks end; the last end is the memory's.
+        divide: returns where chunks end, once the memory is mapped; the last end is the memory's.
         progress: called after each chunk with the bytes that are ready and the total.
-        on_end: called when the memory has been given back.
+        claim: what counts the memory in a budget; None without one.
 
     Attributes:
+        ends: where chunks end.
         kind: "registered", "allocated" or "pageable"; empty until the first chunk has decided it.
         reason: why it isn't registered; empty if it is.
         ready: bytes from the beginning that are touched, and page-locked if the kind is.
@@ -60,44 +66,47 @@ class Chunks:
     def __init__(
         self,
         memory: HostRange,
-        ends: tuple[int, ...],
+        divide: Callable[[], tuple[int, ...]],
         progress: Progress | None,
-        on_end: Callable[[], object],
+        claim: Claim | None,
     ) -> None:
-        self.memory, self.ends, self.kind, self.reason, self.ready = (
-            memory,
-            ends,
-            "",
-            memory.reason,
-            0,
-        )
+        self.memory, self.kind, self.reason, self.ready = memory, "", memory.reason, 0
+        self.ends: tuple[int, ...] = ()
+        self._divide = divide
         self.guards: tuple[Fence, ...] = ()
-        self._progress, self._on_end, self.pid = progress, on_end, os.getpid()
+        self.claim, self._progress, self.pid = claim, progress, os.getpid()
         self._error: BaseException | None = None
         self._registered: list[tuple[int, int]] = []
-        self._news = threading.Condition()
-        self._is_over = self._stops = False
+        self._is_over, self._stops = True, False
 
-    def start(self) -> None:
-        """Start, and wait until the first chunk has decided what kind of memory this is.
+    def begin(self) -> None:
+        """Map the memory, let the first chunk decide what kind it is, and start the thread that
+        does the rest.
+
+        Blocks. Call it in a thread that no interrupt reaches.
 
         Raises:
-            MemoryError, OSError: the kernel ran out of memory; everything is given back.
+            MemoryError, OSError: the kernel ran out of memory.
+            Exception: as `Claim.take`.
         """
-        reaper.start()
-        try:
+        memory, claim = self.memory, self.claim
+        inode = memory.inode()
+        if claim is not None:  # before there is memory, which a forked child may inherit
+            claim.take(inode)
+        memory.map()
+        if claim is not None and inode != memory.inode():
+            claim.share(memory.inode())
+        self.ends = self._divide()
+        if memory.device >= 0:
+            disregard_captures()
+        self._decide()
+        if self.ready < self.ends[-1]:
+            self._is_over = False
             try:
                 _thread.start_new_thread(self._run, ())
             except RuntimeError:
                 self._is_over = True  # else `reap` would wait for the thread
                 raise
-            with self._news:
-                self._news.wait_for(lambda: self.kind or self._is_over)
-            if self._error is not None and not self.kind:
-                raise self._error
-        except BaseException:
-            reaper.tasks.put(self)
-            raise
         _living[id(self)] = self
 
     def is_ready(self, nbytes: int) -> bool:
@@ -111,12 +120,10 @@ class Chunks:
             PinningError: a later chunk was refused.
             TimeoutError: they aren't ready in time.
         """
-        with self._news:
-            if not self._news.wait_for(lambda: self.is_ready(nbytes), timeout):
-                ready = f"{format_bytes(self.ready)} of {format_bytes(nbytes)} ready"
-                raise TimeoutError(
-                    f"the region isn't ready after {timeout} s: {ready}; wait longer or for less"
-                )
+        if not self._wait(nbytes, math.inf if timeout is None else timeout):
+            ready = f"{format_bytes(self.ready)} of {format_bytes(nbytes)} ready"
+            remedy = "wait longer or for less"
+            raise TimeoutError(f"the region isn't ready after {timeout} s: {ready}; {remedy}")
         if self.ready < nbytes:
             raise PinningError(self._why_never_ready()) from self._error
 
@@ -130,12 +137,21 @@ class Chunks:
             )
         return "the region was closed before it was ready; make another one"
 
+    def _wait(self, nbytes: int, seconds: float) -> bool:
+        """Wait until bytes are ready, or will never be; return False if that takes longer."""
+        deadline = time.monotonic() + seconds
+        while not self.is_ready(nbytes):
+            if time.monotonic() >= deadline:
+                return False
+            # Not a `threading.Condition`: an interrupt may leave its lock locked.
+            time.sleep(_POLL_SECONDS)
+        return True
+
     def pieces(self, start: int, end: int) -> list[tuple[int, int]]:
         """Return the ranges in which CUDA can copy bytes, once they are ready; none if they are
         pageable. Blocks.
         """
-        with self._news:
-            self._news.wait_for(lambda: self.is_ready(end))
+        self._wait(end, math.inf)
         if self.kind == "pageable" or self.ready < end:
             return []
         return list(
@@ -154,35 +170,29 @@ class Chunks:
             running[self] = None
             if memory.device >= 0:
                 disregard_captures()
-            self._begin()
             with ThreadPoolExecutor(
                 1, "pinstage-touch"
             ) as ahead:  # touches a chunk while the one before is registered
-                chunks = list(pairwise(self.ends)) if self.ready < self.ends[-1] else []
-                touching = [ahead.submit(memory.touch, *chunk) for chunk in chunks[:1]]
-                for number, chunk in enumerate(chunks, 1):
+                chunks = list(pairwise(self.ends))
+                touching = ahead.submit(memory.touch, *chunks[0])
+                for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
                     if self._stops or ending:
                         break
-                    touching.pop().result()
-                    touching += [
-                        ahead.submit(memory.touch, *following)
-                        for following in chunks[number : number + 1]
-                    ]
+                    touching.result()
+                    if following is not None:
+                        touching = ahead.submit(memory.touch, *following)
                     if self.kind == "registered":
                         self._register(*chunk)
                     self._advance(chunk[1])
-        except BaseException as error:  # noqa: BLE001 - raised by `start` and `wait`
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
             self._error = error
-            # Not if a thread can't be started at the program's end.
-            if self.kind and isinstance(error, REFUSALS):
+            if isinstance(error, REFUSALS):  # not if a thread can't be started at the program's end
                 self._become_pageable(error)
         finally:
             running.pop(self, None)
-            with self._news:
-                self._is_over = True
-                self._news.notify_all()
+            self._is_over = True
 
-    def _begin(self) -> None:
+    def _decide(self) -> None:
         """Use the first chunk to decide what kind of memory this is: registered, else allocated,
         else pageable.
         """
@@ -209,9 +219,7 @@ class Chunks:
         self._registered.append((start, end))
 
     def _advance(self, end: int) -> None:
-        with self._news:
-            self.ready = end
-            self._news.notify_all()
+        self.ready = end
         try:
             if self._progress is not None:
                 self._progress(end, self.ends[-1])
@@ -251,7 +259,8 @@ class Chunks:
         if self._unregister() and begin(self):
             self.memory.free()
             running.pop(self)
-            self._on_end()
+            if self.claim is not None:
+                self.claim.release()
 
     def _unregister(self) -> bool:
         """Unregister all chunks, with pauses; return whether the memory can be given back."""

@@ -6,8 +6,10 @@ import ctypes
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.reduction import DupFd
+from operator import methodcaller
 from typing import Any, Literal, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
@@ -16,8 +18,8 @@ import torch
 from .._batch import Place, contiguous_stride
 from .._compat.views import check_dtype, tensor_over
 from .._memory import HostRange
-from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout
-from .._reaper import reaper
+from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout, close_files
+from .._reaper import reaper, uninterrupted
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
 from ._chunks import Chunks
@@ -58,7 +60,8 @@ class HostRegion:
 
     **Fork.** Ordinary regions aren't inherited by forked children: touching a view ends the child.
     Views of a region with ``shared=True`` stay valid there, and `tensor` and `tree` work; `query`,
-    `synchronize`, `guard` and `handle` raise `PinningError`.
+    `synchronize`, `guard` and `handle` raise `PinningError`. The memory is then kept, and counts in
+    the budget, until the child has ended.
 
     Args:
         nbytes: an int, or text such as ``"48GiB"``; more than 0. Rounded up to whole pages.
@@ -110,27 +113,11 @@ class HostRegion:
         device: torch.device | str | int | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        if huge_pages not in ("auto", "2MiB", "1GiB"):
-            raise ValueError(f"huge_pages must be 'auto', '2MiB' or '1GiB': {huge_pages!r}")
-        given: Any = nbytes  # a size, or the `Nest` of `empty_like`
-        nest = given if isinstance(given, Nest) else None
-        size = _positive("nbytes", given if nest is None else nest.nbytes)
-        row = None if row_bytes is None else _positive("row_bytes", row_bytes)
-        page = 0 if huge_pages == "auto" else parse_bytes(huge_pages)
-        plan = RegionPlan(size, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
-        pieces = [(0, plan.nbytes, row or 1)]
-        if nest is not None:
-            places = dict.fromkeys(
-                leaf for leaf in nest.leaves if isinstance(leaf, Place) and leaf.nbytes
-            )
-            pieces = [
-                (place.offset, place.nbytes, row if row and has_rows_of(place, row) else 0)
-                for place in places
-            ]
-        memory = HostRange(
-            plan.nbytes, device, numa_node, shared=shared, huge_page_bytes=plan.huge_page_bytes
-        )
-        self._begin(plan, memory, ends_of_chunks(pieces, memory.nbytes, plan.chunk_bytes), progress)
+        plan = _plan_of(nbytes, chunk_bytes, row_bytes, huge_pages, budget)
+        page = plan.huge_page_bytes
+        memory = HostRange(plan.nbytes, device, numa_node, shared=shared, huge_page_bytes=page)
+        divide = partial(ends_of_chunks, _pieces(plan), memory.nbytes, plan.chunk_bytes)
+        self._begin(plan, memory, divide, progress)
 
     @classmethod
     def empty_like(
@@ -196,45 +183,40 @@ class HostRegion:
             OSError: this process can't open or map more files.
         """
         region = cls.__new__(cls)
-        plan, page = handle._plan, handle._plan.huge_page_bytes
-        memory = HostRange(
-            plan.nbytes, device, None, shared=True, huge_page_bytes=page, fd=handle._fd
-        )
-        region._begin(plan, memory, handle._ends, None)
+        plan, page, fd = handle._plan, handle._plan.huge_page_bytes, handle._descriptors[-1]
+        memory = HostRange(plan.nbytes, device, None, shared=True, huge_page_bytes=page, fd=fd)
+        region._begin(plan, memory, partial(tuple, handle._ends), keeps=handle)
         return region
 
     def _begin(
         self,
         plan: RegionPlan,
         memory: HostRange,
-        ends: tuple[int, ...],
-        progress: Callable[[int, int], object] | None,
+        divide: Callable[[], tuple[int, ...]],
+        progress: Callable[[int, int], object] | None = None,
+        keeps: object = None,
     ) -> None:
-        """Count the memory in the budget, begin to page-lock it, and arrange that it is freed."""
+        """Take the memory, begin to page-lock it, and arrange that it is freed; `keeps` stays alive
+        meanwhile.
+        """
         self._plan = plan
         self._exporter: Any = None
+        claim = None
+        if plan.budget is not None:
+            claim = Claim(plan.budget, memory.nbytes, is_shared=memory.is_shared)
+        self._chunks = Chunks(memory, divide, progress, claim)
+        # The memory is freed when this object is gone. Not the exporter: see `Lease._export`.
+        life = np.empty(0)
+        reaper.watch(life, self._chunks.reap)
         try:
-            inode = (
-                os.fstat(memory.fd).st_ino if memory.is_shared and memory.fd is not None else None
-            )
-            on_end = (
-                int if plan.budget is None else Claim(plan.budget, memory.nbytes, inode).release
-            )
+            uninterrupted(self._chunks.begin, keeps=(life, keeps))
+            slots = {"__slots__": ("chunks", "life")}
+            bytes_type: Any = type("RegionBytes", (ctypes.c_ubyte * plan.nbytes,), slots)
+            exporter = bytes_type.from_address(memory.address)
+            exporter.chunks, exporter.life = self._chunks, life
         except BaseException:
-            memory.free()
+            del life  # an error that is kept keeps this frame
             raise
-        self._chunks = Chunks(memory, ends, progress, on_end)
-        self._chunks.start()
-        bytes_type: Any = type(
-            "RegionBytes", (ctypes.c_ubyte * plan.nbytes,), {"__slots__": ("chunks", "life")}
-        )
-        exporter = bytes_type.from_address(memory.address)
-        # Not the exporter: see `Lease._export`.
-        exporter.chunks, exporter.life = (
-            self._chunks,
-            np.empty(0),
-        )
-        reaper.watch(exporter.life, self._chunks.reap)
         self._exporter = exporter
 
     @property
@@ -376,13 +358,17 @@ class HostRegion:
             ValueError: the region wasn't made with ``shared=True``.
             PinningError: the region is closed, or this is a forked child.
         """
-        self._check()
-        memory = self._chunks.memory
+        exporter = self._check()
+        chunks = self._chunks
+        memory = chunks.memory
         if not memory.is_shared or memory.fd is None:
             raise ValueError(
                 "the region isn't shared: only a region made with shared=True has a handle"
             )
-        return RegionHandle(self._plan, self._chunks.ends, os.dup(memory.fd))
+        handle = RegionHandle(self._plan, chunks.ends)
+        rows = [] if chunks.claim is None else chunks.claim.descriptors
+        uninterrupted(partial(handle._receive, os.dup, [*rows, memory.fd]), keeps=exporter)
+        return handle
 
     def close(self) -> None:
         """Refuse new views, and free the memory when the last view is gone. May be called again.
@@ -423,33 +409,76 @@ class RegionHandle:
     """Lets `HostRegion.from_handle` map a region in another process. A handle keeps the memory
     alive.
 
+    The memory counts in the region's budget as long as a handle keeps it, also while the handle is
+    on its way.
+
     Picklable by ``multiprocessing`` and ``torch.multiprocessing``, as an argument of a process or
     through a queue or pipe: the descriptor of the memory is inherited, or sent over a socket of the
     process that pickles it. Pickle it separately for each process: a pickle can be unpickled only
     once, and raises `PinningError` after that.
     """
 
-    __slots__ = ("_ends", "_fd", "_plan")
+    __slots__ = ("_descriptors", "_ends", "_life", "_plan")
 
-    def __init__(self, plan: RegionPlan, ends: tuple[int, ...], fd: int) -> None:
-        self._plan, self._ends, self._fd = plan, ends, fd
+    def __init__(self, plan: RegionPlan, ends: tuple[int, ...]) -> None:
+        self._plan, self._ends = plan, ends
+        # The descriptor of the memory's row, if there is a budget, and that of the memory.
+        self._descriptors: list[int] = []
+        self._life = np.empty(0)  # not the handle: see `Reaper.watch`
+        reaper.watch(self._life, partial(close_files, self._descriptors), in_children=True)
+
+    def _receive(self, get: Callable[[Any], int], sources: list[Any]) -> None:
+        """Get the descriptors. Call it in a thread that no interrupt reaches."""
+        for source in sources:
+            self._descriptors.append(get(source))
+            os.set_inheritable(self._descriptors[-1], False)  # else `exec` would keep the memory
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (self._plan, self._ends, DupFd(self._fd))
-
-    def __del__(self) -> None:
-        os.close(self._fd)
+        return _received, (self._plan, self._ends, [DupFd(fd) for fd in self._descriptors])
 
 
-def _received(plan: RegionPlan, ends: tuple[int, ...], shared: Any) -> RegionHandle:
+def _received(plan: RegionPlan, ends: tuple[int, ...], sent: list[Any]) -> RegionHandle:
+    handle = RegionHandle(plan, ends)
     try:
-        fd = shared.detach()
+        uninterrupted(partial(handle._receive, methodcaller("detach"), sent), keeps=handle)
     except (AuthenticationError, EOFError, OSError) as error:
         raise PinningError(
             f"the handle of a region can't be unpickled: {error!r}; unpickle each pickle once, in "
             "a process of the same program, while the process that pickled it lives"
         ) from error
-    return RegionHandle(plan, ends, fd)
+    return handle
+
+
+def _plan_of(
+    given: Any,
+    chunk_bytes: Size,
+    row_bytes: Size | None,
+    huge_pages: str,
+    budget: HostBudget | None,
+) -> RegionPlan:
+    """Check the arguments of a region; `given` is a size, or the `Nest` of
+    `HostRegion.empty_like`.
+    """
+    if huge_pages not in ("auto", "2MiB", "1GiB"):
+        raise ValueError(f"huge_pages must be 'auto', '2MiB' or '1GiB': {huge_pages!r}")
+    nest = given if isinstance(given, Nest) else None
+    nbytes = _positive("nbytes", given if nest is None else nest.nbytes)
+    row = None if row_bytes is None else _positive("row_bytes", row_bytes)
+    page = 0 if huge_pages == "auto" else parse_bytes(huge_pages)
+    return RegionPlan(nbytes, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
+
+
+def _pieces(plan: RegionPlan) -> list[tuple[int, int, int]]:
+    """Return what chunks should not cut, as `ends_of_chunks` takes it."""
+    row = plan.row_bytes or 0
+    if plan.nest is None:
+        return [(0, plan.nbytes, row or 1)]
+    pieces: dict[Place, tuple[int, int, int]] = {}
+    for leaf in plan.nest.leaves:
+        if isinstance(leaf, Place) and leaf.nbytes:
+            has_rows = row and has_rows_of(leaf, row)
+            pieces[leaf] = leaf.offset, leaf.nbytes, row if has_rows else 0
+    return list(pieces.values())
 
 
 def _positive(name: str, size: Size) -> int:

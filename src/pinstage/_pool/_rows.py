@@ -1,0 +1,426 @@
+"""The files in which processes write what they hold of a `HostBudget`.
+
+Each pool, region and shared slab has a *row*: a small file in a folder of the user's. Its
+descriptor has a lock. So a row counts as long as any process has the descriptor, and a row without
+a lock belongs to processes that have ended. Processes read and write rows under the folder's lock.
+
+A forked child inherits all descriptors. It closes those of memory that it doesn't inherit. Shared
+memory stays mapped in the child, and so its rows stay open there, and count until the child has
+ended, too.
+
+Rows fail closed: a row that can't be written keeps its last numbers, and a damaged row is an error,
+never a 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import re
+import secrets
+import stat
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Container, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .._reaper import reaper
+from .._sizes import round_up
+from ..errors import HostBudgetError, PinstageError
+from ._adaptor import RefusedForNow
+
+T = TypeVar("T")
+
+VARIABLE = "PINSTAGE_BUDGET_DIR"
+"""The environment variable that names another folder, such as a volume that several containers
+share.
+"""
+
+_BUSY_SECONDS = 10.0
+"""Time-out for the folder's lock, which is usually held for less than a millisecond: then its
+holder is stopped.
+"""
+
+_LEAST_SECONDS = 0.1
+"""Even a call that shouldn't wait gives another process this long to finish with the folder: the
+CPUs may be busy.
+"""
+
+_SUFFIX = ".pinstage"
+
+_SPARE_BYTES = 128
+"""Room in a row for larger numbers, and for an inode."""
+
+_ROW_BYTES = 512
+"""The size of a row is a multiple of this."""
+
+turn = threading.RLock()
+"""Held with the folder's lock, and during a fork, so that no child inherits the folder's lock."""
+
+
+NOW = 0.0
+"""A deadline that has passed: `in_folder` waits only for `_LEAST_SECONDS`."""
+
+
+class FolderBusy(RefusedForNow):
+    """Another process has the folder's lock, and so it isn't known whether there is room."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """The part of a `HostBudget` that one pool or region holds."""
+
+    budget: str
+    """The budget's name."""
+    max_bytes: int
+    """The cap on all pools of this budget together."""
+    pid: int
+    """The id of the process that made it, as seen in the process's own container."""
+    program: str
+    """The process's program, and its rank if it has one."""
+    pool: str
+    """Distinguishes the pool from others of the same process."""
+    held_bytes: int
+    """Bytes that the pool holds, idle slabs included, or is about to allocate; also bytes of shared
+    memory that it has freed, and that a forked child or a handle keeps."""
+    shared: dict[str, int] = field(default_factory=dict)
+    """The part of `held_bytes` that other processes may hold, too: bytes by the memory's inode,
+    counted once.
+    """
+
+
+_TEXTS = {"budget", "program", "pool"}
+_NUMBERS = {"max_bytes", "pid", "held_bytes"}
+_FIELDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_NUMBERS, int) | {"shared": dict}
+
+
+def held_bytes(pools: list[PoolUsage]) -> int:
+    """Return the bytes that pools hold together. Memory that several of them share counts once."""
+    private, shared = 0, dict[str, int]()
+    for pool in pools:
+        private += pool.held_bytes - sum(pool.shared.values())
+        shared |= pool.shared
+    return private + sum(shared.values())
+
+
+class Row:
+    """A file with the bytes that are held. Call all methods in threads that no interrupt reaches.
+
+    Args:
+        usage: the row's first content.
+        is_inherited: whether forked children inherit the memory.
+    """
+
+    def __init__(self, usage: PoolUsage, *, is_inherited: bool) -> None:
+        self.name = secrets.token_hex(8) + _SUFFIX
+        self.usage = usage
+        """The file's content, once there is a file."""
+        self.is_inherited = is_inherited
+        self.descriptors: list[int] = []
+        """The file's; empty if there is none."""
+        self._nbytes = 0
+        self._life = np.empty(0)  # not the row: see `Reaper.watch`
+        _rows.add(self)
+        reaper.watch(self._life, partial(close_files, self.descriptors))
+
+    def write(self, folder: int, held: int, inode: str = "") -> None:
+        """Write the number of bytes that are held. Make the file if it is missing or was removed.
+
+        Args:
+            folder: the descriptor of the folder, whose lock this thread has.
+            held: bytes.
+            inode: of memory that other processes may hold, too.
+
+        Raises:
+            OSError: it can't be written. A row that was there keeps its numbers, a new one is
+                removed.
+        """
+        usage = replace(self.usage, held_bytes=held, shared={inode: held} if inode and held else {})
+        record = json.dumps(asdict(usage)).encode()
+        if self.descriptors and os.fstat(self.descriptors[-1]).st_nlink:
+            self._overwrite(record)
+        else:
+            self._create(folder, record)
+        self.usage = usage
+
+    def close(self) -> None:
+        """Close the file. The row still counts if another process has its descriptor."""
+        close_files(self.descriptors)
+
+    def _create(self, folder: int, record: bytes) -> None:
+        # All later writes have the same size, so that they need no space.
+        self._nbytes = round_up(len(record) + _SPARE_BYTES, _ROW_BYTES)
+        flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(self.name, flags, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write(file, record.ljust(self._nbytes))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self.name, dir_fd=folder)
+            os.close(file)
+            raise
+        removed = self.descriptors.copy()
+        self.descriptors[:] = [file]
+        close_files(removed)
+
+    def _overwrite(self, record: bytes) -> None:
+        file = self.descriptors[-1]
+        before = os.pread(file, self._nbytes, 0)
+        try:
+            _write(file, record.ljust(self._nbytes))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.pwrite(file, before, 0)
+            raise
+
+
+_rows: weakref.WeakSet[Row] = weakref.WeakSet()
+
+
+def close_files(descriptors: list[int]) -> bool:
+    """Close files, the last one first; return True, as a task does. Call it in a thread that no
+    interrupt reaches.
+    """
+    with turn:  # else a child that is forked in between would keep a descriptor
+        while descriptors:
+            os.close(descriptors.pop())
+    return True
+
+
+def _write(file: int, text: bytes) -> None:
+    if os.pwrite(file, text, 0) < len(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(file, len(text))
+
+
+def new_usage(budget: str, max_bytes: int) -> PoolUsage:
+    """Return the content of the rows of a new pool, which holds nothing yet."""
+    return PoolUsage(budget, max_bytes, os.getpid(), _program(), secrets.token_hex(8), 0)
+
+
+def _program() -> str:
+    path = Path(sys.argv[0] if sys.argv else "")
+    name = (path.parent if path.name == "__main__.py" else path).name or "python"
+    rank = os.environ.get("RANK")
+    return name if rank is None else f"{name} rank {rank}"
+
+
+# -- the folder ------------------------------------------------------------------------------------
+
+
+def folder_path() -> Path:
+    """Return the folder's path.
+
+    The folder isn't in ``XDG_RUNTIME_DIR``: some launchers leave that unset, so two programs could
+    use two folders. It is also removed when the user logs out, while programs still run.
+    """
+    path = Path(os.environ.get(VARIABLE) or f"/tmp/pinstage-{os.geteuid()}")
+    if not path.is_absolute():
+        why = "each working directory would have budgets of its own"
+        remedy = "name the folder by an absolute path"
+        raise HostBudgetError(f"{VARIABLE} is a relative path: {str(path)!r}: {why}; {remedy}")
+    return path
+
+
+def in_folder(path: Path, work: Callable[[int], T], deadline: float = math.inf) -> T:
+    """Make sure that the folder exists and is the user's alone, and hold its lock while `work` uses
+    its descriptor.
+
+    Blocks. Call it in a thread that no interrupt reaches.
+
+    Args:
+        path: the folder's.
+        work: what to do.
+        deadline: the time until which to wait for another process, by `time.monotonic`.
+
+    Raises:
+        FolderBusy: another process has had the folder's lock until the deadline.
+        HostBudgetError: it has had it for ten seconds, or the folder can't be used.
+    """
+    busy_until = time.monotonic() + _BUSY_SECONDS
+    deadline = max(deadline, time.monotonic() + _LEAST_SECONDS)
+    left = _LEAST_SECONDS  # at first, however late this thread is
+    try:
+        while left > 0:
+            if turn.acquire(timeout=left):
+                try:
+                    folder = _open(path)
+                    try:
+                        if _lock(folder):
+                            return work(folder)
+                    finally:  # before a child may be forked: it would keep the lock
+                        os.close(folder)
+                finally:
+                    turn.release()
+            time.sleep(0.0005)
+            left = min(busy_until, deadline) - time.monotonic()
+        if deadline < busy_until:
+            raise FolderBusy
+        held = f"another process has held its lock for {_BUSY_SECONDS} s"
+        raise TimeoutError(f"{held}: is it stopped?")
+    except PinstageError:  # some are an `OSError`, too
+        raise
+    except OSError as error:
+        remedy = f"remove that folder while no program uses it, or name another one in {VARIABLE}"
+        raise HostBudgetError(f"host budgets cannot be used: {path}: {error}; {remedy}") from error
+
+
+def _open(path: Path) -> int:
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status, user = os.fstat(folder), os.geteuid()
+    if status.st_uid != user or status.st_mode & 0o077:
+        os.close(folder)
+        mode = f"mode {stat.S_IMODE(status.st_mode):o}, not to user {user}, mode 700"
+        raise PermissionError(f"it belongs to user {status.st_uid}, {mode}")
+    return folder
+
+
+def _lock(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_rows(folder: int, budget: str | None = None, but: Container[str] = ()) -> list[PoolUsage]:
+    """Return what living processes hold, a record for each pool. Removes the rows of processes that
+    have ended.
+
+    Args:
+        folder: the descriptor of the folder, whose lock this thread has.
+        budget: the name of the only budget to return; None for all.
+        but: names of rows to leave out.
+
+    Raises:
+        HostBudgetError: a row is damaged, unless it belongs to another budget.
+    """
+    pools: dict[str, PoolUsage] = {}
+    for name in os.listdir(folder):
+        if not name.endswith(_SUFFIX) or name in but:
+            continue
+        row = _read_living(folder, name, budget)
+        if row is not None:
+            pools[row.pool] = _together(pools.get(row.pool), row)
+    return list(pools.values())
+
+
+def _together(one: PoolUsage | None, other: PoolUsage) -> PoolUsage:
+    """Return the sum of two rows of a pool."""
+    if one is None:
+        return other
+    held, shared = one.held_bytes + other.held_bytes, one.shared | other.shared
+    return replace(one, held_bytes=held, shared=shared)
+
+
+def _read_living(folder: int, name: str, budget: str | None) -> PoolUsage | None:
+    """Read a row of a budget. Return None, and remove it, if no process has it."""
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.unlink(name, dir_fd=folder)
+        return None
+    except BlockingIOError:
+        return _read(file, budget)
+    finally:
+        os.close(file)
+
+
+def _read(file: int, budget: str | None) -> PoolUsage | None:
+    """Read a row; return None if it belongs to another budget, or is empty: its process could not
+    write it.
+
+    Unknown fields, as of other versions, are ignored.
+    """
+    text = os.pread(file, os.fstat(file).st_size, 0)
+    if not text:
+        return None
+    record: Any = None
+    try:
+        record = json.loads(text)
+        usage = _checked(record)
+    except (RecursionError, TypeError, ValueError) as error:
+        name = _name_in(record, text)
+        if budget is not None and name not in (None, budget):
+            return None
+        path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file, record)
+        remedy = f"end the process that has it open{holder}, or name another folder in {VARIABLE}"
+        damage = f"a host budget's file is damaged: {path}: {error}"
+        raise HostBudgetError(f"{damage}; {remedy}") from error
+    return usage if budget in (None, usage.budget) else None
+
+
+def _checked(record: Any) -> PoolUsage:
+    if not isinstance(record, dict):
+        raise TypeError(f"it holds {record!r:.50}, not an object")
+    fields = {name: record[name] for name in _FIELDS if name in record}
+    for name, value in fields.items():
+        if type(value) is not _FIELDS[name]:
+            raise TypeError(f"{name} is {value!r:.50}")
+    usage = PoolUsage(**fields)
+    numbers = [usage.max_bytes, usage.pid, usage.held_bytes, *usage.shared.values()]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"its numbers are {numbers!r:.100}")
+    if sum(usage.shared.values()) > usage.held_bytes:
+        raise ValueError(f"of {usage.held_bytes} bytes it shares more: {usage.shared!r:.100}")
+    return usage
+
+
+def _name_in(record: Any, text: bytes) -> str | None:
+    """Return the name of a damaged row's budget, if it can be read."""
+    if not isinstance(record, Mapping):
+        begin = re.match(rb'\{"budget": ("(?:[^"\\]|\\.)*")', text)
+        try:
+            record = {"budget": json.loads(begin[1])} if begin else {}
+        except ValueError:
+            record = {}
+    name = record.get("budget")
+    return name if isinstance(name, str) else None
+
+
+def _holder(file: int, record: Any) -> str:
+    """Return a text that names the process of a damaged row, by its lock or by its content; empty
+    if unknown.
+    """
+    pid = program = None
+    if isinstance(record, Mapping):
+        pid, program = record.get("pid"), record.get("program")
+    with contextlib.suppress(OSError):
+        lock = rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} "
+        if owner := re.search(lock, Path("/proc/locks").read_text()):
+            pid = int(owner[1])
+    names = [str(name) for name in (pid, program) if isinstance(name, int | str)]
+    return f" ({', '.join(names)})" if names else ""
+
+
+# -- fork ------------------------------------------------------------------------------------------
+
+
+def _forget() -> None:
+    """Close the files in a forked child, except those of memory that it inherits: they would keep
+    bytes counted.
+    """
+    for row in list(_rows):
+        if not row.is_inherited:
+            row.close()
+    turn.release()
+
+
+os.register_at_fork(before=turn.acquire, after_in_parent=turn.release, after_in_child=_forget)

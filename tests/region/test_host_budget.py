@@ -1,0 +1,290 @@
+"""What counts in a `HostBudget` when processes fork, send handles, run other programs, and are
+killed.
+"""
+
+import gc
+from pathlib import Path
+
+import pytest
+from budget_nodes import CAP, MIB, Nodes, counted, memory_of
+from doubles import wait_until
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    path = tmp_path / "budgets"
+    monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(path))
+    yield path
+    gc.collect()
+    wait_until(lambda: counted() == 0)
+    assert not list(path.iterdir())
+
+
+@pytest.fixture
+def nodes():
+    made = Nodes(8)
+    yield made
+    made.end()
+
+
+HOLD = {
+    "a region": lambda node: node("region", "x", 5 * MIB, True),
+    "a slab": lambda node: node("acquire", "x", 5 * MIB, True),
+}
+FREE = {"a region": lambda node: node("close", "x"), "a slab": lambda node: node("release", "x")}
+
+
+@pytest.fixture(params=HOLD)
+def what(request):
+    return request.param
+
+
+def test_memory_counts_while_a_forked_child_has_it(nodes, what):
+    parent, other = nodes.start(), nodes.start()
+    assert HOLD[what](parent)
+    child = parent.fork()
+    FREE[what](parent)
+    wait_until(lambda: not memory_of(parent.pid))
+    assert sum(memory_of(child.pid).values()) == counted() == 5 * MIB
+    assert not other("region", "y", 4 * MIB, False)
+    assert not other("acquire", "y", 4 * MIB, False)
+    child.kill()
+    assert other("region", "y", 4 * MIB, False)
+
+
+def test_memory_counts_when_only_a_grandchild_is_left(nodes, what):
+    parent = nodes.start()
+    assert HOLD[what](parent)
+    child = parent.fork()
+    grandchild = child.fork()
+    child.kill()
+    parent.kill()
+    assert counted() == 5 * MIB
+    grandchild.kill()
+    assert counted() == 0
+
+
+def test_a_killed_child_leaves_its_parent_the_memory(nodes, what):
+    parent = nodes.start()
+    assert HOLD[what](parent)
+    parent.fork().kill()
+    assert counted() == 5 * MIB
+    FREE[what](parent)
+    wait_until(lambda: counted() == 0)
+
+
+def test_another_program_of_a_child_has_none(nodes, what):
+    parent = nodes.start()
+    assert HOLD[what](parent)
+    child = parent.fork()
+    child.become_another_program()
+    FREE[what](parent)
+    wait_until(lambda: counted() == 0)
+    child.kill()
+
+
+@pytest.mark.parametrize(
+    "hold", [("region", "x", 5 * MIB, False), ("acquire", "x", 5 * MIB, False)]
+)
+def test_private_memory_counts_for_its_process_alone(nodes, hold):
+    parent = nodes.start()
+    assert parent(*hold)
+    child = parent.fork()
+    parent.kill()
+    assert counted() == 0
+    child.kill()
+
+
+def test_memory_counts_while_its_handle_is_unread(nodes):
+    parent, other = nodes.start(), nodes.start()
+    assert parent("region", "x", 5 * MIB, True)
+    parent("send", "x")  # and nobody reads it
+    parent("close", "x")
+    assert counted() == sum(memory_of(parent.pid).values()) == 5 * MIB
+    assert not other("region", "y", 4 * MIB, False)
+    parent.kill()
+    assert other("region", "y", 4 * MIB, False)
+
+
+def test_memory_counts_once_wherever_its_handle_has_arrived(nodes):
+    parent, other = nodes.start(), nodes.start()
+    assert parent("region", "x", 5 * MIB, True)
+    sent = parent("send", "x")
+    parent("close", "x")
+    other("receive", "x", sent)
+    assert counted() == 5 * MIB
+    parent.kill()
+    assert counted() == 5 * MIB
+    other("close", "x")
+    wait_until(lambda: counted() == 0)
+
+
+def test_another_program_of_a_receiver_has_none(nodes):
+    parent, other = nodes.start(), nodes.start()
+    assert parent("region", "x", 5 * MIB, True)
+    other("receive", "x", parent("send", "x"), True)
+    parent.kill()
+    other.become_another_program()
+    wait_until(lambda: counted() == 0)  # the kernel closes files a little later
+    other.kill()
+
+
+def test_memory_counts_while_a_handle_keeps_it(nodes):
+    parent = nodes.start()
+    assert parent("region", "x", 5 * MIB, True)
+    parent("keep", "x")
+    parent("close", "x")
+    wait_until(lambda: "/memfd:pinstage" not in Path(f"/proc/{parent.pid}/maps").read_text())
+    assert counted() == 5 * MIB
+    parent("drop")
+    wait_until(lambda: counted() == 0)
+
+
+def test_errors_name_children_that_keep_slabs(nodes):
+    parent = nodes.start()
+    assert parent("acquire", "x", 5 * MIB, True)
+    parent.fork()
+    parent("release", "x")
+    with pytest.raises(Exception, match=r"5\.00 MiB in children forked from this process"):
+        parent("insist", 4 * MIB)
+
+
+# -- beside a model --------------------------------------------------------------------------------
+
+
+MOST = 16  # processes of an example
+
+
+class Memory:
+    """Memory of the model: who has it, and whether that process can give it back."""
+
+    def __init__(self, nbytes, is_shared, holder):
+        self.nbytes, self.is_shared = nbytes, is_shared
+        self.holders, self.kept_by = {holder}, set()
+
+    def is_held(self):
+        return bool(self.holders | self.kept_by)
+
+
+class Host(RuleBasedStateMachine):
+    """Up to five processes, and what they hold."""
+
+    nodes = None
+
+    @initialize()
+    def begin(self):
+        self.nodes = Nodes(MOST)
+        self.living, self.memories, self.keys = (
+            [self.nodes.start(), self.nodes.start()],
+            {},
+            iter(range(10**6)),
+        )
+
+    def held(self):
+        return sum(memory.nbytes for memory in self.memories.values() if memory.is_held())
+
+    def pick(self, which):
+        return self.living[which % len(self.living)]
+
+    def take(self, node, command, nbytes, is_shared):
+        key = f"{command} {next(self.keys)}"
+        fits = self.held() + nbytes <= CAP
+        assert node(command, key, nbytes, is_shared) is fits
+        if fits:
+            self.memories[key] = Memory(nbytes, is_shared, node)
+
+    @rule(which=st.integers(0, 4), size=st.integers(1, 3), is_shared=st.booleans())
+    def make_a_region(self, which, size, is_shared):
+        self.take(self.pick(which), "region", size * MIB, is_shared)
+
+    @rule(which=st.integers(0, 4), size=st.integers(1, 3), is_shared=st.booleans())
+    def lease_a_slab(self, which, size, is_shared):
+        self.take(self.pick(which), "acquire", size * MIB, is_shared)
+
+    @rule(which=st.integers(0, 4), turn=st.integers(0, 9))
+    def give_back(self, which, turn):
+        node = self.pick(which)
+        own = [key for key, memory in self.memories.items() if node in memory.holders]
+        if own:
+            key = own[turn % len(own)]
+            node("close" if key.startswith("region") else "release", key)
+            self.memories[key].holders.discard(node)
+
+    @precondition(lambda self: len(self.living) < 5 and len(self.nodes.nodes) < MOST)
+    @rule(which=st.integers(0, 4))
+    def fork(self, which):
+        node = self.pick(which)
+        child = node.fork()
+        self.living.append(child)
+        for memory in self.memories.values():
+            if memory.is_shared and node in memory.holders | memory.kept_by:
+                memory.kept_by.add(child)
+
+    @rule(
+        which=st.integers(0, 4), to=st.integers(0, 4), turn=st.integers(0, 9), arrives=st.booleans()
+    )
+    def send_a_handle(self, which, to, turn, arrives):
+        node, other = self.pick(which), self.pick(to)
+        own = [
+            key
+            for key, memory in self.memories.items()
+            if node in memory.holders and memory.is_shared and key.startswith("region")
+        ]
+        if not own or node is other:
+            return
+        memory = self.memories[own[turn % len(own)]]
+        sent = node("send", own[turn % len(own)])
+        if not arrives:
+            memory.kept_by.add(node)
+        elif other not in memory.holders:
+            other("receive", own[turn % len(own)], sent)
+            memory.holders.add(other)
+        else:
+            memory.kept_by.add(node)
+
+    @precondition(lambda self: len(self.living) > 1)
+    @rule(which=st.integers(0, 4), dies=st.booleans())
+    def end(self, which, dies):
+        node = self.pick(which)
+        if dies:
+            node.kill()
+        else:
+            node.become_another_program()
+        self.living.remove(node)
+        for memory in self.memories.values():
+            memory.holders.discard(node)
+            memory.kept_by.discard(node)
+
+    @invariant()
+    def what_counts_is_what_is_held(self):
+        if self.nodes is not None:
+            wait_until(lambda: counted() == self.held())
+            shared = {}
+            for node in self.living:
+                shared |= memory_of(node.pid)
+            assert sum(shared.values()) == sum(
+                memory.nbytes
+                for memory in self.memories.values()
+                if memory.is_shared and memory.is_held()
+            )
+
+    def teardown(self):
+        if self.nodes is not None:
+            self.nodes.end()
+
+
+def test_what_counts_is_what_any_living_process_holds():
+    phases = [Phase.explicit, Phase.generate]  # to make a failure smaller would take minutes
+    run_state_machine_as_test(
+        Host, settings=settings(max_examples=12, stateful_step_count=15, phases=phases)
+    )
