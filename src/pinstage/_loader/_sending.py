@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from .._compat.loader import close_writing_end, has_lost_a_worker, is_resumption, queue_file
-from .._stage import HandOver, Transfer, copy_event_of, send_packed
+from .._pool import is_page_locked
+from .._stage import HandOver, Transfer, copy_event_of, keep_until, send_packed
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 
@@ -26,16 +27,12 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     """Start the copy of a packed batch, behind which its slab returns to the worker. Does not
     block; any thread.
     """
-    loan, host, event = None, None, None
+    host, event, pinned = None, None, False
     if batch.number is not None:
-        loan = batch.broker.loan_of(None, batch.number)
-        host = loan.lease.data_ptr()
+        lease = batch.broker.loan_of(None, batch.number).lease
+        host, pinned = lease.data_ptr(), is_page_locked(lease)
     elif batch.raw is not None:
         host = torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
-    pinned, own_storage = (
-        loan is not None and slabs.shared().memory.is_pinned,
-        slabs.settings.own_storage,
-    )
     try:
         transfer = send_packed(
             slabs.target,
@@ -43,7 +40,7 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
             batch.table,
             host,
             batch.others,
-            own_storage,
+            slabs.settings.own_storage,
             pinned=pinned,
         )
         event = copy_event_of(transfer)
@@ -52,6 +49,7 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
         raise
     finally:
         batch.give_back(event)
+        keep_until(event, [batch.raw])  # some devices read ordinary memory later
     slabs.counters.count(transfer, fallback=batch.raw is not None, slab_wait_seconds=batch.waited)
     return transfer
 

@@ -29,7 +29,17 @@ class PinningMemoryError(PinningError, MemoryError):
     """
 
 
-_OUT_OF_MEMORY = {"cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY"}
+_OUT_OF_MEMORY = ("cudaErrorMemoryAllocation", "CUDA_ERROR_OUT_OF_MEMORY")
+_LEFT_REGISTERED = ("cudaErrorHostMemoryAlreadyRegistered", "cudaErrorAlreadyMapped")
+_REMEDIES = dict.fromkeys(_OUT_OF_MEMORY, "ask for less, or free page-locked memory first")
+_REMEDIES |= dict.fromkeys(
+    _LEFT_REGISTERED,
+    "a library has unmapped registered memory without unregistering it, and the driver still holds "
+    "these addresses: only a new process mends that",
+)
+
+PLATFORM_REFUSES = {"cudaErrorNotSupported", "cudaErrorNotPermitted"}
+"""Errors of a platform that registers no memory at all, such as confidential computing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +63,9 @@ class Bindings:
         if is_runtime:  # only the runtime keeps a last error
             self.runtime.cudaGetLastError()
         error, what = self.describe(name, code)
-        is_memory = error in _OUT_OF_MEMORY
         size = "" if nbytes is None else f" of {format_bytes(nbytes)}"
-        remedy = "; ask for less, or free page-locked memory first" if is_memory else ""
-        kind = PinningMemoryError if is_memory else PinningError
+        remedy = f"; {_REMEDIES[error]}" if error in _REMEDIES else ""
+        kind = PinningMemoryError if error in _OUT_OF_MEMORY else PinningError
         raise kind(f"{name}{size} {what}{remedy}", call=name, name=error, nbytes=nbytes)
 
     def describe(self, call: str, code: Any) -> tuple[str, str]:
@@ -225,17 +234,32 @@ def who_registers(device: Device) -> tuple[int, str]:
     if not is_usable(stacklevel=4):
         return -1, str(why_unusable())
     index = device_index(device)
-    bindings = require()
-    number, attributes = bindings.call("cuDeviceGet", index), bindings.driver.CUdevice_attribute
-    supported, host_page_tables = (
-        bindings.call(
-            "cuDeviceGetAttribute", getattr(attributes, f"CU_DEVICE_ATTRIBUTE_{name}"), number
-        )
-        for name in ("HOST_REGISTER_SUPPORTED", "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
-    )
-    if _host.is_wsl() or not supported or host_page_tables:
+    is_host_memory = attribute(index, "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES")
+    if _host.is_wsl() or not can_register(index) or is_host_memory:
         return index, f"registering doesn't page-lock memory for cuda:{index} on this system"
     return index, ""
+
+
+def attribute(index: int, name: str) -> int:
+    """Return an attribute of a device; -1 if these bindings don't know it. Makes no context."""
+    bindings = require()
+    known = getattr(bindings.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
+    if known is None:
+        return -1
+    return int(bindings.call("cuDeviceGetAttribute", known, bindings.call("cuDeviceGet", index)))
+
+
+def can_register(index: int) -> bool:
+    """Return whether a device can register memory: not on GB10, for example."""
+    return attribute(index, "HOST_REGISTER_SUPPORTED") != 0
+
+
+def reads_pageable_memory(index: int) -> bool:
+    """Return whether a device reads ordinary memory itself, as Grace, GB10 and HMM do.
+
+    Then a copy from ordinary memory may read it after the call has returned.
+    """
+    return why_unusable() is None and attribute(index, "PAGEABLE_MEMORY_ACCESS") > 0
 
 
 def pci_address(index: int) -> str:

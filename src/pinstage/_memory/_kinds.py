@@ -1,10 +1,14 @@
 """The kinds of memory: pageable, page-locked by the driver, registered, and shared."""
 
+import contextlib
 import logging
 import os
+from functools import partial
 from typing import Literal
 
+from .._compat.probes import warn_once
 from .._sizes import round_up
+from ..errors import PinningError, StagingWarning
 from . import _cuda, _numa, _pages
 from ._pages import HUGE_PAGE_BYTES, PAGE_BYTES
 from ._resource import Block, Resource
@@ -29,6 +33,29 @@ class PageableMemory(Resource):
 
     def _take(self, nbytes: int, device: int) -> Block:
         return Block(_pages.map_pages(nbytes), nbytes, _device=device)
+
+
+class _PlacedMemory(Resource):
+    """The base of the kinds whose pages are put on a NUMA node; see `RegisteredMemory`."""
+
+    def __init__(self, *, pinned: bool, device: _cuda.Device, numa_node: _numa.Asked) -> None:
+        super().__init__(pinned=pinned, device=device)
+        self._numa_node = _numa.check(numa_node)
+        self._placements: dict[int, _numa.Placement] = {}
+
+    @property
+    def numa(self) -> str:
+        """The placement of pages, in words: ``"node 1, the device's"``, or why there is none."""
+        return self._placement(_cuda.device_index(self._device) if self._pinned else -1).reason
+
+    def _placement(self, device: int) -> _numa.Placement:
+        if self._numa_node is None or device < 0:
+            return _numa.ANYWHERE
+        if device not in self._placements:
+            find_node = partial(_numa.device_node, device)
+            self._placements[device] = made = _numa.placement(self._numa_node, find_node)
+            _log.info("%s for cuda:%d: %s", type(self).__name__, device, made.reason)
+        return self._placements[device]
 
 
 class HostAllocMemory(Resource):
@@ -72,7 +99,7 @@ class HostAllocMemory(Resource):
         _cuda.free_host(block._raw, block._device)
 
 
-class RegisteredMemory(Resource):
+class RegisteredMemory(_PlacedMemory):
     """Anonymous pages, huge where the system has them, touched by several threads, then
     ``cudaHostRegister``.
 
@@ -93,9 +120,9 @@ class RegisteredMemory(Resource):
         threads: the number of threads that touch pages; by default 8, or the number of usable CPUs
             if that is less.
         numa_node: put pages, and the threads that touch them, on this NUMA node; ``"auto"`` is the
-            device's, from sysfs. When the node is full, pages come from the next one. On a host
-            with one node nothing is done; ``numa`` says which node was chosen. None leaves it to
-            the kernel.
+            device's. When the node is full, pages come from the next one. Nothing is done on a host
+            with one node that has CPUs, and in a process that has a memory policy, for example by
+            ``numactl``; ``numa`` says which node was chosen. None leaves it to the kernel.
 
     Raises:
         CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use
@@ -111,31 +138,14 @@ class RegisteredMemory(Resource):
         *,
         huge_pages: bool = True,
         threads: int | None = None,
-        numa_node: int | Literal["auto"] | None = None,
+        numa_node: int | Literal["auto"] | None = "auto",
     ) -> None:
         if threads is not None and threads < 1:
             raise ValueError(f"threads must be 1 or more: {threads}")
-        super().__init__(pinned=True, device=device)
+        super().__init__(pinned=True, device=device, numa_node=numa_node)
         self._huge_pages = huge_pages
         self._threads = threads
-        self._numa_node = _numa.check(numa_node)
-        self._placements: dict[int, _numa.Placement] = {}
         _cuda.require(type(self).__name__)
-
-    @property
-    def numa(self) -> str:
-        """The placement of pages, in words: ``"node 1, that of 0000:1b:00.0"``, or why there is
-        none.
-        """
-        return self._placement(_cuda.device_index(self._device)).reason
-
-    def _placement(self, device: int) -> _numa.Placement:
-        if self._numa_node is None:
-            return _numa.ANYWHERE
-        if device not in self._placements:
-            self._placements[device] = _numa.placement(self._numa_node, _cuda.pci_address(device))
-            _log.info("RegisteredMemory for cuda:%d: %s", device, self._placements[device].reason)
-        return self._placements[device]
 
     def _take(self, nbytes: int, device: int) -> Block:
         node, cpus, _ = self._placement(device)
@@ -168,7 +178,7 @@ class SharedMapping:
             _pages.unmap(self.ptr, self.nbytes)
 
 
-class SharedMemory(Resource):
+class SharedMemory(_PlacedMemory):
     """Pages of a ``memfd``, mapped shared and registered. Another process maps the same bytes by
     ``Block.fd``.
 
@@ -177,19 +187,34 @@ class SharedMemory(Resource):
     against the size of ``/dev/shm``. Its size is sealed, so that no process can truncate it.
 
     Without CUDA, or with ``register=False``, the memory is shared but pageable, and ``is_pinned``
-    is False.
+    is False. Where the platform registers no memory, such as GB10 or confidential computing, blocks
+    are pageable too, and their ``is_pinned`` says so; a ``StagingWarning`` reports it once. They
+    have all their pages nevertheless, so that a lack of memory is an error here, and not the end of
+    a process that writes.
 
     Args:
         device: the device whose context pins; None is torch's current device at the time of each
             allocation. Only that device gets a context.
         register: page-lock the memory where CUDA is usable.
+        numa_node: see ``RegisteredMemory``.
 
     Raises:
-        ValueError: ``device`` is not a CUDA device.
+        ValueError: ``device`` is not a CUDA device, or ``numa_node`` is not a node.
     """
 
-    def __init__(self, device: _cuda.Device = None, *, register: bool = True) -> None:
-        super().__init__(pinned=register and _cuda.is_usable(), device=device)
+    _registers = True
+    """Whether to try. Set it to False to see how pageable slabs do on a platform where registering
+    succeeds and page-locks nothing (Grace, WSL2)."""
+
+    def __init__(
+        self,
+        device: _cuda.Device = None,
+        *,
+        register: bool = True,
+        numa_node: int | Literal["auto"] | None = "auto",
+    ) -> None:
+        is_pinned = register and _cuda.is_usable()
+        super().__init__(pinned=is_pinned, device=device, numa_node=numa_node)
 
     @property
     def is_shared(self) -> bool:
@@ -197,16 +222,38 @@ class SharedMemory(Resource):
         return True
 
     def _take(self, nbytes: int, device: int) -> Block:
-        fd = _pages.make_shared_file(nbytes)
+        node, cpus, _ = self._placement(device)
+        fd, is_pinned = _pages.make_shared_file(nbytes), False
         try:
-            with _pages.mapped(nbytes, fd, huge=self._pinned) as address:
+            with _pages.mapped(nbytes, fd, huge=self._pinned, node=node) as address:
                 if device >= 0:
-                    _pages.populate(address, nbytes)
-                    _cuda.register(address, nbytes, device)
+                    _pages.populate(address, nbytes, cpus=cpus)
+                    is_pinned = self._register(address, nbytes, device)
         except BaseException:
             os.close(fd)
             raise
-        return Block(address, nbytes, fd, _device=device)
+        return Block(address, nbytes, fd, is_pinned, _device=device if is_pinned else -1)
+
+    def _register(self, address: int, nbytes: int, device: int) -> bool:
+        """Page-lock a block, and return True; False where the platform refuses all blocks."""
+        if not self._registers:
+            return False
+        try:
+            if _cuda.can_register(device):
+                _cuda.register(address, nbytes, device)
+                return True
+            why = f"cuda:{device} can't register memory"
+        except PinningError as error:
+            if error.name not in _cuda.PLATFORM_REFUSES:
+                raise
+            why = str(error)
+        self._registers = False
+        with contextlib.suppress(StagingWarning):  # as an error, it would cost the block
+            warn_once(
+                f"shared memory isn't page-locked here: {why}; loaders send batches from it as it "
+                "is, which is slower; see `pinstage doctor`"
+            )
+        return False
 
 
 def attach(fd: int, nbytes: int) -> SharedMapping:

@@ -2,16 +2,18 @@
 
 A host with several sockets has several nodes, and each GPU is attached to one of them: copies from
 another node's memory cross the link between the sockets. Two methods place pages on a node, and
-both are used: a policy for the mapping (`_pages.prefer`), and threads of that node that touch the
-pages first. If a container forbids the policy, only the threads are left.
+both are used: threads of that node touch the pages first, and a policy for the mapping
+(`_pages.prefer`) says the same to the kernel. Containers may forbid the policy, not the threads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from .. import _host
+from . import _cuda, _pages
 
 Asked = int | Literal["auto"] | None
 
@@ -20,14 +22,18 @@ class Placement(NamedTuple):
     """The placement of pages."""
 
     node: int | None
-    """The node; None leaves it to the kernel."""
+    """The node for the mapping's policy; None for no policy."""
     cpus: frozenset[int]
     """The CPUs of the process that belong to the node; empty if there are none."""
     reason: str
     """Why this node was chosen, or none."""
 
 
-ANYWHERE = Placement(None, frozenset(), "no NUMA node was asked for")
+def _anywhere(reason: str) -> Placement:
+    return Placement(None, frozenset(), reason)
+
+
+ANYWHERE = _anywhere("no NUMA node was asked for")
 
 
 def check(asked: Asked) -> Asked:
@@ -40,41 +46,57 @@ def check(asked: Asked) -> Asked:
     )
 
 
-def placement(asked: Asked, pci_address: str, root: Path = Path("/")) -> Placement:
+def device_node(index: int, root: Path = Path("/")) -> int | None:
+    """Return the node of host memory that is nearest to a device; None if it is unknown.
+
+    The driver knows it, or else sysfs. ``CU_DEVICE_ATTRIBUTE_NUMA_ID`` and NVML's number are other
+    nodes: on Grace they are the GPU's own memory.
+    """
+    node = _cuda.attribute(index, "HOST_NUMA_ID")
+    return node if node >= 0 else _host.pci_node(_cuda.pci_address(index), root)
+
+
+def placement(
+    asked: Asked, find_node: Callable[[], int | None], root: Path = Path("/")
+) -> Placement:
     """Return where pages for a device should be.
+
+    The cases, in this order:
+
+    1. none was asked for, or the host has fewer than two nodes with CPUs: nothing is done;
+    2. the process has a memory policy, for example by ``numactl``: it is kept, and nothing is done;
+    3. "auto", and the device's node is unknown, or the process may use none of its CPUs: likewise;
+    4. otherwise the node's CPUs touch the pages, and the mapping prefers the node where the
+       process is known to have no policy.
 
     Args:
         asked: a node, or ``"auto"`` for the device's.
-        pci_address: the device's, such as ``"0000:1b:00.0"``; only read for ``"auto"``.
+        find_node: returns the device's node; only called for ``"auto"``.
         root: where ``sys`` is.
 
     Raises:
-        ValueError: there are several nodes, and none has that number.
+        ValueError: this host has no node with CPUs of that number.
     """
     if asked is None:
         return ANYWHERE
-    nodes = _host.numa_nodes(root)
-    if len(nodes) < 2:
-        return Placement(
-            None, frozenset(), f"numa_node={asked!r}: this host has one NUMA node, nothing to do"
-        )
-    if asked == "auto":
-        node = _host.pci_node(pci_address, root)
-        if node is None:
-            return Placement(
-                None,
-                frozenset(),
-                f"numa_node='auto': the system doesn't report the node of {pci_address}",
-            )
-        reason = f"node {node}, that of {pci_address}"
-    else:
-        node, reason = asked, f"node {asked}, as asked"
-    if node not in nodes:
+    nodes = {node for node in _host.numa_nodes(root) if _host.node_cpus(node, root)}
+    if nodes and asked != "auto" and asked not in nodes:
         raise ValueError(
-            f"numa_node={asked!r}: no node {node} on this host, which has {sorted(nodes)}; pass "
-            "one of these"
+            f"numa_node={asked!r}: no node {asked} with CPUs on this host, which has "
+            f"{sorted(nodes)}; pass one of these"
         )
+    if len(nodes) < 2:
+        return _anywhere(f"numa_node={asked!r}: this host has one NUMA node, nothing to do")
+    policy = _pages.memory_policy()
+    if policy:
+        return _anywhere("this process has a memory policy (numactl), which is kept")
+    node = find_node() if asked == "auto" else asked
+    if node not in nodes:
+        return _anywhere(f"numa_node='auto': the system doesn't report the device's node: {node}")
     cpus = _host.node_cpus(node, root) & _host.affinity()
-    return Placement(
-        node, cpus, reason if cpus else f"{reason} (this process may use none of its CPUs)"
-    )
+    if asked == "auto" and not cpus:
+        return _anywhere(f"this process may use none of the CPUs of node {node}, the device's")
+    reason = "the device's" if asked == "auto" else "as asked"
+    if not cpus:
+        reason += " (this process may use none of its CPUs)"
+    return Placement(node if policy == 0 else None, cpus, f"node {node}, {reason}")

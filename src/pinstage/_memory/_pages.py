@@ -38,7 +38,9 @@ threads, memory bandwidth limits the kernel's zeroing."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MPOL_PREFERRED = 1  # linux/mempolicy.h
-_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call; glibc has no function for it
+# Numbers of the system calls; glibc has no functions for them.
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _MASK_BITS = 1024
 
 
@@ -52,7 +54,7 @@ def libc() -> Any:
     found.munmap.argtypes = [address, size]
     found.madvise.argtypes = [address, size, number]
     found.syscall.restype = ctypes.c_long
-    # Mbind.
+    # Those of mbind; get_mempolicy has one less.
     found.syscall.argtypes = [
         ctypes.c_long,
         address,
@@ -171,6 +173,17 @@ def prefer(address: int, nbytes: int, node: int) -> bool:
     mask = (1 << node).to_bytes(_MASK_BITS // 8, "little")  # as both architectures of `_MBIND` are
     done: int = libc().syscall(number, address, nbytes, _MPOL_PREFERRED, mask, _MASK_BITS, 0)
     return done == 0
+
+
+def memory_policy() -> int | None:
+    """Return the memory policy of this thread, 0 for the default; None if the system doesn't tell,
+    as in most containers.
+    """
+    number = _GET_MEMPOLICY.get(platform.machine())
+    mode = ctypes.c_int()
+    if number is None or libc().syscall(number, ctypes.addressof(mode), 0, 0, None, 0, 0):
+        return None
+    return mode.value
 
 
 def unmap(address: int, nbytes: int) -> None:

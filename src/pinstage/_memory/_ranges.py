@@ -59,8 +59,8 @@ class HostRange:
         self.nbytes = round_up(nbytes, huge_page_bytes or _pages.PAGE_BYTES)
         self.is_shared = shared
         self.device, self.reason = _cuda.who_registers(device)
-        pci_address = _cuda.pci_address(self.device) if self.device >= 0 else ""
-        self._node, self._cpus, _ = _numa.placement(_numa.check(numa_node), pci_address)
+        find_node = partial(_numa.device_node, self.device) if self.device >= 0 else lambda: None
+        self._node, self._cpus, _ = _numa.placement(_numa.check(numa_node), find_node)
         if fd is None and not huge_page_bytes:
             check_is_left(self.nbytes)
         self.address = 0

@@ -36,6 +36,8 @@ class Block:
     """File descriptor of the same bytes, when the resource is shared. Owned by the block: never
     close it.
     """
+    is_pinned: bool | None = None
+    """Whether it is page-locked for CUDA; None: as its resource is."""
 
     _raw: int = 0  # what cudaHostAlloc returned; at most one page before ptr
     _device: int = -1  # whose context pinned it; -1 for pageable
@@ -51,7 +53,10 @@ class MemoryResource(Protocol):
 
     @property
     def is_pinned(self) -> bool:
-        """Whether blocks are page-locked for CUDA, so that copies from them are asynchronous."""
+        """Whether blocks are page-locked for CUDA, so that copies from them are asynchronous.
+
+        `Block.is_pinned` may differ for one block.
+        """
 
     @property
     def is_shared(self) -> bool:

@@ -300,6 +300,15 @@ def event_of(lease: Lease) -> Fence:
     return event
 
 
+def is_page_locked(lease: Lease) -> bool:
+    """Return whether a slab is page-locked for CUDA.
+
+    Raises:
+        LeaseError: the lease was released.
+    """
+    return lease._state.is_pinned(lease._held("is_page_locked()"))
+
+
 def descriptor_of(lease: Lease) -> int | None:
     """Return the file descriptor of a slab's bytes where the pool's memory is shared, else None.
     Never close it.

@@ -195,6 +195,11 @@ class Holdings:
         self._life = np.empty(0)
         reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
 
+    def is_pinned(self, slab: Slab) -> bool:
+        """Return whether a slab is page-locked for CUDA."""
+        is_pinned = slab.block.is_pinned
+        return self.memory.resource.is_pinned if is_pinned is None else is_pinned
+
     def tidy_later(self) -> None:
         """Let the reaper free slabs that were returned to a closed pool. Finalisers call this."""
         reaper.tasks.put(self)

@@ -254,6 +254,7 @@ class PoolState(Holdings):
                 for name in ("max_bytes", "hits", "misses", "trims", *_HELD)
             },
             max_bytes_reason=self.reason,
+            pinned_bytes=sum(slab.capacity for slab in self.slabs if self.is_pinned(slab)),
             total_held_slabs=len(self.slabs) + self.trims,
             waits=sum(account.waits for account in self.accounts.values()),
             wait_seconds=sum((account.wait_seconds for account in self.accounts.values()), 0.0),

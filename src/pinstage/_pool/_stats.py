@@ -45,6 +45,10 @@ class PoolStats:
 
     held_bytes: int
     """Bytes of all slabs of the pool, idle ones included: what the cap limits."""
+    pinned_bytes: int
+    """The page-locked part of `held_bytes`. The rest is pageable: workers' slabs where the platform
+    refuses to page-lock them, or all of `PageableMemory`.
+    """
     leased_bytes: int
     """Bytes of slabs with a lease."""
     in_flight_bytes: int

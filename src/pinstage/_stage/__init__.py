@@ -29,5 +29,5 @@ from ._run_ahead import RunAhead, check_depth
 from ._stager import Stager
 from ._stats import StagerStats
 from ._to_host import Fetcher, HostTransfer, duplicate_rest, event_of, landings
-from ._transfer import Kept, Transfer, copy_event_of, send_packed, table_of
+from ._transfer import Kept, Transfer, copy_event_of, keep_until, send_packed, table_of
 from ._weights import IncompatibleKeys

@@ -33,13 +33,11 @@ class HostSlabs:
 
     Attributes:
         pool: the pool.
-        is_pinned: whether the leased slabs are page-locked.
         refusals: number of leases for which page-locking was refused.
     """
 
     def __init__(self, pool: SlabPool, owner: str, timeout: float | None) -> None:
         self.pool = pool
-        self.is_pinned = pool.memory.is_pinned
         self.refusals = 0
         self._owner = owner
         self._timeout = timeout
@@ -118,7 +116,6 @@ class HostSlabs:
 
     def _acquire_pageable(self, nbytes: int) -> Lease:
         with self._lock:
-            self.is_pinned = False
             if self._pageable is None:
                 self._pageable = SlabPool(self.pool.max_bytes, memory=PageableMemory())
         warn_once(

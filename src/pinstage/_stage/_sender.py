@@ -33,7 +33,7 @@ from .._batch import (
     walk,
     windows,
 )
-from .._pool import Fence, Lease, guard_until_release
+from .._pool import Fence, Lease, guard_until_release, is_page_locked
 from .._region import pieces_of
 from .._steps import step
 from ._device import AT_ONCE_BYTES, Target
@@ -262,10 +262,10 @@ class Sender:
         if pending.slab.nbytes < nbytes:
             return self._copy_in_parts(pending.packed, pending.slab, blocks, pending.stream)
         if pending.job is None:
-            return self._copy(blocks, pending.slab.data_ptr(), (0, nbytes), pending.stream)
-        return self._copy_in_chunks(pending, pending.slab.data_ptr(), blocks)
+            return self._copy(blocks, pending.slab, 0, (0, nbytes), pending.stream)
+        return self._copy_in_chunks(pending, pending.slab, blocks)
 
-    def _copy_in_chunks(self, pending: PendingSend, slab: int, blocks: Blocks) -> int:
+    def _copy_in_chunks(self, pending: PendingSend, slab: Lease, blocks: Blocks) -> int:
         """Send each chunk as soon as it is packed."""
         job, stream = pending.job, pending.stream
         sent: deque[tuple[int, Fence | None]] = deque()
@@ -273,7 +273,7 @@ class Sender:
         for chunk, end in enumerate(job.ends):
             with step("pack"):
                 job.wait(chunk)
-            copies += self._copy(blocks, slab + job.place(chunk) - start, (start, end), stream)
+            copies += self._copy(blocks, slab, job.place(chunk) - start, (start, end), stream)
             start = end
             if pending.reuses:
                 sent.append((chunk, self.target.record(stream)))
@@ -296,15 +296,20 @@ class Sender:
             window, room = take_apart(leaves), slab[part * size : (part + 1) * size]
             with step("pack"):
                 pack_by_threads(window, room, self.threads)
-            copies += self._copy(
-                blocks, room.data_ptr() - start, (start, start + window.table.nbytes), stream
-            )
+            extent = start, start + window.table.nbytes
+            copies += self._copy(blocks, lease, part * size - start, extent, stream)
             events[part] = self.target.record(stream)
         return copies
 
-    def _copy(self, blocks: Blocks, host: int, extent: tuple[int, int], stream: Any) -> int:
+    def _copy(
+        self, blocks: Blocks, slab: Lease, offset: int, extent: tuple[int, int], stream: Any
+    ) -> int:
+        """Copy a range of a batch, whose byte 0 would be at an offset in a slab."""
+        pinned = is_page_locked(slab)
         with step("copy"):
-            return self.target.copy(blocks, host, *extent, stream, pinned=self.slabs.is_pinned)
+            return self.target.copy(
+                blocks, slab.data_ptr() + offset, *extent, stream, pinned=pinned
+            )
 
 
 def _reuse_places(job: Any, sent: deque[tuple[int, Fence | None]]) -> None:

@@ -29,6 +29,7 @@ from .._pool import (
     check_timeout,
     close_for,
     guard_until_release,
+    is_page_locked,
 )
 from .._sizes import Size
 from .._steps import step
@@ -280,7 +281,7 @@ class Stager:
                     host,
                     list(others),
                     self._sender.own_storage,
-                    pinned=self._slabs.is_pinned,
+                    pinned=is_page_locked(lease),
                 )
                 event = copy_event_of(transfer)
             except BaseException:
