@@ -35,7 +35,6 @@ pytestmark = pytest.mark.gpu
 MIB, GIB = 1 << 20, 1 << 30
 KINDS = {
     "host alloc": HostAllocMemory,
-    "write-combined": lambda device: HostAllocMemory(device, write_combined=True),
     "registered": RegisteredMemory,
     "registered, small pages": lambda device: RegisteredMemory(device, huge_pages=False),
     "shared": SharedMemory,

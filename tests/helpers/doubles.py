@@ -280,6 +280,56 @@ class HeldTarget(Target):
         return stream
 
 
+class LateTarget(Target):
+    """A device whose copies read their bytes late: after a number of later copies, or on a wait."""
+
+    stream = "the copy stream"
+
+    def __init__(self, lag, *, is_capturing=False):
+        self.begun, self.done, self.pinned = [], 0, []
+        self._lock = threading.Lock()
+        self._lag, self._is_capturing = lag, is_capturing
+
+    def is_capturing(self):
+        return self._is_capturing
+
+    def copy(self, *args, pinned):
+        self.begun.append(args)
+        self.pinned.append(pinned)
+        self.go_on(len(self.begun) - self._lag)
+        return 1
+
+    def go_on(self, count):
+        with self._lock:
+            while self.done < count:
+                super().copy(*self.begun[self.done], pinned=False)
+                self.done += 1
+
+    def record(self, stream):
+        return Behind(self, len(self.begun))
+
+    def hand_over(self, event, tensors, consumer):
+        event.synchronize()
+
+    def sources(self):
+        """Return the addresses from which copies were begun."""
+        return [host + start for _, host, start, _, _ in self.begun]
+
+
+@dataclasses.dataclass
+class Behind:
+    """The event after all copies of a `LateTarget` so far."""
+
+    target: LateTarget
+    count: int
+
+    def query(self):
+        return self.target.done >= self.count
+
+    def synchronize(self):
+        self.target.go_on(self.count)
+
+
 _BY_GC = ("__del__", "gc_callback")
 
 

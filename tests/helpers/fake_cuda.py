@@ -13,6 +13,9 @@ NAMES = {
     1: "cudaErrorInvalidValue",
     2: "cudaErrorMemoryAllocation",
     4: "cudaErrorCudartUnloading",
+    208: "cudaErrorAlreadyMapped",
+    712: "cudaErrorHostMemoryAlreadyRegistered",
+    800: "cudaErrorNotPermitted",
     801: "cudaErrorNotSupported",
 }
 
@@ -21,7 +24,6 @@ class FakeCuda:
     """Both modules of cuda-python. Like them, it returns a tuple of the code and the results."""
 
     cudaHostAllocPortable = cudaHostRegisterPortable = 1
-    cudaHostAllocWriteCombined = 4
     cudaMemcpyKind = types.SimpleNamespace(cudaMemcpyHostToDevice=1)
 
     def __init__(self):
@@ -37,7 +39,9 @@ class FakeCuda:
         self.most_registered = None  # larger calls are refused with 801
         self.before = {}  # by name of a call: a function to run before it
         self.attributes = {
+            "HOST_NUMA_ID": -1,
             "HOST_REGISTER_SUPPORTED": 1,
+            "PAGEABLE_MEMORY_ACCESS": 0,
             "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 0,
         }
         prefix = "CU_DEVICE_ATTRIBUTE_"

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pinstage import _host
-from pinstage._memory import RegisteredMemory, _cuda, _numa
+from pinstage._memory import RegisteredMemory, SharedMemory, _cuda, _numa
 from pinstage._memory import _pages as pages
 
 GPU = "0000:1b:00.0"
@@ -46,43 +46,120 @@ def affinity(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
 
 
-def test_auto_is_the_node_of_the_device(host, affinity):
-    root = host({0: "0-3", 1: "4-7,16-19"}, gpu=1)
-    assert _numa.placement("auto", GPU.upper(), root) == (
-        1,
-        {4, 5, 6, 7},
-        f"node 1, that of {GPU.upper()}",
+@pytest.fixture
+def policy(monkeypatch):
+    """Return a function that sets what the system says of the process's memory policy."""
+
+    def set_policy(number):
+        monkeypatch.setattr(pages, "memory_policy", lambda: number)
+
+    set_policy(0)
+    return set_policy
+
+
+def two(gpu=1):
+    return {0: "0-3", 1: "4-7,16-19"}, gpu
+
+
+def eight():
+    return {node: str(node) for node in range(8)}, 5
+
+
+def grace():
+    """One node with CPUs, and eight that are the GPU's memory."""
+    return {0: "0-7", **dict.fromkeys(range(1, 9), "")}, 0
+
+
+def placed(host, nodes, gpu, asked="auto"):
+    return _numa.placement(asked, lambda: gpu, host(nodes))
+
+
+def test_auto_is_the_node_of_the_device(host, affinity, policy):
+    assert placed(host, *two()) == (1, {4, 5, 6, 7}, "node 1, the device's")
+
+
+def test_eight_nodes(host, affinity, policy):
+    assert placed(host, *eight()) == (5, {5}, "node 5, the device's")
+
+
+@pytest.mark.usefixtures("affinity")
+@pytest.mark.parametrize("number", [0, None], ids=["default", "the call is forbidden"])
+def test_a_policy_that_may_exist_is_not_replaced(host, policy, number):
+    policy(number)
+    node, cpus, _ = placed(host, *two())
+    assert (node, cpus) == (1 if number == 0 else None, {4, 5, 6, 7})
+
+
+@pytest.mark.usefixtures("affinity")
+@pytest.mark.parametrize("asked", ["auto", 1])
+def test_a_policy_of_the_process_is_kept(host, policy, asked):
+    policy(2)
+    assert placed(host, *two(), asked) == (
+        None,
+        frozenset(),
+        "this process has a memory policy (numactl), which is kept",
     )
 
 
-def test_a_node_that_is_named_is_taken(host, affinity):
-    assert _numa.placement(0, "", host({0: "0,2", 1: "1,3"})) == (0, {0, 2}, "node 0, as asked")
+@pytest.mark.usefixtures("affinity", "policy")
+def test_a_node_that_is_named_is_taken(host):
+    nodes = {0: "0,2", 1: "1,3"}
+    assert placed(host, nodes, None, asked=0) == (0, {0, 2}, "node 0, as asked")
 
 
-@pytest.mark.parametrize("asked", ["auto", 0, 5])
-@pytest.mark.parametrize("nodes", [{0: "0-7"}, {}], ids=["one node", "no nodes known"])
-def test_a_host_with_one_node_does_nothing(host, asked, nodes):
-    node, cpus, reason = _numa.placement(asked, GPU, host(nodes, gpu=0))
+@pytest.mark.parametrize("asked", ["auto", 0])
+@pytest.mark.parametrize(
+    ("nodes", "gpu"),
+    [({0: "0-7"}, 0), ({}, 0), grace()],
+    ids=["one node", "no nodes known", "one node with CPUs"],
+)
+def test_a_host_with_one_node_asks_nothing(host, monkeypatch, asked, nodes, gpu):
+    monkeypatch.setattr(pages, "memory_policy", lambda: pytest.fail("asked"))
+    root = host(nodes)
+    node, cpus, reason = _numa.placement(asked, lambda: pytest.fail("asked"), root)
     assert (node, cpus) == (None, frozenset())
     assert reason == f"numa_node={asked!r}: this host has one NUMA node, nothing to do"
 
 
-@pytest.mark.parametrize("gpu", [None, -1, "nonsense"])
+@pytest.mark.usefixtures("affinity", "policy")
+@pytest.mark.parametrize("gpu", [None, -1, 2])
 def test_an_unknown_node_does_nothing(host, gpu):
-    node, _, reason = _numa.placement("auto", GPU, host({0: "0", 1: "1"}, gpu=gpu))
-    assert node is None
-    assert reason == f"numa_node='auto': the system doesn't report the node of {GPU}"
+    node, cpus, reason = placed(host, *two(gpu))
+    assert (node, cpus) == (None, frozenset())
+    assert reason.endswith(f"the device's node: {gpu}")
 
 
-def test_a_missing_node_is_an_error_naming_others(host):
-    with pytest.raises(ValueError, match=r"no node 7 on this host, which has \[0, 2\]"):
-        _numa.placement(7, "", host({0: "0", 2: "1"}))
+@pytest.mark.usefixtures("affinity", "policy")
+@pytest.mark.parametrize("gpu", [1, -1, "nonsense", None])
+def test_sysfs_knows_the_node_where_the_driver_does_not(host, monkeypatch, gpu):
+    numbers = {"HOST_NUMA_ID": -1}
+    monkeypatch.setattr(_cuda, "attribute", lambda index, name: numbers[name])
+    monkeypatch.setattr(_cuda, "pci_address", lambda index: GPU.upper())
+    root = host({0: "0", 1: "1"}, gpu=gpu)
+    assert _numa.device_node(3, root) == (1 if gpu == 1 else None)
+    numbers["HOST_NUMA_ID"] = 0
+    assert _numa.device_node(3, root) == 0
 
 
-def test_without_the_node_s_cpus_pages_still_come(host, affinity):
-    node, cpus, reason = _numa.placement(1, "", host({0: "0-7", 1: "8-15"}))
+@pytest.mark.parametrize("missing", [7, 1], ids=["not there", "without CPUs"])
+def test_a_missing_node_is_an_error_naming_others(host, missing):
+    with pytest.raises(ValueError, match=rf"no node {missing} with CPUs .* has \[0, 2\]"):
+        placed(host, {0: "0", 1: "", 2: "1"}, None, asked=missing)
+
+
+@pytest.mark.usefixtures("affinity", "policy")
+def test_a_process_without_the_node_s_cpus(host):
+    nodes = {0: "0-7", 1: "8-15"}
+    node, cpus, reason = placed(host, nodes, 1, asked=1)
     assert (node, cpus) == (1, frozenset())
     assert reason == "node 1, as asked (this process may use none of its CPUs)"
+
+
+@pytest.mark.usefixtures("affinity", "policy")
+def test_auto_needs_cpus_of_the_device_s_node(host):
+    node, cpus, reason = placed(host, {0: "0-7", 1: "8-15"}, 1)
+    assert (node, cpus) == (None, frozenset())
+    assert reason == "this process may use none of the CPUs of node 1, the device's"
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "0", 1.0, "automatic"])
@@ -152,7 +229,8 @@ def registered(monkeypatch):
     log = []
     monkeypatch.setattr(_cuda, "require", lambda _: None)
     monkeypatch.setattr(_cuda, "device_index", lambda _: 3)
-    monkeypatch.setattr(_cuda, "pci_address", lambda index: f"0000:0{index}:00.0")
+    monkeypatch.setattr(_cuda, "is_usable", lambda: True)
+    monkeypatch.setattr(_cuda, "can_register", lambda _: True)
     monkeypatch.setattr(_cuda, "register", lambda *_: log.append("register"))
     monkeypatch.setattr(_cuda, "unregister", lambda *_: None)
     monkeypatch.setattr(
@@ -160,7 +238,7 @@ def registered(monkeypatch):
     )
     populate = pages.populate
 
-    def watched(address, nbytes, *, threads, cpus):
+    def watched(address, nbytes, *, threads=None, cpus):
         log.append(f"touch on {sorted(cpus)}")
         populate(address, nbytes, threads=threads, cpus=cpus)
 
@@ -168,38 +246,56 @@ def registered(monkeypatch):
     return log
 
 
-def test_pages_are_placed_then_touched_then_registered(registered, monkeypatch, caplog):
+def memory_for(kind):
+    """Memory of a kind for device 3."""
+    return kind(torch.device("cuda", 3))
+
+
+@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
+def test_pages_are_placed_then_touched_then_registered(registered, monkeypatch, caplog, kind):
     cpu = min(os.sched_getaffinity(0))
     asked = []
 
-    def placement(*args):
-        asked.append(args)
-        return _numa.Placement(1, frozenset({cpu}), "node 1, that of the GPU")
+    def placement(number, find_node):
+        asked.append((number, find_node()))
+        return _numa.Placement(1, frozenset({cpu}), "node 1, the device's")
 
+    monkeypatch.setattr(_numa, "device_node", lambda device: device)
     monkeypatch.setattr(_numa, "placement", placement)
-    memory = RegisteredMemory(torch.device("cuda", 3), numa_node="auto")
+    memory = memory_for(kind)
     with caplog.at_level(logging.INFO, "pinstage"):
         for _ in range(2):
             memory.deallocate(memory.allocate(5000))
     assert registered == ["prefer 1", f"touch on [{cpu}]", "register"] * 2
-    assert asked == [("auto", "0000:03:00.0")], "found out once for each device"
-    assert memory.numa == "node 1, that of the GPU"
+    assert asked == [("auto", 3)], "found out once for each device"
+    assert memory.numa == "node 1, the device's"
     assert [record.message for record in caplog.records] == [
-        "RegisteredMemory for cuda:3: node 1, that of the GPU"
+        f"{kind.__name__} for cuda:3: node 1, the device's"
     ]
 
 
-def test_without_a_node_the_system_isn_t_asked(registered):
-    memory = RegisteredMemory()
+@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
+def test_without_a_node_the_system_isn_t_asked(registered, kind):
+    memory = kind(numa_node=None)
     memory.deallocate(memory.allocate(5000))
     assert registered == ["touch on []", "register"]
     assert memory.numa == "no NUMA node was asked for"
 
 
-def test_a_wrong_node_maps_nothing(registered, monkeypatch, host):
+@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
+def test_this_host_does_nothing_if_it_has_one_node(registered, kind):
+    if len(_host.numa_nodes()) > 1:
+        pytest.skip("a host of several nodes")
+    memory = kind()
+    memory.deallocate(memory.allocate(5000))
+    assert registered == ["touch on []", "register"]
+
+
+@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
+def test_a_wrong_node_maps_nothing(registered, monkeypatch, host, kind):
     root = host({0: "0", 1: "1"})
     placement = _numa.placement
-    monkeypatch.setattr(_numa, "placement", lambda asked, address: placement(asked, address, root))
+    monkeypatch.setattr(_numa, "placement", lambda asked, find: placement(asked, find, root))
     with pytest.raises(ValueError, match="no node 9"):
-        RegisteredMemory(numa_node=9).allocate(5000)
+        kind(numa_node=9).allocate(5000)
     assert registered == []

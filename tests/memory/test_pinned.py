@@ -18,6 +18,8 @@ import torch
 from doubles import in_child, is_mapped
 from fake_cuda import NAMES, FakeCuda
 
+from pinstage import SlabPool
+from pinstage._compat import probes
 from pinstage._memory import (
     HostAllocMemory,
     PageableMemory,
@@ -33,6 +35,7 @@ from pinstage._memory import _pages as pages
 from pinstage.errors import LeaseError, PinningError, StagingWarning
 
 OUT_OF_MEMORY, INVALID_VALUE, UNLOADING = 2, 1, 4
+ALREADY_MAPPED, ALREADY_REGISTERED, NOT_PERMITTED, NOT_SUPPORTED = 208, 712, 800, 801
 
 
 KINDS = {
@@ -92,12 +95,6 @@ def test_all_devices_may_use_the_memory(kind, memory, cuda):
     memory.deallocate(memory.allocate(4096))
     (flags,) = (call[-1] for call in cuda.calls if call[0] == kind[1])
     assert flags == 1
-
-
-def test_write_combined_is_asked_for(cuda):
-    memory = HostAllocMemory(0, write_combined=True)
-    memory.deallocate(memory.allocate(4096))
-    assert cuda.calls[3] == ("cudaHostAlloc", 8192, 5)
 
 
 def test_blocks_cut_from_a_chunk_are_page_aligned(cuda):
@@ -298,6 +295,71 @@ def test_unregistered_shared_memory_calls_no_cuda(cuda):
     memory = SharedMemory(0, register=False)
     memory.deallocate(memory.allocate(4096))
     assert (memory.is_pinned, cuda.calls) == (False, [])
+
+
+@pytest.fixture
+def _nothing_said(monkeypatch):
+    monkeypatch.setattr(probes, "_warned", set())
+
+
+@pytest.mark.usefixtures("_nothing_said")
+@pytest.mark.parametrize("code", [NOT_SUPPORTED, NOT_PERMITTED])
+def test_a_platform_that_registers_nothing_is_asked_once(cuda, code):
+    memory = SharedMemory(0)
+    blocks = [memory.allocate(1 << 20)]
+    cuda.refuse("cudaHostRegister", code, 1)
+    with pytest.warns(StagingWarning, match=NAMES[code]) as told:
+        blocks += [memory.allocate(1 << 20) for _ in range(3)]
+    assert [block.is_pinned for block in blocks] == [True, False, False, False]
+    assert len(told) == 1
+    assert cuda.names() == ["cudaHostRegister"] * 2
+    assert {block.ptr for block in blocks[:1]} == set(cuda.registered)
+    for block in blocks:
+        ctypes.memset(block.ptr, 1, block.nbytes)
+        memory.deallocate(block)
+
+
+@pytest.mark.usefixtures("_nothing_said")
+def test_a_warning_that_is_an_error_loses_no_block(cuda):
+    cuda.refuse("cudaHostRegister", NOT_SUPPORTED, 1)
+    memory = SharedMemory(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block = memory.allocate(1 << 20)
+    assert not block.is_pinned
+    memory.deallocate(block)
+
+
+def test_too_little_memory_is_no_word_about_the_platform(cuda):
+    memory = SharedMemory(0)
+    cuda.fail("cudaHostRegister", OUT_OF_MEMORY)
+    with pytest.raises(MemoryError):
+        memory.allocate(1 << 20)
+    block = memory.allocate(1 << 20)
+    assert block.is_pinned
+    memory.deallocate(block)
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("code", [ALREADY_REGISTERED, ALREADY_MAPPED])
+def test_an_address_that_another_library_left_registered(kind, memory, cuda, code):
+    """A pool fails there again and again, and leaves nothing behind."""
+    if kind[0] is HostAllocMemory:
+        pytest.skip("the driver chooses its addresses")
+    with SlabPool("64MiB", memory=memory) as pool:
+        cuda.refuse("cudaHostRegister", code, 200)
+        for attempt in range(200):
+            with pytest.raises(
+                (PinningError, MemoryError), match=rf"{NAMES[code]}.*new process mends that$"
+            ):
+                pool.acquire(4 << 20)
+            assert (pool.stats().held_bytes, pool.stats().held_slabs) == (0, 0)
+            if attempt == 20:
+                before = resident_bytes()
+        assert resident_bytes() < before + (4 << 20)
 
 
 def test_less_than_one_thread_is_refused(cuda):

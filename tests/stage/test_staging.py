@@ -15,6 +15,7 @@ from doubles import (
     PATIENCE_SECONDS,
     HeldTarget,
     Interrupts,
+    LateTarget,
     claim_in_child,
     nothing_at_once,
     outcome,
@@ -89,7 +90,7 @@ def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
     assert after.copies - before.copies == transfer.copies
     assert (
         transfer.copies <= transfer.blocks <= after.packed_leaves - before.packed_leaves
-        or transfer.nbytes >= 2 << 20
+        or transfer.nbytes >= 1 << 20
     )
     assert after.packed_leaves - before.packed_leaves == len(Layout.of(batch).slots)
     assert after.pool.leased_slabs == after.pool.in_flight_slabs == 0
@@ -477,48 +478,6 @@ def test_a_very_large_batch_is_copied_in_chunks(make_stager, threads):
     assert transfer.copies == stager.stats().copies
     assert transfer.copies in range(11, 15)
     assert_same(batch, transfer.wait(), "cpu")
-
-
-class LateTarget(Target):
-    """A device whose copies read their bytes late: after a number of later copies, or on a wait."""
-
-    def __init__(self, lag, *, is_capturing):
-        self.begun, self.done = [], 0
-        self._lag, self._is_capturing = lag, is_capturing
-
-    def is_capturing(self):
-        return self._is_capturing
-
-    def copy(self, *args, pinned):
-        self.begun.append(args)
-        self.go_on(len(self.begun) - self._lag)
-        return 1
-
-    def go_on(self, count):
-        while self.done < count:
-            super().copy(*self.begun[self.done], pinned=False)
-            self.done += 1
-
-    def record(self, stream):
-        return Behind(self, len(self.begun))
-
-    def sources(self):
-        """Return the addresses from which copies were begun."""
-        return [host + start for _, host, start, _, _ in self.begun]
-
-
-@dataclasses.dataclass
-class Behind:
-    """The event after all copies of a `LateTarget` so far."""
-
-    target: LateTarget
-    count: int
-
-    def query(self):
-        return self.target.done >= self.count
-
-    def synchronize(self):
-        self.target.go_on(self.count)
 
 
 def batch_of_many_chunks(seed):

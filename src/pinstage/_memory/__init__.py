@@ -15,7 +15,15 @@ Importing this package pins nothing, imports no CUDA bindings, and initialises n
 
 from ..errors import PinningError
 from . import _cuda
-from ._cuda import as_called_here, copy_error, disregard_captures, make_current, why_unusable
+from ._cuda import (
+    as_called_here,
+    copy_error,
+    disregard_captures,
+    make_current,
+    more_may_help,
+    reads_pageable_memory,
+    why_unusable,
+)
 from ._kinds import (
     HostAllocMemory,
     PageableMemory,

@@ -42,6 +42,11 @@ PLATFORM_REFUSES = {"cudaErrorNotSupported", "cudaErrorNotPermitted"}
 """Errors of a platform that registers no memory at all, such as confidential computing."""
 
 
+def more_may_help(error: Exception) -> bool:
+    """Return whether a refusal could be due to too little memory."""
+    return not (isinstance(error, PinningError) and error.name in _LEFT_REGISTERED)
+
+
 @dataclass(frozen=True, slots=True)
 class Bindings:
     """cuda-python's two modules, which were checked to work; tests use doubles instead."""
@@ -269,14 +274,12 @@ def pci_address(index: int) -> str:
     return bytes(text).split(b"\0")[0].decode().lower()
 
 
-def host_alloc(nbytes: int, device: int, *, write_combined: bool) -> int:
+def host_alloc(nbytes: int, device: int) -> int:
     """``cudaHostAlloc``: page-locked memory for all devices, from the driver; returns its
     address.
     """
     with in_context_of(device) as bindings:
         flags = bindings.runtime.cudaHostAllocPortable
-        if write_combined:
-            flags |= bindings.runtime.cudaHostAllocWriteCombined
         return int(bindings.call("cudaHostAlloc", nbytes, flags, nbytes=nbytes))
 
 

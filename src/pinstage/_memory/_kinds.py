@@ -67,8 +67,6 @@ class HostAllocMemory(Resource):
     Args:
         device: the device whose context pins; None is torch's current device at the time of each
             allocation. Only that device gets a context.
-        write_combined: bypass the CPU's caches. Only for slabs that are copied one way, to the
-            device: the CPU reads such memory very slowly.
 
     Raises:
         CudaUnavailableError: CUDA cannot be used here; the message says why, and what to use
@@ -76,9 +74,8 @@ class HostAllocMemory(Resource):
         ValueError: ``device`` is not a CUDA device.
     """
 
-    def __init__(self, device: _cuda.Device = None, *, write_combined: bool = False) -> None:
+    def __init__(self, device: _cuda.Device = None) -> None:
         super().__init__(pinned=True, device=device)
-        self._write_combined = write_combined
         _cuda.require(type(self).__name__)
 
     def _take(self, nbytes: int, device: int) -> Block:
@@ -86,7 +83,7 @@ class HostAllocMemory(Resource):
         # bytes. One more page makes room for a page-aligned address. Like the rest of the driver's
         # chunk, it isn't counted.
         slack = PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else 0
-        raw = _cuda.host_alloc(nbytes + slack, device, write_combined=self._write_combined)
+        raw = _cuda.host_alloc(nbytes + slack, device)
         address = round_up(raw, PAGE_BYTES)
         if address > raw + slack:
             _cuda.free_host(raw, device)

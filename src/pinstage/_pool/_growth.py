@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .._memory import REFUSALS, Block, remedy
+from .._memory import REFUSALS, Block, more_may_help, remedy
 from .._reaper import UninterruptedCall
 from ._adaptor import RefusedForNow
 from ._lease import Lease
@@ -131,7 +131,8 @@ class Growth(UninterruptedCall[Lease | None]):
             return state.memory.allocate(nbytes, count, deadline)
         except REFUSALS as error:
             total, until = state.promised(), time.monotonic() + RETRY_SECONDS
-            refusal = Refusal(f"{error}; {remedy(nbytes)}", total, total - nbytes * count, until)
+            reason = f"{error}; {remedy(nbytes)}" if more_may_help(error) else str(error)
+            refusal = Refusal(reason, total, total - nbytes * count, until)
             self.refusal = state.refusal = refusal
             raise
 

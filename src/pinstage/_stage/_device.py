@@ -25,7 +25,13 @@ from .._batch import (
 )
 from .._compat.calls import cuda_calls, ids_of
 from .._compat.views import check_is_plain, warn_of_tensors
-from .._memory import DeviceEvent, copy_error, disregard_captures, make_current
+from .._memory import (
+    DeviceEvent,
+    copy_error,
+    disregard_captures,
+    make_current,
+    reads_pageable_memory,
+)
 from .._pool import Fence
 from .._steps import NOTHING
 from ..errors import CudaUnavailableError
@@ -441,6 +447,9 @@ class CudaTarget(Target):
         at_once = AtOnce(lambda: record(torch.cuda.current_stream()))
         self.has_room, self.sent_at_once = at_once.has_room, at_once.add  # type: ignore[method-assign]
         self._marks = at_once.marks
+        self._reads_late = reads_pageable_memory(self.device.index)
+        if self._reads_late:  # small batches take slabs too, which are kept until their events
+            self.has_room = lambda: False  # type: ignore[method-assign]
         self._last_consumer: tuple[Any, torch.cuda.Stream] = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
@@ -511,8 +520,8 @@ class CudaTarget(Target):
         # 0 is never captured.
         if self._cuda.device() != index or (stream and torch.cuda.is_current_stream_capturing()):
             return None
-        if self._marks and not self.has_room():  # queries events, which would break a capture
-            return None
+        if self._reads_late or (self._marks and not self.has_room()):
+            return None  # has_room queries events, which would break a capture
         args = leaves, _TYPES, 1, index, stream, existing
         moved = _native.core.move_few(*args)
         if isinstance(moved, int):

@@ -1,0 +1,113 @@
+"""A loader where registering memory is refused: workers write into shared slabs all the same, which
+are sent as ordinary memory.
+"""
+
+import warnings
+
+import loader_data as data
+import pytest
+import torch
+from doubles import LateTarget, wait_until
+
+import pinstage as ps
+from pinstage._compat import probes
+from pinstage.errors import StagingWarning
+
+NOT_SUPPORTED = 801
+BATCHES = 24
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said(monkeypatch):
+    monkeypatch.setattr(probes, "_warned", set())
+
+
+def loader_of(pool, **options):
+    return ps.DataLoader(
+        data.Mapped(data.large, 2 * BATCHES),
+        2,
+        num_workers=2,
+        pool=pool,
+        device="cpu",
+        **options,
+    )
+
+
+def check_batches(loader, target=None):
+    """Run a pass, with batches read late; return whether each was sent from page-locked memory."""
+    late = loader._slabs.target = target or LateTarget(3)
+    expected = torch.utils.data.DataLoader(loader.dataset, 2)
+    for batch, right in zip(loader, expected, strict=True):
+        assert torch.equal(batch, right)
+    return late.pinned
+
+
+def test_a_refusal_from_the_start(cuda):
+    cuda.refuse("cudaHostRegister", NOT_SUPPORTED, 1000)
+    with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(0)) as pool:
+        loader = loader_of(pool)
+        with pytest.warns(StagingWarning, match=r"801|cudaErrorNotSupported") as told:
+            assert check_batches(loader) == [False] * BATCHES
+        assert len(told) == 1
+        stats = loader.stats()
+        assert stats.fallback_batches == 0, "nothing was pickled"
+        assert stats.pool.held_bytes > stats.pool.pinned_bytes == 0
+        del loader
+    assert cuda.names() == ["cudaHostRegister"], "one refusal is enough"
+
+
+def test_a_refusal_of_the_third_slab(cuda):
+    """What was registered stays in use, and is sent as such."""
+    cuda.fail("cudaHostRegister", NOT_SUPPORTED, nth=3)
+    with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(0)) as pool:
+        # Slabs that the loop keeps in use make the workers ask for more.
+        leases = [pool.acquire(data.large(0).nbytes * 2) for _ in range(2)]
+        with pytest.warns(StagingWarning, match="cudaErrorNotSupported"):
+            third = pool.acquire(leases[0].nbytes)
+        stats = pool.stats()
+        assert (stats.held_slabs, stats.pinned_bytes) == (3, stats.held_bytes // 3 * 2)
+        leases.pop().release()
+        loader = loader_of(pool)
+        assert {True, False} == set(check_batches(loader))
+        assert loader.stats().fallback_batches == 0
+        third.release()
+        leases.pop().release()
+        del loader
+    assert cuda.names().count("cudaHostRegister") == 3
+    assert cuda.registered == {}
+
+
+def test_a_device_that_cannot_register_is_not_asked(cuda):
+    cuda.attributes["HOST_REGISTER_SUPPORTED"] = 0
+    memory = ps.memory.SharedMemory(0)
+    with ps.SlabPool("8MiB", memory=memory) as pool, pytest.warns(StagingWarning, match="cuda:0"):
+        assert not any(check_batches(loader_of(pool)))
+    assert cuda.names() == []
+
+
+def test_grace_is_as_others(cuda):
+    """Registering succeeds there; nobody has measured the other way."""
+    cuda.attributes |= {
+        "PAGEABLE_MEMORY_ACCESS": 1,
+        "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES": 1,
+        "HOST_NUMA_ID": 0,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StagingWarning)
+        with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(0)) as pool:
+            assert all(check_batches(loader_of(pool)))
+            assert pool.stats().pinned_bytes == pool.stats().held_bytes > 0
+
+
+def test_bytes_that_came_by_the_queue_are_kept_until_they_are_read(monkeypatch):
+    """Some devices read ordinary memory themselves, after the call."""
+
+    def refuse(memory, nbytes, device):
+        raise OSError("none left")
+
+    monkeypatch.setattr("pinstage.memory.SharedMemory._take", refuse)
+    loader, late = loader_of(None), LateTarget(1000)
+    with pytest.warns(StagingWarning, match="none left"):
+        assert check_batches(loader, late) == [False] * BATCHES
+    assert loader.stats().fallback_batches == BATCHES
+    wait_until(lambda: late.done == BATCHES)
