@@ -1,7 +1,8 @@
 # `make help` lists the targets. Each target installs what it needs into .venv, once.
 
 PYTHON ?= python3
-# `make test TORCH=2.15.0`, or TORCH=newest, uses another torch, in its own environment. pip installs CUDA with it, 5 GB.
+# `make test TORCH=2.15.0` uses another torch, in its own environment; TORCH=newest the newest torch and numpy. pip
+# installs CUDA with it, 5 GB.
 TORCH ?=
 VENV := .venv$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -92,7 +93,7 @@ $(FRAMEWORKS)/.stamp: pyproject.toml constraints.txt $(NATIVE)
 
 ifneq ($(TORCH),)
 $(CONSTRAINTS): constraints.txt | $(BIN)/python
-	sed 's/^torch==.*/$(if $(filter newest,$(TORCH)),,torch==$(TORCH))/' constraints.txt > $@
+	sed '$(if $(filter newest,$(TORCH)),/^\(torch\|numpy\)==/d,s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $@
 endif
 
 $(BIN)/python:

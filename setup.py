@@ -21,7 +21,7 @@ if sys.platform != "linux":
     raise SystemExit(
         f"pinstage runs on Linux only: this is {sys.platform}; use Linux, or WSL2 on Windows"
     )
-if sysconfig.get_config_var("Py_GIL_DISABLED"):  # it has no limited API before 3.15
+if sysconfig.get_config_var("Py_GIL_DISABLED"):  # docs/contributing.md lists what it would need
     raise SystemExit(
         f"pinstage does not run on free-threaded Python yet: this is {sys.version.split()[0]} "
         "without the interpreter lock; use the usual build of Python"

@@ -35,13 +35,30 @@ def test_hosted_ci_has_the_steps_of_ci():
 
 def test_hosted_ci_covers_every_python_and_oldest_torch():
     pythons = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
+    *pinned, newest = pythons  # the newest has no wheel of the torch that constraints.txt pins
     assert re.search(r"python: \[(.*)\]", HOSTED)[1] == ", ".join(
-        f'"{python}"' for python in pythons
+        f'"{python}"' for python in pinned
     )
-    assert all(f"python{python}" in HOSTED for python in pythons)  # wheels
+    assert f'{{python: "{newest}", torch: newest}}' in HOSTED
+    assert all(f"python{python}" in HOSTED for python in pinned)  # wheels
+    assert PROJECT["requires-python"] == f">={pythons[0]}"
+    assert f"Python {pythons[0]} to {newest}" in (ROOT / "README.md").read_text()
     (oldest,) = re.findall(r"torch>=([\d.]+)", " ".join(PROJECT["dependencies"]))
     assert f'torch: "{oldest}.0"' in HOSTED
     assert oldest in (ROOT / "docs" / "releases.md").read_text()
+
+
+def test_the_page_on_platforms_names_the_versions_that_are_supported():
+    page = (ROOT / "docs" / "guides" / "platforms.md").read_text()
+    rows = dict(re.findall(r"^\| ([\w-]+) \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE))
+    pythons = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
+    assert rows["Python"].startswith(f"{pythons[0]} to {pythons[-1]};")
+    for package in ("torch", "cuda-python"):
+        (oldest,) = re.findall(rf"{package}>=([\d.]+)", " ".join(PROJECT["dependencies"]))
+        assert rows[package] == f"{oldest} and later"
+    run = re.search(r"^\| torch \| ([^|]+) \|", page, re.MULTILINE)[1]
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned[1] in run
 
 
 @pytest.fixture

@@ -259,6 +259,8 @@ def test_a_thread_that_cannot_be_started_leaves_nothing(make, monkeypatch):
     start, freed, free = _chunks._thread.start_new_thread, [], _ranges.HostRange.free
 
     def refuse(function, args):
+        if function.__name__ == "_free":  # the region of an earlier test
+            return start(function, args)
         monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=start))
         raise RuntimeError("can't start new thread")
 
