@@ -99,7 +99,7 @@ def test_grace_is_as_others(cuda):
             assert pool.stats().pinned_bytes == pool.stats().held_bytes > 0
 
 
-def test_bytes_that_came_by_the_queue_are_kept_until_they_are_read(monkeypatch):
+def test_bytes_of_the_queue_outlive_their_copies(monkeypatch):
     """Some devices read ordinary memory themselves, after the call."""
 
     def refuse(memory, nbytes, device):

@@ -131,7 +131,7 @@ def test_an_unknown_node_does_nothing(host, gpu):
 
 @pytest.mark.usefixtures("affinity", "policy")
 @pytest.mark.parametrize("gpu", [1, -1, "nonsense", None])
-def test_sysfs_knows_the_node_where_the_driver_does_not(host, monkeypatch, gpu):
+def test_sysfs_knows_what_the_driver_doesn_t(host, monkeypatch, gpu):
     numbers = {"HOST_NUMA_ID": -1}
     monkeypatch.setattr(_cuda, "attribute", lambda index, name: numbers[name])
     monkeypatch.setattr(_cuda, "pci_address", lambda index: GPU.upper())
@@ -283,7 +283,7 @@ def test_without_a_node_the_system_isn_t_asked(registered, kind):
 
 
 @pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
-def test_this_host_does_nothing_if_it_has_one_node(registered, kind):
+def test_nothing_is_called_on_one_node(registered, kind):
     if len(_host.numa_nodes()) > 1:
         pytest.skip("a host of several nodes")
     memory = kind()

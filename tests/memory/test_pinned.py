@@ -320,7 +320,7 @@ def test_a_platform_that_registers_nothing_is_asked_once(cuda, code):
 
 
 @pytest.mark.usefixtures("_nothing_said")
-def test_a_warning_that_is_an_error_loses_no_block(cuda):
+def test_a_warning_as_error_loses_no_block(cuda):
     cuda.refuse("cudaHostRegister", NOT_SUPPORTED, 1)
     memory = SharedMemory(0)
     with warnings.catch_warnings():
@@ -330,7 +330,7 @@ def test_a_warning_that_is_an_error_loses_no_block(cuda):
     memory.deallocate(block)
 
 
-def test_too_little_memory_is_no_word_about_the_platform(cuda):
+def test_a_lack_of_memory_isn_t_the_platform_s(cuda):
     memory = SharedMemory(0)
     cuda.fail("cudaHostRegister", OUT_OF_MEMORY)
     with pytest.raises(MemoryError):

@@ -48,7 +48,7 @@ def test_hosted_ci_covers_every_python_and_oldest_torch():
     assert oldest in (ROOT / "docs" / "releases.md").read_text()
 
 
-def test_the_page_on_platforms_names_the_versions_that_are_supported():
+def test_the_page_on_platforms_names_supported_versions():
     page = (ROOT / "docs" / "guides" / "platforms.md").read_text()
     rows = dict(re.findall(r"^\| ([\w-]+) \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE))
     pythons = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
