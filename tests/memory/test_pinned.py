@@ -330,7 +330,7 @@ def test_a_warning_as_error_loses_no_block(cuda):
     memory.deallocate(block)
 
 
-def test_a_lack_of_memory_isn_t_the_platform_s(cuda):
+def test_too_little_memory_is_still_an_error(cuda):
     memory = SharedMemory(0)
     cuda.fail("cudaHostRegister", OUT_OF_MEMORY)
     with pytest.raises(MemoryError):
