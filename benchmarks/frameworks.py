@@ -4,14 +4,14 @@ pinstage.
     python benchmarks/frameworks.py --out benchmarks/results/frameworks.json
     python benchmarks/frameworks.py --smoke                     # a small run on the CPU
 
-Each loop trains one model with one seed in every variant. A sample is the time of a whole step,
-from the start of its work on the device to the start of the next one. ``detail`` has the share of
-the time in which the GPU was idle, and the losses; a variant whose losses differ from those of
-``pin_memory`` in any bit is incorrect. ``model`` has its batch on the device before the loop
-begins: its time is that of the model and the framework alone.
+Each loop trains one model with one seed in every variant. A figure is the time of the whole loop
+over its steps (`comparison/loop_timer.py`). ``detail`` has the share of the time in which the GPU
+was idle, and the losses; a variant whose losses differ from those of ``pin_memory`` in any bit is
+incorrect. ``model`` has its batch on the device before the loop begins: its time is that of the
+model and the framework alone.
 
-Each variant runs in a fresh process. The losses are read at the end, so that no step waits for the
-one before.
+Each variant runs in a fresh process in each of the `--rounds` passes. The losses are read at the
+end, so that no step waits for the one before.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 import pinstage as ps
 from comparison import harness, table
 from comparison.harness import Outcome, Variant
+from comparison.loop_timer import LoopTimer
 from comparison.record import Row
 
 FIELDS, WIDTH = 100, 256
-WARM_UPS = 16
-"""Untimed steps, in which both loaders allocate their page-locked memory."""
-FEWEST = 4
 SLOW_SECONDS = 0.006
 """The time that a slow source takes for a batch."""
 
@@ -52,47 +50,28 @@ Batch = Any
 
 
 class Watch:
-    """Records when the device begins and ends each step, and the step's loss."""
+    """Times a loop, and keeps the losses of its steps."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks: list[tuple[Any, Any]] = []
+    def __init__(self, timer: LoopTimer) -> None:
+        self._timer = timer
         self._losses: list[torch.Tensor] = []
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _seconds(self, start: Any, end: Any) -> float:
-        return end - start if self._device.type != "cuda" else start.elapsed_time(end) / 1e3
 
     def begin(self) -> None:
         """Call this when the batch has arrived."""
-        self._start = self._mark()
+        self._timer.begin()
 
     def end(self, loss: torch.Tensor) -> None:
         """Call this after the optimizer's step."""
-        self._marks.append((self._start, self._mark()))
+        self._timer.end()
         self._losses.append(loss.detach())
 
-    def outcome(self, warm_ups: int) -> Outcome:
-        """Return the results."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        marks = self._marks[warm_ups:]
-        steps = [self._seconds(one, other) for (one, _), (other, _) in itertools.pairwise(marks)]
-        gaps = [self._seconds(end, start) for (_, end), (start, _) in itertools.pairwise(marks)]
+    def outcome(self) -> Outcome:
+        """Return the results. Waits for the device."""
         losses = torch.stack(self._losses).tolist()
         digest = hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()[:12]
-        said = f"{len(losses)} losses, {losses[0]:.6g} to {losses[-1]:.6g}, sha256 {digest}"
-        return {
-            "status": "ok",
-            "detail": f"GPU idle {sum(gaps) / sum(steps):.1%}; {said}",
-            "total": steps,
-        }
+        return self._timer.outcome(
+            f"{len(losses)} losses, {losses[0]:.6g} to {losses[-1]:.6g}, sha256 {digest}"
+        )
 
 
 class Nested(Dataset[Batch]):
@@ -521,9 +500,14 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
     if not harness.importable(case.package):
         return {"status": "not installed", "detail": case.package}
     torch.manual_seed(0)
-    watch = Watch(torch.device(args.device))
+    watch = Watch(timer_of(args))
     case.loop(variant.id, args, watch)
-    return watch.outcome(FEWEST if args.smoke else WARM_UPS)
+    return watch.outcome()
+
+
+def timer_of(args: argparse.Namespace) -> LoopTimer:
+    """Return the timer of a loop. All ways take its number of steps, and so have the same losses."""
+    return LoopTimer(torch.device(args.device), args.workers, fewest=args.repeats)
 
 
 def check_losses(rows: Sequence[Row]) -> None:
@@ -549,7 +533,7 @@ def check_losses(rows: Sequence[Row]) -> None:
 
 def report(rows: Sequence[Row]) -> None:
     """Print the medians, and the share of the time in which the GPU was idle."""
-    table.grid("ms per step", rows, "median", "p10", "p90")
+    table.grid("ms per step", rows, "median", "minimum", "maximum")
     table.show(
         "said",
         ["loop", "said"],
@@ -562,11 +546,14 @@ def report(rows: Sequence[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or trained to other losses."""
     parser = script.parser(
-        __doc__, repeats=200, repeats_help="timed steps for each variant and loop"
+        __doc__,
+        repeats=100,
+        repeats_help="timed steps for each variant and loop, at least; ten times as many as workers "
+        "hold ready, if that is more",
     )
-    parser.add_argument(
-        "--loops", help=f"these, separated by commas: {', '.join(case.id for case in CASES)}"
-    )
+    parser.set_defaults(rounds=3)
+    names = [case.id for case in CASES]
+    parser.add_argument("--loops", help=f"these, separated by commas: {', '.join(names)}")
     parser.add_argument("--workers", type=int, default=8, help="worker processes")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--fields", type=int, default=FIELDS, help=f"float32 [{WIDTH}] of a sample")
@@ -575,14 +562,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     script.settle_device(args)
     if args.smoke:
-        args.repeats, args.workers, args.batch_size = min(args.repeats, 6), min(args.workers, 1), 4
-        args.fields, args.width, args.depth = 3, 16, 1
-    args.steps = args.repeats + 1 + (FEWEST if args.smoke else WARM_UPS)
-    wanted = args.loops.split(",") if args.loops else [case.id for case in CASES]
-    if set(wanted) - {case.id for case in CASES}:
-        raise SystemExit(
-            f"no such loop: {args.loops}; known: {', '.join(case.id for case in CASES)}"
-        )
+        args.repeats, args.workers, args.batch_size = min(args.repeats, 4), min(args.workers, 1), 4
+        args.fields, args.width, args.depth, args.rounds = 3, 16, 1, 1
+    args.steps = timer_of(args).steps
+    wanted = script.named(args.loops, names, "loop")
     cases = [case for case in CASES if case.id in wanted]
     if args.child:
         (variant,) = script.chosen(args.child, VARIANTS)

@@ -5,24 +5,23 @@
 
 Three scenarios, each for every variant, with `--workers` processes and torch's default collation:
 
-- ``ready``: samples are in memory, and the batches are not used. A time sample covers as many
-  batches as there are workers, divided by their number; the loop waits for each batch on the
-  device. ``main`` is the CPU time of the main thread per batch: `next` and, if separate, `.to()`,
-  without freeing the previous batch.
-- ``step``: the same with a training step, a chain of matrix products of `--step-ms` on the GPU,
-  which the loop doesn't wait for. ``detail`` has the share of the time in which the GPU was idle;
+- ``ready``: samples are in memory, and the batches are not used. The loop waits for each batch on
+  the device. ``main`` is the CPU time of the main thread per batch: `next` and, if separate,
+  `.to()`, without freeing the previous batch.
+- ``step``: the same with a training step, a chain of `--products` matrix products on the GPU, which
+  the loop doesn't wait for. ``detail`` has the share of the time in which the GPU was idle;
   ``main`` is the time that the loop spent in `next` and `.to()`.
 - ``decode``: workers decode JPEG images, so they are the bottleneck and there is little to gain.
 
-Each variant runs in a fresh process. The first batch is compared bit for bit with the default
-collation of the same samples, outside the timer.
+A figure is the time of the whole loop over its batches (`comparison/loop_timer.py`). Each variant
+runs in a fresh process in each of the `--rounds` passes. The first batch is compared bit for bit
+with the default collation of the same samples, outside the timer.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import itertools
 import sys
 import time
 import zlib
@@ -39,19 +38,14 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from comparison import harness, table
 from comparison.harness import Outcome, Variant
+from comparison.loop_timer import LoopTimer
 from comparison.record import Row
 
 KEPT = 128
 """Samples in memory; the dataset repeats them, but no batch has a sample twice."""
 STEP_SIZE = 4096
-FEWEST = 8
-"""The fewest timed batches, and the fewest untimed ones."""
-WARM_UPS = 12
-"""Untimed batches per worker, in which both loaders allocate their page-locked memory."""
-WARM_UP_SECONDS = 4.0
-"""After this time, timing starts anyway. The largest slabs are 7.4 GB, and take longer than this to
-page-lock.
-"""
+SETTLE_SECONDS = 1.5
+"""Untimed at least: the largest slabs are 7.4 GB, and take so long to page-lock."""
 
 Sample = dict[str, torch.Tensor]
 Batches = Iterable[Sample]
@@ -272,62 +266,20 @@ VARIANTS = (
 
 
 class Step:
-    """A chain of matrix products that takes about `milliseconds` on the device, and reads the
-    batch.
+    """A training step: a chain of matrix products on the device, which reads a leaf of the batch.
+
+    The number of products is fixed, so that all ways have the same step.
     """
 
-    def __init__(self, device: torch.device, milliseconds: float) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, products: int) -> None:
         size, dtype = (STEP_SIZE, torch.bfloat16) if device.type == "cuda" else (64, torch.float32)
         self._weight = torch.randn(size, size, device=device, dtype=dtype) / size
-        self._products = 50
-        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        once = min(self._seconds() for _ in range(5)) / self._products  # the first ones warm up
-        self._products = max(1, round(milliseconds / 1e3 / once))
-        self.seconds = min(self._seconds() for _ in range(3))
+        self._products = products
 
-    def run(self, batch: Any) -> None:
-        """Use a batch, and record when the device does so."""
-        if self._device.type != "cuda":
-            self(batch)
-            return
-        marks = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        marks[0].record()
-        self(batch)
-        marks[1].record()
-        self._marks.append(marks)
-
-    def forget(self) -> None:
-        """Drop the recorded steps."""
-        self._marks.clear()
-
-    def idle(self, mean: float) -> float:
-        """Return the share of the time in which the device was idle between the recorded steps.
-
-        Args:
-            mean: seconds per iteration of the loop, used without a GPU.
-        """
-        if len(self._marks) < 2:
-            return max(0.0, 1 - self.seconds / mean)
-        gaps = sum(
-            end.elapsed_time(start) for (_, end), (start, _) in itertools.pairwise(self._marks)
-        )
-        return gaps / self._marks[0][0].elapsed_time(self._marks[-1][1])
-
-    def __call__(self, batch: Any) -> None:
-        value = self._weight
-        if batch is not None:
-            first = next(iter(batch.values()))
-            value = value + first.view(-1)[:1].to(value.dtype)
+    def __call__(self, leaf: torch.Tensor) -> None:
+        value = self._weight + leaf.view(-1)[:1].to(self._weight.dtype)
         for _ in range(self._products):
             value = value @ self._weight
-
-    def _seconds(self) -> float:
-        synchronize(self._device)
-        began = time.perf_counter()
-        self(None)
-        synchronize(self._device)
-        return time.perf_counter() - began
 
 
 def synchronize(device: torch.device) -> None:
@@ -336,59 +288,45 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def use(batch: Any, step: Step | None, device: torch.device) -> None:
-    """Start a training step on a batch, or wait until it is on the device."""
-    if step:
-        step.run(batch)
-    else:
-        synchronize(device)
-
-
 def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
-    """Return one variant's status on one case, and its samples in seconds."""
+    """Return one variant's status on one case, the seconds per batch, and those of each `next`."""
     device = torch.device(args.device)
-    warm_ups = FEWEST if args.smoke else max(FEWEST, WARM_UPS * args.workers)
-    dataset = case.dataset((args.repeats + warm_ups) * case.batch_size)
+    timer = LoopTimer(
+        device,
+        args.workers,
+        fewest=args.repeats,
+        seconds=args.seconds,
+        settle_seconds=0 if args.smoke else SETTLE_SECONDS,
+    )
+    dataset = case.dataset((timer.steps + 1) * case.batch_size)
     expected = default_collate([dataset[index] for index in range(case.batch_size)])
-    step = Step(device, args.step_ms) if case.scenario == "step" else None
+    step = Step(device, args.products) if case.scenario == "step" else None
     clock = time.perf_counter if step else time.thread_time
-    ends: list[float] = []
     main_thread: list[float] = []
     with variant.setup(dataset, case.batch_size, args.workers, device) as batches:
         iterator = iter(batches)
         wrong = differences(next(iterator), expected)
         if wrong:
             return {"status": "incorrect", "detail": wrong}
-        began = time.perf_counter()
-        for count in range(1, warm_ups):
-            if count >= FEWEST and time.perf_counter() - began > WARM_UP_SECONDS:
-                break
-            use(next(iterator), step, device)
-        synchronize(device)
-        if step:
-            step.forget()
-        ends.append(time.perf_counter())
-        while len(main_thread) < args.repeats:
-            if len(main_thread) >= FEWEST and ends[-1] - ends[0] > args.seconds:
-                break
+        goes_on = True
+        while goes_on:
             batch = None  # freed now, not in the next line
             before = clock()
             batch = next(iterator)
-            main_thread.append(clock() - before)
-            use(batch, step, device)
-            ends.append(time.perf_counter())
-        synchronize(device)
-        end = time.perf_counter()
-    detail = Decoded.kind() if case.scenario == "decode" else ""
-    if step:
-        # The last step's end: single steps are not waited for.
-        total = [(end - ends[0]) / len(main_thread)]
-        detail = f"GPU idle {step.idle(total[0]):.1%} beside steps of {step.seconds * 1e3:.1f} ms"
-    else:
-        # Workers finish together: their batches come in bursts.
-        group = min(args.workers, len(ends) - 1)
-        total = [(ends[i + group] - ends[i]) / group for i in range(len(ends) - group)]
-    return {"status": "ok", "detail": detail, "total": total, "main": main_thread}
+            if timer.timing:
+                main_thread.append(clock() - before)
+            timer.begin()
+            if step:
+                step(next(iter(batch.values())))
+            else:
+                synchronize(device)
+            goes_on = timer.end()
+        outcome = timer.outcome() | {"main": main_thread}
+        if case.scenario == "decode":
+            outcome["detail"] = Decoded.kind()
+        elif not step:
+            outcome["detail"] = ""
+    return outcome
 
 
 def differences(batch: Any, expected: Sample) -> str:
@@ -408,7 +346,7 @@ def report(rows: Sequence[Row]) -> None:
     """
     for scenario in dict.fromkeys(row.case.partition(":")[0] for row in rows):
         some = [row for row in rows if row.case.startswith(scenario)]
-        table.grid("ms per batch", some, "median", "p10", "p90")
+        table.grid("ms per batch", some, "median", "minimum", "maximum")
         table.grid("ms of the main thread per batch", some, "main_median")
         if scenario != "ready":
             lines = [[f"{row.variant}, {row.case}", row.detail or "-"] for row in some]
@@ -422,27 +360,29 @@ def report(rows: Sequence[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or gave wrong batches."""
     parser = script.parser(
-        __doc__, repeats=64, repeats_help="timed batches for each variant and case, at most"
+        __doc__,
+        repeats=64,
+        repeats_help="timed batches for each variant and case, at least; ten times as many as "
+        "workers hold ready, if that is more",
     )
+    parser.set_defaults(rounds=3)
     parser.add_argument("--scenario", help=f"these, separated by commas: {', '.join(SCENARIOS)}")
     parser.add_argument("--workers", type=int, default=8, help="worker processes")
     parser.add_argument(
-        "--step-ms", type=float, default=10.0, help="length of a training step on the GPU"
+        "--products",
+        type=int,
+        default=50,
+        help="matrix products of a training step; 50 take 10 ms on an H100",
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.6, help=f"stop after this time, once {FEWEST} are done"
+        "--seconds", type=float, default=10.0, help="stop timing a case after this time"
     )
     args = parser.parse_args(argv)
     script.settle_device(args)
     if args.smoke:
-        args.repeats, args.seconds, args.workers = (
-            min(args.repeats, FEWEST),
-            0.0,
-            min(args.workers, 2),
-        )
-    wanted = args.scenario.split(",") if args.scenario else SCENARIOS
-    if set(wanted) - set(SCENARIOS):
-        raise SystemExit(f"no such scenario: {args.scenario}; known: {', '.join(SCENARIOS)}")
+        args.repeats, args.seconds, args.workers = 4, 0.0, min(args.workers, 2)
+        args.rounds = 1
+    wanted = script.named(args.scenario, SCENARIOS, "scenario")
     cases = [case for case in (SMOKE_CASES if args.smoke else CASES) if case.scenario in wanted]
     if args.child:
         (variant,) = script.chosen(args.child, VARIANTS)
@@ -458,8 +398,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ",".join(wanted),
         "--workers",
         str(args.workers),
-        "--step-ms",
-        str(args.step_ms),
+        "--products",
+        str(args.products),
     ]
     further += ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
     judge = script.compare_on_a_gpu(args, "by_hand")  # which isn't a loader

@@ -1,227 +1,305 @@
-"""Whole training loops: steps/s, and how busy the GPU is.
+"""Whole training loops: the time of a step, and how busy the GPU is.
 
     python benchmarks/loops.py --out benchmarks/results/loops.json
-    python benchmarks/loops.py --only torch_pin,pinstage
+    python benchmarks/loops.py --loops segmentation,tokens --only torch_pin,pinstage
 
-Three loops, each with `--workers` processes and a model of a fixed time on the GPU (a chain of
-matrix products that the loop doesn't wait for):
+Loops with a model of a fixed time on the GPU (a chain of matrix products that the loop doesn't wait
+for):
 
-- ``detection``: 32 samples of an image, boxes, labels and masks, all of different sizes, as a list
-  of dicts.
-- ``images``: 64 images of 3 x 224 x 224 floats, stacked by default collation.
-- ``tokens``: three tensors of 32 x 2048 integers.
+- ``segmentation``: 32 images of 3 x 384 x 384 bytes and their masks, int64, stacked by default
+  collation; without workers 16.
+- ``lidar``: a list of 32 dataclasses of points, intensities, boxes and labels, all of different
+  sizes.
+- ``columns``: a dict of 120 columns of 512 floats, taken from a table.
+- ``tokens``: two tensors of 16 x 4096 integers, stacked by default collation.
 
-Samples are in memory, so only the way of batches to the GPU differs. Each way runs in a fresh
-process. `median` is the mean time of a step, from the first timed one to the end of the last;
-`detail` has the share of that time in which the GPU was idle. The first batch is compared with the
-collation of the same samples.
+Samples are in memory, so only the way of batches to the GPU differs. ``model`` has one batch, which
+is on the device before the loop begins.
+
+A figure is the time of the whole loop over its steps (`comparison/loop_timer.py`). Each way runs in
+a fresh process in each of the `--rounds` passes; `detail` has the share of the time in which the
+GPU was idle. The first batch is compared with the samples.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import queue
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import loader
 import script
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from comparison import harness, table
 from comparison.harness import Outcome, Variant
+from comparison.loop_timer import LoopTimer
 from comparison.record import Row
 
 KEPT = 64
-"""Samples in memory, which the dataset repeats."""
-WARM_UP_SECONDS = 4.0
-"""Or eight batches per worker: in these steps both loaders allocate their page-locked memory."""
+"""Samples in memory, which a dataset repeats."""
+SETTLE_SECONDS = 0.5
+"""Untimed at least: loaders page-lock up to 1.3 GB."""
 
 
-def detection_sample(rng: torch.Generator, scale: int) -> Any:
-    """Return an image, and the boxes, labels and masks of its objects."""
-    height, width, objects = (
-        int(torch.randint(*span, (), generator=rng)) for span in ((24, 40), (32, 48), (1, 12))
-    )
-    height, width = height * scale, width * scale
+@dataclass
+class Sweep:
+    """A lidar's points, and the objects among them."""
+
+    points: torch.Tensor
+    intensities: torch.Tensor
+    boxes: torch.Tensor
+    labels: torch.Tensor
+
+    def each(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Sweep:
+        """Return the same with other tensors."""
+        return Sweep(*map(move, vars(self).values()))
+
+    def pin_memory(self) -> Sweep:
+        """Return a copy in page-locked memory, for torch's `pin_memory=True`."""
+        return self.each(torch.Tensor.pin_memory)
+
+
+def parts(batch: Any) -> Iterable[Any]:
+    """Return what a list, a dict or a sweep consists of."""
+    if isinstance(batch, list):
+        return batch
+    return (vars(batch) if isinstance(batch, Sweep) else batch).values()
+
+
+def tensors(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors of a batch."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    return [leaf for part in parts(batch) for leaf in tensors(part)]
+
+
+def first(batch: Any) -> torch.Tensor:
+    """Return the first tensor of a batch."""
+    while not isinstance(batch, torch.Tensor):
+        batch = next(iter(parts(batch)))
+    return batch
+
+
+def mapped(move: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """Return a batch or sample with other tensors."""
+    if isinstance(batch, list):
+        return [mapped(move, part) for part in batch]
+    if isinstance(batch, Sweep):
+        return batch.each(move)
+    return {name: move(leaf) for name, leaf in batch.items()}
+
+
+def segmentation_sample(rng: torch.Generator, scale: int) -> Any:
+    """Return an image and its mask."""
+    side = 24 * scale
     return {
-        "image": torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=rng),
-        "boxes": torch.rand(objects, 4, generator=rng),
-        "labels": torch.randint(0, 90, (objects,), generator=rng),
-        "masks": torch.randint(
-            0, 2, (objects, height // 4, width // 4), dtype=torch.uint8, generator=rng
-        ).bool(),
-        "name": f"{height}x{width}",
+        "image": torch.randint(0, 256, (3, side, side), dtype=torch.uint8, generator=rng),
+        "mask": torch.randint(0, 19, (side, side), generator=rng),
     }
 
 
-def image_sample(rng: torch.Generator, scale: int) -> Any:
-    """Return an image and its class."""
-    return torch.rand(3, 14 * scale, 14 * scale, generator=rng), torch.randint(
-        0, 1000, (), generator=rng
+def lidar_sample(rng: torch.Generator, scale: int) -> Any:
+    """Return a sweep of 20,000 to 30,000 points, with up to 40 objects."""
+    points = int(torch.randint(1250 * scale, 1875 * scale, (), generator=rng))
+    objects = int(torch.randint(1, 40, (), generator=rng))
+    return Sweep(
+        torch.randn(points, 3, generator=rng),
+        torch.rand(points, generator=rng),
+        torch.randn(objects, 7, generator=rng),
+        torch.randint(0, 10, (objects,), generator=rng),
     )
 
 
 def token_sample(rng: torch.Generator, scale: int) -> Any:
-    """Return tokens, their mask, and the labels."""
-    tokens = torch.randint(0, 50_000, (128 * scale,), generator=rng)
-    return {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "labels": tokens.roll(-1),
-    }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A loop."""
-
-    id: str
-    make: Callable[[torch.Generator, int], Any]
-    batch_size: int
-    step_ms: float
-    collate: Callable[[Any], Any] | None = None
-    scale: int = 16
-
-    @property
-    def nbytes(self) -> int:
-        return 0
-
-    @property
-    def leaves(self) -> int | None:
-        return None
-
-
-CASES = (
-    Case("detection", detection_sample, 32, 5.0, list),
-    Case("images", image_sample, 64, 8.0),
-    Case("tokens", token_sample, 32, 2.5),
-)
-SMOKE_CASES = tuple(Case(case.id, case.make, 4, case.step_ms, case.collate, 1) for case in CASES)
+    """Return tokens and labels."""
+    tokens = torch.randint(0, 50_000, (256 * scale,), generator=rng)
+    return {"input_ids": tokens, "labels": tokens.roll(-1)}
 
 
 class Kept(Dataset[Any]):
-    """Samples stored in memory."""
+    """Samples stored in memory. Each item is a copy, as a dataset makes new tensors."""
 
-    def __init__(self, case: Case, length: int) -> None:
+    def __init__(
+        self, make: Callable[[torch.Generator, int], Any], scale: int, length: int
+    ) -> None:
         rng = torch.Generator().manual_seed(0)
-        self._samples = [case.make(rng, case.scale) for _ in range(KEPT)]
+        self._samples = [make(rng, scale) for _ in range(KEPT)]
         self._length = length
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return self._samples[index % KEPT]
+        return mapped(torch.Tensor.clone, self._samples[index % KEPT])
 
 
-def tensors(batch: Any) -> list[torch.Tensor]:
-    """Return the tensors of a batch."""
-    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+class Columns(Dataset[Any]):
+    """Batches of rows of a table, by columns."""
+
+    def __init__(self, scale: int, length: int) -> None:
+        rng = torch.Generator().manual_seed(0)
+        self._rows = 32 * scale
+        self._columns = torch.randn(120, KEPT * self._rows, generator=rng).unbind()
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        rng = torch.Generator().manual_seed(index)
+        rows = torch.randint(len(self._columns[0]), (self._rows,), generator=rng)
+        return {f"column_{number:03}": column[rows] for number, column in enumerate(self._columns)}
 
 
-def moved(batch: Any, device: torch.device, non_blocking: bool) -> Any:
-    """Return a batch whose tensors were moved one by one."""
+@dataclass(frozen=True)
+class Case:
+    """A loop.
 
-    def move(leaf: Any) -> Any:
-        return (
-            leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf
-        )
+    Attributes:
+        name: the data; `id` has the number of workers, too.
+        dataset: makes it for a scale and a length.
+        batch_size: None if the dataset's items are batches.
+        products: matrix products of the model; one takes 0.2 ms on an H100.
+    """
 
-    return tree_map(move, batch)
+    name: str
+    dataset: Callable[[int, int], Dataset[Any]]
+    batch_size: int | None
+    workers: int
+    products: int
+    collate: Callable[[Any], Any] | None = None
+    scale: int = 16
+
+    @property
+    def id(self) -> str:
+        return f"{self.name}, {self.workers or 'no'} workers"
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    def small(self) -> Case:
+        """Return the case for a smoke run."""
+        size = self.batch_size and min(self.batch_size, 4)
+        return replace(self, batch_size=size, workers=min(self.workers, 2), scale=1)
+
+    def loader(self, length: int, **options: Any) -> DataLoader[Any]:
+        """Return torch's loader of `length` batches."""
+        return DataLoader(**self.arguments(length), **options)
+
+    def arguments(self, length: int) -> dict[str, Any]:
+        """Return the arguments of torch's loader, or ours, for `length` batches."""
+        return {
+            "dataset": self.dataset(self.scale, length * (self.batch_size or 1)),
+            "batch_size": self.batch_size,
+            "num_workers": self.workers,
+            "collate_fn": self.collate,
+        }
+
+
+segmentation = partial(Kept, segmentation_sample)
+tokens = partial(Kept, token_sample)
+CASES = (
+    Case("segmentation", segmentation, 32, 8, 9),
+    Case("lidar", partial(Kept, lidar_sample), 32, 8, 6, list),
+    Case("columns", Columns, None, 6, 2),
+    Case("tokens", tokens, 16, 4, 2),
+    Case("segmentation", segmentation, 16, 0, 9),
+    Case("columns", Columns, None, 0, 2),
+    Case("tokens", tokens, 16, 0, 2),
+)
+NAMES = tuple(dict.fromkeys(case.name for case in CASES))
+
+
+def _moved(batches: Iterable[Any], device: torch.device, non_blocking: bool) -> Iterator[Any]:
+    for batch in batches:
+        yield mapped(lambda leaf: leaf.to(device, non_blocking=non_blocking), batch)
 
 
 @contextmanager
-def _torch(
-    dataset: Any, case: Case, workers: int, device: torch.device, pin: bool
-) -> Iterator[Iterable[Any]]:
-    batches = DataLoader(
-        dataset, case.batch_size, num_workers=workers, collate_fn=case.collate, pin_memory=pin
-    )
-    yield (moved(batch, device, pin) for batch in batches)
+def _torch(case: Case, length: int, device: torch.device, pin: bool) -> Iterator[Iterable[Any]]:
+    yield _moved(case.loader(length, pin_memory=pin), device, pin)
 
 
 @contextmanager
-def _stager(
-    dataset: Any,
-    case: Case,
-    workers: int,
-    device: torch.device,
-    background: bool,
-    pin: bool = False,
-) -> Iterator[Iterable[Any]]:
-    import pinstage as ps
-
-    batches = DataLoader(
-        dataset, case.batch_size, num_workers=workers, collate_fn=case.collate, pin_memory=pin
-    )
-    with ps.Stager(device, max_bytes="4GiB") as stager:
-        yield stager.prefetch(batches, background=background)
-
-
-@contextmanager
-def _thread(
-    dataset: Any, case: Case, workers: int, device: torch.device
-) -> Iterator[Iterable[Any]]:
-    import pinstage as ps
-
-    batches = DataLoader(dataset, case.batch_size, num_workers=workers, collate_fn=case.collate)
+def _thread(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
+    # Fork workers here: a fork during the loop's first calls into torch can copy a locked lock of
+    # glibc.
+    source = iter(case.loader(length))
     ready: queue.Queue[Any] = queue.Queue(2)
     left = threading.Event()
-    copies = (
-        torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-    )
-    with ps.Stager(device, max_bytes="4GiB") as stager:
-        # Fork workers here: a fork during the loop's first calls into torch can copy a locked lock
-        # of glibc.
-        source = iter(batches)
+    is_cuda = device.type == "cuda"
+    copies = torch.cuda.Stream(device) if is_cuda else None
 
-        def read() -> None:
-            with copies:
+    def move(leaf: torch.Tensor) -> torch.Tensor:
+        return (leaf.pin_memory() if is_cuda else leaf).to(device, non_blocking=True)
+
+    def read() -> None:
+        try:
+            with torch.cuda.stream(copies):
                 for batch in source:
+                    ready.put((mapped(move, batch), copies and copies.record_event()))
                     if left.is_set():
                         return
-                    ready.put(stager.stage(batch))
+        finally:
+            ready.put(None)
 
-        thread = threading.Thread(target=read, daemon=True)
-        thread.start()
-        yield (transfer.wait() for transfer in iter(ready.get, None))
-        left.set()
-        while thread.is_alive():
-            with suppress(queue.Empty):
-                ready.get(timeout=0.01)
+    def taken() -> Iterator[Any]:
+        for batch, event in iter(ready.get, None):
+            if event is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_event(event)
+                for leaf in tensors(batch):
+                    leaf.record_stream(current)
+            yield batch
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    yield taken()
+    left.set()
+    while thread.is_alive():
+        with suppress(queue.Empty):
+            ready.get(timeout=0.01)
 
 
 @contextmanager
-def _pinstage(
-    dataset: Any, case: Case, workers: int, device: torch.device
-) -> Iterator[Iterable[Any]]:
+def _prefetch(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
     import pinstage as ps
 
-    yield ps.DataLoader(
-        dataset,
-        case.batch_size,
-        num_workers=workers,
-        collate_fn=case.collate,
-        device=device,
-        max_bytes="8GiB",
-    )
+    with ps.Stager(device, max_bytes="4GiB") as stager:
+        yield stager.prefetch(case.loader(length))
+
+
+@contextmanager
+def _wrapped(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
+    import pinstage as ps
+
+    yield ps.wrap_loader(case.loader(length), device=device, max_bytes="8GiB")
+
+
+@contextmanager
+def _pinstage(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
+    import pinstage as ps
+
+    yield ps.DataLoader(**case.arguments(length), device=device, max_bytes="8GiB")
+
+
+@contextmanager
+def _model(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:  # noqa: ARG001
+    batch = next(iter(replace(case, workers=0).loader(1)))
+    yield itertools.repeat(mapped(lambda leaf: leaf.to(device), batch))
 
 
 VARIANTS = (
-    Variant(
-        "torch_to",
-        partial(_torch, pin=False),
-        "torch's DataLoader, then `.to(device)` for each tensor",
-    ),
     Variant(
         "torch_pin",
         partial(_torch, pin=True),
@@ -230,78 +308,64 @@ VARIANTS = (
         needs_cuda=True,
     ),
     Variant(
-        "stager",
-        partial(_stager, background=False),
-        "torch's DataLoader, then `Stager.prefetch(background=False)`",
-        package="pinstage",
-        ours=True,
+        "torch_to",
+        partial(_torch, pin=False),
+        "torch's DataLoader, then `.to(device)` for each tensor",
     ),
     Variant(
-        "thread_by_hand",
+        "thread",
         _thread,
-        "torch's DataLoader, then `Stager.stage` in a thread of ten lines",
-        package="pinstage",
+        "torch's DataLoader, then `.pin_memory().to(device, non_blocking=True)` for each tensor, in "
+        "a thread of ten lines with a stream of its own",
     ),
     Variant(
-        "stager_background",
-        partial(_stager, background=True),
-        "torch's DataLoader, then `Stager.prefetch(background=True)`",
+        "prefetch",
+        _prefetch,
+        "torch's DataLoader, then `Stager.prefetch(loader)`",
         package="pinstage",
         ours=True,
     ),
     Variant(
-        "stager_background_pin",
-        partial(_stager, background=True, pin=True),
-        "torch's DataLoader with pin_memory=True, then `Stager.prefetch(background=True)`",
+        "wrap_loader",
+        _wrapped,
+        "torch's DataLoader, then `ps.wrap_loader(loader, device=device)`",
         package="pinstage",
-        needs_cuda=True,
         ours=True,
     ),
     Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
+    Variant("model", _model, "the model alone, with one batch that is on the device"),
 )
-
-
-class Model(loader.Step):
-    """A model of a fixed time that reads one number of the batch."""
-
-    def __call__(self, batch: Any) -> None:
-        super().__call__(batch if batch is None else {"": tensors(batch)[0]})
 
 
 def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
     """Return one way's status on one loop, and the seconds per step."""
     device = torch.device(args.device)
-    warm_ups = 4 if args.smoke else 8 * max(args.workers, 1)
-    dataset = Kept(case, (args.repeats + warm_ups) * case.batch_size)
-    model = Model(device, case.step_ms)
-    with variant.setup(dataset, case, args.workers, device) as batches:
+    timer = LoopTimer(
+        device,
+        case.workers,
+        fewest=args.repeats,
+        seconds=args.seconds,
+        settle_seconds=0 if args.smoke else SETTLE_SECONDS,
+    )
+    step = loader.Step(device, case.products)
+    with variant.setup(case, timer.steps + 1, device) as batches:
         iterator = iter(batches)
-        expected = (case.collate or default_collate)(
-            [dataset[index] for index in range(case.batch_size)]
+        dataset, collate = case.dataset(case.scale, 1), case.collate or default_collate
+        expected = (
+            dataset[0]
+            if case.batch_size is None
+            else collate([dataset[index] for index in range(case.batch_size)])
         )
         pairs = list(zip(tensors(next(iterator)), tensors(expected), strict=True))
         if not all(torch.equal(found.cpu(), leaf) for found, leaf in pairs):
             return {"status": "incorrect", "detail": "other values"}
-        began = time.perf_counter()
-        for count in range(1, warm_ups):
-            if count >= 4 and time.perf_counter() - began > WARM_UP_SECONDS:
-                break
-            model.run(next(iterator))
-        loader.synchronize(device)
-        model.forget()
-        began, done = time.perf_counter(), 0
-        while done < args.repeats and (done < 4 or time.perf_counter() - began < args.seconds):
-            model.run(next(iterator))
-            done += 1
-        loader.synchronize(device)
-        mean = (time.perf_counter() - began) / done
-    detail = f"GPU idle {model.idle(mean):.1%} beside steps of {model.seconds * 1e3:.1f} ms"
-    return {"status": "ok", "detail": detail, "total": [mean], "main": []}
+        timer.run(iterator, lambda batch: step(first(batch)))
+        return timer.outcome()
 
 
 def report(rows: Sequence[Row]) -> None:
     """Print the time per step, and how busy the GPU was."""
-    table.grid("ms per step", rows, "median")
+    table.grid("ms per step", rows, "median", "minimum", "maximum")
     table.show(
         "the GPU",
         ["way, loop", "said"],
@@ -312,15 +376,22 @@ def report(rows: Sequence[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the loops; return 1 if a way failed or gave wrong batches."""
     parser = script.parser(
-        __doc__, repeats=400, repeats_help="timed steps of each way and loop, at most"
+        __doc__,
+        repeats=100,
+        repeats_help="timed steps of each way and loop, at least; ten times as many as workers "
+        "hold ready, if that is more",
     )
-    parser.add_argument("--workers", type=int, default=8, help="worker processes")
-    parser.add_argument("--seconds", type=float, default=3.0, help="stop after this time")
+    parser.set_defaults(rounds=3)
+    parser.add_argument("--loops", help=f"these, separated by commas: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="stop timing a loop after this time"
+    )
     args = parser.parse_args(argv)
     script.settle_device(args)
     if args.smoke:
-        args.repeats, args.seconds, args.workers = min(args.repeats, 4), 0.0, min(args.workers, 2)
-    cases = SMOKE_CASES if args.smoke else CASES
+        args.repeats, args.seconds, args.rounds = min(args.repeats, 4), 0.0, 1
+    wanted = script.named(args.loops, NAMES, "loop")
+    cases = [case.small() if args.smoke else case for case in CASES if case.name in wanted]
     if args.child:
         (variant,) = script.chosen(args.child, VARIANTS)
         device = torch.device(args.device)
@@ -330,14 +401,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         harness.work(cases, partial(measure, variant, args), lambda: None)
         return 0
     variants = script.chosen(args.only, VARIANTS)
-    further = [
-        "--workers",
-        str(args.workers),
-        "--seconds",
-        str(args.seconds),
-        *(["--smoke"] if args.smoke else []),
-    ]
-    judge = script.compare_on_a_gpu(args)
+    further = ["--loops", ",".join(wanted), "--seconds", str(args.seconds)]
+    further += ["--smoke"] if args.smoke else []
+    judge = script.compare_on_a_gpu(args, "model")  # which brings nothing to the device
     rows = script.collect("loops", __file__, variants, cases, args, further, judge=judge)
     report(rows)
     return script.finish("loops", rows, variants, args)

@@ -343,11 +343,8 @@ def loader() -> str:
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
         cells = []
         for row in (row for row in result["rows"] if row["variant"] == variant):
-            idle = (
-                f", {row['detail'].partition(' beside')[0]}"
-                if row["detail"].startswith("GPU idle")
-                else ""
-            )
+            idle = _said(r"(GPU idle [\d.]+%)", row["detail"])
+            idle = "" if idle == "-" else f", {idle}"
             shown = f"{figure(row['median'])} ({figure(row['main_median'])}){idle}"
             cells.append(shown if row["status"] == "ok" else row["status"])
         whole.append(f"| {about[variant]} | {' | '.join(cells)} |")
@@ -362,7 +359,8 @@ def loader() -> str:
         short.append(
             f"| {case} | **{figure(ours)}** | {pinned} | {figure(best)} | {best / ours:.2f} |"
         )
-    return folded(short, whole, [source(result)])
+    said = passes(result)
+    return folded(short, whole, [*([said, ""] if said else []), source(result)])
 
 
 def to_host() -> str:
@@ -384,36 +382,62 @@ def to_host() -> str:
     return folded(table(["pinstage", "by_hand"]), table(variants), [source(result)])
 
 
+LOOP_WAYS = {
+    "torch_pin": "`pin_memory=True`",
+    "torch_to": "pageable",
+    "prefetch": "`prefetch`",
+    "wrap_loader": "`wrap_loader`",
+    "pinstage": "`ps.DataLoader`",
+    "model": "model alone",
+}
+"""What the short table shows, and calls it."""
+
+
 def loops(result: dict[str, Any] | None = None) -> str:
-    """Training loops: steps/s, and the share of the time for which the GPU was busy; nothing until
-    measured.
+    """Milliseconds per step of training loops; below, the range of the passes, and the share of the
+    time for which the GPU was busy. Nothing until measured.
     """
     result = result or measured("loops")
     if result is None:
         return ""
-    ways = {
-        "torch_pin": "`pin_memory=True`",
-        "stager_background": "`Stager.prefetch`",
-        "pinstage": "**`ps.DataLoader`**",
-    }
-    lines = head(["steps/s", *ways.values(), "speed-up"])
-    for case, rows in by_case(result).items():
-        cells = []
-        for name in ways:
-            steps = "-" if rows[name]["median"] is None else figure(1e3 / rows[name]["median"])
-            cells.append(f"{f'**{steps}**' if name == 'pinstage' else steps}{_busy(rows[name])}")
-        best = min(
-            row["median"]
-            for name, row in rows.items()
-            if name.startswith("torch") and row["status"] == "ok"
-        )
-        lines.append(f"| {case} | {' | '.join(cells)} | {best / rows['pinstage']['median']:.2f} |")
+    cases = by_case(result)
+    about = result["settings"]["variants"]
+    named = [way for way in LOOP_WAYS if way in about]
+    short = head(["ms per step", *(LOOP_WAYS[way] for way in named)])
+    for case, rows in cases.items():
+        short.append(f"| {case} | {' | '.join(shown(rows[way]) for way in named)} |")
+    whole = head(["ms per step", *cases])
+    for way, text in about.items():
+        cells = [f"{spread(rows[way])}{_busy(rows[way])}" for rows in cases.values()]
+        whole.append(f"| {text} | {' | '.join(cells)} |")
     said = (
-        "Steps/s of training loops, and the share of the time for which the GPU was busy. Eight "
-        "workers; samples in memory; a model of a fixed time. The last column compares "
-        "`ps.DataLoader` with torch's, with or without `pin_memory=True`, whichever is faster."
+        "The time of whole loops over their steps. Samples are in memory, and the model takes a "
+        f"fixed time. {passes(result)}"
     )
-    return "\n".join([said, "", *lines, "", source(result)])
+    return folded(short, whole, [said.strip(), "", source(result)])
+
+
+def spread(row: dict[str, Any]) -> str:
+    """Return a row's median, and the fastest and the slowest pass in brackets."""
+    if row.get("minimum") is None or row["repeats"] < 2:
+        return shown(row)
+    return f"{shown(row)} ({figure(row['minimum'])} to {figure(row['maximum'])})"
+
+
+def passes(result: dict[str, Any]) -> str:
+    """Return how many passes the figures are medians of, and how much the passes differ; empty if
+    the file doesn't say it.
+    """
+    rows = [row for row in result["rows"] if row.get("minimum") is not None and row["repeats"] > 1]
+    if not rows:
+        return ""
+    most = max(
+        max(row["maximum"] / row["median"] - 1, 1 - row["minimum"] / row["median"]) for row in rows
+    )
+    return (
+        f"Figures are medians of {rows[0]['repeats']} passes in turn, which differ from them by at "
+        f"most {most:.0%}."
+    )
 
 
 LOOPS_PICTURE = """\
@@ -450,15 +474,16 @@ def loops_picture() -> str:
         ]
         before, after = min(torchs, key=lambda row: row["median"]), rows["pinstage"]
         gain = before["median"] / after["median"]
+        scale = 330 / max(1 / before["median"], 1 / after["median"])
         bars.append(f'  <text class="case" x="16" y="{y + 31}">{case}</text>')
         for row, kind, top in ((before, "before", y), (after, "after", y + 24)):
-            width = round(400 * after["median"] / row["median"])
+            width = round(scale / row["median"])
             text = (
                 f"{figure(1e3 / row['median'])} steps/s{_busy(row).replace(', busy', ', GPU busy')}"
             )
-            at = f'x="{104 + width}" text-anchor="end"' if width > 330 else f'x="{120 + width}"'
+            at = f'x="{188 + width}" text-anchor="end"' if width > 200 else f'x="{204 + width}"'
             bars.append(
-                f'  <rect class="{kind}" x="112" y="{top}" width="{width}" height="20" rx="3"/>'
+                f'  <rect class="{kind}" x="196" y="{top}" width="{width}" height="20" rx="3"/>'
             )
             bars.append(f'  <text {at} y="{top + 15}">{text}</text>')
         bars.append(
@@ -523,6 +548,7 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
             " `slow` is a generator that takes 6 ms for a batch: without and with a thread that "
             "packs."
         )
+    said = f"{said} {passes(result)}".strip()
     return "\n".join([*([] if only else ["## Measured", ""]), *lines, "", said, "", source(result)])
 
 

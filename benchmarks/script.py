@@ -29,7 +29,7 @@ def parser(description: str | None, *, repeats: int, repeats_help: str) -> argpa
         "--rounds",
         type=int,
         default=1,
-        help="processes per variant; every second round runs backwards",
+        help="passes: processes per variant, in turn; every second round runs backwards",
     )
     arguments.add_argument(
         "--timeout", type=float, default=240.0, help="seconds that one process may take"
@@ -54,6 +54,16 @@ def chosen(names: str | None, known: Sequence[Variant]) -> list[Variant]:
         return harness.chosen(names, known, "variant")
     except BenchError as error:
         raise SystemExit(str(error)) from error
+
+
+def named(names: str | None, known: Sequence[str], what: str) -> list[str]:
+    """Return the names of `known` that the comma-separated `names` has, all of them for None; exit
+    if one is unknown.
+    """
+    wanted = list(known) if names is None else names.split(",")
+    if set(wanted) - set(known):
+        raise SystemExit(f"no such {what}: {names}; known: {', '.join(known)}")
+    return [name for name in known if name in wanted]
 
 
 def collect(

@@ -12,10 +12,10 @@
 #
 # Logs and results are written to $OUT (default: out). With PACK=1 the results are one file, results.tar.gz, rewritten every
 # 15 seconds: for machines that return few files, and kill a command that takes too long. All benchmarks together take
-# more than 20 minutes. A failed step doesn't stop the others; the exit status is 1 if any failed. Missing Python packages
+# more than 40 minutes. A failed step doesn't stop the others; the exit status is 1 if any failed. Missing Python packages
 # are installed from wheels in .whl, if there are any (scripts/wheels.sh); packages of the machine are never replaced. The
 # extension is compiled first; if that fails, an existing binary is used.
-# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (most seconds per step), BENCH_ARGS, LOADER_ARGS,
+# Settings: PYTHON, OUT, SITE, DEVICE (cuda:0), LIMIT (most seconds per step), BENCH_ARGS, LOADER_ARGS, LOOPS_ARGS,
 # FRAMEWORKS_ARGS, PAGE_LOCKING_ARGS, DEMO_ARGS, PINSTAGE_COMMIT, PYTEST_ARGS: '-n 7 --dist worksteal' runs the tests in 100 s on 16 CPUs.
 # The C++ rival is in $RIVAL_SITE (.rival or /tmp/rival). If ACCV_LAB is set, scripts/build_rival.sh builds it there.
 set -uo pipefail
@@ -162,8 +162,9 @@ page_locking() { benchmark page_locking 480 --plot "$RESULTS/page_locking.png" $
 pool_latency() { benchmark pool_latency 60; }
 refusals() { benchmark refusals 120; }
 # shellcheck disable=SC2086
-loader() { benchmark loader 420 ${LOADER_ARGS:-}; }
-loops() { benchmark loops 150; }
+loader() { benchmark loader 1200 ${LOADER_ARGS:-}; }
+# shellcheck disable=SC2086
+loops() { benchmark loops 900 ${LOOPS_ARGS:-}; }
 to_host() { benchmark to_host 180; }
 out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
@@ -173,7 +174,7 @@ weights() { benchmark weights 180; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 # shellcheck disable=SC2086
-frameworks() { benchmark frameworks 420 ${FRAMEWORKS_ARGS:-}; } # not part of bench: needs lightning, accelerate and PyG
+frameworks() { benchmark frameworks 1200 ${FRAMEWORKS_ARGS:-}; } # not part of bench: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
   staging staging_busy memory_startup page_locking pool_latency loader loops to_host out checkpoint offload frozen

@@ -42,6 +42,8 @@ class Row:
     median: float | None = None
     p10: float | None = None
     p90: float | None = None
+    minimum: float | None = None
+    maximum: float | None = None
     main_median: float | None = None
     """The time until the call returned, which the main thread loses."""
     main_p10: float | None = None
@@ -62,6 +64,7 @@ class Row:
         scale = {"s": 1.0, "ms": 1e3, "us": 1e6, "%": 100.0}[self.unit]
         self.repeats = len(samples)
         self.p10, self.median, self.p90 = (quantile(samples, q) * scale for q in (0.1, 0.5, 0.9))
+        self.minimum, self.maximum = min(samples) * scale, max(samples) * scale
         if main:
             self.main_p10, self.main_median, self.main_p90 = (
                 quantile(main, q) * scale for q in (0.1, 0.5, 0.9)

@@ -41,14 +41,19 @@ def run(script, out, *arguments):
     return json.loads(out.read_text())
 
 
+LOOPS = [
+    *("segmentation, 2 workers", "lidar, 2 workers", "columns, 2 workers", "tokens, 2 workers"),
+    *("segmentation, no workers", "columns, no workers", "tokens, no workers"),
+]
+
+
 def has_every_loop(result):
-    cases = {"detection", "images", "tokens"}
-    assert {
-        (row["case"], row["status"])
-        for row in result["rows"]
-        if not row["variant"].endswith("_pin")
-    } == {(case, "ok") for case in cases}
-    assert all(("GPU idle" in row["detail"]) is (row["status"] == "ok") for row in result["rows"])
+    ways = ["torch_to", "thread", "prefetch", "wrap_loader", "pinstage", "model"]
+    rows = {(row["variant"], row["case"]): row for row in result["rows"]}
+    assert list(rows) == [(way, case) for way in ["torch_pin", *ways] for case in LOOPS]
+    for (way, _), row in rows.items():
+        assert row["status"] == ("needs CUDA" if way == "torch_pin" else "ok")
+        assert (row["detail"].startswith("GPU idle ")) is (row["status"] == "ok")
 
 
 def becomes_its_table(result, name, page, expected, folder, monkeypatch):
@@ -96,7 +101,7 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
         ("weights", "guides/weights.md", "| with pairs of a mapped file | **"),
         ("rounding_waste", None, None),
         ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | **"),
-        ("loops", "performance.md", "| tokens | "),
+        ("loops", "performance.md", "| tokens, no workers | "),
     ],
 )
 def test_a_result_file_becomes_its_page_s_table(
@@ -130,34 +135,47 @@ def test_the_loader_benchmark_has_all_rows(tmp_path):
     assert "GPU idle" in result["rows"][1]["detail"]
 
 
-def test_the_table_of_loops_has_rates_and_utilisation(scripts):
+def test_the_table_of_loops_has_spread_and_utilisation(scripts):
     import markdown
 
+    ways = {
+        "torch_pin": 16.0,
+        "torch_to": 20.0,
+        "thread": 12.0,
+        "prefetch": 10.0,
+        "pinstage": 8.0,
+        "model": 7.0,
+    }
     rows = [
         {
-            "case": "images",
+            "case": "tokens, no workers",
             "variant": name,
             "status": "ok",
+            "ours": name in ("prefetch", "pinstage"),
+            "repeats": 3,
             "median": median,
-            "detail": f"GPU idle {idle}% beside steps",
+            "minimum": median * 0.75,
+            "maximum": median * 1.125,
+            "detail": "GPU idle 60.0% of 160 timed steps",
         }
-        for name, median, idle in (
-            ("torch_to", 20.0, 60.0),
-            ("torch_pin", 16.0, 40.0),
-            ("stager_background", 10.0, 0.0),
-            ("pinstage", 8.0, 0.0),
-        )
+        for name, median in ways.items()
     ]
-    machine = {"gpu": "X", "driver": "1", "cores": 2, "cpu": "Y"}
     result = {
         "rows": rows,
-        "machine": machine,
+        "settings": {"variants": {name: f"way {name}" for name in ways}},
+        "machine": {"gpu": "X", "driver": "1", "cores": 2, "cpu": "Y"},
         "versions": {"torch": "2", "python": "3"},
         "commit": "abc",
         "date": "2026-11-22",
     }
     table = markdown.loops(result).splitlines()
-    assert table[4] == "| images | 62.5, busy 60% | 100, busy 100% | **125**, busy 100% | 2.00 |"
+    assert table[2] == "| tokens, no workers | 16 | 20 | **10** | **8** | 7 |"
+    assert "| way thread | 12 (9 to 13.5), busy 40% |" in table
+    assert "| way pinstage | **8** (6 to 9), busy 40% |" in table
+    assert any(
+        "Figures are medians of 3 passes in turn, which differ from them by at most 25%." in line
+        for line in table
+    )
 
 
 def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, scripts, monkeypatch):
