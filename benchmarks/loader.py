@@ -2,6 +2,7 @@
 
     python benchmarks/loader.py --out benchmarks/results/loader.json
     python benchmarks/loader.py --scenario ready --only torch_pin,pinstage
+    python benchmarks/loader.py --refused --out benchmarks/results/loader_refused.json
 
 Three scenarios, each for every variant, with `--workers` processes and torch's default collation:
 
@@ -13,6 +14,11 @@ Three scenarios, each for every variant, with `--workers` processes and torch's 
   ``main`` is the time that the loop spent in `next` and `.to()`.
 - ``decode``: workers decode JPEG images, so they are the bottleneck and there is little to gain.
 
+With ``--refused`` there are batches of 16 and of 128 MiB as in ``ready``, and one more way: CUDA
+refuses to register any memory, as it does on GB10 or in confidential computing. ``detail`` then has
+what the loader holds, and the resident memory, before and after 2,000 more batches of 16 MiB; if
+either grows, the row is an error.
+
 A figure is the time of the whole loop over its batches (`comparison/loop_timer.py`). Each variant
 runs in a fresh process in each of the `--rounds` passes. The first batch is compared bit for bit
 with the default collation of the same samples, outside the timer.
@@ -22,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import mmap
 import sys
 import time
 import zlib
@@ -29,6 +36,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import loader_by_hand
@@ -44,6 +52,9 @@ from comparison.record import Row
 KEPT = 128
 """Samples in memory; the dataset repeats them, but no batch has a sample twice."""
 STEP_SIZE = 4096
+MIB = 1 << 20
+GROWTH = 64 * MIB
+"""Bytes by which memory may differ between two moments of a steady loop: four of 2,000 batches."""
 SETTLE_SECONDS = 1.5
 """Untimed at least: the largest slabs are 7.4 GB, and take so long to page-lock."""
 
@@ -136,6 +147,8 @@ class Case:
     leaves: int
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    watched: int = 0
+    """Batches after the timed ones, over which our memory must not grow."""
 
     @property
     def id(self) -> str:
@@ -172,6 +185,11 @@ SMOKE_CASES = (
     Case("decode", "4 images", 4, 2, (32,)),
 )
 SCENARIOS = ("ready", "step", "decode")
+REFUSED_CASES = (
+    Case("refused", "8 x 2 MiB", 8, 8, (65_536,), watched=2000),
+    Case("refused", "8 x 16 MiB", 64, 8, (65_536,)),
+)
+SMOKE_REFUSED_CASES = (Case("refused", "8 x 8 KiB", 8, 8, (256,), watched=20),)
 
 
 @contextmanager
@@ -191,6 +209,25 @@ def _pinstage(
     import pinstage as ps
 
     yield ps.DataLoader(dataset, batch_size, num_workers=workers, device=device, max_bytes="16GiB")
+
+
+@contextmanager
+def _refused(
+    dataset: Any, batch_size: int, workers: int, device: torch.device
+) -> Iterator[Batches]:
+    if device.type == "cuda":
+        refuse_registering()
+    with _pinstage(dataset, batch_size, workers, device) as batches:
+        yield batches
+
+
+def refuse_registering() -> None:
+    """Let CUDA refuse to register memory, from now on in this process, with the error of such
+    platforms.
+    """
+    from cuda.bindings import runtime
+
+    runtime.cudaHostRegister = lambda *_: (runtime.cudaError_t.cudaErrorNotSupported,)
 
 
 def _consolidated(samples: list[Sample]) -> Any:
@@ -263,6 +300,16 @@ VARIANTS = (
     ),
     Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
 )
+REFUSED_VARIANTS = (
+    *script.chosen("torch_pin,pinstage", VARIANTS),
+    Variant(
+        "pinstage_refused",
+        _refused,
+        "the same where CUDA refuses to register memory",
+        package="pinstage",
+        ours=True,
+    ),
+)
 
 
 class Step:
@@ -298,7 +345,7 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
         seconds=args.seconds,
         settle_seconds=0 if args.smoke else SETTLE_SECONDS,
     )
-    dataset = case.dataset((timer.steps + 1) * case.batch_size)
+    dataset = case.dataset((timer.steps + 1 + case.watched) * case.batch_size)
     expected = default_collate([dataset[index] for index in range(case.batch_size)])
     step = Step(device, args.products) if case.scenario == "step" else None
     clock = time.perf_counter if step else time.thread_time
@@ -324,9 +371,37 @@ def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
         outcome = timer.outcome() | {"main": main_thread}
         if case.scenario == "decode":
             outcome["detail"] = Decoded.kind()
+        elif case.scenario == "refused" and variant.ours:
+            outcome |= watched(batches, iterator, case, device)
         elif not step:
             outcome["detail"] = ""
     return outcome
+
+
+def watched(loader: Any, iterator: Iterator[Sample], case: Case, device: torch.device) -> Outcome:
+    """Take further batches, and return the memory before and after as the detail; an error if it
+    grew.
+    """
+
+    def memory() -> tuple[int, int, int]:
+        pool = loader.stats().pool
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pool.held_bytes, pool.pinned_bytes, pages * mmap.PAGESIZE
+
+    before = memory()
+    for _ in range(case.watched):
+        next(iterator)
+        synchronize(device)
+    after = memory()
+    texts = [
+        "{:.0f} MiB held, {:.0f} page-locked, {:.0f} resident".format(*(n / MIB for n in numbers))
+        for numbers in (before, after)
+    ]
+    grew = after[0] > before[0] + GROWTH or after[2] > before[2] + GROWTH
+    detail = f"{texts[0]}; after {case.watched} more batches {texts[1]}"
+    if not case.watched:
+        detail = texts[0]
+    return {"status": "error" if grew else "ok", "detail": detail}
 
 
 def differences(batch: Any, expected: Sample) -> str:
@@ -367,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.set_defaults(rounds=3)
     parser.add_argument("--scenario", help=f"these, separated by commas: {', '.join(SCENARIOS)}")
-    parser.add_argument("--workers", type=int, default=8, help="worker processes")
+    parser.add_argument("--workers", type=int, help="worker processes; 8, with --refused 4")
     parser.add_argument(
         "--products",
         type=int,
@@ -377,22 +452,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="stop timing a case after this time"
     )
+    parser.add_argument(
+        "--refused", action="store_true", help="a loader whose memory CUDA refuses to register"
+    )
     args = parser.parse_args(argv)
     script.settle_device(args)
+    args.workers = args.workers or (4 if args.refused else 8)
     if args.smoke:
         args.repeats, args.seconds, args.workers = 4, 0.0, min(args.workers, 2)
         args.rounds = 1
     wanted = script.named(args.scenario, SCENARIOS, "scenario")
+    benchmark, known = "loader", VARIANTS
     cases = [case for case in (SMOKE_CASES if args.smoke else CASES) if case.scenario in wanted]
+    if args.refused:
+        benchmark, known = "loader_refused", REFUSED_VARIANTS
+        cases = list(SMOKE_REFUSED_CASES if args.smoke else REFUSED_CASES)
     if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
+        (variant,) = script.chosen(args.child, known)
         device = torch.device(args.device)
         harness.start_device(device)
         if device.type == "cpu":
             torch.set_num_threads(1)  # else the step's threads wait for the workers' CPUs
         harness.work(cases, partial(measure, variant, args), lambda: None)
         return 0
-    variants = script.chosen(args.only, VARIANTS)
+    variants = script.chosen(args.only, known)
     further = [
         "--scenario",
         ",".join(wanted),
@@ -402,10 +485,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         str(args.products),
     ]
     further += ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
+    further += ["--refused"] if args.refused else []
     judge = script.compare_on_a_gpu(args, "by_hand")  # which isn't a loader
-    rows = script.collect("loader", __file__, variants, cases, args, further, judge=judge)
+    rows = script.collect(benchmark, __file__, variants, cases, args, further, judge=judge)
     report(rows)
-    return script.finish("loader", rows, variants, args)
+    return script.finish(benchmark, rows, variants, args)
 
 
 if __name__ == "__main__":

@@ -748,6 +748,15 @@ weights = partial(
 )
 
 
+loader_refused = partial(
+    ways_by_cases,
+    name="loader_refused",
+    rates=[],
+    said="Milliseconds per batch, until it is on the device; four workers. Over 2,000 batches of 16 MiB, "
+    "neither the pool's memory nor the resident memory of the process grew.",
+)
+
+
 def page_locking(result: dict[str, Any] | None = None) -> str:
     """How a large range is page-locked, with its heading and picture; nothing until it was
     measured.
@@ -1026,6 +1035,7 @@ TABLES = {
     "startup": startup,
     "latency": latency,
     "loader": loader,
+    "loader_refused": loader_refused,
     "loops": loops,
     "frameworks": frameworks,
     "lightning": partial(frameworks, only="lightning"),

@@ -163,6 +163,9 @@ pool_latency() { benchmark pool_latency 60; }
 refusals() { benchmark refusals 120; }
 # shellcheck disable=SC2086
 loader() { benchmark loader 1200 ${LOADER_ARGS:-}; }
+loader_refused() {
+  step bench loader_refused 300 "$PYTHON" benchmarks/loader.py --refused --device "$DEVICE" --out "$RESULTS/loader_refused.json"
+}
 # shellcheck disable=SC2086
 loops() { benchmark loops 900 ${LOOPS_ARGS:-}; }
 to_host() { benchmark to_host 180; }
@@ -177,8 +180,8 @@ native_threads() { benchmark native_threads 120; }
 frameworks() { benchmark frameworks 1200 ${FRAMEWORKS_ARGS:-}; } # not part of bench: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
-  staging staging_busy memory_startup page_locking pool_latency loader loops to_host out checkpoint offload frozen
-  weights rounding_waste native_threads refusals
+  staging staging_busy memory_startup page_locking pool_latency loader loader_refused loops to_host out checkpoint
+  offload frozen weights rounding_waste native_threads refusals
 )
 
 bench() {

@@ -6,10 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from result_files import check_schema
+
+import pinstage as ps
+from pinstage._memory import _cuda
+from pinstage.errors import StagingWarning
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -133,6 +138,62 @@ def test_the_loader_benchmark_has_all_rows(tmp_path):
         "decode",
     ]
     assert "GPU idle" in result["rows"][1]["detail"]
+
+
+def test_the_loader_benchmark_has_refused_memory(tmp_path, scripts):
+    import markdown
+
+    result = run("loader.py", tmp_path / "loader.json", "--refused")
+
+    check_schema(result)
+    assert result["benchmark"] == "loader_refused"
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert rows.pop("torch_pin")["status"] == "needs CUDA"
+    assert list(rows) == ["pinstage", "pinstage_refused"]
+    for row in rows.values():
+        assert row["status"] == "ok"
+        assert "0 page-locked" in row["detail"]
+        assert "after 20 more batches" in row["detail"]
+    table = markdown.TABLES["loader_refused"](result).splitlines()
+    assert table[2] == "| ms | refused: 8 x 8 KiB |"
+    assert table[6].startswith("| the same where CUDA refuses to register memory | **")
+
+
+def test_registering_is_refused_as_by_a_platform(cuda, scripts, monkeypatch):
+    import loader
+    from cuda.bindings import runtime
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", runtime.cudaHostRegister)  # restores it
+    monkeypatch.setattr(_cuda, "_bindings", _cuda.Bindings(runtime, cuda))
+    loader.refuse_registering()
+    memory = ps.memory.SharedMemory(0)
+    with pytest.warns(StagingWarning, match=r"shared memory isn't page-locked here: .*NotSupport"):
+        block = memory.allocate(5 << 14)
+
+    assert not block.is_pinned
+    memory.deallocate(block)
+
+
+def test_memory_that_grows_is_an_error(scripts):
+    import loader
+
+    class Pool:
+        pinned_bytes = 0
+
+        @property
+        def held_bytes(self):
+            return len(taken) << 24
+
+    class Loader:
+        def stats(self):
+            return SimpleNamespace(pool=Pool())
+
+    taken = []
+    batches = (taken.append(number) for number in range(100))
+    (case,) = loader.SMOKE_REFUSED_CASES
+    found = loader.watched(Loader(), batches, case, torch.device("cpu"))
+    assert found["status"] == "error"
+    assert len(taken) == case.watched
 
 
 def test_the_table_of_loops_has_spread_and_utilisation(scripts):
