@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+from collections import UserDict
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,12 @@ MIB = 1 << 20
 def test_an_invalid_device_is_refused_in_our_words(device):
     with pytest.raises(ValueError, match=r"not a device: .*; write 'cuda', 'cuda:0' or 'cpu'"):
         ps.Stager(device)
+
+
+def test_an_index_without_a_gpu_is_unavailable(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ps.errors.CudaUnavailableError):
+        ps.Stager(0)
 
 
 def test_sizes_are_read_in_any_case():
@@ -99,9 +106,13 @@ def test_a_lease_takes_numpy_s_dtypes(dtype):
     with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool, pool.acquire(64) as lease:
         tensor = lease.tensor((2, 3), dtype)
         assert tensor.numpy().dtype == np.dtype(dtype)
-        del tensor
-        with pytest.raises(TypeError):
-            lease.tensor(1, "datetime64[s]")
+        array = lease.numpy((2, 3), dtype)
+        assert array.dtype == np.dtype(dtype)
+        assert array.ctypes.data == tensor.data_ptr()
+        del tensor, array
+        for view in (lease.tensor, lease.numpy):
+            with pytest.raises(TypeError):
+                view(1, "datetime64[s]")
 
 
 def test_objects_print_as_what_they_are(stager):
@@ -210,6 +221,57 @@ def test_a_lease_takes_no_dtype_for_none():
         pytest.raises(TypeError, match="no dtype: None; pass torch's or numpy's"),
     ):
         lease.tensor(2, None)
+
+
+TORCHS = torch.utils.data.DataLoader([torch.ones(2)] * 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda stager: ps.DataLoader(TORCHS, device="cpu"),
+            r"dataset is a DataLoader, .*: .* write pinstage\.wrap_loader\(loader, device=",
+        ),
+        (
+            lambda stager: ps.wrap_loader(ps.wrap_loader(TORCHS, device="cpu"), device="cpu"),
+            "cannot wrap this DataLoader: its batches arrive on cpu already; iterate over it",
+        ),
+        (
+            lambda stager: ps.wrap_loader(ps.DataLoader([1], device="cpu")),
+            "cannot wrap this DataLoader: its batches arrive on cpu already; iterate over it",
+        ),
+        (
+            lambda stager: ps.wrap_loader([1, 2]),
+            r"cannot wrap a list: it isn't derived from .*; iterate over stager\.prefetch\(source\)",
+        ),
+        (
+            lambda stager: stager.prefetch({"a": TORCHS}),
+            "cannot prefetch from a dict, .*: .*, and prefetch from each loader by itself",
+        ),
+        (
+            lambda stager: stager.prefetch(UserDict(x=torch.ones(2))),
+            r"cannot prefetch from a UserDict, .*: pass a batch to stager\.to_device\(batch\)",
+        ),
+        (
+            lambda stager: stager.prefetch((TORCHS, TORCHS)),
+            r"cannot prefetch from a tuple of loaders: pass zip\(\.\.\.\) of them",
+        ),
+        (
+            lambda stager: stager.prefetch([iter(TORCHS)]),
+            r"cannot prefetch from a list of loaders: pass zip\(\.\.\.\) of them",
+        ),
+    ],
+)
+def test_a_mistaken_source_has_a_remedy(stager, call, text):
+    with pytest.raises(TypeError, match=text):
+        call(stager)
+
+
+def test_tuples_and_lists_of_batches_are_sources(stager):
+    batches = torch.zeros(2), torch.ones(2)
+    for source in (batches, list(batches), zip(TORCHS, TORCHS, strict=True)):
+        assert len(list(stager.prefetch(source))) == 2
 
 
 def test_a_masked_array_has_one_remedy(stager):

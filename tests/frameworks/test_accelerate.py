@@ -140,8 +140,10 @@ def test_workers_pack_stateful_loaders_in_accelerate_s_order(is_seedable, dispat
 def test_an_error_while_preparing_leaves_torchdata_unchanged():
     options = DataLoaderConfiguration(use_stateful_dataloader=True)
     loader_class = stateful_dataloader.StatefulDataLoader
+    broken = made()
+    del vars(broken)["dataset"]
     with pytest.raises(AttributeError):
-        prepare(Accelerator(cpu=True, dataloader_config=options), [1, 2])
+        prepare(Accelerator(cpu=True, dataloader_config=options), broken)
     assert stateful_dataloader.StatefulDataLoader is loader_class
 
 
@@ -152,8 +154,23 @@ def test_a_loader_is_prepared_and_staged_once(is_stateful):
     loader = prepare(accelerator, made())
     assert accelerator.prepare(loader) is loader
     assert accelerator._dataloaders == [loader]
-    with pytest.raises(TypeError, match=r"cannot wrap .* once"):
+    with pytest.raises(TypeError, match=r"cannot wrap this .* arrive on cpu already"):
         prepare(accelerator, loader, max_bytes="8MiB")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        lambda accelerator: (made(), None),
+        lambda accelerator: (made(), accelerator),
+        lambda accelerator: (accelerator, None),
+    ],
+    ids=["no accelerator", "swapped", "no loader"],
+)
+def test_preparing_anything_else_is_refused(arguments):
+    arguments = arguments(Accelerator(cpu=True))
+    with pytest.raises(TypeError, match="takes an Accelerator and a DataLoader, in this order: "):
+        prepare(*arguments)
 
 
 def test_a_prepared_optimizer_s_state_can_be_offloaded():

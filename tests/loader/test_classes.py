@@ -152,15 +152,7 @@ def test_persistent_workers_with_one_slab_restart_midway():
     assert loader.stats().pool.held_slabs == 1
 
 
-def test_what_is_no_loader_of_torch_is_refused():
-    with pytest.raises(TypeError, match=r"cannot wrap a list.*Stager\.prefetch"):
-        ps.wrap_loader([1, 2])
-
-
-def test_a_loader_is_changed_once_and_before_workers():
-    loader = ps.wrap_loader(StatefulDataLoader(mapped()), device="cpu")
-    with pytest.raises(TypeError, match="once"):
-        ps.wrap_loader(loader)
+def test_a_loader_is_changed_before_workers():
     loader = torch.utils.data.DataLoader(mapped(), num_workers=1, persistent_workers=True)
     iterator = iter(loader)
     with pytest.raises(TypeError, match="has workers already"):

@@ -15,6 +15,7 @@ import pytest
 import torch
 import warm
 from doubles import PATIENCE_SECONDS, CountingMemory, ManualEvent, calls_of, outcome, wait_until
+from loader_data import same
 
 from pinstage import SlabPool
 from pinstage._pool import guard_until_release, lease_in_flight
@@ -107,6 +108,8 @@ def test_views_have_the_given_shape_and_dtype(pool, shape, dtype):
             True,
             lease.data_ptr(),
         )
+        if dtype != torch.bfloat16:  # numpy has none
+            assert same(torch.from_numpy(lease.numpy(shape, dtype)), view)
         del view
 
 
@@ -138,6 +141,7 @@ def test_a_tensor_starts_at_its_offset(pool):
         assert lease.tensor((2,), torch.int16, offset=4).data_ptr() == lease.data_ptr() + 4
         assert lease.tensor(dtype=torch.float64, offset=88).shape == (1,)
         assert lease.tensor(offset=100).shape == (0,)
+        assert lease.numpy(2, np.int16, offset=4).tolist() == [0x0504, 0x0706]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 run.
 """
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import numpy as np
 import torch
@@ -17,7 +17,8 @@ def by_hand(event: torch.cuda.Event) -> None:
             assert_type(lease, ps.Lease)
             assert_type(lease.tensor(), torch.Tensor)
             assert_type(lease.tensor((2, 3), torch.float32), torch.Tensor)
-            assert_type(lease.numpy(), np.ndarray[tuple[int], np.dtype[np.uint8]])
+            assert_type(lease.numpy(), np.ndarray[Any, np.dtype[Any]])
+            lease.numpy((2, 3), np.float32, offset=64)
             assert_type(lease.nbytes + lease.capacity, int)
             lease.release(after=event)
         assert_type(pool.reserve("64MiB", count=2, background=True), ps.Fence)

@@ -47,5 +47,6 @@ from ._pack import (
     start_packing,
     windows,
 )
+from ._refusals import SOURCES
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, PACKED, Place, RowKind, Table

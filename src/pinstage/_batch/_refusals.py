@@ -18,6 +18,9 @@ from ._leaves import from_array, holds_tensor, is_atom
 from ._nodes import moves_as_a_whole
 from ._structure import Structure, walk
 
+SOURCES = (Iterator, DataLoader, IterableDataset)
+"""Classes whose objects yield batches, and so can't be one, or a part of one."""
+
 _MOST_NAMED = 32
 """The most classes named in one error: a linked structure may have any number."""
 
@@ -129,7 +132,7 @@ def _is_unknown(leaf: Any) -> bool:
 
 def check_yields_no_batches(structure: Structure, leaf: Any, index: int) -> None:
     """Refuse a whole batch that is a loader or an iterator."""
-    if isinstance(leaf, Iterator | DataLoader | IterableDataset) and not structure.path(index):
+    if isinstance(leaf, SOURCES) and not structure.path(index):
         raise LayoutError(
             f"batch is of type {type(leaf).__qualname__}, which yields batches: pass one of "
             "these, or iterate over stager.prefetch(loader)",

@@ -201,8 +201,9 @@ class DataLoader(Staging[T_co]):
         **kwargs: as torch's.
 
     Raises:
-        TypeError: `depth` is not an int, `keep_on_host` is neither paths nor a function, `pool` is
-            not a `SlabPool`, or `budget` is not a `HostBudget`.
+        TypeError: `dataset` is a loader (see `wrap_loader`), `depth` is not an int, `keep_on_host`
+            is neither paths nor a function, `pool` is not a `SlabPool`, or `budget` is not a
+            `HostBudget`.
         ValueError: `depth` is negative; `max_bytes` is not a size; `device` is neither CUDA nor the
             CPU; `pool` is not over shared memory; `pool` is given with `max_bytes` or `budget`; or
             `own_storage` is another value.
@@ -275,6 +276,11 @@ class DataLoader(Staging[T_co]):
             owner: str = "loader",
             **kwargs: Any,
         ) -> None:
+            if isinstance(dataset, torch.utils.data.DataLoader):
+                raise TypeError(
+                    f"dataset is a {type(dataset).__name__}, which is a loader already: to stage "
+                    "its batches, write pinstage.wrap_loader(loader, device=...)"
+                )
             super().__init__(dataset, *args, **kwargs)
             settings = Settings(
                 device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner
@@ -340,7 +346,7 @@ def wrap_loader(
         owner: as for `DataLoader`.
 
     Raises:
-        TypeError: `loader` is of another class, is wrapped already, or has workers already.
+        TypeError: `loader` is of another class, stages its batches already, or has workers already.
         ValueError, CudaUnavailableError: as `DataLoader`.
     """
     given: Any = loader
@@ -348,11 +354,15 @@ def wrap_loader(
     inner = given if is_torchs else prepared.inner_loader(given)
     if inner is not given and device is None:
         device = getattr(given, "device", None)
-    if not isinstance(inner, torch.utils.data.DataLoader) or isinstance(inner, Staging):
+    if isinstance(inner, Staging):
         raise TypeError(
-            f"cannot wrap a {type(inner).__name__}: only a loader derived from "
-            "torch.utils.data.DataLoader, and only once; use pinstage.DataLoader, or "
-            "Stager.prefetch for any iterable"
+            f"cannot wrap this {type(inner).__name__}: its batches arrive on {inner.device} "
+            "already; iterate over it as it is"
+        )
+    if not isinstance(inner, torch.utils.data.DataLoader):
+        raise TypeError(
+            f"cannot wrap a {type(inner).__name__}: it isn't derived from "
+            "torch.utils.data.DataLoader; iterate over stager.prefetch(source) instead"
         )
     settings = Settings(
         device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner

@@ -136,13 +136,25 @@ class Lease:
             )
         return tensor_over(self._export("tensor()"), dtype, sizes, offset=offset)
 
-    def numpy(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """Return the leased bytes as a uint8 array of shape ``[nbytes]``.
+    def numpy(
+        self,
+        shape: int | Sequence[int] | None = None,
+        dtype: np.typing.DTypeLike | torch.dtype = np.uint8,
+        *,
+        offset: int = 0,
+    ) -> np.ndarray[Any, np.dtype[Any]]:
+        """Return leased bytes as an array, without a copy: ``tensor(...).numpy()``.
+
+        Args:
+            shape: as for `tensor`.
+            dtype: as for `tensor`, if numpy has it.
+            offset: as for `tensor`.
 
         Raises:
-            LeaseError: the lease was released.
+            LeaseError, TypeError, ValueError: as `tensor`.
         """
-        return np.frombuffer(self._export("numpy()"), dtype=np.uint8, count=self._nbytes)
+        self._held("numpy()")
+        return self.tensor(shape, dtype, offset=offset).numpy()
 
     def __buffer__(self, flags: int, /) -> memoryview:
         """Return the leased bytes as a writable memoryview, for ``memoryview(lease)`` (Python 3.12

@@ -613,6 +613,8 @@ def target_for(device: torch.device | str | int | None) -> Target:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if type(device) is int:  # not torch.device(0), which fails without an accelerator
+            device = f"cuda:{device}"
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"not a device: {device!r}; write 'cuda', 'cuda:0' or 'cpu'") from error

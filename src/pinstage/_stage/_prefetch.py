@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader
 
+from .._batch import SOURCES
 from .._compat import prepared
 from ._background import Exhausted, Reading, stop_reading, surroundings_of
 from ._device import Target
@@ -244,8 +245,28 @@ def prefetcher_of(
     background: InBackground,
 ) -> Prefetcher[T]:
     """Return a prefetcher of the kind that the source needs."""
+    _check_source(source)
     kind = StatefulPrefetcher if _has_state(source) else Prefetcher
     return kind(stage, target, source, depth, _in_background(source, depth, background))
+
+
+def _check_source(source: object) -> None:
+    """Refuse a batch, and a collection of loaders: iterating over it yields no batches.
+
+    Raises:
+        TypeError: see above.
+    """
+    name = type(source).__name__
+    if isinstance(source, Mapping):
+        raise TypeError(
+            f"cannot prefetch from a {name}, which is a mapping: pass a batch to "
+            "stager.to_device(batch), and prefetch from each loader by itself"
+        )
+    if isinstance(source, list | tuple) and any(isinstance(item, SOURCES) for item in source):
+        raise TypeError(
+            f"cannot prefetch from a {name} of loaders: pass zip(...) of them for a batch of each "
+            "at a time, or prefetch from each loader by itself"
+        )
 
 
 def _in_background(source: object, depth: int, background: InBackground) -> bool:

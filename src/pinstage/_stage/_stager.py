@@ -545,8 +545,10 @@ class Stager:
             source or of staging is raised after the batches before it, as in a plain loop.
 
         Raises:
-            TypeError, ValueError: `depth` is not an int, or is negative; or ``background=True``
-                with a depth of 0, or over a loader that Accelerate prepared.
+            TypeError: `source` is a mapping, or a list or tuple of loaders; or `depth` is not an
+                int.
+            ValueError: `depth` is negative; or ``background=True`` with a depth of 0, or over a
+                loader that Accelerate prepared.
         """
         check_depth(depth)
         # New buffers each time, never written again.

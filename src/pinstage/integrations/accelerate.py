@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import accelerate
+from torch.utils.data import DataLoader
 
 import pinstage as ps
 
@@ -43,8 +44,14 @@ def prepare(
         The prepared loader, which also has `DataLoader.stats`.
 
     Raises:
+        TypeError: `accelerator` isn't an `Accelerator`, or `loader` isn't a `DataLoader`.
         TypeError, ValueError, CudaUnavailableError: as `wrap_loader`.
     """
+    if not (isinstance(accelerator, accelerate.Accelerator) and isinstance(loader, DataLoader)):
+        raise TypeError(
+            "prepare takes an Accelerator and a DataLoader, in this order: "
+            f"{type(accelerator).__name__}, {type(loader).__name__}"
+        )
     options: dict[str, Any] = {
         "device": accelerator.device, "max_bytes": max_bytes, "budget": budget, "pool": pool,
         "depth": depth, "keep_on_host": keep_on_host,
