@@ -5,12 +5,14 @@ stopped.
 import itertools
 import sys
 import types
+from operator import itemgetter
 
 import pytest
 import torch
 import torchdata.nodes
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerated import samples, train
+from loader_data import Costly
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
@@ -108,6 +110,14 @@ def test_a_prepared_loader_is_not_read_in_background(stager, options):
     assert stager.prefetch(loader)._background is False
     with pytest.raises(ValueError, match=r"use pinstage\.integrations\.accelerate\.prepare"):
         stager.prefetch(loader, background=True)
+
+
+def test_much_work_over_a_prepared_loader_warns(stager, monkeypatch):
+    monkeypatch.setattr("pinstage._compat.probes._warned", set())
+    monkeypatch.setattr("pinstage._stage._own_work._LARGE_SHARE", 0)  # the machine may be busy
+    loader = DataLoader([Costly()] * 12, 1, num_workers=1, collate_fn=itemgetter(0))
+    with pytest.warns(ps.errors.StagingWarning, match=r"pinstage\.wrap_loader\(loader, "):
+        list(stager.prefetch(Accelerator(cpu=True).prepare(loader)))
 
 
 @pytest.mark.parametrize("workers", [0, 1])

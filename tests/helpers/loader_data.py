@@ -396,3 +396,23 @@ def sample_of_which_some_stays(index):
 
 def is_kept(path, leaf):
     return path in KEPT_PATHS and isinstance(leaf, torch.Tensor) and int(leaf.flatten()[0]) >= 0
+
+
+def compute(seconds):
+    """Keep a CPU busy for that long, and return a batch."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+    return torch.ones(3)
+
+
+class Costly:
+    """A batch that takes CPU time to unpickle."""
+
+    SECONDS = 0.01
+
+    def __init__(self, seconds=SECONDS):
+        self.seconds = seconds
+
+    def __reduce__(self):
+        return compute, (self.seconds,)

@@ -14,10 +14,16 @@ WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, Runtime
 _warned: set[str] = set()
 
 
-def warn_once(text: str) -> None:
-    """Warn, once per process, that something works more slowly."""
-    if text not in _warned:
-        _warned.add(text)
+def warn_once(text: str, *, about: str | None = None) -> None:
+    """Warn, once per process, that something works more slowly.
+
+    Args:
+        text: the warning.
+        about: its subject, of which there is one warning; None is the text.
+    """
+    subject = text if about is None else about
+    if subject not in _warned:
+        _warned.add(subject)
         warnings.warn(text, StagingWarning, stacklevel=3)
 
 

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 
 from .._batch import SOURCES
 from .._compat import prepared
+from .._compat.probes import warn_once
 from ._background import Exhausted, Reading, stop_reading, surroundings_of
 from ._device import Target
+from ._own_work import OwnWork
 from ._run_ahead import RunAhead
 from ._transfer import Transfer
 
@@ -117,19 +119,29 @@ class Prefetcher(Generic[T]):
         """
         stop_reading(self._source)
         active = prepared.active_loader()
-        read = partial(self._read, iter(self._source))
+        read: Callable[[], Any] = partial(self._read, iter(self._source))
+        stage, work = self._stage, OwnWork()
+        # Sources that `wrap_loader` takes, so that their workers pack.
+        if is_read_as_torch_does(prepared.inner_loader(self._source)):
+            read, stage = work.timed(read), work.timed(stage)
         self._place = place = _Place(self._target.consumer(None), _Said(self._state(), {}))
         call = surroundings_of(self._target) if self._background else None
-        return self._pass(
-            Reading(self._source, read, self._stage, self._depth), place, active, call
-        )
+        reading = Reading(self._source, read, stage, self._depth)
+        return self._pass(reading, place, active, call, work)
 
     def _pass(
-        self, reading: Reading, place: _Place, active: object, call: Callable[..., None] | None
+        self,
+        reading: Reading,
+        place: _Place,
+        active: object,
+        call: Callable[..., None] | None,
+        work: OwnWork,
     ) -> Iterator[T]:
         run_ahead, target = RunAhead(), self._target
         try:
-            if reading.read_here():
+            goes_on = reading.read_here()
+            work.begin()
+            if goes_on:
                 prepared.refuse_hidden_loader(self._source, active)
                 if call is not None:
                     reading.start(call)
@@ -140,6 +152,13 @@ class Prefetcher(Generic[T]):
             place.said = None  # the source is at its end, too
         finally:
             reading.leave()
+        if (work_of_pass := work.too_much()) is not None:
+            warn_once(
+                f"prefetch reads and packs the batches of this {type(self._source).__name__} in "
+                f"the main process: {work_of_pass}. Let its workers pack: iterate over "
+                f'pinstage.wrap_loader(loader, device="{target.device}") instead',
+                about="wrap_loader",
+            )
 
     def _read(self, batches: Iterator[T]) -> tuple[T, _Said] | None:
         batch = next(batches, _NO_MORE)

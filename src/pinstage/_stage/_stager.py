@@ -525,11 +525,16 @@ class Stager:
         made in that thread too (``num_workers=0``), the source draws random numbers that the loop
         would have drawn first.
 
+        A torch `DataLoader` with workers is read and packed in the main process, and its workers
+        pack only if you use `pinstage.wrap_loader` instead. If reading and packing took more than a
+        fifth of a finished pass, in CPU time of the reading thread, a `StagingWarning` says so
+        once.
+
         Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``)
         are not packed.
 
         Args:
-            source: yields batches, for example a DataLoader.
+            source: yields batches, for example a generator, or a loader that isn't torch's.
             depth: number of batches staged ahead; 0 for none. The device holds up to ``depth + 2``
                 batches.
             background: whether a thread reads the source. "auto" uses a thread for torch's
