@@ -412,6 +412,20 @@ def test_stats_say_who_waits(workers):
     assert stats.bottleneck.endswith(".")
 
 
+def test_the_first_batches_are_not_timed(workers):
+    loader = ps.DataLoader(
+        data.Mapped(data.slow_at_first, 4),
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        device="cpu",
+    )
+    next(iter(loader))
+    assert loader.stats().bottleneck.startswith("Loading was not timed")
+    for _ in range(2):
+        assert len(list(loader)) == 4
+    assert 0 < loader.stats().elapsed_seconds < 1
+
+
 STATS = {
     "batches": 10,
     "copies": 10,
@@ -427,13 +441,19 @@ STATS |= {"slab_wait_seconds": 0.0, "elapsed_seconds": 10.0, "num_workers": 2, "
     ("changes", "sentence"),
     [
         ({}, "The workers are the bottleneck"),
-        ({"batch_wait_seconds": 0.5}, "The loop is the bottleneck"),
+        ({"batch_wait_seconds": 3.4}, "The workers are the bottleneck"),
+        ({"batch_wait_seconds": 3.3}, "Neither side is the bottleneck: waiting for workers took 3"),
+        ({"batch_wait_seconds": 1.0}, "Neither side is the bottleneck"),
+        ({"batch_wait_seconds": 0.9}, "The loop is the bottleneck: waiting for workers took 0.90"),
+        ({"batch_wait_seconds": 2.0, "slab_wait_seconds": 9.0}, "Neither side is the bottleneck"),
         ({"slab_wait_seconds": 9.0}, "max_bytes is the bottleneck"),
         ({"fallback_batches": 9}, "max_bytes is the bottleneck"),
         ({"num_workers": 0}, "Loading is the bottleneck"),
-        ({"num_workers": 0, "batch_wait_seconds": 0.5}, "The loop is the bottleneck"),
+        ({"num_workers": 0, "batch_wait_seconds": 2.0}, "Neither side is the bottleneck: loading"),
+        ({"num_workers": 0, "batch_wait_seconds": 0.5}, "The loop is the bottleneck: loading took"),
         ({"num_workers": 0, "fallback_batches": 9}, "max_bytes is the bottleneck"),
         ({"fallback_batches": 9, "batch_wait_seconds": 0.5}, "max_bytes is the bottleneck"),
+        ({"fallback_batches": 3}, "The workers are the bottleneck"),
         ({"elapsed_seconds": 0.0, "batch_wait_seconds": 0.0}, "Loading was not timed"),
     ],
 )

@@ -61,6 +61,9 @@ class LoaderIterator:
         self._counters = slabs.counters
         self._run_ahead = RunAhead()
         self._since: float | None = None
+        """When the latest batch of this pass was returned, by `time.perf_counter`; None before the
+        first batch, which isn't timed.
+        """
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -77,7 +80,7 @@ class LoaderIterator:
         Raises:
             PinstageError: the loader was closed during this pass.
         """
-        began, target = time.perf_counter(), self._slabs.target
+        target = self._slabs.target
         if self._is_closed_by_loader:
             raise PinstageError(
                 "cannot go on with this pass: its loader was closed; begin another one"
@@ -94,7 +97,8 @@ class LoaderIterator:
             raise
         finally:
             now = time.perf_counter()
-            self._counters.elapsed_seconds += now - (began if self._since is None else self._since)
+            if self._since is not None:
+                self._counters.elapsed_seconds += now - self._since
             self._since = now
 
     def _next_batch(self) -> Any:
@@ -159,7 +163,8 @@ class LoaderIterator:
             with step("loader.wait"):
                 return next_batch(self._batches)
         finally:
-            self._counters.batch_wait_seconds += time.perf_counter() - began
+            if self._since is not None:
+                self._counters.batch_wait_seconds += time.perf_counter() - began
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches":  # __init__ has not set it yet: avoid a recursion

@@ -9,9 +9,13 @@ from .._pool import PoolStats
 from .._sizes import count, format_bytes
 from .._stage import Transfer, table_of
 
-_NOTICEABLE = 0.1
-"""Share of the time above which waiting is called a bottleneck; for batches without a slab, the
-share of the batches."""
+_SMALL = 1 / 10
+"""If the loop waited for less than this share of its time, it is the bottleneck itself. Of the
+workers' time, the share of waiting for slabs above which more workers wouldn't help."""
+
+_LARGE = 1 / 3
+"""If the loop waited for this share of its time or more, the loader is the bottleneck. If this
+share of the batches found no slab, `max_bytes` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,49 +36,47 @@ class LoaderStats:
     """Tensors that cannot be packed. Each was sent by its own ``.to()``."""
     batch_wait_seconds: float
     """Seconds that the main process waited for workers. Without workers: the seconds that loading
-    took.
+    took. The first batch of each pass, which starts workers and makes slabs, doesn't count.
     """
     slab_wait_seconds: float
     """Seconds that workers waited for slabs, summed over the workers."""
     elapsed_seconds: float
-    """Seconds since the first batch was requested, without those between iterators."""
+    """Seconds of all passes, each from its first batch to its latest one, or to its end."""
     num_workers: int
     pool: PoolStats | None
     """The pool's counters; None before the first iterator."""
 
     @property
     def bottleneck(self) -> str:
-        """One sentence that says which side holds up the loop."""
+        """One sentence that says which side holds up the loop, if one does."""
         if not self.batches:
             return "Nothing was loaded yet."
         waited, total = self.batch_wait_seconds, self.elapsed_seconds
-        text = f"{waited:.2f} s of {total:.2f} s"
-        if self.fallback_batches > _NOTICEABLE * self.batches:
+        if self.fallback_batches >= _LARGE * self.batches:
             fewer = ", or use fewer workers" if self.num_workers else ""
             return (
                 f"max_bytes is the bottleneck: {self.fallback_batches} of {self.batches} batches "
                 f"found no slab and were sent from pageable memory; raise max_bytes{fewer}."
             )
         if not total:
-            return "Loading was not timed: another loader made the batches."
-        if self.num_workers == 0:
-            if waited > _NOTICEABLE * total:
-                return (
-                    f"Loading is the bottleneck: it took {text} in the main process; use "
-                    "num_workers."
-                )
-            return f"The loop is the bottleneck: loading took only {text}."
-        if waited <= _NOTICEABLE * total:
-            return f"The loop is the bottleneck: it waited for workers only {text}."
-        if self.slab_wait_seconds > _NOTICEABLE * total * self.num_workers and self._was_full():
             return (
-                f"max_bytes is the bottleneck: the loop waited for workers {text}, and these "
-                f"waited for slabs {self.slab_wait_seconds:.2f} s; raise max_bytes."
+                "Loading was not timed: the first batch of a pass does not count, nor do batches "
+                "of another loader."
             )
-        return (
-            f"The workers are the bottleneck: the loop waited for them {text}; use more, or a "
-            "faster dataset."
-        )
+        what = "waiting for workers" if self.num_workers else "loading"
+        times = f"{what} took {waited:.2f} s of {total:.2f} s"
+        if waited < _SMALL * total:
+            return f"The loop is the bottleneck: {times}."
+        if waited < _LARGE * total:
+            return f"Neither side is the bottleneck: {times}."
+        if self.num_workers == 0:
+            return f"Loading is the bottleneck: {times} in the main process; use num_workers."
+        if self.slab_wait_seconds > _SMALL * total * self.num_workers and self._was_full():
+            return (
+                f"max_bytes is the bottleneck: {times}, and these waited for slabs "
+                f"{self.slab_wait_seconds:.2f} s; raise max_bytes."
+            )
+        return f"The workers are the bottleneck: {times}; use more, or a faster dataset."
 
     def _was_full(self) -> bool:
         """Whether one more slab would have exceeded the cap. If not, workers only waited while
