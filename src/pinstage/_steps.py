@@ -29,7 +29,7 @@ def step_times() -> StepTimes:
     ::
 
         with ps.inspect.step_times() as steps:
-            for batch in stager.prefetch(loader):
+            for batch in stager.prefetch(source):
                 train_step(batch)
         print(steps)
 

@@ -98,7 +98,8 @@ def test_the_lines_of_use_run(page):
     samples = [{"x": torch.ones(3)}]
     names = {
         "__name__": "use",
-        "loader": samples,
+        "loader": torch.utils.data.DataLoader(samples),
+        "source": samples,
         "dataset": samples,
         "train_step": lambda batch: None,
     }
@@ -314,4 +315,4 @@ def test_every_cited_commit_is_in_this_repository():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) < 110
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100

@@ -135,7 +135,8 @@ def check_yields_no_batches(structure: Structure, leaf: Any, index: int) -> None
     if isinstance(leaf, SOURCES) and not structure.path(index):
         raise LayoutError(
             f"batch is of type {type(leaf).__qualname__}, which yields batches: pass one of "
-            "these, or iterate over stager.prefetch(loader)",
+            "these, or iterate over pinstage.wrap_loader(loader, device=...) for a torch "
+            "DataLoader, else over stager.prefetch(source)",
             "",
         )
 

@@ -175,7 +175,8 @@ class DataLoader(Staging[T_co]):
     has no effect.
 
     Workers write each batch into a slab that the main process has page-locked; default collation
-    stacks the samples there. Asynchronous copies then send the batch.
+    stacks the samples there. Asynchronous copies then send the batch. For a loader that exists, use
+    `wrap_loader`.
 
     Args:
         dataset: as torch's.
@@ -321,8 +322,15 @@ def wrap_loader(
     """Return a loader like the given one, but with batches that arrive on a device, like those of
     `DataLoader`.
 
-    Use this for loaders of other classes, such as torchdata's ``StatefulDataLoader``. The state of
-    such a loader counts the batches that were yielded, not those that were sent ahead.
+    ::
+
+        for batch in ps.wrap_loader(loader, device="cuda:0"):
+            train_step(batch)
+
+    Use this for a torch `DataLoader` that exists, of torch's class or of any subclass, such as
+    torchdata's ``StatefulDataLoader``. Wrap it before its workers start. For everything else that
+    yields batches, use `Stager.prefetch`. The state of a stateful loader counts the batches that
+    were yielded, not those that were sent ahead.
 
     The given loader stays as it was; use the returned one, which also has `DataLoader.stats`,
     `DataLoader.close` and ``device``. A loader that Accelerate prepared is the exception: it is

@@ -512,6 +512,11 @@ class Stager:
     ) -> Prefetcher[Any]:
         """Iterate over the batches of a source on the device, staged ahead.
 
+        ::
+
+            for batch in stager.prefetch(source):
+                train_step(batch)
+
         When a batch is yielded, the next `depth` batches are packed and being copied, or, with a
         thread, soon will be. The loop waits for the device only if the work of more than three
         batches is queued there.
@@ -525,10 +530,9 @@ class Stager:
         made in that thread too (``num_workers=0``), the source draws random numbers that the loop
         would have drawn first.
 
-        A torch `DataLoader` with workers is read and packed in the main process, and its workers
-        pack only if you use `pinstage.wrap_loader` instead. If reading and packing took more than a
-        fifth of a finished pass, in CPU time of the reading thread, a `StagingWarning` says so
-        once.
+        For a torch `DataLoader` with workers, use `wrap_loader` instead: its workers pack. Here,
+        the main process does. If reading and packing took more than a fifth of a finished pass, in
+        CPU time of the reading thread, a `StagingWarning` says so once.
 
         Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``)
         are not packed.
