@@ -519,8 +519,9 @@ class QueuedTarget(Target):
         self.run_all()
 
     def to_host(self, copies, *, hold=True, after=None):
-        ((there, here, _),) = copies
-        return self._queued(self._out, there, here, after, leaves=True)
+        for there, here, _ in copies:
+            event = self._queued(self._out, there, here, after, leaves=True)
+        return event
 
     def bring_back(self, here, after):
         there = torch.full((here.numel(),), 0xFF, dtype=torch.uint8)

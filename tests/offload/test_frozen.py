@@ -513,8 +513,7 @@ def test_each_slab_of_buffers_is_copied_back_once(pool, monkeypatch):
     copies = copies_to_host(handle, monkeypatch)
     with handle:
         pass
-    # The first has the parameters.
-    assert sorted(copies) == sorted(slab.numel() for slab in handle._slabs[1:])
+    assert len(copies) == len(handle._slabs[1:])  # the first has the parameters
     del copies[:]
     plain = frozen_module(torch.nn.Linear(4, 4).requires_grad_(False), pool)
     with plain:

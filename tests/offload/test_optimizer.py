@@ -232,6 +232,16 @@ def test_tensors_that_share_memory_stay(pool):
     offloaded.close()
 
 
+def test_tensors_that_repeat_elements_stay(pool):
+    parameter = torch.nn.Parameter(torch.zeros(1024))
+    optimizer = torch.optim.SGD([parameter])
+    repeated = torch.arange(1024.0)[-1:].expand(1024)
+    optimizer.state[parameter]["average"] = repeated
+    with optimizer_state(optimizer, pool, min_bytes=0) as offloaded:
+        assert offloaded.stats().host_bytes == 0
+        assert torch.equal(optimizer.state[parameter]["average"], repeated)
+
+
 def test_lazily_conjugated_tensors_are_not_mistaken(pool):
     parameter = torch.nn.Parameter(torch.zeros(8, dtype=torch.complex64))
     optimizer = torch.optim.SGD([parameter])

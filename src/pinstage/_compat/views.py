@@ -115,6 +115,18 @@ def check_is_plain(made: torch.Tensor) -> None:
         )
 
 
+def range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's bytes begin in its storage, and where they end; zeros for an empty
+    tensor.
+    """
+    if not tensor.numel():
+        return 0, 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * step for size, step in steps)
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
 _why_slow: list[str | None] = [None]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._compat.views import view_of
+from .._compat.views import range_of, view_of
 from .._pool import Fence, Lease, SlabPool, lease_in_flight
 from .._reaper import reaper
 from .._stage import Arrival, EventGroup, HostCopy, Kept, Target
@@ -44,11 +44,11 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
     """
-    found = lease_in_flight(pool, nbytes, owner=OWNER)
-    if found is not None:
-        lease, after = found
+    leased = lease_in_flight(pool, nbytes, owner=OWNER)
+    if leased is not None:
+        lease, after = leased
         if hasattr(after, "wait"):
-            return found
+            return leased
         lease.release(after=after)  # `after` is a stream, because a copy had failed
     try:
         return pool.acquire(nbytes, timeout=0, owner=OWNER), None
@@ -117,12 +117,17 @@ class OffloadedBlock:
     Attributes:
         ahead_for: the number of the saved tensor for which the block was last copied back early; 0
             for none.
-        source: the bytes on the device, until the copy is done or that memory's stream waits for
-            it.
         arrival: the bytes on the device again, while they are kept there.
         event: behind the last copy of the slab.
+        source: the bytes on the device, until the copy is done or that memory's stream waits for
+            it.
         seqs: numbers of the saved tensors in this block.
     """
+
+    ahead_for = 0
+    arrival: Arrival | None = None
+    here: torch.Tensor | None = None
+    source: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -132,18 +137,14 @@ class OffloadedBlock:
         after: Fence | None,
         dropped: deque[int] | None = None,
     ) -> None:
-        self.arrival: Arrival | None = None
-        self.ahead_for = 0
         self.begin, self.packed = load.begin, load.packed
         self.nbytes = load.source.numel()
         self.target = target
         self.seqs: list[int] = []
         self.dropped = dropped
-        self.source: torch.Tensor | None = None
-        self.here: torch.Tensor | None = None
+        # An interrupt may come before the copy's own event.
         ends = [event for event in (after, target.out_stream) if event is not None]
-        # An interrupt may come before the next one.
-        self.event: Fence | None = EventGroup(ends) if ends else None
+        self.event: Fence | None = EventGroup(ends)
         _leases[id(self)] = lease
         self.here = lease.tensor()
         self.event = target.to_host(
@@ -157,6 +158,13 @@ class OffloadedBlock:
         self.arrival = arrival = self.target.bring_back(self.here, self.event)
         self.event = arrival.event
         return arrival
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes that were copied back, uint8 ``[n]``, for the current stream."""
+        arrival, self.arrival = self.arrival, None
+        assert arrival is not None
+        self.target.take(arrival)
+        return arrival.there
 
     def drop_arrival(self) -> None:
         """Free the device memory of bytes that were copied back."""
@@ -207,20 +215,6 @@ def can_leave(tensor: torch.Tensor, pool: SlabPool) -> bool:
     if type(tensor) is not torch.Tensor or not has_plain_memory(tensor):
         return False
     return tensor.is_cuda or (tensor.is_cpu and not pool.memory.is_pinned)
-
-
-def range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's bytes begin in its storage, and where they end; zeros for an empty
-    tensor.
-    """
-    if not tensor.numel():
-        return 0, 0
-    itemsize = tensor.itemsize
-    begin = int(tensor.storage_offset()) * itemsize
-    reach = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return begin, begin + (int(reach) + 1) * itemsize
 
 
 def bytes_of(storage: torch.UntypedStorage, begin: int, end: int) -> torch.Tensor:

@@ -19,19 +19,19 @@ before it changes anything: an error leaves the module as it was.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
 
 from .._compat.registered import Registered, entries_of
 from .._compat.storages import version_of
-from .._compat.views import view_of
-from .._pool import Fence, SlabPool, check_pool
+from .._compat.views import range_of, tensor_over, view_of
+from .._pool import SlabPool, check_pool
 from .._sizes import format_bytes, round_up
 from .._stage import Arrival, HostCopy, Target, shared_targets, target_for
 from ..errors import BudgetExceededError
-from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until, range_of
+from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until
 from ._offloaded import Offloaded, OffloadedStats
 
 SLAB_BYTES = 256 << 20
@@ -79,6 +79,7 @@ class Held(NamedTuple):
         """The paths of the submodules that have the tensor."""
         return {path.rpartition(".")[0] for path in self.paths}
 
+    @property
     def is_parameter(self) -> bool:
         return isinstance(self.tensor, torch.nn.Parameter)
 
@@ -104,7 +105,7 @@ class Held(NamedTuple):
         dtype for it.
         """
         tensor = now.get(self.paths[0])
-        if self.is_parameter() or not self.is_now(tensor, now):
+        if self.is_parameter or not self.is_now(tensor, now):
             return False
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
@@ -121,7 +122,7 @@ class Outcome(NamedTuple):
     values: list[tuple[Held, torch.Tensor]]
     """Buffers that were replaced or re-strided, each with a copy of its values on the host."""
     copies: dict[int, tuple[int, int]]
-    """The bytes to copy back, from begin to end, by slab."""
+    """The bytes to copy back; see `_ranges`."""
 
 
 NOTHING = Outcome(set(), [], {})
@@ -140,24 +141,25 @@ class FrozenModule(Offloaded):
         self._arrivals: list[Arrival] = []
         self._versions: list[int] = []
         self._before: Registered | None = None
-        self._outcome: Outcome | None = NOTHING
+        self._outcome: Outcome | None = None
         self._tensors = _tensors_of(module)
         for path, tensor in self._tensors.items():
             _check(path, tensor)
         with torch.inference_mode(False):
-            self._slabs, self._held = _move_to_slabs(self._tensors, pool)
+            parts = _used_parts(self._tensors)
+            self._slabs = _acquire(_arrange(parts), pool)
+            self._held = [held for part in parts for held in _move(part, self._slabs[part.slab])]
         self._overlapping = _overlapping(self._held)
         self._keys = {id(held.tensor) for held in self._held}
-        self._keys |= {
-            held.host.untyped_storage().data_ptr() for held in self._held if held.host.numel()
-        }
+        storages = {held.host.untyped_storage().data_ptr() for held in self._held}
+        self._keys |= storages - {0}  # of an empty tensor
         _holders.update(dict.fromkeys(self._keys, self))
 
     def stats(self) -> OffloadedStats:
         """Return the bytes on the host and on the device. Doesn't block."""
-        device_bytes = sum(arrival.there.numel() for arrival in self._arrivals)
         return OffloadedStats(
-            host_bytes=sum(slab.numel() for slab in self._slabs), device_bytes=device_bytes
+            host_bytes=sum(slab.numel() for slab in self._slabs),
+            device_bytes=sum(arrival.there.numel() for arrival in self._arrivals),
         )
 
     def onload(self) -> None:
@@ -203,8 +205,9 @@ class FrozenModule(Offloaded):
         with torch.inference_mode(False):  # the module's tensors may be used elsewhere, too
             for held in self._held:
                 storage, host = self._arrivals[held.slab].there.untyped_storage(), held.host
-                there = view_of(storage, held.begin, host.dtype, host.shape, host.stride())
-                held.tensor.data = there
+                held.tensor.data = view_of(
+                    storage, held.begin, host.dtype, host.shape, host.stride()
+                )
         self._outcome = None
         return self
 
@@ -235,7 +238,6 @@ class FrozenModule(Offloaded):
             held.tensor.data = held.host
         self._before = None
         self._arrivals.clear()
-        self._outcome = NOTHING
         if lost:
             raise RuntimeError(
                 f"{min(lost)} of {self!r} changed inside the block: {len(lost)} in all; every "
@@ -280,7 +282,7 @@ class FrozenModule(Offloaded):
         written = self._written()
         moved = self._moved(now, [arrival.there for arrival in self._arrivals])
         lost = now.keys() - self._tensors.keys()
-        lost |= {held.name for held in written if held.is_parameter()}
+        lost |= {held.name for held in written if held.is_parameter}
         lost |= {held.name for held in moved if not held.can_keep_values(now)}
         lost |= {held.name for held in moved} & self._overlapping
         if lost:
@@ -289,39 +291,32 @@ class FrozenModule(Offloaded):
         return Outcome(lost, values, self._copies([*written, *moved]))
 
     def _copies(self, changed: list[Held]) -> dict[int, tuple[int, int]]:
-        """Return the bytes to copy back: of all buffers, or from the first to the last that may
-        have changed.
+        """Return the bytes to copy back: those of all buffers, or of submodules that may have
+        changed theirs.
         """
-        buffers = [held for held in self._held if not held.is_parameter()]
-        copies = {held.slab: (0, self._slabs[held.slab].numel()) for held in buffers}
-        if sum(nbytes for _, nbytes in copies.values()) <= COPIED_BACK_BYTES:
-            return copies
+        buffers = [held for held in self._held if not held.is_parameter]
+        ranges = _ranges(buffers)
+        if sum(end - begin for begin, end in ranges.values()) <= COPIED_BACK_BYTES:
+            return ranges
         owners = set().union(*(held.owners for held in changed))
-        copies.clear()
-        for held in buffers:
-            if not owners.isdisjoint(held.owners):
-                begin, end = copies.get(held.slab, (held.begin, 0))
-                copies[held.slab] = min(begin, held.begin), max(end, held.begin + held.span)
-        return copies
+        return _ranges([held for held in buffers if not owners.isdisjoint(held.owners)])
 
     def _keep_changes(self, outcome: Outcome) -> None:
         """Write the values of buffers to the slabs, and make the held tensors the module's
         again.
         """
-        events = [self._copy_back(slab, *ends) for slab, ends in outcome.copies.items()]
-        for event in events:
-            if event is not None:
-                event.synchronize()
+        copies = [
+            HostCopy(self._arrivals[slab].there[begin:end], self._slabs[slab][begin:end], False)
+            for slab, (begin, end) in outcome.copies.items()
+        ]
+        event = self._target.to_host(copies, hold=False) if copies else None
+        if event is not None:
+            event.synchronize()
         for held, value in outcome.values:
             held.host.copy_(value)
         if outcome.values:
             for entry in entries_of(self._module):
                 entry.tensors[entry.name] = self._tensors[entry.path]
-
-    def _copy_back(self, slab: int, begin: int, end: int) -> Fence | None:
-        """Copy a part of a slab from the device; return the event, or None if the copy is done."""
-        there, here = self._arrivals[slab].there[begin:end], self._slabs[slab][begin:end]
-        return self._target.to_host([HostCopy(there, here, owned=False)], hold=False)
 
     def _drop(self) -> None:
         """Free the device memory of copies that no block has used."""
@@ -340,6 +335,15 @@ class FrozenModule(Offloaded):
 def _tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers by path; a tied tensor has several."""
     return {entry.path: entry.tensor for entry in entries_of(module)}
+
+
+def _ranges(tensors: list[Held]) -> dict[int, tuple[int, int]]:
+    """Return, for each slab, where the first of these tensors begins and the last one ends."""
+    ranges: dict[int, tuple[int, int]] = {}
+    for held in tensors:
+        begin, end = ranges.get(held.slab, (held.begin, 0))
+        ranges[held.slab] = min(begin, held.begin), max(end, held.begin + held.span)
+    return ranges
 
 
 def _overlapping(tensors: list[Held]) -> set[str]:
@@ -380,61 +384,33 @@ def _check(path: str, tensor: torch.Tensor) -> None:
 
 @dataclass
 class UsedPart:
-    """The part of a storage that tensors use, and its copy."""
+    """The part of a storage that tensors use."""
 
     begin: int
-    end: int
-    kind: str
+    end: int = 0
+    kind: str = ""
     """The dtype of its buffers; empty for parameters alone."""
     slab: int = 0
     start: int = 0
     """Offset in the slab."""
-    copy: torch.UntypedStorage | None = None
-    """A storage of its own over the slab, or `torch.save` would refuse tensors of other dtypes
-    beside it.
-    """
+    paths: dict[torch.Tensor, list[str]] = field(default_factory=dict)
+    """The paths of each tensor."""
 
 
-def _move_to_slabs(
-    tensors: dict[str, torch.Tensor],
-    pool: SlabPool,
-) -> tuple[list[torch.Tensor], list[Held]]:
-    """Move the memory of tensors to slabs, by storage; return the slabs, uint8 ``[n]``, and the
-    held tensors.
-    """
-    paths: dict[int, list[str]] = {}
-    for path, tensor in tensors.items():
-        paths.setdefault(id(tensor), []).append(path)
-    parts = _used_parts(tensors)
-    slabs = _acquire(_arrange(parts), pool)
-    held = []
-    for names in paths.values():
-        tensor = tensors[names[0]]
-        storage, offset = tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize
-        part = parts[storage.data_ptr()]
-        if part.copy is None:
-            part.copy = _copied(storage, part, slabs[part.slab])
-        offset -= part.begin
-        host = view_of(part.copy, offset, tensor.dtype, tensor.shape, tensor.stride())
-        tensor.data = host  # at once, so that its old memory can be freed
-        held.append(Held(tensor, names, part.slab, part.start + offset, host))
-    return slabs, held
-
-
-def _used_parts(tensors: dict[str, torch.Tensor]) -> dict[int, UsedPart]:
-    """Return the parts that tensors use, by the storage's address."""
+def _used_parts(tensors: dict[str, torch.Tensor]) -> list[UsedPart]:
     parts: dict[int, UsedPart] = {}
-    for tensor in tensors.values():
+    for path, tensor in tensors.items():
         begin, end = range_of(tensor)
         begin = begin // ALIGNMENT * ALIGNMENT
-        kind = "" if isinstance(tensor, torch.nn.Parameter) else str(tensor.dtype)
-        part = parts.setdefault(tensor.untyped_storage().data_ptr(), UsedPart(begin, end, kind))
+        part = parts.setdefault(tensor.untyped_storage().data_ptr(), UsedPart(begin))
         part.begin, part.end = min(part.begin, begin), max(part.end, end)
-        part.kind = max(part.kind, kind)
-    return parts
+        if not isinstance(tensor, torch.nn.Parameter):
+            part.kind = max(part.kind, str(tensor.dtype))
+        part.paths.setdefault(tensor, []).append(path)
+    return list(parts.values())
 
 
-def _arrange(parts: dict[int, UsedPart]) -> list[int]:
+def _arrange(parts: list[UsedPart]) -> list[int]:
     """Give each part its offset in a slab; return the sizes of the slabs.
 
     Parameters share slabs, and so do the buffers of one dtype: `torch.compile` refuses changes of
@@ -442,7 +418,7 @@ def _arrange(parts: dict[int, UsedPart]) -> list[int]:
     """
     sizes: list[int] = []
     kind = None
-    for part in sorted(parts.values(), key=lambda part: part.kind):
+    for part in sorted(parts, key=lambda part: part.kind):
         nbytes = max(ALIGNMENT, round_up(part.end - part.begin, ALIGNMENT))
         if part.kind != kind or sizes[-1] + nbytes > SLAB_BYTES:
             sizes.append(0)
@@ -469,16 +445,23 @@ def _acquire(sizes: list[int], pool: SlabPool) -> list[torch.Tensor]:
     return slabs
 
 
-def _copied(
-    storage: torch.UntypedStorage,
-    part: UsedPart,
-    slab: torch.Tensor,
-) -> torch.UntypedStorage:
-    """Copy a part of a storage to a slab; return a storage over the copy."""
+def _move(part: UsedPart, slab: torch.Tensor) -> list[Held]:
+    """Move a part of a storage to its slab, uint8 ``[n]``; return the tensors that use it.
+
+    Its copy is a storage of its own, or `torch.save` would refuse tensors of other dtypes beside
+    it.
+    """
     nbytes = part.end - part.begin
-    copy = slab[part.start : part.start + nbytes]
-    copy = torch.frombuffer(copy.numpy(), dtype=torch.uint8) if nbytes else torch.empty_like(copy)
-    return copy.copy_(bytes_of(storage, part.begin, part.end)).untyped_storage()
+    copy = tensor_over(slab.numpy(), torch.uint8, (nbytes,), offset=part.start)
+    storage = next(iter(part.paths)).untyped_storage()
+    copy.copy_(bytes_of(storage, part.begin, part.end))
+    held = []
+    for tensor, paths in part.paths.items():
+        begin = int(tensor.storage_offset()) * tensor.itemsize - part.begin
+        host = view_of(copy.untyped_storage(), begin, tensor.dtype, tensor.shape, tensor.stride())
+        tensor.data = host  # at once, so that its old memory can be freed
+        held.append(Held(tensor, paths, part.slab, part.start + begin, host))
+    return held
 
 
 def frozen_module(

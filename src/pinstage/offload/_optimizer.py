@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from .._compat.views import view_of
+from .._compat.views import range_of, view_of
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
 from .._stage import shared_targets
@@ -24,9 +24,7 @@ class OffloadedOptimizer(Offloaded):
         self._pool = pool
         self._min_bytes = min_bytes
         self._optimizer = weakref.ref(optimizer)
-        self._blocks: dict[
-            int, tuple[torch.Tensor, OffloadedBlock]
-        ] = {}  # by the id of the placeholder
+        self._blocks: dict[torch.Tensor, OffloadedBlock] = {}  # by the placeholder
         self._stayed_at_cap_bytes = 0
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self._put_in_place()),
@@ -37,7 +35,7 @@ class OffloadedOptimizer(Offloaded):
         self.offload()
 
     def stats(self) -> OffloadedStats:
-        blocks = [block for _, block in self._blocks.values()]
+        blocks = self._blocks.values()
         return OffloadedStats(
             host_bytes=sum(block.nbytes for block in blocks),
             device_bytes=sum(block.nbytes for block in blocks if block.arrival is not None),
@@ -50,7 +48,7 @@ class OffloadedOptimizer(Offloaded):
         The next step would do this itself. If you call this before backward, backward hides the
         copies, but the device needs room for both.
         """
-        for _, block in self._blocks.values():
+        for block in self._blocks.values():
             if block.arrival is None:
                 block.fetch()
 
@@ -58,14 +56,10 @@ class OffloadedOptimizer(Offloaded):
         """Replace the placeholders by the state, for the current stream."""
         self.onload()
         for state, key, value in self._values():
-            if id(value) in self._blocks:
-                block = self._blocks[id(value)][1]
-                arrival, block.arrival = block.arrival, None
-                assert arrival is not None
-                block.target.take(arrival)
-                state[key] = view_of(
-                    arrival.there.untyped_storage(), 0, value.dtype, value.shape, value.stride()
-                )
+            block = self._blocks.get(value)
+            if block is not None:
+                there = block.take().untyped_storage()
+                state[key] = view_of(there, 0, value.dtype, value.shape, value.stride())
         self._blocks.clear()
 
     def offload(self) -> None:
@@ -74,7 +68,7 @@ class OffloadedOptimizer(Offloaded):
         The device memory is free when the copies are done. Each tensor is replaced by one on
         ``"meta"``, which has a shape but no content.
         """
-        for _, block in self._blocks.values():  # from an `onload` that no step has used
+        for block in self._blocks.values():  # from an `onload` that no step has used
             block.drop_arrival()
         self._stayed_at_cap_bytes = 0
         for state, key, value in self._own_values():
@@ -87,7 +81,7 @@ class OffloadedOptimizer(Offloaded):
             placeholder = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device="meta"
             )
-            self._blocks[id(placeholder)] = placeholder, block
+            self._blocks[placeholder] = block
             state[key] = placeholder
             keep_until(block.event, source)
             block.source = None
@@ -111,8 +105,9 @@ class OffloadedOptimizer(Offloaded):
     def _values(self) -> Iterator[tuple[dict[Any, Any], Any, torch.Tensor]]:
         """Yield each tensor that the optimizer keeps for a parameter, with its dict and its key."""
         optimizer = self._optimizer()
-        for state in [] if optimizer is None else list(optimizer.state.values()):
-            for key, value in list(state.items()) if isinstance(state, dict) else ():
+        states = [] if optimizer is None else optimizer.state.values()
+        for state in [state for state in states if isinstance(state, dict)]:
+            for key, value in list(state.items()):
                 if isinstance(value, torch.Tensor):
                     yield state, key, value
 
@@ -127,18 +122,19 @@ class OffloadedOptimizer(Offloaded):
             if not can_leave(value, self._pool) or value.requires_grad:
                 continue
             storage = value.untyped_storage()
-            is_alone = storage.nbytes() == value.nbytes and users[storage.data_ptr()] == 1
+            is_whole = range_of(value) == (0, storage.nbytes()) == (0, value.nbytes)
+            is_alone = is_whole and users[storage.data_ptr()] == 1
             if is_alone and value.nbytes >= self._min_bytes:
                 yield state, key, value
 
 
 def _users_of_storages(optimizer: torch.optim.Optimizer) -> Counter[int]:
     """Return the number of the optimizer's tensors in each storage, by the storage's address."""
-    parameters = list(_tensors_in([group["params"] for group in optimizer.param_groups]))
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     return Counter(
         tensor.untyped_storage().data_ptr()
-        for tensor in _tensors_in([list(optimizer.state.values()), parameters, gradients])
+        for tensor in _tensors_in([dict(optimizer.state), parameters, gradients])
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     )
 

@@ -12,12 +12,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._compat.storages import base_of, check_changes_are_seen
+from .._compat.views import range_of
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
 from .._stage import shared_targets
 from .._steps import step
 from ..errors import PinstageError
-from ._block import Load, can_leave, lease_now, range_of
+from ._block import Load, can_leave, lease_now
 from ._scheduler import OffloadScheduler, OffloadStats, Saved, Stayed
 
 
@@ -40,9 +41,9 @@ class Saving:
             self.counters["stayed"] += 1
             return Stayed(tensor)
         with step("offload"):
-            found = scheduler.find(tensor)
-            if found is not None:
-                return found
+            saved = scheduler.find(tensor)
+            if saved is not None:
+                return saved
             load = Load.of(tensor)
             nbytes = load.source.numel()
             leased = lease_now(self.pool, nbytes)
@@ -62,24 +63,20 @@ class Saving:
             scheduler.forget_storages()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        if not can_leave(tensor, self.pool) or tensor.numel() == 0:
-            return True
-        if tensor.untyped_storage().nbytes() < self.min_bytes:
+        least = max(self.min_bytes, 1)
+        if not can_leave(tensor, self.pool) or tensor.untyped_storage().nbytes() < least:
             return True
         begin, end = range_of(tensor)
-        if end - begin < self.min_bytes or isinstance(base_of(tensor), torch.nn.Parameter):
+        if end - begin < least or isinstance(base_of(tensor), torch.nn.Parameter):
             return True
         return self.keep_on_device is not None and bool(self.keep_on_device(tensor))
 
     def _scheduler(self, device: torch.device) -> OffloadScheduler:
-        scheduler = self._schedulers.get(device)
-        if scheduler is None:
-            scheduler = OffloadScheduler(
-                shared_targets.of(device), self.max_device_bytes, self.counters
-            )
-            # Another thread may have made one.
-            scheduler = self._schedulers.setdefault(device, scheduler)
-        return scheduler
+        if device not in self._schedulers:
+            target = shared_targets.of(device)
+            made = OffloadScheduler(target, self.max_device_bytes, self.counters)
+            self._schedulers.setdefault(device, made)  # another thread may have made one
+        return self._schedulers[device]
 
 
 class save_on_cpu:  # noqa: N801 - torch's name

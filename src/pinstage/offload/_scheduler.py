@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .._compat.storages import Changes, version_of
-from .._compat.views import view_of
+from .._compat.views import range_of, view_of
 from .._pool import Fence, Lease
 from .._stage import Arrival, Target
-from ._block import ALIGNMENT, Load, OffloadedBlock, range_of
+from ._block import ALIGNMENT, Load, OffloadedBlock
 
 
 class Saved:
@@ -44,15 +44,14 @@ class Saved:
         elements alone.
         """
         if self.block.packed is None:
-            return view_of(
-                memory.untyped_storage(), self.begin - begin, self.dtype, self.shape, self.stride
-            )
-        elements = view_of(memory.untyped_storage(), 0, self.dtype, self.shape, self.block.packed)
+            return self._view(memory, self.begin - begin, self.stride)
         start = self.begin % ALIGNMENT
         room = torch.empty(start + self.end - self.begin, dtype=torch.uint8, device=memory.device)
-        return view_of(room.untyped_storage(), start, self.dtype, self.shape, self.stride).copy_(
-            elements
-        )
+        elements = self._view(memory, 0, self.block.packed)
+        return self._view(room, start, self.stride).copy_(elements)
+
+    def _view(self, memory: torch.Tensor, begin: int, stride: tuple[int, ...]) -> torch.Tensor:
+        return view_of(memory.untyped_storage(), begin, self.dtype, self.shape, stride)
 
 
 def changed(shape: Any, dtype: torch.dtype) -> RuntimeError:
@@ -116,9 +115,29 @@ class SavedMemory(NamedTuple):
     begin: int
     end: int
     geometry: Any
-    """Offset, shape and strides of the saved elements, if there are others between `begin` and
+    """Range, shape and strides of the saved elements, if there are others between `begin` and
     `end`.
     """
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, block: OffloadedBlock) -> SavedMemory:
+        begin, end = range_of(tensor)
+        geometry = None if end - begin == tensor.nbytes else _geometry(tensor)
+        storage = weakref.ref(tensor.untyped_storage())
+        return cls(storage, version_of(tensor), weakref.ref(block), begin, end, geometry)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's elements were saved, and are unchanged since."""
+        if self.storage() is not tensor.untyped_storage() or self.version != version_of(tensor):
+            return False
+        if self.geometry is not None:
+            return bool(self.geometry == _geometry(tensor))
+        begin, end = range_of(tensor)
+        return self.begin <= begin < end <= self.end
+
+
+def _geometry(tensor: torch.Tensor) -> Any:
+    return range_of(tensor), tensor.shape, tensor.stride()
 
 
 class OffloadScheduler:
@@ -148,23 +167,21 @@ class OffloadScheduler:
         self._lock = threading.RLock()
         self._known: dict[int, SavedMemory] = {}  # by address
         self._count = 0
-        self._seqs: list[
-            int
-        ] = []  # ascending; numbers of freed tensors are removed when they are found
+        # Ascending; numbers of freed tensors are removed when they are found.
+        self._seqs: list[int] = []
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
         self._is_default_alone = True  # only the default stream was current at saves
-        # blocks being copied to the host, their bytes, and whether an operation made the tensor
-        # here
+        # Blocks being copied to the host, their bytes, and whether an operation made the tensor
+        # here.
         self._leaving: deque[tuple[weakref.ref[OffloadedBlock], int, bool]] = deque()
         self._leaving_bytes = 0
-        # blocks copied back early and not yet requested, by the number of the saved tensor
+        # Blocks copied back early and not yet requested, by the number of the saved tensor.
         self._ahead: weakref.WeakValueDictionary[int, OffloadedBlock] = (
             weakref.WeakValueDictionary()
         )
         self._ahead_bytes = 0  # of these blocks, and of blocks kept for another request
-        self._top = self._next = (
-            0  # saves from `_next` to `_top` were looked at; those below follow
-        )
+        # Saves from `_next` to `_top` were looked at; those below follow.
+        self._top = self._next = 0
         self._pass = 1
 
     # -- block
@@ -173,42 +190,22 @@ class OffloadScheduler:
         """Save a tensor whose bytes were sent with another tensor over the same memory, and are
         unchanged since.
         """
-        storage = tensor.untyped_storage()
         with self._lock:
-            known = self._known.get(storage.data_ptr())
-            block = None if known is None else known.block()
-            if (
-                known is None
-                or block is None
-                or known.storage() is not storage
-                or known.version != version_of(tensor)
-            ):
-                return None
-            begin, end = range_of(tensor)
-            if known.geometry is None:  # all bytes from `begin` to `end` were saved
-                is_in_it = known.begin <= begin < end <= known.end
-            else:
-                is_in_it = known.geometry == (begin, tensor.shape, tensor.stride())
-            if not is_in_it:
+            known = self._known.get(tensor.untyped_storage().data_ptr())
+            block = known.block() if known is not None and known.has(tensor) else None
+            if block is None:
                 return None
             self._counters["shared"] += 1
             return self._save(tensor, block)
 
     def send(self, tensor: torch.Tensor, load: Load, lease: Lease, after: Fence | None) -> Saved:
         """Save a tensor by sending a load to the host."""
-        storage = tensor.untyped_storage()
         with self._lock:
             self._settle()
             block = OffloadedBlock(self.target, load, lease, after, self.dropped)
             self._counters["copies"] += 1
             self._counters["copied_bytes"] += block.nbytes
-            begin, end = range_of(tensor)
-            geometry = (
-                None if end - begin == tensor.nbytes else (begin, tensor.shape, tensor.stride())
-            )
-            self._known[storage.data_ptr()] = SavedMemory(
-                weakref.ref(storage), version_of(tensor), weakref.ref(block), begin, end, geometry
-            )
+            self._known[tensor.untyped_storage().data_ptr()] = SavedMemory.of(tensor, block)
             self._is_default_alone &= self.target.is_default()
             if block.source is not None:
                 is_made_here = tensor.grad_fn is not None or load.packed is not None
@@ -270,20 +267,19 @@ class OffloadScheduler:
         """Return a saved tensor, for the current stream, and start copying back the tensors saved
         before it.
         """
-        block, is_late = saved.block, False
+        block = saved.block
         with self._lock:
             self._count_dropped()
             if saved.asked_in == self._pass:
                 self._pass += 1  # another backward through a retained graph
             saved.asked_in = self._pass
+            is_late = block.source is None and block.arrival is None
             if block.source is not None:
                 self._counters["still_there"] += 1
                 tensor = saved.on(block.source, 0)
             else:
-                is_late = block.arrival is None
+                self._counters["late" if is_late else "ahead"] += 1
                 arrival = block.arrival or self._fetch_now(saved)
-                self._counters["late"] += is_late
-                self._counters["ahead"] += not is_late
                 self.target.take(arrival)
                 tensor = saved.on(arrival.there, block.begin)
                 self._ahead.pop(block.ahead_for, None)
