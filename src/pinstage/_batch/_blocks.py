@@ -17,7 +17,7 @@ from pinstage._native import _core
 
 from .._compat.views import check_is_plain, view_of
 from ._describe import dlpack_device
-from ._table import ALIGNMENT, CODES, DTYPES, Table
+from ._table import ALIGNMENT, DTYPES, Table
 
 Blocks = _core.Blocks
 
@@ -139,7 +139,7 @@ def match(table: Table, tensors: list[Any], device: torch.device) -> Match:
 
 def bytes_at(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Return bytes of a tensor's storage, from the tensor's first element on, as a uint8 view."""
-    return _view(tensor, CODES[torch.uint8], 0, (nbytes,), (1,))
+    return view_at(tensor, 0, torch.uint8, (nbytes,), (1,))
 
 
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ._attributes import builtin_base, set_attributes, slots_of, stored_attributes
-from ._handler import Handler, WrongFunctionsError
+from ._handler import Handler, WrongFunctionsError, path_steps
 from ._leaves import OnHost, holds_tensor
 
 _MUTABLE = (MutableMapping, MutableSequence, MutableSet)
@@ -30,15 +30,10 @@ _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 def _way_to_copy(cls: type) -> Any:
     """Return the function by which a class copies its instances; None if it doesn't define one."""
     base = builtin_base(cls)
-    for name, way in (
-        ("__copy__", None),
-        ("copy", None),
-        ("__reduce__", copy.copy),
-        ("__reduce_ex__", copy.copy),
-    ):
+    for name in ("__copy__", "copy", "__reduce__", "__reduce_ex__"):
         own = getattr(cls, name, None)
         if callable(own) and own is not getattr(base, name, None):
-            return way or own
+            return copy.copy if name.startswith("__reduce") else own
     return None
 
 
@@ -64,17 +59,11 @@ def attribute_handler(
     def flatten(obj: Any) -> tuple[Any, Any]:
         keys, items = _items_of(base, obj) if has_items else ((), ())
         stored = stored_attributes(obj)
-        has_state = (
-            isinstance(obj, dict | list) and stored and getattr(obj, "__dict__", None) is not obj
-        )
-        if has_state and is_leaf is not None:
+        if is_leaf is not None and stored and _may_have_state(obj):
             made = None if duplicate is None else duplicate(obj)
             if type(made) is cls and made is not obj and base.__len__(made) == len(keys):
-                staged = {
-                    name: value
-                    for name, value in stored_attributes(made).items()
-                    if _is_staged(value)
-                }
+                attributes = stored_attributes(made).items()
+                staged = {name: value for name, value in attributes if _is_staged(value)}
                 set_attributes(made, staged, [None] * len(staged))
                 _set_items(base, made, keys, [None] * len(keys))
                 return (*items, *staged.values(), OnHost(made)), (keys, tuple(staged))
@@ -98,14 +87,8 @@ def attribute_handler(
             _set_items(base, obj, keys, items)
         return obj
 
-    return Handler(flatten, unflatten, _steps)
-
-
-def _steps(metadata: Any) -> list[str]:
-    """Return the path of each item, then of each attribute: keys and names come first in the
-    metadata.
-    """
-    return [*(f"[{key!r}]" for key in metadata[0]), *(f".{name}" for name in metadata[1])]
+    # Keys and names come first in the metadata.
+    return Handler(flatten, unflatten, lambda metadata: path_steps(*metadata[:2]))
 
 
 def _items_of(base: Any, obj: Any) -> tuple[Any, Any]:
@@ -120,6 +103,11 @@ def _items_of(base: Any, obj: Any) -> tuple[Any, Any]:
 def _set_items(base: Any, obj: Any, keys: Iterable[Any], items: Iterable[Any]) -> None:
     for key, item in zip(keys, items, strict=True):
         base.__setitem__(obj, key, item)
+
+
+def _may_have_state(obj: Any) -> bool:
+    """Return whether an object's attributes, which aren't its items, may belong to them."""
+    return isinstance(obj, dict | list) and getattr(obj, "__dict__", None) is not obj
 
 
 def _is_staged(value: Any) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .. import _native
-from .._compat.views import check_is_plain, has_no_memory, is_dual
+from .._compat.views import check_is_plain, has_no_memory, is_dual, range_of
 from .._steps import step
 from ..errors import LayoutError
 from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom
@@ -204,12 +204,9 @@ def describe(
 
     def plainly(leaf: Any, index: int) -> Described:
         described = _describe_leaf(leaves, structure, device, arrays, leaf, index)
-        if (
-            isinstance(leaf, torch.Tensor)
-            and described.source is not None
-            and described.source is not leaf
-        ):
-            computed[id(leaf)] = described.source
+        source = described.source
+        if source is not None and source is not leaf and isinstance(leaf, torch.Tensor):
+            computed[id(leaf)] = source
         return described
 
     figures, sources, kept = _native.core.describe(
@@ -268,6 +265,7 @@ def _describe_tensor(
     """Describe how a tensor is sent: by its bytes if it is plain, on the device, and not part of a
     graph.
     """
+    # A list of cases.
     if (
         type(tensor) is not torch.Tensor
         or tensor.device != device
@@ -286,11 +284,7 @@ def _describe_tensor(
     if tensor.numel():
         if has_no_memory(tensor):
             return Described(RowKind.MOVED)
-        reach = (
-            sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-            + 1
-        )
-        needed = int(tensor.storage_offset() + reach) * tensor.itemsize
+        _, needed = range_of(tensor)
         if storage.nbytes() < needed or not tensor.data_ptr():
             raise without_memory(structure, tensor, needed, index)
     return _describe_plain(structure, tensor, index)

@@ -10,7 +10,7 @@ import torch
 from .._sizes import round_up
 from ._blocks import view_at
 from ._describe import contiguous_stride
-from ._table import ALIGNMENT, INTEGERS, Place, RowKind, Table, dtype_of, lay_out
+from ._table import ALIGNMENT, INTEGERS, Place, RowKind, Table, lay_out
 
 DIRECT_BYTES = 1024 * 1024
 """From this size on, a dense tensor is copied from where it is. Smaller ones are gathered first: a
@@ -22,19 +22,10 @@ _ROW_GROUP = 4
 flattened and joined with other leaves of their dtype, since a kernel costs more than a few views.
 """
 
-COPIED_AS_THEY_ARE = frozenset(
-    {
-        *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.complex64,
-            torch.complex128,
-        ),
-    }
-)
+COPIED_AS_THEY_ARE = {
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
 """Dtypes that torch copies bit for bit everywhere; others are copied as integers of their size.
 That includes bools, whose bytes ``torch.cat`` would make 0 or 1."""
 
@@ -69,37 +60,36 @@ def arrange(table: Table) -> Gathering:
     """Give leaves places so that few kernels gather them: those of one kind side by side, large
     ones last.
     """
-    rows, groups, end = table.rows.copy(), [], 0
-    for (dtype, trailing), members in _joined(table).items():
+    rows, places = table.rows.copy(), dict(table.places())
+    raw, strided = table.positions(RowKind.RAW), table.positions(RowKind.STRIDED)
+    groups, end = [], 0
+    small = {index: places[index] for index in raw if places[index].nbytes < DIRECT_BYTES}
+    for (dtype, trailing), members in _joined(small).items():
         start = end
         for index in members:
             rows["offset"][index] = end
-            end += int(rows["nbytes"][index])
+            end += places[index].nbytes
         if end > start:
-            groups.append(Group(dtype_of(dtype), start, end - start, trailing, members))
+            groups.append(Group(dtype, start, end - start, trailing, members))
         end = round_up(end, ALIGNMENT)
-    is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_BYTES)
-    strided, large = table.positions(RowKind.STRIDED), is_large.nonzero()[0].tolist()
+    large = [index for index in raw if index not in small]
     gathered = lay_out(rows, strided, end)
     end = lay_out(rows, large, gathered)
-    direct = [(index, int(rows["offset"][index]), int(rows["nbytes"][index])) for index in large]
-    arranged = table.moved_to(rows, end)
-    places = dict(arranged.places()) if strided else {}
-    moved = [(index, places[index]) for index in strided]
-    return Gathering(arranged, groups, moved, gathered, direct)
+    offsets = rows["offset"].tolist()
+    copied = [(index, places[index]._replace(offset=offsets[index])) for index in strided]
+    direct = [(index, offsets[index], places[index].nbytes) for index in large]
+    return Gathering(table.moved_to(rows, end), groups, copied, gathered, direct)
 
 
-def _joined(table: Table) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """Return the small dense leaves that one kernel can join, by dtype and shape of a row (``()``:
-    joined flat).
+def _joined(places: dict[int, Place]) -> dict[tuple[torch.dtype, tuple[int, ...]], list[int]]:
+    """Return the dense leaves that one kernel can join, by dtype and shape of a row (``()``: joined
+    flat).
     """
-    alike: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-    for index, (_, nbytes, kind, dtype, ndim, _, shape, stride) in enumerate(table.entries()):
-        if kind == RowKind.RAW and nbytes < DIRECT_BYTES:
-            # Permuted tensors are flattened: joined directly, they would lose their stride.
-            is_contiguous = tuple(stride[:ndim]) == contiguous_stride(tuple(shape[:ndim]))
-            alike[dtype, tuple(shape[1:ndim]) if is_contiguous else ()].append(index)
-    joined: defaultdict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    joined: defaultdict[Any, list[int]] = defaultdict(list)
+    for index, (_, _, dtype, shape, stride) in places.items():
+        # Permuted tensors are flattened: joined directly, they would lose their stride.
+        alike[dtype, shape[1:] if stride == contiguous_stride(shape) else ()].append(index)
     for (dtype, trailing), members in alike.items():
         are_flat = len(members) < _ROW_GROUP or 0 in trailing
         joined[dtype, () if are_flat else trailing] += members

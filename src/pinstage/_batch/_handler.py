@@ -37,6 +37,11 @@ class Handler(NamedTuple):
     """
 
 
+def path_steps(keys: Iterable[Any], names: Iterable[str] = ()) -> list[str]:
+    """Return the paths of items, by their keys, and of attributes, as behind an object's name."""
+    return [*(f"[{key!r}]" for key in keys), *(f".{name}" for name in names)]
+
+
 class WrongFunctionsError(LayoutError):
     """The functions of a class take an object apart wrongly, or put it together wrongly.
 

@@ -208,12 +208,10 @@ class Layout:
         return f"<Layout nbytes={self.nbytes} slots={self._table.packed} {self._structure}>"
 
     def __str__(self) -> str:
-        rows = [("path", "offset", "bytes", "dtype", "shape")]
+        rows: list[tuple[str, ...]] = [("path", "offset", "bytes", "dtype", "shape")]
         for slot in self.slots:
-            numbers = str(slot.offset), str(slot.nbytes)
-            rows.append(
-                (slot.path or "(batch)", *numbers, name_of(slot.dtype), str(list(slot.shape)))
-            )
+            cells = slot.path or "(batch)", slot.offset, slot.nbytes, name_of(slot.dtype)
+            rows.append((*map(str, cells), str(list(slot.shape))))
         path, offset, nbytes, dtype, _ = (
             max(map(len, column)) for column in zip(*rows, strict=True)
         )

@@ -11,6 +11,7 @@ import re
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Set
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -25,13 +26,17 @@ from ._handler import MOST_CLASSES
 T = TypeVar("T")
 
 
-class OnHost:
-    """Something in a batch that stays on the host; see `on_host`."""
-
+class _Wrapper:
     __slots__ = ("obj",)
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
+
+
+class OnHost(_Wrapper):
+    """Something in a batch that stays on the host; see `on_host`."""
+
+    __slots__ = ()
 
     def __repr__(self) -> str:
         return f"on_host({type(self.obj).__qualname__})"
@@ -54,15 +59,12 @@ def on_host(x: T) -> T:
     return OnHost(x)  # type: ignore[return-value]
 
 
-class Whole:
+class Whole(_Wrapper):
     """A tensor of a registered class that moves by its own ``.to()`` after all, because it requires
     grad.
     """
 
-    __slots__ = ("obj",)
-
-    def __init__(self, obj: Any) -> None:
-        self.obj = obj
+    __slots__ = ()
 
 
 WRAPPERS = frozenset({OnHost, Whole})
@@ -95,8 +97,8 @@ _ITERABLES: tuple[Any, ...] = (
 )
 """Types whose items are searched by iterating."""
 
-_PYTHONS: tuple[Any, ...] = (dict, *_ITERABLES, types.MappingProxyType)
-"""Python's types of containers, which are searched completely."""
+_PYTHONS: tuple[Any, ...] = (dict, *_ITERABLES, types.MappingProxyType, np.ndarray)
+"""Types of containers that are searched completely."""
 
 _NO_CONTAINERS: tuple[Any, ...] = (Iterator, Callable)
 """Types in C whose objects aren't searched through the garbage collector."""
@@ -140,10 +142,8 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         TypeError: the array is numeric but torch has no such dtype (long double), or it is masked.
     """
     if type(array) is np.ndarray and array.flags.carray:
-        try:  # the usual case; arrays that torch can't read directly come below
+        with suppress(TypeError, ValueError):  # the usual case; for other arrays, see below
             return _over(array)
-        except (TypeError, ValueError):
-            pass
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask")
     if array.dtype.kind not in "biufc":
@@ -152,9 +152,7 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
         array = array.view(np.ndarray)
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    if any(step < 0 for step in array.strides) or any(
-        step % array.itemsize for step in array.strides
-    ):
+    if any(step < 0 or step % array.itemsize for step in array.strides):
         array = array.copy(order="C")
     if array.dtype.char == "Q":  # ulonglong, which torch doesn't recognise as uint64
         array = array.view(np.uint64)
@@ -217,29 +215,19 @@ def tensors_in(thing: Any) -> list[torch.Tensor]:
 
 def _data_in(thing: Any) -> Iterator[Any]:
     """Yield each tensor and each numeric array in an object."""
-    seen: dict[
-        int, Any
-    ] = {}  # keeps the objects alive: an item may be made when it is read, and its id used again
+    # Keeps the objects alive: an item may be made when it is read, and its id used again.
+    seen: dict[int, Any] = {}
     pending = [(thing, 0, True)]
     while pending:
         if len(seen) > _SEARCH_LIMIT:
             raise OverflowError(f"more than {_SEARCH_LIMIT} objects")
         obj, level, arrays = pending.pop()
-        is_array = isinstance(obj, np.ndarray)
-        if isinstance(obj, torch.Tensor) or (is_array and arrays and obj.dtype.kind in "biufc"):
+        is_array = arrays and isinstance(obj, np.ndarray) and obj.dtype.kind in "biufc"
+        if is_array or isinstance(obj, torch.Tensor):
             yield obj
         elif not is_atom(type(obj)) and id(obj) not in seen:
             seen[id(obj)] = obj
-            pending.extend(
-                _inside_array(obj, level, arrays) if is_array else _inside(obj, level, arrays)
-            )
-
-
-def _inside_array(
-    array: np.ndarray[Any, Any], level: int, arrays: bool
-) -> Iterator[tuple[Any, int, bool]]:
-    if array.dtype.kind == "O":
-        yield from ((item, level, arrays) for item in array.ravel().tolist())
+            pending.extend(_inside(obj, level, arrays))
 
 
 def _inside(obj: Any, level: int, arrays: bool) -> Iterator[tuple[Any, int, bool]]:
@@ -255,6 +243,9 @@ def _inside(obj: Any, level: int, arrays: bool) -> Iterator[tuple[Any, int, bool
 
 
 def _contents(obj: Any) -> Iterator[Any]:
+    if isinstance(obj, np.ndarray):
+        yield from obj.ravel().tolist() if obj.dtype.kind == "O" else ()
+        return
     if isinstance(obj, dict):
         yield from dict.values(obj)
     elif isinstance(obj, _ITERABLES):
@@ -297,16 +288,15 @@ def _first_items(obj: Any) -> list[Any]:
     """Return the first items of an object; those before an error, if it raises one."""
     cls: Any = type(obj)
     items: list[Any] = []
-    if not _has_items(cls):
-        return items
-    try:
-        if not hasattr(cls, "__getitem__"):
-            items.extend(islice(obj, _FIRST_ITEMS))
-        else:
-            for key in islice(
-                obj.keys() if hasattr(cls, "keys") else range(len(obj)), _FIRST_ITEMS
-            ):
-                items.append(obj[key])  # noqa: PERF401 - items before an error count
-    except Exception:  # noqa: BLE001 - objects may raise anything: then no more items are searched
-        pass
+    if _has_items(cls):
+        with suppress(Exception):  # objects may raise anything: then no more items are searched
+            items.extend(islice(_items(obj), _FIRST_ITEMS))
     return items
+
+
+def _items(obj: Any) -> Iterator[Any]:
+    cls: Any = type(obj)
+    if not hasattr(cls, "__getitem__"):
+        return iter(obj)
+    keys = obj.keys() if hasattr(cls, "keys") else range(len(obj))
+    return (obj[key] for key in keys)

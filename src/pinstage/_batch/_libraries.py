@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
+from itertools import chain
 from typing import Any
 
 from .._compat.calls import pytree_functions
@@ -46,9 +47,8 @@ def library_functions(cls: type) -> tuple[Flatten, Unflatten] | bool | None:
     """Return how a class of a library is taken apart; False if it moves as a whole; None if no
     library knows it.
     """
-    for nodes in dict.fromkeys(
-        nodes for base in cls.__mro__ for nodes in _that_know(base.__module__)
-    ):
+    modules = dict.fromkeys(base.__module__ for base in cls.__mro__)
+    for nodes in dict.fromkeys(chain.from_iterable(map(_that_know, modules))):
         functions: tuple[Flatten, Unflatten] | bool | None = nodes(cls)
         if functions is not None:
             return functions

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .._compat.probes import warn_once
 from ._attributes import builtin_base, has_attributes_only, set_attributes
 from ._copies import attribute_handler
-from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten, checked
+from ._handler import MOST_CLASSES, Flatten, Handler, Unflatten, checked, path_steps
 from ._leaves import ATOM_TYPES, IS_ATOM, OnHost, Whole, is_atom
 from ._libraries import is_of_library, library_functions, pytree_handler
 
@@ -75,9 +75,7 @@ def tensor_handler(cls: Any) -> Handler | None:
             {name: inner[name] for name in names}, context, size, stride
         )
 
-    return Handler(
-        flatten, unflatten, lambda names: [f".{name}" for name in names or ()], asks=True
-    )
+    return Handler(flatten, unflatten, lambda names: path_steps((), names or ()), asks=True)
 
 
 def _once(met: dict[Any, Any], key: Any, tensor: Any, make: Callable[[Any], Any]) -> Any:
@@ -137,8 +135,8 @@ def _unflatten_dict(cls: Any, metadata: Any, children: Any) -> Any:
 def _steps_of_dict(metadata: Any) -> list[str]:
     _, keys, names = metadata
     if isinstance(keys, int):  # a tensor is too long to be written out, and may be on a device
-        return [*(f"[<key {number}>]" for number in range(keys)), *(f".{name}" for name in names)]
-    return [*(f"[{key!r}]" for key in keys), *(f".{name}" for name in names)]
+        return [f"[<key {number}>]" for number in range(keys)] + path_steps((), names)
+    return path_steps(keys, names)
 
 
 def _flatten_packed_sequence(packed: Any) -> tuple[Any, Any]:
@@ -162,7 +160,7 @@ _BUILTIN: dict[type, Handler] = {
     deque: Handler(
         lambda obj: (tuple(obj), (len(obj), obj.maxlen)),
         lambda metadata, children: deque(children, metadata[1]),
-        lambda metadata: [f"[{index}]" for index in range(metadata[0])],
+        lambda metadata: path_steps(range(metadata[0])),
     ),
     PackedSequence: Handler(
         _flatten_packed_sequence,
@@ -183,7 +181,7 @@ def _sequence_handler(cls: Any) -> Any:
         return True
     if not hasattr(cls, "n_sequence_fields"):
         return None
-    steps = [f".{name}" for name in cls.__match_args__]
+    steps = path_steps((), cls.__match_args__)
     return Handler(
         lambda obj: (tuple(obj), None), lambda _, children: cls(children), lambda _: steps
     )
@@ -271,21 +269,25 @@ def register_node(
             "outside its attributes; pass flatten and unflatten"
         )
     how = _BY_ATTRIBUTES if flatten is None else (flatten, unflatten)
-    is_known = cls in REGISTERED
-    if (
-        REGISTERED[cls] != how
-        if is_known
-        else cls in (*_BUILTIN, list, tuple) or HANDLERS.get(cls) is not None
-    ):
+    if _is_container_otherwise(cls, how):
         raise ValueError(
             f"{cls.__module__}.{cls.__qualname__} is already registered in another way, or was met "
             "in a batch before; register it once, before its first batch"
         )
-    REGISTERED[cls] = how
-    if not is_known:
+    if cls not in REGISTERED:
+        REGISTERED[cls] = how
         _tell_of_pinning(cls)
         _forget_leaves(cls)
     return cls
+
+
+def _is_container_otherwise(cls: type, how: Any) -> bool:
+    """Return whether a class is registered in another way, or is a container without being
+    registered.
+    """
+    if cls in REGISTERED:
+        return bool(REGISTERED[cls] != how)
+    return cls in (*_BUILTIN, list, tuple) or HANDLERS.get(cls) is not None
 
 
 def register_tensor(cls: type[T], rebuild: Rebuild | None = None) -> type[T]:
@@ -381,13 +383,10 @@ class _Handlers(dict[type, Any]):
     """
 
     def __missing__(self, cls: type) -> Any:
-        before = len(REGISTERED), len(REBUILDS)
+        before = len(REGISTERED) + len(REBUILDS)
         self[cls] = handler = _find(cls)
         # Another thread may have registered it meanwhile.
-        if before != (
-            len(REGISTERED),
-            len(REBUILDS),
-        ):
+        if len(REGISTERED) + len(REBUILDS) > before:
             self.pop(cls, None)
         return handler
 

@@ -201,21 +201,18 @@ def borrow(
         pieces_of: returns the ranges in which a tensor's memory can be copied; none if it isn't
             page-locked.
     """
-    rows = parts.table.rows.copy()
-    leaves, lenders, borrowed = [], [], []
-    for index in np.flatnonzero(
-        (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)
-    ).tolist():
-        leaf = parts.leaves[index]
-        tensor = as_tensor(leaf)
+    table = parts.table
+    rows, leaves, lenders = table.rows.copy(), [], {}
+    is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)
+    for index in np.flatnonzero(is_large).tolist():
+        tensor = as_tensor(parts.leaves[index])
         if pieces := pieces_of(tensor):
             address = tensor.data_ptr()
             leaves += [(index, start, end, address + start) for start, end in pieces]
-            lenders.append(tensor)
-            borrowed.append(index)
-    if not borrowed:
+            lenders[index] = tensor
+    if not lenders:
         return None
-    rows["kind"][borrowed] = RowKind.MOVED
-    order = np.array(parts.table.by_offset(*PACKED))
-    end = lay_out(rows, order[rows["kind"][order] != RowKind.MOVED].tolist())
-    return Borrowed(leaves, lenders, parts._replace(table=parts.table.moved_to(rows, end)))
+    rows["kind"][list(lenders)] = RowKind.MOVED
+    end = lay_out(rows, [index for index in table.by_offset(*PACKED) if index not in lenders])
+    rest = parts._replace(table=table.moved_to(rows, end))
+    return Borrowed(leaves, list(lenders.values()), rest)

@@ -8,7 +8,7 @@ from typing import Any
 from pinstage._native import _core
 
 from ..errors import LayoutError
-from ._handler import WrongFunctionsError
+from ._handler import WrongFunctionsError, path_steps
 from ._nodes import HANDLERS, forget_classes, registration_of
 
 _MOST_REMEMBERED = 32
@@ -82,11 +82,9 @@ def _steps(operation: int, count: int, cls: Any, keys: Any) -> list[str]:
     """Return the step of the path from a container to each child."""
     if operation == _CUSTOM:
         return _custom_steps(count, cls, *keys)
-    if operation == _DICT:
-        return [f"[{key!r}]" for key in sorted(keys)]
     if operation in (_NAMED, _INSTANCE):
-        return [f".{name}" for name in (keys if operation == _INSTANCE else cls._fields)]
-    return [f"[{index}]" for index in range(count)]
+        return path_steps((), keys if operation == _INSTANCE else cls._fields)
+    return path_steps(sorted(keys) if operation == _DICT else range(count))
 
 
 def _custom_steps(count: int, cls: Any, metadata: Any, entries: Any) -> list[str]:

@@ -40,13 +40,6 @@ CODES: dict[torch.dtype, int] = {
 }
 
 
-def dtype_of(code: int) -> torch.dtype:
-    """Return the dtype of a code in a table."""
-    dtype = DTYPES[code]
-    assert dtype is not None  # no table is made, or read, with another one
-    return dtype
-
-
 ALIGNMENT = 16
 """Each leaf starts at a multiple of this many bytes: the size of the largest element torch stores
 (complex128; a view of another dtype needs an offset that is a multiple of its element), and of the
@@ -148,7 +141,8 @@ class Place(NamedTuple):
 def place_of(entry: tuple[Any, ...]) -> Place:
     """Return the place of a packed leaf, given its row as `Table.entries` yields it."""
     offset, nbytes, _, code, ndim, _, shape, stride = entry
-    return Place(offset, nbytes, dtype_of(code), tuple(shape[:ndim]), tuple(stride[:ndim]))
+    dtype: Any = DTYPES[code]  # no table is made, or read, with a dtype that torch doesn't have
+    return Place(offset, nbytes, dtype, tuple(shape[:ndim]), tuple(stride[:ndim]))
 
 
 class Table(NamedTuple):
