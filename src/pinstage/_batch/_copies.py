@@ -76,8 +76,10 @@ def attribute_handler(
         items, values = children[: len(keys)], children[len(keys) : len(keys) + len(names)]
         if not factory:
             obj = duplicate(children[-1])  # copied again: a layout may unpack one batch twice
+        elif issubclass(cls, tuple):
+            obj = base.__new__(cls, items)
         else:
-            obj = base.__new__(cls, items) if issubclass(cls, tuple) else base.__new__(cls)
+            obj = base.__new__(cls)
             if isinstance(obj, defaultdict):
                 [obj.default_factory] = factory
             elif isinstance(obj, list):

@@ -110,7 +110,7 @@ def gather(gathering: Gathering, leaves: list[Any], slab: torch.Tensor) -> None:
         pieces = [leaves[index] for index in members]
         if not trailing:
             pieces = [piece if piece.ndim == 1 else flat(piece) for piece in pieces]
-        _join(pieces, rows.view(-1, *trailing) if trailing else rows)
+        _join(pieces, rows.view(-1, *trailing))
     for index, (offset, _, dtype, shape, stride) in gathering.strided:
         _join([leaves[index]], view_at(slab, offset, dtype, shape, stride))
 

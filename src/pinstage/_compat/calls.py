@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import PinstageError
-from .probes import WRONG, in_this_torch, warn_once
+from .probes import WRONG, in_this_torch, warn_once, why_not
 
 
 def ownership(lock: Any) -> Callable[[], bool]:
@@ -38,14 +38,10 @@ def changes_its_loading(module: torch.nn.Module) -> bool:
     """
     base, kind = torch.nn.Module, type(module)
     # BatchNorm and InstanceNorm override it only for checkpoints of torch 0.4 and older.
-    harmless = [
-        known._load_from_state_dict
-        for known in (base, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d)
-    ]
+    harmless = base, torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d
     names = "load_state_dict", "get_extra_state", "set_extra_state"
-    is_own = kind._load_from_state_dict not in harmless or any(
-        getattr(kind, n) is not getattr(base, n) for n in names
-    )
+    is_own = kind._load_from_state_dict not in [one._load_from_state_dict for one in harmless]
+    is_own = is_own or any(getattr(kind, name) is not getattr(base, name) for name in names)
     is_own = is_own or not vars(module).keys().isdisjoint({"_load_from_state_dict", *names})
     return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
 
@@ -87,19 +83,19 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, boo
 @cache
 def why_checkpoints_are_unknown() -> str | None:
     """Return why a module's names in checkpoints can't be read; None if they can."""
-    try:
-        module = torch.nn.Module()
-        module.register_parameter("weight", torch.nn.Parameter(torch.empty(1, device="meta")))
-        module.register_parameter("bias", None)
-        module.register_buffer("count", torch.empty(1, device="meta"))
-        module.register_buffer("angles", torch.empty(1, device="meta"), persistent=False)
-        module.register_module("head", None)
-        names = [(name, is_persistent) for name, _, is_persistent in tensors_of(module)]
-        is_known = names == [("weight", True), ("count", True), ("angles", False)]
-        is_known = is_known and list(modules_by_path(module)) == [("", module), ("head", None)]
-    except WRONG:
-        is_known = False
-    return None if is_known else in_this_torch("doesn't show which tensors checkpoints have")
+    return why_not(_shows_names, "doesn't show which tensors checkpoints have")
+
+
+def _shows_names() -> bool:
+    module, tensor = torch.nn.Module(), torch.empty(1, device="meta")
+    module.register_parameter("weight", torch.nn.Parameter(tensor))
+    module.register_parameter("bias", None)
+    module.register_buffer("count", tensor)
+    module.register_buffer("angles", tensor, persistent=False)
+    module.register_module("head", None)
+    names = [(name, is_persistent) for name, _, is_persistent in tensors_of(module)]
+    is_known = names == [("weight", True), ("count", True), ("angles", False)]
+    return is_known and list(modules_by_path(module)) == [("", module), ("head", None)]
 
 
 def check_checkpoints_are_known() -> None:
@@ -133,15 +129,15 @@ def cuda_calls() -> CudaCalls:
     device, c = torch.cuda.current_device(), torch._C
     current = torch.cuda.current_stream(device)
     try:
-        found = CudaCalls(
+        calls = CudaCalls(
             c._cuda_getDevice,
             c._cuda_getCurrentStream,
             c._cuda_getCurrentRawStream,
             c._cuda_setStream,
         )
-        answers = found.device(), found.stream(device), found.raw_stream(device)
+        answers = calls.device(), calls.stream(device), calls.raw_stream(device)
         if answers == (device, ids_of(current), current.cuda_stream):
-            return found
+            return calls
         reason = in_this_torch("reports other ids for streams than their attributes")
     except WRONG as error:
         reason = in_this_torch(f"does not set streams as expected ({error!r})")
@@ -207,8 +203,8 @@ def make_sharded(shards: list[tuple[torch.Tensor, Any]], metadata: Any) -> torch
     module: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
 
     def here(old: Any) -> Any:
-        place = f"rank:{old.placement.rank()}/cpu"
-        return module.ShardMetadata(list(old.shard_offsets), list(old.shard_sizes), place)
+        device = f"rank:{old.placement.rank()}/cpu"
+        return module.ShardMetadata(list(old.shard_offsets), list(old.shard_sizes), device)
 
     metadata.shards_metadata = [here(shard) for shard in metadata.shards_metadata]
     local = [module.Shard(tensor, here(old)) for tensor, old in shards]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -25,6 +26,15 @@ def warn_once(text: str, *, about: str | None = None) -> None:
     if subject not in _warned:
         _warned.add(subject)
         warnings.warn(text, StagingWarning, stacklevel=3)
+
+
+def why_not(works: Callable[[], bool], what: str) -> str | None:
+    """Return the reason why private names aren't used, unless a probe says that they work."""
+    try:
+        is_fine = works()
+    except WRONG:
+        is_fine = False
+    return None if is_fine else in_this_torch(what)
 
 
 def in_this_torch(what: str) -> str:

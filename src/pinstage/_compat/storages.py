@@ -7,22 +7,23 @@ from functools import cache
 import torch
 
 from ..errors import PinstageError
-from .probes import WRONG, in_this_torch
+from .probes import why_not
 
 
 @cache
 def why_changes_are_not_seen() -> str | None:
     """Return why in-place changes of a tensor can't be detected; None if they can."""
-    try:
-        with torch.inference_mode(mode=False), torch.enable_grad():
-            tensor = torch.zeros(4, device="cpu")
-            changes = Changes(tensor)
-            before = changes.are_there()
-            tensor[1:].add_(1)
-            is_seen = (before, changes.are_there()) == (False, True)
-    except WRONG:
-        is_seen = False
-    return None if is_seen else in_this_torch("doesn't report that a tensor was changed")
+    return why_not(_sees_changes, "doesn't report that a tensor was changed")
+
+
+@torch.inference_mode(mode=False)
+@torch.enable_grad()
+def _sees_changes() -> bool:
+    tensor = torch.zeros(4, device="cpu")
+    changes = Changes(tensor)
+    is_seen_before = changes.are_there()
+    tensor[1:].add_(1)
+    return changes.are_there() and not is_seen_before
 
 
 def check_changes_are_seen() -> None:

@@ -71,10 +71,10 @@ def tensor_over(
         offset: the first byte, a multiple of the dtype's size.
     """
     count = math.prod(shape)
-    if count == 0:
-        empty = torch.empty(shape, dtype=dtype, device="cpu")  # whatever the default device
-        return empty if stride is None else empty.as_strided(shape, stride)
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    if count:
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+    else:
+        flat = torch.empty(0, dtype=dtype, device="cpu")  # whatever the default device
     return flat.view(shape) if stride is None else flat.as_strided(shape, stride)
 
 
@@ -208,9 +208,9 @@ def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
         imaginary,
         imaginary.imag,
     ]
-    places = range(object.__basicsize__, torch.Tensor.__basicsize__, unit)
+    offsets = range(object.__basicsize__, torch.Tensor.__basicsize__, unit)
     words = (
-        {at for at in places if ctypes.c_size_t.from_address(id(one) + at).value == one._cdata}
+        {at for at in offsets if ctypes.c_size_t.from_address(id(one) + at).value == one._cdata}
         for one in tensors
     )
     level, modes = (torch.autograd.forward_ad, "_current_level"), torch._C._len_torch_dispatch_stack
@@ -246,15 +246,11 @@ def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
     blocks.copy(slab.data_ptr(), 0, 256, 0, False)
     for made, like in zip([*views, *blocks.leaves([])], expected * 2, strict=True):
         is_view = any(made is view for view in views)
-        is_as_expected = (
-            type(made) is torch.Tensor
-            and torch.equal(made, like)
-            and made.stride() == like.stride()
-            and (made.data_ptr() == like.data_ptr()) == is_view
-            and made.untyped_storage().nbytes() == (256 if is_view else 64)
-            and (made._base, made._version, made.requires_grad) == (None, 0, False)
-        )
-        if not is_as_expected:
+        is_same = type(made) is torch.Tensor and torch.equal(made, like)
+        memory = made.data_ptr() == like.data_ptr(), made.untyped_storage().nbytes()
+        facts = made.stride(), *memory, made._base, made._version, made.requires_grad
+        expected_facts = like.stride(), is_view, 256 if is_view else 64, None, 0, False
+        if not is_same or facts != expected_facts:
             return in_this_torch("makes other tensors by its C shim than by its own methods")
     product: Any = saved * torch.ones(4, 4, requires_grad=True, device="cpu")
     changed.zero_()
@@ -263,8 +259,6 @@ def _probe_views(core: Any, slab: torch.Tensor) -> str | None:
             "makes views by its C shim that share their version, or not their memory"
         )
     [_, gradient] = product.grad_fn(torch.ones(4, 4, device="cpu"))
-    return (
-        None
-        if torch.equal(gradient, saved)
-        else in_this_torch("does not keep a view by its C shim for autograd")
-    )
+    if not torch.equal(gradient, saved):
+        return in_this_torch("does not keep a view by its C shim for autograd")
+    return None

@@ -22,30 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._compat.calls import make_sharded, parts_of_sharded
 
-_QUICK = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        str,
-        bytes,
-        dict,
-        list,
-        tuple,
-        torch.Size,
-        torch.dtype,
-        torch.device,
-    }
-)
+_QUICK = {
+    type(None), bool, int, float, str, bytes, dict, list, tuple,
+    torch.Size, torch.dtype, torch.device,
+}  # fmt: skip
 """Types that pickle copies by itself; checked first, because most objects of a state dict have
 them.
 """
 
 _AS_THEY_ARE = (
-    *(type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref, property),
-    *(DeviceMesh, ProcessGroup),
-)
+    type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, weakref.ref, property,
+    DeviceMesh, ProcessGroup,
+)  # fmt: skip
 """Types that aren't copied: they are immutable, or there can be only one."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -86,12 +74,12 @@ class _Taker(pickle.Pickler):
         super().__init__(buffer, protocol=5)
         self.tensors: list[torch.Tensor] = []
         self.kept: list[Any] = []
-        self._places: dict[Any, int] = {}
+        self._numbers: dict[Any, int] = {}
         self._alive: list[Any] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the number for an object in the message: a tensor's place, or a kept object's
-        place, inverted.
+        """Return the number for an object in the message: a tensor's index, or a kept object's
+        index, inverted.
         """
         kind = type(obj)
         if kind in _QUICK:
@@ -108,7 +96,7 @@ class _Taker(pickle.Pickler):
         """Return the number for a tensor; None if it has to be taken apart."""
         kind = type(tensor)
         if kind in _PLAIN and not tensor.__dict__:
-            return self._place(tensor)
+            return self._shared(tensor)
         if (
             kind.__torch_dispatch__ is _NO_DISPATCH
             or _is_wrapper(tensor)
@@ -136,36 +124,28 @@ class _Taker(pickle.Pickler):
         inner = {name: getattr(wrapper, name) for name in names}
         return wrapper.__tensor_unflatten__, (inner, context, wrapper.size(), wrapper.stride())
 
-    def _place(self, tensor: torch.Tensor) -> int:
-        """Return the place of a tensor, or of an earlier tensor over the same part of the same
+    def _shared(self, tensor: torch.Tensor) -> int:
+        """Return the index of a tensor, or of an earlier tensor over the same part of the same
         memory.
         """
         key: Any = id(tensor)
         if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
-            lazy = tensor.is_conj(), tensor.is_neg()
-            key = (
-                tensor.device,
-                tensor.data_ptr(),
-                tensor.dtype,
-                tensor.shape,
-                tensor.stride(),
-                lazy,
-            )
+            memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+            key = *memory, tensor.is_conj(), tensor.is_neg()
         return self._number(key, tensor, self.tensors, tensor.detach)
 
     def _keep(self, obj: Any, copied: Callable[[], Any]) -> int:
         return ~self._number(("kept", id(obj)), obj, self.kept, copied)
 
     def _number(self, key: Any, obj: Any, stand_ins: list[Any], make: Callable[[], Any]) -> int:
-        """Return the place of an object's stand-in in a list, and make the stand-in if the key is
+        """Return the index of an object's stand-in in a list, and make the stand-in if the key is
         new.
         """
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = len(stand_ins)
+        if key not in self._numbers:
+            self._numbers[key] = len(stand_ins)
             stand_ins.append(make())
             self._alive.append(obj)  # else another object could have its id
-        return found
+        return self._numbers[key]
 
 
 class _Builder(pickle.Unpickler):

@@ -43,7 +43,7 @@ class Content(NamedTuple):
     """Everything in a staged state dict except the bytes in its slab."""
 
     message: bytes
-    places: list[Place | torch.Tensor]
+    tensors: list[Place | torch.Tensor]
     """Where each tensor's bytes are in the slab; or a tensor that could not be packed."""
     kept: list[Any]
 
@@ -52,10 +52,10 @@ class Content(NamedTuple):
         alive.
         """
         tensors = [
-            place
-            if isinstance(place, torch.Tensor)
-            else tensor_over(memory, place.dtype, place.shape, place.stride, place.offset)
-            for place in self.places
+            tensor_over(memory, one.dtype, one.shape, one.stride, one.offset)
+            if isinstance(one, Place)
+            else one
+            for one in self.tensors
         ]
         state: dict[str, Any] = rebuild(self.message, tensors, self.kept)
         return state

@@ -165,7 +165,7 @@ def optimizer_state(
     Between steps, ``optimizer.state`` has tensors on ``"meta"`` instead, so that reading them
     fails. Each step has new tensors: later steps don't change a tensor of the state that you keep.
     These stay on the device: tensors of less than `min_bytes`, subclasses (``DTensor``), tensors
-    that share memory, and tensors for which the pool has no room.
+    that share memory or repeat elements, and tensors for which the pool has no room.
 
     Args:
         optimizer: any optimizer whose state is in ``optimizer.state[parameter]``, like all of

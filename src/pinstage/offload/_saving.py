@@ -63,7 +63,7 @@ class Saving:
             scheduler.forget_storages()
 
     def _stays(self, tensor: torch.Tensor) -> bool:
-        least = max(self.min_bytes, 1)
+        least = max(self.min_bytes, 1)  # an empty tensor stays
         if not can_leave(tensor, self.pool) or tensor.untyped_storage().nbytes() < least:
             return True
         begin, end = range_of(tensor)

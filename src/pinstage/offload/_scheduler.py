@@ -7,6 +7,7 @@ import weakref
 from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -166,7 +167,7 @@ class OffloadScheduler:
         self._counters = counters
         self._lock = threading.RLock()
         self._known: dict[int, SavedMemory] = {}  # by address
-        self._count = 0
+        self._numbers = count(1)
         # Ascending; numbers of freed tensors are removed when they are found.
         self._seqs: list[int] = []
         self._alive: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
@@ -219,8 +220,7 @@ class OffloadScheduler:
         self._known.clear()
 
     def _save(self, tensor: torch.Tensor, block: OffloadedBlock) -> Saved:
-        self._count += 1
-        saved = Saved(self, tensor, block, self._count)
+        saved = Saved(self, tensor, block, next(self._numbers))
         block.seqs.append(saved.seq)
         while self._seqs and self._seqs[-1] not in self._alive:
             self._seqs.pop()
