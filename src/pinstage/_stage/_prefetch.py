@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
 
@@ -30,7 +31,7 @@ class _Said(NamedTuple):
     """The state of a source after a batch was read."""
 
     state: Any
-    """The result of its ``state_dict()``; a `_Failed` if that failed; None if it has no such
+    """The result of its ``state_dict()``, or the exception that this raised; None if it has no such
     method.
     """
     flags: dict[str, Any]
@@ -39,11 +40,7 @@ class _Said(NamedTuple):
     """Whether the source marked this batch as the last one."""
 
 
-class _Failed(NamedTuple):
-    error: Exception
-
-
-class _Place:
+class _Position:
     """The position of one pass."""
 
     said: _Said | None
@@ -80,7 +77,7 @@ class Prefetcher(Generic[T]):
         "__weakref__",
         "_background",
         "_depth",
-        "_place",
+        "_position",
         "_source",
         "_stage",
         "_target",
@@ -99,7 +96,7 @@ class Prefetcher(Generic[T]):
         self._source = source
         self._depth = depth
         self._background = background
-        self._place = _Place()
+        self._position = _Position()
 
     @property
     def source(self) -> Any:
@@ -124,15 +121,15 @@ class Prefetcher(Generic[T]):
         # Sources that `wrap_loader` takes, so that their workers pack.
         if is_read_as_torch_does(prepared.inner_loader(self._source)):
             read, stage = work.timed(read), work.timed(stage)
-        self._place = place = _Place(self._target.consumer(None), _Said(self._state(), {}))
+        self._position = position = _Position(self._target.consumer(None), _Said(self._state(), {}))
         call = surroundings_of(self._target) if self._background else None
         reading = Reading(self._source, read, stage, self._depth)
-        return self._pass(reading, place, active, call, work)
+        return self._pass(reading, position, active, call, work)
 
     def _pass(
         self,
         reading: Reading,
-        place: _Place,
+        position: _Position,
         active: object,
         call: Callable[..., None] | None,
         work: OwnWork,
@@ -146,10 +143,10 @@ class Prefetcher(Generic[T]):
                 if call is not None:
                     reading.start(call)
             while True:
-                yield self._hand_out(place, reading)
+                yield self._hand_out(position, reading)
                 run_ahead.bound(target.record(target.consumer(None)))
         except Exhausted:
-            place.said = None  # the source is at its end, too
+            position.said = None  # the source is at its end, too
         finally:
             reading.leave()
         if (work_of_pass := work.too_much()) is not None:
@@ -170,14 +167,14 @@ class Prefetcher(Generic[T]):
     def _state(self) -> Any:
         return None
 
-    def _hand_out(self, place: _Place, reading: Reading) -> T:
+    def _hand_out(self, position: _Position, reading: Reading) -> T:
         transfer, said = reading.get()
         batch: T = transfer.wait()
-        if self._target.consumer(None) != place.consumer:
-            transfer.wait(place.consumer)
+        if self._target.consumer(None) != position.consumer:
+            transfer.wait(position.consumer)
         for name, value in said.flags.items():
             setattr(self._source, name, value)
-        place.said = said
+        position.said = said
         reading.advance()  # last, since the thread that it wakes needs the interpreter lock, too
         return batch
 
@@ -237,23 +234,23 @@ class StatefulPrefetcher(Prefetcher[T]):
         try:
             return copy.deepcopy(self._source.state_dict())
         except Exception as error:  # noqa: BLE001 - raised when the state is asked for
-            return _Failed(error.with_traceback(None))
+            return error.with_traceback(None)
 
     def state_dict(self) -> Any:
         """Return the source's state as it was when it had yielded the batch that the loop has."""
-        said = self._place.said
+        said = self._position.said
         if said is None:
             stop_reading(self._source)
             return self._source.state_dict()
-        if isinstance(said.state, _Failed):
-            raise said.state.error
+        if isinstance(said.state, Exception):
+            raise said.state
         return copy.deepcopy(said.state)
 
     def load_state_dict(self, state: Any) -> None:
         """Load a state into the source, for the next pass."""
         stop_reading(self._source)
         self._source.load_state_dict(state)
-        self._place = _Place()
+        self._position = _Position()
 
 
 def prefetcher_of(
@@ -338,11 +335,9 @@ def is_read_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:
 
 def _samplers_are_of_torch(loader: DataLoader[Any]) -> bool:
     sampler: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while sampler is not None:
-        if not _is_of_torch(type(sampler)):
-            return False
+    while sampler is not None and _is_of_torch(type(sampler)):
         sampler = getattr(sampler, "sampler", None)  # a BatchSampler's
-    return True
+    return sampler is None
 
 
 def _is_of_torch(thing: Any) -> bool:
@@ -357,9 +352,8 @@ def _has_state(source: object) -> bool:
     if not (callable(state_dict) and callable(getattr(source, "load_state_dict", None))):
         return False
     try:
-        inspect.signature(state_dict).bind()
+        with suppress(ValueError):  # no signature
+            inspect.signature(state_dict).bind()
     except TypeError:
         return False
-    except ValueError:  # no signature
-        return True
     return True

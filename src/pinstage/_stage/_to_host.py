@@ -15,7 +15,6 @@ the copies are done and the last view is gone.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,7 +81,6 @@ class HostTransfer(NotABatch, Generic[B_co]):
         "_fetched",
         "_is_copied_again",
         "_leaves",
-        "_nbytes",
         "_structure",
         "_tables",
         "copies",
@@ -100,7 +98,6 @@ class HostTransfer(NotABatch, Generic[B_co]):
         self._structure = structure
         self._leaves: list[Any] | None = leaves  # those that aren't in the slab
         self._tables = tables
-        self._nbytes = sum(table.nbytes for table in tables)
         self._copied = copied
         self._is_copied_again = copy
         self._fetched: Any = None
@@ -112,7 +109,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
     @property
     def nbytes(self) -> int:
         """Bytes that go through the host slab, padding included."""
-        return self._nbytes
+        return sum(table.nbytes for table in self._tables)
 
     def query(self) -> bool:
         """Return whether the bytes are on the host, so that `wait` will not block. Does not
@@ -178,10 +175,8 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return leaves
 
     def __repr__(self) -> str:
-        return (
-            f"<HostTransfer nbytes={self.nbytes} "
-            f"copies={self.copies}{' done' if self.query() else ''}>"
-        )
+        done = " done" if self.query() else ""
+        return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{done}>"
 
 
 class HostTransferInto(HostTransfer[B_co]):
@@ -209,8 +204,8 @@ def landings(transfer: HostTransfer) -> list[Any]:
     assert transfer._leaves is not None
     landed, start = list(transfer._leaves), 0
     for table in transfer._tables:
-        for index, place in table.places():
-            landed[index] = place._replace(offset=start + place.offset)
+        for index, row in table.places():
+            landed[index] = row._replace(offset=start + row.offset)
         start += table.nbytes
     return landed
 
@@ -257,12 +252,10 @@ class Fetcher:
             tree: what to fetch.
             copy: whether to return ordinary tensors, instead of views of the slab.
         """
-        by_device = self._taken_apart(tree, lambda parts: parts)
-        parts = by_device[self.home]
-        tables = {device: there.table for device, there in by_device.items()}
+        parts, tables = self._taken_apart(tree, lambda parts: parts)
         left = _left(parts, list(tables.values()))
         # The caller doesn't keep tensors that `describe` computed.
-        hold = self.hold or any(map(operator.is_not, parts.leaves, walk(tree)[0]))
+        hold = self.hold or bool(parts.kept)
         plan = _Plan(self._gatherings(tables), parts, {}, hold)
         return HostTransfer(parts.structure, left, plan.tables(), self._copy(plan), copy=copy)
 
@@ -276,9 +269,8 @@ class Fetcher:
             tree: what to fetch.
             out: existing host tensors.
         """
-        by_device = self._taken_apart(tree, partial(readable, device=self.home, arrays=False))
-        parts = by_device[self.home]
-        tables = {device: there.table for device, there in by_device.items()}
+        read = partial(readable, device=self.home, arrays=False)
+        parts, tables = self._taken_apart(tree, read)
         with step("check"):
             elsewhere = [table for device, table in tables.items() if device != self.home]
             destinations = Destinations(parts, out, _CPU, elsewhere)
@@ -297,33 +289,29 @@ class Fetcher:
         keep_until(copied.event, list(direct.values()))
         return HostTransferInto(left, plan.tables(), copied, destinations)
 
-    def _taken_apart(self, tree: Any, read: Callable[[Parts], Parts]) -> dict[torch.device, Parts]:
+    def _taken_apart(
+        self, tree: Any, read: Callable[[Parts], Parts]
+    ) -> tuple[Parts, dict[torch.device, Table]]:
         """Describe a tree for the home device, and then for each other GPU that has some of its
         tensors.
 
         Args:
             tree: what to fetch.
             read: changes the description for the home device.
+
+        Returns:
+            The description for the home device, and the tables for all devices, the home device's
+            first.
         """
         while True:
             with step("walk"):
                 leaves, structure = walk(tree)
-            try:
-                with step("describe"):
-                    parts = read(describe(leaves, structure, self.home, arrays=False))
-                    by_device = {self.home: parts}
-                    for leaf in parts.leaves if parts.table.moved else []:
-                        if (
-                            isinstance(leaf, torch.Tensor)
-                            and leaf.is_cuda
-                            and leaf.device not in by_device
-                        ):
-                            by_device[leaf.device] = describe(
-                                parts.leaves, structure, leaf.device, arrays=False
-                            )
-                    return by_device
-            except IsContainer:
-                continue  # see `take_apart`
+            with suppress(IsContainer), step("describe"):  # see `take_apart`
+                parts = read(describe(leaves, structure, self.home, arrays=False))
+                leaves, tables = parts.leaves, {self.home: parts.table}
+                for device in _gpus(leaves) - {self.home} if parts.table.moved else ():
+                    tables[device] = describe(leaves, structure, device, arrays=False).table
+                return parts, tables
 
     def _copy(self, plan: _Plan) -> Copied:
         """Start the copies of all devices. If it can't have a slab, nothing has been written."""
@@ -391,6 +379,11 @@ class Fetcher:
                 gathering = known[table] = arrange(table)
             gatherings[device] = gathering
         return gatherings
+
+
+def _gpus(leaves: list[Any]) -> set[torch.device]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 class _Plan(NamedTuple):
@@ -476,23 +469,13 @@ def _direct(
         is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
         large.update(np.flatnonzero(is_large).tolist())
         repeated.update(rows["offset"][rows["kind"] == RowKind.ALIAS].tolist())
-    chosen = [index for index in destinations.as_they_are if index in large - repeated]
-    direct = {
-        index: destinations.leaves[index]
-        for index in chosen
-        if pieces_of(destinations.leaves[index])
-    }
-    sources = [
-        leaf for leaf in parts.leaves if isinstance(leaf, torch.Tensor) and leaf.device == _CPU
-    ]
-    if not (direct and sources):
-        return direct
-    share = overlap(list(direct.values()), sources)
-    return {
-        index: tensor
-        for (index, tensor), shares in zip(direct.items(), share, strict=True)
-        if not shares
-    }
+    whole = large.difference(repeated).intersection(destinations.as_they_are)
+    there = {index: destinations.leaves[index] for index in sorted(whole)}
+    locked = {index: tensor for index, tensor in there.items() if pieces_of(tensor)}
+    tensors = [leaf for leaf in parts.leaves if locked and isinstance(leaf, torch.Tensor)]
+    sources = [tensor for tensor in tensors if tensor.device == _CPU]
+    is_source = overlap(list(locked.values()), sources)
+    return {index: locked[index] for index, used in zip(locked, is_source, strict=True) if not used}
 
 
 def _without(table: Table, leaves: list[int]) -> Table:
