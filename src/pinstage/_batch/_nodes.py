@@ -112,9 +112,7 @@ REGISTERED: dict[type, Any] = {}
 def _flatten_dict(obj: Any) -> tuple[Any, Any]:
     keys, factory = tuple(obj), getattr(obj, "default_factory", None)
     attributes = getattr(obj, "__dict__", {})  # of an OrderedDict, such as a module's state
-    children, names = tuple(obj.values()), tuple(attributes)
-    if names:
-        children += tuple(attributes.values())
+    children, names = (*obj.values(), *attributes.values()), tuple(attributes)
     # As in `optimizer.state`: a layout must not keep them.
     if any(isinstance(key, torch.Tensor) for key in keys):
         return (*children, OnHost(keys)), (factory, len(keys), names)
@@ -127,8 +125,7 @@ def _unflatten_dict(cls: Any, metadata: Any, children: Any) -> Any:
         *children, keys = children
     items = zip(keys, children[: len(keys)], strict=True)
     made = defaultdict(factory, items) if cls is defaultdict else cls(items)
-    if names:
-        set_attributes(made, names, children[len(keys) :])
+    set_attributes(made, names, children[len(keys) :])
     return made
 
 

@@ -13,7 +13,7 @@ from .._host import usable_cpus
 from ._describe import Parts, take_apart
 from ._gather import flat
 from ._leaves import as_tensor
-from ._table import PACKED, RowKind, lay_out
+from ._table import RowKind, lay_out
 
 
 class HostSlab(Protocol):
@@ -140,11 +140,11 @@ def windows(parts: Parts, most: int) -> Iterator[tuple[int, list[Any]]]:
         the same places behind that byte. A leaf of more than `most` bytes is cut into ranges of its
         bytes.
     """
-    rows = parts.table.rows
+    places = dict(parts.table.places())
     start = 0
     leaves: list[Any] = []
-    for index in parts.table.by_offset(*PACKED):
-        offset, nbytes = int(rows["offset"][index]), int(rows["nbytes"][index])
+    for index in parts.table.by_offset():
+        offset, nbytes, *_ = places[index]
         if leaves and offset + nbytes - start > most:
             yield start, leaves
             leaves = []
@@ -213,6 +213,6 @@ def borrow(
     if not lenders:
         return None
     rows["kind"][list(lenders)] = RowKind.MOVED
-    end = lay_out(rows, [index for index in table.by_offset(*PACKED) if index not in lenders])
+    end = lay_out(rows, [index for index in table.by_offset() if index not in lenders])
     rest = parts._replace(table=table.moved_to(rows, end))
     return Borrowed(leaves, list(lenders.values()), rest)

@@ -207,15 +207,12 @@ class Table(NamedTuple):
         positions: list[int] = _among(kinds)[self.rows["kind"]].nonzero()[0].tolist()
         return positions
 
-    def by_offset(self, *kinds: RowKind) -> list[int]:
-        """Return the numbers of the leaves of some kinds, in the order in which they are stored in
-        the slab.
-        """
-        positions = np.array(self.positions(*kinds), dtype=np.intp)
+    def by_offset(self) -> list[int]:
+        """Return the numbers of the packed leaves, in the order in which they are stored."""
+        positions = np.array(self.positions(*PACKED), dtype=np.intp)
         rows = self.rows[positions]
-        order: list[int] = positions[
-            np.lexsort((rows["nbytes"], rows["offset"]))
-        ].tolist()  # an empty leaf comes first
+        in_order = np.lexsort((rows["nbytes"], rows["offset"]))  # an empty leaf comes first
+        order: list[int] = positions[in_order].tolist()
         return order
 
     def moved_to(self, rows: np.ndarray[Any, np.dtype[np.void]], nbytes: int) -> Table:
