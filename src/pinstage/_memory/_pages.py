@@ -47,15 +47,15 @@ _MASK_BITS = 1024
 @functools.cache
 def libc() -> Any:
     """Return libc's functions for memory. Calls of them release the interpreter lock."""
-    found = ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None, use_errno=True)
     address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    found.mmap.restype = address
-    found.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
-    found.munmap.argtypes = [address, size]
-    found.madvise.argtypes = [address, size, number]
-    found.syscall.restype = ctypes.c_long
+    library.mmap.restype = address
+    library.mmap.argtypes = [address, size, number, number, number, ctypes.c_long]
+    library.munmap.argtypes = [address, size]
+    library.madvise.argtypes = [address, size, number]
+    library.syscall.restype = ctypes.c_long
     # Those of mbind; get_mempolicy has one less.
-    found.syscall.argtypes = [
+    library.syscall.argtypes = [
         ctypes.c_long,
         address,
         size,
@@ -64,7 +64,7 @@ def libc() -> Any:
         ctypes.c_ulong,
         ctypes.c_uint,
     ]
-    return found
+    return library
 
 
 def _error(call: str, nbytes: int, number: int) -> OSError | MemoryError:

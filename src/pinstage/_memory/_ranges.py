@@ -112,17 +112,17 @@ class HostRange:
         """
         timed, began = min(end, _TIMED_BYTES), time.perf_counter()
         self.touch(0, timed)
-        seconds, found = time.perf_counter() - began, ""
+        seconds, warning = time.perf_counter() - began, ""
         is_anonymous = not (self.is_shared or self._huge_page_bytes)
         if is_anonymous and timed == _TIMED_BYTES and seconds > timed / _CRAWL_BYTES_PER_SECOND:
             _pages.advise(self.address, self.nbytes, mmap.MADV_NOHUGEPAGE)
-            found = (
+            warning = (
                 f"{format_bytes(timed)} of huge pages took {seconds:.1f} s, so the rest of a "
                 "region has ordinary pages"
             )
         if end > timed:
             self.touch(timed, end)
-        return found
+        return warning
 
     def register(self, start: int, end: int) -> None:
         """Page-lock bytes; raise a `PinningError` if the driver refuses. Blocks."""

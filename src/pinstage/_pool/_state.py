@@ -313,10 +313,10 @@ def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab]:
 
 
 def _by_owner(slabs: Sequence[Slab]) -> Counter[Account | None]:
-    found: Counter[Account | None] = Counter()
+    held: Counter[Account | None] = Counter()
     for slab in slabs:
-        found[slab.account] += slab.capacity
-    return found
+        held[slab.account] += slab.capacity
+    return held
 
 
 def _sums(state: str, slabs: Sequence[Slab]) -> dict[str, int]:
