@@ -22,7 +22,7 @@ from doubles import PATIENCE_SECONDS, outcome
 from strategies import tensor_of
 
 from pinstage import _native
-from pinstage._batch import most_threads, pack, reuses_places, start_packing, take_apart
+from pinstage._batch import Stack, most_threads, pack, reuses_places, start_packing, take_apart
 from pinstage._batch._pack import MOST_THREADS, PARALLEL_FROM_BYTES, REUSE_FROM_BYTES
 from pinstage._host import usable_cpus
 
@@ -149,25 +149,33 @@ def test_what_is_reported_is_in_the_slab_already(batch, threads):
             assert end == expected.numel()
 
 
-def test_leaves_that_somebody_else_writes_are_left_out():
-    leaves = [
-        *bytes_of(5, 300 * KIB, 40),
-        torch.ones(3, 5)[:, ::2],
-        torch.ones(3, dtype=torch.int16),
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("count", [1, 2, 300_001, 16 * MIB - 1])
+def test_samples_are_stacked_at_consecutive_places(count, threads):
+    """Chunks begin at any byte of a stack."""
+    columns = [
+        list(bytes_of(*[count] * (64 if count < MIB else 3))),
+        [torch.randn(4, 3).T for _ in range(3)],
+        [torch.empty(0, 5)] * 3,
+        [torch.ones(3, dtype=torch.int16)] * 5,
     ]
-    parts = take_apart(leaves)
-    offsets = parts.table.rows["offset"].tolist()
+    stand_ins = [samples[0].new_empty(len(samples), *samples[0].shape) for samples in columns]
+    stacks = {
+        id(stand_in): Stack(stand_in, samples, _native.core.alike(samples, False))
+        for stand_in, samples in zip(stand_ins, columns, strict=True)
+    }
+    tree = [torch.ones(3), *stand_ins]
+    parts = take_apart(tree, stacks=stacks)
+    with guarded(parts.table.nbytes) as expected:
+        pack(take_apart([tree[0], *map(torch.stack, columns)]), expected)
     with guarded(parts.table.nbytes) as slab:
-        pack(parts, slab, skip=[1, 3])
-        for leaf, offset, skipped in zip(
-            leaves, offsets, (False, True, False, True, False), strict=True
-        ):
-            place = slab[offset : offset + leaf.nbytes]
-            assert torch.equal(place, leaf.contiguous().flatten().view(torch.uint8)) or skipped
-            assert place.eq(0xEE).all() == skipped
-            assert not slab[offset + leaf.nbytes : -(-(offset + leaf.nbytes) // 16) * 16].any(), (
-                "padding"
-            )
+        job = start_packing(parts, slab, threads)
+        if job is not None:
+            with job:
+                for chunk, end in enumerate(job.ends):
+                    job.wait(chunk)
+                    assert torch.equal(slab[:end], expected[:end])
+        assert torch.equal(slab, expected)
 
 
 # -- chunks ----------------------------------------------------------------------------------------

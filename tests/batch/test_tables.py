@@ -420,7 +420,6 @@ def test_the_extension_stays_inside_its_slab(data, nbytes, cuts):
             made = outcome_of(core.Blocks.of, data, 0, 0, 0, slab)
             write_all((made and outcome_of(made.leaves, [None] * count)) or [], slab)
         outcome_of(core.pack, data, sources, slab.data_ptr(), nbytes)
-        outcome_of(core.pack, data, bytes(len(sources)), slab.data_ptr(), nbytes)
         job = outcome_of(core.Job, data, sources, slab.data_ptr(), nbytes, slab, 3)
         if job is not None:
             with job:
@@ -567,24 +566,6 @@ def test_sources_of_another_table_are_refused(length):
 # -- what no table is ------------------------------------------------------------------------------
 
 
-def test_rows_without_sources_are_left_out():
-    parts = take_apart([torch.zeros(4), torch.ones(4)])
-    with guarded(parts.table.nbytes) as slab:
-        sources = bytes(8) + parts.sources[8:]
-        _native.core.pack(parts.table.data, sources, slab.data_ptr(), slab.numel())
-        assert slab[:16].eq(0xEE).all()
-        assert slab[16:].view(torch.float32).eq(1).all()
-
-
-@pytest.mark.parametrize("skip", [["x"], [2], [-3]], ids=repr)
-def test_rows_that_are_left_out_must_exist(skip):
-    parts = take_apart([torch.zeros(4), torch.ones(3)])
-    with guarded(parts.table.nbytes) as slab:
-        with pytest.raises(IndexError):
-            pack(parts, slab, skip)
-        assert slab.eq(0xEE).all()
-
-
 @pytest.mark.parametrize(
     "thing",
     [object(), None, torch.nn.Parameter(torch.ones(1)), 3],
@@ -595,17 +576,40 @@ def test_facts_are_asked_of_plain_tensors_only(thing):
         _native.core.facts(thing)
 
 
-def test_samples_are_stacked_only_into_their_room():
-    samples = [torch.ones(4), torch.ones(4)]
-    found = _native.core.alike(samples)
-    with guarded(64) as slab:
-        for wrong, room in [(b"bytes", 64), (found, 31), (found, -1)]:
-            with pytest.raises(ValueError, match=r"PyCapsule|more room"):
-                _native.core.stack(wrong, slab.data_ptr(), room)
+SAMPLES = [torch.ones(4), torch.ones(4)]
+STACK = _native.core.alike(SAMPLES, True)
+
+
+@pytest.mark.parametrize(
+    "stacks",
+    [
+        {1: b"bytes"},
+        {1: None},
+        {0: STACK},
+        {2: STACK},
+        {3: STACK},
+        {-1: STACK},
+        {"1": STACK},
+        {1: STACK, 4: STACK},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("use", ["pack", "Job"])
+def test_samples_are_stacked_only_into_their_row(use, stacks):
+    tree = [torch.zeros(4), torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(5, 8)[:2, ::2]]
+    parts = take_apart(tree)
+    call, more = getattr(_native.core, use), [None, 2, False] if use == "Job" else []
+    with guarded(parts.table.nbytes) as slab:
+        args = parts.table.data, parts.sources, slab.data_ptr(), slab.numel()
+        with pytest.raises(ValueError, match=r"PyCapsule|samples of a stack don't fill its row"):
+            call(*args, *more, stacks)
+        with pytest.raises(TypeError, match="dict"):
+            call(*args, *more, [STACK])
         assert slab.eq(0xEE).all()
-        _native.core.stack(found, slab.data_ptr(), 32)
-        assert slab[:32].view(torch.float32).eq(1).all()
-        assert slab[32:].eq(0xEE).all()
+        _native.core.pack(*args, {1: STACK})
+        assert slab[16:48].view(torch.float32).eq(1).all()
+        assert slab[:16].eq(0).all()
+        assert slab[48:].eq(0).all()
 
 
 def test_the_header_has_magic_and_version():

@@ -130,6 +130,19 @@ def test_collated_batches_arrive_on_the_device(cuda_device, collate, workers):
     assert data.same(found, expected)
 
 
+@pytest.mark.parametrize("nbytes", [1001, 50_001, 1_000_003, 12_000_001])
+def test_samples_may_be_overwritten_after_next(cuda_device, nbytes):
+    buffers = torch.zeros(4, nbytes, dtype=torch.uint8)
+    dataset = data.Mapped(lambda index: buffers[index % 4].fill_(index), 12)
+    found = []
+    for batch in ps.DataLoader(dataset, 4, device=cuda_device, max_bytes="256MiB"):
+        buffers.fill_(0xEE)
+        found.append(batch)
+    for number, batch in enumerate(found):
+        expected = torch.arange(4 * number, 4 * number + 4, dtype=torch.uint8)
+        assert torch.equal(batch.cpu(), expected[:, None].expand(4, nbytes))
+
+
 def test_a_batch_is_one_copy_from_pinned_memory(cuda_device):
     loader = make(cuda_device, depth=0)  # so that none is sent before the profiler starts
     iterator = iter(loader)  # and its workers, before the profiler is in this process

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from loader_data import same
 from torch.utils.data import default_collate
 
-from pinstage._batch import cut, take_apart
+from pinstage._batch import cut, pack, take_apart
 from pinstage._loader import _collate
 
 KINDS = {
@@ -32,10 +32,10 @@ ALIKE = ["plain", "other values", "transposed", "expanded"]
 
 def in_slab(samples):
     """Return the batch as a worker writes it into a slab, and the number of stacks."""
-    stacks = {}
-    parts = take_apart(_collate.collate_lazily(samples, stacks))
+    batch, stacks = _collate.collate_lazily(samples, inline=False)
+    parts = take_apart(batch, stacks=stacks)
     slab = torch.full((parts.table.nbytes + 64,), 0xDD, dtype=torch.uint8)
-    _collate.pack_and_stack(parts, stacks, slab)
+    pack(parts, slab)
     assert slab[parts.table.nbytes :].eq(0xDD).all()
     return parts.structure.rebuild(cut(parts.table, slab, parts.others())), len(stacks)
 

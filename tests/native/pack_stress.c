@@ -102,7 +102,6 @@ static void make_strided(Random *random, Batch *batch, int64_t i, int64_t larges
 
 static void write_expected(const Leaf *leaf, char *expected) {
     char *to = expected + leaf->offset;
-    if (leaf->source == NULL) return;
     if (leaf->strides == NULL) {
         memcpy(to, leaf->source, (size_t)leaf->nbytes);
         return;
@@ -125,23 +124,19 @@ static Batch *batch_new(Random *random, int64_t largest) {
     int64_t end = 0;
     for (int64_t i = 0; i < batch->count; i++) {
         (below(random, 4) ? make_dense : make_strided)(random, batch, i, largest);
-        end += 16 * below(random, 3);
+        /* samples of a stack follow one another at any byte */
+        if (below(random, 4)) end = (end + 15) / 16 * 16 + 16 * below(random, 3);
         batch->leaves[i].offset = end;
         if (i == 0) batch->leaves[i].offset = end = 0;
-        end = (end + batch->leaves[i].nbytes + 15) / 16 * 16;
-        if (!batch->is_reused && below(random, 12) == 0)
-            batch->leaves[i].source = NULL; /* somebody else writes it */
+        end += batch->leaves[i].nbytes;
     }
-    batch->nbytes = end;
+    batch->nbytes = end = (end + 15) / 16 * 16;
     batch->slab = allocate(end);
     batch->expected = calloc(1, (size_t)(end + 1));
     CHECK(batch->expected != NULL);
     if (end > 0) memset(batch->slab, 0x5a, (size_t)end);
     for (int64_t i = 0; i < batch->count; i++) {
-        const Leaf *leaf = &batch->leaves[i];
-        write_expected(leaf, batch->expected);
-        if (leaf->source == NULL && leaf->nbytes > 0)
-            memset(batch->expected + leaf->offset, 0x5a, (size_t)leaf->nbytes);
+        write_expected(&batch->leaves[i], batch->expected);
     }
     return batch;
 }

@@ -28,9 +28,11 @@ from ._describe import (
     IsContainer,
     Keeping,
     Parts,
+    Stack,
     contiguous_stride,
     dense_stride,
     describe,
+    stack_samples,
     take_apart,
 )
 from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, as_integers, duplicate, flat, gather

@@ -8,7 +8,7 @@ tensor), and calls it for all others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +126,16 @@ class Described(NamedTuple):
     """The address of the source."""
 
 
+class Stack(NamedTuple):
+    """A leaf whose samples aren't stacked yet."""
+
+    stand_in: torch.Tensor
+    """The leaf: of the stack's dtype and shape ``[samples, ...]``, contiguous, uninitialised."""
+    samples: list[torch.Tensor] | tuple[torch.Tensor, ...]
+    found: object
+    """Where the samples are, as ``_native.core.alike`` returned it."""
+
+
 class Parts(NamedTuple):
     """A batch taken apart."""
 
@@ -141,6 +151,10 @@ class Parts(NamedTuple):
     """A row for each leaf: the address to read from, and its stride if it is strided."""
     kept: list[torch.Tensor]
     """Tensors to keep alive beside the leaves, because `sources` has their addresses."""
+    stacks: dict[int, Stack]
+    """By row, the packed leaves that `pack` and `start_packing` read from their samples. Anything
+    else that reads leaves or `sources` needs `stack_samples` first.
+    """
 
     def others(self) -> list[Any]:
         """Return the leaves that aren't in the slab: those that aren't tensors, and those moved by
@@ -152,11 +166,18 @@ class Parts(NamedTuple):
         return [leaf.obj if type(leaf := leaves[i]) in WRAPPERS else leaf for i in positions]
 
 
+def stack_samples(stacks: Iterable[Stack]) -> None:
+    """Fill the stand-ins of stacks."""
+    for stand_in, samples, _ in stacks:
+        torch.stack(samples, 0, out=stand_in)
+
+
 def take_apart(
     tree: Any,
     device: torch.device = _CPU,
     keeping: Keeping | None = None,
     walked: tuple[list[Any], Structure] | None = None,
+    stacks: Mapping[int, Stack] | None = None,
 ) -> Parts:
     """Take a tree apart and describe its leaves.
 
@@ -165,6 +186,8 @@ def take_apart(
         device: tensors on this device can be packed; others are `RowKind.MOVED`.
         keeping: says which leaves stay as they are.
         walked: the result of `walk` for the tree, if it is known.
+        stacks: leaves of the tree that aren't stacked yet, by the ids of their stand-ins. Those
+            that aren't packed are stacked here.
 
     Raises:
         LayoutError: an object that holds tensors isn't a known container, an array cannot become a
@@ -180,7 +203,8 @@ def take_apart(
             keeping.apply(leaves, structure)
         try:
             with step("describe"):
-                return describe(leaves, structure, device)
+                parts = describe(leaves, structure, device)
+                return _with_stacks(parts, stacks) if stacks else parts
         except IsContainer:
             walked = None  # a class was registered after its objects were met as leaves
 
@@ -215,7 +239,20 @@ def describe(
     if computed:
         leaves[:] = [computed.get(id(leaf), leaf) for leaf in leaves]
     # `tuple.__new__` is faster than the constructors of these classes, which are Python functions.
-    return tuple.__new__(Parts, (structure, leaves, tuple.__new__(Table, figures), sources, kept))
+    table = tuple.__new__(Table, figures)
+    return tuple.__new__(Parts, (structure, leaves, table, sources, kept, {}))
+
+
+def _with_stacks(parts: Parts, stacks: Mapping[int, Stack]) -> Parts:
+    rest = dict(stacks)
+    moved = parts.table.positions(RowKind.MOVED) if parts.table.moved else ()
+    packed = {
+        row: rest.pop(id(leaf))
+        for row, leaf in enumerate(parts.leaves)
+        if id(leaf) in rest and row not in moved
+    }
+    stack_samples(rest.values())
+    return parts._replace(stacks=packed)
 
 
 class IsContainer(Exception):  # noqa: N818 - a signal, which never reaches a user

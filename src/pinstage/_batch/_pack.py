@@ -27,20 +27,20 @@ class HostSlab(Protocol):
         """Return its address."""
 
 
-def pack(parts: Parts, slab: HostSlab, skip: list[int] | None = None) -> None:
+def pack(parts: Parts, slab: HostSlab) -> None:
     """Write all packed leaves to their places. Padding is set to zero.
 
     Args:
         parts: a batch, whose leaves have not changed since it was taken apart.
         slab: at least ``parts.table.nbytes`` bytes.
-        skip: leaves that are written elsewhere.
     """
-    sources = parts.sources
-    if skip:
-        described = np.frombuffer(sources, dtype=np.int64).reshape(len(parts.leaves), -1).copy()
-        described[skip, 0] = 0
-        sources = described.tobytes()
-    _native.core.pack(parts.table.data, sources, slab.data_ptr(), slab.nbytes)
+    _native.core.pack(
+        parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, _found_samples(parts)
+    )
+
+
+def _found_samples(parts: Parts) -> dict[int, object]:
+    return {row: stack.found for row, stack in parts.stacks.items()}
 
 
 MOST_THREADS = 12
@@ -115,7 +115,14 @@ def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = 
         return None
     owner = parts, slab
     return _native.core.Job(
-        parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, owner, threads, reuses
+        parts.table.data,
+        parts.sources,
+        slab.data_ptr(),
+        slab.nbytes,
+        owner,
+        threads,
+        reuses,
+        _found_samples(parts),
     )
 
 

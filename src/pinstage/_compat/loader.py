@@ -40,6 +40,13 @@ _ITERATOR_HAS = (
 )  # fmt: skip
 """Names of the loader's iterator that are used here and in `_loader`."""
 
+_INLINE_ITERATORS = {
+    ("torch.utils.data.dataloader", "_SingleProcessDataLoaderIter"),
+    ("torchdata.stateful_dataloader.stateful_dataloader", "_StatefulSingleProcessDataLoaderIter"),
+}
+"""Modules and names of iterators without workers that return what the collate function returned,
+and don't look at it."""
+
 _END_SECONDS = 5.0
 """Seconds for workers to end: when asked, after SIGTERM, and after a kill. torch's loader
 uses the same limits."""
@@ -74,6 +81,17 @@ def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
     if source is not batches._worker_result_queue or not hasattr(source, "_reader"):
         return in_this_torch("reads its workers' results in another way")
     return why_loader_is_unknown()
+
+
+def returns_unseen(batches: Any) -> bool:
+    """Return whether an iterator without workers only passes on what the collate function returns.
+
+    Args:
+        batches: torch's iterator.
+    """
+    kind = type(batches)
+    is_known = (kind.__module__, kind.__qualname__) in _INLINE_ITERATORS
+    return is_known and why_loader_is_unknown() is None
 
 
 # -- collation -------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ is a base class before torch's `DataLoader`, or before a class derived from it.
 
 Where to look: `_loader` has the public names; `_iterator` a pass over the data, and the start and
 end of its workers; `_sending` the queue that torch's iterator reads; `_broker` the loans of slabs;
-`_messages` the workers' messages. `_collate` and `_worker` run in the workers. `_slabs` has what a
-loader's passes share, `_stats` its counters.
+`_messages` the workers' messages. `_collate` has the collate functions, with and without workers.
+`_worker` runs in the workers. `_slabs` has what a loader's passes share, `_stats` its counters.
 """
 
 from ._loader import DataLoader, WrappedLoader, wrap_loader

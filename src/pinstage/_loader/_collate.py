@@ -1,6 +1,6 @@
-"""The collate function of workers: it collates, and packs the batch into a slab.
+"""Collate functions: of workers, which also pack the batch into a slab, and without workers.
 
-Default collation is put off until there is a slab, and stacks the samples right into it.
+Default collation is put off until there is a slab, and samples are stacked right into it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.utils.data
 
 from .. import _native
-from .._batch import Keeping, Parts, Structure, Table, pack, take_apart
+from .._batch import Keeping, Parts, Stack, Structure, Table, pack, take_apart
 from .._compat.loader import collation
 from ._messages import Message
 from ._worker import WorkerSlabs
+
+INLINE_STACK_BYTES = 64 * 1024
+"""Without workers, torch stacks batches all of whose stacks are smaller: putting these off takes
+longer than it saves. 120 stacks of 4 KiB took 15% longer.
+"""
 
 LOOKS_KNOWN = 64
 """The most batch structures that a worker and the main process know by number, each with its last
@@ -63,17 +68,17 @@ class SlabCollate:
         """
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
-        stacks: Stacks = {}
-        parts = take_apart(self._collated(samples, stacks), keeping=self.keeping)
-        pickled = _pickled_others(parts, stacks)
+        batch, stacks = collated(self.collate, self.keeping, samples)
+        parts = take_apart(batch, keeping=self.keeping, stacks=stacks)
+        pickled = _pickled_others(parts)
         nbytes = parts.table.nbytes
         slab = slabs.take(nbytes) if nbytes else None
         raw = bytearray(nbytes) if nbytes and slab is None else None
         try:
             if slab is not None and slab.tensor is not None:
-                pack_and_stack(parts, stacks, slab.tensor)
+                pack(parts, slab.tensor)
             elif raw is not None:
-                pack_and_stack(parts, stacks, torch.frombuffer(raw, dtype=torch.uint8))
+                pack(parts, torch.frombuffer(raw, dtype=torch.uint8))
             number, structure, table = self._look(parts)
         except BaseException:
             if slab is not None:
@@ -91,13 +96,6 @@ class SlabCollate:
             raw,
             slabs.waited_seconds,
         )
-
-    def _collated(self, samples: Any, stacks: Stacks) -> Any:
-        keeping = self.keeping
-        shows_leaves = keeping is not None and keeping.says is not None  # to the user's function
-        if shows_leaves or self.collate is not torch.utils.data.default_collate:
-            return self.collate(samples)
-        return collate_lazily(samples, stacks)
 
     def _begin(self) -> WorkerSlabs:
         info = torch.utils.data.get_worker_info()
@@ -133,78 +131,96 @@ class SlabCollate:
         return number, structure, parts.table.data
 
 
-# -- default collation -----------------------------------------------------------------------------
-
-
-class Stack(NamedTuple):
-    """Samples of one field, which are stacked later."""
-
-    stand_in: torch.Tensor
-    """Placeholder for the stack in the batch, of its dtype and shape ``[samples, ...]``. Its memory
-    isn't read.
-    """
-    samples: Any
-    found: object
-    """Where the samples are, for ``_native.core.stack``."""
-
-
-Stacks = dict[int, Stack]
-"""Stacks by the ids of their stand-ins."""
-
-
-def _pickled_others(parts: Parts, stacks: Stacks) -> bytes | None:
+def _pickled_others(parts: Parts) -> bytes | None:
     """Pickle the leaves that aren't packed; return None if there are none.
 
     The queue's thread would only print an error of pickling, and the main process would wait
     forever.
     """
     others = parts.others()
-    for index, leaf in enumerate(others):
-        if id(leaf) in stacks:
-            others[index] = stack_privately(stacks[id(leaf)].samples)
     return bytes(ForkingPickler.dumps(others)) if others else None
 
 
-def pack_and_stack(parts: Parts, stacks: Stacks, slab: torch.Tensor) -> None:
-    """Write a batch into a slab, uint8 ``[n]``. Samples of a stack are written one by one to their
-    places in it.
+@dataclass(eq=False)
+class InlineCollate:
+    """Collates without workers: by the loader's own function. Stacking is put off if only
+    `LoaderIterator` gets the batch.
+
+    Args:
+        collate: the loader's collate function.
+        keeping: says which leaves stay on the host. None if none does.
     """
-    if not stacks:
-        pack(parts, slab)
-        return
-    offsets = parts.table.rows["offset"].tolist()
-    stacked = [
-        index
-        for index, leaf in enumerate(parts.leaves)
-        if id(leaf) in stacks and offsets[index] >= 0
-    ]
-    pack(parts, slab, stacked)
-    for index in stacked:
-        stand_in, _, samples = stacks[id(parts.leaves[index])]
-        _native.core.stack(samples, slab.data_ptr() + offsets[index], stand_in.nbytes)
+
+    collate: Callable[[Any], Any]
+    keeping: Keeping | None
+    is_unseen: bool = field(default=False, init=False)
+    """Whether torch's iterator passes on a `Collated`. See `returns_unseen`."""
+
+    def __call__(self, samples: Any) -> Any:
+        """Return a `Collated`, or the batch."""
+        if not self.is_unseen:
+            return self.collate(samples)
+        return collated(self.collate, self.keeping, samples, inline=True)
 
 
-def collate_lazily(samples: Any, stacks: Stacks) -> Any:
+# -- default collation -----------------------------------------------------------------------------
+
+Stacks: TypeAlias = dict[int, Stack]
+"""Stacks by the ids of their stand-ins."""
+
+
+class Collated(NamedTuple):
+    """A batch, and those of its leaves that aren't stacked yet."""
+
+    batch: Any
+    stacks: Stacks
+
+
+def collated(
+    collate: Callable[[Any], Any], keeping: Keeping | None, samples: Any, *, inline: bool = False
+) -> Collated:
+    """Collate samples; put off default collation's stacking if no code of the user's sees the
+    batch.
+
+    Args:
+        collate: the loader's collate function.
+        keeping: see `SlabCollate`.
+        samples: of a batch.
+        inline: whether there are no workers. Then torch stacks small batches now, and samples with
+            other strides than new tensors, for whose stack it may choose other strides, too.
+    """
+    shows_leaves = keeping is not None and keeping.says is not None
+    if shows_leaves or collate is not torch.utils.data.default_collate:
+        return Collated(collate(samples), {})
+    return collate_lazily(samples, inline=inline)
+
+
+def collate_lazily(samples: Any, *, inline: bool) -> Collated:
     """Do what torch's ``default_collate`` does, but put an empty tensor in the place of each stack.
 
-    `stacks` gets the samples, by the id of the empty tensor. If the user's code would see that
-    tensor, and could compute with it, torch's own function runs instead.
+    If the user's code would see that tensor, and could compute with it, torch's own function runs
+    instead. `inline`: see `collated`.
     """
     collate = collation()
-    if not (collates_as_shipped(collate) and _in_plain_containers(samples[0])):
-        return torch.utils.data.default_collate(samples)
+    tensors: list[torch.Tensor] = []
+    puts_off = collates_as_shipped(collate) and _add_tensors(samples[0], tensors)
+    if inline and puts_off:
+        largest = max((one.numel() * one.element_size() for one in tensors), default=0)
+        puts_off = largest * len(samples) >= INLINE_STACK_BYTES
+    if not puts_off:
+        return Collated(torch.utils.data.default_collate(samples), {})
+    stacks: Stacks = {}
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        samples = _native.core.alike(batch)
-        if samples is None:  # torch handles these samples, or raises its own error
+        found = _native.core.alike(batch, inline)
+        if found is None:  # torch handles these samples, or raises its own error
             return collate.collate_tensor_fn(batch)  # type: ignore[no-any-return]
-        stand_in = torch.empty((len(batch), *batch[0].shape), dtype=batch[0].dtype, device="cpu")
-        stacks[id(stand_in)] = Stack(stand_in, batch, samples)
+        stand_in: torch.Tensor = batch[0].new_empty((len(batch), *batch[0].shape))
+        stacks[id(stand_in)] = Stack(stand_in, batch, found)
         return stand_in
 
-    return collate.collate(
-        samples, collate_fn_map=collate.default_collate_fn_map | {torch.Tensor: collate_tensors}
-    )
+    collate_fn_map = collate.default_collate_fn_map | {torch.Tensor: collate_tensors}
+    return Collated(collate.collate(samples, collate_fn_map=collate_fn_map), stacks)
 
 
 def collates_as_shipped(collate: Any) -> bool:
@@ -221,17 +237,20 @@ def collates_as_shipped(collate: Any) -> bool:
     }
 
 
-def _in_plain_containers(sample: Any) -> bool:
-    """Return whether all containers of a sample are Python's own. Other classes may look at
-    inserted items.
+def _add_tensors(sample: Any, tensors: list[torch.Tensor]) -> bool:
+    """Add the tensors of a sample; return whether all its containers are Python's own. Other
+    classes may look at inserted items.
     """
     kind = type(sample)
+    if kind is torch.Tensor:
+        tensors.append(sample)
+        return True
     if kind in (dict, OrderedDict, defaultdict):
-        return all(map(_in_plain_containers, sample.values()))
+        return all(_add_tensors(item, tensors) for item in sample.values())
     # A subclass may have its own __new__.
     is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
     if kind in (list, tuple) or is_namedtuple:
-        return all(map(_in_plain_containers, sample))
+        return all(_add_tensors(item, tensors) for item in sample)
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
 
 
@@ -239,7 +258,7 @@ def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack as torch does in the main process. In a worker, torch would needlessly stack into
     /dev/shm.
     """
-    if _native.core.alike(batch) is not None:
+    if _native.core.alike(batch, False) is not None:
         # Into memory with the usual strides, as torch does in workers. Without `out`, some would be
         # channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))

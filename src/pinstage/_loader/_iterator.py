@@ -21,10 +21,11 @@ from .._batch import pack, take_apart
 from .._compat.loader import Workers, end_workers, next_batch
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
-from .._stage import RunAhead, Transfer
+from .._stage import RunAhead, Transfer, sender_of
 from .._steps import step
 from ..errors import BudgetExceededError, PinstageError, StagingWarning
 from ._broker import SlabBroker
+from ._collate import Collated
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
 from ._sending import SendingQueue, send
 from ._slabs import Slabs
@@ -102,12 +103,14 @@ class LoaderIterator:
             self._since = now
 
     def _next_batch(self) -> Any:
-        batch = self._fetch()
+        fetched = self._fetch()
+        batch, stacks = fetched if isinstance(fetched, Collated) else (fetched, {})
         try:
-            transfer = self._slabs.stager().stage(batch)
+            transfer = sender_of(self._slabs.stager()).begin(batch, stacks)
             self._counters.count(transfer, fallback=False)
         except BudgetExceededError:
-            parts = take_apart(batch, keeping=self._slabs.settings.keeping())
+            keeping = self._slabs.settings.keeping()
+            parts = take_apart(batch, keeping=keeping, stacks=stacks)
             raw = bytearray(parts.table.nbytes)
             pack(parts, torch.frombuffer(raw, dtype=torch.uint8))
             transfer = send(

@@ -12,13 +12,13 @@ import torch.utils.data
 
 from .._batch import OwnStorage
 from .._compat import prepared
-from .._compat.loader import end_workers, why_loader_cannot_be_taken_over
+from .._compat.loader import end_workers, returns_unseen, why_loader_cannot_be_taken_over
 from .._compat.probes import warn_once
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._sizes import Size, count
 from ._broker import SlabBroker
-from ._collate import SlabCollate
+from ._collate import InlineCollate, SlabCollate
 from ._iterator import Ending, LoaderIterator, WorkersIterator, start_workers
 from ._slabs import Settings, Slabs
 from ._stats import LoaderStats
@@ -112,7 +112,10 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             return start_workers(self._workers_iterator)
 
     def _inline_iterator(self) -> LoaderIterator:
-        return LoaderIterator(self._torchs_iterator(self.collate_fn), self._slabs)
+        collate = InlineCollate(self.collate_fn, self._settings.keeping())
+        batches = self._torchs_iterator(collate if self.num_workers == 0 else self.collate_fn)
+        collate.is_unseen = returns_unseen(batches)
+        return LoaderIterator(batches, self._slabs)
 
     def _workers_iterator(self) -> LoaderIterator:
         slabs = self._slabs
@@ -175,8 +178,9 @@ class DataLoader(Staging[T_co]):
     has no effect.
 
     Workers write each batch into a slab that the main process has page-locked; default collation
-    stacks the samples there. Asynchronous copies then send the batch. For a loader that exists, use
-    `wrap_loader`.
+    stacks the samples there. Asynchronous copies then send the batch. Without workers, several
+    threads stack the samples of a large batch there, after the last one was loaded. All samples
+    have been read when the batch is yielded. For a loader that exists, use `wrap_loader`.
 
     Args:
         dataset: as torch's.

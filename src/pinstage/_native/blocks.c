@@ -372,7 +372,7 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     int64_t nbytes = self->table.header->nbytes;
     Work work = {.leaves = NULL};
     PyObject *result = NULL;
-    if (work_begin(&work, &self->table, sources, nbytes)) {
+    if (work_begin(&work, &self->table, sources, NULL, nbytes)) {
         work_do(&work, memory);
         result = send_runs(self, memory, 0, nbytes, (void *)(uintptr_t)stream, false);
     }

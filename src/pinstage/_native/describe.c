@@ -366,17 +366,11 @@ PyObject *describe(UNUSED PyObject *module, PyObject *args) {
 
 /* -- samples of one field, to be stacked ------------------------------------------------------- */
 
-typedef struct {
-    int64_t count, nbytes; /* nbytes: of all */
-    int dtype;
-    int32_t ndim;
-    int64_t shape[MAX_DIMS];
-    Leaf leaves[]; /* followed by the stride of each */
-} Stack;
-
 static const char STACK[] = "pinstage.Stack";
 
 static void stack_end(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, STACK)); }
+
+const Stack *stack_of(PyObject *found) { return PyCapsule_GetPointer(found, STACK); }
 
 static size_t stride_bytes(const Found *leaf) { return sizeof(int64_t) * (size_t)leaf->ndim; }
 
@@ -398,6 +392,17 @@ static Stack *stack_new(const Found *first, Py_ssize_t count) {
 static bool is_like_first(const Stack *stack, const Found *leaf) {
     if (leaf->dtype != stack->dtype || leaf->ndim != stack->ndim) return false;
     return memcmp(leaf->shape, stack->shape, stride_bytes(leaf)) == 0;
+}
+
+/* Whether a sample has the strides of a new tensor, also in dimensions of size 1. Otherwise
+ * `torch.stack` may choose other strides for the stack. */
+static bool has_usual_strides(const Found *leaf) {
+    int64_t expected = 1;
+    for (int32_t d = leaf->ndim - 1; d >= 0; d--) {
+        if (leaf->stride[d] != expected) return false;
+        expected *= leaf->shape[d] > 1 ? leaf->shape[d] : 1;
+    }
+    return leaf->kind == RAW;
 }
 
 static void set_sample(Stack *stack, Py_ssize_t index, const Found *leaf) {
@@ -424,11 +429,12 @@ static int find_sample(PyObject *samples, Py_ssize_t index, Found *leaf) {
 }
 
 /* Add a sample; the first one makes the stack. Returns what `find_tensor` returns. */
-static int add_sample(Stack **stack, PyObject *samples, Py_ssize_t index, Py_ssize_t count) {
+static int add_sample(Stack **stack, PyObject *samples, Py_ssize_t index, Py_ssize_t count,
+                      bool usual) {
     Found leaf;
     int result = find_sample(samples, index, &leaf);
     if (result != 0) return result;
-    if (leaf.nbytes > INT64_MAX / count) return NOT_PLAIN;
+    if (leaf.nbytes > INT64_MAX / count || (usual && !has_usual_strides(&leaf))) return NOT_PLAIN;
     if (index == 0) *stack = stack_new(&leaf, count);
     if (*stack == NULL) return -1;
     if (!is_like_first(*stack, &leaf)) return NOT_PLAIN;
@@ -436,34 +442,20 @@ static int add_sample(Stack **stack, PyObject *samples, Py_ssize_t index, Py_ssi
     return 0;
 }
 
-/* alike(samples): what `stack` needs, for plain CPU tensors of one dtype and shape; None if they
- * aren't. */
-PyObject *alike(UNUSED PyObject *module, PyObject *samples) {
+/* alike(samples, usual): a stack of plain CPU tensors of one dtype and shape; None if they
+ * aren't. `usual`: they also have to have the strides of new tensors. */
+PyObject *alike(UNUSED PyObject *module, PyObject *args) {
+    PyObject *samples;
+    int usual;
+    if (!PyArg_ParseTuple(args, "Op:alike", &samples, &usual)) return NULL;
     Py_ssize_t count = PySequence_Size(samples);
     if (count < 0) return NULL;
     Stack *stack = NULL;
     int result = count == 0 || may_be_dual() ? NOT_PLAIN : 0;
     for (Py_ssize_t i = 0; i < count && result == 0; i++)
-        result = add_sample(&stack, samples, i, count);
+        result = add_sample(&stack, samples, i, count, usual != 0);
     PyObject *capsule = result == 0 ? PyCapsule_New(stack, STACK, stack_end) : NULL;
     if (capsule == NULL) free(stack);
     if (capsule != NULL || PyErr_Occurred()) return capsule;
-    Py_RETURN_NONE;
-}
-
-/* stack(found, address, nbytes): write samples one after the other; `found` is the result of
- * `alike`. */
-PyObject *stack(UNUSED PyObject *module, PyObject *args) {
-    PyObject *found;
-    unsigned long long address;
-    long long room;
-    if (!PyArg_ParseTuple(args, "OKL:stack", &found, &address, &room)) return NULL;
-    const Stack *stack = PyCapsule_GetPointer(found, STACK);
-    if (stack == NULL) return NULL;
-    if (stack->nbytes > room)
-        return PyErr_Format(PyExc_ValueError, "samples need more room than there is");
-    Py_BEGIN_ALLOW_THREADS
-    pack_all(stack->leaves, stack->count, (char *)(uintptr_t)address, stack->nbytes, true);
-    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }

@@ -170,13 +170,12 @@ static PyMethodDef functions[] = {
      "valid."},
     {"describe", describe, METH_VARARGS,
      "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
-    {"alike", alike, METH_O,
-     "alike(samples): what stack() needs, or None if they differ or are not plain."},
-    {"stack", stack, METH_VARARGS,
-     "stack(found, address, nbytes): write samples one after the other."},
+    {"alike", alike, METH_VARARGS,
+     "alike(samples, usual): a stack for `pack` or `Job`, or None if they differ or are not "
+     "plain, or if `usual` and they have other strides than new tensors."},
     {"pack", pack, METH_VARARGS,
-     "pack(table, sources, address, nbytes): write leaves to their places, except those whose "
-     "source is at 0."},
+     "pack(table, sources, address, nbytes[, stacks]): write leaves to their places; samples of "
+     "stacks, by row, one after the other."},
     {"find_driver", find_driver, METH_NOARGS,
      "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
     {"match", match, METH_VARARGS,

@@ -229,8 +229,8 @@ static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int6
     if (to == 0)
         to = leaf->strides != NULL ? leaf->nbytes / unit
                                    : leaf->nbytes; /* a division takes longer */
-    if (leaf->source == NULL || from == to) {
-        /* it was written elsewhere, or there is nothing to write */
+    if (from == to) {
+        /* there is nothing to write */
     } else if (leaf->strides != NULL) {
         copy_strided(at, leaf, from, to);
     } else {

@@ -15,8 +15,8 @@ enum { MAX_DIMS = 64 };
 /* A leaf to be moved: byte by byte if `strides` is NULL, else element by element into contiguous
  * memory. */
 typedef struct {
-    const char *source; /* NULL if the leaf is in the slab already */
-    int64_t offset;     /* in the batch; ascending */
+    const char *source;
+    int64_t offset; /* in the batch; ascending */
     int64_t nbytes;
     const int64_t *shape;   /* of a strided leaf */
     const int64_t *strides; /* of a strided leaf, in elements; NULL to copy its bytes */
@@ -28,7 +28,7 @@ typedef struct Job Job;
 
 /* Make a job. `slab` has `nbytes` bytes, with room for all leaves. Padding between leaves is set
  * to zero. `leaves` and what they point to must exist until `job_free`. `reuses`: places may be
- * reused, and each leaf has a source. NULL if there is no memory. */
+ * reused. NULL if there is no memory. */
 Job *job_new(const Leaf *leaves, int64_t count, char *slab, int64_t nbytes, int threads,
              bool reuses);
 

@@ -12,7 +12,41 @@ static void work_end(Work *work) {
     table_end(&work->table);
 }
 
-static bool take_leaves(Work *work, const Table *table, PyObject *sources, int64_t room) {
+/* The number of samples in all stacks; -1 with an error if one isn't a stack. */
+static int64_t count_samples(PyObject *stacks) {
+    PyObject *row, *found;
+    Py_ssize_t at = 0;
+    int64_t samples = 0;
+    while (stacks != NULL && PyDict_Next(stacks, &at, &row, &found)) {
+        const Stack *stack = stack_of(found);
+        if (stack == NULL) return -1;
+        samples += stack->count;
+    }
+    return samples;
+}
+
+/* The stack of a row; NULL if it has none, or with an error. */
+static const Stack *stack_at(PyObject *stacks, int64_t index) {
+    if (stacks == NULL || PyDict_Size(stacks) == 0) return NULL;
+    PyObject *row = PyLong_FromLongLong(index);
+    PyObject *found = row == NULL ? NULL : PyDict_GetItemWithError(stacks, row);
+    Py_XDECREF(row);
+    return found == NULL ? NULL : stack_of(found);
+}
+
+/* Add the samples of a row; false if they don't fill it. */
+static bool add_samples(Work *work, const Row *row, const Stack *stack) {
+    if (row->kind != RAW || row->nbytes != stack->nbytes) return false;
+    for (int64_t i = 0; i < stack->count; i++) {
+        Leaf *leaf = &work->leaves[work->count++];
+        *leaf = stack->leaves[i];
+        leaf->offset += row->offset;
+    }
+    return true;
+}
+
+static bool take_leaves(Work *work, const Table *table, PyObject *sources, PyObject *stacks,
+                        int64_t room) {
     const Header *header = table->header;
     char *start;
     Py_ssize_t length;
@@ -23,14 +57,21 @@ static bool take_leaves(Work *work, const Table *table, PyObject *sources, int64
         (size_t)length != source_bytes(header->width) * (size_t)header->rows)
         return fail(PyExc_ValueError,
                     "the slab is smaller than the offset table says, or the sources are another's");
-    work->leaves = malloc(sizeof(Leaf) * (size_t)(table->packed + 1));
+    int64_t samples = count_samples(stacks), used = 0;
+    if (samples < 0) return false;
+    work->leaves = malloc(sizeof(Leaf) * (size_t)(table->packed + samples + 1));
     if (work->leaves == NULL) return no_memory();
-    for (; work->count < table->packed; work->count++) {
-        int64_t index = table->order[work->count];
+    for (int64_t i = 0; i < table->packed; i++) {
+        int64_t index = table->order[i];
         const Row *row = row_at(header, index);
+        const Stack *stack = stack_at(stacks, index);
+        if (stack != NULL && add_samples(work, row, stack)) {
+            used += stack->count;
+            continue;
+        }
         const int64_t *source =
             (const int64_t *)(start + source_bytes(header->width) * (size_t)index);
-        work->leaves[work->count] = (Leaf){
+        work->leaves[work->count++] = (Leaf){
             .source = (const char *)(uintptr_t)source[0],
             .offset = row->offset,
             .nbytes = row->nbytes,
@@ -40,11 +81,13 @@ static bool take_leaves(Work *work, const Table *table, PyObject *sources, int64
             .itemsize = torch.itemsize[row->dtype],
         };
     }
-    return true;
+    if (used < samples && !PyErr_Occurred())
+        return fail(PyExc_ValueError, "samples of a stack don't fill its row");
+    return !PyErr_Occurred();
 }
 
-bool work_begin(Work *work, const Table *table, PyObject *sources, int64_t room) {
-    bool is_good = take_leaves(work, table, sources, room);
+bool work_begin(Work *work, const Table *table, PyObject *sources, PyObject *stacks, int64_t room) {
+    bool is_good = take_leaves(work, table, sources, stacks, room);
     if (!is_good) work_end(work);
     return is_good;
 }
@@ -60,12 +103,14 @@ void work_do(Work *work, char *slab) {
 }
 
 PyObject *pack(UNUSED PyObject *module, PyObject *args) {
-    PyObject *table, *sources;
+    PyObject *table, *sources, *stacks = NULL;
     unsigned long long address;
     long long room;
-    if (!PyArg_ParseTuple(args, "OOKL:pack", &table, &sources, &address, &room)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOKL|O!:pack", &table, &sources, &address, &room, &PyDict_Type,
+                          &stacks))
+        return NULL;
     Work work = {.leaves = NULL};
-    if (!table_begin(&work.table, table) || !work_begin(&work, &work.table, sources, room))
+    if (!table_begin(&work.table, table) || !work_begin(&work, &work.table, sources, stacks, room))
         return NULL;
     work_do(&work, (char *)(uintptr_t)address);
     Py_RETURN_NONE;
@@ -100,19 +145,20 @@ static void job_close(JobObject *self, int milliseconds) {
 }
 
 static PyObject *job_make(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    PyObject *table, *sources, *owner;
+    PyObject *table, *sources, *owner, *stacks = NULL;
     unsigned long long address;
     long long room;
     int most_threads, reuses = 0;
     if (kwargs != NULL && PyDict_Size(kwargs) > 0)
         return PyErr_Format(PyExc_TypeError, "Job takes no keywords");
-    if (!PyArg_ParseTuple(args, "OOKLOi|p:Job", &table, &sources, &address, &room, &owner,
-                          &most_threads, &reuses))
+    if (!PyArg_ParseTuple(args, "OOKLOi|pO!:Job", &table, &sources, &address, &room, &owner,
+                          &most_threads, &reuses, &PyDict_Type, &stacks))
         return NULL;
     JobObject *self = (JobObject *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     Work *work = &self->work;
-    if (!table_begin(&work->table, table) || !work_begin(work, &work->table, sources, room)) {
+    if (!table_begin(&work->table, table) ||
+        !work_begin(work, &work->table, sources, stacks, room)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -239,9 +285,10 @@ static PyGetSetDef job_getters[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 static const char job_doc[] =
-    "Job(table, sources, address, nbytes, owner, threads[, reuses]): packs a batch by threads; a "
-    "context manager.\n\n"
-    "owner: keeps leaves and slab alive. If the block isn't entered, no thread writes to the slab.";
+    "Job(table, sources, address, nbytes, owner, threads[, reuses[, stacks]]): packs a batch by "
+    "threads; a context manager.\n\n"
+    "owner: keeps leaves, stacks and slab alive. If the block isn't entered, no thread writes to "
+    "the slab. stacks: as for `pack`.";
 static PyType_Slot job_slots[] = {
     {Py_tp_new, job_make},       {Py_tp_dealloc, job_dealloc}, {Py_tp_methods, job_methods},
     {Py_tp_getset, job_getters}, {Py_tp_doc, (void *)job_doc}, {0, NULL},

@@ -14,6 +14,7 @@ The first two ways use the current stream, the others our own one.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
@@ -24,10 +25,12 @@ from .._batch import (
     Keeping,
     OwnStorage,
     Parts,
+    Stack,
     borrow,
     pack_by_threads,
     reuses_places,
     sharing_of,
+    stack_samples,
     start_packing,
     take_apart,
     walk,
@@ -130,10 +133,13 @@ class Sender:
             transfer = self.transfer(parts, SMALL_BYTES)
         return transfer.wait()
 
-    def begin(self, batch: Any) -> Transfer[Any]:
-        """See `Stager.stage`."""
+    def begin(self, batch: Any, stacks: Mapping[int, Stack] | None = None) -> Transfer[Any]:
+        """See `Stager.stage`; for `stacks`, see `take_apart`. All samples have been read when it
+        returns.
+        """
         with step("stage"):
-            return self.transfer(take_apart(batch, keeping=self.keeping), AT_ONCE_BYTES)
+            parts = take_apart(batch, keeping=self.keeping, stacks=stacks)
+            return self.transfer(parts, AT_ONCE_BYTES)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -189,6 +195,7 @@ class Sender:
             if target.is_capturing():
                 return self._start_packing(parts, target.stream, timeout)
             if nbytes <= AT_ONCE_BYTES and (nbytes == 0 or target.has_room()):
+                stack_samples(parts.stacks.values())
                 return PendingSend(parts, consumer)
             if self.run_ahead is not None:
                 self.run_ahead.bound(target.record(consumer), consumer)
@@ -285,6 +292,7 @@ class Sender:
 
         The host waits for the copy from a part of the slab before it writes that part again.
         """
+        stack_samples(parts.stacks.values())
         size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
         slab, copies = lease.tensor(), 0
         events: list[Fence | None] = [None] * _PARTS

@@ -597,3 +597,8 @@ class Stager:
 
     def __repr__(self) -> str:
         return f"<Stager {self.device} batches={self._sender.counters.batches} {self.pool!r}>"
+
+
+def sender_of(stager: Stager) -> Sender:
+    """Return the sender of a stager, which also takes batches whose samples aren't stacked yet."""
+    return stager._sender
