@@ -139,7 +139,7 @@ def pack(whole, slab):
     """Write all leaves to their places, with zeros between them."""
     base, end = slab.data_ptr(), 0
     offsets = whole.table.rows["offset"].tolist()
-    for index in whole.table.by_offset(*PACKED):
+    for index in whole.table.by_offset():
         offset, found = offsets[index], whole.described[index]
         ctypes.memset(base + end, 0, offset - end)
         end = offset + found.nbytes
