@@ -1,8 +1,8 @@
 """Figures about copies between host and device, from a trace.
 
-Times are added up by interval arithmetic on arrays. A set of intervals is a float64 array of shape
-``[n, 2]``, start and end in seconds, sorted and disjoint. `union` makes a set; the other functions
-of intervals take sets.
+The moments at which events begin and end divide the trace into cells. A set of times, such as those
+at which a kernel runs, is an array of bools, one for each cell. So sets are combined by ``&``,
+``|`` and ``~``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ from ._events import (
 )
 
 Times = npt.NDArray[np.float64]
-Intervals = npt.NDArray[np.float64]
-
-EMPTY: Intervals = np.empty((0, 2))
-ALWAYS: Intervals = np.array([[-np.inf, np.inf]])
+Cells = npt.NDArray[np.bool_]
 
 _SHORTEST = 1e-9  # seconds of a trace of one moment, so that shares of it can be computed
 _GAP = 5e-6
@@ -51,37 +48,95 @@ SMALL_BYTES = 64 * KIB
 """Below this size, the call costs more than the bus."""
 
 
+class Timeline:
+    """Time, divided into cells at the moments of all events.
+
+    Args:
+        moments: seconds, in any order and shape; the starts and ends of all intervals that are used
+            later.
+
+    Attributes:
+        edges: where each cell begins. The last one has no length and is in no set of `cover`.
+        lengths: seconds of each cell.
+    """
+
+    def __init__(self, moments: npt.ArrayLike) -> None:
+        self.edges = np.unique(moments)
+        self.lengths = np.diff(self.edges, append=self.edges[-1])
+
+    def index(self, moments: npt.ArrayLike) -> npt.NDArray[np.intp]:
+        """Return the cells that begin at some moments."""
+        return np.searchsorted(self.edges, moments)
+
+    def cover(self, intervals: Times) -> Cells:
+        """Return the set of the cells in any of the intervals, ``[n, 2]``."""
+        return self._between(*self.index(intervals.T))
+
+    def _between(self, first: npt.NDArray[np.intp], end: npt.NDArray[np.intp]) -> Cells:
+        starts, ends = (np.bincount(cells, minlength=len(self.edges)) for cells in (first, end))
+        return np.cumsum(starts - ends) > 0
+
+    def bridge(self, cells: Cells) -> Cells:
+        """Return a set with its gaps of up to `_GAP` filled."""
+        turns = np.flatnonzero(np.diff(cells, prepend=False))
+        first, end = turns[1:-1:2], turns[2::2]
+        is_short = self.edges[end] - self.edges[first] <= _GAP
+        return cells | self._between(first[is_short], end[is_short])
+
+    def runs_at(self, cells: Cells, moments: Times) -> Cells:
+        """Return the runs of a set, without gaps, that contain any of the moments."""
+        runs = np.cumsum(np.diff(cells, prepend=False))  # the same number in all cells of a run
+        return cells & np.isin(runs, runs[self.index(moments)])
+
+    def seconds(self, cells: Cells) -> float:
+        """Return the length of a set."""
+        return float(self.lengths[cells].sum())
+
+    def amounts(self, moments: Times, weights: npt.NDArray[Any]) -> Times:
+        """Return the sum of the weights of the moments in each cell."""
+        return np.bincount(self.index(moments), weights, len(self.edges)).astype(np.float64)
+
+    def within(self, amounts: Times, bounds: Times) -> Times:
+        """Return the sum of the amounts of the cells within each of the bounds, ``[n, 2]``."""
+        running = np.concatenate([[0.0], np.cumsum(amounts)])
+        first, end = self.index(bounds.T)
+        return running[end] - running[first]  # type: ignore[no-any-return]
+
+
 class Analysis:
     """Figures from a trace."""
 
     def __init__(self, trace: Trace) -> None:
-        events = trace.events
-        copies = _Copies(events, trace.ways)
-        devices = np.unique(events.of(KERNEL).place)
-        kernels = {int(device): union(events.of(KERNEL, place=device).spans) for device in devices}
+        events = self._events = trace.events
+        copies = self._copies = _Copies(events, trace.ways)
+        bounds, numbers = _steps(events)
+        timeline = self._timeline = Timeline(np.concatenate([events.spans, bounds]))
+        kernels = {
+            int(device): timeline.cover(events.of(KERNEL, track=device).spans)
+            for device in np.unique(np.append(events.of(KERNEL, COPY).track, 0))
+        }
         # The figures of steps are about the GPU with the most kernel time; without kernels, with
         # the most copies.
-        by_copies = int(np.bincount(copies.place).argmax()) if len(copies) else 0
-        self.device = max(kernels, key=lambda device: total(kernels[device]), default=by_copies)
-        # The training loop's thread has the steps, else the most calls of CUDA, else the most host
-        # events.
-        threads = next(
-            filter(len, (events.of(*kinds).place for kinds in ((STEP,), CALLS, HOST))), ()
+        self.device = max(
+            kernels,
+            key=lambda device: (timeline.seconds(kernels[device]), (copies.track == device).sum()),
         )
-        loop = events.of(*HOST, place=int(np.bincount(threads).argmax()) if len(threads) else 0)
+        loop = self._loop = _loop_of(events)
         self.path, self.device_name = trace.path, trace.device_name
         self.has_workers = trace.has_workers
         self.annotated = bool(len(events.of(STEP)))  # if not, one step is the whole trace
         self.uses_pinstage = bool(len(loop.of(OUR_OP)))
-        self.groups = _groups(copies, kernels)
+        self.groups = _groups(timeline, copies, kernels)
         # The profiler's cost for each operator or range. A call of CUDA costs twice as much.
         self.event_seconds = EVENT_UNITS * _profiler_unit(loop)
-        busy = union(kernels.get(self.device, EMPTY), gap=_GAP)
         # Of each step.
-        self.figures = _figures(events, loop, copies, self.device, busy, self.event_seconds)
-        self.seconds = float(
-            (self.figures["start"] + self.figures["seconds"]).max() - self.figures["start"][0]
-        )
+        self.figures = {
+            "number": numbers,
+            "start": bounds[:, 0],
+            "seconds": bounds[:, 1] - bounds[:, 0],
+            **self._figures(timeline.bridge(kernels[self.device]), bounds),
+        }
+        self.seconds = float(bounds[:, 1].max() - bounds[0, 0])
         uploads = copies.direction == TO_DEVICE
         self.small_copies = int((uploads & (copies.nbytes < SMALL_BYTES)).sum())
         # Bytes per second of the fastest page-locked copy to the device of 1 MiB or more; 0: none.
@@ -100,9 +155,12 @@ class Analysis:
         """Return the median of a figure over the steps."""
         return float(np.median(self.figures[name]))
 
-    def sum_of(self, name: str, direction: str = TO_DEVICE) -> float:
-        """Return the sum of a figure over the groups of a direction."""
-        return float(sum(group[name] for group in self.groups if group["direction"] == direction))
+    def sum_of(self, name: str, direction: str = TO_DEVICE, kind: str | None = None) -> float:
+        """Return the sum of a figure over the copies in a direction, of all host memory or one
+        kind.
+        """
+        groups = [group for group in self.groups if group["direction"] == direction]
+        return float(sum(group[name] for group in groups if kind in (None, group["kind"])))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, in seconds and bytes."""
@@ -118,6 +176,80 @@ class Analysis:
         )
         return {name: getattr(self, name) for name in plain} | {"copies": self.groups}
 
+    def _figures(self, busy: Cells, bounds: Times) -> dict[str, npt.NDArray[Any]]:
+        """Return a column for each figure, with a row for each step."""
+        timeline, events, loop, copies = self._timeline, self._events, self._loop, self._copies
+        cover = timeline.cover
+        uploads, downloads = (
+            cover(copies.spans[(copies.track == self.device) & (copies.direction == way)])
+            for way in (TO_DEVICE, TO_HOST)
+        )
+        host = timeline.bridge(self._host_copying(TO_DEVICE) | cover(loop.of(OUR_OP).spans))
+        staging = host | uploads
+        stalls = staging & ~busy
+        fetching = self._host_copying(TO_HOST) & ~host
+        waits, starts = events.of(_events.WAIT).spans, np.sort(loop.spans[:, 0])
+        # A loop that gets a batch runs operators on it.
+        got_it = np.append(starts, np.inf)[np.searchsorted(starts, waits[:, 0], side="right")]
+        idle = np.column_stack([waits[:, 0], np.minimum(waits[:, 1], got_it)])
+        times = {
+            "copy_seconds": uploads | downloads,
+            "kernel_seconds": busy,  # a kernel ran, or the next one of a full queue was about to
+            "staging_seconds": staging,  # the host was staging, or a copy to the device ran
+            "stall_seconds": stalls,  # of that, without a kernel: the GPU waits for staging
+            # The host waited for the device, outside staging.
+            "synchronise_seconds": cover(loop.of(_events.CALL_SYNCHRONISE).spans) & ~staging,
+            "wait_seconds": cover(waits),  # the loop waited for its loader
+            # Of that, until the first operator, such as in unpickling the batch.
+            "idle_wait_seconds": cover(idle),
+            "host_staging_seconds": host,  # the loop's thread was staging
+            # The loop's thread was in operators and calls that copy to the host.
+            "download_seconds": fetching,
+            "exposed_download_seconds": fetching & ~busy,  # of that, without a kernel
+        }
+        # The profiler's part of the times above. It delays nothing while a kernel runs, or while a
+        # copy runs and the host isn't staging.
+        under_way = (uploads | downloads) & ~host
+        profiled = {
+            "profiler_seconds": np.ones_like(host),
+            "profiler_staging_seconds": host,
+            "profiler_stall_seconds": stalls & ~under_way,
+            "profiler_idle_seconds": ~(busy | under_way),
+        }
+        added = timeline.amounts(loop.spans[:, 0], self.event_seconds * (1 + (loop.kind <= CALL)))
+        # One by one, because each array of amounts is large.
+        figures = {name: timeline.within(timeline.lengths * times[name], bounds) for name in times}
+        launched = _launch_times(events, copies)
+        for way, number, size in (
+            (TO_DEVICE, "copies", "nbytes"),
+            (TO_HOST, "downloads", "download_bytes"),
+        ):
+            is_mine = copies.direction == way
+            for name, weights in (number, is_mine), (size, is_mine * copies.nbytes):
+                sums = timeline.within(timeline.amounts(launched, weights), bounds)
+                figures[name] = sums.astype(np.int64)
+        return figures | {
+            name: timeline.within(added * profiled[name], bounds) for name in profiled
+        }
+
+    def _host_copying(self, way: str) -> Cells:
+        """Return when the loop's thread was copying in one direction: the calls, and the operators
+        around them.
+
+        A copy's call is short compared with the operators around it (`aten::to` takes some 10 us
+        for the smallest tensor), so the outermost such operator counts completely. Pinning counts
+        as copying to the device. Work of other threads, such as the loader's pinning, delays
+        nothing by itself.
+        """
+        loop, copies, timeline = self._loop, self._copies, self._timeline
+        calls = loop.of(_events.CALL_COPY)
+        mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
+        spans = calls.spans[np.isin(calls.number, mine)]
+        if way == TO_DEVICE:
+            spans = np.concatenate([spans, loop.of(_events.CALL_PIN).spans])
+        operators = loop.of(_events.TO_OP, _events.INSIDE_TO_OP, _events.MOVING_OP).spans
+        return timeline.cover(spans) | timeline.runs_at(timeline.cover(operators), spans[:, 0])
+
 
 class _Copies(Events):
     """The copies of a trace."""
@@ -129,65 +261,7 @@ class _Copies(Events):
         self.direction, self.memory = np.array(ways, dtype=object).reshape(-1, 2).T
 
 
-def _figures(
-    events: Events, loop: Events, copies: _Copies, device: int, busy: Intervals, unit: float
-) -> dict[str, npt.NDArray[Any]]:
-    """Return a column of figures for all steps, by name; `loop` has the events on the loop's
-    thread.
-    """
-    bounds, numbers = _bounds(events)
-    uploads, downloads = (_host_copying(loop, copies, way) for way in (TO_DEVICE, TO_HOST))
-    host = union(uploads, loop.of(OUR_OP).spans, gap=_GAP)
-    downloads = subtract(downloads, host)
-    on_it = copies.place == device
-    both_ways = union(copies.spans[on_it & np.isin(copies.direction, (TO_DEVICE, TO_HOST))])
-    staging = union(host, copies.spans[on_it & (copies.direction == TO_DEVICE)])
-    stalls = subtract(staging, busy)
-    waits, starts = events.of(_events.WAIT).spans, np.sort(loop.spans[:, 0])
-    # A loop that gets a batch runs operators on it.
-    got_it = np.append(starts, np.inf)[np.searchsorted(starts, waits[:, 0], side="right")]
-    idle = np.column_stack([waits[:, 0], np.minimum(waits[:, 1], got_it)])
-    times = {
-        "copy_seconds": both_ways,  # a copy to the device, or from it, ran
-        "kernel_seconds": busy,  # a kernel ran, or the next one of a full queue was about to
-        "staging_seconds": staging,  # the host was staging, or a copy to the device ran
-        "stall_seconds": stalls,  # of that, without a kernel: the GPU waits for staging
-        # The host waited for the device, outside staging.
-        "synchronise_seconds": subtract(union(loop.of(_events.CALL_SYNCHRONISE).spans), staging),
-        "wait_seconds": union(waits),  # the loop waited for its loader
-        # Of that, until the first operator, such as in unpickling the batch.
-        "idle_wait_seconds": union(idle),
-        "host_staging_seconds": host,  # the loop's thread was staging
-        # The loop's thread was in operators and calls that copy to the host.
-        "download_seconds": downloads,
-        "exposed_download_seconds": subtract(downloads, busy),  # of that, without a kernel
-    }
-    figures = {"number": numbers, "start": bounds[:, 0], "seconds": bounds[:, 1] - bounds[:, 0]}
-    figures |= {name: within(spans, bounds[:, 0], bounds[:, 1]) for name, spans in times.items()}
-    launched = _launch_times(events, copies)
-    for way, number, size in (
-        (TO_DEVICE, "copies", "nbytes"),
-        (TO_HOST, "downloads", "download_bytes"),
-    ):
-        here = copies.direction == way
-        figures[number] = _sums(launched[here], np.ones(here.sum()), bounds).astype(np.int64)
-        figures[size] = _sums(launched[here], copies.nbytes[here], bounds).astype(np.int64)
-    # The profiler's part of the times above. It delays nothing while a kernel runs, or while a copy
-    # runs and the host isn't staging.
-    under_way = subtract(both_ways, host)
-    parts = {
-        "profiler_seconds": ALWAYS,
-        "profiler_staging_seconds": host,
-        "profiler_stall_seconds": subtract(stalls, under_way),
-        "profiler_idle_seconds": subtract(ALWAYS, union(busy, under_way)),
-    }
-    starts, added = loop.spans[:, 0], unit * (1 + (loop.kind <= CALL))
-    for name, part in parts.items():
-        figures[name] = _sums(starts, added * (containing(part, starts) >= 0), bounds)
-    return figures
-
-
-def _bounds(events: Events) -> tuple[Intervals, npt.NDArray[np.int64]]:
+def _steps(events: Events) -> tuple[Times, npt.NDArray[np.int64]]:
     """Return start and end of each step, in chronological order, and the profiler's step
     numbers.
     """
@@ -200,42 +274,23 @@ def _bounds(events: Events) -> tuple[Intervals, npt.NDArray[np.int64]]:
     return np.array([[first, max(last, first + _SHORTEST)]]), np.array([-1])
 
 
-def _sums(times: Times, weights: npt.NDArray[Any], bounds: Intervals) -> Times:
-    """Return the sum of the weights of events whose time is between the bounds of each step."""
-    order = np.argsort(times, kind="stable")
-    running = np.concatenate([[0.0], np.cumsum(weights[order])])
-    first, end = np.searchsorted(times[order], bounds.T)
-    found: Times = running[end] - running[first]
-    return found
-
-
-def _host_copying(loop: Events, copies: _Copies, way: str) -> Intervals:
-    """Return when the loop's thread was copying in one direction: the calls, and the operators
-    around them.
-
-    A copy's call is short compared with the operators around it (`aten::to` takes some 10 us for
-    the smallest tensor), so the outermost such operator counts completely. Pinning counts as
-    copying to the device. Work of other threads, such as the loader's pinning, delays nothing by
-    itself.
+def _loop_of(events: Events) -> Events:
+    """Return the host events of the training loop's thread, which has the steps, else the most
+    calls of CUDA, else the most host events.
     """
-    calls = loop.of(_events.CALL_COPY)
-    mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
-    spans = calls.spans[np.isin(calls.number, mine)]
-    if way == TO_DEVICE:
-        spans = np.concatenate([spans, loop.of(_events.CALL_PIN).spans])
-    around = union(loop.of(_events.TO_OP, _events.INSIDE_TO_OP, _events.MOVING_OP).spans)
-    holding = np.unique(containing(around, spans[:, 0]))
-    return union(spans, around[holding[holding >= 0]])
+    for kinds in (STEP,), CALLS, HOST:
+        threads = events.of(*kinds).track
+        if len(threads):
+            return events.of(*HOST, track=int(np.bincount(threads).argmax()))
+    return events.of(*HOST)
 
 
 def _profiler_unit(loop: Events) -> float:
     """Return the median time from the start of `aten::to` to the start of the `aten::_to_copy` that
     it calls.
     """
-    outer, inner = (
-        np.sort(loop.of(_events.TO_OP).spans[:, 0]),
-        loop.of(_events.INSIDE_TO_OP).spans[:, 0],
-    )
+    outer = np.sort(loop.of(_events.TO_OP).spans[:, 0])
+    inner = loop.of(_events.INSIDE_TO_OP).spans[:, 0]
     before = np.searchsorted(outer, inner, side="right") - 1
     if not (before >= 0).any():
         return UNIT_SECONDS
@@ -245,98 +300,40 @@ def _profiler_unit(loop: Events) -> float:
 def _launch_times(events: Events, copies: _Copies) -> Times:
     """Return when each copy was requested, or when it ran, if its call was not recorded."""
     calls = events.of(*CALLS)
-    asked = dict(zip(calls.number.tolist(), calls.spans[:, 0].tolist(), strict=True))
-    asked.pop(-1, None)  # calls without a correlation
+    requested = dict(zip(calls.number.tolist(), calls.spans[:, 0].tolist(), strict=True))
+    requested.pop(-1, None)  # calls without a correlation
     ran = zip(copies.number.tolist(), copies.spans[:, 0].tolist(), strict=True)
-    return np.array([asked.get(number, start) for number, start in ran])
+    return np.array([requested.get(number, start) for number, start in ran])
 
 
-def _groups(copies: _Copies, kernels: dict[int, Intervals]) -> list[dict[str, Any]]:
+def _groups(timeline: Timeline, copies: _Copies, kernels: dict[int, Cells]) -> list[dict[str, Any]]:
     """Return the figures of each direction and kind of host memory, copies to the device first.
 
     ``seconds`` is the sum of the durations on the device. ``hidden_seconds`` is the time in which a
     copy and a kernel ran on its device, ``exposed_seconds`` the time in which a copy ran without a
     kernel.
     """
+    order = {TO_DEVICE: 0, TO_HOST: 1}
     pairs = set(zip(copies.direction, copies.memory, strict=True))
-    found = []
-    for way, kind in sorted(
-        pairs, key=lambda pair: (pair[0] not in (TO_DEVICE, TO_HOST), pair[0] != TO_DEVICE, pair)
-    ):
+    groups = []
+    for way, kind in sorted(pairs, key=lambda pair: (order.get(pair[0], len(order)), pair)):
         mine = (copies.direction == way) & (copies.memory == kind)
-        group: dict[str, Any] = {"direction": way, "kind": kind, "copies": int(mine.sum())}
-        group |= {
-            "nbytes": int(copies.nbytes[mine].sum()),
-            "seconds": float(copies.seconds[mine].sum()),
-        }
-        group["bytes_per_second"] = group["nbytes"] / (group["seconds"] or np.inf)
-        group["hidden_seconds"] = group["exposed_seconds"] = 0.0
-        for device in np.unique(copies.place[mine]):
-            spans = union(copies.spans[mine & (copies.place == device)])
-            exposed = total(subtract(spans, kernels.get(int(device), EMPTY)))
-            group["hidden_seconds"] += total(spans) - exposed
-            group["exposed_seconds"] += exposed
-        found.append(group)
-    return found
-
-
-# -- intervals -------------------------------------------------------------------------------------
-
-
-def union(*parts: npt.ArrayLike, gap: float = 0.0) -> Intervals:
-    """Merge arrays of intervals, ``[n, 2]``, into a set. Joins intervals at most `gap` apart, and
-    drops empty ones.
-    """
-    spans = np.concatenate(
-        [np.asarray(part, dtype=np.float64).reshape(-1, 2) for part in parts] or [EMPTY]
-    )
-    spans = spans[spans[:, 1] > spans[:, 0]]
-    if not len(spans):
-        return EMPTY
-    spans = spans[np.argsort(spans[:, 0], kind="stable")]
-    reach = np.maximum.accumulate(spans[:, 1])
-    begins = np.concatenate([[True], spans[1:, 0] > reach[:-1] + gap])
-    ends = np.concatenate([begins[1:], [True]])
-    return np.column_stack([spans[begins, 0], reach[ends]])
-
-
-def total(spans: Intervals) -> float:
-    """Return the length of a set."""
-    return float((spans[:, 1] - spans[:, 0]).sum())
-
-
-def subtract(one: Intervals, other: Intervals) -> Intervals:
-    """Return the difference of two sets."""
-    if not len(one) or not len(other):
-        return one
-    edges = np.concatenate([one.ravel(), other.ravel()])
-    steps = np.concatenate([np.tile([1, -1], len(one)), np.tile([-2, 2], len(other))])
-    order = np.argsort(edges, kind="stable")
-    edges, depth = edges[order], np.cumsum(steps[order])
-    # Depth 1: in one only; -1: in both; -2: in the other only.
-    kept = np.flatnonzero(depth[:-1] == 1)
-    return union(np.column_stack([edges[kept], edges[kept + 1]]))
-
-
-def within(spans: Intervals, start: npt.ArrayLike, end: npt.ArrayLike) -> Times:
-    """Return the length of the part of a set between each `start` and `end`."""
-    start, end = np.asarray(start, dtype=np.float64), np.asarray(end, dtype=np.float64)
-    if not len(spans):
-        return np.zeros(start.shape)
-    lengths = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])
-    before = np.column_stack(
-        [lengths[:-1], lengths[1:]]
-    ).ravel()  # length up to each edge, linear in between
-    found: Times = np.interp(end, spans.ravel(), before) - np.interp(start, spans.ravel(), before)
-    return found
-
-
-def containing(spans: Intervals, times: npt.ArrayLike) -> npt.NDArray[np.intp]:
-    """Return the index of the interval that contains each time, including its ends; -1 if none
-    does.
-    """
-    times = np.asarray(times, dtype=np.float64)
-    if not len(spans):
-        return np.full(times.shape, -1, dtype=np.intp)
-    index: npt.NDArray[Any] = np.searchsorted(spans[:, 0], times, side="right") - 1
-    return np.where((index >= 0) & (times <= spans[np.maximum(index, 0), 1]), index, -1)
+        nbytes, seconds = int(copies.nbytes[mine].sum()), float(copies.seconds[mine].sum())
+        hidden = exposed = 0.0
+        for device in np.unique(copies.track[mine]):
+            copying = timeline.cover(copies.spans[mine & (copies.track == device)])
+            hidden += timeline.seconds(copying & kernels[device])
+            exposed += timeline.seconds(copying & ~kernels[device])
+        groups.append(
+            {
+                "direction": way,
+                "kind": kind,
+                "copies": int(mine.sum()),
+                "nbytes": nbytes,
+                "seconds": seconds,
+                "bytes_per_second": nbytes / (seconds or np.inf),
+                "hidden_seconds": hidden,
+                "exposed_seconds": exposed,
+            }
+        )
+    return groups

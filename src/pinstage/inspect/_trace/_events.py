@@ -38,9 +38,8 @@ _SKIPPED = re.compile(r"[\s,:]*")
 _EXPECTED = (
     "export one with profiler.export_chrome_trace() or torch.profiler.tensorboard_trace_handler()"
 )
-_decode = json.JSONDecoder(
-    strict=False
-).raw_decode  # not strict: names of kernels have control characters
+# Not strict, because names of kernels have control characters.
+_decode = json.JSONDecoder(strict=False).raw_decode
 
 Event = dict[str, Any]
 
@@ -183,22 +182,20 @@ name.
 """
 _NAMES = {
     CALL: (
-        (CALL_COPY, re.compile(r"(cuda|hip|cu)Memcpy(?!.*Peer)")),
+        (CALL_COPY, r"(cuda|hip|cu)Memcpy(?!.*Peer)"),
         (
             CALL_PIN,
-            re.compile(
-                r"(cuda|hip|cu)(Mem)?(Host(M?[aA]lloc|(Unr|R)egister|Free)|(Malloc|Alloc|Free)Host)"
-            ),
+            r"(cuda|hip|cu)(Mem)?(Host(M?[aA]lloc|(Unr|R)egister|Free)|(Malloc|Alloc|Free)Host)",
         ),
-        (CALL_SYNCHRONISE, re.compile(r"(cuda|hip|cu)(Device|Stream|Event|Ctx)Synchronize")),
+        (CALL_SYNCHRONISE, r"(cuda|hip|cu)(Device|Stream|Event|Ctx)Synchronize"),
     ),
     MOVING_OP: (
-        (TO_OP, re.compile(r"aten::to$")),
-        (INSIDE_TO_OP, re.compile(r"aten::_to_copy$")),
-        (MOVING_OP, re.compile(r"aten::(copy_|_?pin_memory|cuda|cpu|item|_local_scalar_dense)$")),
-        (STEP, re.compile(r"ProfilerStep#\d+$")),
-        (WAIT, re.compile(r"enumerate\(DataLoader\)|pinstage\.loader\.wait")),
-        (OUR_OP, re.compile(r"pinstage\.(?!(fetch|gather|wait)$)")),
+        (TO_OP, r"aten::to$"),
+        (INSIDE_TO_OP, r"aten::_to_copy$"),
+        (MOVING_OP, r"aten::(copy_|_?pin_memory|cuda|cpu|item|_local_scalar_dense)$"),
+        (STEP, r"ProfilerStep#\d+$"),
+        (WAIT, r"enumerate\(DataLoader\)|pinstage\.loader\.wait"),
+        (OUR_OP, r"pinstage\.(?!(fetch|gather|wait)$)"),
     ),
 }
 """Kinds by name. An operator that may copy between host and device counts only if it has such a
@@ -219,17 +216,17 @@ class Events:
     def __init__(self, rows: npt.NDArray[np.float64]) -> None:
         self.rows = rows
         self.spans = rows[:, :2]  # start and end
-        # `place` is the index of a device or thread, `number` the number of a step, or a
+        # `track` is the index of a device or thread, `number` the number of a step, or a
         # correlation.
-        self.kind, self.place, self.number, self.nbytes = rows[:, 2:].astype(np.int64).T
+        self.kind, self.track, self.number, self.nbytes = rows[:, 2:].astype(np.int64).T
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def of(self, *kinds: int, place: int | None = None) -> Events:
-        """Return the events of some kinds, of all places or of one."""
+    def of(self, *kinds: int, track: int | None = None) -> Events:
+        """Return the events of some kinds, of all tracks or of one."""
         chosen = np.isin(self.kind, kinds)
-        return Events(self.rows[chosen if place is None else chosen & (self.place == place)])
+        return Events(self.rows[chosen if track is None else chosen & (self.track == track)])
 
 
 class Trace:
@@ -248,12 +245,11 @@ class Trace:
         self._threads: dict[Any, int] = {}
         self._zero: float | None = None
         for number, event in enumerate(file, 1):
-            category = event.get("cat")
-            kind = _CATEGORIES.get(category) if isinstance(category, str) else None
-            if event.get("ph") != "X" or kind is None:
+            category = str(event.get("cat"))
+            if event.get("ph") != "X" or category not in _CATEGORIES:
                 continue
             try:
-                self._keep(event, kind)
+                self._keep(event, _CATEGORIES[category])
             except (KeyError, OverflowError, TypeError, ValueError) as error:
                 raise TraceError(
                     f"{self.path} isn't a trace of the PyTorch profiler: event {number:,} "
@@ -271,21 +267,11 @@ class Trace:
             self.device_name = clean(file.header["deviceProperties"][0]["name"]) or None
 
     def _keep(self, event: Event, kind: int) -> None:
-        started, lasts = float(event["ts"]), _figure(event, "dur", 0, _LONGEST_US)
-        self._zero = started if self._zero is None else self._zero
-        start = started - self._zero
-        if not abs(start) < _LONGEST_US:  # so that sums of times are finite, too
-            raise ValueError(f"ts: it begins after {start:g} us")
+        start, lasts = self._start(event), _figure(event, "dur", 0, _LONGEST_US)
         name, arguments = event["name"], event.get("args") or {}
         if not (isinstance(name, str) and isinstance(arguments, dict)):
             raise TypeError("name or args")
         kind, number, nbytes = kind_of(kind, name), -1.0, 0.0
-        if kind in (KERNEL, COPY):
-            place = _figure(arguments, "device", 0, _MOST_DEVICES)
-        else:
-            place = self._threads.setdefault(
-                (event.get("pid"), event.get("tid")), len(self._threads)
-            )
         if kind == COPY:
             nbytes = _figure(arguments, "bytes", 0)
             self.ways.append(_direction_and_kind(clean(name)))
@@ -293,9 +279,27 @@ class Trace:
             number = _figure({"step": name.rpartition("#")[2]}, "step", 0)
         elif kind == COPY or kind in CALLS:
             number = _figure(arguments, "correlation", -1)
-        elif kind == WAIT:
-            self.has_workers |= bool(_WORKERS.match(name))
-        self._rows.extend((start * 1e-6, (start + lasts) * 1e-6, kind, place, number, nbytes))
+        elif kind == WAIT and _WORKERS.match(name):
+            self.has_workers = True
+        if kind in (KERNEL, COPY):
+            track = _figure(arguments, "device", 0, _MOST_DEVICES)
+        else:
+            track = self._thread(event)
+        self._rows.extend((start * 1e-6, (start + lasts) * 1e-6, kind, track, number, nbytes))
+
+    def _start(self, event: Event) -> float:
+        """Return when an event began, in microseconds since the first one."""
+        began = float(event["ts"])
+        if self._zero is None:
+            self._zero = began
+        start = began - self._zero
+        if not abs(start) < _LONGEST_US:  # so that sums of times are finite, too
+            raise ValueError(f"ts: it begins after {start:g} us")
+        return start
+
+    def _thread(self, event: Event) -> int:
+        thread = event.get("pid"), event.get("tid")
+        return self._threads.setdefault(thread, len(self._threads))
 
 
 def _figure(values: Mapping[str, Any], name: str, default: float, limit: float = _MOST) -> float:
@@ -312,12 +316,10 @@ def _figure(values: Mapping[str, Any], name: str, default: float, limit: float =
 @cache
 def kind_of(kind: int, name: str) -> int:
     """Return the kind of an event by its name."""
-    if kind not in _NAMES:
-        return kind
-    return next(
-        (found for found, names in _NAMES[kind] if names.match(name)),
-        CALL if kind == CALL else OTHER,
-    )
+    for named_kind, pattern in _NAMES.get(kind, ()):
+        if re.match(pattern, name):
+            return named_kind
+    return OTHER if kind == MOVING_OP else kind
 
 
 @cache

@@ -60,24 +60,21 @@ class Packing:
         self.stall_seconds = middle("stall_seconds")  # of staging, in the trace: no kernel runs
         # In each step.
         self.waits_for_device = bool(middle("synchronise_seconds") or middle("downloads"))
-        waited = middle("idle_wait_seconds")  # for worker processes, which set the pace
-        self.waits_for_loader = analysis.has_workers and waited > max(
-            _WAITING * self.step_seconds, _WAITING_SECONDS
-        )
+        # For worker processes, which set the pace.
+        longest_wait = max(_WAITING * self.step_seconds, _WAITING_SECONDS)
+        self.waits_for_loader = analysis.has_workers and middle("idle_wait_seconds") > longest_wait
         self.is_ours = analysis.uses_pinstage and self.leaves <= 1  # the batch is one slab already
         self.is_measured = self.leaves <= MOST_LEAVES and self.nbytes <= MOST_BYTES
         bus_rate = bus.pinned * 1e9 if bus else analysis.fastest_pinned
         self.bytes_per_second = min(bus_rate or cost.bytes_per_second, cost.bytes_per_second)
         # As one slab.
         self.packed_seconds = cost.seconds(self.leaves, self.nbytes, self.bytes_per_second)
-        # The profiler's part of a step, and its staging. If the host waits for the device, only
+        # The profiler's part of a step, and the staging. If the host waits for the device, only
         # while that is idle.
-        self.profiler_seconds = middle(
-            "profiler_idle_seconds" if self.waits_for_device else "profiler_seconds"
-        )
-        self._staging = middle(
-            "staging_seconds" if self.waits_for_device else "host_staging_seconds"
-        )
+        profiler, staging = "profiler_seconds", "host_staging_seconds"
+        if self.waits_for_device:
+            profiler, staging = "profiler_idle_seconds", "staging_seconds"
+        self.profiler_seconds, self._staging = middle(profiler), middle(staging)
         self._profiled = middle("profiler_staging_seconds"), middle("profiler_stall_seconds")
         self.real_seconds, self.real_staging_seconds, _ = self._without(1.0)  # without the profiler
         self._predict()
@@ -94,22 +91,18 @@ class Packing:
         """Return the step, its staging and the stall without the profiler, at a factor times its
         estimate.
         """
-        real, pace = (
-            max(self.step_seconds - profiler * self.profiler_seconds, self.kernel_seconds),
-            1.0,
-        )
+        real = max(self.step_seconds - profiler * self.profiler_seconds, self.kernel_seconds)
+        pace = 1.0
         if self._given is not None:
             # The rest of the difference is the host's speed, which differs from hour to hour; the
             # GPU's doesn't.
             gpu = self.kernel_seconds if self.waits_for_device else 0.0
             pace = max(self._given - gpu, 0.0) / max(real - gpu, 1e-9)
             real = self._given
-        of_staging, of_stall = (profiler * seconds for seconds in self._profiled)
-        return (
-            real,
-            max(self._staging - of_staging, 0.0) * pace,
-            max(self.stall_seconds - of_stall, 0.0) * pace,
-        )
+        of_staging, of_stall = self._profiled
+        staging = max(self._staging - profiler * of_staging, 0.0) * pace
+        stall = max(self.stall_seconds - profiler * of_stall, 0.0) * pace
+        return real, staging, stall
 
     def _saved(self, profiler: float, ours: float) -> float:
         """Return the time saved per step, with both estimates multiplied by factors."""
@@ -117,9 +110,8 @@ class Packing:
         # The GPU gains at most its idle time. No step is shorter than its kernels, or than its
         # bytes on the bus.
         limit = stall if self.waits_for_device else real - self.nbytes / self.bytes_per_second
-        return max(
-            0.0, min(staging - ours * self.packed_seconds, limit, real - self.kernel_seconds)
-        )
+        less_staging = staging - ours * self.packed_seconds
+        return max(0.0, min(less_staging, limit, real - self.kernel_seconds))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the estimate as plain data."""
@@ -132,21 +124,18 @@ class Packing:
 
     def assumptions(self) -> list[str]:
         """Return the assumptions of the prediction, as sentences."""
-        cost, way = (
-            self._cost,
-            "doesn't wait for the GPU outside staging: its time is saved, down to the kernels'",
-        )
+        cost = self._cost
+        way = "doesn't wait for the GPU outside staging: its time is saved, down to the kernels'"
         if self.waits_for_device:
             way = "waits for the GPU in each step: part of the GPU's stall is saved"
         profiler = f"the profiler takes {duration(self.profiler_seconds)} of a step"
         if self._given is not None:
             profiler = f"without the profiler a step takes {duration(self._given)}, as given"
-        ours = f"{duration(cost.fixed_seconds)}, {duration(cost.leaf_seconds)} for each leaf"
+        slab = f"{duration(cost.fixed_seconds)}, {duration(cost.leaf_seconds)} for each leaf"
         speed = rate(self.bytes_per_second)
-        measured = f"{ours}, and its bytes at {speed}: measured on {cost.source}"
         one_each = "each copy to the device is one leaf, and one step stages one batch"
         return [
-            f"staging one slab takes {measured}",
+            f"staging one slab takes {slab}, and its bytes at {speed}: measured on {cost.source}",
             f"{profiler}; for the range, costs are known within a factor of {SPREAD:g}",
             f"{one_each}, without prefetching",
             f"the host {way}",
@@ -181,8 +170,6 @@ class Packing:
             text += f" up to {duration(most)}, perhaps nothing."
         else:
             text += f" {duration(least)} to {duration(most)} of a step."
-        return (
-            text
-            if self._given
-            else f"{text} --step-ms, a step's time without the profiler, narrows this."
-        )
+        if self._given:
+            return text
+        return f"{text} --step-ms, a step's time without the profiler, narrows this."

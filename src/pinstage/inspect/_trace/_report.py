@@ -9,7 +9,7 @@ from ..._sizes import count, format_bytes
 from .._bus import REFERENCE, Bus, Cost
 from .._report import Line, Section, TextTable, duration, rate, share
 from ._analysis import SMALL_BYTES, Analysis
-from ._events import TO_DEVICE, Trace, TraceFile
+from ._events import Trace, TraceFile
 from ._model import SMALL, Packing
 
 _TIMES = {
@@ -26,12 +26,12 @@ class TraceReport(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data, ready for JSON, in seconds and bytes."""
-        found = {
+        return {
             "verdict": self.verdict,
             "packing": self.packing.to_dict(),
             "assumptions": self.packing.assumptions(),
+            "trace": self.analysis.to_dict(),
         }
-        return found | {"trace": self.analysis.to_dict()}
 
     @property
     def verdict(self) -> str:
@@ -42,37 +42,38 @@ class TraceReport(NamedTuple):
 
     def sections(self) -> list[Section]:
         """Return the report, which fits on one screen."""
-        analysis = self.analysis
-        style = "warning" if self.packing.is_stalled else "ok"
-        shown: list[Section] = [Line(text, style) for text in _verdict(analysis, self.packing)]
+        analysis, packing = self.analysis, self.packing
+        style = "warning" if packing.is_stalled else "ok"
         steps = count(len(analysis.steps), "step") if analysis.annotated else "no steps annotated"
         device = f"{analysis.device_name or 'GPU'} (device {analysis.device})"
-        shown.append(Line(f"\n{analysis.path}: {duration(analysis.seconds)}, {steps}, {device}"))
-        rows = [
-            [
-                *(
-                    group["direction"],
-                    group["kind"],
-                    f"{group['copies']:,}",
-                    format_bytes(group["nbytes"]),
-                ),
-                *(duration(group["seconds"]), rate(group["bytes_per_second"])),
-                share(group["hidden_seconds"], group["hidden_seconds"] + group["exposed_seconds"]),
-            ]
-            for group in analysis.groups
-        ]
-        styles = ["warning" if group["kind"] == "pageable" else "" for group in analysis.groups]
-        columns = ("copies", "kind", ">number", ">bytes", ">time", ">speed", ">hidden")
         medians = [duration(analysis.middle(name)) for name in _TIMES.values()]
+        title = "a step, medians; stall: staging, and no kernel runs"
         return [
-            *shown,
-            TextTable(columns, rows, "copies; hidden: behind kernels", styles),
-            TextTable(
-                list(_TIMES), [medians], "a step, medians; stall: staging, and no kernel runs"
-            ),
+            *(Line(text, style) for text in _verdict(analysis, packing)),
+            Line(f"\n{analysis.path}: {duration(analysis.seconds)}, {steps}, {device}"),
+            _copies(analysis),
+            TextTable(list(_TIMES), [medians], title),
             Line("The prediction assumes:"),
-            *(Line(f"- {assumption}", "info") for assumption in self.packing.assumptions()),
+            *(Line(f"- {assumption}", "info") for assumption in packing.assumptions()),
         ]
+
+
+def _copies(analysis: Analysis) -> TextTable:
+    rows = [
+        [
+            group["direction"],
+            group["kind"],
+            f"{group['copies']:,}",
+            format_bytes(group["nbytes"]),
+            duration(group["seconds"]),
+            rate(group["bytes_per_second"]),
+            share(group["hidden_seconds"], group["hidden_seconds"] + group["exposed_seconds"]),
+        ]
+        for group in analysis.groups
+    ]
+    columns = ("copies", "kind", ">number", ">bytes", ">time", ">speed", ">hidden")
+    styles = ["warning" if group["kind"] == "pageable" else "" for group in analysis.groups]
+    return TextTable(columns, rows, "copies; hidden: behind kernels", styles)
 
 
 def trace_report(
@@ -102,24 +103,21 @@ def _verdict(analysis: Analysis, packing: Packing) -> list[str]:
     cost of downloads.
     """
     step = "step" if analysis.annotated else "trace"
-    found = ["No host-to-device copy is in this trace: packing can't improve anything in it."]
+    sentences = ["No host-to-device copy is in this trace: packing can't improve anything in it."]
     if analysis.sum_of("copies"):
-        found = [
-            _limit(analysis, packing, step),
-            _finding(analysis, packing, step),
-            packing.advice(),
-        ]
-    names = ("downloads", "download_bytes", "download_seconds", "exposed_download_seconds")
-    copies, nbytes, seconds, exposed = map(analysis.middle, names)
-    if round(copies):
-        found.append(
-            "Downloads (.item(), .cpu()): "
-            f"{count(round(copies), 'device-to-host copy', 'device-to-host copies')} per {step}, "
-            f"{format_bytes(nbytes)}, block the host for {duration(seconds)}, "
-            f"{duration(max(seconds - exposed, 0.0))} of it waiting for queued kernels. "
+        limit, finding = _limit(analysis, packing, step), _finding(analysis, packing, step)
+        sentences = [limit, finding, packing.advice()]
+    downloads = round(analysis.middle("downloads"))
+    if downloads:
+        copies = count(downloads, "device-to-host copy", "device-to-host copies")
+        nbytes, seconds = analysis.middle("download_bytes"), analysis.middle("download_seconds")
+        waiting = max(seconds - analysis.middle("exposed_download_seconds"), 0.0)
+        sentences.append(
+            f"Downloads (.item(), .cpu()): {copies} per {step}, {format_bytes(nbytes)}, block the "
+            f"host for {duration(seconds)}, {duration(waiting)} of it waiting for queued kernels. "
             "Stager.fetch copies them together, and lets the host run ahead until it needs them."
         )
-    return found
+    return sentences
 
 
 def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
@@ -144,29 +142,17 @@ def _limit(analysis: Analysis, packing: Packing, step: str) -> str:
 
 
 def _finding(analysis: Analysis, packing: Packing, step: str) -> str:
-    stall, copies, nbytes = (
-        packing.stall_seconds,
-        analysis.sum_of("copies"),
-        analysis.sum_of("nbytes"),
-    )
+    copies, nbytes = analysis.sum_of("copies"), analysis.sum_of("nbytes")
     nature = "the trace does not record their bytes"  # as on AMD's GPUs
     if nbytes:
-        pageable = sum(
-            g["nbytes"]
-            for g in analysis.groups
-            if (g["direction"], g["kind"]) == (TO_DEVICE, "pageable")
-        )
-        nature = f"{share(analysis.small_copies, copies)} below {format_bytes(SMALL_BYTES)}, "
-        nature += f"{share(pageable, nbytes)} of the bytes from pageable memory"
-    what = (
-        f"{count(packing.leaves, 'host-to-device copy', 'host-to-device copies')} per {step} "
-        f"({nature})"
-    )
+        pageable = analysis.sum_of("nbytes", kind="pageable")
+        small = f"{share(analysis.small_copies, copies)} below {format_bytes(SMALL_BYTES)}"
+        nature = f"{small}, {share(pageable, nbytes)} of the bytes from pageable memory"
+    leaves = count(packing.leaves, "host-to-device copy", "host-to-device copies")
+    what, stall = f"{leaves} per {step} ({nature})", packing.stall_seconds
     part = f"{share(stall, packing.step_seconds)} of a {step}"
     if packing.is_stalled:
         return f"The GPU idles for {part} ({duration(stall)}) while the host stages: {what}."
     hidden, exposed = analysis.sum_of("hidden_seconds"), analysis.sum_of("exposed_seconds")
-    return (
-        f"The GPU waits for staging for only {part}: {what}, {share(hidden, hidden + exposed)} of "
-        "it behind kernels."
-    )
+    behind = share(hidden, hidden + exposed)
+    return f"The GPU waits for staging for only {part}: {what}, {behind} of it behind kernels."

@@ -1,0 +1,111 @@
+"""Sets of times agree with counting single moments."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pinstage.inspect._trace import _analysis
+from pinstage.inspect._trace._analysis import Timeline
+
+LENGTH = 40
+# The machine may be busy.
+unhurried = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+def intervals():
+    one = st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)).map(sorted)
+    lists = st.lists(one, max_size=12)
+    return lists.map(lambda pairs: np.array(pairs, dtype=float).reshape(-1, 2))
+
+
+def timeline_of(*moments):
+    return Timeline(np.concatenate([np.ravel(some) for some in (*moments, [0.0, LENGTH])]))
+
+
+def counted(pairs):
+    """Return which moments ``[i, i + 1)`` are in any of the intervals."""
+    taken = np.zeros(LENGTH, dtype=bool)
+    for start, end in pairs:
+        taken[int(start) : int(end)] = True
+    return taken
+
+
+def spread(timeline, cells):
+    """Return the same for a set of a timeline."""
+    assert not cells[-1]
+    return counted(np.column_stack([timeline.edges, timeline.edges + timeline.lengths])[cells])
+
+
+@unhurried
+@given(intervals(), intervals())
+def test_sets_are_combined_as_by_counting(one, other):
+    timeline = timeline_of(one, other)
+    a, b = timeline.cover(one), timeline.cover(other)
+    assert (spread(timeline, a) == counted(one)).all()
+    assert (spread(timeline, a & ~b) == (counted(one) & ~counted(other))).all()
+    assert timeline.seconds(a | b) == (counted(one) | counted(other)).sum()
+
+
+@unhurried
+@given(intervals(), st.integers(0, LENGTH), st.integers(0, LENGTH))
+def test_the_time_within_bounds_agrees_with_counting(one, left, right):
+    bounds = np.array([sorted((left, right)), [0, LENGTH]], dtype=float)
+    timeline = timeline_of(one, bounds)
+    seconds = timeline.within(timeline.lengths * timeline.cover(one), bounds)
+    assert seconds.tolist() == [
+        counted(one)[slice(*bounds[0].astype(int))].sum(),
+        counted(one).sum(),
+    ]
+
+
+@unhurried
+@given(st.lists(st.integers(0, LENGTH), min_size=1), st.integers(0, LENGTH))
+def test_weights_count_from_start_to_before_end(moments, end):
+    bounds = np.array([[0, end]], dtype=float)
+    timeline = timeline_of(moments, bounds)
+    weights = np.arange(len(moments))
+    expected = sum(weight for weight, at in zip(weights, moments, strict=True) if at < end)
+    assert timeline.within(timeline.amounts(moments, weights), bounds) == expected
+
+
+@unhurried
+@given(intervals(), st.lists(st.integers(0, LENGTH - 1), min_size=1))
+def test_the_runs_that_contain_a_moment_are_kept(one, moments):
+    timeline = timeline_of(one, moments)
+    runs = spread(timeline, timeline.runs_at(timeline.cover(one), moments))
+    expected = np.zeros(LENGTH, dtype=bool)
+    for at in moments:
+        first = end = at
+        while first > 0 and counted(one)[first - 1]:
+            first -= 1
+        while end < LENGTH and counted(one)[end]:
+            end += 1
+        if counted(one)[at]:
+            expected[first:end] = True
+    assert (runs == expected).all()
+
+
+@unhurried
+@given(intervals())
+def test_short_gaps_are_filled(monkeypatch, one):
+    monkeypatch.setattr(_analysis, "_GAP", 3)
+    timeline = timeline_of(one)
+    expected, before = counted(one), None
+    for at in np.flatnonzero(counted(one)):
+        if before is not None and at - before - 1 <= 3:
+            expected[before:at] = True
+        before = at
+    assert (spread(timeline, timeline.bridge(timeline.cover(one))) == expected).all()
+
+
+def test_nothing_is_an_empty_set():
+    timeline = timeline_of()
+    nothing = timeline.cover(np.empty((0, 2)))
+    assert timeline.seconds(nothing) == 0
+    assert not timeline.bridge(nothing).any()
+    assert not timeline.runs_at(nothing, np.array([0.0])).any()
+    assert timeline.within(timeline.lengths * nothing, np.array([[0.0, 40.0]])) == pytest.approx(0)
