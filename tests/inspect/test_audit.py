@@ -21,7 +21,7 @@ from pinstage import _cli
 from pinstage.errors import TargetError
 from pinstage.inspect import Bus
 from pinstage.inspect._bus import REFERENCE
-from pinstage.inspect._pinning import places
+from pinstage.inspect._pinning import find_leaves
 from pinstage.inspect._target import first_batch
 
 approx = pytest.approx
@@ -99,7 +99,7 @@ def test_a_batch_may_be_a_leaf_itself():
 def test_a_batch_that_refers_to_itself_ends():
     batch = {"x": torch.zeros(1)}
     batch["me"] = batch
-    assert [place.path for place in places(batch)] == ["['x']"]
+    assert [found.path for found in find_leaves(batch)] == ["['x']"]
 
 
 def test_a_leaf_is_described():
@@ -158,10 +158,10 @@ def test_totals_count_an_alias_once():
 @given(batches())
 @settings(max_examples=settings.default.max_examples // 2)
 def test_any_batch_is_audited_and_stays_unchanged(batch):
-    before = [(place.path, id(place.leaf)) for place in places(batch)]
+    before = [(found.path, id(found.leaf)) for found in find_leaves(batch)]
     found = ps.audit(batch, bus=BUS)
     assert [leaf.path for leaf in found.leaves] == [path for path, _ in before]
-    assert [(place.path, id(place.leaf)) for place in places(batch)] == before
+    assert [(found.path, id(found.leaf)) for found in find_leaves(batch)] == before
     assert json.loads(json.dumps(found.to_dict()))["totals"]["leaves"] == len(before)
     assert str(found)
 
@@ -444,7 +444,7 @@ def module(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_a_callable_returns_one_batch_or_many(module, spelling, name, paths):
     batch = first_batch(f"{spelling.format(module)}:{name}")
-    assert [place.path for place in places(batch)] == paths
+    assert [found.path for found in find_leaves(batch)] == paths
 
 
 @pytest.mark.parametrize(

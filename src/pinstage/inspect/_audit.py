@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -16,7 +18,7 @@ from .._batch import Sharing, dense_stride, sharing_of
 from .._compat.calls import memory_of
 from .._sizes import count, format_bytes
 from ._bus import REFERENCE, REFERENCE_BUS, Bus
-from ._pinning import FoundLeaf, Leaf, Pinning, ask_torch, places, type_name
+from ._pinning import Leaf, LocatedLeaf, Pinning, ask_torch, find_leaves, type_name
 from ._report import Line, Section, TextTable, as_rich, as_text, duration
 
 _ROWS = 40
@@ -86,7 +88,7 @@ class Audit:
     @property
     def nbytes(self) -> int:
         """Bytes of all leaves, each counted once."""
-        return _sum(leaf for leaf in self.leaves if leaf.alias_of is None)
+        return _nbytes_of(leaf for leaf in self.leaves if leaf.alias_of is None)
 
     @property
     def left_pageable(self) -> tuple[LeafReport, ...]:
@@ -104,11 +106,11 @@ class Audit:
         left = self.left_pageable
         return {
             "leaves": [leaf._asdict() | {"shape": list(leaf.shape)} for leaf in self.leaves],
-            "totals": self._counts(),
+            "totals": self._totals(),
             "pin_memory": {
-                "pinned_leaves": sum(leaf.loader_pins for leaf in self.leaves),
+                "pinned_leaves": sum(self.pinning.pinned),
                 "left_leaves": len(left),
-                "left_bytes": _sum(left),
+                "left_bytes": _nbytes_of(left),
                 "stopped_by": {name: len(leaves) for name, leaves in self._by_stop().items()},
                 "error": self.pinning.error,
             },
@@ -117,88 +119,62 @@ class Audit:
             "bus": dataclasses.asdict(self.bus),
         }
 
-    def _counts(self) -> dict[str, int]:
+    def _totals(self) -> dict[str, int]:
+        memory = Counter(_memory(leaf) for leaf in self.leaves)
+        pinned, pageable = memory["pinned"], memory["pageable"]
         return {
             "leaves": len(self.leaves),
             "nbytes": self.nbytes,
-            "pinned_leaves": sum(leaf.pinned for leaf in self.leaves),
-            "pageable_leaves": sum(
-                leaf.device == "cpu" and not leaf.pinned for leaf in self.leaves
-            ),
-            "device_leaves": sum(leaf.device != "cpu" for leaf in self.leaves),
+            "pinned_leaves": pinned,
+            "pageable_leaves": pageable,
+            "device_leaves": memory.total() - pinned - pageable,
             "non_contiguous_leaves": sum(leaf.contiguous == "no" for leaf in self.leaves),
             "aliases": sum(leaf.alias_of is not None for leaf in self.leaves),
         }
 
     def _by_stop(self) -> dict[str, list[LeafReport]]:
-        grouped: dict[str, list[LeafReport]] = {}
+        """Return the leaves that are left pageable, by the type that stops torch."""
+        leaves_by_type: dict[str, list[LeafReport]] = {}
         for leaf in self.left_pageable:
-            grouped.setdefault(leaf.stopped_by or "?", []).append(leaf)
-        return grouped
+            leaves_by_type.setdefault(leaf.stopped_by or "?", []).append(leaf)
+        return leaves_by_type
 
-    def _totals(self) -> Line:
-        names = ("pinned", "pageable", "on a device", "not contiguous", "repeated")
-        numbers = list(self._counts().values())[2:]
-        counts = [
-            f"{number:,} {name}" for name, number in zip(names, numbers, strict=True) if number
-        ]
-        return Line(
-            "; ".join([f"total: {_leaves(len(self.leaves))}", format_bytes(self.nbytes), *counts])
-        )
-
-    def _verdict(self) -> list[Section]:
-        pinned, left = f"{sum(leaf.loader_pins for leaf in self.leaves):,}", self.left_pageable
-        text = f"pin_memory=True would pin {pinned} of {_leaves(len(self.leaves))}"
+    def _pinning_lines(self) -> list[Line]:
         if self.pinning.error is not None:
-            lines = [Line(f"pin_memory=True would fail: {self.pinning.error}", "problem")]
-        elif not left:
-            lines = [Line(f"{text} and leave none pageable", "ok")]
-        else:
-            text += f", and silently leave {len(left):,} pageable ({format_bytes(_sum(left))}):"
-            lines = [Line(text, "warning")]
-            for name, found in self._by_stop().items():
-                what = f"{_leaves(len(found))}, {format_bytes(_sum(found))}"
-                lines.append(
-                    Line(
-                        f"  {name} stops it: {what}, such as {found[0].path or 'the batch itself'}"
-                    )
-                )
+            return [Line(f"pin_memory=True would fail: {self.pinning.error}", "problem")]
+        text = f"pin_memory=True would pin {sum(self.pinning.pinned):,} of {_count(self.leaves)}"
+        left = self.left_pageable
+        if not left:
+            return [Line(f"{text} and leave none pageable", "ok")]
+        text += f", and silently leave {len(left):,} pageable ({format_bytes(_nbytes_of(left))}):"
+        lines = [Line(text, "warning")]
+        for name, leaves in self._by_stop().items():
+            size, first = format_bytes(_nbytes_of(leaves)), leaves[0].path or "the batch itself"
+            lines.append(Line(f"  {name} stops it: {_count(leaves)}, {size}, such as {first}"))
+        return lines
+
+    def _cost_lines(self) -> list[Line]:
         each, slab = self.each, self.slab
-        text = (
-            f".to() on each leaf: {count(each.copies, 'copy', 'copies')}, "
-            f"{format_bytes(each.nbytes)}"
-        )
-        text += (
-            f", {duration(each.seconds)} now; {duration(each.seconds_pinned)} if every leaf were "
-            "pinned, "
-        )
-        lines.append(Line(text + "without the time to pin them"))
-        text = (
-            f"one slab: {count(slab.copies, 'copy', 'copies')}, {format_bytes(slab.nbytes)}; "
-            "staging it takes "
-        )
-        lines.append(Line(f"{text}about {duration(slab.seconds)}"))
+        pinned = f"{duration(each.seconds_pinned)} if every leaf were pinned"
+        lines = [
+            Line(
+                f".to() on each leaf: {_copies(each)}, {duration(each.seconds)} now; {pinned}, "
+                "without the time to pin them"
+            ),
+            Line(f"one slab: {_copies(slab)}; staging it takes about {duration(slab.seconds)}"),
+        ]
         if slab.smallest_bytes:
-            kept = (
-                f"{format_bytes(slab.smallest_bytes)}) keeps {format_bytes(slab.kept_bytes)} on "
-                "the device"
-            )
-            lines.append(
-                Line(
-                    f"  keeping the smallest leaf ({kept}; with own_storage=False it keeps the "
-                    "whole slab"
-                )
-            )
+            smallest, kept = format_bytes(slab.smallest_bytes), format_bytes(slab.kept_bytes)
+            text = f"  keeping the smallest leaf ({smallest}) keeps {kept} on the device; "
+            lines.append(Line(text + "with own_storage=False it keeps the whole slab"))
         if slab.unpackable:
+            unpackable = count(slab.unpackable, "leaf", "leaves")
             lines.append(
-                Line(
-                    f"  {_leaves(slab.unpackable)} cannot be packed: copied by their own .to()",
-                    "info",
-                )
+                Line(f"  {unpackable} cannot be packed: copied by their own .to()", "info")
             )
         if slab.error is not None:
             lines.append(Line(f"  staging it now fails: {slab.error}", "warning"))
-        return [*lines, Line(f"bus: {self.bus}", "info")]
+        return lines
 
     def __str__(self) -> str:
         return as_text(sections_of(self))
@@ -235,51 +211,65 @@ def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
     if isinstance(batch, DataLoader):
         raise TypeError("audit looks at a batch, but this is a DataLoader: pass next(iter(loader))")
     bus = REFERENCE_BUS if bus is None else bus
-    found = list(places(batch))
-    pinning = ask_torch(batch, found)
-    leaves = tuple(_reports(found, pinning))
+    located_leaves = list(find_leaves(batch))
+    pinning = ask_torch(batch, located_leaves)
+    leaves = tuple(_reports(located_leaves, pinning))
     moved = [
-        leaf
-        for place, leaf in zip(found, leaves, strict=True)
-        if leaf.device == "cpu" and leaf.nbytes and _becomes_tensor(place.leaf)
+        report
+        for report, located in zip(leaves, located_leaves, strict=True)
+        if report.device == "cpu" and report.nbytes and _is_numeric(located.leaf)
     ]
-    seconds = sum(bus.seconds(leaf.nbytes, pinned=leaf.pinned) for leaf in moved)
-    seconds_pinned = sum(bus.seconds(leaf.nbytes, pinned=True) for leaf in moved)
-    each = LeafCopies(len(moved), _sum(moved), seconds, seconds_pinned)
-    return Audit(leaves, pinning, each, _slab_copy(batch, found, bus), bus)
+    each = LeafCopies(
+        len(moved),
+        _nbytes_of(moved),
+        sum(bus.seconds(leaf.nbytes, pinned=leaf.pinned) for leaf in moved),
+        sum(bus.seconds(leaf.nbytes, pinned=True) for leaf in moved),
+    )
+    return Audit(leaves, pinning, each, _slab_copy(batch, located_leaves, bus), bus)
 
 
-def sections_of(found: Audit, *, every_leaf: bool = False) -> list[Section]:
+def sections_of(findings: Audit, *, every_leaf: bool = False) -> list[Section]:
     """Return the report: the verdict, then the table."""
-    if not found.leaves:
+    leaves = findings.leaves
+    if not leaves:
         return [Line("there is no tensor and no array in this batch", "warning")]
-    shown = found.leaves if every_leaf else found.leaves[:_ROWS]
-    rest = found.leaves[len(shown) :]
-    more = f"... and {count(len(rest), 'more leaf', 'more leaves')}, {format_bytes(_sum(rest))}"
-    return [
-        *found._verdict(),
+    shown = leaves if every_leaf else leaves[:_ROWS]
+    sections: list[Section] = [
+        *findings._pinning_lines(),
+        *findings._cost_lines(),
+        Line(f"bus: {findings.bus}", "info"),
         _table(shown),
-        *([Line(more, "info")] if rest else []),
-        found._totals(),
     ]
+    if rest := leaves[len(shown) :]:
+        more = count(len(rest), "more leaf", "more leaves")
+        sections.append(Line(f"... and {more}, {format_bytes(_nbytes_of(rest))}", "info"))
+    names = "pinned", "pageable", "on a device", "not contiguous", "repeated"
+    numbers = list(findings._totals().values())[2:]
+    totals = [f"{number:,} {name}" for name, number in zip(names, numbers, strict=True) if number]
+    total = "; ".join([f"total: {_count(leaves)}", format_bytes(findings.nbytes), *totals])
+    return [*sections, Line(total)]
 
 
-def _sum(leaves: Iterable[LeafReport]) -> int:
+def _nbytes_of(leaves: Iterable[LeafReport]) -> int:
     return sum(leaf.nbytes for leaf in leaves)
 
 
-def _leaves(number: int) -> str:
-    return count(number, "leaf", "leaves")
+def _count(leaves: Sequence[LeafReport]) -> str:
+    return count(len(leaves), "leaf", "leaves")
 
 
-def _becomes_tensor(leaf: Leaf) -> bool:
+def _copies(cost: LeafCopies | SlabCopy) -> str:
+    return f"{count(cost.copies, 'copy', 'copies')}, {format_bytes(cost.nbytes)}"
+
+
+def _is_numeric(leaf: Leaf) -> bool:
     """Return whether a leaf is a tensor, or an array that can become one. Strings, dates and
     records are not moved.
     """
     return isinstance(leaf, torch.Tensor) or leaf.dtype.kind in "biufc"
 
 
-def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus) -> SlabCopy:
+def _slab_copy(batch: Any, located_leaves: Sequence[LocatedLeaf], bus: Bus) -> SlabCopy:
     """Return the slab of the batch once all classes are registered, and the error of staging the
     batch as it is.
     """
@@ -288,10 +278,10 @@ def _slab_copy(batch: Any, found: Sequence[FoundLeaf], bus: Bus) -> SlabCopy:
         ps.Layout.of(batch)
     except ps.errors.LayoutError as reason:
         error = str(reason)
-    # Aliases count once.
-    on_host = {id(place.leaf): place.leaf for place in found if str(place.leaf.device) == "cpu"}
-    staged = [leaf for leaf in on_host.values() if _becomes_tensor(leaf)]
-    packed = [leaf for leaf in staged if _is_packable(leaf)]
+    # By id, so that an alias counts once.
+    on_host = {id(leaf): leaf for _, leaf, _ in located_leaves if str(leaf.device) == "cpu"}
+    staged = list(filter(_is_numeric, on_host.values()))
+    packed = list(filter(_is_packable, staged))
     layout = ps.Layout.of(packed)
     unpackable = len(staged) - len(packed)
     seconds = REFERENCE.seconds(len(packed), layout.nbytes, bus.pinned * 1e9)
@@ -303,14 +293,12 @@ def _kept(layout: ps.Layout) -> tuple[int, int]:
     """Return the bytes of the smallest leaf of a layout, and of the device tensor that it is a part
     of.
     """
-    slots = layout.slots
-    smallest = min(
-        (slot for slot in slots if slot.nbytes), key=lambda slot: slot.nbytes, default=None
-    )
-    if smallest is None:
+    slots = [slot for slot in layout.slots if slot.nbytes]
+    if not slots:
         return 0, 0
+    smallest = min(slots, key=lambda slot: slot.nbytes)
     block = [slot for slot in slots if slot.block == smallest.block]
-    if len(block) == 1 or sharing_of("auto", len(slots)) is Sharing.EACH:
+    if len(block) == 1 or sharing_of("auto", len(layout.slots)) is Sharing.EACH:
         return smallest.nbytes, smallest.nbytes
     end = max(slot.offset + slot.nbytes for slot in block)
     return smallest.nbytes, end - min(slot.offset for slot in block)
@@ -327,31 +315,24 @@ def _is_packable(leaf: Leaf) -> bool:
 # -- one leaf --------------------------------------------------------------------------------------
 
 
-def _reports(found: Sequence[FoundLeaf], pinning: Pinning) -> list[LeafReport]:
+def _reports(located_leaves: Sequence[LocatedLeaf], pinning: Pinning) -> Iterator[LeafReport]:
     path_by_id: dict[int, str] = {}
-    reports = []
-    for place, loader_pins, stopped_by in zip(
-        found, pinning.pinned, pinning.stopped_by, strict=True
-    ):
-        leaf = place.leaf
+    for (path, leaf, _), stopped_by in zip(located_leaves, pinning.stopped_by, strict=True):
         pinned = _is_pinned(leaf)
-        reports.append(
-            LeafReport(
-                path=place.path,
-                type=type_name(leaf),
-                dtype=str(leaf.dtype).removeprefix("torch."),
-                shape=_shape(leaf),
-                nbytes=_nbytes(leaf),
-                device=str(leaf.device),  # arrays have a device, too
-                pinned=pinned,
-                contiguous=_contiguity(leaf),
-                alias_of=path_by_id.get(id(leaf)),
-                loader_pins=loader_pins,
-                stopped_by=None if pinned else stopped_by,
-            )
+        yield LeafReport(
+            path=path,
+            type=type_name(leaf),
+            dtype=str(leaf.dtype).removeprefix("torch."),
+            shape=_shape(leaf),
+            nbytes=_nbytes(leaf),
+            device=str(leaf.device),  # arrays have a device, too
+            pinned=pinned,
+            contiguous=_contiguity(leaf),
+            alias_of=path_by_id.get(id(leaf)),
+            loader_pins=stopped_by is None,
+            stopped_by=None if pinned else stopped_by,
         )
-        path_by_id.setdefault(id(leaf), place.path)
-    return reports
+        path_by_id.setdefault(id(leaf), path)
 
 
 def _is_pinned(leaf: Leaf) -> bool:
@@ -375,16 +356,16 @@ def _nbytes(leaf: Leaf) -> int:
 
 
 def _contiguity(leaf: Leaf) -> str:
-    if isinstance(leaf, torch.Tensor):
-        if leaf.is_nested or leaf.layout is not torch.strided:
-            return "-"
-        contiguous, stride = leaf.is_contiguous(), leaf.stride()
+    if isinstance(leaf, np.ndarray):
+        is_contiguous = leaf.flags.c_contiguous
+        stride = tuple(step // max(leaf.itemsize, 1) for step in leaf.strides)
+    elif leaf.is_nested or leaf.layout is not torch.strided:
+        return "-"
     else:
-        contiguous, stride = (
-            leaf.flags.c_contiguous,
-            tuple(step // max(leaf.itemsize, 1) for step in leaf.strides),
-        )
-    return "yes" if contiguous else "dense" if dense_stride(tuple(leaf.shape), stride) else "no"
+        is_contiguous, stride = leaf.is_contiguous(), leaf.stride()
+    if is_contiguous:
+        return "yes"
+    return "dense" if dense_stride(tuple(leaf.shape), stride) else "no"
 
 
 def _table(leaves: Sequence[LeafReport]) -> TextTable:
@@ -397,19 +378,21 @@ def _table(leaves: Sequence[LeafReport]) -> TextTable:
 
 
 def _row(leaf: LeafReport) -> list[str]:
-    shape, nbytes = f"{leaf.dtype} {list(leaf.shape)}", format_bytes(leaf.nbytes)
-    same_as = "" if leaf.alias_of is None else leaf.alias_of or "(batch)"
-    columns = [leaf.path or "(batch)", shape, nbytes, _memory(leaf), leaf.contiguous]
-    return [*columns, _pin_memory(leaf), same_as]
+    pin_memory = "pins" if leaf.loader_pins else "-"
+    if leaf.stopped_by:
+        pin_memory = f"no: {leaf.stopped_by.rpartition('.')[2]}"
+    return [
+        leaf.path or "(batch)",
+        f"{leaf.dtype} {list(leaf.shape)}",
+        format_bytes(leaf.nbytes),
+        _memory(leaf),
+        leaf.contiguous,
+        pin_memory,
+        "" if leaf.alias_of is None else leaf.alias_of or "(batch)",
+    ]
 
 
 def _memory(leaf: LeafReport) -> str:
     if leaf.pinned:
         return "pinned"
     return "pageable" if leaf.device == "cpu" else leaf.device
-
-
-def _pin_memory(leaf: LeafReport) -> str:
-    if leaf.loader_pins:
-        return "pins"
-    return f"no: {leaf.stopped_by.rpartition('.')[2]}" if leaf.stopped_by else "-"

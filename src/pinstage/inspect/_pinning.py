@@ -14,7 +14,7 @@ needed, and other threads aren't affected.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ _NO_DATA = (memoryview, torch.nn.Module, types.MethodType)
 """Types that are not looked into, in addition to staging's atoms."""
 
 
-class FoundLeaf(NamedTuple):
+class LocatedLeaf(NamedTuple):
     """A tensor or array, and where it is."""
 
     path: str
@@ -41,7 +41,7 @@ class FoundLeaf(NamedTuple):
     """The objects it was reached through, the batch itself first."""
 
 
-def places(batch: Any) -> Iterator[FoundLeaf]:
+def find_leaves(batch: Any) -> Iterator[LocatedLeaf]:
     """Yield each tensor and array of a batch, in order, as often as it appears.
 
     An object that refers back to one it was reached through is not entered again.
@@ -50,12 +50,12 @@ def places(batch: Any) -> Iterator[FoundLeaf]:
     while pending:
         path, obj, parents = pending.pop()
         if isinstance(obj, torch.Tensor | np.ndarray):
-            yield FoundLeaf(path, obj, parents)
+            yield LocatedLeaf(path, obj, parents)
             continue
         has_no_data = is_atom(type(obj)) or isinstance(obj, _NO_DATA)
-        if not has_no_data and not any(parent is obj for parent in parents):
-            below = (*parents, obj)
-            pending.extend([(path + step, child, below) for step, child in _children(obj)][::-1])
+        if not has_no_data and all(parent is not obj for parent in parents):
+            for step, child in reversed(_children(obj)):
+                pending.append((path + step, child, (*parents, obj)))
 
 
 def _children(obj: Any) -> list[tuple[str, Any]]:
@@ -63,11 +63,10 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return [(f".{name}", value) for name, value in zip(obj._fields, obj, strict=True)]
     attributes = [(f".{name}", value) for name, value in stored_attributes(obj).items()]
-    if isinstance(obj, Mapping | Sequence):
-        pairs: Iterable[tuple[Any, Any]] = (
-            obj.items() if isinstance(obj, Mapping) else enumerate(obj)
-        )
-        items = [(f"[{key!r}]", value) for key, value in pairs]
+    if isinstance(obj, Mapping):
+        items = [(f"[{key!r}]", value) for key, value in obj.items()]
+    elif isinstance(obj, Sequence):
+        items = [(f"[{index}]", value) for index, value in enumerate(obj)]
     elif isinstance(obj, Set):
         items = [(f".<item {index}>", value) for index, value in enumerate(obj)]
     else:
@@ -90,37 +89,32 @@ class Pinning:
     error: str | None = None  # the error that would be raised instead
 
 
-def ask_torch(batch: Any, found: Sequence[FoundLeaf]) -> Pinning:
+def ask_torch(batch: Any, leaves: Sequence[LocatedLeaf]) -> Pinning:
     """Ask torch which leaves of a batch it would pin.
 
     The batch stays as it was, unless a ``pin_memory()`` method of its own changes more than
     tensors.
     """
-    _, seen, error = _ask(batch)
-    on_device = next((tensor for tensor in seen if tensor.device.type != "cpu"), None)
+    _, pinned, error = _ask(batch)
+    devices = [tensor.device for tensor in pinned if tensor.device.type != "cpu"]
     # The call that was not carried out would have raised this.
-    if error is None and on_device is not None:
-        error = (
-            f"RuntimeError: cannot pin a tensor on {on_device.device}: only CPU tensors can be "
-            "pinned"
-        )
-    ids = {id(tensor) for tensor in seen}
-    pinned = tuple(id(place.leaf) in ids for place in found)
+    if error is None and devices:
+        error = f"RuntimeError: cannot pin a tensor on {devices[0]}: only CPU tensors can be pinned"
+    ids = {id(tensor) for tensor in pinned}
     stops: dict[int, bool] = {}  # by id, since one object may hold many leaves
-    left = (
-        None if id(place.leaf) in ids else type_name(_first_stop(place, stops)) for place in found
+    stopped_by = tuple(
+        None if id(located.leaf) in ids else type_name(_first_stop(located, stops))
+        for located in leaves
     )
-    return Pinning(pinned, tuple(left), error)
+    return Pinning(tuple(name is None for name in stopped_by), stopped_by, error)
 
 
 def type_name(obj: Any) -> str:
     """Return the name of an object's type as you would import it; for a builtin, its name alone."""
     cls = type(obj)
-    return (
-        cls.__qualname__
-        if cls.__module__ in ("builtins", "__main__")
-        else f"{cls.__module__}.{cls.__qualname__}"
-    )
+    if cls.__module__ in ("builtins", "__main__"):
+        return cls.__qualname__
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 class _Recorder(TorchFunctionMode):
@@ -128,11 +122,11 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.pin_memory:
-            self.seen.append(args[0])
+            self.tensors.append(args[0])
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -141,21 +135,23 @@ def _ask(obj: Any) -> tuple[Any, list[torch.Tensor], str | None]:
     """Return the result of torch's function for an object, the tensors that it would pin, and its
     error.
     """
+    result = error = None
     with _Recorder() as recorder:
         try:
-            return pin_as_loader(obj), recorder.seen, None
-        except Exception as error:  # noqa: BLE001 - a pin_memory() method may raise anything: that is the finding
-            return None, recorder.seen, f"{type(error).__name__}: {error}"
+            result = pin_as_loader(obj)
+        except Exception as raised:  # noqa: BLE001 - a pin_memory() method may raise anything: that is the finding
+            error = f"{type(raised).__name__}: {raised}"
+    return result, recorder.tensors, error
 
 
-def _first_stop(place: FoundLeaf, stops: dict[int, bool]) -> Any:
+def _first_stop(located: LocatedLeaf, stops: dict[int, bool]) -> Any:
     """Return the first object on the way to a leaf that torch does not look into."""
-    for parent in place.parents:
+    for parent in located.parents:
         if id(parent) not in stops:
-            result, seen, _ = _ask(parent)
-            stops[id(parent)] = result is parent and not seen
+            result, pinned, _ = _ask(parent)
+            stops[id(parent)] = result is parent and not pinned
         if hasattr(parent, "pin_memory") or stops[id(parent)]:  # its pin_memory() left the leaf out
             return parent
-    if isinstance(place.leaf, torch.Tensor) and place.parents:
-        return place.parents[-1]  # torch looks at its items, and the leaf is an attribute
-    return place.leaf
+    if isinstance(located.leaf, torch.Tensor) and located.parents:
+        return located.parents[-1]  # torch looks at its items, and the leaf is an attribute
+    return located.leaf
