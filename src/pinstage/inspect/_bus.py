@@ -8,7 +8,7 @@ as in a loop that waits for its batch. A `Bus` estimates the time of a copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -65,17 +65,23 @@ def measure(
     for kind in kinds:
         with _host_memory(kind, max(sizes), device) as here:
             for direction, nbytes in product((TO_DEVICE, TO_HOST), sizes):
-                source, target = (here, there) if direction == TO_DEVICE else (there, here)
-                points.append(
-                    Point(
-                        direction,
-                        kind,
-                        nbytes,
-                        _best_copy(source[:nbytes], target[:nbytes], device),
-                    )
-                )
+                source, target = here[:nbytes], there[:nbytes]
+                if direction == TO_HOST:
+                    source, target = target, source
+                seconds = _best_copy(source, target, device)
+                points.append(Point(direction, kind, nbytes, seconds))
             del here, source, target  # the pool takes no memory back that still has views
     return points
+
+
+def by_direction(points: Iterable[Point]) -> dict[str, dict[str, list[Point]]]:
+    """Return the points of each direction and kind of memory, in the order of `measure`: the
+    largest copy is the last.
+    """
+    groups: dict[str, dict[str, list[Point]]] = {}
+    for point in points:
+        groups.setdefault(point.direction, {}).setdefault(point.kind, []).append(point)
+    return groups
 
 
 @contextmanager
@@ -93,17 +99,17 @@ def _host_memory(kind: str, nbytes: int, device: torch.device) -> Iterator[torch
 def _best_copy(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
     # Does nothing for the CPU.
     synchronise = partial(torch.get_device_module(device).synchronize, device)
-    took: list[float] = []
-    started = time.perf_counter()
-    while len(took) < _LEAST_REPEATS or (
-        len(took) < _MOST_REPEATS and time.perf_counter() - started < _POINT_SECONDS
-    ):
+    repeats: list[float] = []
+    deadline = time.perf_counter() + _POINT_SECONDS
+    while len(repeats) < _MOST_REPEATS:
+        if len(repeats) >= _LEAST_REPEATS and time.perf_counter() > deadline:
+            break
         synchronise()
         began = time.perf_counter()
         target.copy_(source, non_blocking=True)
         synchronise()
-        took.append(time.perf_counter() - began)
-    return min(took)
+        repeats.append(time.perf_counter() - began)
+    return min(repeats)
 
 
 @dataclass(frozen=True)
@@ -140,9 +146,10 @@ class Bus:
 
     def seconds(self, nbytes: int, *, pinned: bool) -> float:
         """Return the seconds of one copy of `nbytes`, including the call; 0 for 0 bytes."""
-        return (
-            nbytes and self.call * 1e-6 + nbytes / (self.pinned if pinned else self.pageable) * 1e-9
-        )
+        if not nbytes:
+            return 0.0
+        speed = self.pinned if pinned else self.pageable
+        return self.call * 1e-6 + nbytes / speed * 1e-9
 
 
 REFERENCE_BUS = Bus(
@@ -163,11 +170,8 @@ class Cost:
         """Return the seconds that staging a batch takes, over a bus with a speed in bytes per
         second.
         """
-        return (
-            self.fixed_seconds
-            + leaves * self.leaf_seconds
-            + nbytes / min(self.bytes_per_second, bus)
-        )
+        speed = min(self.bytes_per_second, bus)
+        return self.fixed_seconds + leaves * self.leaf_seconds + nbytes / speed
 
 
 REFERENCE = Cost(250e-6, 0.7e-6, 42e9, source="an H200 with 16 cores")

@@ -6,15 +6,16 @@ They are pure functions, so each branch can be tested without the machine that i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal, NamedTuple
 
 from .._host import threads_within
 from .._pool import PoolUsage, held_bytes
 from .._sizes import count, format_bytes
-from ._bus import GIB, PAGEABLE, PINNED, Point
+from ._bus import GIB, PAGEABLE, PINNED, Point, by_direction
 from ._gpus import Driver, Gpu
 from ._report import rate, share
+from ._top import by_budget
 
 Status = Literal["ok", "info", "warning", "problem"]
 
@@ -48,93 +49,70 @@ class Check(NamedTuple):
 
 
 def cpus(usable: int, quota: float | None, installed: int) -> Check:
-    real = usable if quota is None else min(usable, quota)
-    limits = [f"{usable} by affinity"] if usable < installed else []
-    limits += [] if quota is None else [f"{quota:g} by the control group's quota"]
+    name, limits, real = "CPUs", [], float(usable)
+    if usable < installed:
+        limits.append(f"{usable} by affinity")
+    if quota is not None:
+        limits.append(f"{quota:g} by the control group's quota")
+        real = min(usable, quota)
     found = f"{real:g} of {installed}" + (f" ({', '.join(limits)})" if limits else "")
-    if quota is not None and quota < usable:
+    if real < usable:
         found += f"; torch starts threads for {usable}, which then wait for each other"
         n = threads_within(usable, quota)
-        remedy = (
-            f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(pack_threads={n}); or more "
-            "quota"
-        )
-        return Check("CPUs", "warning", found, remedy)
+        remedy = f"OMP_NUM_THREADS={n} or torch.set_num_threads({n}); Stager(pack_threads={n})"
+        return Check(name, "warning", found, f"{remedy}; or more quota")
     if real < FEW_CPUS:
-        return Check(
-            "CPUs",
-            "warning",
-            found,
-            f"give this process {FEW_CPUS} or more for loading and packing",
-        )
-    return Check("CPUs", "ok", found)
+        remedy = f"give this process {FEW_CPUS} or more for loading and packing"
+        return Check(name, "warning", found, remedy)
+    return Check(name, "ok", found)
 
 
 def memory(max_bytes: int, reason: str) -> Check:
     """Check the cap that a pool would choose; `reason` names the limit that decides it."""
     name, found = 'max_bytes="auto"', f"{format_bytes(max_bytes)}: {reason}"
-    if max_bytes < LITTLE_BYTES:
-        remedy = (
-            "end other programs, or raise the container's limit, which includes page-locked memory"
-        )
-        return Check(name, "warning", found, remedy)
-    return Check(name, "ok", found)
+    if max_bytes >= LITTLE_BYTES:
+        return Check(name, "ok", found)
+    remedy = "end other programs, or raise the container's limit, which includes page-locked memory"
+    return Check(name, "warning", found, remedy)
 
 
 def host_budgets(pools: Sequence[PoolUsage]) -> Check:
     """Check how much of each `HostBudget` is taken, and by which processes."""
-    name = "host budgets"
-    if not pools:
-        return Check(name, "ok", "no pool has one")
-    caps = {pool.budget: pool.max_bytes for pool in pools}
-    held = {
-        budget: held_bytes([pool for pool in pools if pool.budget == budget]) for budget in caps
-    }
-    found = "; ".join(
-        f"{budget}: {format_bytes(held[budget])} of {format_bytes(caps[budget])}" for budget in caps
-    )
-    if over := [budget for budget in caps if held[budget] > caps[budget]]:
-        return Check(
-            name,
-            "warning",
-            found,
-            f"{over} is exceeded: its file was removed; end some of its processes",
-        )
-    return Check(name, "info", found)
+    name, shares, exceeded = "host budgets", [], []
+    for budget, members in by_budget(pools):
+        held, cap = held_bytes(members), members[0].max_bytes
+        shares.append(f"{budget}: {format_bytes(held)} of {format_bytes(cap)}")
+        if held > cap:
+            exceeded.append(budget)
+    found = "; ".join(shares) or "no pool has one"
+    if exceeded:
+        remedy = f"{exceeded} is exceeded: its file was removed; end some of its processes"
+        return Check(name, "warning", found, remedy)
+    return Check(name, "info" if pools else "ok", found)
 
 
 def shared_memory(total: int | None) -> Check:
     name = "/dev/shm"
     if total is None:
         return Check(name, "warning", "not there", "mount it: torch's DataLoader workers need it")
-    if total < SMALL_SHM_BYTES:
-        found = f"{format_bytes(total)}: workers of torch's DataLoader may end with a bus error"
-        remedy = (
-            "docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
-        )
-        return Check(name, "warning", found, remedy)
-    return Check(name, "ok", format_bytes(total))
+    if total >= SMALL_SHM_BYTES:
+        return Check(name, "ok", format_bytes(total))
+    found = f"{format_bytes(total)}: workers of torch's DataLoader may end with a bus error"
+    remedy = (
+        "docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
+    )
+    return Check(name, "warning", found, remedy)
 
 
 def huge_pages(enabled: str, shared: str) -> Check:
-    name = "huge pages"
+    name, found = "huge pages", f"transparent huge pages: {enabled}; "
     if not enabled:
         return Check(name, "info", "this kernel does not report transparent huge pages")
     if enabled != "never":
-        return Check(
-            name,
-            "ok",
-            f"transparent huge pages: {enabled}; of shared memory (shmem_enabled): {shared}",
-        )
-    found = (
-        "transparent huge pages: never; registering a large pool takes about three times as long"
-    )
-    return Check(
-        name,
-        "warning",
-        found,
-        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root",
-    )
+        return Check(name, "ok", f"{found}of shared memory (shmem_enabled): {shared}")
+    found += "registering a large pool takes about three times as long"
+    remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, as root"
+    return Check(name, "warning", found, remedy)
 
 
 def wsl(present: bool) -> Check:
@@ -148,36 +126,22 @@ def wsl(present: bool) -> Check:
 
 
 def cuda(built_for: str | None, available: bool, gpus: list[Gpu], driver: Driver) -> Check:
+    name = "CUDA"
     if available:
-        return Check(
-            "CUDA", "ok", ", ".join(f"{gpu.name} (cuda:{gpu.index})" for gpu in gpus) or "available"
-        )
+        names = ", ".join(f"{gpu.name} (cuda:{gpu.index})" for gpu in gpus)
+        return Check(name, "ok", names or "available")
     if driver.version is None:
-        return Check(
-            "CUDA",
-            "info",
-            "no NVIDIA driver here: what follows is about the host, and nothing is measured",
-        )
+        found = "no NVIDIA driver here: what follows is about the host, and nothing is measured"
+        return Check(name, "info", found)
+    found = f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but "
     if built_for is None:
-        found = (
-            f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but this torch is "
-            "built without CUDA"
-        )
-        return Check(
-            "CUDA",
-            "problem",
-            found,
-            "install a torch for that CUDA: https://pytorch.org/get-started/locally",
-        )
-    found = (
-        f"driver {driver.version} (CUDA {driver.cuda or '?'}) is there, but torch for CUDA "
-        f"{built_for} can't use it"
-    )
+        remedy = "install a torch for that CUDA: https://pytorch.org/get-started/locally"
+        return Check(name, "problem", f"{found}this torch is built without CUDA", remedy)
     remedy = (
         "nvidia-smi must list a GPU; then: is CUDA_VISIBLE_DEVICES empty, is the driver too old "
-        "for this torch, "
+        "for this torch, does the container have --gpus all?"
     )
-    return Check("CUDA", "problem", found, remedy + "does the container have --gpus all?")
+    return Check(name, "problem", f"{found}torch for CUDA {built_for} can't use it", remedy)
 
 
 def versions(python: str, driver: Driver, built_for: str | None, bindings: str | None) -> Check:
@@ -185,25 +149,23 @@ def versions(python: str, driver: Driver, built_for: str | None, bindings: str |
 
     The cases are in the order in which they matter; the first that holds is reported.
     """
-    served, name = _major(driver.cuda), "versions"
+    name, served = "versions", _major(driver.cuda)
     found = f"Python {python}, driver {driver.version or 'none'} (CUDA {driver.cuda or '?'}), "
     found += f"torch CUDA {built_for or 'none'}, cuda-python {bindings or 'none'}"
     if driver.version is None:
         return Check(name, "info", found)
     if bindings is None:
-        remedy = (
-            f"pip install {_bindings_for(served or _major(built_for))}: memory cannot be "
-            "page-locked"
-        )
+        package = _bindings_for(served or _major(built_for))
+        remedy = f"pip install {package}: memory cannot be page-locked"
         return Check(name, "problem", found, remedy)
-    if served is not None and (_major(bindings) or 0) > served:
+    if served and _major(bindings) > served:
+        found += ": cuda-python is newer than the driver serves"
         remedy = f"pip install {_bindings_for(served)}, or a newer driver"
-        return Check(
-            name, "problem", f"{found}: cuda-python is newer than the driver serves", remedy
-        )
-    if served is not None and (_major(built_for) or 0) > served:
+        return Check(name, "problem", found, remedy)
+    if served and _major(built_for) > served:
+        found += ": torch is newer than the driver serves"
         remedy = f"a newer driver, or a torch for CUDA {driver.cuda}"
-        return Check(name, "problem", f"{found}: torch is newer than the driver serves", remedy)
+        return Check(name, "problem", found, remedy)
     return Check(name, "ok", found)
 
 
@@ -215,26 +177,23 @@ def page_locking(available: bool, why_not: str | None, kind: str, reason: str) -
     if kind == "registered":
         return Check(name, "ok", "works: a page was registered")
     if why_not is None:
-        found = (
-            f"a page could not be registered: {reason}. A HostRegion is {kind} here, and a shared "
-            "one is pageable"
-        )
+        found = f"a page could not be registered: {reason}. A HostRegion is {kind} here, and a "
         remedy = "pass ps.memory.HostAllocMemory() as a pool's memory, and don't share regions"
-        return Check(name, "warning" if kind == "allocated" else "problem", found, remedy)
+        status: Status = "warning" if kind == "allocated" else "problem"
+        return Check(name, status, f"{found}shared one is pageable", remedy)
     if not available:
         return Check(name, "info", "not without a GPU: staging uses pageable memory")
     found = f"{why_not}: staging uses pageable memory, which is slower"
-    return Check(
-        name, "problem", found, "see the line on versions; pip install cuda-python for this driver"
-    )
+    remedy = "see the line on versions; pip install cuda-python for this driver"
+    return Check(name, "problem", found, remedy)
 
 
-def _major(version: str | None) -> int | None:
-    return int(version.partition(".")[0]) if version else None
+def _major(version: str | None) -> int:
+    return int(version.partition(".")[0]) if version else 0
 
 
-def _bindings_for(major: int | None) -> str:
-    return '"cuda-python"' if major is None else f'"cuda-python>={major},<{major + 1}"'
+def _bindings_for(major: int) -> str:
+    return f'"cuda-python>={major},<{major + 1}"' if major else '"cuda-python"'
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
@@ -256,22 +215,19 @@ def link(gpu: Gpu) -> Check:
 
 def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
     """Compare the NUMA node of a GPU with the CPUs of this process."""
-    name = f"NUMA cuda:{gpu.index}"
+    name, local = f"NUMA cuda:{gpu.index}", len(affinity & gpu.local_cpus)
     if nodes <= 1:
         return Check(name, "ok", "the machine has one node")
     if gpu.numa_node is None or not gpu.local_cpus:
         return Check(name, "info", f"{nodes} nodes, but the kernel doesn't report the GPU's node")
-    local = len(affinity & gpu.local_cpus)
     found = f"at node {gpu.numa_node}; {local} of this process's {len(affinity)} CPUs are there"
-    remedy = (
-        f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} for the process of this "
-        "GPU"
-    )
-    if not local:
-        return Check(name, "warning", f"{found}: every copy crosses to another node", remedy)
-    return (
-        Check(name, "ok", found) if local == len(affinity) else Check(name, "info", found, remedy)
-    )
+    if local == len(affinity):
+        return Check(name, "ok", found)
+    remedy = f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} for the process of "
+    remedy += "this GPU"
+    if local:
+        return Check(name, "info", found, remedy)
+    return Check(name, "warning", f"{found}: every copy crosses to another node", remedy)
 
 
 def host_page_tables(gpu: Gpu) -> Check:
@@ -283,10 +239,10 @@ def host_page_tables(gpu: Gpu) -> Check:
         return Check(name, "ok", "the GPU has page tables of its own")
     found = (
         "the GPU uses the host's page tables (Grace): registering memory does not page-lock it, "
-        "and pageable "
+        "and pageable memory is copied fast"
     )
     remedy = "HostAllocMemory rather than RegisteredMemory; measure before you pin at all"
-    return Check(name, "warning", found + "memory is copied fast", remedy)
+    return Check(name, "warning", found, remedy)
 
 
 # -- measurements ----------------------------------------------------------------------------------
@@ -296,17 +252,17 @@ def bandwidth(points: Sequence[Point], gpu: Gpu) -> list[Check]:
     """Check the largest copies in each direction. With the host's page tables, pageable memory is
     as fast.
     """
-    by_direction: dict[str, list[Point]] = {}
-    for point in points:
-        by_direction.setdefault(point.direction, []).append(point)
-    return [_largest_copies(name, measured, gpu) for name, measured in by_direction.items()]
+    return [
+        _largest_copies(direction, by_kind, gpu)
+        for direction, by_kind in by_direction(points).items()
+    ]
 
 
-def _largest_copies(direction: str, points: Sequence[Point], gpu: Gpu) -> Check:
-    largest = max(point.nbytes for point in points)
-    rates = {point.kind: point.bytes_per_second for point in points if point.nbytes == largest}
+def _largest_copies(direction: str, by_kind: Mapping[str, Sequence[Point]], gpu: Gpu) -> Check:
+    largest = [points[-1] for points in by_kind.values()]
+    rates = {point.kind: point.bytes_per_second for point in largest}
     speeds = ", ".join(f"{kind} {rate(speed)}" for kind, speed in rates.items())
-    found = f"{speeds}, {format_bytes(largest)}"
+    found = f"{speeds}, {format_bytes(largest[0].nbytes)}"
     pinned = math.inf if gpu.host_page_tables else rates.get(PINNED, math.inf)
     if gpu.link_rate is not None and pinned < LEAST_OF_LINK * gpu.link_rate:
         found += f": {share(pinned, gpu.link_rate)} of the link's {rate(gpu.link_rate)}"
@@ -323,9 +279,7 @@ def _largest_copies(direction: str, points: Sequence[Point], gpu: Gpu) -> Check:
 
 
 def no_such_device(index: int, gpus: int) -> Check:
-    remedy = (
-        "name a GPU that torch sees, or none"
-        if gpus
-        else "see the line on CUDA; without --device the host is checked"
-    )
+    remedy = "see the line on CUDA; without --device the host is checked"
+    if gpus:
+        remedy = "name a GPU that torch sees, or none"
     return Check("device", "problem", f"no cuda:{index}: torch sees {count(gpus, 'GPU')}", remedy)

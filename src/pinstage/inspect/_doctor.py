@@ -28,13 +28,14 @@ from .._memory import why_unusable
 from .._pool import usage_of_host
 from .._sizes import count, format_bytes
 from . import _checks
-from ._bus import MIB, PAGEABLE, PINNED, REGISTERED, Point, measure
+from ._bus import MIB, PAGEABLE, PINNED, REGISTERED, Point, by_direction, measure
 from ._checks import Check, Status
 from ._gpus import Gpu, Smi, find_driver, find_gpus, nvidia_smi
 from ._report import Line, Section, TextTable
 
 _NEEDED_BYTES = 1024 * MIB
 """With less memory left, nothing is measured."""
+_URGENT: tuple[Status, ...] = ("problem", "warning")
 
 
 class Diagnosis(NamedTuple):
@@ -60,22 +61,23 @@ class Diagnosis(NamedTuple):
         }
 
     def sections(self) -> list[Section]:
-        urgent = [check for check in self.checks if check.status in ("problem", "warning")]
-        rows = [
-            (c.status.upper() if c in urgent else c.status, c.name, c.found) for c in self.checks
-        ]
-        sections: list[Section] = [
-            TextTable(["", "what", "found"], rows, "", [check.status for check in self.checks])
-        ]
+        statuses = [check.status for check in self.checks]
+        sections: list[Section] = [_table(self.checks)]
         if self.points:
             sections.append(bandwidth(self.points))
-        sections += [
-            Line(f"{check.name}: {check.remedy}", check.status) for check in urgent if check.remedy
-        ]
-        problems = sum(check.status == "problem" for check in urgent)
-        worst: Status = "problem" if problems else "warning" if urgent else "ok"
-        summary = f"{count(problems, 'problem')} and {count(len(urgent) - problems, 'warning')}"
-        return [*sections, Line(f"{summary} in {count(len(self.checks), 'check')}", worst)]
+        urgent = [check for check in self.checks if check.status in _URGENT]
+        sections += [Line(f"{check.name}: {check.remedy}", check.status) for check in urgent]
+        numbers = " and ".join(count(statuses.count(status), status) for status in _URGENT)
+        worst = next((status for status in _URGENT if status in statuses), "ok")
+        return [*sections, Line(f"{numbers} in {count(len(statuses), 'check')}", worst)]
+
+
+def _table(checks: Sequence[Check]) -> TextTable:
+    rows = [
+        (check.status.upper() if check.status in _URGENT else check.status, check.name, check.found)
+        for check in checks
+    ]
+    return TextTable(["", "what", "found"], rows, "", [check.status for check in checks])
 
 
 def diagnose(
@@ -93,21 +95,18 @@ def diagnose(
     available, why_not = torch.cuda.is_available(), why_unusable()
     driver, gpus = find_driver(root, smi), find_gpus(root, smi)
     affinity, nodes = _host.affinity(), len(_host.numa_nodes(root))
+    built_for, python = torch.version.cuda, platform.python_version()
+    is_missing = device is not None and device >= len(gpus)
+    page = try_page(None if is_missing else device)
     checks = [
-        _checks.cuda(torch.version.cuda, available, gpus, driver),
-        _checks.versions(
-            platform.python_version(), driver, torch.version.cuda, _bindings_version()
-        ),
-        _checks.page_locking(
-            available, why_not, *try_page(device if device in range(len(gpus)) else None)
-        ),
+        _checks.cuda(built_for, available, gpus, driver),
+        _checks.versions(python, driver, built_for, _bindings_version()),
+        _checks.page_locking(available, why_not, *page),
     ]
     for gpu in gpus:
-        checks += [
-            _checks.link(gpu),
-            _checks.numa(gpu, affinity, nodes),
-            _checks.host_page_tables(gpu),
-        ]
+        checks.append(_checks.link(gpu))
+        checks.append(_checks.numa(gpu, affinity, nodes))
+        checks.append(_checks.host_page_tables(gpu))
     checks += private_names()
     checks += host_checks(root, affinity)
     try:
@@ -115,10 +114,9 @@ def diagnose(
     except ps.errors.HostBudgetError as error:
         remedy = "follow the message, or use no HostBudget"
         checks.append(Check("host budgets", "warning", str(error), remedy))
-    if device is not None and device >= len(gpus):
+    if device is not None and is_missing:
         checks.append(_checks.no_such_device(device, len(gpus)))
-        measuring = False
-    reason = _why_not_measured(gpus, measuring, root)
+    reason = _why_not_measured(gpus, measuring and not is_missing, root)
     if reason is not None:
         return Diagnosis((*checks, Check("bandwidth", "info", f"not measured: {reason}")))
     index = torch.cuda.current_device() if device is None else device
@@ -130,39 +128,38 @@ def diagnose(
 def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
     """Check everything but the GPUs and the software."""
     cap = ps.SlabPool(memory=ps.memory.PageableMemory()).stats()
+    shared = _host.huge_pages(root, "shmem_enabled") or "unknown"
     return [
         _checks.cpus(len(affinity), _host.cpu_quota(root), os.cpu_count() or 1),
         _checks.memory(cap.max_bytes, cap.max_bytes_reason),
         _checks.shared_memory(_host.shm_bytes(root)),
-        _checks.huge_pages(
-            _host.huge_pages(root), _host.huge_pages(root, "shmem_enabled") or "unknown"
-        ),
+        _checks.huge_pages(_host.huge_pages(root), shared),
         _checks.wsl(_host.is_wsl(root)),
     ]
 
 
 def private_names() -> list[Check]:
     """Report the private names of torch and CPython that don't behave as pinstage expects."""
-    probes = [
-        ("tensors", why_tensors_are_slow(), "tensors are described and made in Python, one by one"),
-        (
-            "save_on_cpu",
+    slow_tensors = "tensors are described and made in Python, one by one"
+    slow_loader = "batches of workers are staged in the main process, which is slower"
+    probes = {
+        "tensors": (why_tensors_are_slow(), slow_tensors),
+        "save_on_cpu": (
             why_changes_are_not_seen(),
             "pinstage.offload.save_on_cpu is refused: use torch's",
         ),
-        ("load_weights", why_checkpoints_are_unknown(), "modules are refused: use load_state_dict"),
-        (
-            "DataLoader",
-            why_loader_is_unknown(),
-            "batches of workers are staged in the main process, which is slower",
+        "load_weights": (
+            why_checkpoints_are_unknown(),
+            "modules are refused: use load_state_dict",
         ),
+        "DataLoader": (why_loader_is_unknown(), slow_loader),
+    }
+    checks = [
+        Check(name, "warning", reason, effect)
+        for name, (reason, effect) in probes.items()
+        if reason
     ]
-    found = [
-        Check(name, "warning", reason, remedy)
-        for name, reason, remedy in probes
-        if reason is not None
-    ]
-    return found or [Check("private names", "ok", "those of torch and CPython behave as expected")]
+    return checks or [Check("private names", "ok", "those of torch and CPython behave as expected")]
 
 
 def try_page(device: int | None) -> tuple[str, str]:
@@ -180,39 +177,34 @@ def _bindings_version() -> str | None:
 
 
 def _why_not_measured(gpus: Sequence[Gpu], measuring: bool, root: Path) -> str | None:
-    if not (gpus and measuring):
-        return "as requested" if gpus else "no GPU"
-    left = [
-        _host.meminfo("MemAvailable", root),
-        *(group.left for group in _host.cgroup_memory(root)),
-    ]
-    least = min((nbytes for nbytes in left if nbytes is not None), default=_NEEDED_BYTES)
-    if least < _NEEDED_BYTES:
-        return (
-            f"{format_bytes(least)} of memory left, but measuring takes "
-            f"{format_bytes(_NEEDED_BYTES)}"
-        )
-    return None
+    if not gpus:
+        return "no GPU"
+    if not measuring:
+        return "as requested"
+    left = [_host.meminfo("MemAvailable", root)]
+    left += [group.left for group in _host.cgroup_memory(root)]
+    least = min(nbytes for nbytes in (*left, _NEEDED_BYTES) if nbytes is not None)
+    if least >= _NEEDED_BYTES:
+        return None
+    return (
+        f"{format_bytes(least)} of memory left, but measuring takes {format_bytes(_NEEDED_BYTES)}"
+    )
 
 
 def bandwidth(points: Sequence[Point]) -> TextTable:
     """Return a row for each direction and size, with the rate of each kind of memory."""
-    kinds = list(dict.fromkeys(point.kind for point in points))
-    rates = {
-        (point.direction, point.nbytes, point.kind): f"{point.bytes_per_second / 1e9:.1f}"
-        for point in points
-    }
-    rows = [
-        [
-            direction,
-            format_bytes(nbytes),
-            *(rates.get((direction, nbytes, kind), "-") for kind in kinds),
-        ]
-        for direction, nbytes in dict.fromkeys((point.direction, point.nbytes) for point in points)
-    ]
-    return TextTable(
-        ["", ">size", *(f">{kind}" for kind in kinds)], rows, "bandwidth, GB/s, the call included"
-    )
+    rows, kinds = [], list[str]()
+    for direction, by_kind in by_direction(points).items():
+        kinds = list(by_kind)
+        for copies in zip(*by_kind.values(), strict=True):
+            rates = [f"{_rate(copy):.1f}" for copy in copies]
+            rows.append([direction, format_bytes(copies[0].nbytes), *rates])
+    columns = ["", ">size", *(f">{kind}" for kind in kinds)]
+    return TextTable(columns, rows, "bandwidth, GB/s, the call included")
+
+
+def _rate(point: Point) -> float:
+    return point.bytes_per_second / 1e9
 
 
 # -- the picture -----------------------------------------------------------------------------------
@@ -235,36 +227,27 @@ def save_plot(
         ModuleNotFoundError: matplotlib is not installed.
     """
     # Without pyplot, which looks for a display and keeps state.
-    from matplotlib.figure import (
-        Figure,
-    )
+    from matplotlib.figure import Figure
 
-    directions = list(dict.fromkeys(point.direction for point in points))
+    directions = by_direction(points)
     sizes = sorted({point.nbytes for point in points})
     figure = Figure(figsize=(5.4 * len(directions), 4.2), layout="constrained")
     axes = figure.subplots(1, len(directions), sharey=True, squeeze=False)[0]
-    for axis, direction in zip(axes, directions, strict=True):
-        for kind in dict.fromkeys(point.kind for point in points):
-            mine = [point for point in points if (point.direction, point.kind) == (direction, kind)]
-            line = sorted((point.nbytes, point.bytes_per_second / 1e9) for point in mine)
+    for axis, (direction, by_kind) in zip(axes, directions.items(), strict=True):
+        for kind, copies in by_kind.items():
             color, marker, width = _STYLES[kind]
             axis.plot(
-                *zip(*line, strict=True),
-                label=kind,
-                color=color,
-                marker=marker,
-                lw=width,
-                ms=5.5 + width,
-            )
+                [copy.nbytes for copy in copies], [_rate(copy) for copy in copies], label=kind,
+                color=color, marker=marker, lw=width, ms=5.5 + width,
+            )  # fmt: skip
         if link_rate is not None:
             axis.axhline(link_rate / 1e9, color="gray", linestyle=":", label="the link on paper")
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [format_bytes(nbytes) for nbytes in sizes], rotation=45, ha="right")
         axis.minorticks_off()
-        axis.set_title(direction)
-        axis.set_xlabel("bytes in one copy")
+        axis.set(title=direction, xlabel="bytes in one copy")
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("GB/s")
+    axes[0].set(ylabel="GB/s")
     axes[0].set_ylim(bottom=0)
     axes[0].legend(frameon=False)
     figure.suptitle(title)

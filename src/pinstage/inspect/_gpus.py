@@ -40,11 +40,9 @@ class Gpu:
     @property
     def link_rate(self) -> float | None:
         """Bytes per second of the link, without the overhead of packets."""
-        return (
-            _LANE_BYTES_PER_SECOND.get(self.link.generation, 0.0) * self.link.width or None
-            if self.link
-            else None
-        )
+        if self.link is None or self.link.generation not in _LANE_BYTES_PER_SECOND:
+            return None
+        return _LANE_BYTES_PER_SECOND[self.link.generation] * self.link.width
 
     @property
     def host_page_tables(self) -> bool:
@@ -70,11 +68,11 @@ def nvidia_smi(arguments: Sequence[str]) -> str:
 
 def find_driver(root: Path, smi: Smi) -> Driver:
     """Find the driver, whether torch can use it or not."""
-    module = re.search(
-        r"Kernel Module.*?\s(\d+\.[\d.]+)", _host.text(root / "proc/driver/nvidia/version")
-    )
     printed = smi([])
-    version = re.search(r"Driver Version: ([\d.]+)", printed) or module
+    kernels = _host.text(root / "proc/driver/nvidia/version")
+    version = re.search(r"Driver Version: ([\d.]+)", printed) or re.search(
+        r"Kernel Module.*?\s(\d+\.[\d.]+)", kernels
+    )
     cuda = re.search(r"CUDA Version: (\d+\.\d+)", printed)
     return Driver(version and version[1], cuda and cuda[1])
 
@@ -83,14 +81,13 @@ def find_gpus(root: Path, smi: Smi) -> list[Gpu]:
     """Find the GPUs that torch can use."""
     if not torch.cuda.is_available():
         return []
-    links = find_links(smi)
-    found = []
+    links, gpus = find_links(smi), []
     for index in range(torch.cuda.device_count()):
         gpu: Any = torch.cuda.get_device_properties(index)
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         node, cpus = _host.pci_node(address, root), _host.pci_cpus(address, root)
-        found.append(Gpu(index, gpu.name, links.get(str(gpu.uuid)), node, cpus))
-    return found
+        gpus.append(Gpu(index, gpu.name, links.get(str(gpu.uuid)), node, cpus))
+    return gpus
 
 
 def find_links(smi: Smi) -> dict[str, Link]:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "info": "cyan", "": ""}
@@ -54,14 +55,14 @@ def as_text(sections: Iterable[Section]) -> str:
 def _table_text(table: TextTable) -> str:
     names = [column.removeprefix(">") for column in table.columns]
     widths = [max(map(len, cells)) for cells in zip(names, *table.rows, strict=True)]
-    lines = []
+    lines = ["", table.title] if table.title else [""]
     for row in (names, ["-" * width for width in widths], *table.rows):
-        cells = (
+        cells = [
             cell.rjust(width) if column.startswith(">") else cell.ljust(width)
             for cell, width, column in zip(row, widths, table.columns, strict=True)
-        )
+        ]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join(["", *filter(None, [table.title]), *lines, ""])
+    return "\n".join([*lines, ""])
 
 
 def as_rich(sections: Iterable[Section]) -> Any:
@@ -80,17 +81,19 @@ def as_rich(sections: Iterable[Section]) -> Any:
             continue
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
         for column, *cells in zip(section.columns, *section.rows, strict=True):
-            name, is_number = column.removeprefix(">"), column.startswith(">")
-            width = max(map(len, (name, *cells)))  # numbers are never cut
-            least = width if is_number or width <= _KEPT_WIDTH else None
+            name = column.removeprefix(">")
+            is_number, width = name != column, max(map(len, (name, *cells)))
             table.add_column(
-                name, justify="right" if is_number else "left", min_width=least, overflow="fold"
+                name,
+                justify="right" if is_number else "left",
+                min_width=width if is_number or width <= _KEPT_WIDTH else None,  # never cut
+                overflow="fold",
             )
-        for row, style in zip(
-            section.rows, section.styles or [""] * len(section.rows), strict=True
-        ):
+        for row, style in zip_longest(section.rows, section.styles, fillvalue=""):
             table.add_row(*map(Text, row), style=STYLES[style])
-        drawn += [*([Text(section.title, style="bold")] if section.title else []), table]
+        if section.title:
+            drawn.append(Text(section.title, style="bold"))
+        drawn.append(table)
     return Group(*drawn)
 
 
@@ -121,11 +124,8 @@ def watch(draw: Callable[[], Sequence[Section]], pause: float) -> None:
 
 def _console() -> Any:
     """Return rich's console for stdout; None if plain text is wanted, or rich is not installed."""
-    if (
-        not sys.stdout.isatty()
-        or os.environ.get("TERM") == "dumb"
-        or importlib.util.find_spec("rich") is None
-    ):
+    is_plain = not sys.stdout.isatty() or os.environ.get("TERM") == "dumb"
+    if is_plain or importlib.util.find_spec("rich") is None:
         return None
     from rich.console import Console
 
@@ -139,10 +139,11 @@ def duration(seconds: float) -> str:
     """Write a time with three digits or more: ``7.50 us``, ``12.3 ms``, ``2.50 s``."""
     if seconds == 0:
         return "0"
-    unit, factor = next(
-        (u, f) for u, f in (("s", 1.0), ("ms", 1e-3), ("us", 0.0)) if abs(seconds) >= 0.9995 * f
-    )
-    value = seconds / (factor or 1e-6)
+    unit, value = "us", seconds * 1e6
+    if abs(seconds) >= 0.9995:
+        unit, value = "s", seconds
+    elif abs(seconds) >= 0.9995e-3:
+        unit, value = "ms", seconds * 1e3
     digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"
 
@@ -150,7 +151,8 @@ def duration(seconds: float) -> str:
 def rate(bytes_per_second: float) -> str:
     """Write a bandwidth in GB/s, powers of 1000: ``55.3 GB/s``; without decimals from 100 on."""
     value = bytes_per_second / 1e9
-    return f"{value:.{0 if value >= 100 else 1 if value >= 1 else 2}f} GB/s"
+    digits = 0 if value >= 100 else 1 if value >= 1 else 2
+    return f"{value:.{digits}f} GB/s"
 
 
 def share(part: float, whole: float) -> str:

@@ -62,9 +62,8 @@ def first_batch(target: str) -> Any:
             return batch
     except Exception as error:
         raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
-    raise TargetError(
-        f"{target} returns an empty {type(made).__name__}; there is no batch to look at"
-    )
+    kind = type(made).__name__
+    raise TargetError(f"{target} returns an empty {kind}; there is no batch to look at")
 
 
 def _object_in(module: ModuleType, name: str, module_name: str) -> Any:

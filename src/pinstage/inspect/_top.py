@@ -17,7 +17,6 @@ from ._report import Line, Section, TextTable, as_text, show, watch
 
 _PAUSE_SECONDS = 1.0
 """Time between two updates of the table."""
-_COLUMNS = ("process", "program", ">held")
 
 
 def run_top(*, once: bool, as_json: bool) -> int:
@@ -42,25 +41,23 @@ def to_dict(usage: Sequence[PoolUsage]) -> dict[str, Any]:
                 "held_bytes": held_bytes(pools),
                 "pools": [dataclasses.asdict(pool) for pool in pools],
             }
-            for name, pools in _by_budget(usage)
+            for name, pools in by_budget(usage)
         ]
     }
 
 
 def sections(usage: Sequence[PoolUsage]) -> list[Section]:
     """Return a table for each budget, with a row for each pool."""
-    found: list[Section] = []
-    for name, pools in _by_budget(usage):
-        held, cap = held_bytes(pools), pools[0].max_bytes
-        title = (
-            f"HostBudget {name}: {format_bytes(held)} of {format_bytes(cap)} in "
-            f"{count(len(pools), 'pool')}"
-        )
+    tables: list[Section] = []
+    for name, pools in by_budget(usage):
+        held, cap = format_bytes(held_bytes(pools)), format_bytes(pools[0].max_bytes)
         rows = [(str(pool.pid), pool.program, format_bytes(pool.held_bytes)) for pool in pools]
-        found.append(TextTable(_COLUMNS, rows, title))
-    return found or [Line("no pool on this host has a HostBudget")]
+        title = f"HostBudget {name}: {held} of {cap} in {count(len(pools), 'pool')}"
+        tables.append(TextTable(["process", "program", ">held"], rows, title))
+    return tables or [Line("no pool on this host has a HostBudget")]
 
 
-def _by_budget(usage: Sequence[PoolUsage]) -> Iterator[tuple[str, list[PoolUsage]]]:
+def by_budget(usage: Sequence[PoolUsage]) -> Iterator[tuple[str, list[PoolUsage]]]:
+    """Yield the name of each budget with its pools; `usage` is sorted by budget."""
     for name, pools in itertools.groupby(usage, key=lambda pool: pool.budget):
         yield name, list(pools)
