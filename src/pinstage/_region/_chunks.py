@@ -131,10 +131,8 @@ class Chunks:
         if isinstance(self._error, REFUSALS):
             return self.reason
         if self._error is not None:
-            return (
-                f"the region isn't ready, and its thread has ended: {self._error!r}; make another "
-                "one"
-            )
+            ended = f"the region isn't ready, and its thread has ended: {self._error!r}"
+            return f"{ended}; make another one"
         return "the region was closed before it was ready; make another one"
 
     def _wait(self, nbytes: int, seconds: float) -> bool:
@@ -154,9 +152,8 @@ class Chunks:
         self._wait(end, math.inf)
         if self.kind == "pageable" or self.ready < end:
             return []
-        return list(
-            pairwise((start, *(self.inside(start, end) if self.kind == "registered" else ()), end))
-        )
+        borders = self.inside(start, end) if self.kind == "registered" else ()
+        return list(pairwise((start, *borders, end)))
 
     def inside(self, start: int, end: int) -> tuple[int, ...]:
         """Return the ends of chunks between two bytes."""
@@ -170,9 +167,8 @@ class Chunks:
             running[self] = None
             if memory.device >= 0:
                 disregard_captures()
-            with ThreadPoolExecutor(
-                1, "pinstage-touch"
-            ) as ahead:  # touches a chunk while the one before is registered
+            with ThreadPoolExecutor(1, "pinstage-touch") as ahead:
+                # It touches a chunk while the one before is registered.
                 chunks = list(pairwise(self.ends))
                 touching = ahead.submit(memory.touch, *chunks[0])
                 for chunk, following in zip(chunks, [*chunks[1:], None], strict=True):
@@ -231,11 +227,9 @@ class Chunks:
         """Unregister all, since a later chunk was refused: copies of it would be slow, and copies
         across it fail.
         """
-        done, nbytes = format_bytes(self.ready), self.ends[-1]
-        text = (
-            f"page-locking was refused after {done} of {format_bytes(nbytes)}: {error}; "
-            f"{remedy(nbytes)}"
-        )
+        nbytes = self.ends[-1]
+        done = f"{format_bytes(self.ready)} of {format_bytes(nbytes)}"
+        text = f"page-locking was refused after {done}: {error}; {remedy(nbytes)}"
         self.kind, self.reason, self.ready = "pageable", text, 0
         warn(f"a region is pageable, which makes copies slow: {text}")
         self._unregister()

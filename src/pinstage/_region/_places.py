@@ -12,12 +12,16 @@ from .._sizes import format_bytes, round_up
 from ..errors import LayoutError
 
 
-def has_rows_of(place: Place, row_bytes: int) -> bool:
-    """Return whether the first dimension is the outermost in memory, and advances by a multiple of
-    `row_bytes`.
+def unit_of(place: Place, row_bytes: int | None) -> int:
+    """Return the bytes at whose multiples chunks may cut a tensor; 0 if they may not.
+
+    That is `row_bytes`, if the first dimension is the outermost in memory and advances by a
+    multiple of it.
     """
     step = place.stride[0] * place.dtype.itemsize if place.shape else place.nbytes
-    return step * (*place.shape, 1)[0] == place.nbytes and step % row_bytes == 0
+    if not row_bytes or step % row_bytes or step * (*place.shape, 1)[0] != place.nbytes:
+        return 0
+    return row_bytes
 
 
 class Nest(NamedTuple):
@@ -37,35 +41,34 @@ def arrange(tree: Any) -> Nest:
             subclass.
     """
     leaves, structure = walk(tree)
-    found: dict[int, Place] = {}
-    end, placed = 0, list(leaves)
+    end, arranged = 0, list(leaves)
+    place_by_id: dict[int, Place] = {}
     for index, leaf in enumerate(leaves):
         tensor = as_tensor(leaf)
         if not isinstance(tensor, torch.Tensor):
             continue
-        is_plain = (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        )
-        if not is_plain or tensor.is_quantized or tensor.is_nested:
+        if not _is_plain(tensor):
             path = structure.path(index)
             kind = f"{type(tensor).__name__}, {tensor.layout}"
             raise LayoutError(
                 f"tree{path} has no place in a region: {kind}; leave it out, or pass its parts",
                 path,
             )
-        if id(leaf) not in found:
-            shape, stride, nbytes = (
-                tuple(tensor.shape),
-                tuple(tensor.stride()),
-                tensor.numel() * tensor.itemsize,
-            )
+        if id(leaf) not in place_by_id:
+            offset, nbytes = round_up(end, ALIGNMENT) if tensor.nbytes else 0, tensor.nbytes
+            end = max(end, offset + nbytes)
+            shape, stride = tuple(tensor.shape), tensor.stride()
             stride = stride if dense_stride(shape, stride) else contiguous_stride(shape)
-            found[id(leaf)] = Place(
-                round_up(end, ALIGNMENT) if nbytes else 0, nbytes, tensor.dtype, shape, stride
-            )
-            end = max(end, found[id(leaf)].offset + nbytes)
-        placed[index] = found[id(leaf)]
-    return Nest(structure, placed, end)
+            place_by_id[id(leaf)] = Place(offset, nbytes, tensor.dtype, shape, stride)
+        arranged[index] = place_by_id[id(leaf)]
+    return Nest(structure, arranged, end)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has ordinary memory."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    return not (tensor.is_quantized or tensor.is_nested)
 
 
 def ends_of_chunks(
@@ -101,8 +104,8 @@ def check_is_whole(
     Raises:
         ValueError: the copy of a single row could touch two chunks.
     """
-    unit = row_bytes if row_bytes and has_rows_of(place, row_bytes) else None
-    is_whole = unit is not None and all((border - place.offset) % unit == 0 for border in inside)
+    unit = unit_of(place, row_bytes)
+    is_whole = unit and all((border - place.offset) % unit == 0 for border in inside)
     if inside and not is_whole:
         raise ValueError(
             f"a tensor of shape {list(place.shape)} and {place.dtype} at byte {place.offset} "

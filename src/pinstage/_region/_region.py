@@ -23,7 +23,7 @@ from .._reaper import reaper, uninterrupted
 from .._sizes import Size, format_bytes, parse_bytes
 from ..errors import PinningError
 from ._chunks import Chunks
-from ._places import Nest, arrange, check_is_whole, ends_of_chunks, has_rows_of
+from ._places import Nest, arrange, check_is_whole, ends_of_chunks, unit_of
 
 
 class RegionPlan(NamedTuple):
@@ -470,15 +470,13 @@ def _plan_of(
 
 def _pieces(plan: RegionPlan) -> list[tuple[int, int, int]]:
     """Return what chunks should not cut, as `ends_of_chunks` takes it."""
-    row = plan.row_bytes or 0
     if plan.nest is None:
-        return [(0, plan.nbytes, row or 1)]
-    pieces: dict[Place, tuple[int, int, int]] = {}
-    for leaf in plan.nest.leaves:
-        if isinstance(leaf, Place) and leaf.nbytes:
-            has_rows = row and has_rows_of(leaf, row)
-            pieces[leaf] = leaf.offset, leaf.nbytes, row if has_rows else 0
-    return list(pieces.values())
+        return [(0, plan.nbytes, plan.row_bytes or 1)]
+    return [
+        (place.offset, place.nbytes, unit_of(place, plan.row_bytes))
+        for place in plan.nest.leaves
+        if isinstance(place, Place) and place.nbytes
+    ]
 
 
 def _positive(name: str, size: Size) -> int:
