@@ -18,23 +18,16 @@ def nodes(cls: Any) -> Any:
 
     def unflatten(children: Any, _: None) -> Any:
         fields, extra, private, fields_set = children
-        made = cls.__new__(cls)
-        for name, value in (
-            ("__dict__", fields),
-            (_EXTRA, extra),
-            (_PRIVATE, private),
-            (_SET, set(fields_set)),
-        ):
-            object.__setattr__(made, name, value)
-        return made
+        model = cls.__new__(cls)
+        object.__setattr__(model, "__dict__", fields)
+        object.__setattr__(model, _EXTRA, extra)
+        object.__setattr__(model, _PRIVATE, private)
+        object.__setattr__(model, _SET, set(fields_set))
+        return model
 
     return _flatten, unflatten
 
 
 def _flatten(model: Any) -> tuple[Any, None]:
-    return (
-        dict(vars(model)),
-        getattr(model, _EXTRA),
-        getattr(model, _PRIVATE),
-        ps.on_host(getattr(model, _SET)),
-    ), None
+    fields_set = ps.on_host(getattr(model, _SET))
+    return (vars(model).copy(), getattr(model, _EXTRA), getattr(model, _PRIVATE), fields_set), None

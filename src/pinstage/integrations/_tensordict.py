@@ -57,7 +57,8 @@ def _flatten(td: Any) -> tuple[Any, Any, Any]:
 def _unflatten(children: Any, context: Any) -> Any:
     keys, names, is_locked = context
     *values, (batch_size, device) = children
-    items, device = dict(zip(keys, values, strict=True)), _device_of(values, device)
+    items = dict(zip(keys, values, strict=True))
+    device = _device_of(values, device)
     return TensorDict(items, batch_size=batch_size, names=names, device=device, lock=is_locked)
 
 
@@ -65,7 +66,9 @@ def _device_of(values: Iterable[Any], before: Any) -> Any:
     """Return the one device of tensors; `before` if there are none, None if there are several."""
     devices = {value.device for value in values if _has_tensors(value)}
     devices.discard(None)
-    return devices.pop() if len(devices) == 1 else None if devices else before
+    if not devices:
+        return before
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _has_tensors(value: Any) -> bool:
@@ -81,13 +84,9 @@ def _has_tensors(value: Any) -> bool:
 
 def _flatten_stack(stack: Any) -> tuple[Any, Any]:
     hooks = ps.on_host((stack.hook_in, stack.hook_out))
-    names = stack.names
-    return (*stack.tensordicts, hooks), (
-        type(stack),
-        stack.stack_dim,
-        names[stack.stack_dim],
-        stack.is_locked,
-    )
+    name = stack.names[stack.stack_dim]
+    context = type(stack), stack.stack_dim, name, stack.is_locked
+    return (*stack.tensordicts, hooks), context
 
 
 def _unflatten_stack(children: Any, context: Any) -> Any:

@@ -52,26 +52,21 @@ def _flatten(data: Any) -> tuple[Any, None]:
     attributes: dict[str, Any] = {}
     stores, mappings = [], []
     for where, value in vars(data).items():
-        if isinstance(value, BaseStorage):
-            found = {_ALONE: value}
-        elif isinstance(value, dict) and all(
-            isinstance(store, BaseStorage) for store in value.values()
-        ):
-            found = value
-            attributes[where] = {}
-        else:
-            found = {}
+        keyed = {_ALONE: value}
+        if isinstance(value, dict):
+            keyed, attributes[where] = value, {}
+        if not all(isinstance(store, BaseStorage) for store in keyed.values()):
             attributes[where] = value
-        for key, store in found.items():
+            continue
+        for key, store in keyed.items():
             private = {name: mark for name, mark in vars(store).items() if name not in _ITS_OWN}
             stores.append((where, key, type(store), private))
-            mappings.append(
-                {
-                    name: ps.on_host(item) if isinstance(item, np.ndarray) else item
-                    for name, item in store.items()
-                }
-            )
+            mappings.append({name: _kept_if_array(item) for name, item in store.items()})
     return (*mappings, ps.on_host((attributes, stores))), None
+
+
+def _kept_if_array(item: Any) -> Any:
+    return ps.on_host(item) if isinstance(item, np.ndarray) else item
 
 
 _ITS_OWN = ("_mapping", "_parent", "_cached_attr")

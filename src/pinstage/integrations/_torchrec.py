@@ -29,20 +29,16 @@ def nodes(cls: Any) -> Any:
         staged = [stored.pop(name) for name in names]
         keys, indices = stored.pop("_inverse_indices", None) or (None, None)
         stored.pop("_jt_dict", None)  # made of the staged tensors; `to_dict` rebuilds it
-        return (
-            (*staged, indices, ps.on_host((stored, keys))),
-            None,
-            (*names, "_inverse_indices", "rest"),
-        )
+        children = *staged, indices, ps.on_host((stored, keys))
+        return children, None, (*names, "_inverse_indices", "rest")
 
     def unflatten(children: Any, _: None) -> Any:
         *staged, indices, (stored, keys) = children
         made = cls.__new__(cls)
         vars(made).update(stored, **dict(zip(names, staged, strict=True)))
         if base is KeyedJaggedTensor:
-            vars(made).update(
-                _jt_dict=None, _inverse_indices=None if keys is None else (keys, indices)
-            )
+            inverse_indices = None if keys is None else (keys, indices)
+            vars(made).update(_jt_dict=None, _inverse_indices=inverse_indices)
         return made
 
     return flatten, unflatten

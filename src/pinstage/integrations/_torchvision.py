@@ -8,6 +8,6 @@ import pinstage as ps
 
 
 def nodes(cls: type) -> None:
-    found = sys.modules.get("torchvision.tv_tensors")
-    if found is not None and issubclass(cls, found.TVTensor):
-        ps.register_tensor(found.TVTensor)
+    tv_tensors = sys.modules.get("torchvision.tv_tensors")
+    if tv_tensors is not None and issubclass(cls, tv_tensors.TVTensor):
+        ps.register_tensor(tv_tensors.TVTensor)

@@ -42,18 +42,15 @@ class TrainerLoaders:
         self.in_workers = in_workers
         self._owns_pool = in_workers and options["pool"] is None
         if self._owns_pool:
-            memory = (
-                ps.memory.SharedMemory(device)
-                if device.type == "cuda"
-                else ps.memory.SharedMemory(register=False)
-            )
+            is_cuda = device.type == "cuda"
+            memory = ps.memory.SharedMemory(device if is_cuda else None, register=is_cuda)
             pool = ps.SlabPool(options["max_bytes"], budget=options["budget"], memory=memory)
             options = {**options, "pool": pool, "max_bytes": "auto", "budget": None}
         self._wrapping = options
         if stager is None:
-            stager = ps.Stager(
-                device, **{name: value for name, value in options.items() if name != "depth"}
-            )
+            stager_options = options.copy()
+            del stager_options["depth"]
+            stager = ps.Stager(device, **stager_options)
         # Checks the only option that a stager doesn't have.
         stager.prefetch((), depth=options["depth"])
         self.stager = stager
@@ -73,7 +70,8 @@ class TrainerLoaders:
         """
         pool = self.stager.pool
         if self._owns_pool:
-            half = pool.max_bytes // 2 // pool.memory.granularity * pool.memory.granularity
+            half = pool.max_bytes // 2
+            half -= half % pool.memory.granularity
             for owner in ("training", "stager"):
                 pool.set_quota(owner, min_bytes=half if does else 0)
 
@@ -88,16 +86,14 @@ class TrainerLoaders:
         stager = self.stager
         inner = getattr(loader, "base_dataloader", loader)  # if Accelerate prepared it
         settings = getattr(inner, "_settings", None)  # if it stages already
-        if not (self.in_workers or always) or (
-            settings is not None and settings.device == stager.device
-        ):
+        is_staged = settings is not None and settings.device == stager.device
+        if is_staged or not (self.in_workers or always):
             return loader
         if settings is None and _iterates_as_torch_does(inner):
             owner = "training" if is_training else "stager"
+            options = {**self._wrapping, "device": stager.device, "owner": owner}
             try:
-                wrapped: Any = ps.wrap_loader(
-                    loader, device=stager.device, owner=owner, **self._wrapping
-                )
+                wrapped: Any = ps.wrap_loader(loader, **options)
             except TypeError:  # it has workers already: the options were checked
                 pass
             else:
@@ -128,11 +124,9 @@ def _iterates_as_torch_does(loader: Any) -> bool:
     """Return whether a loader is torch's or torchdata's, or a subclass without an ``__iter__`` of
     its own.
     """
-    iteration = getattr(type(loader), "__iter__", None)
-    return isinstance(loader, DataLoader) and iteration.__module__.partition(".")[0] in (
-        "torch",
-        "torchdata",
-    )
+    if not isinstance(loader, DataLoader):
+        return False
+    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
 
 
 def _tensors(batch: Any, seen: set[int]) -> Iterator[torch.Tensor]:
@@ -141,11 +135,8 @@ def _tensors(batch: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield batch
     elif id(batch) not in seen:
         seen.add(id(batch))
-        if isinstance(batch, list | tuple):
-            parts: Any = batch
-        elif hasattr(batch, "values"):
-            parts = batch.values()
-        else:
-            parts = getattr(batch, "__dict__", {}).values()
+        parts = batch
+        if not isinstance(batch, list | tuple):
+            parts = (batch if hasattr(batch, "values") else getattr(batch, "__dict__", {})).values()
         for part in parts:
             yield from _tensors(part, seen)

@@ -22,11 +22,10 @@ def nodes(cls: Any) -> Any:
     def unflatten(children: Any, names: Any) -> Any:
         *staged, rest = children
         made = cls.__new__(cls)
-        vars(made).update(rest)
-        vars(made).update(zip(names, staged, strict=True))
-        if "device" in rest:
-            tensor = next((value for value in staged if isinstance(value, torch.Tensor)), None)
-            made.device = rest["device"] if tensor is None else tensor.device
+        vars(made).update(rest, **dict(zip(names, staged, strict=True)))
+        tensor = next((value for value in staged if isinstance(value, torch.Tensor)), None)
+        if "device" in rest and tensor is not None:
+            made.device = tensor.device
         return made
 
     return _flatten, unflatten
@@ -34,11 +33,10 @@ def nodes(cls: Any) -> Any:
 
 def _flatten(obj: Any) -> tuple[Any, tuple[str, ...]]:
     """Stage attributes that are tensors, containers or caches; the rest stays."""
-    staged = {name: value for name, value in vars(obj).items() if isinstance(value, _STAGED)}
-    rest = {
-        name: copy.copy(value) if isinstance(value, set) else value
-        for name, value in vars(obj).items()
-    }
-    for name in staged:
-        del rest[name]
+    staged, rest = {}, {}
+    for name, value in vars(obj).items():
+        if isinstance(value, _STAGED):
+            staged[name] = value
+        else:
+            rest[name] = copy.copy(value) if isinstance(value, set) else value
     return (*staged.values(), ps.on_host(rest)), tuple(staged)

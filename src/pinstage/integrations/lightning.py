@@ -113,12 +113,9 @@ class StageBatches(Callback):
                 f"StageBatches would replace {own}: leave the callback out, and let that hook "
                 "return `stager.to_device(batch)`, with a pinstage.Stager for its device"
             )
-        own = (
-            _own_hook("on_before_batch_transfer", pl_module, trainer.datamodule)
-            if self._workers
-            else None
-        )
-        if own is not None and not self._has_warned:
+        own = _own_hook("on_before_batch_transfer", pl_module, trainer.datamodule)
+        in_workers = self._workers and own is None
+        if self._workers and own is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"pinstage stages batches in the main process, which is slower: {own} gets them "
@@ -126,7 +123,7 @@ class StageBatches(Callback):
                 ps.errors.StagingWarning,
                 stacklevel=2,
             )
-        device, in_workers = trainer.strategy.root_device, self._workers and own is None
+        device = trainer.strategy.root_device
         loaders = self._loaders
         if loaders is None or loaders.stager.device != device or loaders.in_workers != in_workers:
             loaders = self._loaders = TrainerLoaders(device, self._options, in_workers=in_workers)
@@ -163,9 +160,8 @@ class StageBatches(Callback):
         """Do what `teardown` does, since Lightning doesn't call that after an exception."""
         self.teardown(trainer, pl_module, "")
 
-    def __getstate__(
-        self,
-    ) -> dict[str, Any]:  # a copy, for example in another process, makes its own stager
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, for example in another process, makes its own stager.
         return vars(self) | {"_loaders": None}
 
 

@@ -100,7 +100,7 @@ def _staging(collate_fn: CollateFn[Any] | None, stager: ps.Stager) -> CollateFn[
 
     Its base shows Ray the format of the batches.
     """
-    formats = ArrowBatchCollateFn, NumpyBatchCollateFn, PandasBatchCollateFn
+    formats = NumpyBatchCollateFn, ArrowBatchCollateFn, PandasBatchCollateFn
     base: Any = NumpyBatchCollateFn
     if collate_fn is not None:
         base = next((known for known in formats if isinstance(collate_fn, known)), None)
