@@ -70,10 +70,12 @@ __all__ = [
 _LATER = {
     "audit": ".inspect",
     **dict.fromkeys(("DataLoader", "LoaderStats", "WrappedLoader", "wrap_loader"), "._loader"),
-    **{
-        name: f".{name}"
-        for name in ("checkpoint", "inspect", "integrations", "memory", "metrics", "offload")
-    },
+    "checkpoint": ".checkpoint",
+    "inspect": ".inspect",
+    "integrations": ".integrations",
+    "memory": ".memory",
+    "metrics": ".metrics",
+    "offload": ".offload",
 }
 
 
@@ -83,8 +85,8 @@ if not TYPE_CHECKING:  # else a type checker would accept every name
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = import_module(_LATER[name], __name__)
-        found = globals()[name] = module if _LATER[name] == f".{name}" else getattr(module, name)
-        return found
+        value = globals()[name] = module if _LATER[name] == f".{name}" else getattr(module, name)
+        return value
 
 
 def __dir__() -> list[str]:

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         if isinstance(error, ps.errors.TargetError | ps.errors.TraceError):
-            _exit(str(error), 2)
+            _exit(str(error))
         _exit(f"{type(error).__name__}: {error} ({TRACEBACK_VARIABLE}=1 shows where)", 1)
 
 
@@ -76,33 +76,26 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = re.sub("^the following arguments are required: ", "missing ", message)
         message = re.sub("^argument COMMAND: invalid choice: ", "no command ", message)
-        _exit(f"{message}; see {self.prog} --help", 2)
+        _exit(f"{message}; see {self.prog} --help")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. A command is a function; its docstring is the help."""
     parser = _Parser("pinstage", description=__doc__, formatter_class=_Formatter)
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"pinstage {ps.__version__}",
-        help="print the version",
-    )
+    version = f"pinstage {ps.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def command(run: Callable[[argparse.Namespace], int]) -> Callable[..., Any]:
         text = cleandoc(run.__doc__ or "")
         summary = text.partition("\n")[0]
-        found = commands.add_parser(
+        subparser = commands.add_parser(
             run.__name__, help=summary, description=text, formatter_class=_Formatter
         )
-        found.set_defaults(run=run)
-        found.add_argument(
-            "--json",
-            action="store_true",
-            help="print JSON for programs; sizes in bytes, times in seconds",
-        )
-        return found.add_argument
+        subparser.set_defaults(run=run)
+        json_help = "print JSON for programs; sizes in bytes, times in seconds"
+        subparser.add_argument("--json", action="store_true", help=json_help)
+        return subparser.add_argument
 
     add = command(audit)
     add("target", metavar="TARGET", help="module:callable or file.py:callable")
@@ -110,28 +103,15 @@ def build_parser() -> argparse.ArgumentParser:
     add("--all", action="store_true", help="show all leaves, not only the first 40")
     add = command(doctor)
     add("--device", help="the GPU to measure, such as cuda:1")
-    add(
-        "--measure",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure copies if there is a GPU",
-    )
+    text = "measure copies if there is a GPU"
+    add("--measure", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--plot", type=Path, metavar="FILE", help="draw the bandwidth into this PNG file")
     add = command(trace)
-    add(
-        "path",
-        metavar="PATH",
-        nargs="?",
-        type=Path,
-        help="a .json or .json.gz file of the profiler",
-    )
+    text = "a .json or .json.gz file of the profiler"
+    add("path", metavar="PATH", nargs="?", type=Path, help=text)
     add("--bus", type=_bus, help=_BUS)
-    add(
-        "--step-ms",
-        type=float,
-        metavar="MS",
-        help="milliseconds per step without the profiler; estimated by default",
-    )
+    text = "milliseconds per step without the profiler; estimated by default"
+    add("--step-ms", type=float, metavar="MS", help=text)
     add("--example", action="store_true", help="read the trace that comes with pinstage")
     add = command(top)
     add("--once", action="store_true", help="print it once, as plain text")
@@ -167,10 +147,9 @@ def audit(options: argparse.Namespace) -> int:
     from .inspect import _audit, _report, _target
 
     with _target.prints_on_stderr():
-        found = _audit.audit(_target.first_batch(options.target), bus=options.bus)
-    _report.show(
-        found.to_dict() if options.json else _audit.sections_of(found, every_leaf=options.all)
-    )
+        findings = _audit.audit(_target.first_batch(options.target), bus=options.bus)
+    sections = _audit.sections_of(findings, every_leaf=options.all)
+    _report.show(findings.to_dict() if options.json else sections)
     return 0
 
 
@@ -188,26 +167,23 @@ def doctor(options: argparse.Namespace) -> int:
 
     match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
     if match is None:
-        _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1", 2)
+        _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1")
     # Before measuring.
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        _exit('matplotlib is not installed; run: pip install "pinstage[plot]"', 2)
-    found = _doctor.diagnose(
-        device=options.device and int(match[1] or 0), measuring=options.measure
-    )
-    _report.show(found.to_dict() if options.json else found.sections())
+        _exit('matplotlib is not installed; run: pip install "pinstage[plot]"')
+    device = options.device and int(match[1] or 0)
+    diagnosis = _doctor.diagnose(device=device, measuring=options.measure)
+    _report.show(diagnosis.to_dict() if options.json else diagnosis.sections())
     if options.plot is not None:
-        if found.gpu is None:
+        gpu = diagnosis.gpu
+        if gpu is None:
             _exit(
                 f"nothing was measured, so {options.plot} is not drawn; that needs a GPU, and no "
-                "--no-measure",
-                2,
+                "--no-measure"
             )
-        _doctor.save_plot(
-            found.points, options.plot, title=found.gpu.name, link_rate=found.gpu.link_rate
-        )
+        _doctor.save_plot(diagnosis.points, options.plot, title=gpu.name, link_rate=gpu.link_rate)
         sys.stderr.write(f"written: {options.plot}\n")
-    return int(found.has_problem)
+    return int(diagnosis.has_problem)
 
 
 def trace(options: argparse.Namespace) -> int:
@@ -230,22 +206,16 @@ def trace(options: argparse.Namespace) -> int:
     from .inspect import _report, _trace
 
     if options.example == (options.path is not None):
-        _exit(
-            "PATH and --example exclude each other"
-            if options.example
-            else "missing PATH, or --example",
-            2,
-        )
+        excluded = "PATH and --example exclude each other"
+        _exit(excluded if options.example else "missing PATH, or --example")
     if options.step_ms is not None and not options.step_ms > 0:
         _exit(
             f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without "
-            "the profiler",
-            2,
+            "the profiler"
         )
     path = options.path or Path(__file__).with_name("inspect") / "example.json.gz"
-    report = _trace.trace_report(
-        path, bus=options.bus, step_seconds=options.step_ms and options.step_ms / 1e3
-    )
+    step_seconds = options.step_ms and options.step_ms / 1e3
+    report = _trace.trace_report(path, bus=options.bus, step_seconds=step_seconds)
     _report.show(report.to_dict() if options.json else report.sections())
     return 0
 
@@ -264,6 +234,6 @@ def top(options: argparse.Namespace) -> int:
     return run_top(once=options.once, as_json=options.json)
 
 
-def _exit(message: str, status: int) -> NoReturn:
+def _exit(message: str, status: int = 2) -> NoReturn:
     sys.stderr.write(f"pinstage: {message}\n")
     sys.exit(status)

@@ -61,15 +61,15 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     """Return how many CPUs the control groups above this process let it use at once; None if they
     do not limit it.
     """
-    found = []
+    quotas = []
     for group, version in _groups("cpu", root):
         if version == 2:
             quota, _, period = text(group / "cpu.max").partition(" ")
         else:
             quota, period = text(group / "cpu.cfs_quota_us"), text(group / "cpu.cfs_period_us")
         if quota.isdecimal() and period.isdecimal() and int(period):  # "max" and -1 mean no limit
-            found.append(int(quota) / int(period))
-    return min(found, default=None)
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -77,8 +77,8 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 def meminfo(key: str, root: Path = Path("/")) -> int | None:
     """Return a line of ``/proc/meminfo``, such as ``MemTotal`` or ``MemAvailable``, in bytes."""
-    match = re.search(rf"^{key}:\s+(\d+)", text(root / "proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
+    kib = _first(rf"^{key}:\s+(\d+)", root / "proc/meminfo")
+    return int(kib) * 1024 if kib else None
 
 
 def cgroup_memory(root: Path = Path("/")) -> list[Headroom]:
@@ -88,7 +88,7 @@ def cgroup_memory(root: Path = Path("/")) -> list[Headroom]:
     ``memory.limit_in_bytes``. Inactive file pages, which the kernel drops first, count as left, as
     in Kubernetes.
     """
-    found = []
+    headrooms = []
     for group, version in _groups("memory", root):
         if version == 2:
             limits = [number(group / "memory.max"), number(group / "memory.high")]
@@ -98,27 +98,26 @@ def cgroup_memory(root: Path = Path("/")) -> list[Headroom]:
             used, dropped = number(group / "memory.usage_in_bytes"), "total_inactive_file"
         known = [limit for limit in limits if limit is not None and 0 <= limit < _UNLIMITED_BYTES]
         if known and used is not None:
-            match = re.search(rf"^{dropped} (\d+)$", text(group / "memory.stat"), re.MULTILINE)
-            cached = int(match[1]) if match else 0
-            found.append(Headroom(min(known), min(known) - max(used - cached, 0)))
-    return found
+            cached = int(_first(rf"^{dropped} (\d+)$", group / "memory.stat") or 0)
+            headrooms.append(Headroom(min(known), min(known) - max(used - cached, 0)))
+    return headrooms
 
 
 def locked_limit(root: Path = Path("/")) -> int | None:
     """Return the soft limit of locked memory, ``RLIMIT_MEMLOCK``, in bytes; None if it is unlimited
     or unknown.
     """
-    match = re.search(r"^Max locked memory\s+(\d+)", text(root / "proc/self/limits"), re.MULTILINE)
-    return int(match[1]) if match else None
+    limit = _first(r"^Max locked memory\s+(\d+)", root / "proc/self/limits")
+    return int(limit) if limit else None
 
 
 def shm_bytes(root: Path = Path("/")) -> int | None:
     """Return the size of ``/dev/shm``; None if it doesn't exist."""
     try:
-        found = os.statvfs(root / "dev/shm")
+        filesystem = os.statvfs(root / "dev/shm")
     except OSError:
         return None
-    return found.f_frsize * found.f_blocks
+    return filesystem.f_frsize * filesystem.f_blocks
 
 
 def huge_pages(root: Path = Path("/"), setting: str = "enabled") -> str:
@@ -127,8 +126,7 @@ def huge_pages(root: Path = Path("/"), setting: str = "enabled") -> str:
     ``enabled`` is ``always``, ``madvise`` or ``never``; ``shmem_enabled``, for shared memory, has
     other values, too.
     """
-    match = re.search(r"\[(\w+)\]", text(root / "sys/kernel/mm/transparent_hugepage" / setting))
-    return match[1] if match else ""
+    return _first(r"\[(\w+)\]", root / "sys/kernel/mm/transparent_hugepage" / setting)
 
 
 # -- nodes and devices -----------------------------------------------------------------------------
@@ -189,8 +187,14 @@ def text(path: Path) -> str:
 
 def number(path: Path) -> int | None:
     """Return the whole number that a file consists of; None if it is something else."""
-    found = text(path)
-    return int(found) if re.fullmatch(r"-?\d+", found) else None
+    content = text(path)
+    return int(content) if re.fullmatch(r"-?\d+", content) else None
+
+
+def _first(pattern: str, path: Path) -> str:
+    """Return the group of a pattern's first match in a file; empty if there is none."""
+    match = re.search(pattern, text(path), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _numbers(path: Path) -> frozenset[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -66,10 +66,7 @@ class StepTimes:
     def to_dict(self) -> dict[str, dict[str, float]]:
         """Return calls and seconds of each step, for programs."""
         with _lock:
-            return {
-                name: {"calls": found.calls, "seconds": found.seconds}
-                for name, found in self.times.items()
-            }
+            return {name: asdict(step_time) for name, step_time in self.times.items()}
 
     def __enter__(self) -> StepTimes:
         _open[self] = None
@@ -80,11 +77,10 @@ class StepTimes:
 
     def __str__(self) -> str:
         lines = [f"{'step':<12}{'calls':>10}{'ms':>12}{'us per call':>12}"]
-        for name, found in self.to_dict().items():
-            each = found["seconds"] / found["calls"] * 1e6
-            lines.append(
-                f"{name:<12}{found['calls']:>10}{found['seconds'] * 1e3:>12.3f}{each:>12.1f}"
-            )
+        for name, step_time in self.to_dict().items():
+            calls, seconds = step_time["calls"], step_time["seconds"]
+            each = seconds / calls * 1e6
+            lines.append(f"{name:<12}{calls:>10}{seconds * 1e3:>12.3f}{each:>12.1f}")
         return "\n".join(lines)
 
 
@@ -93,9 +89,9 @@ class _Step:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._range: Any = (
-            torch.profiler.record_function(f"pinstage.{name}") if is_profiling() else None
-        )
+        self._range: Any = None
+        if is_profiling():
+            self._range = torch.profiler.record_function(f"pinstage.{name}")
 
     def __enter__(self) -> None:
         if self._range is not None:
@@ -107,10 +103,10 @@ class _Step:
         if self._range is not None:
             self._range.__exit__(*raised)
         with _lock:
-            for each in list(_open):
-                found = each.times.setdefault(self._name, StepTime())
-                found.calls += 1
-                found.seconds += seconds
+            for block in list(_open):
+                step_time = block.times.setdefault(self._name, StepTime())
+                step_time.calls += 1
+                step_time.seconds += seconds
 
 
 def step(name: str) -> AbstractContextManager[Any]:
