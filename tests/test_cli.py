@@ -68,6 +68,13 @@ def test_h_is_help(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str
     assert "usage: pinstage" in capsys.readouterr().out
 
 
+def test_each_example_of_the_help_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    run_main("trace", "--help")
+    examples = [line for line in capsys.readouterr().out.splitlines() if "pinstage trace" in line]
+    assert [line.count("pinstage trace") for line in examples] == [1] * len(examples)
+    assert len(examples) == 4  # the usage, and three examples
+
+
 @pytest.mark.parametrize("arguments", [(), ("audit",), ("doctor",), ("trace",), ("top",)])
 def test_sentences_of_the_help_fit_80_columns(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -199,9 +199,9 @@ def trace(options: argparse.Namespace) -> int:
                 train_step(batch)
                 profiler.step()             # so that the trace knows the steps
 
-        pinstage trace trace.json.gz pinstage trace trace.json.gz --step-ms 1.7    with the time of
-        a step without the profiler: a better estimate pinstage trace --example
-        a trace that comes with pinstage
+        pinstage trace trace.json.gz
+        pinstage trace trace.json.gz --step-ms 1.7  # a step without the profiler: a closer estimate
+        pinstage trace --example                    # a trace that comes with pinstage
     """
     from .inspect import _report, _trace
 
