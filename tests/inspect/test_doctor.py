@@ -131,6 +131,10 @@ OLD = Driver("550.54", "12.4")
         (_checks.numa(H200, set(range(16)), 2), "info", "8 of this process's 16 CPUs"),
         (_checks.numa(H200, {20, 21}, 2), "warning", "0 of this process's 2 CPUs are there"),
         (_checks.numa(Gpu(0, "g"), {0}, 2), "info", "doesn't report"),
+        (_checks.numa(H200, set(range(4)), 2, has_policy=True), "ok", "(numactl)"),
+        (_checks.loader_slabs(True, True), "ok", "page-locked"),
+        (_checks.loader_slabs(True, False), "warning", "can't be page-locked"),
+        (_checks.loader_slabs(False, False), "info", "isn't page-locked"),
     ],
 )
 def test_a_check_of_a_gpu(check, status, part):
@@ -142,7 +146,7 @@ def test_a_check_of_a_gpu(check, status, part):
 
 def test_the_cuda_python_remedy_is_pasteable():
     assert (
-        'pip install "cuda-python>=12,<13"'
+        'pip install "cuda-python>=12.9,<13"'
         in _checks.versions("3.12.3", OLD, "12.4", "13.0.1").remedy
     )
     assert (

@@ -33,6 +33,7 @@ from ._kinds import (
     attach,
 )
 from ._limits import cap_bytes, remedy
+from ._pages import memory_policy
 from ._ranges import HostRange
 from ._resource import Block, MemoryResource
 from ._streams import DeviceEvent, record_current_streams

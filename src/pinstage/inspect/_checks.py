@@ -193,7 +193,22 @@ def _major(version: str | None) -> int:
 
 
 def _bindings_for(major: int) -> str:
-    return f'"cuda-python>={major},<{major + 1}"' if major else '"cuda-python"'
+    oldest = "12.9" if major == 12 else major  # pyproject.toml has the same
+    return f'"cuda-python>={oldest},<{major + 1}"' if major else '"cuda-python"'
+
+
+def loader_slabs(available: bool, is_pinned: bool) -> Check:
+    """Report how the batches of a loader's workers are sent; `is_pinned` is the result of an
+    attempt with one page.
+    """
+    name = "loader's slabs"
+    if is_pinned:
+        return Check(name, "ok", "workers write into page-locked memory")
+    if not available:
+        return Check(name, "info", "workers write into shared memory that isn't page-locked")
+    found = "workers write into shared memory that can't be page-locked: batches are sent from it"
+    remedy = "expect a third of the speed; the line on page-locking has the reason"
+    return Check(name, "warning", found, remedy)
 
 
 # -- GPUs ------------------------------------------------------------------------------------------
@@ -213,14 +228,18 @@ def link(gpu: Gpu) -> Check:
     return Check(name, "ok", found)
 
 
-def numa(gpu: Gpu, affinity: Set[int], nodes: int) -> Check:
-    """Compare the NUMA node of a GPU with the CPUs of this process."""
+def numa(gpu: Gpu, affinity: Set[int], nodes: int, *, has_policy: bool = False) -> Check:
+    """Compare the NUMA node of a GPU with the CPUs of this process, which may have a memory
+    policy.
+    """
     name, local = f"NUMA cuda:{gpu.index}", len(affinity & gpu.local_cpus)
     if nodes <= 1:
         return Check(name, "ok", "the machine has one node")
     if gpu.numa_node is None or not gpu.local_cpus:
         return Check(name, "info", f"{nodes} nodes, but the kernel doesn't report the GPU's node")
     found = f"at node {gpu.numa_node}; {local} of this process's {len(affinity)} CPUs are there"
+    if has_policy:
+        found += "; its memory policy (numactl) decides where page-locked memory is"
     if local == len(affinity):
         return Check(name, "ok", found)
     remedy = f"numactl --cpunodebind={gpu.numa_node} --membind={gpu.numa_node} for the process of "

@@ -24,7 +24,7 @@ from .._compat.calls import why_checkpoints_are_unknown
 from .._compat.loader import why_loader_is_unknown
 from .._compat.storages import why_changes_are_not_seen
 from .._compat.views import why_tensors_are_slow
-from .._memory import why_unusable
+from .._memory import memory_policy, why_unusable
 from .._pool import usage_of_host
 from .._sizes import count, format_bytes
 from . import _checks
@@ -102,10 +102,11 @@ def diagnose(
         _checks.cuda(built_for, available, gpus, driver),
         _checks.versions(python, driver, built_for, _bindings_version()),
         _checks.page_locking(available, why_not, *page),
+        _checks.loader_slabs(available, try_slab(None if is_missing else device)),
     ]
     for gpu in gpus:
         checks.append(_checks.link(gpu))
-        checks.append(_checks.numa(gpu, affinity, nodes))
+        checks.append(_checks.numa(gpu, affinity, nodes, has_policy=bool(memory_policy())))
         checks.append(_checks.host_page_tables(gpu))
     checks += private_names()
     checks += host_checks(root, affinity)
@@ -168,6 +169,16 @@ def try_page(device: int | None) -> tuple[str, str]:
         warnings.simplefilter("ignore")  # the report has the reason
         with ps.HostRegion(1, device=device) as region:
             return region.kind, region.reason
+
+
+def try_slab(device: int | None) -> bool:
+    """Return whether a slab that workers write into is page-locked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        memory = ps.memory.SharedMemory(device)
+        block = memory.allocate(1)
+        memory.deallocate(block)
+        return bool(block.is_pinned)
 
 
 def _bindings_version() -> str | None:
