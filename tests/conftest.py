@@ -22,7 +22,7 @@ from pinstage._memory import _cuda, _resource
 # No deadline per example: the machine may be busy.
 _always = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 # The same examples in each run; .ci/run uses `thorough`.
-settings.register_profile("quick", _always, derandomize=True)
+settings.register_profile("quick", _always, derandomize=True, max_examples=60)
 settings.register_profile("thorough", _always, derandomize=True, max_examples=300)
 settings.register_profile("random", _always, max_examples=300, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
