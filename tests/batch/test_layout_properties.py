@@ -3,7 +3,6 @@
 import pickle
 
 import numpy as np
-import pytest
 import strategies as known
 import torch
 from hypothesis import given
@@ -12,8 +11,6 @@ from strategies import assert_same, batches, bits
 
 from pinstage import Layout
 from pinstage._batch import ALIGNMENT
-
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 
 
 @given(batches())

@@ -132,21 +132,12 @@ class Of(typing.Generic[T]):
     value: T
 
 
+# `strategies.batches` draws the others.
 CONTAINERS = {
-    "dict": lambda: {"b": leaf(1), "a": leaf(2)},
-    "dict of mixed keys": lambda: {2: leaf(1), "a": leaf(2), None: leaf(3), (1, "x"): leaf(4)},
     "dict with a tensor for a key": lambda: {torch.zeros(1): leaf()},
-    "dict subclass": lambda: known.PlainDict(b=leaf(1), a=leaf(2)),
-    "dict subclass with attributes": lambda: known.AttributeDict(
-        {"b": leaf(1), "a": leaf(2)}, leaf(3)
-    ),
     "dict subclass with methods of its own": lambda: FrozenDict({"b": leaf(1), "a": leaf(2)}),
-    "OrderedDict": lambda: collections.OrderedDict([("b", leaf(1)), ("a", leaf(2))]),
     "OrderedDict subclass in another order": lambda: moved(Ordered(b=leaf(1), a=leaf(2))),
     "OrderedDict subclass": lambda: Ordered([("b", leaf(1)), ("a", leaf(2))]),
-    "OrderedDict subclass with attributes": lambda: known.AttributeOrderedDict(
-        [("b", leaf(1)), ("a", 2)], leaf(3)
-    ),
     "OrderedDict with attributes": lambda: noted(
         collections.OrderedDict([("b", leaf(1)), (2, leaf(2))])
     ),
@@ -154,48 +145,17 @@ CONTAINERS = {
         collections.OrderedDict({leaf(1): leaf(2)})
     ),
     "a module's state": lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(3)).state_dict(),
-    "defaultdict": lambda: collections.defaultdict(list, b=leaf(1), a=leaf(2)),
     "defaultdict subclass": lambda: DefaultDict(tuple, b=leaf(1), a=leaf(2)),
-    "defaultdict subclass with attributes": lambda: noted(
-        known.AttributeDefaultDict(None, b=leaf(1), a=leaf(2))
-    ),
-    "Counter": lambda: collections.Counter(b=leaf(1), a=2),
-    "UserDict": lambda: noted(known.UserBatch(b=leaf(1), a=leaf(2))),
     "UserList": lambda: collections.UserList([leaf(1), 2]),
-    "list": lambda: [leaf(1), 2],
     "list subclass": lambda: FrozenList([leaf(1), 2]),
-    "list subclass with attributes": lambda: noted(known.AttributeList([leaf(1), 2])),
-    "tuple": lambda: (leaf(1), 2),
-    "tuple subclass": lambda: noted(known.AttributeTuple((leaf(1), 2))),
-    "namedtuple": lambda: known.Pair(leaf(1), 2),
-    "NamedTuple": lambda: known.TypedPair(leaf(1), None),
     "torch.return_types": lambda: torch.max(torch.randn(3, 4), dim=0),
-    "deque": lambda: collections.deque([leaf(1), 2], maxlen=3),
-    "dataclass": lambda: known.Record(leaf(1), 2),
     "dataclass with InitVar": lambda: Stream(leaf(1), "wind", factor=2.0),
-    "dataclass that inherits": lambda: known.ChildRecord(leaf(1), 2, leaf(3)),
     "dataclass with attributes nobody declared": lambda: noted(known.Record(leaf(1))),
-    "dataclass, frozen": lambda: known.FrozenRecord(leaf(1), 2),
-    "dataclass, frozen with slots": lambda: known.SlottedRecord(leaf(1), 2),
     "dataclass, frozen with slots, that inherits": lambda: Derived(leaf(1), leaf(2)),
     "dataclass, generic": lambda: Of(leaf(1)),
     "attrs": lambda: AttrsOpen(leaf(1)),
-    "attrs, frozen with slots": lambda: known.AttrsRecord(leaf(1), 2),
     "attrs, frozen": lambda: AttrsFrozen(leaf(1)),
     "attrs, frozen, that inherits": lambda: AttrsDerived(leaf(1), leaf(2)),
-    "registered": lambda: known.Registered(leaf(1), leaf(2)),
-    "subclass of a registered one": lambda: known.RegisteredChild(leaf(1), leaf(2)),
-    "protocol": lambda: known.Speaking([leaf(1), leaf(2)], "name"),
-    "torch's pytree": lambda: known.KnownToTorch([leaf(1), leaf(2)]),
-    "None": lambda: None,
-    "empty dict": dict,
-    "empty list": list,
-    "empty tuple": lambda: (),
-    "empty OrderedDict": collections.OrderedDict,
-    "empty deque": lambda: collections.deque(maxlen=2),
-    "empty dict subclass": known.PlainDict,
-    "empty list subclass": known.AttributeList,
-    "empty tuple subclass": known.AttributeTuple,
 }
 
 
@@ -209,17 +169,6 @@ def test_containers_come_back_as_they_were(kind):
 
 
 # -- dicts -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [dict, collections.OrderedDict, known.PlainDict, lambda i: collections.defaultdict(int, i)],
-)
-def test_key_order_is_kept_between_similar_batches(kind):
-    one = kind([("b", leaf(1)), ("a", leaf(2)), ("c", 3)])
-    other = kind([("c", 3), ("a", leaf(2)), ("b", leaf(1))])
-    for batch in (one, other, one):
-        assert_same(batch, through_slab(batch), "cpu")
 
 
 def test_a_dict_packs_by_a_reordered_layout():
@@ -237,18 +186,7 @@ def test_the_attributes_of_an_ordered_dict_have_paths():
     assert [slot.path for slot in Layout.of(ordered).slots] == ["['a']", "[2]", ".note['inner']"]
 
 
-def test_an_ordered_dict_keeps_moved_keys_in_order():
-    batch = moved(collections.OrderedDict(b=leaf(1), a=leaf(2)))
-    assert list(through_slab(batch)) == ["a", "b"]
-
-
 # -- tuples of torch -------------------------------------------------------------------------------
-
-
-def test_a_torch_size_is_a_leaf():
-    size = torch.Size([2, 3])
-    staged = through_slab({"size": size, "tensor": leaf()})
-    assert staged["size"] is size
 
 
 @pytest.mark.parametrize("enforce_sorted", [True, False])
@@ -263,16 +201,6 @@ def test_a_packed_sequence_keeps_cpu_batch_sizes(enforce_sorted):
     unpacked, lengths = torch.nn.utils.rnn.pad_packed_sequence(staged[0])
     assert lengths.tolist() == [3, 2, 1]
     assert torch.equal(unpacked, torch.nn.utils.rnn.pad_packed_sequence(sequence)[0])
-
-
-def test_batch_sizes_stay_on_cpu_under_default_devices():
-    sequence = pack_sequence([torch.randn(3, 2), torch.randn(2, 2)])
-    layout = Layout.of(sequence)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(sequence, slab)
-    with torch.device("meta"):
-        staged = layout.unpack(slab)
-    assert_same(sequence, staged, "cpu")
 
 
 # -- dataclasses and other objects -----------------------------------------------------------------
@@ -326,32 +254,6 @@ def test_a_dataclass_with_extra_state_stays_whole():
 
 
 # -- register_node ---------------------------------------------------------------------------------
-
-
-def test_a_registered_object_is_a_staged_shallow_copy():
-    inner = object()
-
-    @register_node
-    class Sample:
-        def __init__(self, values, extra):
-            self.values = values
-            self.extra = extra
-
-    sample = Sample({"a": leaf(1), "b": [leaf(2)]}, inner)
-    staged = through_slab([sample])[0]
-    assert staged is not sample
-    assert staged.extra is inner
-    assert_same(sample, staged, "cpu")
-
-
-def test_slots_properties_and_cached_values_are_respected():
-    sample = known.Registered(leaf(1), leaf(2))
-    assert sample.doubled[0] is sample.first
-    staged = through_slab(sample)
-    assert_same(sample, staged, "cpu")
-    assert staged.doubled[0] is staged.first is staged.third[0]
-    assert torch.equal(staged.private, sample.private)
-    assert not hasattr(staged, "unset")
 
 
 def test_a_property_is_neither_read_nor_set():
@@ -622,22 +524,6 @@ def test_a_class_registered_with_pytree_later_is_known(harmless_first):
 
 
 # -- paths -----------------------------------------------------------------------------------------
-
-
-def test_a_path_is_valid_python():
-    batch = {
-        "obs": [known.Record(leaf(1), known.Pair(leaf(2), leaf(3)))],
-        3: known.AttributeDict({"key": leaf(4)}, leaf(5)),
-        "deep": known.Registered(leaf(6), (leaf(7),)),
-        "user": known.UserBatch(a=leaf(8)),
-        "ordered": collections.OrderedDict(b=leaf(9)),
-        "queue": collections.deque([leaf(10)]),
-        "maximum": torch.max(torch.randn(2, 2), dim=0),
-    }
-    for slot in Layout.of(batch).slots:
-        tensor = eval(f"batch{slot.path}", {"batch": batch})
-        assert tensor.shape == slot.shape
-        assert any(tensor is leaf for leaf in known.leaves_of(batch))
 
 
 # -- what hides tensors ----------------------------------------------------------------------------
@@ -1038,7 +924,7 @@ MADE = {
 @pytest.mark.parametrize("kind", MADE)
 def test_classes_made_for_one_batch_are_collected(kind):
     made = []
-    for _ in range(3000):
+    for _ in range(1300):
         cls = MADE[kind]()
         made.append(weakref.ref(cls))
         through_slab([cls(leaf(), 2)])

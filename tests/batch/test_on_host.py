@@ -25,12 +25,6 @@ class Untouchable:
         return super().__getattribute__(name)
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="1MiB") as stager:
-        yield stager
-
-
 @pytest.mark.parametrize(
     "thing",
     [torch.ones(3), Untouchable(), {"a": torch.ones(2)}, "text", None],

@@ -28,7 +28,6 @@ from pinstage._loader._sending import send
 from pinstage._loader._slabs import Settings, Slabs
 from pinstage.errors import LayoutError
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 many = settings(max_examples=3 * settings.default.max_examples)
 
 HEADER = oracle.HEADER
@@ -450,7 +449,7 @@ BATCHES = (
     [torch.arange(float(count)) for count in range(12)],
     [torch.full((40, 41), 7), torch.zeros(3, 0), torch.zeros(1, 16, dtype=torch.complex64)],
 )
-DAMAGED = 1500
+DAMAGED = 5 * settings.default.max_examples
 """Damaged tables of each batch."""
 
 

@@ -65,12 +65,6 @@ def marked(rows=2, cls=Marked):
     return made
 
 
-@pytest.fixture
-def stager():
-    with ps.Stager("cpu", max_bytes="1MiB") as stager:
-        yield stager
-
-
 @pytest.mark.parametrize("cls", [Marked, Child])
 def test_a_registered_tensor_class_is_packed_and_rebuilt(stager, cls):
     for rows in (2, 3, 3, 1):
