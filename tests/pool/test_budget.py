@@ -43,12 +43,6 @@ def test_a_cap_of_nothing_is_refused(make_pool, senseless):
         make_pool(senseless)
 
 
-@pytest.mark.parametrize("senseless", [-1, "plenty", "512 megs"])
-def test_a_cap_that_is_no_size_is_refused(make_pool, senseless):
-    with pytest.raises(ValueError, match=r"negative|not a size"):
-        make_pool(senseless)
-
-
 def test_the_automatic_cap_is_a_stated_share(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with SlabPool(memory=PageableMemory()) as pool:
@@ -56,12 +50,6 @@ def test_the_automatic_cap_is_a_stated_share(monkeypatch):
     assert stats.max_bytes == pool.max_bytes > 0
     assert "25% of " in stats.max_bytes_reason
     assert "available (" in stats.max_bytes_reason
-
-
-def test_a_request_above_the_cap_fails_at_once(pool, memory):
-    with pytest.raises(BudgetExceededError):
-        pool.acquire(1001)
-    assert (memory.allocations, pool.stats().waits) == (0, 0)
 
 
 @slow_polling
@@ -125,17 +113,6 @@ def test_the_cap_holds_during_a_trim(pool, memory, background):
     assert memory.peak_live_bytes == 896
 
 
-def test_a_slab_being_freed_is_not_handed_out(pool, memory, background):
-    pool.reserve(1000)
-    memory.deallocate_gate = Gate()
-    trim = background(pool.trim)
-    memory.deallocate_gate.wait_for_arrival()
-    with pytest.raises(AcquireTimeoutError):
-        pool.acquire(1000, timeout=0)
-    memory.deallocate_gate.open()
-    outcome(trim)
-
-
 def test_growing_does_not_hold_up_others(pool, memory, background):
     pool.reserve(96)
     memory.allocate_gate = Gate()
@@ -187,16 +164,6 @@ def test_two_trims_at_once_free_what_one_does(pool, memory, background):
 
 
 # -- reserve
-
-
-def test_reserved_slabs_serve_leases_without_allocating(pool, memory):
-    pool.reserve(200, count=4)
-    assert memory.allocations == 4
-    leases = [pool.acquire(200, timeout=0) for _ in range(4)]
-    assert memory.allocations == 4
-    for lease in leases:
-        lease.release()
-    assert (pool.stats().hits, pool.stats().misses) == (4, 0)
 
 
 def test_a_reservation_in_the_background_is_done_later(pool, memory):
@@ -336,15 +303,6 @@ def test_a_reservation_wakes_a_waiter(pool, memory, background):
 # -- freeze
 
 
-def test_a_frozen_pool_serves_without_allocating(pool, memory):
-    pool.reserve(200, count=2)
-    assert not pool.frozen
-    pool.freeze()
-    assert pool.frozen
-    with pool.acquire(200), pool.acquire(200):
-        assert memory.allocations == 2
-
-
 def test_a_frozen_pool_without_a_large_slab_raises(pool, memory):
     pool.acquire(200).release()
     pool.freeze()
@@ -382,7 +340,9 @@ def test_freezing_ends_waits_that_need_an_allocation(pool, background):
 
 def test_a_frozen_pool_can_be_trimmed(pool):
     pool.reserve(200)
+    assert not pool.frozen
     pool.freeze()
+    assert pool.frozen
     assert pool.trim() == 208
     with pytest.raises(PoolFrozenError, match="largest slab 0 B"):
         pool.acquire(100)

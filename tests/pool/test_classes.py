@@ -97,14 +97,3 @@ def test_idle_slabs_beyond_the_reuse_limit_wait(make_pool, memory, nbytes):
 def test_an_empty_lease_is_refused(pool, nbytes):
     with pytest.raises(ValueError, match=r"at least 1|negative"):
         pool.acquire(nbytes)
-
-
-@pytest.mark.parametrize("nbytes", [True, None])
-def test_what_is_no_size_is_refused(pool, nbytes):
-    with pytest.raises(TypeError, match="a size is an int or text"):
-        pool.acquire(nbytes)
-
-
-def test_a_part_of_a_byte_is_refused(pool):
-    with pytest.raises(ValueError, match=r"not a whole number of bytes: 1\.5; write an int"):
-        pool.acquire(1.5)

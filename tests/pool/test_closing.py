@@ -14,21 +14,6 @@ from pinstage import SlabPool, Stager
 from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
 
 
-def test_close_frees_all_idle_slabs(pool, memory):
-    pool.reserve(100, count=3)
-    pool.close()
-    assert pool.closed
-    assert memory.live_bytes == pool.stats().held_bytes == 0
-
-
-def test_a_pool_closes_at_its_block_s_end(memory):
-    with SlabPool(1000, memory=memory) as pool:
-        pool.acquire(100).release()
-        assert not pool.closed
-    assert pool.closed
-    assert memory.live_bytes == 0
-
-
 def test_a_pool_is_closed_when_its_block_fails(memory):
     pool = SlabPool(1000, memory=memory)
     pool.reserve(100)
@@ -185,13 +170,6 @@ def test_a_failing_event_at_close_keeps_its_slab(pool, memory):
     event.finish()
     pool.close()
     assert memory.live_bytes == 0
-
-
-def test_a_dropped_pool_frees_its_slabs(memory):
-    pool = SlabPool(1000, memory=memory)
-    pool.reserve(100, count=3)
-    del pool
-    wait_until(lambda: memory.live_bytes == 0)
 
 
 @pytest.mark.parametrize("thing", ["lease", "view", "event"])

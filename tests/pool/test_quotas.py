@@ -32,33 +32,6 @@ def waits(pool, count):
 # -- bytes by owner
 
 
-def test_the_stats_say_who_holds_what(pool):
-    event = ManualEvent()
-    evaluation = pool.acquire(100, owner="eval")
-    pool.acquire(200, owner="eval").release(after=event)
-    training = pool.acquire(300, owner="train")
-    view = training.tensor()
-    training.release()
-    owners = pool.stats().owners
-    assert set(owners) == {"eval", "train"}
-    figures = owners["eval"]
-    assert (figures.held_bytes, figures.leased_bytes, figures.in_flight_bytes) == (312, 104, 208)
-    assert (owners["train"].held_bytes, owners["train"].in_flight_bytes) == (320, 320)
-    del view
-    event.finish()
-    evaluation.release()
-    owners = pool.stats().owners
-    assert [owner.held_bytes for owner in owners.values()] == [0, 0]
-    assert pool.stats().free_bytes == 632  # idle slabs have no owner
-
-
-def test_a_slab_is_its_last_users(pool):
-    pool.acquire(100, owner="eval").release()
-    with pool.acquire(100, owner="train"):
-        owners = pool.stats().owners
-        assert (owners["eval"].held_bytes, owners["train"].held_bytes) == (0, 104)
-
-
 def test_waits_are_counted_for_who_waited(pool, background):
     with pool.acquire(1000, owner="train"):
         waiter = background(pool.acquire, 100, owner="eval")
@@ -68,11 +41,6 @@ def test_waits_are_counted_for_who_waited(pool, background):
     assert (owners["eval"].waits, owners["train"].waits) == (1, 0)
     assert 0 < owners["eval"].wait_seconds < 10
     assert owners["train"].wait_seconds == 0
-
-
-def test_what_nobody_names_is_unnamed(pool):
-    with pool.acquire(100):
-        assert pool.stats().owners["unnamed"].leased_bytes == 104
 
 
 def test_a_stager_leases_under_its_owner_s_name():
@@ -103,14 +71,6 @@ def test_an_owner_can_lease_its_room(pool):
 
 
 # -- bounds
-
-
-def test_an_owner_gets_no_more_than_its_limit(pool):
-    pool.set_quota("checkpoint", max_bytes=400)
-    with pool.acquire(200, owner="checkpoint"), pytest.raises(AcquireTimeoutError):
-        pool.acquire(200, owner="checkpoint", timeout=0)
-    figures = pool.stats().owners["checkpoint"]
-    assert (figures.min_bytes, figures.max_bytes) == (0, 400)
 
 
 def test_a_bound_counts_what_is_being_allocated(pool, memory, background):
@@ -159,36 +119,7 @@ def test_a_release_wakes_requests_behind_limited_ones(pool, background):
     outcome(held_back).release()
 
 
-@slow_polling
-def test_a_request_within_its_limit_goes_first(pool, background):
-    pool.set_quota("checkpoint", max_bytes=512)
-    lease, other = pool.acquire(512, owner="checkpoint"), pool.acquire(480, owner="loader")
-    first = background(pool.acquire, 512, owner="checkpoint")
-    waits(pool, 1)
-    second = background(pool.acquire, 512, owner="loader")
-    waits(pool, 2)
-    lease.release()
-    served = outcome(first)
-    assert stays_blocked(second)
-    other.release()
-    served.release()
-    outcome(second).release()
-
-
 # -- guarantees
-
-
-def test_a_greedy_checkpoint_leaves_the_loader_its_guarantee(pool, background):
-    pool.set_quota("loader", min_bytes=520)
-    saving = [background(pool.acquire, 100, owner="checkpoint") for _ in range(20)]
-    wait_until(lambda: pool.stats().waits >= 16)
-    for _ in range(50):
-        loading = [pool.acquire(100, owner="loader", timeout=5) for _ in range(5)]
-        for lease in loading:
-            lease.release()
-    assert pool.stats().owners["loader"].waits == 0
-    for future in saving:
-        outcome(future).release()
 
 
 @slow_polling

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from doubles import Gate, ManualEvent, outcome, wait_until
+from doubles import ManualEvent, outcome, wait_until
 
 from pinstage import OwnerStats, PoolStats, PoolUsage
 from pinstage.errors import AcquireTimeoutError
@@ -92,41 +92,6 @@ def test_every_counter_follows_the_life_of_slabs(pool, background):
         trims=3,
     )
     assert 0 < stats.wait_seconds < 10
-
-
-def test_waiting_is_counted_for_those_who_wait_only(pool):
-    with pool.acquire(500), pool.acquire(300):
-        pass
-    check(pool, waits=0, wait_seconds=0)
-
-
-def test_slabs_being_freed_count_as_held(pool, memory, background):
-    pool.reserve(400, count=2)
-    memory.deallocate_gate = Gate()
-    trim = background(pool.trim)
-    memory.deallocate_gate.wait_for_arrival()
-    check(pool, held_bytes=832, trims=0)
-    memory.deallocate_gate.open()
-    outcome(trim)
-    check(pool, held_bytes=0, free_bytes=0, trims=2)
-
-
-def test_slabs_being_allocated_count_once_there(pool, memory, background):
-    memory.allocate_gate = Gate()
-    growing = background(pool.acquire, 400)
-    memory.allocate_gate.wait_for_arrival()
-    check(pool, held_bytes=0, misses=0)
-    memory.allocate_gate.open()
-    outcome(growing).release()
-    check(pool, held_bytes=416, misses=1)
-
-
-def test_a_snapshot_does_not_change(pool):
-    before = pool.stats()
-    pool.reserve(100)
-    assert before.held_bytes == 0
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        before.held_bytes = 1
 
 
 def test_counters_are_integers_except_seconds_and_reason(pool):

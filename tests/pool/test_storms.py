@@ -331,7 +331,6 @@ def read(loader):
     return count, None
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_worker_may_be_killed_at_any_line(tmp_path):
     path = tmp_path / "lines"
     path.touch()
