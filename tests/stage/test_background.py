@@ -31,12 +31,6 @@ from pinstage._batch import _pack as _borrowing
 from pinstage._stage import _background
 from pinstage.errors import PinstageError, PoolClosedError
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-]
-
 
 @pytest.fixture(autouse=True)
 def no_thread_left():
@@ -102,7 +96,6 @@ class Prepared(list):
 
 
 WEIGHTED = torch_data.WeightedRandomSampler([1.0] * 8, 8)
-SEQUENTIAL = torch_data.SequentialSampler(range(8))
 
 IN_A_THREAD = {
     "workers": loader,
@@ -676,8 +669,12 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("is_left", [False, True], ids=["in use", "left"])
-@pytest.mark.parametrize("source", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize(
+    ("source", "is_left"),
+    [(source, number % 2 == 1) for number, source in enumerate(PROGRAMS.values())]
+    + [(PROGRAMS["workers that are alive"], True)],
+    ids=[*PROGRAMS, "workers that are alive, left"],
+)
 def test_a_program_ends_whatever_its_thread_does(source, is_left):
     program = f"""
 import atexit, threading, time, warnings

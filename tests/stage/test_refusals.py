@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from doubles import CountingMemory, HeldTarget, outcome, stays_blocked, use_target, wait_until
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import assert_same, batches
 
@@ -21,7 +21,7 @@ from pinstage.memory import HostAllocMemory, PageableMemory, RegisteredMemory
 pytestmark = pytest.mark.usefixtures("slabs_for_all")
 
 MIB = 1024 * 1024
-REFUSALS = 5_000
+REFUSALS = 20 * settings.default.max_examples
 """For each of two kinds of memory."""
 
 quietly = pytest.mark.filterwarnings(

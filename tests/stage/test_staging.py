@@ -1,7 +1,6 @@
 """Staging step by step, on the CPU: the result, the counters, and the state after a failure."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import threading
@@ -77,7 +76,6 @@ def shared_stager():
         yield stager
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @given(batch=batches(), at_once_bytes=st.sampled_from([0, AT_ONCE_BYTES]))
 def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
     before = shared_stager.stats()
@@ -134,15 +132,6 @@ def test_earlier_batches_are_untouched_by_later_ones(stager):
     assert_same(some_batch(9)["image"], stager.to_device(some_batch(9))["image"], "cpu")
 
 
-def test_changing_a_leaf_autograd_needs_is_an_error(stager):
-    weight = torch.ones(3, requires_grad=True)
-    staged = stager.to_device([torch.ones(3), torch.ones(3)])
-    loss = (staged[0] * weight).sum()
-    staged[0].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_a_staged_leaf_can_require_grad(stager):
     staged = stager.to_device([torch.ones(3), torch.ones(2)])
     staged[0].requires_grad_()
@@ -175,14 +164,6 @@ def test_a_batch_without_tensors_passes_without_a_slab(stager, batch):
     assert (stats.batches, stats.copies, stats.packed_leaves, stats.pool.misses) == (1, 0, 0, 0)
 
 
-def test_a_batch_of_empty_tensors_needs_no_slab(stager):
-    batch = [torch.zeros(0), torch.zeros(2, 0, dtype=torch.int8), np.zeros((0, 3))]
-    transfer = stager.stage(batch)
-    assert_same(batch, transfer.wait(), "cpu")
-    assert transfer.copies == 0
-    assert stager.stats().pool.misses == 0
-
-
 # -- what is not packed ----------------------------------------------------------------------------
 
 
@@ -203,38 +184,11 @@ def test_unpackable_tensors_arrive_by_to_and_are_counted(stager):
     assert stager.stats().packed_leaves == 1
 
 
-def test_a_batch_of_unpackable_tensors_needs_no_slab(stager):
-    batch = [torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(3))]
-    transfer = stager.stage(batch)
-    assert (transfer.copies, transfer.passthrough_leaves) == (0, 2)
-    assert_same(batch, transfer.wait(), "cpu")
-    assert stager.stats().pool.misses == 0
-
-
 def test_gradients_flow_through_what_is_not_packed(stager):
     leaf = torch.ones(3, requires_grad=True)
     staged = stager.to_device({"a": leaf * 2, "b": torch.ones(3)})
     (staged["a"] * staged["b"]).sum().backward()
     assert torch.equal(leaf.grad, torch.full((3,), 2.0))
-
-
-class MetAsLeaf:
-    """A class that torch's registry gets to know later."""
-
-    def __init__(self, value):
-        self.value = value
-
-
-def test_to_device_knows_a_newly_registered_class(stager):
-    stager.to_device([MetAsLeaf(None)])
-    torch.utils._pytree.register_pytree_node(
-        MetAsLeaf, lambda met: ([met.value], None), lambda values, _: MetAsLeaf(*values)
-    )
-    alone = stager.to_device(MetAsLeaf(torch.ones(3)))
-    assert isinstance(alone, MetAsLeaf)
-    assert alone.value.tolist() == [1, 1, 1]
-    first, second = stager.to_device([MetAsLeaf(torch.ones(3)), torch.zeros(2)])
-    assert (first.value.tolist(), second.tolist()) == ([1, 1, 1], [0, 0])
 
 
 def test_an_error_in_to_returns_the_slab(stager):
@@ -357,14 +311,6 @@ def test_the_copying_stream_has_nothing_to_wait_for(make_stager, log, monkeypatc
 
 
 # -- slabs -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("slabs_for_all")
-def test_the_host_slab_is_free_when_stage_returns(stager):
-    transfer = stager.stage(some_batch())
-    stats = stager.stats().pool
-    assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
-    assert transfer.wait()
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -555,14 +501,6 @@ def test_stats_count_batches_copies_leaves_and_bytes(stager):
     assert stats.passthrough_leaves == 3
 
 
-def test_stats_are_a_snapshot(stager):
-    before = stager.stats()
-    stager.stage(some_batch())
-    assert before.batches == 0
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        before.batches = 5
-
-
 def test_repr_says_where_to_and_how_many(stager):
     stager.stage(some_batch())
     assert repr(stager).startswith("<Stager cpu batches=1 <SlabPool open")
@@ -621,39 +559,16 @@ def test_prefetch_bounds_how_far_the_loop_runs(prefetch, monkeypatch):
     assert number == 14
 
 
-@pytest.mark.parametrize("depth", [None, 1.5, "2"])
-def test_an_invalid_depth_is_refused(stager, depth):
-    with pytest.raises(TypeError, match=f"depth must be an int: {depth!r}"):
-        stager.prefetch([], depth=depth)
-
-
 def test_a_negative_depth_is_refused_at_once(stager):
     with pytest.raises(ValueError, match="depth must not be negative: -1; 0 sends nothing ahead"):
         stager.prefetch([], depth=-1)
 
 
-def leave_by_break(batches):
-    for _ in batches:
-        break
-
-
-def leave_by_an_exception(batches):
-    with contextlib.suppress(KeyError):
-        for _ in batches:
-            raise KeyError
-
-
-def leave_by_close(batches):
-    iterator = iter(batches)
-    next(iterator)
-    iterator.close()
-
-
-@pytest.mark.parametrize("leave", [leave_by_break, leave_by_an_exception, leave_by_close])
-def test_leaving_early_returns_slabs_and_stops_reading(prefetch, make_stager, leave):
+def test_leaving_early_returns_slabs_and_stops_reading(prefetch, make_stager):
     stager = make_stager()
     reading = Reading(10)
-    leave(prefetch(reading, depth=3, stager=stager))
+    for _ in prefetch(reading, depth=3, stager=stager):
+        break
     wait_until(lambda: reading.closed)
     kept = [stager.to_device(some_batch(seed)) for seed in range(5)]
     assert len(kept) == 5
@@ -666,18 +581,7 @@ def test_an_error_of_the_iterable_comes_in_order(prefetch):
     assert len(seen) == 3
 
 
-def test_an_unstageable_batch_fails_in_prefetch_too(prefetch):
-    with pytest.raises(LayoutError):
-        list(prefetch([some_batch(), refused(), some_batch()]))
-
-
 # -- making and closing ----------------------------------------------------------------------------
-
-
-def test_a_stager_has_a_device_and_a_pool():
-    with SlabPool("1MiB", memory=PageableMemory()) as pool, Stager("cpu", pool=pool) as stager:
-        assert stager.device == torch.device("cpu")
-        assert stager.pool is pool
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
