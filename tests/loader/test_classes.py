@@ -12,13 +12,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    # Torchdata's, of torch 2.13.
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
-]
-
 
 class Counted(data.Streamed):
     """Has a state, as torchdata expects."""
@@ -118,15 +111,6 @@ def test_a_state_can_precede_the_first_batch(workers):
     torchs, ours = pair(mapped, num_workers=workers)
     assert ours.state_dict()["_iterator_finished"] is False
     assert same(list(ours), list(torchs))
-
-
-def test_persistent_workers_of_a_changed_loader_stay():
-    _, ours = pair(
-        lambda: data.Mapped(data.cuda_in_the_worker, 24), num_workers=2, persistent_workers=True
-    )
-    pids = [{int(pid) for batch in ours for pid in batch[:, 2]} for _ in range(2)]
-    assert len(pids[0]) == 2
-    assert pids[0] == pids[1]
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,6 @@ def test_a_path_to_nothing_fails_the_first_batch(workers):
         next(iter(loader))
 
 
-def test_other_values_of_keep_on_host_are_refused():
-    with pytest.raises(
-        TypeError, match="keep_on_host takes paths or a function of path and leaf: 3"
-    ):
-        ps.DataLoader(Mapped(sample_of_which_some_stays), 5, device="cpu", keep_on_host=3)
-
-
 @pytest.mark.usefixtures("slabs_for_all")
 @pytest.mark.filterwarnings(
     "ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning"

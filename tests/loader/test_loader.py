@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import inspect
 import os
 import pickle
 
@@ -16,15 +15,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import pinstage as ps
 from pinstage._loader._collate import LOOKS_KNOWN
 
-pytestmark = [
-    # The machine may have fewer cores than a test takes workers.
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    # Of Python 3.12, about forks that torch's loader makes anyway.
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-]
-
 # Torch's own queue.
-pytestmark.append(pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"))
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
 def both(dataset, *args, **kwargs):
@@ -280,18 +272,6 @@ def test_it_is_a_loader_of_torch(workers):
     assert loader.collate_fn is default_collate
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
-)
-def test_a_copy_has_slabs_of_its_own(copied, workers):
-    loader = ps.DataLoader(data.Mapped(data.mixed), 4, num_workers=workers, device="cpu", depth=2)
-    expected = list(loader)
-    twin = copied(loader)
-    assert (twin.depth, twin.stats().batches) == (2, 0)
-    assert same(list(twin), expected)
-    assert twin._slabs is not loader._slabs
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_has_a_cap_within_a_budget(workers):
     budget = ps.HostBudget("8MiB", name=f"loader{workers}")
@@ -366,11 +346,6 @@ def test_a_copied_loader_has_its_own_pool(copied, workers):
         assert twin.stats().pool.max_bytes == loader.max_bytes == 8 << 20
         assert twin._slabs.pool is not pool
         del loader, twin
-
-
-def test_depth_has_one_default():
-    ways = (ps.Stager.prefetch, ps.DataLoader, ps.wrap_loader)
-    assert {inspect.signature(way).parameters["depth"].default for way in ways} == {2}
 
 
 PRIVATE = ps.SlabPool("1MiB", memory=ps.memory.PageableMemory())

@@ -3,7 +3,6 @@
 from collections import OrderedDict, defaultdict
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +11,6 @@ from strategies import PlainDict, TypedPair, tensor_of
 from torch.utils.data import default_collate
 
 import pinstage as ps
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf"),
-]
 
 DTYPES = (
     torch.float32,

@@ -110,36 +110,6 @@ def test_the_thread_sleeps_while_a_batch_is_missing():
     assert (loop.woken, loop.sent) == (0, [])
 
 
-def test_an_early_batch_waits_in_its_slab():
-    loop = Loop(0)
-    loop.arrive(loop.batch(1), loop.batch(2))
-    assert (loop.ready(), loop.broker.free) == ([], [])
-    loop.arrive(loop.batch(0))
-    assert loop.ready() == [0]
-
-
-def test_without_order_first_come_is_first_sent():
-    loop = Loop(1, in_order=False)
-    loop.arrive(*map(loop.batch, (5, 3, 4, 1)))
-    assert loop.sent == [5]
-    for taken, sent in ((5, [5, 3]), (3, [5, 3, 4])):
-        assert loop.queue.get(timeout=0)[0] == taken
-        loop.queue.advance()
-        assert loop.sent == sent
-
-
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_worker_s_end_follows_its_last_batch(in_order):
-    loop = Loop(0, in_order=in_order)
-    loop.arrive(loop.batch(0), loop.batch(1), (2, "worker 0 has no more"))
-    found = []
-    for wanted in range(3):
-        loop.batches._rcvd_idx = wanted
-        assert len(loop.sent) <= wanted or not in_order
-        found += loop.ready()
-    assert found == [0, 1, 2]
-
-
 @given(st.data(), st.integers(0, 3), st.booleans())
 def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
     workers = data.draw(st.integers(1, 4))

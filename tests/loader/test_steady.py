@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import loader_data as data
-import pytest
 import torch
 
 import pinstage as ps
@@ -58,7 +57,6 @@ def long_pass(batches):
     return before, footprint(iterator)
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_memory_and_files_are_steady_in_long_passes():
     (bytes_before, files_before), (bytes_after, files_after) = long_pass(2000)
     assert (

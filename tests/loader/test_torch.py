@@ -23,11 +23,6 @@ from pinstage._loader._collate import collates_as_shipped
 from pinstage.errors import StagingWarning
 from pinstage.inspect._doctor import private_names
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
-    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
-]
-
 ITERATOR = dataloader._MultiProcessingDataLoaderIter
 
 
