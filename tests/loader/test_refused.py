@@ -48,7 +48,7 @@ def test_a_refusal_from_the_start(cuda):
         loader = loader_of(pool)
         with pytest.warns(StagingWarning, match=r"801|cudaErrorNotSupported") as told:
             assert check_batches(loader) == [False] * BATCHES
-        assert len(told) == 1
+        assert [one.category for one in told].count(StagingWarning) == 1
         stats = loader.stats()
         assert stats.fallback_batches == 0, "nothing was pickled"
         assert stats.pool.held_bytes > stats.pool.pinned_bytes == 0
