@@ -167,6 +167,22 @@ def test_no_page_has_snippets_that_never_run():
         assert not scripts(path) or page in ("audit.md", "guides/loaders.md"), page
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("DDP", "guides/several_gpus.md"),
+        ("multi-GPU", "guides/several_gpus.md"),
+        ("dataclasses", "guides/batch_classes.md"),
+        ("GH200", "guides/platforms.md"),
+    ],
+)
+def test_a_search_finds_its_page(words, page):
+    """The site's search prefers titles. It finds words, divided by spaces and hyphens, by their
+    beginnings: "(GH200)" isn't found."""
+    title, paragraph, *_ = (DOCS / page).read_text().split("\n\n")
+    assert re.search(rf"(?<![^\s-]){words}", f"{title} {paragraph}")
+
+
 def error_names():
     """The public classes of `pinstage.errors`."""
     return {
