@@ -98,7 +98,8 @@ def reused(device: torch.device, frames: Frames) -> Iterator[Timed]:
         there = []
         for frame in frames:
             buffer.copy_(frame)  # the CPU writes all bytes once
-            there.append(buffer.to(device, non_blocking=True, copy=True))  # the bus reads them
+            # the bus reads them
+            there.append(buffer.to(device, non_blocking=True, copy=True))
             arrived.record()
             arrived.synchronize()  # and only then may the CPU write again
         return there

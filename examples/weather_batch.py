@@ -43,6 +43,7 @@ FIGURES = {
 }
 """Figures of a step, and their names in the JSON of `pinstage trace`."""
 
+Loader = DataLoader[RaggedBatch]
 Bring = Callable[[Any, torch.device], Iterator[RaggedBatch]]
 
 
@@ -51,13 +52,17 @@ def make_batch() -> RaggedBatch:
     return make_batches(Archive.read(), batch_size=8, seed=0, limit=1)[0]
 
 
-def before(loader: DataLoader[RaggedBatch], device: torch.device) -> Iterator[RaggedBatch]:
+def before(loader: Loader, device: torch.device) -> Iterator[RaggedBatch]:
     """Bring batches to the device, leaf by leaf."""
+
+    def move(leaf: Any) -> torch.Tensor:
+        return torch.as_tensor(leaf).to(device, non_blocking=True)
+
     for batch in loader:
-        yield batch.map_tensors(lambda leaf: torch.as_tensor(leaf).to(device, non_blocking=True))
+        yield batch.map_tensors(move)
 
 
-def after(loader: DataLoader[RaggedBatch], device: torch.device) -> Iterator[RaggedBatch]:
+def after(loader: Loader, device: torch.device) -> Iterator[RaggedBatch]:
     """Bring batches to the device as one slab each."""
     with ps.Stager(device, max_bytes="256MiB") as stager:
         for batch in loader:
