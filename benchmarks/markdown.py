@@ -164,15 +164,11 @@ def staging_busy() -> str:
 
 
 def staging_short() -> str:
-    """`.to()`, the best rival, and ours on most batches, as many as fit a page."""
+    """`.to()`, the best rival, and ours on five batches, a loss and a near one among them."""
     result = load("staging")
-    shown = (
-        *("4x1KiB", "4x1KiB-ragged", "64x1KiB", "1000x256B", "1000x256B-ragged", "1000x16KiB"),
-        *("8x256KiB", "1x38MiB", "16x16MiB", "300x1MiB", "1x512MiB"),
-    )
     names = NAMES | {"multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP"}
-    lines = ["| leaves x size | `.to()` | best rival | **pinstage** | ratio |", "|---" * 5 + "|"]
-    for case in shown:
+    lines = head(["tensors x bytes of each", "`.to()`", "best other way", "**pinstage**", "ratio"])
+    for case in ("1x5KiB", "64x1KiB", "1000x16KiB", "1x38MiB", "16x16MiB"):
         rows = {
             row["variant"]: row
             for row in result["rows"]
@@ -384,13 +380,25 @@ def to_host() -> str:
 
 LOOP_WAYS = {
     "torch_pin": "`pin_memory=True`",
-    "torch_to": "pageable",
-    "prefetch": "`prefetch`",
-    "wrap_loader": "`wrap_loader`",
+    "torch_to": "`pin_memory=False`",
     "pinstage": "`ps.DataLoader`",
+    "wrap_loader": "`ps.wrap_loader`",
+    "prefetch": "`Stager.prefetch`",
     "model": "model alone",
 }
 """What the short table shows, and calls it."""
+LOOP_BATCHES = {
+    "detection": "32 images, boxes, labels and masks, all of different sizes, in a list",
+    "images": "64 images of 3 x 224 x 224 floats, stacked",
+    "segmentation": "images of 3 x 384 x 384 bytes and their masks of integers, stacked",
+    "lidar": "32 dataclasses of points, boxes and labels, all of different sizes",
+    "columns": "120 columns of 512 floats, in a dict",
+    "tokens": "tensors of 65,536 integers",
+}
+"""The batches of each loop."""
+LOOP_CONDITIONS = (
+    "Samples are in memory, and the model is a chain of matrix products that takes a fixed time."
+)
 
 
 def loops(result: dict[str, Any] | None = None) -> str:
@@ -402,19 +410,35 @@ def loops(result: dict[str, Any] | None = None) -> str:
         return ""
     cases = by_case(result)
     about = result["settings"]["variants"]
-    named = [way for way in LOOP_WAYS if way in about]
-    short = head(["ms per step", *(LOOP_WAYS[way] for way in named)])
-    for case, rows in cases.items():
-        short.append(f"| {case} | {' | '.join(shown(rows[way]) for way in named)} |")
     whole = head(["ms per step", *cases])
     for way, text in about.items():
         cells = [f"{spread(rows[way])}{_busy(rows[way])}" for rows in cases.values()]
         whole.append(f"| {text} | {' | '.join(cells)} |")
-    said = (
-        "The time of whole loops over their steps. Samples are in memory, and the model takes a "
-        f"fixed time. {passes(result)}"
-    )
-    return folded(short, whole, [said.strip(), "", source(result)])
+    batches = [
+        f"- `{name}`: {batch}."
+        for name, batch in LOOP_BATCHES.items()
+        if any(case.startswith(name) for case in cases)
+    ]
+    said = f"The time of whole loops over their steps. {LOOP_CONDITIONS} {passes(result)}".strip()
+    return folded(short_loops(result), whole, [*batches, "", said, "", source(result)])
+
+
+def loops_short() -> str:
+    """Milliseconds per step of training loops, by torch's loader and by the three lines of the
+    README.
+    """
+    result = load("loops")
+    said = f"{passes(result)} {source(result)}".strip()
+    return "\n".join([*short_loops(result), "", said])
+
+
+def short_loops(result: dict[str, Any]) -> list[str]:
+    """Return the table of the loops with the ways that `LOOP_WAYS` names."""
+    named = [way for way in LOOP_WAYS if way in result["settings"]["variants"]]
+    lines = head(["ms per step", *(LOOP_WAYS[way] for way in named)])
+    for case, rows in by_case(result).items():
+        lines.append(f"| {case} | {' | '.join(shown(rows[way]) for way in named)} |")
+    return lines
 
 
 def spread(row: dict[str, Any]) -> str:
@@ -463,45 +487,52 @@ LOOPS_PICTURE = """\
 
 
 def loops_picture() -> str:
-    """Return the loops as bars, as SVG: steps/s with torch's loader, with or without pinning, and
-    with ours.
+    """Return the loops with workers as bars, as SVG: steps/s with torch's loader, with or without
+    pinning, and with ours.
     """
     result = load("loops")
     bars, described, y = [], [], 16
     for case, rows in by_case(result).items():
+        if case.endswith("no workers"):
+            continue
         torchs = [
             row for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok"
         ]
         before, after = min(torchs, key=lambda row: row["median"]), rows["pinstage"]
         gain = before["median"] / after["median"]
-        scale = 330 / max(1 / before["median"], 1 / after["median"])
-        bars.append(f'  <text class="case" x="16" y="{y + 31}">{case}</text>')
-        for row, kind, top in ((before, "before", y), (after, "after", y + 24)):
+        scale = 520 / max(1 / before["median"], 1 / after["median"])
+        batch = LOOP_BATCHES[case.partition(",")[0]]
+        bars.append(
+            f'  <text x="16" y="{y + 12}"><tspan class="case">{case}</tspan>'
+            f'<tspan class="note" dx="10">{batch}</tspan></text>'
+        )
+        for row, kind, top in ((before, "before", y + 20), (after, "after", y + 44)):
             width = round(scale / row["median"])
             text = (
                 f"{figure(1e3 / row['median'])} steps/s{_busy(row).replace(', busy', ', GPU busy')}"
             )
-            at = f'x="{188 + width}" text-anchor="end"' if width > 200 else f'x="{204 + width}"'
+            at = f'x="{8 + width}" text-anchor="end"' if width > 200 else f'x="{24 + width}"'
             bars.append(
-                f'  <rect class="{kind}" x="196" y="{top}" width="{width}" height="20" rx="3"/>'
+                f'  <rect class="{kind}" x="16" y="{top}" width="{width}" height="20" rx="3"/>'
             )
             bars.append(f'  <text {at} y="{top + 15}">{text}</text>')
         bars.append(
-            f'  <text class="gain" x="684" y="{y + 29}" text-anchor="end">{gain:.1f}x</text>'
+            f'  <text class="gain" x="684" y="{y + 49}" text-anchor="end">{gain:.1f}x</text>'
         )
         described.append(
             f"{case}: {figure(1e3 / before['median'])} and {figure(1e3 / after['median'])} steps/s."
         )
-        y += 64
+        y += 84
     bars += [
-        f'  <rect class="before" x="112" y="{y}" width="12" height="12" rx="2"/>',
-        f'  <text x="130" y="{y + 11}">DataLoader of torch, with or without pin_memory</text>',
-        f'  <rect class="after" x="480" y="{y}" width="12" height="12" rx="2"/>',
-        f'  <text x="498" y="{y + 11}">ps.DataLoader</text>',
+        f'  <rect class="before" x="16" y="{y}" width="12" height="12" rx="2"/>',
+        f'  <text x="34" y="{y + 11}">torch\'s DataLoader, with pin_memory or without, the better</text>',
+        f'  <rect class="after" x="440" y="{y}" width="12" height="12" rx="2"/>',
+        f'  <text x="458" y="{y + 11}">ps.DataLoader(..., device="cuda:0")</text>',
+        f'  <text class="note" x="16" y="{y + 35}">{LOOP_CONDITIONS}</text>',
     ]
     return LOOPS_PICTURE.format(
-        height=y + 50,
-        foot=y + 37,
+        height=y + 66,
+        foot=y + 53,
         bars="\n".join(bars),
         desc=" ".join(described),
         source=source(result),
@@ -833,28 +864,6 @@ def times(row: dict[str, Any], other: dict[str, Any]) -> str:
     )
 
 
-FRAMEWORK_LINES = {
-    "lightning": ("Lightning", "`Trainer(callbacks=[StageBatches()])`"),
-    "accelerate": ("Accelerate", "`loader = prepare(accelerator, loader)`"),
-    "trainer": ("transformers", "`class MyTrainer(StageInputs, Trainer)`"),
-}
-
-
-def framework_lines() -> str:
-    """The line to write for each of three frameworks, and what a step takes before and after."""
-    result = load("frameworks")
-    lines = head(
-        ["framework", "line", "ms per step with `pin_memory=True`", "with this line", "speed-up"]
-    )
-    for case, rows in by_case(result).items():
-        if case in FRAMEWORK_LINES:
-            before, after = rows["pin_memory"], rows["pinstage"]
-            name, line = FRAMEWORK_LINES[case]
-            cells = f"{shown(before)} | **{shown(after).strip('*')}** | {times(before, after)}x"
-            lines.append(f"| {name} | {line} | {cells} |")
-    return "\n".join([*lines, "", source(result)])
-
-
 def _busy(row: dict[str, Any]) -> str:
     idle = _said(r"GPU idle ([\d.]+)%", row["detail"])
     return "" if idle == "-" else f", busy {100 - float(idle):.0f}%"
@@ -1030,13 +1039,13 @@ TABLES = {
     "staging_busy": staging_busy,
     "staging_short": staging_short,
     "gains": gains,
-    "framework_lines": framework_lines,
     "native_threads": native_threads,
     "startup": startup,
     "latency": latency,
     "loader": loader,
     "loader_refused": loader_refused,
     "loops": loops,
+    "loops_short": loops_short,
     "frameworks": frameworks,
     "lightning": partial(frameworks, only="lightning"),
     "accelerate": partial(frameworks, only="accelerate"),
@@ -1062,11 +1071,49 @@ TABLES = {
 }
 
 
+UNTIL_READY = (
+    "Milliseconds from the call until every leaf is ready on the device. The ratio is the best "
+    "rival's time divided by pinstage's; below 1, pinstage is slower."
+)
+CAPTIONS = {
+    "staging": UNTIL_READY,
+    "staging_busy": (
+        "The same while other processes compute on half of the CPUs. Batches of one to three leaves "
+        "differ from process to process."
+    ),
+    "native_threads": (
+        "Milliseconds. The row of `to_device` was measured before pinstage had native threads."
+    ),
+    "startup": "Milliseconds until the memory can be used.",
+    "latency": "Microseconds, on one thread.",
+    "loader": (
+        "Milliseconds from batch to batch, with 8 workers; in brackets the main thread's share, and "
+        "for `step` the time that the loop waited. `ready`: samples are in memory, and nothing uses "
+        "the batches. `step`: each batch has a training step of 10 ms on the GPU. `decode`: the "
+        "workers decode JPEG images."
+    ),
+    "to_host": (
+        "Milliseconds until everything is on the host. `frames`: ten frames of 3 x 3840 x 2160 "
+        "floats, to the device and back. `cpu_each`: `.cpu()` on each tensor. `pinned_each`: into "
+        "pinned memory that is kept. `by_hand`: gathered and copied by hand. `bus`: the copies "
+        "alone. `pinstage`: `fetch(tensors, copy=False).wait()`. `pinstage_copy`: "
+        "`to_host(tensors)`."
+    ),
+    "waste": (
+        "Percent of the page-locked memory that rounding takes, over the demo's ragged batches, "
+        "each in a slab."
+    ),
+}
+"""How to read the tables of the page of all measurements, which has no other text."""
+
+
 def filled(text: str) -> str:
     """Return a page with its tables as the result files have them now."""
 
     def fill(match: re.Match[str]) -> str:
-        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
+        name = match[1]
+        caption = f"{CAPTIONS[name]}\n\n" if name in CAPTIONS else ""
+        return f"<!-- table: {name} -->\n{caption}{TABLES[name]()}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", fill, text, flags=re.DOTALL)
 

@@ -230,13 +230,31 @@ def test_the_table_of_loops_has_spread_and_utilisation(scripts):
         "date": "2026-11-22",
     }
     table = markdown.loops(result).splitlines()
-    assert table[2] == "| tokens, no workers | 16 | 20 | **10** | **8** | 7 |"
+    assert table[2] == "| tokens, no workers | 16 | 20 | **8** | **10** | 7 |"
     assert "| way thread | 12 (9 to 13.5), busy 40% |" in table
     assert "| way pinstage | **8** (6 to 9), busy 40% |" in table
     assert any(
         "Figures are medians of 3 passes in turn, which differ from them by at most 25%." in line
         for line in table
     )
+    assert "- `tokens`: tensors of 65,536 integers." in table
+
+
+def test_the_picture_has_loops_with_workers(scripts, monkeypatch):
+    import loops
+    import markdown
+
+    names = [case.id for case in loops.CASES]
+    result = json.loads((BENCHMARKS / "results" / "loops.json").read_text())
+    rows = [row for row in result["rows"] if row["case"] == "tokens"]
+    result["rows"] = [row | {"case": name} for name in names for row in rows]
+    monkeypatch.setattr(markdown, "load", lambda name: result)
+    picture = markdown.loops_picture()
+    assert [name for name in names if f">{name}<" in picture] == [
+        name for name in names if not name.endswith("no workers")
+    ]
+    for name in loops.NAMES:
+        assert markdown.LOOP_BATCHES[name] in picture
 
 
 def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, scripts, monkeypatch):
