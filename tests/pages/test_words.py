@@ -1,0 +1,87 @@
+"""The README and the docs are short, and name no figure that no result file has."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+MOST_WORDS = 5_040
+"""Limit for `COUNTED` together: half of the 10,080 words of 2026-11-27."""
+COUNTED = {"README.md"} | {
+    f"docs/{page}.md"
+    for page in (
+        *("bench", "comparison", "concepts", "contributing", "demo", "doctor", "faq", "index"),
+        *("installation", "is_it_for_me", "measurements", "metrics", "performance"),
+        *("quickstart", "releases", "tutorial"),
+    )
+}
+MOST_WORDS_OF = {"performance": 1_500, "concepts": 1_800, "measurements": 50}
+
+WITHOUT_FIGURES = ("README", "docs/index", "docs/performance", "docs/comparison", "docs/concepts",
+                   "docs/faq", "docs/is_it_for_me", "docs/measurements")  # fmt: skip
+FIGURE = re.compile(
+    r"\d[\d.,]*\s*(?:[mnuµ]s|s|seconds?|minutes?|[KMG]i?B/s|steps/s|%|percent|times|x)(?!\w| \d)"
+)
+"""A measured time, rate or ratio; not the 3 x 224 of a shape."""
+NO_RESULTS = re.compile(
+    r"\b[\w-]+\.(?:json|txt)\b|\bcommit `?[0-9a-f]{7}|\b(?:AVX|SSE|CLDEMOTE|MOVNT)\w*"
+)
+"""Names of result files, commits and CPU instructions."""
+
+
+@pytest.fixture(scope="module")
+def words():
+    """The script that counts words."""
+    script = importlib.util.spec_from_file_location("words", ROOT / "scripts" / "words.py")
+    module = importlib.util.module_from_spec(script)
+    script.loader.exec_module(module)
+    return module
+
+
+def prose(words, page):
+    return words.NOT_COUNTED.sub(" ", page.read_text())
+
+
+def test_code_tables_and_generated_parts_do_not_count(words, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A title\n\nFive words, and a [link](page.md).\n\n```python\nx = 1\n```\n\n| a | b |\n|---|---|\n\n"
+        "<!-- table: staging -->\nGenerated.\n\n| a |\n<!-- end -->\n\n  ```sh\n  make\n  ```\n"
+    )
+    assert words.words(page) == 7
+
+
+def test_pages_are_half_as_long_as_before(words):
+    counts = {page.relative_to(ROOT).as_posix(): words.words(page) for page in words.PAGES}
+    assert counts.keys() >= COUNTED
+    assert not any(page.startswith("docs/reference/") for page in counts)
+    assert sum(counts[page] for page in COUNTED) <= MOST_WORDS
+
+
+@pytest.mark.parametrize(("page", "most"), MOST_WORDS_OF.items())
+def test_a_page_is_short(words, page, most):
+    assert words.words(DOCS / f"{page}.md") <= most
+
+
+def test_figures_are_told_from_sizes_and_shapes():
+    text = (
+        "4.0 ms, 8 s, 55 GB/s, 2.3x and 3 times as fast, 12% of 3 x 224 bytes, 4 MiB or 64 x 1 MiB"
+    )
+    found = [match[0] for match in FIGURE.finditer(text)]
+    assert found == ["4.0 ms", "8 s", "55 GB/s", "2.3x", "3 times", "12%"]
+
+
+@pytest.mark.parametrize("page", WITHOUT_FIGURES)
+def test_measured_figures_are_in_generated_parts_only(words, page):
+    found = [match[0] for match in FIGURE.finditer(prose(words, ROOT / f"{page}.md"))]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", sorted(COUNTED))
+def test_pages_name_no_files_commits_or_instructions(words, page):
+    text = re.sub(r"`[^`]*`", "", prose(words, ROOT / page))
+    assert [found[0] for found in NO_RESULTS.finditer(text)] == []
