@@ -1,5 +1,6 @@
 """The end of a pool: closed, or dropped."""
 
+import contextlib
 import gc
 import re
 import subprocess
@@ -11,7 +12,7 @@ import warm
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
 from pinstage import SlabPool, Stager
-from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
+from pinstage.errors import PoolClosedError, PoolError, UnreleasedLeaseWarning
 
 
 def test_a_pool_is_closed_when_its_block_fails(memory):
@@ -340,3 +341,46 @@ def test_an_event_ends_with_its_slab(memory):
         wait_until(lambda: alive() is None)
     finally:
         gc.enable()
+
+
+class Thing:
+    """Something that a caller holds."""
+
+
+def closed(pool):
+    pool.close()
+
+
+def frozen(pool):
+    pool.freeze()
+
+
+def full(pool):
+    return pool.acquire(pool.max_bytes)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "nbytes"), [(closed, 1), (frozen, 1), (full, 1), (lambda pool: None, 1 << 40)]
+)
+def test_a_refusal_keeps_none_of_its_callers_alive(pool, prepare, nbytes):
+    """A frame that has the error as a local is a cycle: all that called it lives until the next
+    collection, a loader's iterator and its workers, too.
+    """
+    held = []
+
+    def ask():
+        thing = Thing()
+        held.append(weakref.ref(thing))
+        pool.acquire(nbytes, timeout=0)
+
+    lease = prepare(pool)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(PoolError):
+            ask()
+        assert held[0]() is None
+    finally:
+        gc.enable()
+        if lease is not None:
+            lease.release()

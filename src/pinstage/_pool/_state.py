@@ -57,8 +57,12 @@ class PoolState(Holdings):
         Raises:
             PoolError, MemoryError: the request is refused; see `why_never`.
         """
-        if (error := self.why_never(account, nbytes)) is not None:
-            raise error
+        error = self.why_never(account, nbytes)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or it and this frame would keep one another, and all that called
         room, idle = self.accounts.room(account, self.max_bytes), self.scan()
         if ahead or self.accounts.have_quotas:
             room = self.accounts.room(account, self._whole(), self._busy(), ahead)
