@@ -388,8 +388,6 @@ LOOP_WAYS = {
 }
 """What the short table shows, and calls it."""
 LOOP_BATCHES = {
-    "detection": "32 images, boxes, labels and masks, all of different sizes, in a list",
-    "images": "64 images of 3 x 224 x 224 floats, stacked",
     "segmentation": "images of 3 x 384 x 384 bytes and their masks of integers, stacked",
     "lidar": "32 dataclasses of points, boxes and labels, all of different sizes",
     "columns": "120 columns of 512 floats, in a dict",
