@@ -591,7 +591,7 @@ STACK = _native.core.alike(SAMPLES, True)
         {"1": STACK},
         {1: STACK, 4: STACK},
     ],
-    ids=str,
+    ids=["bytes", "None", "0", "2", "3", "-1", "a string", "1 and 4"],
 )
 @pytest.mark.parametrize("use", ["pack", "Job"])
 def test_samples_are_stacked_only_into_their_row(use, stacks):
