@@ -24,7 +24,7 @@ demo: $(VENV)/.stamp-demo ## stage a real nested dataset and train on it (DEMO_A
 	$(BIN)/python examples/demo $(DEMO_ARGS)
 
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS)
-	@echo "The tests take seven to eight minutes on two idle CPUs."
+	@echo "The tests take five to six minutes on two idle CPUs."
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-frameworks: $(FRAMEWORKS)/.stamp ## run the tests with the frameworks, in an environment of their own (PYTEST_ARGS)

@@ -246,7 +246,7 @@ def test_the_picture_has_loops_with_workers(scripts, monkeypatch):
 
     names = [case.id for case in loops.CASES]
     result = json.loads((BENCHMARKS / "results" / "loops.json").read_text())
-    rows = [row for row in result["rows"] if row["case"] == "tokens"]
+    rows = [row for row in result["rows"] if row["case"] == "tokens, 4 workers"]
     result["rows"] = [row | {"case": name} for name in names for row in rows]
     monkeypatch.setattr(markdown, "load", lambda name: result)
     picture = markdown.loops_picture()
