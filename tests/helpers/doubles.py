@@ -293,16 +293,16 @@ class LateTarget(Target):
     def is_capturing(self):
         return self._is_capturing
 
-    def copy(self, *args, pinned):
+    def copy(self, *args):
         self.begun.append(args)
-        self.pinned.append(pinned)
+        self.pinned.append(args[1].is_pinned)
         self.go_on(len(self.begun) - self._lag)
         return 1
 
     def go_on(self, count):
         with self._lock:
             while self.done < count:
-                super().copy(*self.begun[self.done], pinned=False)
+                super().copy(*self.begun[self.done])
                 self.done += 1
 
     def record(self, stream):
@@ -313,7 +313,7 @@ class LateTarget(Target):
 
     def sources(self):
         """Return the addresses from which copies were begun."""
-        return [host + start for _, host, start, _, _ in self.begun]
+        return [host.address + start for _, host, start, _, _ in self.begun]
 
 
 @dataclasses.dataclass

@@ -108,7 +108,7 @@ def take_apart(batch):
 def describe(leaves, structure, device, leaf, index):
     """Describe a leaf, and decide how it is stored: dense and empty leaves keep their strides."""
     kind, dtype, shape, stride, source, address = _describe_leaf(
-        leaves, structure, device, True, leaf, index
+        leaves, structure, device, True, index
     )
     if source is None:
         return Described(kind, dtype, (), (), 0, None, 0)

@@ -227,7 +227,7 @@ def describe(
     computed: dict[int, torch.Tensor] = {}
 
     def plainly(leaf: Any, index: int) -> Described:
-        described = _describe_leaf(leaves, structure, device, arrays, leaf, index)
+        described = _describe_leaf(leaves, structure, device, arrays, index)
         source = described.source
         if source is not None and source is not leaf and isinstance(leaf, torch.Tensor):
             computed[id(leaf)] = source
@@ -264,15 +264,15 @@ def _describe_leaf(
     structure: Structure,
     device: torch.device,
     arrays: bool,
-    leaf: Any,
     index: int,
 ) -> Described:
-    """Describe a leaf.
+    """Describe the leaf at an index.
 
     The cases: a tensor, packed or moved; a numeric array, which becomes a tensor; an object that
     holds no tensor, by its type or after a search, and stays as it is; an object that moves by its
     own ``.to()``; and errors.
     """
+    leaf = leaves[index]
     cls = type(leaf)
     if cls is Whole:
         return Described(RowKind.MOVED)

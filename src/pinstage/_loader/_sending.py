@@ -13,7 +13,7 @@ import torch
 
 from .._compat.loader import close_writing_end, has_lost_a_worker, is_resumption, queue_file
 from .._pool import is_page_locked
-from .._stage import HandOver, Transfer, copy_event_of, keep_until, send_packed
+from .._stage import HandOver, HostBytes, Packed, Transfer, copy_event_of, keep_until, send_packed
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 
@@ -27,22 +27,15 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     """Start the copy of a packed batch, behind which its slab returns to the worker. Does not
     block; any thread.
     """
-    host, event, pinned = None, None, False
+    host, event = None, None
     if batch.number is not None:
         lease = batch.broker.loan_of(None, batch.number).lease
-        host, pinned = lease.data_ptr(), is_page_locked(lease)
+        host = HostBytes(lease.data_ptr(), is_page_locked(lease))
     elif batch.raw is not None:
-        host = torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr()
+        host = HostBytes(torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr(), False)
+    packed = Packed(batch.structure, batch.table, batch.others)
     try:
-        transfer = send_packed(
-            slabs.target,
-            batch.structure,
-            batch.table,
-            host,
-            batch.others,
-            slabs.settings.own_storage,
-            pinned=pinned,
-        )
+        transfer = send_packed(slabs.target, packed, host, slabs.settings.own_storage)
         event = copy_event_of(transfer)
     except BaseException:
         event = slabs.target.record(slabs.target.stream)

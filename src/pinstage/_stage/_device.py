@@ -176,6 +176,15 @@ class AtOnce:
             self.marks.append(self._record())
 
 
+class HostBytes(NamedTuple):
+    """The bytes of a batch in a host slab."""
+
+    address: int
+    """Where byte 0 of the batch is, or would be."""
+    is_pinned: bool
+    """Whether they are page-locked."""
+
+
 class HostCopy(NamedTuple):
     """A copy to the host."""
 
@@ -295,9 +304,7 @@ class Target:
         """
         return _native.core.move_few(leaves, _TYPES, 0, 0, 0, existing)  # type: ignore[no-any-return]
 
-    def copy(
-        self, blocks: Blocks, host: int, start: int, end: int, stream: Any, *, pinned: bool
-    ) -> int:
+    def copy(self, blocks: Blocks, host: HostBytes, start: int, end: int, stream: Any) -> int:
         """Copy bytes of a host slab to their places; return the number of copies. The device must
         be `selected`.
 
@@ -306,13 +313,12 @@ class Target:
 
         Args:
             blocks: the batch's blocks.
-            host: address of the host slab.
+            host: the host slab.
             start: first byte.
             end: the byte behind the last one.
             stream: the stream that copies.
-            pinned: whether the slab is page-locked.
         """
-        args = host, start, end, getattr(stream, "cuda_stream", 0), pinned
+        args = host.address, start, end, getattr(stream, "cuda_stream", 0), host.is_pinned
         copies = blocks.copy(*args)
         return copies if copies >= 0 else self._again(copies, blocks.copy, *args)
 

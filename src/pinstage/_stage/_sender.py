@@ -39,7 +39,7 @@ from .._batch import (
 from .._pool import Fence, Lease, guard_until_release, is_page_locked
 from .._region import pieces_of
 from .._steps import step
-from ._device import AT_ONCE_BYTES, Target
+from ._device import AT_ONCE_BYTES, HostBytes, Target
 from ._host_slabs import HostSlabs
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
@@ -313,11 +313,9 @@ class Sender:
         self, blocks: Blocks, slab: Lease, offset: int, extent: tuple[int, int], stream: Any
     ) -> int:
         """Copy a range of a batch, whose byte 0 would be at an offset in a slab."""
-        pinned = is_page_locked(slab)
+        host = HostBytes(slab.data_ptr() + offset, is_page_locked(slab))
         with step("copy"):
-            return self.target.copy(
-                blocks, slab.data_ptr() + offset, *extent, stream, pinned=pinned
-            )
+            return self.target.copy(blocks, host, *extent, stream)
 
 
 def _reuse_places(job: Any, sent: deque[tuple[int, Fence | None]]) -> None:

@@ -33,14 +33,14 @@ from .._pool import (
 )
 from .._sizes import Size
 from .._steps import step
-from ._device import Targets, target_for
+from ._device import HostBytes, Targets, target_for
 from ._host_slabs import HostSlabs
 from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
 from ._to_host import Fetcher, HostTransfer
-from ._transfer import Transfer, copy_event_of, refuse_capture, send_packed
+from ._transfer import Packed, Transfer, copy_event_of, refuse_capture, send_packed
 from ._weights import Destination, IncompatibleKeys, load_weights
 from ._writer import Writer
 
@@ -270,19 +270,12 @@ class Stager:
                     f"others has the wrong length: {len(others)} for {table.others + table.moved} "
                     "leaves that are not in the slab; pass layout.others(batch)"
                 )
-            host, target = lease.data_ptr(), self._target
+            host, target = HostBytes(lease.data_ptr(), is_page_locked(lease)), self._target
             guard_until_release(lease, target.stream)  # an interrupt may come before the release
             event = None
             try:
-                transfer = send_packed(
-                    target,
-                    structure,
-                    table,
-                    host,
-                    list(others),
-                    self._sender.own_storage,
-                    pinned=is_page_locked(lease),
-                )
+                packed = Packed(structure, table, list(others))
+                transfer = send_packed(target, packed, host, self._sender.own_storage)
                 event = copy_event_of(transfer)
             except BaseException:
                 event = target.record(target.stream)

@@ -28,7 +28,7 @@ from .._reaper import reaper
 from .._sizes import format_bytes
 from .._steps import step
 from ..errors import PinstageError, StagingWarning
-from ._device import Target
+from ._device import HostBytes, Target
 from ._not_a_batch import B_co, NotABatch
 from ._out import Destinations
 
@@ -339,15 +339,18 @@ def move_others(target: Target, structure: Structure, table: Table, others: list
     return Moved(result, moved, target.record(target.consumer(None)))
 
 
+class Packed(NamedTuple):
+    """A batch that is packed in host memory."""
+
+    structure: Structure
+    table: Table
+    """Describes the memory."""
+    others: list[Any]
+    """The leaves that are not packed, in order."""
+
+
 def send_packed(
-    target: Target,
-    structure: Structure,
-    table: Table,
-    host: int | None,
-    others: list[Any],
-    own_storage: OwnStorage,
-    *,
-    pinned: bool,
+    target: Target, packed: Packed, host: HostBytes | None, own_storage: OwnStorage
 ) -> Transfer[Any]:
     """Start the copy of a batch that is packed in host memory already, and make its leaves.
 
@@ -356,19 +359,17 @@ def send_packed(
 
     Args:
         target: the device.
-        structure: the batch's structure.
-        table: describes the memory.
-        host: address of ``table.nbytes`` bytes; None if the table needs none.
-        others: the leaves that are not packed, in order.
+        packed: the batch.
+        host: ``packed.table.nbytes`` bytes; None if the table needs none.
         own_storage: see `Stager`.
-        pinned: whether the memory is page-locked.
     """
+    structure, table, others = packed
     stream, event, copies = target.stream, None, 0
     with target.selected():
         blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
         if table.nbytes and host is not None:
             try:
-                copies = target.copy(blocks, host, 0, table.nbytes, stream, pinned=pinned)
+                copies = target.copy(blocks, host, 0, table.nbytes, stream)
             finally:
                 event = target.record(stream)
     sent = Sent(blocks, event, copies, stream)
