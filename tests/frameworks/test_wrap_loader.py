@@ -56,7 +56,7 @@ def test_the_accelerator_still_knows_a_wrapped_loader():
     prepared = accelerator.prepare(DataLoader(samples(), 4))
     assert ps.wrap_loader(prepared) is prepared
     assert accelerator._dataloaders == [prepared]
-    with pytest.raises(TypeError, match="once"):
+    with pytest.raises(TypeError, match="on cpu already"):
         ps.wrap_loader(prepared)
 
 
