@@ -426,7 +426,7 @@ def module(tmp_path, monkeypatch):
         "torch.utils.data.DataLoader(torch.arange(8.0), batch_size=4)\ndef generator():\n    "
         "yield [torch.zeros(2)]\n    raise AssertionError('asked for a second batch')\ndef "
         "empty(): return iter(())\ndef broken(): raise ValueError('no data here')\ndef "
-        "needs(path): return path\nready = [torch.zeros(5)]\nclass Data:\n    def __iter__(self): "
+        "needs(path): return path\ndef forgets(): batch()\nready = [torch.zeros(5)]\nclass Data:\n    def __iter__(self): "
         "return iter([{'y': torch.zeros(1)}])\n    @staticmethod\n    def make(): return "
         "torch.zeros(7)\n"
     )
@@ -456,6 +456,7 @@ def test_a_callable_returns_one_batch_or_many(module, spelling, name, paths):
         ("users_code:broken", "raised ValueError: no data here"),
         ("users_code:needs", "raised TypeError: needs.* missing 1 required"),
         ("users_code:empty", "empty .*there is no batch"),
+        ("users_code:forgets", "forgets returns None; end it with `return` and a batch"),
         (
             "no_such_module:x",
             "cannot import no_such_module, from .*: No module named 'no_such_module'",

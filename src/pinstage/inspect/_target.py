@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
@@ -45,7 +45,8 @@ def first_batch(target: str) -> Any:
     callable is used like a result.
 
     Raises:
-        TargetError: the module or the function can't be found, raises an error, or yields nothing.
+        TargetError: the module or the function can't be found, raises an error, or returns or
+            yields nothing.
     """
     module_name, _, name = target.rpartition(":")
     if not module_name or not name:
@@ -56,12 +57,14 @@ def first_batch(target: str) -> Any:
     thing = _object_in(_import(module_name), name, module_name)
     try:
         made = thing() if callable(thing) and not isinstance(thing, DataLoader) else thing
-        if _is_batch(made):
-            return made
-        for batch in made:
+        for batch in _batches_of(made):
             return batch
     except Exception as error:
         raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
+    if made is None:
+        raise TargetError(
+            f"{target} returns None; end it with `return` and a batch, or a loader of batches"
+        )
     kind = type(made).__name__
     raise TargetError(f"{target} returns an empty {kind}; there is no batch to look at")
 
@@ -79,12 +82,13 @@ def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
     return thing
 
 
-def _is_batch(made: Any) -> bool:
-    """Return whether a result is itself a batch, and not an iterable of batches."""
-    if isinstance(made, DataLoader | Iterator):
-        return False
+def _batches_of(made: Any) -> Iterable[Any]:
+    """Return a result as an iterable of batches: itself, unless it is a batch, or None."""
+    if made is None:
+        return ()
     batches = (torch.Tensor, np.ndarray, Mapping, Sequence, Set)
-    return isinstance(made, batches) or not hasattr(made, "__iter__")
+    is_batch = isinstance(made, batches) or not hasattr(made, "__iter__")
+    return [made] if is_batch and not isinstance(made, DataLoader | Iterator) else made
 
 
 def _import(name: str) -> ModuleType:
