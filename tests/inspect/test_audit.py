@@ -8,6 +8,7 @@ import dataclasses
 import json
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ import pinstage as ps
 from pinstage import _cli
 from pinstage.errors import TargetError
 from pinstage.inspect import Bus
-from pinstage.inspect._bus import REFERENCE
+from pinstage.inspect._bus import KIB, MIB, REFERENCE_BUS, staging_seconds
 from pinstage.inspect._pinning import find_leaves
 from pinstage.inspect._target import first_batch
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 approx = pytest.approx
 BUS = Bus(pageable=5, pinned=50, call=10)
 
@@ -290,9 +292,37 @@ def test_empty_leaves_count_no_copy():
     assert found.each.seconds_pinned == approx(3 * (10e-6 + 1000 / 50e9))
 
 
-def test_staging_costs_what_pinstage_takes():
-    small = ps.audit([torch.zeros(5)] * 3, bus=BUS).slab
-    assert small.seconds == approx(REFERENCE.seconds(1, 32, 50e9))
+def staged_rows():
+    """Return the rows of the comparison that pinstage staged."""
+    rows = json.loads((RESULTS / "staging.json").read_text())["rows"]
+    return [row for row in rows if row["variant"] == "pinstage" and row["status"] == "ok"]
+
+
+@pytest.mark.parametrize("row", staged_rows(), ids=lambda row: row["case"])
+def test_staging_is_estimated_as_it_was_measured(row):
+    estimate = staging_seconds(row["leaves"], row["nbytes"], REFERENCE_BUS) * 1e3
+    most_off = 0.25 if row["nbytes"] >= MIB else 0.5
+    assert estimate == approx(row["median"], rel=most_off)
+
+
+def test_staging_is_no_faster_than_the_bus():
+    assert staging_seconds(1, 512 * MIB, Bus(pageable=1, pinned=2)) == approx(0.268, rel=0.01)
+
+
+@pytest.mark.parametrize("leaves", [1, 8, 9, 300])
+def test_staging_costs_what_pinstage_takes(leaves):
+    batch = [torch.rand(256) for _ in range(leaves)]
+    found = ps.audit(batch * 2, bus=BUS)
+    assert found.slab.seconds == staging_seconds(leaves, leaves * KIB, BUS)
+
+
+@pytest.mark.parametrize(
+    ("leaves", "size", "text"),
+    [(1, 256, "14 us"), (270, 256, "200 us"), (1, 25 * MIB, "2.2 ms"), (1, 11_630_000, "1 ms")],
+)
+def test_the_estimate_has_two_digits(leaves, size, text):
+    found = ps.audit([torch.full((size,), 0.3) for _ in range(leaves)])
+    assert f"; staging it takes about {text}\n" in str(found)
 
 
 def test_a_slab_is_one_copy_of_all_leaves():

@@ -17,9 +17,9 @@ import pinstage as ps
 from .._batch import Sharing, dense_stride, sharing_of
 from .._compat.calls import memory_of
 from .._sizes import count, format_bytes
-from ._bus import REFERENCE, REFERENCE_BUS, Bus
+from ._bus import REFERENCE_BUS, Bus, staging_seconds
 from ._pinning import Leaf, LocatedLeaf, Pinning, ask_torch, find_leaves, type_name
-from ._report import Line, Section, TextTable, as_rich, as_text, duration
+from ._report import Line, Section, TextTable, about, as_rich, as_text, duration
 
 _ROWS = 40
 """Leaves shown; `to_dict` has them all."""
@@ -63,7 +63,7 @@ class SlabCopy(NamedTuple):
     unpackable: int  # leaves that are copied by their own .to()
     smallest_bytes: int  # of the smallest packed leaf; 0 if there is none
     kept_bytes: int  # device memory that the smallest leaf keeps, with own_storage="auto"
-    seconds: float  # to stage the batch in a training loop
+    seconds: float  # to stage the batch, as measured beside an H100: see docs/audit.md
     error: str | None  # why pinstage would refuse the batch as it is
 
 
@@ -161,7 +161,7 @@ class Audit:
                 f".to() on each leaf: {_copies(each)}, {duration(each.seconds)} now; {pinned}, "
                 "without the time to pin them"
             ),
-            Line(f"one slab: {_copies(slab)}; staging it takes about {duration(slab.seconds)}"),
+            Line(f"one slab: {_copies(slab)}; staging it takes {about(slab.seconds)}"),
         ]
         if slab.smallest_bytes:
             smallest, kept = format_bytes(slab.smallest_bytes), format_bytes(slab.kept_bytes)
@@ -284,7 +284,7 @@ def _slab_copy(batch: Any, located_leaves: Sequence[LocatedLeaf], bus: Bus) -> S
     packed = list(filter(_is_packable, staged))
     layout = ps.Layout.of(packed)
     unpackable = len(staged) - len(packed)
-    seconds = REFERENCE.seconds(len(packed), layout.nbytes, bus.pinned * 1e9)
+    seconds = staging_seconds(len(packed), layout.nbytes, bus)
     copies = bool(layout.nbytes) + unpackable
     return SlabCopy(copies, layout.nbytes, unpackable, *_kept(layout), seconds, error)
 

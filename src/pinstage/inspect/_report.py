@@ -148,6 +148,12 @@ def duration(seconds: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def about(seconds: float) -> str:
+    """Write an estimate above zero with two digits: ``about 14 us``, ``about 2.6 ms``."""
+    value, unit = duration(float(f"{seconds:.1e}")).split()
+    return f"about {float(value):g} {unit}"
+
+
 def rate(bytes_per_second: float) -> str:
     """Write a bandwidth in GB/s, powers of 1000: ``55.3 GB/s``; without decimals from 100 on."""
     value = bytes_per_second / 1e9
