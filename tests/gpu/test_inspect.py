@@ -45,6 +45,36 @@ def test_the_audit_of_pinning_agrees_with_torch(cuda_device):
     assert leaves["['u'].x"].loader_pins == really["u"].x.is_pinned() is False
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scaled", [lambda x: x / 255, lambda x: x * (1 / 255)])
+def test_bytes_sent_for_255ths_become_the_same_bits(cuda_device, dtype, scaled):
+    numbers = torch.arange(256, dtype=torch.uint8)
+    leaf = scaled(numbers.to(dtype))
+    (found,) = ps.audit([leaf]).narrow
+    assert found.narrow_dtype == "uint8"
+    restored = eval(found.code, {"x": numbers.to(cuda_device), "torch": torch})
+    assert restored.device == cuda_device
+    assert restored.dtype == dtype
+    assert torch.equal(restored.cpu(), leaf)
+
+
+def test_a_gpu_divides_by_a_number_less_exactly(cuda_device):
+    """The reason for the audit's line."""
+    numbers = torch.arange(256, dtype=torch.uint8)
+    on_gpu = numbers.to(cuda_device).float() / 255
+    assert not torch.equal(on_gpu.cpu(), numbers.float() / 255)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [torch.arange(-128, 128), torch.arange(-255.0, 1.0).double(), torch.arange(256).bfloat16()],
+)
+def test_whole_numbers_sent_narrower_become_the_same_bits(cuda_device, leaf):
+    (found,) = ps.audit([leaf]).narrow
+    sent = leaf.to(getattr(torch, found.narrow_dtype)).to(cuda_device)
+    assert torch.equal(eval(found.code, {"x": sent, "torch": torch}).cpu(), leaf)
+
+
 def test_the_doctor_measures(cuda_device):
     found = diagnose()
     assert not [check for check in found.checks if check.status == "problem"]

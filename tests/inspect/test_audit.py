@@ -20,8 +20,9 @@ from torch.utils.data._utils import pin_memory as torchs
 import pinstage as ps
 from pinstage import _cli
 from pinstage.errors import TargetError
-from pinstage.inspect import Bus
+from pinstage.inspect import Bus, _narrow
 from pinstage.inspect._bus import KIB, MIB, REFERENCE_BUS, staging_seconds
+from pinstage.inspect._narrow import MOST_BYTES
 from pinstage.inspect._pinning import find_leaves
 from pinstage.inspect._target import first_batch
 
@@ -381,6 +382,142 @@ def test_without_a_bus_the_reference_s_is_taken():
 def test_a_loader_instead_of_a_batch_is_refused():
     with pytest.raises(TypeError, match=r"pass next\(iter\(loader\)\)"):
         ps.audit(torch.utils.data.DataLoader(torch.zeros(3)))
+
+
+# -- narrower types --------------------------------------------------------------------------------
+
+
+NUMBERS = torch.arange(256)
+
+
+def narrow_of(leaf):
+    """Return the narrower type that an audit finds for a leaf; None if it finds none."""
+    found = ps.audit([leaf], bus=BUS).narrow
+    return found[0].narrow_dtype if found else None
+
+
+@pytest.mark.parametrize(
+    ("leaf", "dtype"),
+    [
+        (NUMBERS % 2, "bool"),
+        (NUMBERS.to(torch.int16), "uint8"),
+        (NUMBERS - 128, "int8"),
+        (-NUMBERS, "int16"),
+        (NUMBERS << 8, "int32"),
+        (NUMBERS << 24, None),
+        ((NUMBERS << 8).int(), None),
+        (NUMBERS.to(torch.uint8) % 2, None),
+        (NUMBERS.half(), "uint8"),
+        (NUMBERS.bfloat16() % 2, "bool"),
+        (NUMBERS.float(), "uint8"),
+        ((-NUMBERS).float(), "int16"),
+        ((-NUMBERS).double() * 2**16, "int32"),
+        (NUMBERS + 0.5, None),
+        (torch.tensor(7), "uint8"),
+        (torch.zeros(3, requires_grad=True), "bool"),
+        (torch.zeros(1).expand(5), "bool"),
+        (torch.zeros(0), None),
+        (torch.zeros(3, dtype=torch.complex64), None),
+        (torch.complex(torch.ones(3), torch.ones(3)).conj().imag, "int8"),
+        (np.arange(256.0)[::-1], "uint8"),
+        (np.zeros(3, np.longdouble), None),
+        (np.ma.zeros(3), None),
+        (torch.eye(3).to_sparse(), None),
+    ],
+)
+def test_the_narrowest_type_for_all_values_is_named(leaf, dtype):
+    assert narrow_of(leaf) == dtype
+
+
+@pytest.mark.parametrize("value", [-0.0, float("nan"), float("inf"), -1e30, 1e-45, 2.0**40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_value_that_changes_a_bit_never_fits(value, dtype):
+    assert narrow_of(torch.tensor([0.0, 1.0], dtype=dtype)) == "bool"
+    assert narrow_of(torch.tensor([0.0, value, 1.0], dtype=dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scaled", [lambda x: x / 255, lambda x: x * (1 / 255)])
+def test_255ths_fit_a_byte_bit_for_bit(dtype, scaled):
+    leaf = scaled(NUMBERS.to(dtype))
+    (found,) = ps.audit([leaf]).narrow
+    assert found.narrow_dtype == "uint8"
+    restored = eval(found.code, {"x": NUMBERS.to(torch.uint8), "torch": torch})
+    assert restored.dtype == dtype
+    assert torch.equal(restored, leaf)
+
+
+def test_255ths_in_half_precision_are_left_alone():
+    """Devices may round them differently."""
+    assert narrow_of((NUMBERS / 255).half()) is None
+
+
+@pytest.mark.parametrize(
+    "arrange", [lambda x: x, lambda x: x.T, lambda x: x[::2], lambda x: x[:, ::3]]
+)
+@pytest.mark.parametrize("place", [0, 200_007, -1])
+def test_every_value_of_a_large_leaf_counts(arrange, place):
+    leaf = arrange(torch.zeros(900, 900, dtype=torch.int64))
+    assert narrow_of(leaf) == "bool"
+    leaf[divmod(place % leaf.numel(), leaf.shape[1])] = 300
+    assert narrow_of(leaf) == "int16"
+
+
+def test_a_leaf_is_read_until_its_first_misfit(monkeypatch):
+    read, fits = [], _narrow._fits
+    monkeypatch.setattr(
+        _narrow, "_fits", lambda piece, form: read.append(piece.nbytes) or fits(piece, form)
+    )
+    assert narrow_of(torch.full((8 * MIB,), 0.3)) is None
+    assert 0 < sum(read) <= len(_narrow.FORMS) * MIB
+
+
+def test_the_saving_is_that_of_the_bus():
+    ones = torch.ones(1000, dtype=torch.int64)
+    found = ps.audit({"x": ones, "again": ones, "other": torch.rand(5)}, bus=BUS)
+    (leaf,) = found.narrow
+    assert leaf == ("['x']", "int64", "bool", "x.to(torch.int64)", 7000, approx(7000 / 5e9))
+    assert found.to_dict()["narrow"] == [leaf._asdict()]
+    assert (
+        "int64 that fits bool in this batch: ['x']; saves 6.84 KiB, 1.40 us of .to(); on the "
+        "device: x.to(torch.int64)\n" in str(found)
+    )
+
+
+def test_leaves_of_the_same_types_share_a_line():
+    zeros = [torch.zeros(1000 * size) for size in range(1, 6)]
+    assert (
+        "float32 that fits bool in this batch: [0], [1], [2] and 2 more leaves; saves 43.95 KiB, "
+        "9.00 us of .to(); on the device: x.to(torch.float32)\n" in str(ps.audit(zeros, bus=BUS))
+    )
+
+
+def test_a_saving_below_a_microsecond_is_data_only():
+    found = ps.audit([torch.tensor(3), torch.zeros(1665)], bus=BUS)
+    assert "that fits" not in str(found)
+    assert [leaf["narrow_dtype"] for leaf in found.to_dict()["narrow"]] == ["uint8", "bool"]
+    assert "that fits bool" in str(ps.audit([torch.zeros(1667)], bus=BUS))
+
+
+def test_a_batch_without_such_leaves_shows_no_line():
+    found = ps.audit([torch.rand(5)])
+    assert (found.narrow, found.not_looked_at) == ((), ())
+    assert "that fits" not in str(found)
+
+
+def test_larger_leaves_are_named_and_not_read(monkeypatch):
+    monkeypatch.setattr(_narrow, "narrowest", None)
+    large, small = torch.empty(1).expand(MOST_BYTES // 4 + 1), torch.ones(1, dtype=torch.uint8)
+    found = ps.audit({"video": large, "small": small})
+    assert found.to_dict()["not_looked_at"] == list(found.not_looked_at) == ["['video']"]
+    assert "not looked at, above 256 MiB: ['video']\n" in str(found)
+
+
+def test_looking_changes_no_value():
+    leaf = torch.tensor([0.0, 1 / 255, float("nan")])
+    before = leaf.view(torch.int32).clone()
+    ps.audit([leaf])
+    assert torch.equal(leaf.view(torch.int32), before)
 
 
 # -- the bus ---------------------------------------------------------------------------------------

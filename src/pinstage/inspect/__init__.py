@@ -8,6 +8,7 @@ None of them needs a GPU.
 from .._steps import StepTime, StepTimes, step_times
 from ._audit import Audit, LeafCopies, LeafReport, SlabCopy, audit
 from ._bus import Bus
+from ._narrow import NarrowLeaf
 from ._pinning import Pinning
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Bus",
     "LeafCopies",
     "LeafReport",
+    "NarrowLeaf",
     "Pinning",
     "SlabCopy",
     "StepTime",

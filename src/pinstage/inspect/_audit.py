@@ -18,6 +18,7 @@ from .._batch import Sharing, dense_stride, sharing_of
 from .._compat.calls import memory_of
 from .._sizes import count, format_bytes
 from ._bus import REFERENCE_BUS, Bus, staging_seconds
+from ._narrow import NarrowLeaf, lines_of, narrow_leaves
 from ._pinning import Leaf, LocatedLeaf, Pinning, ask_torch, find_leaves, type_name
 from ._report import Line, Section, TextTable, about, as_rich, as_text, duration
 
@@ -76,6 +77,8 @@ class Audit:
         pinning: the effect of ``DataLoader(pin_memory=True)``.
         each: the cost of ``.to()`` on each leaf.
         slab: the cost of one slab.
+        narrow: the leaves whose values in this batch fit a narrower type.
+        not_looked_at: the paths of leaves that are too large to look for one, above 256 MiB.
         bus: the speeds used to estimate the cost of copies.
     """
 
@@ -83,6 +86,8 @@ class Audit:
     pinning: Pinning
     each: LeafCopies
     slab: SlabCopy
+    narrow: tuple[NarrowLeaf, ...]
+    not_looked_at: tuple[str, ...]
     bus: Bus
 
     @property
@@ -116,6 +121,8 @@ class Audit:
             },
             "to_each": self.each._asdict(),
             "slab": self.slab._asdict(),
+            "narrow": [leaf._asdict() for leaf in self.narrow],
+            "not_looked_at": list(self.not_looked_at),
             "bus": dataclasses.asdict(self.bus),
         }
 
@@ -190,8 +197,8 @@ class Audit:
 
 
 def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
-    """Report the leaves of a batch, which of them ``pin_memory=True`` would really pin, and the
-    cost of moving them.
+    """Report the leaves of a batch, which of them ``pin_memory=True`` would really pin, the cost of
+    moving them, and which of them fit a narrower type.
 
     Looks into any object, known to pinstage or not. Moves, pins and changes nothing. Needs no GPU,
     and uses none.
@@ -215,17 +222,18 @@ def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
     pinning = ask_torch(batch, located_leaves)
     leaves = tuple(_reports(located_leaves, pinning))
     moved = [
-        report
+        (report, located.leaf)
         for report, located in zip(leaves, located_leaves, strict=True)
         if report.device == "cpu" and report.nbytes and _is_numeric(located.leaf)
     ]
     each = LeafCopies(
         len(moved),
-        _nbytes_of(moved),
-        sum(bus.seconds(leaf.nbytes, pinned=leaf.pinned) for leaf in moved),
-        sum(bus.seconds(leaf.nbytes, pinned=True) for leaf in moved),
+        sum(report.nbytes for report, _ in moved),
+        sum(bus.seconds(report.nbytes, pinned=report.pinned) for report, _ in moved),
+        sum(bus.seconds(report.nbytes, pinned=True) for report, _ in moved),
     )
-    return Audit(leaves, pinning, each, _slab_copy(batch, located_leaves, bus), bus)
+    slab = _slab_copy(batch, located_leaves, bus)
+    return Audit(leaves, pinning, each, slab, *narrow_leaves(moved, bus), bus)
 
 
 def sections_of(findings: Audit, *, every_leaf: bool = False) -> list[Section]:
@@ -237,6 +245,7 @@ def sections_of(findings: Audit, *, every_leaf: bool = False) -> list[Section]:
     sections: list[Section] = [
         *findings._pinning_lines(),
         *findings._cost_lines(),
+        *lines_of(findings.narrow, findings.not_looked_at),
         Line(f"bus: {findings.bus}", "info"),
         _table(shown),
     ]
