@@ -26,12 +26,12 @@ _lock = threading.RLock()  # a finaliser may end a step, too
 def step_times() -> StepTimes:
     """Time the steps of pinstage while a block runs, in all threads of this process.
 
-    ::
-
-        with ps.inspect.step_times() as steps:
-            for batch in stager.prefetch(source):
-                train_step(batch)
-        print(steps)
+    ```python
+    with ps.inspect.step_times() as steps:
+        for batch in stager.prefetch(source):
+            train_step(batch)
+    print(steps)
+    ```
 
     Blocks may overlap; each counts all steps that end while it runs. Steps in worker processes
     aren't counted. torch's profiler shows the same steps as ranges, named ``pinstage.walk`` and so

@@ -86,6 +86,22 @@ def screenshot(tmp_path):
 MEASURE = """
 <body><pre id="found"></pre><script>
 const pages = PAGES, found = [];
+
+function brokenWords(page) {
+  const broken = [], range = page.createRange();
+  for (const cell of page.querySelectorAll(".md-typeset :is(th, td)")) {
+    const texts = page.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    while (texts.nextNode()) {
+      for (const word of texts.currentNode.data.matchAll(/[^\\s/-]+/g)) {
+        range.setStart(texts.currentNode, word.index);
+        range.setEnd(texts.currentNode, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map(box => box.top)).size > 1) broken.push(word[0]);
+      }
+    }
+  }
+  return broken;
+}
+
 (async () => {
   for (const page of pages) {
     const frame = document.createElement("iframe");
@@ -99,9 +115,12 @@ const pages = PAGES, found = [];
       const root = frame.contentDocument.documentElement;
       const tables = [...root.querySelectorAll(".md-typeset__scrollwrap")].filter(t => !t.closest("details"));
       const pictures = [...root.querySelectorAll(".md-typeset img")];
+      const code = [...root.querySelectorAll(".md-typeset pre > code")].filter(c => !c.closest(".language-text"));
+      const scrolls = element => element.scrollWidth > element.clientWidth + 1;
       found.push([page, width, root.scrollWidth, root.querySelectorAll("h1").length,
-        tables.filter(t => t.scrollWidth > t.clientWidth + 1).map(t => t.innerText.slice(0, 60)),
-        pictures.filter(p => p.getBoundingClientRect().right > width).map(p => p.src)]);
+        [...tables, ...code].filter(scrolls).map(t => t.innerText.slice(0, 60)),
+        pictures.filter(p => p.getBoundingClientRect().right > width).map(p => p.src),
+        brokenWords(frame.contentDocument)]);
     }
     frame.remove();
   }
@@ -109,18 +128,22 @@ const pages = PAGES, found = [];
 })();
 </script></body>
 """
-"""Opens each page in a frame as wide as a screen, and lists wider elements, except code blocks and
-folded parts.
+"""Opens each page in a frame as wide as a screen. Lists what is wider, tables and code that scroll,
+except folded parts and printed text, and words of tables that are on two lines.
 """
 
 
-def test_nothing_is_wider_than_the_screen(site, tmp_path):
+@pytest.fixture(scope="module")
+def measured(site, tmp_path_factory):
+    """What `MEASURE` found: page, width, width of the page, headings, scrolling tables and code,
+    pictures, broken words.
+    """
     pages = sorted(page.relative_to(site).as_posix() for page in site.rglob("index.html"))
     (site / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(pages)))
     command = [
         the_browser(), "--headless", "--no-sandbox", "--disable-gpu",
         "--allow-file-access-from-files", "--dump-dom", "--virtual-time-budget=90000",
-        f"--user-data-dir={tmp_path}", (site / "measure.html").as_uri(),
+        f"--user-data-dir={tmp_path_factory.mktemp('profile')}", (site / "measure.html").as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (site / "measure.html").unlink()
@@ -128,11 +151,20 @@ def test_nothing_is_wider_than_the_screen(site, tmp_path):
         unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1])
     )
     assert len(found) == 2 * len(pages)
-    assert [
-        page for page, _, _, headings, _, _ in found if headings != 1
-    ] == []  # all pages were loaded
-    too_wide = [row for row in found if row[2] > row[1] or row[4] or row[5]]
-    assert too_wide == []
+    assert [row for row in found if row[3] != 1] == []  # all pages were loaded
+    return found
+
+
+def test_nothing_is_wider_than_the_screen(measured):
+    assert [row for row in measured if row[2] > row[1] or row[5]] == []
+
+
+def test_tables_and_code_are_seen_whole_on_a_desk_s_screen(measured):
+    assert [(row[0], row[4]) for row in measured if row[1] == 1280 and row[4]] == []
+
+
+def test_words_in_tables_are_not_broken(measured):
+    assert [(row[0], row[1], row[6]) for row in measured if row[6]] == []
 
 
 class Assets(HTMLParser):
@@ -159,6 +191,13 @@ def test_the_site_is_complete_and_loads_nothing_external(site):
             assert not re.match(r"(https?:)?//", asset), (page, asset)
             if not asset.startswith("data:"):
                 assert (page.parent / re.split("[?#]", asset)[0]).is_file(), (page, asset)
+
+
+def test_examples_of_docstrings_are_shown_as_code(site):
+    pages = sorted((site / "reference").rglob("index.html"))
+    assert [page for page in pages if "<p>::</p>" in page.read_text()] == []
+    stager = (site / "reference" / "stager" / "index.html").read_text()
+    assert stager.count('<div class="language-python highlight">') >= 3
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,27 @@ def test_a_page_s_snippets_run_in_order(page, capsys):
             r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
         ):
             assert shown in printed
+
+
+def test_code_has_at_most_80_columns():
+    """Also that of docstrings, which the reference shows, but not what programs print."""
+    paths = [ROOT / "README.md", *DOCS.rglob("*.md"), *(ROOT / "src").rglob("*.py")]
+    block = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+    lines = [
+        (path.relative_to(ROOT), line)
+        for path in paths
+        for kind, code in block.findall(path.read_text())
+        if kind != "text"
+        for line in textwrap.dedent(code).splitlines()
+    ]
+    assert {".md", ".py"} == {path.suffix for path, _ in lines}
+    assert [(path, line) for path, line in lines if len(line) > 80] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_install_line_is_before_the_first_program(page):
+    text = (ROOT / page).read_text()
+    assert 0 < text.find("\npip install .") < text.index("```python")
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

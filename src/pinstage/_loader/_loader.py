@@ -326,10 +326,10 @@ def wrap_loader(
     """Return a loader like the given one, but with batches that arrive on a device, like those of
     `DataLoader`.
 
-    ::
-
-        for batch in ps.wrap_loader(loader, device="cuda:0"):
-            train_step(batch)
+    ```python
+    for batch in ps.wrap_loader(loader, device="cuda:0"):
+        train_step(batch)
+    ```
 
     Use this for a torch `DataLoader` that exists, of torch's class or of any subclass, such as
     torchdata's ``StatefulDataLoader``. Wrap it before its workers start. For everything else that

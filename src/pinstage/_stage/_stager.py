@@ -339,10 +339,10 @@ class Stager:
         """Copy a checkpoint into the parameters and buffers of a module, or into the tensors of a
         dict.
 
-        ::
-
-            with safetensors.safe_open("model.safetensors", framework="pt") as file:
-                stager.load_weights(model, file)
+        ```python
+        with safetensors.safe_open("model.safetensors", framework="pt") as file:
+            stager.load_weights(model, file)
+        ```
 
         The pool bounds the host memory, whatever the size of the checkpoint. Dtypes may differ:
         tensors are cast on the device. Tensors on ``"meta"`` that the checkpoint names are made on
@@ -505,10 +505,10 @@ class Stager:
     ) -> Prefetcher[Any]:
         """Iterate over the batches of a source on the device, staged ahead.
 
-        ::
-
-            for batch in stager.prefetch(source):
-                train_step(batch)
+        ```python
+        for batch in stager.prefetch(source):
+            train_step(batch)
+        ```
 
         When a batch is yielded, the next `depth` batches are packed and being copied, or, with a
         thread, soon will be. The loop waits for the device only if the work of more than three

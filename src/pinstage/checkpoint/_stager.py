@@ -36,12 +36,12 @@ _OWNER = "checkpoint"
 class CheckpointStager(AsyncStager):
     """Stages state dicts for ``torch.distributed.checkpoint.async_save`` in a slab of a pool.
 
-    ::
-
-        stager = CheckpointStager(pool=pool)
-        response = async_save(state_dict, checkpoint_id=path, async_stager=stager)
-        ...  # training goes on; parameters may be changed at once
-        response.upload_completion.result()
+    ```python
+    stager = CheckpointStager(pool=pool)
+    response = async_save(state_dict, checkpoint_id=path, async_stager=stager)
+    ...  # training goes on; parameters may be changed at once
+    response.upload_completion.result()
+    ```
 
     `stage` starts the copies of tensors on a GPU, behind the earlier work of the current stream,
     and returns. Tensors on the CPU are copied before it returns. Later saves of the same state use

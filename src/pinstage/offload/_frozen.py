@@ -470,17 +470,17 @@ def frozen_module(
     """Keep a module that isn't trained on the host, and copy it to the device for the duration of a
     block.
 
-    ::
+    ```python
+    encoder = ps.offload.frozen_module(pipeline.text_encoder, pool)
+    transformer = ps.offload.frozen_module(pipeline.transformer, pool)
 
-        encoder = ps.offload.frozen_module(pipeline.text_encoder, pool)
-        transformer = ps.offload.frozen_module(pipeline.transformer, pool)
-
-        encoder.onload()
-        with encoder:
-            transformer.onload()  # copied while the encoder computes
-            embeddings = pipeline.text_encoder(tokens)
-        with transformer:
-            ...
+    encoder.onload()
+    with encoder:
+        transformer.onload()  # copied while the encoder computes
+        embeddings = pipeline.text_encoder(tokens)
+    with transformer:
+        ...
+    ```
 
     Parameters and buffers are copied to slabs of the pool once. Outside the block they are views of
     the slabs, in the same `Parameter` objects, so ``state_dict()`` works, and in-place changes are

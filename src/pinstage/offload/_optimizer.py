@@ -152,10 +152,10 @@ def optimizer_state(
 ) -> Offloaded:
     """Keep an optimizer's state on the host between its steps, in slabs of a pool.
 
-    ::
-
-        optimizer = torch.optim.AdamW(model.parameters())
-        offloaded = ps.offload.optimizer_state(optimizer, pool)
+    ```python
+    optimizer = torch.optim.AdamW(model.parameters())
+    offloaded = ps.offload.optimizer_state(optimizer, pool)
+    ```
 
     The state is copied to the host after each step, during the next forward, and copied back before
     the next step. In between, its device memory is free for activations. Weights are bit-equal to

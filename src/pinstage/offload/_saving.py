@@ -83,13 +83,13 @@ class save_on_cpu:  # noqa: N801 - torch's name
     """Save activations on the host, in slabs of a pool. Replaces
     ``torch.autograd.graph.save_on_cpu``.
 
-    ::
-
-        offload = ps.offload.save_on_cpu(pool)
-        for batch in loader:
-            with offload:
-                loss = model(batch)
-            loss.backward()
+    ```python
+    offload = ps.offload.save_on_cpu(pool)
+    for batch in loader:
+        with offload:
+            loss = model(batch)
+        loss.backward()
+    ```
 
     Tensors that operations in the block save for backward are copied to the host on a side stream
     during forward, and are copied back ahead of backward. Streams wait for events; the host waits
