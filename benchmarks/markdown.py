@@ -12,6 +12,7 @@ import importlib.util
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -388,8 +389,8 @@ LOOP_WAYS = {
 }
 """What the short table shows, and calls it."""
 LOOP_BATCHES = {
-    "segmentation": "images of 3 x 384 x 384 bytes and their masks of integers, stacked",
-    "lidar": "32 dataclasses of points, boxes and labels, all of different sizes",
+    "segmentation": "stacked images of 3 x 384 x 384 bytes, and integer masks",
+    "lidar": "32 dataclasses of ragged points, boxes and labels",
     "columns": "120 columns of 512 floats, in a dict",
     "tokens": "tensors of 65,536 integers",
 }
@@ -463,25 +464,25 @@ def passes(result: dict[str, Any]) -> str:
 
 
 LOOPS_PICTURE = """\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 700 {height}" width="700" height="{height}" role="img"
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 440 {height}" width="440" height="{height}" role="img"
   aria-labelledby="t d">
   <title id="t">Training loops with torch's DataLoader and with pinstage's</title>
   <desc id="d">{desc}</desc>
   <style>
     text {{ font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1b1f24; }}
     .case {{ font-weight: 700; }} .gain {{ font-size: 19px; font-weight: 700; fill: #1a4fa3; }}
-    .note {{ font-size: 11px; fill: #57606a; }}
+    .note {{ font-size: 12px; fill: #57606a; }}
     .sheet {{ fill: #fff; }} .before {{ fill: #b9c2cd; }} .after {{ fill: #4c8bf5; }}
     @media (prefers-color-scheme: dark) {{
       text {{ fill: #e4e7eb; }} .gain {{ fill: #8ab4ff; }} .note {{ fill: #a8b0bb; }}
       .sheet {{ fill: #1d2027; }} .before {{ fill: #5b6470; }} .after {{ fill: #3f78d8; }}
     }}
   </style>
-  <rect class="sheet" width="700" height="{height}" rx="8"/>
+  <rect class="sheet" width="440" height="{height}" rx="8"/>
 {bars}
-  <text class="note" x="16" y="{foot}">{source}</text>
 </svg>
 """
+"""Narrow, so that it is readable on a telephone."""
 
 
 def loops_picture() -> str:
@@ -489,7 +490,13 @@ def loops_picture() -> str:
     pinning, and with ours.
     """
     result = load("loops")
-    bars, described, y = [], [], 16
+    bars = [
+        '  <rect class="before" x="16" y="16" width="12" height="12" rx="2"/>',
+        '  <text x="34" y="27">torch\'s DataLoader, with pin_memory if faster</text>',
+        '  <rect class="after" x="16" y="36" width="12" height="12" rx="2"/>',
+        '  <text x="34" y="47">ps.DataLoader(..., device="cuda:0")</text>',
+    ]
+    described, y = [], 68
     for case, rows in by_case(result).items():
         if case.endswith("no workers"):
             continue
@@ -498,42 +505,33 @@ def loops_picture() -> str:
         ]
         before, after = min(torchs, key=lambda row: row["median"]), rows["pinstage"]
         gain = before["median"] / after["median"]
-        scale = 520 / max(1 / before["median"], 1 / after["median"])
-        batch = LOOP_BATCHES[case.partition(",")[0]]
-        bars.append(
-            f'  <text x="16" y="{y + 12}"><tspan class="case">{case}</tspan>'
-            f'<tspan class="note" dx="10">{batch}</tspan></text>'
-        )
-        for row, kind, top in ((before, "before", y + 20), (after, "after", y + 44)):
+        scale = 408 / max(1 / before["median"], 1 / after["median"])
+        bars += [
+            f'  <text class="case" x="16" y="{y + 12}">{case}</text>',
+            f'  <text class="gain" x="424" y="{y + 14}" text-anchor="end">{gain:.1f}x</text>',
+            f'  <text class="note" x="16" y="{y + 29}">{LOOP_BATCHES[case.partition(",")[0]]}</text>',
+        ]
+        for row, kind, top in ((before, "before", y + 36), (after, "after", y + 58)):
             width = round(scale / row["median"])
             text = (
                 f"{figure(1e3 / row['median'])} steps/s{_busy(row).replace(', busy', ', GPU busy')}"
             )
-            at = f'x="{8 + width}" text-anchor="end"' if width > 200 else f'x="{24 + width}"'
+            at = f'x="{8 + width}" text-anchor="end"' if width > 220 else f'x="{24 + width}"'
             bars.append(
                 f'  <rect class="{kind}" x="16" y="{top}" width="{width}" height="20" rx="3"/>'
             )
             bars.append(f'  <text {at} y="{top + 15}">{text}</text>')
-        bars.append(
-            f'  <text class="gain" x="684" y="{y + 49}" text-anchor="end">{gain:.1f}x</text>'
-        )
         described.append(
             f"{case}: {figure(1e3 / before['median'])} and {figure(1e3 / after['median'])} steps/s."
         )
-        y += 84
-    bars += [
-        f'  <rect class="before" x="16" y="{y}" width="12" height="12" rx="2"/>',
-        f'  <text x="34" y="{y + 11}">torch\'s DataLoader, with pin_memory or without, the better</text>',
-        f'  <rect class="after" x="440" y="{y}" width="12" height="12" rx="2"/>',
-        f'  <text x="458" y="{y + 11}">ps.DataLoader(..., device="cuda:0")</text>',
-        f'  <text class="note" x="16" y="{y + 35}">{LOOP_CONDITIONS}</text>',
-    ]
+        y += 98
+    for line in [*textwrap.wrap(LOOP_CONDITIONS, 56), *textwrap.wrap(source(result), 56)]:
+        bars.append(f'  <text class="note" x="16" y="{y + 12}">{line}</text>')
+        y += 17
     return LOOPS_PICTURE.format(
-        height=y + 66,
-        foot=y + 53,
+        height=y + 12,
         bars="\n".join(bars),
         desc=" ".join(described),
-        source=source(result),
     )
 
 

@@ -330,6 +330,22 @@ def test_the_picture_of_loops_matches_its_result_file(markdown):
     assert markdown.LOOPS.read_text() == markdown.loops_picture()
 
 
+def test_text_of_pictures_can_be_read_on_a_telephone():
+    """At 366 pixels, it has at least 8; a larger picture is a link to itself."""
+    pages = {page: page.read_text() for page in DOCS.rglob("*.md")}
+    shown = {
+        (page.parent / name).resolve()
+        for page, text in pages.items()
+        for name in re.findall(r"(?<!\[)!\[[^\]]*\]\((\S+\.svg)\)", text)
+    }
+    assert {path.stem for path in shown} >= {"loops", "data_flow"}
+    for path in shown:
+        picture = path.read_text()
+        width = float(re.search(r'viewBox="0 0 (\d+)', picture)[1])
+        smallest = min(map(float, re.findall(r"font(?:-size)?: ([\d.]+)px", picture)))
+        assert smallest * 366 / width >= 8, path
+
+
 def git(*arguments):
     if shutil.which("git") is None:
         return None
