@@ -22,6 +22,7 @@ from demo.batch import RaggedBatch
 from demo.data import Archive
 from demo.train import Outcome
 from demo.ways import HostMemory, Loaded, Staged
+from demo.workers import HOURS, ROUNDS
 
 PLAIN_WIDTH = 80
 """Columns when the output is not a terminal."""
@@ -164,6 +165,14 @@ class Report:
             else "copies: the calls that ask for one"
         )
 
+    def workers(self, milliseconds: dict[str, float]) -> None:
+        """Print the time per batch of three loaders, two of them with workers."""
+        self.line(
+            "passing many small tensors between processes, on this CPU: 2 persistent workers, the "
+            f"weather of {HOURS} hours per batch, medians of {ROUNDS} rounds, in ms per batch:"
+        )
+        self.line("  " + ", ".join(f"{name} {time:.2f}" for name, time in milliseconds.items()))
+
     def verdict(self, outcomes: Sequence[Outcome]) -> None:
         """Print the conclusions, and what to run next; call it after the check."""
         ours = [outcome for outcome in outcomes if isinstance(outcome.way, Staged | Loaded)]
@@ -196,8 +205,8 @@ class Report:
         assert times is not None
         each = zip((".to()", "pin + .to()", "Stager", "DataLoader"), times[1].split(), strict=True)
         self.line(
-            f"no GPU here, so no times. On an {gpu[1]} ({about}), staging alone took, in ms per "
-            "batch:"
+            f"no GPU here, so staging isn't timed. On an {gpu[1]} ({about}), staging alone took, "
+            "in ms per batch:"
         )
         self.line("  " + ", ".join(f"{title} {time}" for title, time in each))
         command = [sys.executable, "-m", "pinstage", "trace", "--example"]

@@ -25,6 +25,7 @@ from demo.train import (
     warm_up,
 )
 from demo.ways import Loaded, PinThenTo, PlainTo, Staged, Way
+from demo.workers import batch_milliseconds
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ def run_demo(settings: Settings, report: Report | None = None) -> list[Outcome]:
         outcomes = [profile_copies(outcome, batches, device) for outcome in outcomes]
     report.table(outcomes)
     check_losses(outcomes)
+    if device.type == "cpu":
+        report.workers(batch_milliseconds(batches))
     report.verdict(outcomes)
     return outcomes
 

@@ -367,6 +367,14 @@ def test_without_a_gpu_it_shows_labelled_figures(shown: list[str]) -> None:
     assert any("One slab would take" in line for line in shown)
 
 
+def test_without_a_gpu_it_times_workers(shown: list[str]) -> None:
+    (label,) = [line for line in shown if line.startswith("passing many small tensors")]
+    assert "on this CPU: 2 persistent workers, " in label
+    assert label.endswith("medians of 5 rounds, in ms per batch:")
+    times = r"  torch's DataLoader [\d.]+, ps\.DataLoader [\d.]+, torch without workers [\d.]+"
+    assert re.fullmatch(times, lines_after(shown, label)[0])
+
+
 def lines_after(lines: list[str], line: str) -> list[str]:
     return lines[lines.index(line) + 1 :]
 
