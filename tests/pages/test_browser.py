@@ -159,7 +159,7 @@ def test_nothing_is_wider_than_the_screen(measured):
     assert [row for row in measured if row[2] > row[1] or row[5]] == []
 
 
-def test_tables_and_code_are_seen_whole_on_a_desk_s_screen(measured):
+def test_a_wide_screen_shows_whole_tables_and_code(measured):
     assert [(row[0], row[4]) for row in measured if row[1] == 1280 and row[4]] == []
 
 

@@ -330,7 +330,7 @@ def test_the_picture_of_loops_matches_its_result_file(markdown):
     assert markdown.LOOPS.read_text() == markdown.loops_picture()
 
 
-def test_text_of_pictures_can_be_read_on_a_telephone():
+def test_pictures_can_be_read_on_a_telephone():
     """At 366 pixels, it has at least 8; a larger picture is a link to itself."""
     pages = {page: page.read_text() for page in DOCS.rglob("*.md")}
     shown = {
