@@ -207,7 +207,7 @@ def loader_slabs(available: bool, is_pinned: bool) -> Check:
     if not available:
         return Check(name, "info", "workers write into shared memory that isn't page-locked")
     found = "workers write into shared memory that can't be page-locked: batches are sent from it"
-    remedy = "expect a third of the speed; the line on page-locking has the reason"
+    remedy = "expect about a quarter of the speed; the line on page-locking has the reason"
     return Check(name, "warning", found, remedy)
 
 
