@@ -36,12 +36,13 @@ def _server() -> int:
         number = listener.fileno()
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         server = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(number)],
-            stdin=subprocess.PIPE,
+            [sys.executable, __file__, "serve", str(number), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
             pass_fds=[number],
             env=environment,
         )
-    atexit.register(server.communicate)  # it ends when its standard input is closed
+    atexit.register(server.wait)  # runs after the next
+    atexit.register(server.kill)
     return os.getpid()
 
 
@@ -60,8 +61,12 @@ def ask(number: int, arguments: list[str]) -> int:
         return int(connection.recv(16))
 
 
-def serve(listener: socket.socket) -> list[str]:
-    """Fork for each request; return in each fork, with the program's arguments."""
+def serve(listener: socket.socket, parent: int) -> list[str]:
+    """Fork for each request; return in each fork, with the program's arguments.
+
+    The process ends when its parent ends, however that happens. The end of a pipe would not tell:
+    a worker of a DataLoader, which is a fork of the parent, holds the pipe open, too.
+    """
     import contextlib
     import gc
     import select
@@ -71,12 +76,13 @@ def serve(listener: socket.socket) -> list[str]:
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parents_end = os.pidfd_open(parent)
     running: dict[int, tuple[int, socket.socket]] = {}
     while True:
         asking = {connection: end for end, (_, connection) in running.items()}
-        ready, _, _ = select.select([0, listener, *running, *asking], [], [])
+        ready, _, _ = select.select([parents_end, listener, *running, *asking], [], [])
         for one in ready:
-            if one == 0:
+            if one == parents_end:
                 os._exit(0)
             if one is listener:
                 connection, _ = listener.accept()
@@ -143,7 +149,7 @@ def run(kind: str, *arguments: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        run(*serve(socket.socket(fileno=int(sys.argv[2]))))
+        run(*serve(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])))
     else:
         status = ask(int(sys.argv[1]), sys.argv[2:])
         if status < 0:
