@@ -14,6 +14,7 @@ from torch.utils.data._utils.worker import _ResumeIteration
 from pinstage._loader._messages import Failed, PackedBatch
 from pinstage._loader._sending import SendingQueue
 from pinstage._stage import Transfer
+from pinstage.errors import PinstageError
 
 
 class Sent(Transfer):
@@ -21,6 +22,10 @@ class Sent(Transfer):
 
     def __init__(self, arrival):
         self.number, arrival.number = arrival.number, None  # the copy has the slab
+
+
+class ThreadError(Exception):
+    """An exception with weak references."""
 
 
 class Broker:
@@ -190,9 +195,22 @@ def test_a_failed_thread_fails_every_further_batch():
     loop.arrive(loop.batch(0))
     loop.queue.fail(OSError("out of order"))
     assert loop.queue.get(timeout=0)[0] == 0
-    for _ in range(2):
-        with pytest.raises(OSError, match="out of order"):
+    for error in (OSError, PinstageError, PinstageError):
+        with pytest.raises(error, match="out of order"):
             loop.queue.get(timeout=0)
+
+
+def test_a_raised_error_of_the_thread_is_not_kept():
+    """Its traceback has the frames of the loop, so that a queue that kept it would keep all that
+    the loop holds.
+    """
+    loop = Loop(1)
+    loop.queue.fail(ThreadError())
+    try:
+        loop.queue.get(timeout=0)
+    except ThreadError as error:
+        kept = weakref.ref(error)
+    assert kept() is None
 
 
 def test_batches_of_an_abandoned_pass_are_dropped():
