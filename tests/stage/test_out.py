@@ -397,6 +397,15 @@ REFUSED = {
 }
 
 
+def test_versions_count_up_beside_inference_tensors(stager):
+    with torch.inference_mode():
+        places = [torch.zeros(20)]
+    places.append(torch.zeros(20))
+    stager.to_device([torch.ones(20), torch.full((20,), 2.0)], out=places)
+    assert [place.sum().item() for place in places] == [20, 40]
+    assert places[1]._version == 1
+
+
 @pytest.mark.parametrize(("out", "says"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("method", ["to_device", "stage", "fetch", "to_host"])
 def test_an_unwritable_destination_is_refused_by_path(stager, method, out, says):

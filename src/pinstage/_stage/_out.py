@@ -521,8 +521,6 @@ def _write(
             raise
         with torch.inference_mode():
             copy(destinations, sources)
-        # Inference mode counts no changes of other tensors.
-        torch.autograd.graph.increment_version(destinations)
 
 
 def note_written(error: BaseException, paths: Iterable[str]) -> None:
