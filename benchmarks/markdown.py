@@ -389,14 +389,15 @@ LOOP_WAYS = {
 }
 """What the short table shows, and calls it."""
 LOOP_BATCHES = {
-    "segmentation": "stacked images of 3 x 384 x 384 bytes, and integer masks",
+    "segmentation": "32 images of 3 x 384 x 384 bytes, and integer masks",
     "lidar": "32 dataclasses of ragged points, boxes and labels",
     "columns": "120 columns of 512 floats, in a dict",
     "tokens": "tensors of 65,536 integers",
 }
 """The batches of each loop."""
 LOOP_CONDITIONS = (
-    "Samples are in memory, and the model is a chain of matrix products that takes a fixed time."
+    "Samples are in memory, where torch's loader can be faster without workers. The model is a "
+    "chain of matrix products that takes a fixed time."
 )
 
 
@@ -427,7 +428,7 @@ def loops_short() -> str:
     README.
     """
     result = load("loops")
-    said = f"{passes(result)} {source(result)}".strip()
+    said = f"{LOOP_CONDITIONS} {passes(result)} {source(result)}".strip()
     return "\n".join([*short_loops(result), "", said])
 
 
@@ -458,8 +459,8 @@ def passes(result: dict[str, Any]) -> str:
         max(row["maximum"] / row["median"] - 1, 1 - row["minimum"] / row["median"]) for row in rows
     )
     return (
-        f"Figures are medians of {rows[0]['repeats']} passes in turn, which differ from them by at "
-        f"most {most:.0%}."
+        f"Medians of {rows[0]['repeats']} alternating passes; single passes differ by at most "
+        f"{most:.0%}."
     )
 
 
@@ -582,6 +583,7 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
 CHECKPOINTS = {
     "none": "no save",
     "blocking": "torch, blocking",
+    "blocking_cached": "the same, cached",
     "default_pinned_shared_thread": "torch, pinned, shared, in a thread",
     "pinstage": "`CheckpointStager()`",
     "pinstage_step": 'the same, `hold="step"`',
@@ -663,7 +665,9 @@ def offload(result: dict[str, Any] | None = None) -> str:
     said = (
         f"An optimizer's state of {out['state_bus']['nbytes'] / 1e9:.1f} GB leaves in "
         f"{shown(out['state_pinstage'])} ms and returns in {shown(back['state_pinstage'])}; the "
-        f"bus alone takes {shown(out['state_bus'])} and {shown(back['state_bus'])}."
+        f"bus alone takes {shown(out['state_bus'])} and {shown(back['state_bus'])}. Of "
+        "activations, the bus alone moves all, out and then back; `save_on_cpu(pool)` keeps the "
+        "last ones on the device."
     )
     return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
 
@@ -677,7 +681,7 @@ def refusals(result: dict[str, Any] | None = None) -> str:
         return ""
     cases = by_case(result)
     lines = head(
-        ["ms per batch", *(heading for case in cases for heading in (case, "of the speed"))]
+        ["ms per batch", *(heading for case in cases for heading in (case, "of full speed"))]
     )
     for variant, about in result["settings"]["variants"].items():
         cells = []
@@ -771,7 +775,8 @@ weights = partial(
     name="weights",
     rates=["cold", "warm"],
     said="8 GB in 300 tensors, until all are on the device. `cold`: the file was dropped from the page cache, and "
-    "everything is used for the first time. `warm`: the file is in the page cache.",
+    "everything is used for the first time. `warm`: the file is in the page cache. `load_weights` checks all names and "
+    "shapes before it writes, and takes longer for a file than copies one by one; pairs of a mapped file take least.",
 )
 
 

@@ -234,7 +234,7 @@ def test_the_table_of_loops_has_spread_and_utilisation(scripts):
     assert "| way thread | 12 (9 to 13.5), busy 40% |" in table
     assert "| way pinstage | **8** (6 to 9), busy 40% |" in table
     assert any(
-        "Figures are medians of 3 passes in turn, which differ from them by at most 25%." in line
+        "Medians of 3 alternating passes; single passes differ by at most 25%." in line
         for line in table
     )
     assert "- `tokens`: tensors of 65,536 integers." in table
