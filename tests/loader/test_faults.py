@@ -394,7 +394,7 @@ def test_an_error_of_the_sending_thread_is_raised(monkeypatch):
     monkeypatch.setattr("pinstage._loader._broker.SlabBroker._sweep", no_answer)
     with pytest.raises(OSError, match="the device is gone"):
         list(iterator)
-    with pytest.raises(OSError, match="the device is gone"):
+    with pytest.raises(PinstageError, match="the device is gone"):
         next(iterator)
     monkeypatch.undo()
     assert loader.stats().pool.leased_slabs  # workers may still write

@@ -200,7 +200,7 @@ def test_a_failed_thread_fails_every_further_batch():
             loop.queue.get(timeout=0)
 
 
-def test_a_raised_error_of_the_thread_is_not_kept():
+def test_a_thread_s_error_is_not_kept():
     """Its traceback has the frames of the loop, so that a queue that kept it would keep all that
     the loop holds.
     """
