@@ -1,4 +1,5 @@
-"""Frozen modules: how long each way takes to move three modules of 2 GB to the device and back.
+"""Frozen modules: how long each way takes to move three modules of 2 GB to the device and back, and
+to run a stack of blocks that is on the host.
 
     python benchmarks/frozen.py --out benchmarks/results/frozen.json
 
@@ -9,16 +10,22 @@
 | `offload` | one module, until its device memory is free |
 | `in turn` | all three, each used once, with the device memory of two |
 | `in turn, buffers` | the same, for modules that count their uses in a buffer |
+| `stack` | one pass through 24 equal transformer blocks, 3.6 GB in all |
 
-With a buffer, the end of a block waits for the block's work: the last two columns differ by the
+With a buffer, the end of a block waits for the block's work: the columns `in turn` differ by the
 cost of that.
 
-`bus` copies as many bytes from memory that is already page-locked. Outputs are compared outside the
-timer, bit for bit, with outputs of the same weights copied one by one.
+`bus` and `stack_bus` copy as many bytes from memory that is already page-locked. Outputs are
+compared outside the timer, bit for bit: of modules with outputs of the same weights copied one by
+one, of the stack with those of the plain stack on the device, after every pass. The detail of a row
+has the peak of device memory: what torch reserved, for the stack what it allocated.
+
+The rivals with a stack need diffusers and accelerate. On the CPU they run without streams.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,6 +43,10 @@ from comparison.harness import Outcome, Variant
 
 MIB = 1 << 20
 MODULES = 3
+HEAD = 64
+"""Width of an attention head."""
+POOL = "12GiB"
+"""Cap of our pool, which is above what either case needs."""
 SECONDS = 3.0
 
 
@@ -71,6 +82,32 @@ CASES = cases_of(4096, 60, 8192)
 SMOKE_CASES = cases_of(64, 3, 4)
 
 
+@dataclass(frozen=True)
+class StackCase:
+    """The sizes of a stack of transformer blocks."""
+
+    id: str
+    width: int
+    blocks: int
+    tokens: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the weights of a block: of four matrices for the attention, of eight after it,
+        and of two norms.
+        """
+        return (12 * self.width**2 + 4 * self.width) * 2
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied to the device for a pass."""
+        return self.blocks * self.block_bytes
+
+
+STACK = StackCase("stack", 2496, 24, 4096)
+SMOKE_STACK = StackCase("stack", HEAD, 4, 8)
+
+
 class Way(NamedTuple):
     """One way, set up for existing modules."""
 
@@ -103,6 +140,56 @@ def make(case: Case) -> list[torch.nn.Sequential]:
     return modules
 
 
+class Block(torch.nn.Module):
+    """A transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        linear = partial(torch.nn.Linear, bias=False)
+        self.first_norm, self.second_norm = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.projections, self.attended = linear(width, 3 * width), linear(width, width)
+        self.wide, self.back = linear(width, 4 * width), linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projected = self.projections(self.first_norm(x)).unflatten(-1, (3, -1, HEAD))
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        found = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.attended(found.transpose(1, 2).flatten(2))
+        y: torch.Tensor = x + self.back(torch.nn.functional.gelu(self.wide(self.second_norm(x))))
+        return y
+
+
+class Stack(torch.nn.Module):
+    """Blocks, and a norm after the last one.
+
+    The norm makes the comparison fair: diffusers 0.42 starts its prefetching only in a model with
+    a part outside the blocks. Without one, its block level with streams can compute before weights
+    have arrived.
+    """
+
+    def __init__(self, blocks: Sequence[Block], width: int) -> None:
+        super().__init__()
+        self.blocks, self.norm = torch.nn.ModuleList(blocks), torch.nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: torch.Tensor = self.norm(x)
+        return y
+
+
+def make_stack(case: StackCase) -> Stack:
+    """Return the stack, on the host, in pageable memory."""
+    torch.manual_seed(0)
+    weights = Block(case.width).to(torch.bfloat16).state_dict()
+    with torch.device("meta"):
+        blocks = [Block(case.width) for _ in range(case.blocks)]
+    for number, block in enumerate(blocks):  # the weights of another block give other outputs
+        rolled = {name: weight.roll(number, 0) for name, weight in weights.items()}
+        block.load_state_dict(rolled, assign=True)
+    return Stack(blocks, case.width).to(torch.bfloat16).requires_grad_(False)
+
+
 def count_uses(module: torch.nn.Module) -> None:
     """Give a module a buffer, which each use changes."""
 
@@ -119,7 +206,17 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# -- the ways --------------------------------------------------------------------------------------
+def turns(repeats: int) -> Iterator[int]:
+    """Yield once for the allocations and kernels, then for each sample: at least one, until the
+    time is up.
+    """
+    began = time.perf_counter()
+    for turn in range(1 + repeats):
+        if turn < 2 or time.perf_counter() - began < SECONDS:
+            yield turn
+
+
+# -- the ways of modules ----------------------------------------------------------------------------
 
 Modules = list[torch.nn.Sequential]
 
@@ -185,7 +282,7 @@ def _bus(modules: Modules, device: torch.device) -> Iterator[Way]:
 def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
     import pinstage as ps
 
-    with ps.SlabPool("12GiB", memory=ps.memory.default_memory(device)) as pool:
+    with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
         handles = [ps.offload.frozen_module(module, pool, device=device) for module in modules]
 
         def use(number: int, x: torch.Tensor) -> torch.Tensor:
@@ -204,16 +301,26 @@ def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
             handle.close()
 
 
+class ModulesVariant(Variant):
+    """A way of three modules."""
+
+    def suits(self, case: harness.Case) -> bool:
+        """Return whether the case has three modules."""
+        return isinstance(case, Case)
+
+
 WAYS = (
-    Variant("to", partial(_to, pinned=False), '`module.to("cuda")`, `.to("cpu")`'),
-    Variant(
+    ModulesVariant("to", partial(_to, pinned=False), '`module.to("cuda")`, `.to("cpu")`'),
+    ModulesVariant(
         "to_pinned",
         partial(_to, pinned=True),
         "the same from page-locked memory, made outside the timer",
     ),
-    Variant("by_hand", _by_hand, "page-locked copies, and `parameter.data =` tensor by tensor"),
-    Variant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
-    Variant(
+    ModulesVariant(
+        "by_hand", _by_hand, "page-locked copies, and `parameter.data =` tensor by tensor"
+    ),
+    ModulesVariant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
+    ModulesVariant(
         "pinstage",
         _pinstage,
         "`ps.offload.frozen_module(module, pool)`",
@@ -260,7 +367,7 @@ class Measure:
         began = time.perf_counter()
         with torch.inference_mode(), self._variant.setup(modules, device) as way:
             self._add("first", began)
-            for _ in self._turns():
+            for _ in turns(self._repeats):
                 way.before(0)
                 began = self._begin()
                 way.onload(0)
@@ -286,7 +393,7 @@ class Measure:
         self, name: str, way: Way, modules: Modules, x: torch.Tensor
     ) -> list[torch.Tensor]:
         """Take the samples of all modules in turn; return the last output."""
-        for _ in self._turns():
+        for _ in turns(self._repeats):
             for number in range(MODULES):
                 way.before(number)
             began = self._begin()
@@ -301,15 +408,6 @@ class Measure:
         uses = len(self._samples["in turn, buffers"])
         has_counted = all(int(module.uses) == uses for module in modules)
         return has_counted and all(torch.equal(y, expected) for y in results)
-
-    def _turns(self) -> Iterator[int]:
-        """Yield once for the allocations and kernels, then for each sample: at least one, until the
-        time is up.
-        """
-        began = time.perf_counter()
-        for turn in range(1 + self._repeats):
-            if turn < 2 or time.perf_counter() - began < SECONDS:
-                yield turn
 
     def _in_turn(self, way: Way, modules: Modules, x: torch.Tensor) -> torch.Tensor:
         for number in range(MODULES):
@@ -330,23 +428,209 @@ class Measure:
         self._samples.setdefault(name, []).append(time.perf_counter() - began)
 
 
+# -- the ways of a stack: each yields a call that runs it on an input on the device ----------------
+
+Run = Callable[[torch.Tensor], torch.Tensor | None]
+"""Returns the output, or None if nothing is computed."""
+
+
+@contextmanager
+def _stack_bus(stack: Stack, device: torch.device) -> Iterator[Run]:
+    size = sum(parameter.nbytes for parameter in stack.blocks[0].parameters())
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def run(_: torch.Tensor) -> None:
+        for _block in stack.blocks:
+            there.copy_(host, non_blocking=True)
+
+    yield run
+
+
+@contextmanager
+def _stack_blocks(stack: Stack, device: torch.device) -> Iterator[Run]:
+    import pinstage as ps
+
+    stack.norm.to(device)
+    with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
+        handles = [ps.offload.frozen_module(block, pool, device=device) for block in stack.blocks]
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            for number, block in enumerate(stack.blocks):
+                with handles[number]:
+                    if number + 1 < len(handles):
+                        handles[number + 1].onload()
+                    x = block(x)
+            y: torch.Tensor = stack.norm(x)
+            return y
+
+        yield run
+        for handle in handles:
+            handle.close()
+
+
+@contextmanager
+def _stack_whole(stack: Stack, device: torch.device) -> Iterator[Run]:
+    import pinstage as ps
+
+    with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
+        handle = ps.offload.frozen_module(stack, pool, device=device)
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            with handle:
+                y: torch.Tensor = stack(x)
+                return y
+
+        yield run
+        handle.close()
+
+
+@contextmanager
+def _diffusers(
+    stack: Stack, device: torch.device, *, level: str, record: bool = False
+) -> Iterator[Run]:
+    from diffusers.hooks import apply_group_offloading
+
+    has_streams = device.type == "cuda"
+    apply_group_offloading(
+        stack,
+        onload_device=device,
+        offload_type=level,
+        num_blocks_per_group=1 if level == "block_level" else None,
+        use_stream=has_streams,
+        record_stream=record and has_streams,
+    )
+    yield stack
+
+
+@contextmanager
+def _accelerate(stack: Stack, device: torch.device) -> Iterator[Run]:
+    from accelerate import cpu_offload
+
+    cpu_offload(stack, execution_device=device)
+    yield stack
+
+
+class StackVariant(Variant):
+    """A way of a stack."""
+
+    def suits(self, case: harness.Case) -> bool:
+        """Return whether the case is a stack."""
+        return isinstance(case, StackCase)
+
+
+DIFFUSERS = "diffusers accelerate"
+"""diffusers' hooks import accelerate, and fail without it."""
+STACK_WAYS = (
+    StackVariant("stack_bus", _stack_bus, "one page-locked buffer of a block's size, copies only"),
+    StackVariant(
+        "stack_blocks",
+        _stack_blocks,
+        "`frozen_module` with a handle for each block, the next one's `onload()` ahead",
+        package="pinstage",
+        ours=True,
+    ),
+    StackVariant(
+        "stack_whole",
+        _stack_whole,
+        "`frozen_module` with one handle for the stack",
+        package="pinstage",
+        ours=True,
+    ),
+    StackVariant(
+        "diffusers_block",
+        partial(_diffusers, level="block_level"),
+        "diffusers' group offloading of each block, `use_stream=True`",
+        package=DIFFUSERS,
+    ),
+    StackVariant(
+        "diffusers_block_recorded",
+        partial(_diffusers, level="block_level", record=True),
+        "the same, `record_stream=True`",
+        package=DIFFUSERS,
+    ),
+    StackVariant(
+        "diffusers_leaf",
+        partial(_diffusers, level="leaf_level"),
+        "diffusers' group offloading of each leaf module, `use_stream=True`",
+        package=DIFFUSERS,
+    ),
+    StackVariant(
+        "diffusers_leaf_recorded",
+        partial(_diffusers, level="leaf_level", record=True),
+        "the same, `record_stream=True`",
+        package=DIFFUSERS,
+    ),
+    StackVariant("accelerate", _accelerate, "accelerate's `cpu_offload`", package="accelerate"),
+)
+
+
+class StackMeasure:
+    """One variant's passes through the stack."""
+
+    def __init__(self, variant: Variant, args: Any) -> None:
+        self._variant, self._repeats = variant, args.repeats
+        self._device = torch.device(args.device)
+
+    def measure(self, case: StackCase) -> Outcome:
+        """Return the samples, and whether every pass gave the plain stack's output."""
+        device, stack = self._device, make_stack(case)
+        x = torch.randn(1, case.tokens, case.width).to(device, torch.bfloat16)
+        with torch.inference_mode():
+            expected = copy.deepcopy(stack).to(device)(x)
+        synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(device)
+        seconds, differing = [], 0
+        with torch.inference_mode(), self._variant.setup(stack, device) as run:
+            for _ in turns(self._repeats):
+                synchronize(device)
+                began = time.perf_counter()
+                y = run(x)
+                synchronize(device)
+                seconds.append(time.perf_counter() - began)
+                differing += y is not None and not torch.equal(y, expected)
+        peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+        detail = f"device peak {peak:.2f} GB"
+        if differing:
+            detail += f"; {differing} of {len(seconds)} outputs differ from the plain stack's"
+        # The first pass made allocations, loaded kernels, and traced the order of modules.
+        return {
+            "status": "incorrect" if differing else "ok",
+            "detail": detail,
+            "total": seconds[1:],
+        }
+
+
+# -- the comparison --------------------------------------------------------------------------------
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; return 1 if a variant failed or gave other outputs."""
     parser = script.parser(__doc__, repeats=5, repeats_help="samples for each variant and case")
     args = parser.parse_args(argv)
     script.settle_device(args)
-    cases = SMOKE_CASES if args.smoke else CASES
+    cases, stack = (SMOKE_CASES, SMOKE_STACK) if args.smoke else (CASES, STACK)
+    known = (*WAYS, *STACK_WAYS)
     if args.child:
-        (variant,) = script.chosen(args.child, WAYS)
+        (variant,) = script.chosen(args.child, known)
         harness.start_device(torch.device(args.device))
-        harness.work(cases, Measure(variant, args).measure, lambda: None)  # type: ignore[arg-type]
+        kind, own = (Measure, cases) if variant in WAYS else (StackMeasure, [stack])
+        harness.work(own, kind(variant, args).measure, lambda: None)  # type: ignore[arg-type]
         return 0
-    variants = script.chosen(args.only, WAYS)
-    judge = script.compare_on_a_gpu(args, "bus")
+    variants = script.chosen(args.only, known)
+    judge = script.compare_on_a_gpu(args, "bus", "stack_bus")
     further = ["--smoke"] if args.smoke else []
-    rows = script.collect("frozen", __file__, variants, cases, args, further, judge=judge)
-    table.grid("median ms", rows, "median")
-    table.grid("GB/s", rows, "gb_per_s")
+    rows = script.collect("frozen", __file__, variants, [*cases, stack], args, further, judge=judge)
+    for ways in (WAYS, STACK_WAYS):
+        shown = [row for row in rows if row.variant in {variant.id for variant in ways}]
+        if shown:
+            table.grid("median ms", shown, "median")
+            table.grid("GB/s", shown, "gb_per_s")
+    for row in rows:
+        if row.detail and row.case == stack.id:
+            table.say(f"{row.variant}: {row.detail}")
     return script.finish("frozen", rows, variants, args)
 
 

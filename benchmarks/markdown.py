@@ -724,22 +724,47 @@ def ways_by_cases(
 
 
 def frozen(result: dict[str, Any] | None = None) -> str:
-    """Return the ways to keep modules on the host, with their heading; nothing until they were
-    measured.
+    """Return the ways to keep modules, and a stack of blocks, on the host, with their heading;
+    nothing until they were measured.
     """
     result = result or measured("frozen")
+    if result is None:
+        return ""
+    cases = by_case(result)
+    stack = cases.pop("stack", {})
     said = (
         "Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one "
         "module, until it is on the device, or its device memory is free. `in turn`: all three, "
         "each used once, with the device memory of two. "
     )
-    if result is not None and "in turn, buffers" in by_case(result):
+    if "in turn, buffers" in cases:
         said += (
             "`in turn, buffers`: the same with a buffer in each, so that the host waits at the "
             "end of each use. "
         )
     said += "The bus alone copies as many bytes and computes nothing."
-    return ways_by_cases(result, name="frozen", rates=["onload"], said=said)
+    about = result["settings"]["variants"]
+    if stack:
+        said = "\n".join([said, "", *_frozen_stack(stack, about)])
+    settings = {"variants": {name: text for name, text in about.items() if name not in stack}}
+    rows = [row for row in result["rows"] if row["case"] in cases]
+    modules = result | {"settings": settings, "rows": rows}
+    return ways_by_cases(modules, name="frozen", rates=["onload"], said=said)
+
+
+def _frozen_stack(stack: dict[str, dict[str, Any]], about: dict[str, str]) -> list[str]:
+    """Return the lines about a model that doesn't fit the device."""
+    lines = head(["one stack", "ms per pass", "GB/s", "over the bus alone", "peak on the device"])
+    for name, row in stack.items():
+        cells = [shown(row), shown(row, "gb_per_s"), times(row, stack["stack_bus"])]
+        peak = _said(r"peak ([\d.]+ GB)", row["detail"])
+        lines.append(f"| {about[name]} | {' | '.join([*cells, peak])} |")
+    said = (
+        "24 equal transformer blocks of 3.6 GB in all, and a norm; a pass has 4,096 tokens. "
+        "Outputs are compared with those of the plain stack, bit for bit: `incorrect` ways gave "
+        "other ones. The peak is of the memory that torch allocated, input and output included."
+    )
+    return [*lines, "", said]
 
 
 def out(result: dict[str, Any] | None = None) -> str:

@@ -172,7 +172,7 @@ to_host() { benchmark to_host 180; }
 out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
-frozen() { benchmark frozen 180; }
+frozen() { benchmark frozen 540; } # the rows of its rivals need diffusers and accelerate
 weights() { benchmark weights 180; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }

@@ -70,7 +70,7 @@ class Variant:
     setup: Callable[..., Any]
     about: str
     package: str | None = None
-    """The module to import; None if torch is enough."""
+    """The module to import, or several with spaces between them; None if torch is enough."""
     needs_cuda: bool = False
     ours: bool = False
     prepare: Callable[[Any], Any] | None = None
@@ -89,7 +89,7 @@ class Variant:
 
     def obstacle(self, device: torch.device) -> str | None:
         """Return why this variant cannot run here, as the status of its rows, or None."""
-        if self.package and not importable(self.package):
+        if self.package and not all(map(importable, self.package.split())):
             return "not installed"
         if self.needs_cuda and device.type != "cuda":
             return "needs CUDA"

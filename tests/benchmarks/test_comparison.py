@@ -98,6 +98,15 @@ def test_a_missing_rival_is_a_row_saying_so(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == ["not installed: ghost", "needs CUDA: pin_to"]
 
 
+def test_a_rival_may_need_several_packages():
+    present, absent = (
+        Variant("way", rivals._to, "a rival", package=package)
+        for package in ("json torch.nn", "json no_such_package")
+    )
+    assert present.obstacle(CPU) is None
+    assert absent.obstacle(CPU) == "not installed"
+
+
 def test_the_c_rival_is_waited_for(tmp_path, monkeypatch):
     package = tmp_path / "accvlab" / "multi_tensor_copier"
     package.mkdir(parents=True)

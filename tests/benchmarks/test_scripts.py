@@ -2,9 +2,12 @@
 comparison's schema.
 """
 
+import itertools
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +16,7 @@ import torch
 from result_files import check_schema
 
 import pinstage as ps
+from comparison.harness import Variant, importable
 from pinstage._memory import _cuda
 from pinstage.errors import StagingWarning
 
@@ -59,6 +63,22 @@ def has_every_loop(result):
     for (way, _), row in rows.items():
         assert row["status"] == ("needs CUDA" if way == "torch_pin" else "ok")
         assert (row["detail"].startswith("GPU idle ")) is (row["status"] == "ok")
+
+
+def has_every_way_of_a_stack(result):
+    accelerate = "ok" if importable("accelerate") else "not installed"
+    diffusers = accelerate if importable("diffusers") else "not installed"
+    statuses = {row["variant"]: row["status"] for row in result["rows"] if row["case"] == "stack"}
+    assert statuses == {
+        "stack_bus": "ok",
+        "stack_blocks": "ok",
+        "stack_whole": "ok",
+        "diffusers_block": diffusers,
+        "diffusers_block_recorded": diffusers,
+        "diffusers_leaf": diffusers,
+        "diffusers_leaf_recorded": diffusers,
+        "accelerate": accelerate,
+    }
 
 
 def becomes_its_table(result, name, page, expected, folder, monkeypatch):
@@ -118,8 +138,82 @@ def test_a_result_file_becomes_its_page_s_table(
     assert "ok" in {row["status"] for row in result["rows"]}
     if name == "loops":
         has_every_loop(result)
+    if name == "frozen":
+        has_every_way_of_a_stack(result)
     if page is not None:
         becomes_its_table(result, name, page, expected, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def measured_stack(scripts):
+    """Return a function that measures a way of running a small stack on the CPU."""
+    import frozen
+
+    def measured(run):
+        variant = Variant("way", lambda stack, _: nullcontext(partial(run, stack)), "a way")
+        args = SimpleNamespace(repeats=3, device="cpu")
+        return frozen.StackMeasure(variant, args).measure(frozen.SMOKE_STACK)
+
+    return measured
+
+
+def test_a_stack_s_plain_output_is_right(measured_stack):
+    outcome = measured_stack(lambda stack, x: stack(x))
+    assert (outcome["status"], outcome["detail"]) == ("ok", "device peak 0.00 GB")
+    assert len(outcome["total"]) == 3
+
+
+def test_one_differing_output_makes_a_stack_incorrect(measured_stack):
+    passes = itertools.count()
+    outcome = measured_stack(lambda stack, x: stack(x) + (next(passes) == 1))
+    assert outcome["status"] == "incorrect"
+    assert outcome["detail"].endswith("; 1 of 4 outputs differ from the plain stack's")
+
+
+def test_each_block_s_weights_count(measured_stack):
+    def shuffled(stack, x):
+        for block in [stack.blocks[0], *stack.blocks[2:], stack.blocks[1]]:
+            x = block(x)
+        return stack.norm(x)
+
+    assert measured_stack(shuffled)["status"] == "incorrect"
+
+
+def test_a_stack_has_the_bytes_of_its_case(scripts):
+    import frozen
+
+    stack = frozen.make_stack(frozen.SMOKE_STACK)
+    nbytes = sum(parameter.nbytes for parameter in stack.blocks.parameters())
+    assert nbytes == frozen.SMOKE_STACK.nbytes
+    assert frozen.STACK.nbytes == pytest.approx(3.6e9, rel=0.01)
+
+
+def test_the_table_of_frozen_modules_has_the_stack(scripts):
+    import markdown
+
+    result = json.loads((BENCHMARKS / "results" / "frozen.json").read_text())
+    result["rows"] = [row for row in result["rows"] if row["case"] != "stack"]
+    before = markdown.frozen(result)
+    assert "one stack" not in before
+    ways = {
+        "stack_bus": ("ok", 64.0, "device peak 0.21 GB"),
+        "stack_blocks": ("ok", 80.0, "device peak 0.52 GB"),
+        "diffusers_block": ("incorrect", None, "device peak 0.53 GB; 6 of 6 outputs differ"),
+        "accelerate": ("not installed", None, "accelerate"),
+    }
+    for name, (status, median, detail) in ways.items():
+        row = {"case": "stack", "variant": name, "status": status, "detail": detail}
+        row |= {"ours": name == "stack_blocks", "median": median, "gb_per_s": None}
+        result["rows"].append(row)
+        result["settings"]["variants"][name] = f"way {name}"
+    lines = markdown.frozen(result).splitlines()
+    assert [line for line in before.splitlines() if line not in lines] == []
+    assert [line for line in lines if line.startswith("| way ")] == [
+        "| way stack_bus | 64 | - | 1.00 | 0.21 GB |",
+        "| way stack_blocks | **80** | - | 1.25 | 0.52 GB |",
+        "| way diffusers_block | incorrect | incorrect | - | 0.53 GB |",
+        "| way accelerate | not installed | not installed | - | - |",
+    ]
 
 
 def test_the_loader_benchmark_has_all_rows(tmp_path):
