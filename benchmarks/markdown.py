@@ -795,14 +795,25 @@ def out(result: dict[str, Any] | None = None) -> str:
     return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
 
 
-weights = partial(
-    ways_by_cases,
-    name="weights",
-    rates=["cold", "warm"],
-    said="8 GB in 300 tensors, until all are on the device. `cold`: the file was dropped from the page cache, and "
-    "everything is used for the first time. `warm`: the file is in the page cache. `load_weights` checks all names and "
-    "shapes before it writes, and takes longer for a file than copies one by one; pairs of a mapped file take least.",
-)
+def weights(result: dict[str, Any] | None = None) -> str:
+    """Return the ways to load weights from a file, with their heading; nothing until they were
+    measured.
+    """
+    result = result or measured("weights")
+    said = (
+        "8 GB in 300 tensors, until all are on the device. `cold`: the file was dropped from the "
+        "page cache, and everything is used for the first time. `warm`: the file is in the page "
+        "cache. `load_weights` checks all names and shapes before it writes, and takes longer for "
+        "a file than copies one by one"
+    )
+    if result is not None and "fastsafetensors" in by_case(result)["warm"]:
+        said += (
+            ". `fastsafe_open` and `SafetensorsStreamer` read with O_DIRECT unless told otherwise: "
+            "from the disk, also when the file is in the page cache."
+        )
+    else:
+        said += "; pairs of a mapped file take least."
+    return ways_by_cases(result, name="weights", rates=["cold", "warm"], said=said)
 
 
 loader_refused = partial(

@@ -173,7 +173,7 @@ out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 240; }
 frozen() { benchmark frozen 540; } # the rows of its rivals need diffusers and accelerate
-weights() { benchmark weights 180; } # all rows need safetensors
+weights() { benchmark weights 480; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 # shellcheck disable=SC2086

@@ -81,6 +81,20 @@ def has_every_way_of_a_stack(result):
     }
 
 
+def has_rows_of_readers(result):
+    packages = {
+        "fastsafetensors": "fastsafetensors",
+        "streamer": "runai_model_streamer",
+        "pinstage_streamer": "runai_model_streamer",
+    }
+    for way, package in packages.items():
+        expected = ("ok", "") if importable(package) else ("not installed", package)
+        for variant in (way, f"{way}_buffered"):
+            rows = [row for row in result["rows"] if row["variant"] == variant]
+            assert [row["case"] for row in rows] == ["cold", "warm"]
+            assert {(row["status"], row["detail"]) for row in rows} == {expected}
+
+
 def becomes_its_table(result, name, page, expected, folder, monkeypatch):
     import markdown
 
@@ -136,10 +150,13 @@ def test_a_result_file_becomes_its_page_s_table(
 
     check_schema(result)
     assert "ok" in {row["status"] for row in result["rows"]}
-    if name == "loops":
-        has_every_loop(result)
-    if name == "frozen":
-        has_every_way_of_a_stack(result)
+    has_rows = {
+        "loops": has_every_loop,
+        "frozen": has_every_way_of_a_stack,
+        "weights": has_rows_of_readers,
+    }
+    if name in has_rows:
+        has_rows[name](result)
     if page is not None:
         becomes_its_table(result, name, page, expected, tmp_path, monkeypatch)
 
@@ -386,6 +403,30 @@ def test_a_mistyped_variant_is_named_without_a_traceback():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("no such variant: pol; known: ")
+
+
+def test_rivals_change_tables_once_they_are_measured(scripts):
+    import markdown
+
+    def without(name, rival):
+        result = markdown.load(name)
+        result["rows"] = [row for row in result["rows"] if row["variant"] != rival]
+        result["settings"]["variants"].pop(rival, None)
+        return result
+
+    def having(result, rival, like):
+        newer = json.loads(json.dumps(result))
+        newer["rows"] += [
+            row | {"variant": rival} for row in result["rows"] if row["variant"] == like
+        ]
+        newer["settings"]["variants"][rival] = "a way"
+        return newer
+
+    older = without("weights", "fastsafetensors")
+    assert "O_DIRECT" not in markdown.weights(older)
+    newer = markdown.weights(having(older, "fastsafetensors", "load_file"))
+    assert "read with O_DIRECT unless told otherwise" in newer
+    assert "take least" not in newer
 
 
 def test_the_staging_table_accepts_files_without_newer_rivals(scripts):
