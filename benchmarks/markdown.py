@@ -629,6 +629,7 @@ OFFLOADS = {
     "kept": "all stays on the device",
     "recomputed": "torch's checkpointing",
     "save_on_cpu_pinned": "torch's `save_on_cpu`, pinned",
+    "torchtune": "torchtune's `OffloadActivations`",
     "bus": "the bus alone",
     "pinstage": "`save_on_cpu(pool)`",
     "pinstage_reserved": "`pool.reserve()` before",

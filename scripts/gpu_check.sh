@@ -171,7 +171,7 @@ loops() { benchmark loops 900 ${LOOPS_ARGS:-}; }
 to_host() { benchmark to_host 180; }
 out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
-offload() { benchmark offload 240; }
+offload() { benchmark offload 300; }
 frozen() { benchmark frozen 540; } # the rows of its rivals need diffusers and accelerate
 weights() { benchmark weights 480; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }

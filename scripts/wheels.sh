@@ -4,7 +4,10 @@
 #
 #     scripts/wheels.sh [PYTHON_VERSION]        # default: 3.12
 #     VENV=.venv-frameworks WANTED="lightning accelerate torch-geometric" scripts/wheels.sh    # for benchmarks/frameworks.py
+#     VENV=.venv-rivals WANTED="fastsafetensors runai-model-streamer @torchtune" scripts/wheels.sh    # for weights.py, offload.py
 #
+# .venv-rivals isn't made by make: create it, and let its pip (25.1 or later) install these and packaging, with
+# `-c constraints.txt fastsafetensors runai-model-streamer packaging --group torchtune`.
 # WANTED: packages, or @GROUP for a dependency group, with their dependencies. VENV: the environment that has them.
 # HAVE: packages that the machine has, with their dependencies; these are left out.
 set -euo pipefail

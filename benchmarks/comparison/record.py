@@ -22,7 +22,7 @@ STATUSES = ("ok", "incorrect", "error", "not installed", "needs CUDA")
 PACKAGES = (
     "torch", "numpy", "cuda-bindings", "pinstage", "tensordict", "spdl-io", "spdl-core",
     "accvlab.multi_tensor_copier", "lightning", "accelerate", "torch-geometric", "safetensors",
-    "diffusers", "fastsafetensors", "runai-model-streamer",
+    "diffusers", "fastsafetensors", "runai-model-streamer", "torchtune", "torchao",
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from result_files import check_schema
+from torch.autograd.graph import saved_tensors_hooks
 
 import pinstage as ps
 from comparison.harness import Variant, importable
@@ -95,6 +96,14 @@ def has_rows_of_readers(result):
             assert {(row["status"], row["detail"]) for row in rows} == {expected}
 
 
+def has_rows_of_torchtune(result):
+    rows = [row for row in result["rows"] if row["variant"] == "torchtune"]
+    assert [row["case"] for row in rows] == ["first step", "later steps"]
+    has_it = importable("torchtune") and importable("torchao")
+    expected = "needs CUDA" if has_it else "not installed"
+    assert {row["status"] for row in rows} == {expected}
+
+
 def becomes_its_table(result, name, page, expected, folder, monkeypatch):
     import markdown
 
@@ -154,6 +163,7 @@ def test_a_result_file_becomes_its_page_s_table(
         "loops": has_every_loop,
         "frozen": has_every_way_of_a_stack,
         "weights": has_rows_of_readers,
+        "offload": has_rows_of_torchtune,
     }
     if name in has_rows:
         has_rows[name](result)
@@ -283,6 +293,54 @@ def test_registering_is_refused_as_by_a_platform(cuda, scripts, monkeypatch):
 
     assert not block.is_pinned
     memory.deallocate(block)
+
+
+@pytest.mark.parametrize(
+    ("is_changed", "wrong"),
+    [
+        (lambda tensor: False, None),
+        (lambda tensor: tensor.dim() > 2, "those of a plain step with attention"),
+        (
+            lambda tensor: True,
+            "those of a plain step and those of a plain step with attention",
+        ),
+    ],
+)
+def test_offloading_that_changes_gradients_is_incorrect(scripts, is_changed, wrong):
+    import offload
+
+    @contextmanager
+    def changed(training, case):
+        def pack(tensor):
+            return tensor * 2 if is_changed(tensor) else tensor
+
+        hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
+        yield lambda: training.step(hooks, training.forward), str
+
+    args = SimpleNamespace(device="cpu", repeats=1, seconds=0.0, smoke=True)
+    steps = offload.Steps(offload.Way("changed", changed, "a way"), args)
+    first, later = map(steps.measure, offload.SMOKE_STEPS)
+    assert first["status"] == "ok"
+    assert later["status"] == ("incorrect" if wrong else "ok")
+    assert not wrong or later["detail"] == f"other gradients than {wrong}"
+
+
+def test_later_steps_after_a_failure_are_errors(scripts):
+    import offload
+
+    @contextmanager
+    def fails_with_attention(training, case):
+        if case.attends:
+            raise RuntimeError("attention")
+        yield lambda: training.step(nullcontext(), training.forward), str
+
+    args = SimpleNamespace(device="cpu", repeats=1, seconds=0.0, smoke=True)
+    steps = offload.Steps(offload.Way("fails", fails_with_attention, "a way"), args)
+    first, later = offload.SMOKE_STEPS
+    with pytest.raises(RuntimeError, match="attention"):
+        steps.measure(first)
+    outcome = steps.measure(later)
+    assert (outcome["status"], outcome["detail"]) == ("error", "the first step failed")
 
 
 def test_memory_that_grows_is_an_error(scripts):
@@ -427,6 +485,11 @@ def test_rivals_change_tables_once_they_are_measured(scripts):
     newer = markdown.weights(having(older, "fastsafetensors", "load_file"))
     assert "read with O_DIRECT unless told otherwise" in newer
     assert "take least" not in newer
+
+    older = without("offload", "torchtune")
+    assert "torchtune" not in markdown.offload(older)
+    newer = markdown.offload(having(older, "torchtune", "save_on_cpu"))
+    assert "| torchtune's `OffloadActivations` | " in newer
 
 
 def test_the_staging_table_accepts_files_without_newer_rivals(scripts):
