@@ -561,7 +561,12 @@ STACK_WAYS = (
         "the same, `record_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant("accelerate", _accelerate, "accelerate's `cpu_offload`", package="accelerate"),
+    StackVariant(
+        "accelerate",
+        _accelerate,
+        "accelerate's `cpu_offload`, from pageable memory",
+        package="accelerate",
+    ),
 )
 
 

@@ -286,7 +286,7 @@ class Steps:
         self._variant = variant
         self._args = args
         self._later: list[float] = []
-        self._verdict: Outcome = {"status": "error", "detail": "the first step failed"}
+        self._verdict: Outcome = {"status": "error", "detail": "an earlier part failed"}
 
     def measure(self, case: Case) -> Outcome:
         """Train at the first case; return the samples of each."""
@@ -318,7 +318,7 @@ class Steps:
             if wrong
             else {"status": "ok", "detail": detail}
         )
-        return {"status": "ok", "detail": detail, "total": [first]}
+        return {**self._verdict, "total": [first]}
 
     def _is_right_with_attention(self, device: torch.device) -> bool:
         case = SMOKE_ATTENTION if self._args.smoke else ATTENTION

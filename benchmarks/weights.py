@@ -11,8 +11,8 @@
 file outside the timer, bit for bit. The file is written to --folder (by default the system's
 temporary one) and removed at the end.
 
-fastsafetensors and Run:ai's Model Streamer read with O_DIRECT by default, so their warm samples come
-from the disk too. The ways whose ids end in `_buffered` make them read through the page cache.
+fastsafetensors and Run:ai's Model Streamer read with O_DIRECT where the host and the file system
+allow it, so their warm samples may come from the disk, too. The ways whose ids end in `_buffered` make them read through the page cache.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _fastsafetensors(
 
 def _streamer_class(buffered: bool) -> Any:
     if buffered:
-        os.environ["RUNAI_STREAMER_FS_STRATEGY"] = "sync_buffered"
+        os.environ["RUNAI_STREAMER_FS_STRATEGY"] = "io_uring_buffered,sync_buffered"
     from runai_model_streamer import SafetensorsStreamer
 
     return SafetensorsStreamer
@@ -229,8 +229,8 @@ def _streamer(
 
     def load() -> dict[str, torch.Tensor]:
         with streamer_class() as streamer:
-            streamer.stream_file(str(path))
-            return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
+            streamer.stream_file(str(path), device=str(device))
+            return dict(streamer.get_tensors())
 
     yield load
 
@@ -281,13 +281,13 @@ WAYS = (
     Variant(
         "streamer",
         _streamer,
-        "Run:ai's `SafetensorsStreamer`, `tensor.to(device)` each",
+        "Run:ai's `SafetensorsStreamer`, `device=`",
         package=_STREAMER,
     ),
     Variant(
         "streamer_buffered",
         partial(_streamer, buffered=True),
-        "with `RUNAI_STREAMER_FS_STRATEGY=sync_buffered`",
+        "with `RUNAI_STREAMER_FS_STRATEGY=io_uring_buffered,sync_buffered`",
         package=_STREAMER,
     ),
     Variant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
@@ -318,7 +318,7 @@ WAYS = (
     Variant(
         "pinstage_streamer_buffered",
         partial(_pinstage_streamer, buffered=True),
-        "with the streamer's `sync_buffered`",
+        "with the streamer's buffered strategies",
         package=_STREAMER,
         ours=True,
     ),

@@ -403,6 +403,20 @@ def test_an_error_of_the_sending_thread_is_raised(monkeypatch):
     assert not LEAKED
 
 
+def test_a_pass_after_a_failed_thread_has_new_workers(monkeypatch):
+    def no_answer(broker):
+        raise OSError("the device is gone")
+
+    loader = make(persistent_workers=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("pinstage._loader._broker.SlabBroker._sweep", no_answer)
+        with pytest.raises(OSError, match="the device is gone"):
+            list(loader)
+    assert numbers(loader) == list(range(40))
+    loader.close()
+    assert_all_back(loader)
+
+
 def described(*sizes):
     parts = take_apart(list(map(torch.zeros, sizes)))
     return {"structure": pickle.dumps(parts.structure), "table": parts.table.data}

@@ -19,39 +19,37 @@ server = subprocess.check_output(command("-c", "import os; print(os.getppid())")
 worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=[600], daemon=True)
 worker.start()  # with copies of all descriptors, until the end of its parent
 print(server.strip(), worker.pid, flush=True)
+sys.stdin.read()
 """
 
 
 @pytest.fixture
-def start():
-    """Return a function that starts `PROGRAM`, and a line more, and returns its process."""
-    processes = []
-
-    def start(line=""):
-        command = [sys.executable, "-c", PROGRAM + line, str(Path(__file__).parents[1])]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.stdout.close()
-        process.wait()
-
-
-def test_a_program_ends_beside_its_living_worker(start):
-    process = start()
-    _, worker = map(int, process.stdout.readline().split())
-    assert process.wait(timeout=30) == 0
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker, signal.SIGKILL)
-
-
-def test_the_server_of_a_killed_program_ends(start):
-    process = start("time.sleep(600)")
-    server, worker = map(int, process.stdout.readline().split())
-    end = os.pidfd_open(server)
+def running():
+    """`PROGRAM`, which ends when its standard input is closed, and the ends of its server and its
+    worker.
+    """
+    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parents[1])]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    server, worker = map(os.pidfd_open, map(int, process.stdout.readline().split()))
+    yield process, server
+    process.stdin.close()
+    process.stdout.close()
     process.kill()
-    assert select.select([end], [], [], 30)[0]
-    os.close(end)
-    os.kill(worker, signal.SIGKILL)
+    process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(worker, signal.SIGKILL)
+    for end in (server, worker):
+        os.close(end)
+
+
+def test_a_program_ends_beside_its_living_worker(running):
+    process, _ = running
+    process.stdin.close()
+    assert process.wait(timeout=30) == 0
+
+
+def test_the_server_of_a_killed_program_ends(running):
+    process, server = running
+    process.kill()
+    assert select.select([server], [], [], 30)[0]

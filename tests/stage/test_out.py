@@ -364,50 +364,18 @@ def test_inference_tensors_are_writable_outside_inference_mode(stager, dtype):
     assert [place.tolist() for place in static] == [[1, 1, 1]] * 2
 
 
-# -- refusals --------------------------------------------------------------------------------------
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of a prototype
-    NESTED = torch.nested.nested_tensor([torch.zeros(3)])
-BUFFER = torch.zeros(12)
-LEAF = torch.zeros(3, requires_grad=True)
-REFUSED = {
-    "a missing key": ({"y": 0}, r"structure differs .* batch\['x'\] is not in out"),
-    "another container": ([0], "structure differs"),
-    "no tensor": ({"x": "text"}, "is a str"),
-    "an array": ({"x": np.zeros(3)}, "is a ndarray"),
-    "another shape": ({"x": torch.zeros(4)}, r"has shape \[4\], but the batch has \[3\]"),
-    "more dimensions": ({"x": torch.zeros(3, 1)}, r"has shape \[3, 1\]"),
-    "another device": (
-        {"x": torch.zeros(3, device="meta")},
-        "is on meta, but the call writes to cpu",
-    ),
-    "an expanded one": ({"x": torch.zeros(1).expand(3)}, r"is expanded: shape \[3\], stride \[0\]"),
-    "one that requires grad": (
-        {"x": LEAF},
-        r"requires grad, and grad mode is on; call under torch.no_grad",
-    ),
-    "a non-leaf": ({"x": LEAF * 2}, "requires grad"),
-    "another layout": ({"x": torch.zeros(3).to_sparse()}, "has layout torch.sparse_coo"),
-    "no cast": (
-        {"x": torch.zeros(3, dtype=torch.uint8).view(torch.bits8)},
-        "can't cast the batch's torch.float32",
-    ),
-    "a nested tensor": ({"x": NESTED}, "nested tensor"),
-}
-
-
 @pytest.mark.parametrize(
     "way", [lambda leaf: leaf, lambda leaf: leaf[::2]], ids=["dense", "strided"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint16, torch.complex64])
 def test_versions_count_up_beside_inference_tensors(stager, dtype, way):
+    first, last = (way(torch.zeros(20, dtype=dtype)) for _ in range(2))
     with torch.inference_mode():
-        places = [way(torch.zeros(20, dtype=dtype))]
-    places += [way(torch.zeros(20, dtype=dtype)) for _ in range(2)]
+        middle = way(torch.zeros(20, dtype=dtype))
+    places = [first, middle, last]
     stager.to_device([torch.ones(place.shape, dtype=dtype) for place in places], out=places)
     assert all(bool((place == 1).all()) for place in places)
-    assert [place._version for place in places[1:]] == [1, 1]
+    assert min(first._version, last._version) >= 1
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -88,7 +88,9 @@ class SlabBroker:
         # Open as long as this object exists.
         self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)
         os.set_blocking(self._wake_write.fileno(), False)
-        self._closing = self._finished = self._leak = self._has_warned = False
+        self.closing = False
+        """Whether it answers no worker any more."""
+        self._finished = self._leak = self._has_warned = False
         # By the thread, or by a `finish` before it has begun; never released.
         self._claimed = threading.Lock()
         self._gone = threading.Lock()
@@ -163,7 +165,7 @@ class SlabBroker:
         """Stop answering workers; those that wait for a slab fail. Releases nothing: workers may
         still write.
         """
-        self._closing = True
+        self.closing = True
         for channel in self._channels:
             shut_down(channel)
         self.wake()
@@ -216,7 +218,7 @@ class SlabBroker:
         wake = self._wake_read.fileno()
         for file in (*self._open, wake):
             poll.register(file, select.POLLIN)
-        while not self._closing:
+        while not self.closing:
             if incoming is None and (incoming := self._incoming) is not None:
                 source = incoming.fileno()
                 poll.register(source, select.POLLIN)
@@ -321,7 +323,7 @@ class SlabBroker:
         """
         loan = None
         with self._lending:
-            if self._closing:
+            if self.closing:
                 return
             try:
                 with self._target.in_background():

@@ -270,7 +270,13 @@ class WorkersIterator(LoaderIterator):
         """Whether the workers were asked to end."""
         return self._ending.begun
 
-    def close_if_a_worker_is_lost(self) -> None:
+    def close_if_it_cannot_begin_again(self) -> None:
+        """End the workers if the thread that sends has ended, or if a worker is lost."""
+        if self._broker.closing:
+            self._close()
+        self._close_if_a_worker_is_lost()
+
+    def _close_if_a_worker_is_lost(self) -> None:
         """End the pass if a worker was killed or ended too early: torch cannot go on without it."""
         codes = [worker.exitcode for worker in self._ending.workers.processes]
         if any(codes) or (self._ending.workers.persistent and 0 in codes):
@@ -312,7 +318,7 @@ class WorkersIterator(LoaderIterator):
                 if isinstance(error, RuntimeError) and "timed out" in str(error)
                 else ""
             )
-            self.close_if_a_worker_is_lost()
+            self._close_if_a_worker_is_lost()
             if text:
                 raise RuntimeError(f"{error}; {text}") from error
             raise

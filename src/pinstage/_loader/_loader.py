@@ -99,7 +99,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
         kept: Any = vars(self).get("_iterator")
         if isinstance(kept, WorkersIterator):
-            kept.close_if_a_worker_is_lost()
+            kept.close_if_it_cannot_begin_again()
         if isinstance(kept, LoaderIterator) and kept.closed:
             reaper.bury(vars(self).pop("_iterator"))
             vars(self)["_iterator"] = None  # new workers

@@ -25,8 +25,8 @@ class HandOver:
         """Raise an exception behind the items put so far, and then errors that quote it. Nothing
         else may be put afterwards.
         """
-        self._ended_by = repr(error)
         self.put(error)
+        self._ended_by = repr(error)
         self.put(_ENDED)
 
     def get(self, timeout: float | None = None) -> Any:
