@@ -44,6 +44,7 @@ from pinstage._compat import loader as torchs_loader
 from pinstage._loader._broker import LEAKED
 from pinstage._loader._collate import SlabCollate
 from pinstage._loader._messages import BROKERS, receive
+from pinstage._loader._sending import SendingQueue
 from pinstage._loader._worker import WorkerSlabs
 from pinstage._reaper import running
 from pinstage._stage._run_ahead import RUN_AHEAD
@@ -1036,6 +1037,35 @@ def test_a_forked_child_can_drop_everything_anytime():
         ended.set()
         thread.join(PATIENCE_SECONDS)
     assert len(list(iterator[0])) == 19
+
+
+def test_a_full_queue_keeps_no_orphaned_worker_alive(monkeypatch):
+    """A normal exit waits for the queue's feeder thread, and that waits for a reader: the reading
+    end stays open in the other worker.
+    """
+    monkeypatch.setattr("torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL", 0.1)
+    silent, pids = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
+    monkeypatch.setattr(SendingQueue, "fileno", lambda queue: silent[0].fileno())
+    child = os.fork()
+    if child == 0:
+        iterator = iter(make(max_bytes="64KiB"))  # so that batches go through the queue
+        workers = [worker.pid for worker in iterator._workers]
+        has_feeder = [Path(f"/proc/{pid}/task") for pid in workers]
+        wait_until(lambda: all(len(list(tasks.iterdir())) > 1 for tasks in has_feeder))
+        pids[1].send(workers)
+        os._exit(0)
+    workers = []
+    with contextlib.suppress(ProcessLookupError):
+        workers.extend(map(os.pidfd_open, pids[0].recv()))
+    assert os.waitpid(child, 0)[1] == 0
+    left = [worker for worker in workers if not wait([worker], PATIENCE_SECONDS)]
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(worker, signal.SIGKILL)
+        os.close(worker)
+    for end in (*silent, *pids):
+        end.close()
+    assert not left
 
 
 def test_a_forked_worker_can_read_the_loader():

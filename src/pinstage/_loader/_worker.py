@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -72,6 +73,7 @@ class WorkerSlabs:
             _exit()
         except (AttributeError, OSError):  # a kernel before 5.3, or a sandbox
             self._main = None
+        util.Finalize(None, self._exit_if_orphaned, exitpriority=0)  # before queues are closed
 
     def take(self, nbytes: int) -> WorkerSlab | None:
         """Return a slab of at least `nbytes` to write, or None if there can be none.
@@ -158,6 +160,11 @@ class WorkerSlabs:
                 _exit()
         self.waited_seconds += time.perf_counter() - began
         self._receive()
+
+    def _exit_if_orphaned(self) -> None:
+        """End at once if the main process has ended."""
+        if wait([self._main], 0) if self._main is not None else not process_exists(self._main_pid):
+            _exit()
 
     def _receive(self) -> None:
         try:
