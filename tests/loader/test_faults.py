@@ -404,7 +404,7 @@ def test_an_error_of_the_sending_thread_is_raised(monkeypatch):
     assert not LEAKED
 
 
-def test_a_pass_after_a_failed_thread_has_new_workers(monkeypatch):
+def test_a_pass_after_failure_has_new_workers(monkeypatch):
     def no_answer(broker):
         raise OSError("the device is gone")
 
