@@ -155,14 +155,13 @@ class WorkerSlabs:
         """Wait for one message from the broker, and receive it."""
         sources: list[Any] = [self._channel] if self._main is None else [self._channel, self._main]
         began = time.perf_counter()
-        while self._channel not in (ready := wait(sources, PARENT_CHECK_SECONDS)):
-            if ready or not process_exists(self._main_pid):
-                _exit()
+        while self._channel not in wait(sources, PARENT_CHECK_SECONDS):
+            self._exit_if_orphaned()
         self.waited_seconds += time.perf_counter() - began
         self._receive()
 
     def _exit_if_orphaned(self) -> None:
-        """End at once if the main process has ended."""
+        """End this process at once if the main process has ended."""
         if wait([self._main], 0) if self._main is not None else not process_exists(self._main_pid):
             _exit()
 

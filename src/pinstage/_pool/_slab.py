@@ -277,10 +277,7 @@ def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free
             errors.append(error)
     if errors:
-        try:
-            raise errors[0]
-        finally:
-            errors.clear()  # or their tracebacks and this frame would keep one another
+        raise errors[0]
     return not slabs
 
 

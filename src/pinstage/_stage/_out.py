@@ -521,6 +521,9 @@ def _write(
             raise
         with torch.inference_mode():
             copy(destinations, sources)
+        # On the CPU inference mode counts changes of other tensors, too; no GPU was asked. Counting
+        # twice is harmless.
+        torch.autograd.graph.increment_version(destinations)
 
 
 def note_written(error: BaseException, paths: Iterable[str]) -> None:
