@@ -128,20 +128,32 @@ def token_sample(rng: torch.Generator, scale: int) -> Any:
 
 
 class Kept(Dataset[Any]):
-    """Samples stored in memory. Each item is a copy, as a dataset makes new tensors."""
+    """Samples stored in memory.
+
+    Args:
+        copies: whether each item is a copy. Without default collation, torch's workers would move
+            the samples themselves to shared memory, and only once.
+    """
 
     def __init__(
-        self, make: Callable[[torch.Generator, int], Any], scale: int, length: int
+        self,
+        make: Callable[[torch.Generator, int], Any],
+        scale: int,
+        length: int,
+        *,
+        copies: bool = False,
     ) -> None:
         rng = torch.Generator().manual_seed(0)
         self._samples = [make(rng, scale) for _ in range(KEPT)]
         self._length = length
+        self._copies = copies
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Any:
-        return mapped(torch.Tensor.clone, self._samples[index % KEPT])
+        sample = self._samples[index % KEPT]
+        return mapped(torch.Tensor.clone, sample) if self._copies else sample
 
 
 class Columns(Dataset[Any]):
@@ -212,7 +224,7 @@ segmentation = partial(Kept, segmentation_sample)
 tokens = partial(Kept, token_sample)
 CASES = (
     Case("segmentation", segmentation, 32, 8, 9),
-    Case("lidar", partial(Kept, lidar_sample), 32, 8, 6, list),
+    Case("lidar", partial(Kept, lidar_sample, copies=True), 32, 8, 6, list),
     Case("columns", Columns, None, 6, 2),
     Case("tokens", tokens, 16, 4, 2),
     Case("segmentation", segmentation, 16, 0, 9),
