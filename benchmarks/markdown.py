@@ -76,10 +76,11 @@ def load(name: str) -> dict[str, Any]:
     """Read a result file.
 
     Raises:
-        ValueError: A killed run left the file, so comparisons with missing rows would be wrong.
+        ValueError: A killed run left the file, and rows are missing, so comparisons would be wrong.
     """
     result = json.loads((RESULTS / f"{name}.json").read_text())
-    if "incomplete" in result:
+    ran = {row["variant"] for row in result["rows"]}
+    if "incomplete" in result and not ran.issuperset(result["settings"]["variants"]):
         raise ValueError(
             f"{name}.json is incomplete: {result['incomplete']}; run it to its end, or with --only"
         )
@@ -384,7 +385,7 @@ LOOP_WAYS = {
     "torch_to": "`pin_memory=False`",
     "pinstage": "`ps.DataLoader`",
     "wrap_loader": "`ps.wrap_loader`",
-    "prefetch": "`Stager.prefetch`",
+    "prefetch": "`prefetch`",
     "model": "model alone",
 }
 """What the short table shows, and calls it."""
@@ -450,16 +451,19 @@ def spread(row: dict[str, Any]) -> str:
 
 def passes(result: dict[str, Any]) -> str:
     """Return how many passes the figures are medians of, and how much the passes differ; empty if
-    the file doesn't say it.
+    the file doesn't say it. A killed run has fewer passes of some ways.
     """
-    rows = [row for row in result["rows"] if row.get("minimum") is not None and row["repeats"] > 1]
-    if not rows:
+    rows = [row for row in result["rows"] if row.get("minimum") is not None]
+    counts = sorted({row["repeats"] for row in rows})
+    if not counts:
         return ""
+    if counts[-1] == 1:
+        return "A single pass."
     most = max(
         max(row["maximum"] / row["median"] - 1, 1 - row["minimum"] / row["median"]) for row in rows
     )
     return (
-        f"Medians of {rows[0]['repeats']} alternating passes; a pass differs from its median by at "
+        f"Medians of {' or '.join(map(str, counts))} alternating passes; a pass differs from its median by at "
         f"most {most:.0%}."
     )
 
@@ -561,11 +565,16 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         "Time of a training step, and the share of the time for which the GPU was busy. The last "
         "column is the time with `pin_memory=True` over that with workers that pack."
     )
-    if all(row["status"] == "ok" for row in result["rows"]):
+    rows = [row for row in result["rows"] if only in (None, row["case"])]
+    failed = [row for row in rows if row["status"] != "ok"]
+    if not failed:
         said += " Losses are the same in every way that moves batches, bit for bit."
-    if any(row["variant"] == "model" for row in result["rows"]):
+    for row in failed:
+        why = re.sub(r" \(pid\(s\) [\d, ]+\)", "", row["detail"])
+        said += f" `{row['case']}` with {ways[row['variant']]} failed: {why}."
+    if any(row["variant"] == "model" for row in rows):
         said += " The model alone has one batch, on the device before the loop begins."
-    cases = {row["case"] for row in result["rows"]} if only is None else {only}
+    cases = {row["case"] for row in rows}
     if "webdataset" in cases and only is None:
         said += (
             " In the main process, a thread packs for `webdataset`, by `prefetch(background=True)`."
@@ -736,21 +745,16 @@ def frozen(result: dict[str, Any] | None = None) -> str:
     if result is None:
         return ""
     cases = by_case(result)
-    stack = cases.pop("stack", {})
+    stack = cases.pop("stack")
     said = (
         "Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one "
         "module, until it is on the device, or its device memory is free. `in turn`: all three, "
-        "each used once, with the device memory of two. "
+        "each used once, with the device memory of two. `in turn, buffers`: the same with a buffer "
+        "in each, so that the host waits at the end of each use. The bus alone copies as many "
+        "bytes and computes nothing."
     )
-    if "in turn, buffers" in cases:
-        said += (
-            "`in turn, buffers`: the same with a buffer in each, so that the host waits at the "
-            "end of each use. "
-        )
-    said += "The bus alone copies as many bytes and computes nothing."
     about = result["settings"]["variants"]
-    if stack:
-        said = "\n".join([said, "", *_frozen_stack(stack, about)])
+    said = "\n".join([said, "", *_frozen_stack(stack, about)])
     settings = {"variants": {name: text for name, text in about.items() if name not in stack}}
     rows = [row for row in result["rows"] if row["case"] in cases]
     modules = result | {"settings": settings, "rows": rows}
@@ -765,9 +769,9 @@ def _frozen_stack(stack: dict[str, dict[str, Any]], about: dict[str, str]) -> li
         peak = _said(r"peak ([\d.]+ GB)", row["detail"])
         lines.append(f"| {about[name]} | {' | '.join([*cells, peak])} |")
     said = (
-        "24 equal transformer blocks of 3.6 GB in all, and a norm; a pass has 4,096 tokens. "
-        "Outputs are compared with those of the plain stack, bit for bit: `incorrect` ways gave "
-        "other ones. The peak is of the memory that torch allocated, input and output included."
+        "24 equal transformer blocks of 3.6 GB in all, and a norm; a pass has 4,096 tokens. A way "
+        "whose outputs differ from the plain stack's in any bit says `incorrect`. The peak is of "
+        "the memory that torch allocated, input and output included."
     )
     return [*lines, "", said]
 
@@ -804,18 +808,13 @@ def weights(result: dict[str, Any] | None = None) -> str:
     """Return the ways to load weights from a file, with their heading; nothing until they were
     measured.
     """
-    result = result or measured("weights")
     said = (
         "8 GB in 300 tensors, until all are on the device. `cold`: the file was dropped from the "
         "page cache, and everything is used for the first time. `warm`: the file is in the page "
-        "cache. For a file, `load_weights` checks all names and shapes before it writes."
+        "cache. For a file, `load_weights` checks all names and shapes before it writes. "
+        "`fastsafe_open` and `SafetensorsStreamer` read with O_DIRECT where the host and the "
+        "file system allow it: from the disk, also when the file is in the page cache."
     )
-    fast = {} if result is None else by_case(result)["warm"].get("fastsafetensors", {})
-    if fast.get("status") == "ok":
-        said += (
-            " `fastsafe_open` and `SafetensorsStreamer` read with O_DIRECT where the host and the "
-            "file system allow it: from the disk, also when the file is in the page cache."
-        )
     return ways_by_cases(result, name="weights", rates=["cold", "warm"], said=said)
 
 
