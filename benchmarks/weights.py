@@ -359,8 +359,7 @@ class Measure:
             self._synchronize()
             kind = "warm" if self._samples["cold"] else "cold"
             self._samples[kind].append(time.perf_counter() - start)
-            if kind == "cold":
-                self._is_right = self._variant.id == "bus" or self._is_the_files(found)
+            self._is_right &= self._variant.id == "bus" or self._is_the_files(found)
             del found
 
     def _is_the_files(self, found: dict[str, torch.Tensor]) -> bool:
