@@ -413,7 +413,7 @@ def test_the_table_of_loops_has_spread_and_utilisation(scripts):
     assert "- `tokens`: tensors of 65,536 integers." in table
 
 
-def test_a_killed_run_is_shown_if_every_way_ran(scripts, tmp_path, monkeypatch):
+def test_a_killed_run_with_every_way_is_shown(scripts, tmp_path, monkeypatch):
     import markdown
 
     result = markdown.load("loops") | {"incomplete": "3 of 9 processes"}
