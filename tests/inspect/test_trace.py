@@ -226,19 +226,6 @@ def waiting_loop(**options):
     return trace
 
 
-def test_a_waiting_loop_saves_its_staging_time(report):
-    packing = report(waiting_loop(leaves=700, leaf_us=20, kernel_us=2000)).packing
-    added = 700 * ADDED
-    assert packing.waits_for_device
-    assert (packing.leaves, packing.nbytes) == (700, 700 * 4096)
-    assert (packing.step_seconds, packing.kernel_seconds) == (approx(16e-3), approx(2e-3))
-    assert packing.stall_seconds == approx(14e-3)
-    assert packing.real_staging_seconds == approx(14e-3 - added, rel=1e-3)
-    assert packing.packed_seconds == approx(250e-6 + 700 * 0.7e-6 + 700 * 4096 / 42e9)
-    assert packing.saved_seconds == approx(14e-3 - added - packing.packed_seconds, rel=1e-3)
-    assert packing.least_saved_seconds < packing.saved_seconds < packing.most_saved_seconds
-
-
 def test_many_small_calls_are_profiler_cost(report):
     """For example, 100 leaves of 20 us, with 15 us of them spent by the profiler on thirty
     operators.
@@ -348,24 +335,28 @@ def test_a_staged_batch_is_recognised_as_one_slab(report):
     assert worst.verdict.endswith("pinstage stages it as one slab already.")
 
 
-def test_the_bus_that_is_given_counts(report):
-    slow = Bus(pageable=1, pinned=2, call=0)
-    packing = report(waiting_loop(leaf_bytes=1 << 20), bus=slow).packing
-    assert packing.packed_seconds == approx(250e-6 + 50 * 0.7e-6 + 50 * (1 << 20) / 2e9)
-    assert packing.bytes_per_second == approx(2e9)
-
-
-def test_the_bus_is_read_from_large_pinned_copies(report):
-    trace = TraceMaker().copy(0, 200, 4 << 20, kind="Pinned").copy(200, 1, 1 << 19, kind="Pinned")
-    trace.copy(300, 1, 1 << 22)
-    packing = report(trace).packing
-    assert packing.bytes_per_second == approx((4 << 20) / 200e-6)
-
-
-def test_else_the_bus_is_that_of_the_cost(report):
-    packing = report(TraceMaker().copy(0, 10, 64)).packing
-    assert packing.bytes_per_second == REFERENCE.bytes_per_second
-    assert REFERENCE.source in packing.assumptions()[0]
+@pytest.mark.parametrize(
+    ("trace", "bus", "speed"),
+    [
+        (naive_loop(), Bus(pageable=1, pinned=2, call=0), 2e9),
+        # The only large page-locked copy.
+        (
+            TraceMaker()
+            .copy(0, 200, 4 << 20, kind="Pinned")
+            .copy(200, 1, 1 << 19, kind="Pinned")
+            .copy(300, 1, 1 << 22),
+            None,
+            (4 << 20) / 200e-6,
+        ),
+        (naive_loop(), None, REFERENCE.bytes_per_second),
+    ],
+)
+def test_the_bus_is_given_or_in_the_trace(report, trace, bus, speed):
+    packing = report(trace, bus=bus).packing
+    assert packing.bytes_per_second == approx(speed)
+    assert packing.packed_seconds == approx(
+        250e-6 + packing.leaves * 0.7e-6 + packing.nbytes / speed
+    )
 
 
 @pytest.mark.parametrize("loop", [{"leaves": 1001}, {"leaves": 50, "leaf_bytes": 1 << 20}])
@@ -379,21 +370,21 @@ def test_nothing_is_predicted_beyond_the_measured_loops(report, loop):
     assert "The GPU idles for" in found.verdict
 
 
-def test_a_stalled_loop_learns_what_it_can_gain(report):
+def test_a_waiting_loop_saves_its_staging_time(report):
     found = report(waiting_loop(leaves=700))
-    least, most = (
-        f"{seconds * 1e3:.1f} ms"
-        for seconds in (found.packing.least_saved_seconds, found.packing.most_saved_seconds)
-    )
+    packing = found.packing
+    least, most = packing.least_saved_seconds, packing.most_saved_seconds
     assert found.verdict == (
         "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about "
         "14.1 ms without the profiler. The GPU idles for 87% of a step (14.0 ms) while the host "
         "stages: 700 host-to-device copies per step (100% below 64.00 KiB, 100% of the bytes from "
         "pageable memory). One slab would take about 808 us to stage, instead of 12.1 ms, and "
-        f"save {least} to {most} of a step. --step-ms, a step's time without the profiler, narrows "
-        "this."
+        f"save {least * 1e3:.1f} ms to {most * 1e3:.1f} ms of a step. --step-ms, a step's time "
+        "without the profiler, narrows this."
     )
-    assert 9e-3 < found.packing.least_saved_seconds < found.packing.most_saved_seconds < 12.2e-3
+    assert packing.waits_for_device
+    assert packing.saved_seconds == approx(14e-3 - 700 * ADDED - packing.packed_seconds, rel=1e-3)
+    assert 9e-3 < least < packing.saved_seconds < most < 12.2e-3
 
 
 def test_a_loop_with_hidden_copies_has_no_gain(report):
@@ -455,32 +446,21 @@ def test_copies_of_unknown_size_are_not_small(report):
     )
 
 
-def downloading_loop(copies, *, waiting_us=0):
-    """Return a loop with downloads of 20 us, the first of which also waits for kernels."""
+def test_downloads_get_a_verdict_of_their_own(report):
+    """Each takes 20 us, and the first of a step also waits for a kernel."""
     trace = TraceMaker()
     for start in trace.steps(4, 5000):
-        trace.kernel(start, 1000)
-        for index in range(copies):
-            at, waits = start + 1000 + index * 20, 0 if index else waiting_us
-            trace.op("aten::item", at - waits, 20 + waits)
-            trace.copy(at + 5, 2, 4, way="DtoH", asked=at + 2)
-    return trace
-
-
-def test_downloads_get_a_verdict_of_their_own(report):
-    found = report(downloading_loop(100))
-    assert found.analysis.middle("download_seconds") == approx(2e-3)
+        trace.kernel(start, 1000).op("aten::item", start + 100, 920)
+        for at in range(start + 1000, start + 3000, 20):
+            trace.op("aten::item", at, 20).copy(at + 5, 2, 4, way="DtoH", asked=at + 2)
+    found = report(trace)
+    assert found.analysis.middle("download_seconds") == approx(2.9e-3)
+    assert found.analysis.middle("exposed_download_seconds") == approx(2e-3)
     assert (
-        "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, block"
+        "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, block the host "
+        "for 2.90 ms, 900 us of it waiting for queued kernels. Stager.fetch copies them together"
         in found.verdict
     )
-    assert "Stager.fetch copies them together" in found.verdict
-
-
-def test_a_download_that_waits_for_kernels_says_so(report):
-    found = report(downloading_loop(1, waiting_us=900))
-    assert found.analysis.middle("exposed_download_seconds") == approx(20e-6)
-    assert "900 us of it waiting for queued kernels" in found.verdict
     assert "Downloads" not in report(naive_loop()).verdict
 
 
@@ -514,8 +494,9 @@ def test_sparse_traces_are_shown_too(report, trace):
 def test_the_text_is_one_screen_with_the_assumptions(report):
     text = as_text(report(naive_loop(steps=20)).sections())
     assert text.startswith("A step cannot be shorter than its kernels")
-    for part in ("copies; hidden", "a step, medians", "The prediction assumes:", "NVIDIA H200"):
+    for part in ("copies; hidden", "a step, medians", "The prediction assumes:", REFERENCE.source):
         assert part in text
+    assert "NVIDIA H200 (device 0)" in text
     assert text.count("\n- ") == 4
     assert text.count("\n") < 24
 
