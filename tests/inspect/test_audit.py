@@ -191,7 +191,6 @@ def test_pin_memory_methods_are_asked_what_they_pin():
     value = batch.value
     leaves = by_path(batch)
     assert leaves[".value"].loader_pins
-    assert not leaves[".inner['deep']"].loader_pins
     assert leaves[".inner['deep']"].stopped_by.endswith(".Pinnable")
     assert batch.value is value
 
