@@ -48,11 +48,13 @@ def test_copies_are_told_apart_by_direction_and_kind(analysis):
         .copy(40, 5, 8000, kind="Pinned")
         .copy(60, 5, 64, way="DtoH")
         .copy(70, 5, 512, way="DtoD")
+        .add("gpu_memcpy", "of another kind", 80, 5)
     )
     found = {(group["direction"], group["kind"]): group for group in analysis(trace).groups}
     # Copies to the device come first.
     assert list(found) == [
         ("HtoD", "pageable"), ("HtoD", "pinned"), ("DtoH", "pageable"), ("DtoD", "device"),
+        ("other", "unknown"),
     ]  # fmt: skip
     pageable = found["HtoD", "pageable"]
     assert (pageable["copies"], pageable["nbytes"]) == (2, 4000)
