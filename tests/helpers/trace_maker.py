@@ -27,15 +27,10 @@ class TraceMaker:
     def add(self, category, name, start, lasts, *, pid=HOST, tid=THREAD, **args):
         """Add an event of any category."""
         event = {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "pid": pid,
-            "tid": tid,
-            "ts": BASE_US + start,
-            "dur": lasts,
-        }
-        self.events.append(event | {"args": args})
+            "ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": BASE_US + start,
+            "dur": lasts, "args": args,
+        }  # fmt: skip
+        self.events.append(event)
         return self
 
     def kernel(self, start, lasts, *, device=0, stream=7):
@@ -54,19 +49,14 @@ class TraceMaker:
         asked=None,
         device=0,
         call_lasts=5,
-        op=None,
     ):
-        """Add a copy on the device and, if `asked` is a time, its call on the host, in an operator
-        if `op` is given.
-        """
+        """Add a copy on the device and, if `asked` is a time, its call on the host."""
         self._correlation += 1
         name = f"Memcpy {way} {_ENDS[way].format(kind=kind)}"
         ids = {"device": device, "correlation": self._correlation}
         self.add("gpu_memcpy", name, start, lasts, pid=device, tid=7, bytes=nbytes, stream=7, **ids)
         if asked is not None:
             self.call("cudaMemcpyAsync", asked, call_lasts, correlation=self._correlation)
-            if op is not None:
-                self.op(op, asked - 3, call_lasts + 4)
         return self
 
     def call(self, name, start, lasts, *, tid=THREAD, correlation=1):
@@ -78,30 +68,20 @@ class TraceMaker:
     def step(self, number, start, lasts):
         return self.add("user_annotation", f"ProfilerStep#{number}", start, lasts)
 
+    def steps(self, count, lasts):
+        """Add steps, one after the other, and yield when each of them starts."""
+        for start in range(0, count * lasts, lasts):
+            self.step(start // lasts, start, lasts)
+            yield start
+
     def wait(self, start, lasts):
         name = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
         return self.add("user_annotation", name, start, lasts)
 
     def text(self):
-        meta = [
-            {
-                "ph": "M",
-                "name": "process_name",
-                "ts": BASE_US,
-                "pid": HOST,
-                "tid": 0,
-                "args": {"name": "python"},
-            }
-        ]
-        return json.dumps(
-            {
-                "schemaVersion": 1,
-                **self.header,
-                "traceEvents": meta + self.events,
-                "traceName": "t",
-            },
-            indent=1,
-        )
+        meta = {"ph": "M", "name": "process_name", "ts": BASE_US, "args": {"name": "python"}}
+        events = {"traceEvents": [meta, *self.events], "traceName": "t"}
+        return json.dumps({"schemaVersion": 1, **self.header, **events}, indent=1)
 
     def write(self, path):
         data = self.text().encode()
@@ -115,10 +95,7 @@ def naive_loop(steps=6, leaves=50, *, leaf_bytes=4096, leaf_us=20, kernel_us=200
     Every step lasts ``leaves * leaf_us + kernel_us``: staging, all of it stall, then kernels.
     """
     trace = TraceMaker(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}], **header)
-    lasts = leaves * leaf_us + kernel_us
-    for number in range(steps):
-        start = number * lasts
-        trace.step(number + 3, start, lasts)
+    for start in trace.steps(steps, leaves * leaf_us + kernel_us):
         for leaf in range(leaves):
             at = start + leaf * leaf_us
             trace.op("aten::to", at, leaf_us).copy(at + 10, 2, leaf_bytes, asked=at + 5)

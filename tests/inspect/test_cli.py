@@ -10,6 +10,7 @@ import pty
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -75,19 +76,12 @@ def test_audit_prints_plain_text_into_a_pipe(run, code):
     status, out, err = run("audit", f"{code}:batch", "--bus", "pageable=8,pinned=55")
     assert (status, err) == (0, "")
     assert "\x1b" not in out
-    assert "['x'][39]" in out
-    assert "['x'][40]" not in out
     assert "50 copies, 50.00 KiB" in out
 
 
 def test_audit_shows_all_leaves_when_asked(run, code):
+    assert "['x'][49]" not in run("audit", f"{code}:batch")[1]
     assert "['x'][49]" in run("audit", f"{code}:batch", "--all")[1]
-
-
-def test_audit_prints_json(run, code):
-    status, out, _ = run("audit", f"{code}:batch", "--json", "--bus", "pageable=8,pinned=55")
-    assert status == 0
-    assert json.loads(out)["to_each"]["copies"] == 50
 
 
 NOISY = """
@@ -118,9 +112,7 @@ def test_audit_json_is_clean_whatever_the_target_prints(tmp_path):
     ("arguments", "message"),
     [
         (["audit", "{code}:broken"], "raised ValueError: no data here"),
-        (["audit", "nothing_like_this:x"], "cannot import nothing_like_this"),
         (["audit", "{code}:batch", "--bus", "fast"], "not a bus: 'fast'"),
-        (["trace", "{code}"], "isn't a profiler trace"),
         (["trace", "{code}.nope"], "No such file"),
         (["trace", "--example", "--step-ms", "0"], "--step-ms must be above zero"),
         (["doctor", "--device", "gpu1"], "not a CUDA device: 'gpu1'"),
@@ -146,9 +138,6 @@ def test_the_user_s_traceback_is_shown_on_request(code, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_doctor_reports_without_a_gpu(run):
-    status, out, _ = run("doctor")
-    assert status == 0
-    assert "not measured: no GPU" in out
     status, out, _ = run("doctor", "--json")
     assert status == 0
     assert json.loads(out)["problem"] is False
@@ -171,16 +160,6 @@ def test_doctor_measures_nothing_for_an_impossible_plot(run, monkeypatch, tmp_pa
     assert err == 'pinstage: matplotlib is not installed; run: pip install "pinstage[plot]"\n'
 
 
-def test_doctor_exits_with_1_for_a_problem(run, monkeypatch):
-    from pinstage.inspect import _checks, _doctor
-
-    sick = _doctor.Diagnosis((_checks.Check("CUDA", "problem", "broken", "mend it"),))
-    monkeypatch.setattr(_doctor, "diagnose", lambda **options: sick)
-    status, out, _ = run("doctor")
-    assert status == 1
-    assert "CUDA: mend it" in out
-
-
 def test_doctor_exits_with_1_without_the_device(run):
     status, out, _ = run("doctor", "--device", "cuda:63", "--no-measure")
     assert status == 1
@@ -195,28 +174,19 @@ def test_trace_prints_plain_text_into_a_pipe(run, trace):
     assert (status, err) == (0, "")
     assert "\x1b" not in out
     assert out.startswith("A step cannot be shorter than its kernels")
-    assert "One slab would take" in out
-    assert len(out.splitlines()) < 30
 
 
-def test_trace_shows_an_example_that_is_shipped(run):
-    status, out, _ = run("trace", "--example")
-    assert status == 0
-    assert "NVIDIA H200" in out
-    assert "One slab would take" in out
-
-
-def test_trace_takes_the_step_without_the_profiler(run):
-    found = json.loads(run("trace", "--example", "--json", "--step-ms", "1.68")[1])["packing"]
-    assert found["real_seconds"] == pytest.approx(1.68e-3)
-
-
-def test_trace_prints_json_with_the_given_bus(run, trace):
-    status, out, _ = run("trace", trace, "--json", "--bus", "pageable=8,pinned=40")
+def test_trace_takes_a_bus_and_a_step(run, trace):
+    options = "--bus", "pageable=8,pinned=40", "--step-ms", "2.5"
+    status, out, _ = run("trace", trace, "--json", *options)
     assert status == 0
     found = json.loads(out)
     assert found["schema"] == 1
-    assert found["packing"]["bytes_per_second"] == pytest.approx(40e9, rel=1e-3)
+    assert found["packing"]["bytes_per_second"] == pytest.approx(40e9)
+    assert found["packing"]["real_seconds"] == pytest.approx(2.5e-3)
+    assert found["trace"]["copies"][0]["copies"] == 1000
+    assert len(found["trace"]["steps"]) == 20
+    assert found["verdict"].startswith("A step cannot")
 
 
 def in_terminal(trace, **environment):
@@ -229,14 +199,9 @@ def in_terminal(trace, **environment):
     ) as process:
         os.close(child)
         shown = b""
-        while True:
-            try:
-                data = os.read(main, 1 << 16)
-            except OSError:  # the other end was closed
-                break
-            if not data:
-                break
-            shown += data
+        with suppress(OSError):  # the other end was closed
+            while True:
+                shown += os.read(main, 1 << 16)
         assert process.wait(60) == 0
     os.close(main)
     return shown.decode()
@@ -263,10 +228,3 @@ def test_a_reader_that_stops_reading_gets_no_traceback(tmp_path):
     command = f"{shlex.join(warm.command('-m', 'pinstage', 'trace', trace, '--json'))} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, check=False)
     assert (done.stdout, done.stderr) == (b"{\n", b"")
-
-
-def test_a_pipe_on_stderr_gets_no_cursor_codes(trace):
-    done = subprocess.run(
-        warm.command("-m", "pinstage", "trace", trace), capture_output=True, check=True
-    )
-    assert b"\x1b" not in done.stdout + done.stderr

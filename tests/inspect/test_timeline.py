@@ -2,18 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pinstage.inspect._trace import _analysis
 from pinstage.inspect._trace._analysis import Timeline
 
 LENGTH = 40
-# The machine may be busy.
-unhurried = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
 
 
 def intervals():
@@ -40,7 +35,6 @@ def spread(timeline, cells):
     return counted(np.column_stack([timeline.edges, timeline.edges + timeline.lengths])[cells])
 
 
-@unhurried
 @given(intervals(), intervals())
 def test_sets_are_combined_as_by_counting(one, other):
     timeline = timeline_of(one, other)
@@ -50,7 +44,6 @@ def test_sets_are_combined_as_by_counting(one, other):
     assert timeline.seconds(a | b) == (counted(one) | counted(other)).sum()
 
 
-@unhurried
 @given(intervals(), st.integers(0, LENGTH), st.integers(0, LENGTH))
 def test_the_time_within_bounds_agrees_with_counting(one, left, right):
     bounds = np.array([sorted((left, right)), [0, LENGTH]], dtype=float)
@@ -62,7 +55,6 @@ def test_the_time_within_bounds_agrees_with_counting(one, left, right):
     ]
 
 
-@unhurried
 @given(st.lists(st.integers(0, LENGTH), min_size=1), st.integers(0, LENGTH))
 def test_weights_count_from_start_to_before_end(moments, end):
     bounds = np.array([[0, end]], dtype=float)
@@ -72,7 +64,6 @@ def test_weights_count_from_start_to_before_end(moments, end):
     assert timeline.within(timeline.amounts(moments, weights), bounds) == expected
 
 
-@unhurried
 @given(intervals(), st.lists(st.integers(0, LENGTH - 1), min_size=1))
 def test_the_runs_that_contain_a_moment_are_kept(one, moments):
     timeline = timeline_of(one, moments)
@@ -89,23 +80,16 @@ def test_the_runs_that_contain_a_moment_are_kept(one, moments):
     assert (runs == expected).all()
 
 
-@unhurried
 @given(intervals())
-def test_short_gaps_are_filled(monkeypatch, one):
-    monkeypatch.setattr(_analysis, "_GAP", 3)
+@example(np.array([[0.0, 1.0], [4.0, 5.0]]))
+def test_short_gaps_are_filled(one):
     timeline = timeline_of(one)
     expected, before = counted(one), None
     for at in np.flatnonzero(counted(one)):
         if before is not None and at - before - 1 <= 3:
             expected[before:at] = True
         before = at
-    assert (spread(timeline, timeline.bridge(timeline.cover(one))) == expected).all()
-
-
-def test_nothing_is_an_empty_set():
-    timeline = timeline_of()
-    nothing = timeline.cover(np.empty((0, 2)))
-    assert timeline.seconds(nothing) == 0
-    assert not timeline.bridge(nothing).any()
-    assert not timeline.runs_at(nothing, np.array([0.0])).any()
-    assert timeline.within(timeline.lengths * nothing, np.array([[0.0, 40.0]])) == pytest.approx(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_analysis, "_GAP", 3)
+        bridged = timeline.bridge(timeline.cover(one))
+    assert (spread(timeline, bridged) == expected).all()

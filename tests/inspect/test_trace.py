@@ -5,6 +5,7 @@ that aren't traces.
 import gzip
 import json
 import re
+from itertools import product
 
 import pytest
 from trace_maker import BASE_US, THREAD, TraceMaker, naive_loop
@@ -47,14 +48,14 @@ def test_copies_are_told_apart_by_direction_and_kind(analysis):
         .copy(40, 5, 8000, kind="Pinned")
         .copy(60, 5, 64, way="DtoH")
         .copy(70, 5, 512, way="DtoD")
+        .add("gpu_memcpy", "of another kind", 80, 5)
     )
     found = {(group["direction"], group["kind"]): group for group in analysis(trace).groups}
-    assert set(found) == {
-        ("HtoD", "pageable"),
-        ("HtoD", "pinned"),
-        ("DtoH", "pageable"),
-        ("DtoD", "device"),
-    }
+    # Copies to the device come first.
+    assert list(found) == [
+        ("HtoD", "pageable"), ("HtoD", "pinned"), ("DtoH", "pageable"), ("DtoD", "device"),
+        ("other", "unknown"),
+    ]  # fmt: skip
     pageable = found["HtoD", "pageable"]
     assert (pageable["copies"], pageable["nbytes"]) == (2, 4000)
     assert pageable["seconds"] == approx(20 * US)
@@ -62,119 +63,133 @@ def test_copies_are_told_apart_by_direction_and_kind(analysis):
     assert found["HtoD", "pinned"]["copies"] == 1
 
 
-def test_copies_to_the_device_come_first(analysis):
-    trace = TraceMaker().copy(0, 1, 1, way="DtoD").copy(2, 1, 1, way="DtoH").copy(4, 1, 1)
-    assert [group["direction"] for group in analysis(trace).groups] == ["HtoD", "DtoH", "DtoD"]
-
-
-def test_time_beside_kernels_is_hidden_the_rest_exposed(analysis):
-    # Kernels until 15, the copy from 10 to 30.
-    trace = TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000)
-    (group,) = analysis(trace).groups
-    assert group["hidden_seconds"] == approx(5 * US)
-    assert group["exposed_seconds"] == approx(15 * US)
-
-
-def test_kernels_of_another_device_hide_nothing(analysis):
-    trace = TraceMaker().kernel(0, 100, device=1).copy(10, 20, 1000, device=0)
-    (group,) = analysis(trace).groups
-    assert (group["hidden_seconds"], group["exposed_seconds"]) == (0, approx(20 * US))
-    (group,) = analysis(TraceMaker().kernel(0, 100, device=1).copy(10, 20, 1000, device=1)).groups
-    assert (group["hidden_seconds"], group["exposed_seconds"]) == (approx(20 * US), 0)
-
-
-def test_overlapping_copies_are_exposed_once(analysis):
-    trace = TraceMaker().copy(0, 10, 1).copy(5, 10, 1)
+@pytest.mark.parametrize(
+    ("trace", "hidden", "exposed"),
+    [
+        # Kernels until 15, the copy from 10 to 30.
+        (TraceMaker().kernel(0, 10).kernel(5, 10).copy(10, 20, 1000), 5, 15),
+        (TraceMaker().kernel(0, 100, device=1).copy(10, 20, 1000, device=0), 0, 20),
+        (TraceMaker().kernel(0, 100, device=1).copy(10, 20, 1000, device=1), 20, 0),
+        (TraceMaker().copy(0, 10, 1).copy(5, 10, 1), 0, 15),  # overlapping copies count once
+    ],
+)
+def test_time_beside_kernels_is_hidden_the_rest_exposed(analysis, trace, hidden, exposed):
     (group,) = analysis(trace).groups
     assert group["seconds"] == approx(20 * US)
-    assert group["exposed_seconds"] == approx(15 * US)
+    assert group["hidden_seconds"] == approx(hidden * US)
+    assert group["exposed_seconds"] == approx(exposed * US)
 
 
 # -- the host --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("name", "group"),
+    ("kind", "names"),
     [
-        ("cudaMemcpyAsync", "copy"), ("cudaMemcpy", "copy"), ("hipMemcpyWithStream", "copy"),
-        ("cuMemcpyHtoDAsync_v2", "copy"), ("cudaHostAlloc", "pin"), ("cudaMallocHost", "pin"),
-        ("cudaHostRegister", "pin"), ("cudaFreeHost", "pin"), ("cudaHostUnregister", "pin"), ("hipHostMalloc", "pin"),
-        ("cuMemHostAlloc", "pin"), ("cuMemAllocHost_v2", "pin"), ("cudaStreamSynchronize", "synchronise"),
-        ("cudaDeviceSynchronize", "synchronise"), ("cudaEventSynchronize", "synchronise"),
-        ("cudaLaunchKernel", None), ("cudaMalloc", None), ("cuMemAlloc_v2", None), ("cudaMemsetAsync", None),
-        ("cudaStreamWaitEvent", None), ("cudaEventQuery", None),
+        (
+            _events.CALL_COPY,
+            ["cudaMemcpyAsync", "cudaMemcpy", "hipMemcpyWithStream", "cuMemcpyHtoDAsync_v2"],
+        ),
+        (
+            _events.CALL_PIN,
+            [
+                "cudaHostAlloc", "cudaMallocHost", "cudaHostRegister", "cudaFreeHost",
+                "cudaHostUnregister", "hipHostMalloc", "cuMemHostAlloc", "cuMemAllocHost_v2",
+            ],
+        ),
+        (
+            _events.CALL_SYNCHRONISE,
+            ["cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"],
+        ),
+        (
+            _events.CALL,
+            [
+                "cudaLaunchKernel", "cudaMalloc", "cuMemAlloc_v2", "cudaMemsetAsync",
+                "cudaStreamWaitEvent", "cudaEventQuery",
+            ],
+        ),
     ],
 )  # fmt: skip
-def test_host_calls_are_known_by_their_names(name, group):
-    names = {
-        _events.CALL_COPY: "copy",
-        _events.CALL_PIN: "pin",
-        _events.CALL_SYNCHRONISE: "synchronise",
-    }
-    assert names.get(_events.kind_of(_events.CALL, name)) == group
-
-
-def test_the_operator_around_a_device_copy_is_staging(analysis):
-    trace = (
-        TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).op("aten::copy_", 12, 25).kernel(90, 10)
-    )
-    (step,) = analysis(trace.copy(20, 2, 64, asked=15)).steps
-    assert step["staging_seconds"] == approx(30 * US)
-    assert step["stall_seconds"] == approx(30 * US)
-
-
-def test_an_operator_without_a_device_copy_isn_t(analysis):
-    trace = (
-        TraceMaker().step(1, 0, 100).op("aten::to", 10, 30).kernel(90, 10).op("aten::copy_", 50, 20)
-    )
-    (step,) = analysis(trace.copy(55, 2, 64, way="DtoH", asked=52)).steps
-    assert step["staging_seconds"] == 0
-    assert step["copy_seconds"] == approx(2 * US)
-
-
-def test_pinning_is_staging_only_inside_the_loop(analysis):
-    loop = (
-        TraceMaker()
-        .step(1, 0, 100)
-        .kernel(90, 10)
-        .op("aten::pin_memory", 8, 30)
-        .call("cudaHostAlloc", 10, 20)
-    )
-    other = (
-        TraceMaker().step(1, 0, 100).kernel(90, 10).call("cudaHostAlloc", 10, 20, tid=THREAD + 1)
-    )
-    assert analysis(loop).steps[0]["staging_seconds"] == approx(30 * US)
-    assert analysis(other).steps[0]["staging_seconds"] == 0
-
-
-def test_waiting_for_the_device_outside_staging_is_synchronisation(analysis):
-    trace = TraceMaker().step(1, 0, 100).op("aten::to", 0, 30).copy(5, 2, 64, asked=2)
-    trace.call("cudaStreamSynchronize", 10, 10).call("cudaStreamSynchronize", 50, 10).kernel(50, 9)
-    (step,) = analysis(trace).steps
-    assert step["synchronise_seconds"] == approx(10 * US)
-
-
-def test_pinstage_s_ranges_are_staging_and_waits(analysis):
-    trace = (
-        TraceMaker().step(1, 0, 100).add("user_annotation", "pinstage.pack", 10, 15).kernel(90, 10)
-    )
-    (step,) = analysis(trace.add("user_annotation", "pinstage.loader.wait", 50, 7)).steps
-    assert step["staging_seconds"] == approx(15 * US)
-    assert step["wait_seconds"] == approx(7 * US)
+def test_host_calls_are_known_by_their_names(kind, names):
+    assert [name for name in names if _events.kind_of(_events.CALL, name) != kind] == []
 
 
 # -- steps -----------------------------------------------------------------------------------------
 
 
-def test_a_stall_is_staging_without_a_kernel(analysis):
-    trace = (
-        TraceMaker().step(1, 0, 100).op("aten::to", 0, 40).copy(30, 20, 64, asked=10).kernel(0, 35)
-    )
+def one_step():
+    return TraceMaker().step(1, 0, 100).kernel(90, 10)
+
+
+@pytest.mark.parametrize(
+    ("trace", "figures"),
+    [
+        pytest.param(
+            one_step().op("aten::to", 10, 30).op("aten::copy_", 12, 25).copy(20, 2, 64, asked=15),
+            {"staging": 30, "stall": 30},
+            id="the operator around a copy to the device is staging",
+        ),
+        pytest.param(
+            one_step()
+            .op("aten::to", 10, 30)
+            .op("aten::copy_", 50, 20)
+            .copy(55, 2, 64, way="DtoH", asked=52),
+            {"staging": 0, "copy": 2},
+            id="an operator without one isn't",
+        ),
+        pytest.param(
+            one_step().op("aten::pin_memory", 8, 30).call("cudaHostAlloc", 10, 20),
+            {"staging": 30},
+            id="pinning in the loop is staging",
+        ),
+        pytest.param(
+            one_step().call("cudaHostAlloc", 10, 20, tid=THREAD + 1),
+            {"staging": 0},
+            id="pinning in another thread isn't",
+        ),
+        pytest.param(
+            one_step()
+            .op("aten::to", 0, 30)
+            .copy(5, 2, 64, asked=2)
+            .call("cudaStreamSynchronize", 10, 10)
+            .call("cudaStreamSynchronize", 50, 10),
+            {"synchronise": 10},
+            id="waiting for the device outside staging is synchronisation",
+        ),
+        pytest.param(
+            one_step()
+            .add("user_annotation", "pinstage.pack", 10, 15)
+            .add("user_annotation", "pinstage.loader.wait", 50, 7),
+            {"staging": 15, "wait": 7},
+            id="pinstage's ranges are staging and waits",
+        ),
+        pytest.param(
+            one_step().op("aten::to", 0, 40).copy(30, 20, 64, asked=10).kernel(0, 35),
+            # The operator until 40, the copy until 50.
+            {"kernel": 45, "staging": 50, "stall": 15, "copy": 20},
+            id="a stall is staging without a kernel",
+        ),
+        pytest.param(
+            TraceMaker().step(1, 0, 100).kernel(0, 20).kernel(22, 20).kernel(60, 20),
+            {"kernel": 62},
+            id="a short gap between kernels can't be saved",
+        ),
+        pytest.param(
+            one_step().add("gpu_user_annotation", "ProfilerStep#1", 5, 99, pid=0, tid=7),
+            {"kernel": 10},
+            id="an annotation of the device isn't a step",
+        ),
+        pytest.param(
+            one_step().kernel(0, 50, device=3),
+            {"kernel": 50},
+            id="the figures are those of the busiest device",
+        ),
+    ],
+)
+def test_a_step_has_the_figures_of_its_events(analysis, trace, figures):
     (step,) = analysis(trace).steps
-    assert step["kernel_seconds"] == approx(35 * US)
-    assert step["staging_seconds"] == approx(50 * US)  # the operator until 40, the copy until 50
-    assert step["stall_seconds"] == approx(15 * US)
-    assert step["copy_seconds"] == approx(20 * US)
+    found = {name: step[f"{name}_seconds"] for name in figures}
+    assert found == {name: approx(us * US) for name, us in figures.items()}
 
 
 def test_a_copy_belongs_to_the_requesting_step(analysis):
@@ -202,23 +217,6 @@ def test_without_annotated_steps_the_whole_trace_is_one(analysis):
     assert (step["number"], step["copies"], step["seconds"]) == (-1, 1, approx(90 * US))
 
 
-def test_annotations_of_the_device_are_no_steps(analysis):
-    trace = (
-        TraceMaker()
-        .step(3, 0, 10)
-        .add("gpu_user_annotation", "ProfilerStep#3", 5, 10, pid=0, tid=7)
-        .kernel(0, 1)
-    )
-    assert len(analysis(trace).steps) == 1
-
-
-def test_step_figures_describe_the_busiest_device(analysis):
-    trace = TraceMaker().step(1, 0, 100).kernel(0, 5, device=0).kernel(0, 50, device=3)
-    found = analysis(trace)
-    assert found.device == 3
-    assert found.steps[0]["kernel_seconds"] == approx(50 * US)
-
-
 # -- model and verdict -----------------------------------------------------------------------------
 
 
@@ -228,19 +226,6 @@ def waiting_loop(**options):
     for event in [event for event in trace.events if event["cat"] == "kernel"]:
         trace.call("cudaStreamSynchronize", event["ts"] - BASE_US + 1, event["dur"] - 1)
     return trace
-
-
-def test_a_waiting_loop_saves_its_staging_time(report):
-    packing = report(waiting_loop(leaves=700, leaf_us=20, kernel_us=2000)).packing
-    added = 700 * ADDED
-    assert packing.waits_for_device
-    assert (packing.leaves, packing.nbytes) == (700, 700 * 4096)
-    assert (packing.step_seconds, packing.kernel_seconds) == (approx(16e-3), approx(2e-3))
-    assert packing.stall_seconds == approx(14e-3)
-    assert packing.real_staging_seconds == approx(14e-3 - added, rel=1e-3)
-    assert packing.packed_seconds == approx(250e-6 + 700 * 0.7e-6 + 700 * 4096 / 42e9)
-    assert packing.saved_seconds == approx(14e-3 - added - packing.packed_seconds, rel=1e-3)
-    assert packing.least_saved_seconds < packing.saved_seconds < packing.most_saved_seconds
 
 
 def test_many_small_calls_are_profiler_cost(report):
@@ -270,9 +255,8 @@ def test_a_given_step_reveals_the_profiler_s_cost(report):
 def test_unexplained_cost_of_a_step_is_the_host(report):
     """For example, a loop with a large copy that takes 4 ms, and took 8 ms when traced."""
     trace = TraceMaker()
-    for number in range(4):
-        start = number * 9000
-        trace.step(number, start, 9000).op("aten::to", start, 8000)
+    for start in trace.steps(4, 9000):
+        trace.op("aten::to", start, 8000)
         trace.copy(start + 10, 7900, 32 << 20, asked=start + 5, call_lasts=7900)
         trace.kernel(start + 8000, 1000).call("cudaStreamSynchronize", start + 8001, 999)
     found = report(trace, step_seconds=5e-3).packing
@@ -283,9 +267,8 @@ def test_unexplained_cost_of_a_step_is_the_host(report):
 def test_the_trace_measures_the_profiler_s_cost(report):
     def trace(unit_us):
         found = TraceMaker()
-        for number in range(4):
-            start = number * 3000
-            found.step(number, start, 3000).kernel(start + 2000, 1000)
+        for start in found.steps(4, 3000):
+            found.kernel(start + 2000, 1000)
             for leaf in range(100):
                 at = start + leaf * 20
                 found.op("aten::to", at, 20).op("aten::_to_copy", at + unit_us, 18).copy(
@@ -299,28 +282,15 @@ def test_the_trace_measures_the_profiler_s_cost(report):
     assert slow.packing.real_seconds < quick.packing.real_seconds
 
 
-def test_gaps_within_kernel_runs_cannot_be_saved(analysis):
-    run = (
-        TraceMaker()
-        .step(1, 0, 100)
-        .kernel(0, 20)
-        .kernel(22, 20)
-        .kernel(60, 20)
-        .op("aten::to", 90, 5)
-    )
-    assert analysis(run).steps[0]["kernel_seconds"] == approx(62 * US)
-
-
-def loop_ahead(*, host_us, kernel_us, copy_us=5, steps=4, leaves=100):
+def loop_ahead(*, host_us, kernel_us):
     """Return a loop that never waits: the host issues copies while the GPU works."""
     trace, lasts = TraceMaker(), max(host_us + 100, kernel_us)
-    for number in range(steps):
-        start = number * lasts
-        trace.step(number, start, lasts).kernel(start + lasts - kernel_us, kernel_us)
-        for leaf in range(leaves):
-            at = start + leaf * host_us / leaves
-            trace.op("aten::to", at, host_us / leaves)
-            trace.copy(at + 3, copy_us, 64, kind="Pinned", asked=at + 1, call_lasts=1)
+    for start in trace.steps(4, lasts):
+        trace.kernel(start + lasts - kernel_us, kernel_us)
+        for leaf in range(100):
+            at = start + leaf * host_us / 100
+            trace.op("aten::to", at, host_us / 100)
+            trace.copy(at + 3, 5, 64, kind="Pinned", asked=at + 1, call_lasts=1)
     return trace
 
 
@@ -357,9 +327,8 @@ def test_a_loop_faster_than_one_slab_should_stay(report):
 
 def test_a_staged_batch_is_recognised_as_one_slab(report):
     trace = TraceMaker()
-    for number in range(4):
-        start = 1000 * number
-        trace.step(number, start, 1000).add("user_annotation", "pinstage.stage", start, 300)
+    for start in trace.steps(4, 1000):
+        trace.add("user_annotation", "pinstage.stage", start, 300)
         trace.kernel(start + 400, 500).copy(
             start + 250, 50, 1 << 20, kind="Pinned", asked=start + 240
         )
@@ -368,24 +337,28 @@ def test_a_staged_batch_is_recognised_as_one_slab(report):
     assert worst.verdict.endswith("pinstage stages it as one slab already.")
 
 
-def test_the_bus_that_is_given_counts(report):
-    slow = Bus(pageable=1, pinned=2, call=0)
-    packing = report(waiting_loop(leaf_bytes=1 << 20), bus=slow).packing
-    assert packing.packed_seconds == approx(250e-6 + 50 * 0.7e-6 + 50 * (1 << 20) / 2e9)
-    assert packing.bytes_per_second == approx(2e9)
-
-
-def test_the_bus_is_read_from_large_pinned_copies(report):
-    trace = TraceMaker().copy(0, 200, 4 << 20, kind="Pinned").copy(200, 1, 1 << 19, kind="Pinned")
-    trace.copy(300, 1, 1 << 22)
-    packing = report(trace).packing
-    assert packing.bytes_per_second == approx((4 << 20) / 200e-6)
-
-
-def test_else_the_bus_is_that_of_the_cost(report):
-    packing = report(TraceMaker().copy(0, 10, 64)).packing
-    assert packing.bytes_per_second == REFERENCE.bytes_per_second
-    assert REFERENCE.source in packing.assumptions()[0]
+@pytest.mark.parametrize(
+    ("trace", "bus", "speed"),
+    [
+        (naive_loop(), Bus(pageable=1, pinned=2, call=0), 2e9),
+        # The only large page-locked copy.
+        (
+            TraceMaker()
+            .copy(0, 200, 4 << 20, kind="Pinned")
+            .copy(200, 1, 1 << 19, kind="Pinned")
+            .copy(300, 1, 1 << 22),
+            None,
+            (4 << 20) / 200e-6,
+        ),
+        (naive_loop(), None, REFERENCE.bytes_per_second),
+    ],
+)
+def test_the_bus_is_given_or_in_the_trace(report, trace, bus, speed):
+    packing = report(trace, bus=bus).packing
+    assert packing.bytes_per_second == approx(speed)
+    assert packing.packed_seconds == approx(
+        250e-6 + packing.leaves * 0.7e-6 + packing.nbytes / speed
+    )
 
 
 @pytest.mark.parametrize("loop", [{"leaves": 1001}, {"leaves": 50, "leaf_bytes": 1 << 20}])
@@ -399,30 +372,27 @@ def test_nothing_is_predicted_beyond_the_measured_loops(report, loop):
     assert "The GPU idles for" in found.verdict
 
 
-def test_a_stalled_loop_learns_what_it_can_gain(report):
+def test_a_waiting_loop_saves_its_staging_time(report):
     found = report(waiting_loop(leaves=700))
-    least, most = (
-        f"{seconds * 1e3:.1f} ms"
-        for seconds in (found.packing.least_saved_seconds, found.packing.most_saved_seconds)
-    )
+    packing = found.packing
+    least, most = packing.least_saved_seconds, packing.most_saved_seconds
     assert found.verdict == (
         "A step cannot be shorter than its kernels, 2.00 ms; it takes 16.0 ms here, and about "
         "14.1 ms without the profiler. The GPU idles for 87% of a step (14.0 ms) while the host "
         "stages: 700 host-to-device copies per step (100% below 64.00 KiB, 100% of the bytes from "
         "pageable memory). One slab would take about 808 us to stage, instead of 12.1 ms, and "
-        f"save {least} to {most} of a step. --step-ms, a step's time without the profiler, narrows "
-        "this."
+        f"save {least * 1e3:.1f} ms to {most * 1e3:.1f} ms of a step. --step-ms, a step's time "
+        "without the profiler, narrows this."
     )
-    assert 9e-3 < found.packing.least_saved_seconds < found.packing.most_saved_seconds < 12.2e-3
+    assert packing.waits_for_device
+    assert packing.saved_seconds == approx(14e-3 - 700 * ADDED - packing.packed_seconds, rel=1e-3)
+    assert 9e-3 < least < packing.saved_seconds < most < 12.2e-3
 
 
 def test_a_loop_with_hidden_copies_has_no_gain(report):
     trace = TraceMaker()
-    for number in range(4):
-        start = 1000 * number
-        trace.step(number, start, 1000).kernel(start, 999).copy(
-            start + 100, 50, 1 << 20, kind="Pinned", asked=start + 20
-        )
+    for start in trace.steps(4, 1000):
+        trace.kernel(start, 999).copy(start + 100, 50, 64, kind="Pinned", asked=start + 20)
     verdict = report(trace).verdict
     assert verdict.startswith("The GPU is at work for 100% of a step: staging can save 0 at most")
     assert (
@@ -434,11 +404,8 @@ def test_a_loop_with_hidden_copies_has_no_gain(report):
 
 def test_a_loader_bound_loop_is_named_so(report):
     trace = TraceMaker()
-    for number in range(4):
-        start = 1000 * number
-        trace.step(number, start, 1000).wait(start, 700).kernel(start + 800, 200).copy(
-            start + 750, 5, 64
-        )
+    for start in trace.steps(4, 1000):
+        trace.wait(start, 700).kernel(start + 800, 200).copy(start + 750, 5, 64)
     worst = report(trace)
     assert worst.verdict.startswith(
         "The loop waits 70% of the time for its loader, whose workers or pinning thread set its "
@@ -450,14 +417,12 @@ def test_a_loader_bound_loop_is_named_so(report):
 def test_unpickling_ready_batches_isn_t_waiting_for_workers(report):
     def trace(opens):
         found = TraceMaker()
-        for number in range(4):
-            start = 2000 * number
-            found.step(number, start, 2000).wait(start, 700).kernel(start + 1800, 200)
+        for start in found.steps(4, 2000):
+            found.wait(start, 700).kernel(start + 1800, 200)
             for leaf in range(50):
                 found.op("aten::set_", start + opens + leaf, 0.5)
-                found.op("aten::to", start + 700 + leaf * 20, 20).copy(
-                    start + 710 + leaf * 20, 2, 64, asked=start + 705 + leaf * 20
-                )
+                at = start + 700 + leaf * 20
+                found.op("aten::to", at, 20).copy(at + 10, 2, 64, asked=at + 5)
         return found
 
     busy, idle = (report(trace(opens)) for opens in (20, 600))
@@ -483,36 +448,21 @@ def test_copies_of_unknown_size_are_not_small(report):
     )
 
 
-def downloading_loop(copies, *, exposed_us=20, waiting_us=0):
-    trace = TraceMaker()
-    for number in range(4):
-        start = number * 5000
-        trace.step(number, start, 5000).kernel(start, 1000)
-        for index in range(copies):
-            at = start + 1000 + index * exposed_us
-            trace.op(
-                "aten::item",
-                at - (0 if index else waiting_us),
-                exposed_us + (0 if index else waiting_us),
-            )
-            trace.copy(at + 5, 2, 4, way="DtoH", asked=at + 2)
-    return trace
-
-
 def test_downloads_get_a_verdict_of_their_own(report):
-    found = report(downloading_loop(100))
-    assert found.analysis.middle("download_seconds") == approx(2e-3)
+    """Each takes 20 us, and the first of a step also waits for a kernel."""
+    trace = TraceMaker()
+    for start in trace.steps(4, 5000):
+        trace.kernel(start, 1000).op("aten::item", start + 100, 920)
+        for at in range(start + 1000, start + 3000, 20):
+            trace.op("aten::item", at, 20).copy(at + 5, 2, 4, way="DtoH", asked=at + 2)
+    found = report(trace)
+    assert found.analysis.middle("download_seconds") == approx(2.9e-3)
+    assert found.analysis.middle("exposed_download_seconds") == approx(2e-3)
     assert (
-        "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, block"
+        "Downloads (.item(), .cpu()): 100 device-to-host copies per step, 400 B, block the host "
+        "for 2.90 ms, 900 us of it waiting for queued kernels. Stager.fetch copies them together"
         in found.verdict
     )
-    assert "Stager.fetch copies them together" in found.verdict
-
-
-def test_a_download_that_waits_for_kernels_says_so(report):
-    found = report(downloading_loop(1, waiting_us=900))
-    assert found.analysis.middle("exposed_download_seconds") == approx(20e-6)
-    assert "900 us of it waiting for queued kernels" in found.verdict
     assert "Downloads" not in report(naive_loop()).verdict
 
 
@@ -546,8 +496,9 @@ def test_sparse_traces_are_shown_too(report, trace):
 def test_the_text_is_one_screen_with_the_assumptions(report):
     text = as_text(report(naive_loop(steps=20)).sections())
     assert text.startswith("A step cannot be shorter than its kernels")
-    for part in ("copies; hidden", "a step, medians", "The prediction assumes:", "NVIDIA H200"):
+    for part in ("copies; hidden", "a step, medians", "The prediction assumes:", REFERENCE.source):
         assert part in text
+    assert "NVIDIA H200 (device 0)" in text
     assert text.count("\n- ") == 4
     assert text.count("\n") < 24
 
@@ -568,20 +519,12 @@ def test_a_terminal_of_eighty_columns_cuts_no_number(report):
                     )
 
 
-def test_json_is_plain_and_complete(report):
-    data = json.loads(json.dumps(report(naive_loop()).to_dict()))
-    assert data["trace"]["copies"][0]["copies"] == 300
-    assert data["packing"]["saved_seconds"] > 0
-    assert len(data["trace"]["steps"]) == 6
-    assert data["verdict"].startswith("A step cannot")
-
-
 # -- files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("window", [1, 7, 100, 1 << 20])
 def test_events_don_t_depend_on_window_boundaries(tmp_path, monkeypatch, window):
-    trace = naive_loop(steps=2, leaves=3).kernel(0, 1)
+    trace = naive_loop(steps=2, leaves=3, schemaVersion=1234567)
     trace.add("cpu_op", 'a "quoted" ] } { [ \u00e9\u20ac\U0001f600 \\ name', 1, 2)
     path = trace.write(tmp_path / "t.json.gz")
     path.write_bytes(
@@ -590,17 +533,8 @@ def test_events_don_t_depend_on_window_boundaries(tmp_path, monkeypatch, window)
     monkeypatch.setattr(_events, "_WINDOW", window)
     file = _events.TraceFile(path)
     assert list(file) == json.loads(trace.text())["traceEvents"]
-    assert file.header["schemaVersion"] == 1
+    assert file.header["schemaVersion"] == 1234567
     assert file.header["traceName"] == "t"
-
-
-def test_numbers_at_a_window_s_end_are_complete(tmp_path, monkeypatch):
-    path = tmp_path / "t.json"
-    path.write_text('{"schemaVersion": 1234567, "traceEvents": [{"ph": "M"}]}')
-    monkeypatch.setattr(_events, "_WINDOW", 1)
-    file = _events.TraceFile(path)
-    assert list(file) == [{"ph": "M"}]
-    assert file.header == {"schemaVersion": 1234567}
 
 
 def test_the_older_format_of_events_alone_is_read(tmp_path):
@@ -620,14 +554,9 @@ def test_only_complete_events_count(analysis):
     ("content", "message"),
     [
         (b"", "isn't a profiler trace: empty file"),
-        (b"# A heading\n", "isn't a profiler trace: invalid JSON"),
         (b"[project]\nname = 3\n", "isn't a profiler trace"),
         (b'{"a": 1, "b": 2}', "JSON without traceEvents (its keys: a, b)"),
         (b'{"traceEvents": []}', "holds no event of a GPU"),
-        (
-            b'{"traceEvents": [{"ph": "X", "cat": "Trace", "name": "x", "ts": 1, "dur": 1}]}',
-            "holds no event of a GPU",
-        ),
         (
             b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}',
             "event 1 (kernel) has no usable 'ts'",
@@ -660,45 +589,36 @@ def test_files_that_aren_t_traces_are_refused(tmp_path, content, message):
     assert str(caught.value).count("t.json") == 1
 
 
+NUMBERS = "ts", "dur", "device", "bytes", "correlation"
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        *(("ts", value) for value in ("x", None, [], float("nan"), float("inf"), 1e300, 10**400)),
-        *(("dur", value) for value in ("x", None, -1, float("nan"), float("inf"), 1e300)),
-        *(("name", value) for value in (5, None, ["a"])),
-        *(("args", value) for value in (5, "x", [1])),
-        *(("device", value) for value in ("x", [], -1, 2**40, float("nan"), float("inf"), 10**400)),
-        *(("bytes", value) for value in ("x", -1, 2**70, float("inf"))),
-        *(("correlation", value) for value in ("x", {}, 2**70, float("-inf"))),
+        *product(NUMBERS, ("x", [], NAN, INF, -INF, 2**70, 10**400)),
+        *product(NUMBERS[1:], (-2,)),
+        ("device", 2**40),
+        *product(("name", "args"), (5, ["a"])),
     ],
 )
 def test_values_that_cannot_be_right_are_an_error(tmp_path, where, value):
-    event = {"device": 0, "bytes": 8, "correlation": 1} | {where: value}
-    event = {
-        "ph": "X",
-        "cat": "gpu_memcpy",
-        "name": "Memcpy HtoD",
-        "ts": 1,
-        "dur": 1,
-        "args": event,
-    } | {where: value}
+    fine = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 1, "dur": 1}
+    event = {**fine, "args": {where: value}, where: value}
     path = tmp_path / "t.json"
-    path.write_text(
-        json.dumps({"traceEvents": [{**event, "ts": 1, "dur": 1, "name": "x", "args": {}}, event]})
-    )
+    path.write_text(json.dumps({"traceEvents": [fine, event]}))
     with pytest.raises(
         TraceError, match=r"t.json isn't a trace .*: event 2 \(gpu_memcpy\) has no usable .{,100}$"
     ):
         trace_report(path)
 
 
-@pytest.mark.parametrize("number", ["9" * 400, "9" * 5000])
-def test_an_impossible_step_number_is_an_error(report, number):
+def test_an_impossible_step_number_is_an_error(report):
     with pytest.raises(TraceError, match="has no usable"):
-        report(naive_loop().step(number, 0, 1))
+        report(naive_loop().step("9" * 5000, 0, 1))
 
 
-@pytest.mark.parametrize("header", [5, "x", {"name": "a"}, [5], [{"name": 5}], None])
+@pytest.mark.parametrize("header", [None, {"name": "a"}, [], [{"name": 5}]])
 def test_a_header_of_another_kind_is_left_out(report, header):
     found = report(TraceMaker(deviceProperties=header).kernel(0, 1))
     assert found.analysis.device_name is None

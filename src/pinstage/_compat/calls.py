@@ -165,18 +165,12 @@ def pytree_functions(cls: type) -> tuple[Callable[[Any], Any], Callable[[Any, An
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the strided tensors that hold a tensor's memory: itself, or the parts of a sparse or
     nested one.
-
-    Raises:
-        RuntimeError: this torch shows the parts of a sparse tensor only if it is coalesced.
     """
     if tensor.is_nested:
         return [tensor.values()]
-    # Torch's manual names both, for tensors that are not coalesced.
     if tensor.layout is torch.sparse_coo:
-        return [
-            getattr(tensor, "_indices", tensor.indices)(),
-            getattr(tensor, "_values", tensor.values)(),
-        ]
+        # Torch's manual names both, for tensors that are not coalesced.
+        return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

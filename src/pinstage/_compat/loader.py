@@ -196,13 +196,12 @@ class Workers:
         # First, because torch would raise an error anywhere in the main thread when a worker is
         # killed.
         self._forget_pids(id(self))
+        left = self.processes
         if self._set_done():
             for queue in self._index_queues:
                 with contextlib.suppress(OSError, ValueError):  # closed
                     queue.put(None)
-            left = self._wait(self.processes)
-        else:
-            left = self.processes
+            left = self._wait(left)
         for stop in ("terminate", "kill"):
             for worker in left:
                 getattr(worker, stop)()
@@ -232,11 +231,10 @@ class Workers:
     def _wait(self, workers: list[Any]) -> list[Any]:
         """Return the workers that have not ended in time."""
         deadline = time.monotonic() + _END_SECONDS
-        left = list(workers)
-        while left and (seconds := deadline - time.monotonic()) > 0:
-            wait([worker.sentinel for worker in left], seconds)
-            left = [worker for worker in left if not _has_ended(worker)]
-        return left
+        while workers and (seconds := deadline - time.monotonic()) > 0:
+            wait([worker.sentinel for worker in workers], seconds)
+            workers = [worker for worker in workers if not _has_ended(worker)]
+        return workers
 
 
 def _has_ended(worker: Any) -> bool:

@@ -22,7 +22,7 @@ def warn_once(text: str, *, about: str | None = None) -> None:
         text: the warning.
         about: its subject, of which there is one warning; None is the text.
     """
-    subject = text if about is None else about
+    subject = about or text
     if subject not in _warned:
         _warned.add(subject)
         warnings.warn(text, StagingWarning, stacklevel=3)

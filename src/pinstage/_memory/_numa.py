@@ -79,7 +79,7 @@ def placement(
     """
     if asked is None:
         return ANYWHERE
-    nodes = {node for node in _host.numa_nodes(root) if _host.node_cpus(node, root)}
+    nodes = _nodes_with_cpus(root)
     if nodes and asked != "auto" and asked not in nodes:
         raise ValueError(
             f"numa_node={asked!r}: no node {asked} with CPUs on this host, which has "
@@ -90,13 +90,16 @@ def placement(
     policy = _pages.memory_policy()
     if policy:
         return _anywhere("this process has a memory policy (numactl), which is kept")
-    node = find_node() if asked == "auto" else asked
+    node, reason = (find_node(), "the device's") if asked == "auto" else (asked, "as asked")
     if node not in nodes:
         return _anywhere(f"numa_node='auto': the system doesn't report the device's node: {node}")
     cpus = _host.node_cpus(node, root) & _host.affinity()
-    if asked == "auto" and not cpus:
-        return _anywhere(f"this process may use none of the CPUs of node {node}, the device's")
-    reason = "the device's" if asked == "auto" else "as asked"
     if not cpus:
+        if asked == "auto":
+            return _anywhere(f"this process may use none of the CPUs of node {node}, the device's")
         reason += " (this process may use none of its CPUs)"
     return Placement(node if policy == 0 else None, cpus, f"node {node}, {reason}")
+
+
+def _nodes_with_cpus(root: Path) -> set[int]:
+    return {node for node in _host.numa_nodes(root) if _host.node_cpus(node, root)}

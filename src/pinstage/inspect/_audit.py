@@ -139,11 +139,11 @@ class Audit:
             "aliases": sum(leaf.alias_of is not None for leaf in self.leaves),
         }
 
-    def _by_stop(self) -> dict[str, list[LeafReport]]:
+    def _by_stop(self) -> dict[str | None, list[LeafReport]]:
         """Return the leaves that are left pageable, by the type that stops torch."""
-        leaves_by_type: dict[str, list[LeafReport]] = {}
+        leaves_by_type: dict[str | None, list[LeafReport]] = {}
         for leaf in self.left_pageable:
-            leaves_by_type.setdefault(leaf.stopped_by or "?", []).append(leaf)
+            leaves_by_type.setdefault(leaf.stopped_by, []).append(leaf)
         return leaves_by_type
 
     def _pinning_lines(self) -> list[Line]:
@@ -306,9 +306,9 @@ def _kept(layout: ps.Layout) -> tuple[int, int]:
     if not slots:
         return 0, 0
     smallest = min(slots, key=lambda slot: slot.nbytes)
-    block = [slot for slot in slots if slot.block == smallest.block]
-    if len(block) == 1 or sharing_of("auto", len(layout.slots)) is Sharing.EACH:
+    if sharing_of("auto", len(layout.slots)) is Sharing.EACH:
         return smallest.nbytes, smallest.nbytes
+    block = [slot for slot in slots if slot.block == smallest.block]
     end = max(slot.offset + slot.nbytes for slot in block)
     return smallest.nbytes, end - min(slot.offset for slot in block)
 
@@ -346,7 +346,7 @@ def _reports(located_leaves: Sequence[LocatedLeaf], pinning: Pinning) -> Iterato
 
 def _is_pinned(leaf: Leaf) -> bool:
     try:
-        return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_pinned()
+        return isinstance(leaf, torch.Tensor) and leaf.is_pinned()
     except RuntimeError:  # raised for some layouts
         return False
 
@@ -397,7 +397,7 @@ def _row(leaf: LeafReport) -> list[str]:
         _memory(leaf),
         leaf.contiguous,
         pin_memory,
-        "" if leaf.alias_of is None else leaf.alias_of or "(batch)",
+        leaf.alias_of or "",
     ]
 
 

@@ -97,12 +97,12 @@ def diagnose(
     affinity, nodes = _host.affinity(), len(_host.numa_nodes(root))
     built_for, python = torch.version.cuda, platform.python_version()
     is_missing = device is not None and device >= len(gpus)
-    page = try_page(None if is_missing else device)
+    tried = None if is_missing else device
     checks = [
         _checks.cuda(built_for, available, gpus, driver),
         _checks.versions(python, driver, built_for, _bindings_version()),
-        _checks.page_locking(available, why_not, *page),
-        _checks.loader_slabs(available, try_slab(None if is_missing else device)),
+        _checks.page_locking(available, why_not, *try_page(tried)),
+        _checks.loader_slabs(available, try_slab(tried)),
     ]
     for gpu in gpus:
         checks.append(_checks.link(gpu))
@@ -141,40 +141,38 @@ def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
 
 def private_names() -> list[Check]:
     """Report the private names of torch and CPython that don't behave as pinstage expects."""
-    slow_tensors = "tensors are described and made in Python, one by one"
-    slow_loader = "batches of workers are staged in the main process, which is slower"
-    probes = {
-        "tensors": (why_tensors_are_slow(), slow_tensors),
-        "save_on_cpu": (
+    probes = (
+        (
+            "tensors",
+            why_tensors_are_slow(),
+            "tensors are described and made in Python, one by one",
+        ),
+        (
+            "save_on_cpu",
             why_changes_are_not_seen(),
             "pinstage.offload.save_on_cpu is refused: use torch's",
         ),
-        "load_weights": (
-            why_checkpoints_are_unknown(),
-            "modules are refused: use load_state_dict",
+        ("load_weights", why_checkpoints_are_unknown(), "modules are refused: use load_state_dict"),
+        (
+            "DataLoader",
+            why_loader_is_unknown(),
+            "batches of workers are staged in the main process, which is slower",
         ),
-        "DataLoader": (why_loader_is_unknown(), slow_loader),
-    }
-    checks = [
-        Check(name, "warning", reason, effect)
-        for name, (reason, effect) in probes.items()
-        if reason
-    ]
+    )
+    checks = [Check(name, "warning", why, effect) for name, why, effect in probes if why]
     return checks or [Check("private names", "ok", "those of torch and CPython behave as expected")]
 
 
 def try_page(device: int | None) -> tuple[str, str]:
     """Return the kind of memory that a region of one page gets, and why it isn't registered."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report has the reason
-        with ps.HostRegion(1, device=device) as region:
-            return region.kind, region.reason
+    # Without the warning: the report has the reason.
+    with warnings.catch_warnings(action="ignore"), ps.HostRegion(1, device=device) as region:
+        return region.kind, region.reason
 
 
 def try_slab(device: int | None) -> bool:
     """Return whether a slab that workers write into is page-locked."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         memory = ps.memory.SharedMemory(device)
         block = memory.allocate(1)
         memory.deallocate(block)

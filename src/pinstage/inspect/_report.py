@@ -140,11 +140,11 @@ def duration(seconds: float) -> str:
     if seconds == 0:
         return "0"
     unit, value = "us", seconds * 1e6
-    if abs(seconds) >= 0.9995:
+    if seconds >= 0.9995:
         unit, value = "s", seconds
-    elif abs(seconds) >= 0.9995e-3:
+    elif seconds >= 0.9995e-3:
         unit, value = "ms", seconds * 1e3
-    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"
 
 

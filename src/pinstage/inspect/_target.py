@@ -87,8 +87,7 @@ def _batches_of(made: Any) -> Iterable[Any]:
     if made is None:
         return ()
     batches = (torch.Tensor, np.ndarray, Mapping, Sequence, Set)
-    is_batch = isinstance(made, batches) or not hasattr(made, "__iter__")
-    return [made] if is_batch and not isinstance(made, DataLoader | Iterator) else made
+    return [made] if isinstance(made, batches) or not hasattr(made, "__iter__") else made
 
 
 def _import(name: str) -> ModuleType:

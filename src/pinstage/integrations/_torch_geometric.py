@@ -61,12 +61,13 @@ def _flatten(data: Any) -> tuple[Any, None]:
         for key, store in keyed.items():
             private = {name: mark for name, mark in vars(store).items() if name not in _ITS_OWN}
             stores.append((where, key, type(store), private))
-            mappings.append({name: _kept_if_array(item) for name, item in store.items()})
+            mappings.append(
+                {
+                    name: ps.on_host(item) if isinstance(item, np.ndarray) else item
+                    for name, item in store.items()
+                }
+            )
     return (*mappings, ps.on_host((attributes, stores))), None
-
-
-def _kept_if_array(item: Any) -> Any:
-    return ps.on_host(item) if isinstance(item, np.ndarray) else item
 
 
 _ITS_OWN = ("_mapping", "_parent", "_cached_attr")

@@ -124,9 +124,9 @@ def _iterates_as_torch_does(loader: Any) -> bool:
     """Return whether a loader is torch's or torchdata's, or a subclass without an ``__iter__`` of
     its own.
     """
-    if not isinstance(loader, DataLoader):
-        return False
-    return type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+    return isinstance(loader, DataLoader) and (
+        type(loader).__iter__.__module__.partition(".")[0] in ("torch", "torchdata")
+    )
 
 
 def _tensors(batch: Any, seen: set[int]) -> Iterator[torch.Tensor]:

@@ -14,17 +14,23 @@ import numpy as np
 import numpy.typing as npt
 
 from .._bus import KIB, MIB
-from . import _events
 from ._events import (
     CALL,
+    CALL_COPY,
+    CALL_PIN,
+    CALL_SYNCHRONISE,
     CALLS,
     COPY,
     HOST,
+    INSIDE_TO_OP,
     KERNEL,
+    MOVING_OP,
     OUR_OP,
     STEP,
     TO_DEVICE,
     TO_HOST,
+    TO_OP,
+    WAIT,
     Events,
     Trace,
 )
@@ -180,15 +186,14 @@ class Analysis:
         """Return a column for each figure, with a row for each step."""
         timeline, events, loop, copies = self._timeline, self._events, self._loop, self._copies
         cover = timeline.cover
-        uploads, downloads = (
-            cover(copies.spans[(copies.track == self.device) & (copies.direction == way)])
-            for way in (TO_DEVICE, TO_HOST)
-        )
+        to_device, to_host = copies.direction == TO_DEVICE, copies.direction == TO_HOST
+        is_here = copies.track == self.device
+        uploads, downloads = (cover(copies.spans[is_here & way]) for way in (to_device, to_host))
         host = timeline.bridge(self._host_copying(TO_DEVICE) | cover(loop.of(OUR_OP).spans))
         staging = host | uploads
         stalls = staging & ~busy
         fetching = self._host_copying(TO_HOST) & ~host
-        waits, starts = events.of(_events.WAIT).spans, np.sort(loop.spans[:, 0])
+        waits, starts = events.of(WAIT).spans, np.sort(loop.spans[:, 0])
         # A loop that gets a batch runs operators on it.
         got_it = np.append(starts, np.inf)[np.searchsorted(starts, waits[:, 0], side="right")]
         idle = np.column_stack([waits[:, 0], np.minimum(waits[:, 1], got_it)])
@@ -198,7 +203,7 @@ class Analysis:
             "staging_seconds": staging,  # the host was staging, or a copy to the device ran
             "stall_seconds": stalls,  # of that, without a kernel: the GPU waits for staging
             # The host waited for the device, outside staging.
-            "synchronise_seconds": cover(loop.of(_events.CALL_SYNCHRONISE).spans) & ~staging,
+            "synchronise_seconds": cover(loop.of(CALL_SYNCHRONISE).spans) & ~staging,
             "wait_seconds": cover(waits),  # the loop waited for its loader
             # Of that, until the first operator, such as in unpickling the batch.
             "idle_wait_seconds": cover(idle),
@@ -220,14 +225,15 @@ class Analysis:
         # One by one, because each array of amounts is large.
         figures = {name: timeline.within(timeline.lengths * times[name], bounds) for name in times}
         launched = _launch_times(events, copies)
-        for way, number, size in (
-            (TO_DEVICE, "copies", "nbytes"),
-            (TO_HOST, "downloads", "download_bytes"),
-        ):
-            is_mine = copies.direction == way
-            for name, weights in (number, is_mine), (size, is_mine * copies.nbytes):
-                sums = timeline.within(timeline.amounts(launched, weights), bounds)
-                figures[name] = sums.astype(np.int64)
+        launches = {
+            "copies": to_device,
+            "nbytes": to_device * copies.nbytes,
+            "downloads": to_host,
+            "download_bytes": to_host * copies.nbytes,
+        }
+        for name, weights in launches.items():
+            sums = timeline.within(timeline.amounts(launched, weights), bounds)
+            figures[name] = sums.astype(np.int64)
         return figures | {
             name: timeline.within(added * profiled[name], bounds) for name in profiled
         }
@@ -242,12 +248,12 @@ class Analysis:
         nothing by itself.
         """
         loop, copies, timeline = self._loop, self._copies, self._timeline
-        calls = loop.of(_events.CALL_COPY)
+        calls = loop.of(CALL_COPY)
         mine = copies.number[(copies.direction == way) & (copies.number >= 0)]
         spans = calls.spans[np.isin(calls.number, mine)]
         if way == TO_DEVICE:
-            spans = np.concatenate([spans, loop.of(_events.CALL_PIN).spans])
-        operators = loop.of(_events.TO_OP, _events.INSIDE_TO_OP, _events.MOVING_OP).spans
+            spans = np.concatenate([spans, loop.of(CALL_PIN).spans])
+        operators = loop.of(TO_OP, INSIDE_TO_OP, MOVING_OP).spans
         return timeline.cover(spans) | timeline.runs_at(timeline.cover(operators), spans[:, 0])
 
 
@@ -289,8 +295,8 @@ def _profiler_unit(loop: Events) -> float:
     """Return the median time from the start of `aten::to` to the start of the `aten::_to_copy` that
     it calls.
     """
-    outer = np.sort(loop.of(_events.TO_OP).spans[:, 0])
-    inner = loop.of(_events.INSIDE_TO_OP).spans[:, 0]
+    outer = np.sort(loop.of(TO_OP).spans[:, 0])
+    inner = loop.of(INSIDE_TO_OP).spans[:, 0]
     before = np.searchsorted(outer, inner, side="right") - 1
     if not (before >= 0).any():
         return UNIT_SECONDS
