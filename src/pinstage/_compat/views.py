@@ -46,9 +46,8 @@ def check_dtype(dtype: Any) -> None:
     """
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"not a dtype of torch: {dtype!r}; pass one such as torch.float32")
-    if str(dtype).startswith(
-        "torch.q"
-    ):  # qint8, quint4x2, ...: all quantised dtypes, and no others
+    # qint8, quint4x2, ...: all quantised dtypes, and no others
+    if str(dtype).startswith("torch.q"):
         raise TypeError(
             f"memory can't be a tensor of {dtype}: a quantised tensor also has a scale and a zero "
             "point; take its integers (torch.int8, torch.uint8, torch.int32)"
