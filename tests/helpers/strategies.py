@@ -440,11 +440,22 @@ def batches(draw, passthrough=True, max_leaves=12):
     )
 
 
+def slab_for(layout):
+    """Return memory of just the right size for a layout or an offset table, with any content."""
+    return torch.empty(layout.nbytes, dtype=torch.uint8)
+
+
+def packed(batch):
+    """Return a batch's layout, and a slab with its bytes."""
+    layout = ps.Layout.of(batch)
+    slab = slab_for(layout)
+    layout.pack(batch, slab)
+    return layout, slab
+
+
 def through_slab(batch):
     """Pack a batch into a slab of just the right size, and unpack it."""
-    layout = ps.Layout.of(batch)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     return layout.unpack(slab, layout.others(batch))
 
 
