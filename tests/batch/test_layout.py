@@ -12,6 +12,9 @@ from strategies import (
     EXPERIMENTAL,
     TensorSubclass,
     assert_same,
+    packed,
+    raises_at,
+    slab_for,
     tensor_of,
     through_slab,
 )
@@ -21,13 +24,7 @@ from pinstage import Layout, Stager
 from pinstage._batch import ALIGNMENT, Slot
 from pinstage.errors import LayoutError, PinstageError
 
-pytestmark = [
-    pytest.mark.usefixtures("both_paths"),
-]
-
-
-def slab_for(layout):
-    return torch.empty(layout.nbytes, dtype=torch.uint8)
+pytestmark = pytest.mark.usefixtures("both_paths")
 
 
 def ids(dtype):
@@ -61,10 +58,9 @@ def test_the_alignment_fits_every_element_type():
 
 
 def test_layouts_are_equal_by_structure_and_shapes(batch):
-    other = {**batch, "image": batch["image"] + 1, "weight": 2.5}
-    assert Layout.of(batch) == Layout.of(other)
-    assert hash(Layout.of(batch)) == hash(Layout.of(other))
-    assert len({Layout.of(batch), Layout.of(other)}) == 1
+    layouts = Layout.of(batch), Layout.of({**batch, "image": batch["image"] + 1, "weight": 2.5})
+    assert layouts[0] == layouts[1]
+    assert len(set(layouts)) == 1
 
 
 @pytest.mark.parametrize(
@@ -84,10 +80,7 @@ def test_layouts_are_equal_by_structure_and_shapes(batch):
 def test_layouts_of_different_batches_differ(changed):
     t = torch.arange(6.0)
     assert Layout.of([t, t.clone()]) != Layout.of(changed(t))
-
-
-def test_a_layout_cannot_be_mistaken_for_something_else():
-    assert Layout.of([torch.zeros(2)]) != [torch.zeros(2)]
+    assert Layout.of([t]) != [t]
 
 
 def test_the_offset_table_is_printed(batch):
@@ -103,8 +96,9 @@ def test_the_offset_table_is_printed(batch):
 
 
 def test_a_single_tensor_batch_is_named_the_batch():
-    assert "(batch)" in str(Layout.of(torch.zeros(2)))
-    assert Layout.of(torch.zeros(2)).slots[0].path == ""
+    layout = Layout.of(torch.zeros(2))
+    assert "(batch)" in str(layout)
+    assert layout.slots[0].path == ""
 
 
 def test_repr_says_how_large_it_is(batch):
@@ -145,25 +139,11 @@ def test_a_dtype_without_a_code_moves_by_to():
 
 
 def test_all_dtypes_that_torch_stores_densely_are_tried():
-    named = [
-        "bool",
-        "bfloat16",
-        "float16",
-        "complex32",
-        "complex64",
-        "complex128",
-        "uint16",
-        "uint32",
-        "uint64",
-    ]
-    named += [
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    ]
-    present = {getattr(torch, name) for name in named if hasattr(torch, name)}
+    named = (
+        "bool bfloat16 float16 complex32 complex64 complex128 uint16 uint32 uint64 "
+        "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+    )
+    present = {getattr(torch, name) for name in named.split() if hasattr(torch, name)}
     assert present <= set(DTYPES)
 
 
@@ -171,15 +151,10 @@ def test_all_dtypes_that_torch_stores_densely_are_tried():
     "tensor",
     [
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(2, 3, 2, 4, 5).to(memory_format=torch.channels_last_3d),
-        torch.randn(4, 5).t(),
         torch.randn(40, 50, 60).permute(2, 0, 1),
         torch.randn(1, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),  # contiguous, too
-        torch.randn(2, 1, 4, 5),
-        torch.randn(2, 3, 1, 1).to(memory_format=torch.channels_last),
         torch.randn(2, 1, 3, 4, 1).to(memory_format=torch.channels_last_3d),
-        torch.randn(1, 3).t(),
         torch.randn(1, 4)[:, :1],
         torch.randn(6, 5).as_strided((5, 1), (1, 7)),
         torch.empty(3, 0, 2).permute(2, 0, 1),
@@ -398,17 +373,10 @@ def test_a_read_only_array_is_freed_early():
     assert gone() is None
 
 
+# `strategies.atoms` draws the others.
 @pytest.mark.parametrize(
     "array",
-    [
-        np.array(["a", "bc"]),
-        np.array([b"a", b"bc"]),
-        np.array(["2024-02-29"], dtype="M8[D]"),
-        np.array([3], dtype="m8[s]"),
-        np.zeros(3, dtype=[("x", "f4"), ("y", "i8", (2,))]),
-        np.array([None, "text", {"a": 1}], dtype=object),
-        np.array([b"raw"], dtype="V3"),
-    ],
+    [np.array([b"a", b"bc"]), np.array([3], dtype="m8[s]"), np.array([b"raw"], dtype="V3")],
     ids=lambda array: str(array.dtype),
 )
 def test_non_numeric_arrays_are_returned_unchanged(array):
@@ -427,20 +395,15 @@ def test_non_numeric_arrays_are_returned_unchanged(array):
     ids=["masked", "long double", "complex long double"],
 )
 def test_an_array_no_tensor_can_hold_is_named(array, reason):
-    with pytest.raises(LayoutError, match=reason) as caught:
+    with raises_at("['a'][1]", match=rf"batch\['a'\]\[1\] .*({reason})"):
         Layout.of({"a": [1, array]})
-    assert caught.value.path == "['a'][1]"
-    assert "batch['a'][1]" in str(caught.value)
-    assert isinstance(caught.value, TypeError)
 
 
 # -- packing by hand -------------------------------------------------------------------------------
 
 
 def test_unpack_copies_nothing_and_keeps_the_slab_alive(batch):
-    layout = Layout.of(batch)
-    slab = slab_for(layout)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     unpacked = layout.unpack(slab, layout.others(batch))
     assert unpacked["image"].untyped_storage().data_ptr() == slab.data_ptr()
     slab.zero_()
@@ -515,27 +478,26 @@ def test_packing_into_a_device_is_refused(batch):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "path", "reason"),
+    ("pair", "path", "reason"),
     [
-        (lambda t: [t, t.clone()], lambda t: [t, t.double()], "[1]", r"float64 \[2, 3\] instead of float32 \[2, 3\]"),
-        (lambda t: [t, t.clone()], lambda t: [t, t[:1]], "[1]", r"float32 \[1, 3\] instead of .*; make a layout"),
-        (lambda t: [t, t.t()], lambda t: [t, t.t().contiguous()], "[1]", "float32 .* instead of .* with stride"),
-        (lambda t: [t, "text"], lambda t: [t, t.clone()], "[1]", "float32 .* instead of a leaf that isn't a tensor"),
-        (lambda t: [t, t.clone()], lambda t: [t, "text"], "[1]", "a leaf that isn't a tensor instead of float32"),
-        (lambda t: [t, t.clone()], lambda t: [t, t.to_sparse()], "[1]", "a tensor that cannot be packed instead of"),
-        (lambda t: [t, t], lambda t: [t, t.clone()], "[1]", r"float32 \[2, 3\] instead of the same object as leaf"),
-        (lambda t: [t, t.clone()], lambda t: [t, t], "[1]", "the same object as leaf number 0 instead of float32"),
-        (lambda t: [t, None], lambda t: [t, t], "", "another structure"),
-        (lambda t: {"a": t}, lambda t: {"b": t}, "", "another structure"),
+        (lambda t, u: ([t, u], [t, t.double()]), "[1]", r"float64 \[2, 3\] instead of float32 \[2, 3\]"),
+        (lambda t, u: ([t, u], [t, t[:1]]), "[1]", r"float32 \[1, 3\] instead of .*; make a layout"),
+        (lambda t, u: ([t, t.t()], [t, t.t().contiguous()]), "[1]", "float32 .* instead of .* with stride"),
+        (lambda t, u: ([t, "text"], [t, u]), "[1]", "float32 .* instead of a leaf that isn't a tensor"),
+        (lambda t, u: ([t, u], [t, "text"]), "[1]", "a leaf that isn't a tensor instead of float32"),
+        (lambda t, u: ([t, u], [t, t.to_sparse()]), "[1]", "a tensor that cannot be packed instead of"),
+        (lambda t, u: ([t, t], [t, u]), "[1]", r"float32 \[2, 3\] instead of the same object as leaf"),
+        (lambda t, u: ([t, u], [t, t]), "[1]", "the same object as leaf number 0 instead of float32"),
+        (lambda t, u: ([t, None], [t, t]), "", "another structure"),
+        (lambda t, u: ({"a": t}, {"b": t}), "", "another structure"),
     ],
 )  # fmt: skip
-def test_a_mismatched_batch_is_refused_with_its_path(ours, theirs, path, reason):
-    t = torch.zeros(2, 3)
-    layout = Layout.of(ours(t))
+def test_a_mismatched_batch_is_refused_with_its_path(pair, path, reason):
+    ours, theirs = pair(torch.zeros(2, 3), torch.zeros(2, 3))
+    layout = Layout.of(ours)
     slab = slab_for(layout).fill_(1)
-    with pytest.raises(LayoutError, match=reason) as caught:
-        layout.pack(theirs(t), slab)
-    assert caught.value.path == path
+    with raises_at(path, match=reason):
+        layout.pack(theirs, slab)
     assert slab.eq(1).all(), "something was written"
 
 
@@ -552,7 +514,7 @@ def test_a_batch_without_bytes_needs_no_slab(batch):
 
 def test_unpack_requires_each_leaf_outside_the_slab():
     layout = Layout.of([torch.eye(2).to_sparse(), torch.ones(3)])
-    slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    slab = slab_for(layout)
     for others in ([], [torch.ones(1), torch.ones(1)]):
         with pytest.raises(
             ValueError,

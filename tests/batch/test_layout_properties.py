@@ -7,7 +7,7 @@ import strategies as known
 import torch
 from hypothesis import given
 from paths import on_both_paths
-from strategies import assert_same, batches, bits
+from strategies import assert_same, batches, bits, packed
 
 from pinstage import Layout
 from pinstage._batch import ALIGNMENT
@@ -34,7 +34,7 @@ def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
 @on_both_paths
 def test_each_distinct_packable_tensor_has_one_slot(batch):
     leaves = {id(leaf): leaf for leaf in known.leaves_of(batch)}.values()
-    packed = [
+    packable = [
         known.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
         for leaf in leaves
         if (isinstance(leaf, torch.Tensor) and known.packable(leaf))
@@ -43,16 +43,15 @@ def test_each_distinct_packable_tensor_has_one_slot(batch):
     slots = Layout.of(batch).slots
     found = sorted((str(slot.dtype), slot.shape, slot.nbytes) for slot in slots)
     assert found == sorted(
-        (str(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize) for leaf in packed
+        (str(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize)
+        for leaf in packable
     )
 
 
 @given(batches())
 @on_both_paths
 def test_a_path_leads_to_its_slot_s_tensor(batch):
-    layout = Layout.of(batch)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     unpacked = layout.unpack(slab, layout.others(batch))
     for slot in layout.slots:
         # An enum as a key, or a node that gives no names.
@@ -66,9 +65,7 @@ def test_a_path_leads_to_its_slot_s_tensor(batch):
 @given(batches(passthrough=False))
 @on_both_paths
 def test_a_layout_travels_by_pickle(batch):
-    layout = Layout.of(batch)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     copy = pickle.loads(pickle.dumps(layout))
     assert copy.slots == layout.slots
     ours, theirs = known.leaves_of(batch), known.leaves_of(copy.unpack(slab, layout.others(batch)))
@@ -81,9 +78,7 @@ def test_a_layout_travels_by_pickle(batch):
 @given(batches(passthrough=False))
 @on_both_paths
 def test_a_layout_packs_every_matching_batch(batch):
-    layout = Layout.of(batch)
-    slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     other = layout.unpack(slab ^ 0xFF, layout.others(batch))  # the same batch with all bits turned
     if Layout.of(other) == layout:  # no strides that the slab does not have
         layout.pack(other, slab)

@@ -12,7 +12,6 @@ import operator
 import pathlib
 import pickle
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -27,12 +26,12 @@ import pytest
 import strategies as known
 import torch
 import warm
-from loader_data import Mapped
-from strategies import assert_same, through_slab
+from loader_data import unbatched
+from strategies import assert_same, packed, raises_at, through_slab
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_pytree_node
 
-from pinstage import DataLoader, Layout, Stager, register_node
+from pinstage import Layout, register_node
 from pinstage._batch import StagingNode, _leaves, _nodes
 from pinstage.errors import LayoutError
 
@@ -44,6 +43,10 @@ def moved(ordered):
 
 def leaf(seed=0):
     return known.tensor_of(torch.float32, (3,), seed)
+
+
+def refused(*_):
+    raise AssertionError("this method was called")
 
 
 def noted(container):
@@ -66,22 +69,11 @@ class FrozenDict(dict):
         super().__init__(*args)
         self.frozen = True
 
-    def __setitem__(self, key, value):
-        raise AssertionError("__setitem__ was called")
-
-    def __iter__(self):
-        raise AssertionError("__iter__ was called")
-
-    def keys(self):
-        raise AssertionError("keys was called")
+    __setitem__ = __iter__ = keys = refused
 
 
 class FrozenList(list):
-    def append(self, value):
-        raise AssertionError("append was called")
-
-    def extend(self, values):
-        raise AssertionError("extend was called")
+    append = extend = refused
 
 
 @dataclasses.dataclass
@@ -134,10 +126,8 @@ class Of(typing.Generic[T]):
 
 # `strategies.batches` draws the others.
 CONTAINERS = {
-    "dict with a tensor for a key": lambda: {torch.zeros(1): leaf()},
     "dict subclass with methods of its own": lambda: FrozenDict({"b": leaf(1), "a": leaf(2)}),
     "OrderedDict subclass in another order": lambda: moved(Ordered(b=leaf(1), a=leaf(2))),
-    "OrderedDict subclass": lambda: Ordered([("b", leaf(1)), ("a", leaf(2))]),
     "OrderedDict with attributes": lambda: noted(
         collections.OrderedDict([("b", leaf(1)), (2, leaf(2))])
     ),
@@ -150,11 +140,9 @@ CONTAINERS = {
     "list subclass": lambda: FrozenList([leaf(1), 2]),
     "torch.return_types": lambda: torch.max(torch.randn(3, 4), dim=0),
     "dataclass with InitVar": lambda: Stream(leaf(1), "wind", factor=2.0),
-    "dataclass with attributes nobody declared": lambda: noted(known.Record(leaf(1))),
     "dataclass, frozen with slots, that inherits": lambda: Derived(leaf(1), leaf(2)),
     "dataclass, generic": lambda: Of(leaf(1)),
     "attrs": lambda: AttrsOpen(leaf(1)),
-    "attrs, frozen": lambda: AttrsFrozen(leaf(1)),
     "attrs, frozen, that inherits": lambda: AttrsDerived(leaf(1), leaf(2)),
 }
 
@@ -173,9 +161,8 @@ def test_containers_come_back_as_they_were(kind):
 
 def test_a_dict_packs_by_a_reordered_layout():
     one, other = {"b": leaf(1), "a": leaf(2)}, {"a": leaf(3), "b": leaf(4)}
-    layout = Layout.of(one)
+    layout, slab = packed(one)
     assert layout == Layout.of(other)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.pack(other, slab)
     assert_same({"b": other["b"], "a": other["a"]}, layout.unpack(slab), "cpu")
 
@@ -221,13 +208,6 @@ def test_objects_are_rebuilt_without_calling_init():
     assert_same(batch, staged, "cpu")
 
 
-def test_a_field_that_is_not_set_stays_so():
-    record = known.SlottedRecord(leaf(), 2)
-    object.__delattr__(record, "second")
-    staged = through_slab(record)
-    assert not hasattr(staged, "second")
-
-
 def test_an_enum_member_stays_itself():
     class Shape(tuple, enum.Enum):  # noqa: SLOT001
         WIDE = (4, 3)
@@ -262,19 +242,8 @@ def test_a_property_is_neither_read_nor_set():
         def __init__(self, value):
             self.__dict__["value"] = value
 
-        @property
-        def value(self):
-            raise AssertionError("the property was read")
-
-        @value.setter
-        def value(self, new):
-            raise AssertionError("the property was set")
-
-        def __setattr__(self, name, value):
-            raise AssertionError("__setattr__ was called")
-
-        def __getattr__(self, name):
-            raise AssertionError(f"__getattr__ was called: {name}")
+        value = property(refused, refused)
+        __setattr__ = __getattr__ = refused
 
     guarded = Guarded(leaf())
     staged = through_slab(guarded)
@@ -311,34 +280,11 @@ def test_subclasses_follow_a_later_registration():
     class Child(Parent):
         pass
 
-    with pytest.raises(LayoutError):
-        Layout.of([Child(leaf())])
-    register_node(Parent)
     batch = [Child(leaf(1)), Parent(leaf(2))]
+    with pytest.raises(LayoutError):
+        Layout.of(batch)
+    register_node(Parent)
     assert_same(batch, through_slab(batch), "cpu")
-
-
-def test_flatten_and_unflatten_control_staging():
-    class Ragged:
-        def __init__(self, rows, scale):
-            self.rows = rows
-            self.scale = scale
-
-    register_node(
-        Ragged,
-        lambda ragged: ((torch.cat(ragged.rows),), (tuple(map(len, ragged.rows)), ragged.scale)),
-        lambda children, context: Ragged(list(children[0].split(context[0])), context[1]),
-    )
-    batch = {"ragged": Ragged([torch.randn(2), torch.randn(3)], 2.0)}
-    layout = Layout.of(batch)
-    assert len(layout.slots) == 1
-    staged = through_slab(batch)["ragged"]
-    assert staged.scale == 2.0
-    assert all(map(torch.equal, staged.rows, batch["ragged"].rows))
-
-
-def test_metadata_is_part_of_the_structure():
-    assert Layout.of(known.Speaking([leaf()], "a")) != Layout.of(known.Speaking([leaf()], "b"))
 
 
 def test_register_node_works_as_a_decorator():
@@ -474,11 +420,9 @@ def test_a_namedtuple_with_a_constructor_can_be_registered():
 # -- the protocol and torch's pytree ---------------------------------------------------------------
 
 
-def test_a_class_with_the_protocol_needs_no_registration():
+def test_isinstance_recognises_the_protocol():
     assert isinstance(known.Speaking([], ""), StagingNode)
     assert not isinstance(known.Record(1), StagingNode)
-    batch = {"a": known.Speaking([leaf(1), [leaf(2), None]], "name")}
-    assert_same(batch, through_slab(batch), "cpu")
 
 
 def test_the_protocol_has_precedence():
@@ -494,15 +438,13 @@ def test_the_protocol_has_precedence():
         def tree_unflatten(cls, metadata, children):
             return cls(next(iter(children)), "dropped")
 
-    staged = through_slab(Scaled(leaf(1), leaf(2)))
-    assert staged.unscaled == "dropped"
-    assert len(Layout.of(Scaled(leaf(1), leaf(2))).slots) == 1
+    assert through_slab(Scaled(leaf(1), leaf(2))).unscaled == "dropped"
 
 
 @pytest.mark.parametrize(
     "harmless_first", [False, True], ids=["refused first", "met as a leaf first"]
 )
-def test_a_class_registered_with_pytree_later_is_known(harmless_first):
+def test_a_class_registered_with_pytree_later_is_known(stager, harmless_first):
     class Late:
         def __init__(self, value):
             self.value = value
@@ -517,13 +459,9 @@ def test_a_class_registered_with_pytree_later_is_known(harmless_first):
     register_pytree_node(
         Late, lambda late: ((late.value,), None), lambda children, context: Late(*children)
     )
-    with Stager("cpu", max_bytes="1MiB") as stager:
-        assert_same([late, leaf(2)], stager.to_host([late, leaf(2)]), "cpu")
-        assert_same([late, leaf(2)], through_slab([late, leaf(2)]), "cpu")
-        assert_same([late, leaf(2)], stager.to_device([late, leaf(2)]), "cpu")
-
-
-# -- paths -----------------------------------------------------------------------------------------
+    batch = [late, leaf(2)]
+    for way in (stager.to_host, through_slab, stager.to_device):
+        assert_same(batch, way(batch), "cpu")
 
 
 # -- what hides tensors ----------------------------------------------------------------------------
@@ -552,14 +490,12 @@ HIDING = {
     "slot": OpaqueSlots,
     "attribute of an attribute": lambda t: Opaque(OpaqueSlots(Opaque(t))),
     "list in an attribute": lambda t: Opaque([1, [{"a": (t,)}]]),
-    "dataclass in an attribute": lambda t: Opaque(known.Record(t)),
     "set": lambda t: {t},
     "frozenset": lambda t: frozenset({1, t}),
     "object array": lambda t: np.array([None, Opaque(t)], dtype=object),
     "numpy array in an attribute": lambda t: Opaque(t.numpy()),
     "numpy array in an object array": lambda t: np.array([None, t.numpy()], dtype=object),
     "module": lambda t: torch.nn.Linear(2, 2),
-    "buffer of a module": lambda t: torch.nn.BatchNorm1d(2, affine=False),
     "optimizer": lambda t: torch.optim.SGD([torch.nn.Parameter(t)]),
     "deque subclass": lambda t: type("Window", (collections.deque,), {})([t]),
     "namespace": lambda t: types.SimpleNamespace(a=t),
@@ -576,9 +512,8 @@ HIDING = {
 @pytest.mark.parametrize("kind", HIDING)
 def test_an_object_hiding_a_tensor_names_the_remedy(kind):
     hiding = HIDING[kind](leaf())
-    with pytest.raises(LayoutError) as caught:
+    with raises_at("['b'][1]") as caught:
         Layout.of({"a": leaf(), "b": [None, hiding]})
-    assert caught.value.path == "['b'][1]"
     said = str(caught.value)
     assert said.startswith("batch['b'][1] holds tensors")
     assert type(hiding).__name__ in said
@@ -614,29 +549,34 @@ class FromC:
         return item
 
 
-def extra(module, name):
+def extra(path):
+    module, _, name = path.rpartition(".")
     return getattr(pytest.importorskip(module), name)
+
+
+def assert_kept(thing):
+    assert Layout.of([thing]).others([thing])[0] is thing
 
 
 WITH_ITEMS = {
     "scripted dict": lambda t: scripted({"a": t}),
     "scripted list": lambda t: scripted([t]),
-    "MultiDict": lambda t: extra("multidict", "MultiDict")(a=t),
-    "MultiDict with a key twice": lambda t: extra("multidict", "MultiDict")([("a", 1), ("a", t)]),
-    "CIMultiDict of lists": lambda t: extra("multidict", "CIMultiDict")(a=[t]),
-    "MultiDictProxy": lambda t: extra("multidict", "MultiDictProxy")(
-        extra("multidict", "MultiDict")(a=t)
+    "MultiDict": lambda t: extra("multidict.MultiDict")(a=t),
+    "MultiDict with a key twice": lambda t: extra("multidict.MultiDict")([("a", 1), ("a", t)]),
+    "CIMultiDict of lists": lambda t: extra("multidict.CIMultiDict")(a=[t]),
+    "MultiDictProxy": lambda t: extra("multidict.MultiDictProxy")(
+        extra("multidict.MultiDict")(a=t)
     ),
-    "HashTrieMap": lambda t: extra("rpds", "HashTrieMap")({"a": t}),
-    "HashTrieMap in another": lambda t: extra("rpds", "HashTrieMap")(
-        {"a": extra("rpds", "HashTrieMap")({"b": t})}
+    "HashTrieMap": lambda t: extra("rpds.HashTrieMap")({"a": t}),
+    "HashTrieMap in another": lambda t: extra("rpds.HashTrieMap")(
+        {"a": extra("rpds.HashTrieMap")({"b": t})}
     ),
-    "rpds.List": lambda t: extra("rpds", "List")([1, t]),
-    "rpds.Queue": lambda t: extra("rpds", "Queue")([t]),
-    "column": lambda t: extra("pandas", "Series")([t, t]),
-    "column by name": lambda t: extra("pandas", "Series")([t], index=["a"]),
-    "column in an attribute": lambda t: Opaque(extra("pandas", "Series")([t])),
-    "frame": lambda t: extra("pandas", "DataFrame")({"a": [1], "b": [t]}),
+    "rpds.List": lambda t: extra("rpds.List")([1, t]),
+    "rpds.Queue": lambda t: extra("rpds.Queue")([t]),
+    "column": lambda t: extra("pandas.Series")([t, t]),
+    "column by name": lambda t: extra("pandas.Series")([t], index=["a"]),
+    "column in an attribute": lambda t: Opaque(extra("pandas.Series")([t])),
+    "frame": lambda t: extra("pandas.DataFrame")({"a": [1], "b": [t]}),
     "items before an error": lambda t: FromC(t, ValueError()),
     "the sixteenth item": lambda t: FromC(*range(15), t),
     "an item of an item": lambda t: FromC(FromC(t)),
@@ -646,20 +586,12 @@ WITH_ITEMS = {
 
 @pytest.mark.parametrize("kind", WITH_ITEMS)
 def test_a_container_that_is_not_pythons_is_refused(kind):
-    harmless, hiding = (
-        (WITH_ITEMS[kind](item) for item in (1.0, leaf()))
-        if "scripted" not in kind
-        else (
-            scripted({"a": 1.0} if "dict" in kind else [1.0]),
-            WITH_ITEMS[kind](leaf()),
-        )
-    )
-    assert Layout.of({"a": [harmless]}).others({"a": [harmless]})[0] is harmless
-    with pytest.raises(
-        LayoutError, match=rf"^batch\['a'\]\[0\] holds tensors.*: .*{type(hiding).__name__}; "
+    harmless, hiding = map(WITH_ITEMS[kind], (1.0, leaf()))
+    assert_kept(harmless)
+    with raises_at(
+        "['a'][0]", match=rf"^batch\['a'\]\[0\] holds tensors.*: .*{type(hiding).__name__}; "
     ) as caught:
         Layout.of({"a": [hiding]})
-    assert caught.value.path == "['a'][0]"
     if isinstance(hiding, Opaque | FromC):
         assert "pinstage.register_node(" in str(caught.value)
     elif "column" not in kind and "frame" not in kind:
@@ -670,13 +602,12 @@ def test_a_container_that_is_not_pythons_is_refused(kind):
 
 NO_TENSORS = {
     "an error at once": lambda: FromC(ValueError()),
-    "the seventeenth item": lambda: FromC(*range(16), leaf()),
     "three levels": lambda: FromC(FromC(FromC(leaf()))),
-    "column of numbers": lambda: extra("pandas", "Series")([1.0, 2.0]),
-    "column of categories": lambda: extra("pandas", "Series")(["a", "b"], dtype="category"),
-    "column of numbers or none": lambda: extra("pandas", "Series")([1, None], dtype="Int64"),
-    "frame of numbers and text": lambda: extra("pandas", "DataFrame")({"a": [1.0], "b": ["x"]}),
-    "a set of rpds": lambda: extra("rpds", "HashTrieSet")([1]),
+    "column of numbers": lambda: extra("pandas.Series")([1.0, 2.0]),
+    "column of categories": lambda: extra("pandas.Series")(["a", "b"], dtype="category"),
+    "column of numbers or none": lambda: extra("pandas.Series")([1, None], dtype="Int64"),
+    "frame of numbers and text": lambda: extra("pandas.DataFrame")({"a": [1.0], "b": ["x"]}),
+    "a set of rpds": lambda: extra("rpds.HashTrieSet")([1]),
     "keys of a dict of tensors": {"a": leaf()}.keys,
     "an iterator of tensors": lambda: iter([leaf()]),
     "a bound method of what has tensors": lambda: [leaf()].append,
@@ -693,8 +624,7 @@ def raised(tensor):
 
 @pytest.mark.parametrize("kind", NO_TENSORS)
 def test_only_what_is_looked_at_is_refused(kind):
-    harmless = NO_TENSORS[kind]()
-    assert Layout.of([harmless]).others([harmless])[0] is harmless
+    assert_kept(NO_TENSORS[kind]())
 
 
 class Counting(FromC):
@@ -722,13 +652,13 @@ QUICK = [
 @pytest.mark.parametrize("quick", QUICK, ids=lambda quick: type(quick).__name__)
 def test_classes_without_tensors_are_not_searched(quick, monkeypatch):
     monkeypatch.setattr(_leaves, "_contents", None)
-    assert Layout.of([quick]).others([quick])[0] is quick
+    assert_kept(quick)
 
 
 def test_images_are_not_searched(monkeypatch):
-    image = extra("PIL.Image", "new")("RGB", (4, 4))
+    image = extra("PIL.Image.new")("RGB", (4, 4))
     monkeypatch.setattr(_leaves, "_contents", None)
-    assert Layout.of([image]).others([image])[0] is image
+    assert_kept(image)
 
 
 @pytest.mark.parametrize(
@@ -748,16 +678,12 @@ def test_images_are_not_searched(monkeypatch):
         torch,
         Opaque,
         torch.Generator(),
-        memoryview(b"abc"),
         Opaque(np.array(["a"])),
     ],
     ids=lambda harmless: type(harmless).__name__,
 )
 def test_tensorless_objects_are_returned_unchanged(harmless):
-    batch = {"a": leaf(), "b": [harmless, (harmless,)]}
-    staged = through_slab(batch)
-    assert staged["b"][0] is harmless
-    assert staged["b"][1][0] is harmless
+    assert through_slab([leaf(), harmless])[1] is harmless
 
 
 # -- state beside the items ------------------------------------------------------------------------
@@ -770,10 +696,6 @@ class Logging(dict):
         super().__init__(*args)
         self.log = []
         self.write = self.log.append
-
-
-def whole(batch):
-    return batch
 
 
 class LoggingCopied(Logging):
@@ -794,8 +716,7 @@ class Seen(list):
         super().__init__(*args)
         self.seen = set()
 
-    def __setitem__(self, index, value):
-        raise AssertionError("__setitem__ was called")
+    __setitem__ = refused
 
 
 class SeenCopied(Seen):
@@ -809,7 +730,7 @@ class SeenMistyped(Seen):
 
 
 def test_a_staged_sorted_dict_shares_nothing():
-    cls = extra("sortedcontainers", "SortedDict")
+    cls = extra("sortedcontainers.SortedDict")
     original = cls(b=leaf(1), a=leaf(2))
     staged = through_slab({"x": original})["x"]
     staged["c"] = 1
@@ -847,11 +768,7 @@ def sample(index):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_copied_dicts_come_out_of_a_loader(workers):
-    data = Mapped(sample, 3)
-    loader = DataLoader(
-        data, None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB"
-    )
-    for index, batch in enumerate(loader):
+    for index, batch in enumerate(unbatched(sample, 3, num_workers=workers)):
         batch.write("staged")
         assert (type(batch), batch.log, batch["x"].tolist()) == (
             LoggingCopied,
@@ -862,9 +779,7 @@ def test_copied_dicts_come_out_of_a_loader(workers):
 
 def test_batches_unpacked_from_one_slab_share_nothing():
     batch = [SeenCopied([leaf(1)])]
-    layout = Layout.of(batch)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     others = layout.others(batch)
     one, other = layout.unpack(slab, others), layout.unpack(slab, others)
     one[0].append(1)
@@ -882,11 +797,10 @@ def test_batches_unpacked_from_one_slab_share_nothing():
     ],
 )
 def test_state_that_a_copy_would_share_is_refused(make, attribute):
-    with pytest.raises(
-        LayoutError, match=rf"its attribute {attribute}, which .*register_node\(\w+, flatten"
-    ) as caught:
+    with raises_at(
+        "['a'][1]", match=rf"its attribute {attribute}, which .*register_node\(\w+, flatten"
+    ):
         Layout.of({"a": [1, make()]})
-    assert caught.value.path == "['a'][1]"
 
 
 @dataclasses.dataclass
@@ -977,37 +891,21 @@ def _registered_in_itself():
     return sample
 
 
+@pytest.mark.parametrize("limit", [None, 10**6])  # deeper than any stack
 @pytest.mark.parametrize(
     "make", [_list_in_itself, _dict_in_itself, _record_in_itself, _registered_in_itself]
 )
-def test_a_self_referring_batch_is_an_error(make):
-    with pytest.raises(
-        LayoutError, match=r"batch refers to itself.*; stage the tensors without the back reference"
-    ):
-        Layout.of(make())
-
-
-@pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _record_in_itself])
-def test_a_self_referring_batch_fails_at_any_limit(make):
+def test_a_self_referring_batch_is_an_error(make, limit):
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(10**6)  # deeper than any stack
+    sys.setrecursionlimit(limit or before)
     try:
-        with pytest.raises(LayoutError, match=r"batch refers to itself"):
+        with pytest.raises(
+            LayoutError,
+            match=r"batch refers to itself.*; stage the tensors without the back reference",
+        ):
             Layout.of(make())
     finally:
         sys.setrecursionlimit(before)
-
-
-@pytest.mark.parametrize("depth", [199, 200, 201, 202])
-def test_a_batch_is_staged_whoever_walks_it(depth):
-    batch = leaf()
-    for _ in range(depth):
-        batch = {"b": batch, "a": 1}
-    first = layout = Layout.of(batch)
-    for _ in range(2):
-        layout = Layout.of(batch)
-        assert (layout, layout.slots[0].path) == (first, "['b']" * depth)
-    assert_same(batch, through_slab(batch), "cpu")
 
 
 def test_an_error_of_flatten_is_the_callers():
@@ -1090,9 +988,7 @@ def test_a_layout_unpickles_in_a_fresh_process(tmp_path, monkeypatch):
     exec(source, vars(batch))
     register_node(batch.Plain)
     made = batch.make()
-    layout = Layout.of(made)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(made, slab)
+    layout, slab = packed(made)
     sent = pickle.dumps((layout, bytes(slab.numpy()), str(layout), layout.others(made)))
     receiver = """
 import sys, pickle, torch
@@ -1117,9 +1013,7 @@ except pinstage.errors.LayoutError as error:
     raise SystemExit(f"the classes are not known: {error}")
 assert same == layout
 """
-    result = subprocess.run(
-        warm.command("-c", receiver), cwd=tmp_path, input=sent, capture_output=True, check=False
-    )
+    result = warm.completed(receiver, cwd=tmp_path, input=sent, text=False)
     assert result.returncode == 0, result.stderr.decode()
 
 

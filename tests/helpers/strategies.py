@@ -4,6 +4,7 @@ Nothing here depends on the device, so the GPU tests use it too. `assert_same` w
 Python's own means, independently of the package, so that the two can disagree.
 """
 
+import contextlib
 import dataclasses
 import datetime as dt
 import enum
@@ -15,6 +16,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque, name
 
 import attrs
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence
@@ -653,6 +655,14 @@ def _assert_as_by_to(original, staged, moved, path):
     for one, other in pairs:
         assert one.shape == other.shape, path
         assert torch.equal(bits(one), bits(other)), f"{path}: other content"
+
+
+@contextlib.contextmanager
+def raises_at(path, match=None):
+    """Fail unless a `LayoutError` that names this path is raised."""
+    with pytest.raises(ps.errors.LayoutError, match=match) as caught:
+        yield caught
+    assert caught.value.path == path
 
 
 def attributes(obj):
