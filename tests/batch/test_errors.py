@@ -182,11 +182,7 @@ def test_optimizer_state_is_staged_under_its_parameters(stager):
     for _ in range(2):
         for way in (stager.to_device, stager.to_host):
             staged = way({"state": state, "more": [torch.ones(1)]})["state"]
-            assert type(staged) is collections.defaultdict
-            assert staged.default_factory is state.default_factory
-            assert all(one is other for one, other in zip(staged, state, strict=True))
-            for parameter in state:
-                assert_same(dict(state[parameter]), staged[parameter], "cpu")
+            assert_same(state, staged, "cpu")  # the keys are the same objects, too
             del staged
     assert stager.stats().passthrough_leaves == 0
 
@@ -197,12 +193,8 @@ def test_dicts_with_tensors_as_keys_nest(stager):
         keys[0]: {keys[1]: torch.zeros(1), keys[2]: [torch.ones(4)]},
         keys[1]: (torch.ones(2), "text"),
     }
-    staged = stager.to_device([tree, {"b": 1, "a": tree}])
-    for found in (staged[0], staged[1]["a"]):
-        assert list(map(id, found)) == [id(keys[0]), id(keys[1])]
-        assert list(map(id, found[keys[0]])) == [id(keys[1]), id(keys[2])]
-        assert found[keys[0]][keys[2]][0].tolist() == [1] * 4
-        assert found[keys[1]][1] == "text"
+    batch = [tree, {"b": 1, "a": tree}]
+    assert_same(batch, stager.to_device(batch), "cpu")
 
 
 def test_unknown_objects_below_tensor_keys_have_paths():

@@ -44,13 +44,13 @@ def batch():
 
 
 def test_slots_follow_the_batch_s_order(batch):
-    layout = Layout.of(batch)
-    assert [slot.path for slot in layout.slots] == ["['image']", "['more'][0]", "['more'][1]"]
-    assert [slot.dtype for slot in layout.slots] == [torch.uint8, torch.float64, torch.int64]
-    assert [slot.shape for slot in layout.slots] == [(2, 3, 4), (3,), ()]
-    assert [slot.stride for slot in layout.slots] == [(12, 4, 1), (1,), ()]
-    assert [slot.nbytes for slot in layout.slots] == [24, 24, 8]
-    assert all(type(slot) is Slot for slot in layout.slots)
+    slots = Layout.of(batch).slots
+    assert [(slot.path, slot.nbytes, slot.dtype, slot.shape, slot.stride) for slot in slots] == [
+        ("['image']", 24, torch.uint8, (2, 3, 4), (12, 4, 1)),
+        ("['more'][0]", 24, torch.float64, (3,), (1,)),
+        ("['more'][1]", 8, torch.int64, (), ()),
+    ]
+    assert all(type(slot) is Slot for slot in slots)
 
 
 def test_the_alignment_fits_every_element_type():
@@ -63,24 +63,28 @@ def test_layouts_are_equal_by_structure_and_shapes(batch):
     assert len(set(layouts)) == 1
 
 
+ONE, OTHER = torch.zeros(2, 3), torch.zeros(2, 3)
+
+
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda t: [t, t],
-        lambda t: (t, t.clone()),
-        lambda t: [t, t.double()],
-        lambda t: [t, t.view(2, 3).t()],
-        lambda t: [t, t[:5]],
-        lambda t: [t, None],
-        lambda t: [t, "text"],
-        lambda t: [t, t.to_sparse()],
-        lambda t: "nothing of this kind",
+        [ONE, ONE],
+        (ONE, OTHER),
+        [ONE, ONE.double()],
+        [ONE, ONE.view(3, 2).t()],
+        [ONE, ONE[:1]],
+        [ONE, None],
+        [ONE, "text"],
+        [ONE, ONE.to_sparse()],
+        "nothing of this kind",
     ],
+    ids=repr,
 )
 def test_layouts_of_different_batches_differ(changed):
-    t = torch.arange(6.0)
-    assert Layout.of([t, t.clone()]) != Layout.of(changed(t))
-    assert Layout.of([t]) != [t]
+    layout = Layout.of([ONE, OTHER])
+    assert layout != Layout.of(changed)
+    assert layout != [ONE, OTHER]
 
 
 def test_the_offset_table_is_printed(batch):
@@ -154,7 +158,6 @@ def test_all_dtypes_that_torch_stores_densely_are_tried():
         torch.randn(40, 50, 60).permute(2, 0, 1),
         torch.randn(1, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),  # contiguous, too
-        torch.randn(2, 1, 3, 4, 1).to(memory_format=torch.channels_last_3d),
         torch.randn(1, 4)[:, :1],
         torch.randn(6, 5).as_strided((5, 1), (1, 7)),
         torch.empty(3, 0, 2).permute(2, 0, 1),
@@ -204,15 +207,10 @@ def test_lazily_conjugated_tensors_are_leaves_like_any_other():
     z = torch.randn(3, 4, dtype=torch.complex64)
     lazy = z.conj()
     batch = {"a": lazy, "b": [z, lazy, z.conj()[:, ::2]]}
-    layout = Layout.of(batch)
-    assert layout == Layout.of(batch)
-    assert [slot.path for slot in layout.slots] == ["['a']", "['b'][0]", "['b'][2]"]
-    assert [slot.stride for slot in layout.slots] == [(4, 1), (4, 1), (2, 1)]
     other = z.clone()
-    assert layout == Layout.of({"a": other, "b": [z, other, z[:, :2].contiguous()]})
-    staged = through_slab(batch)
-    assert staged["a"] is staged["b"][1]
-    assert_same(batch, staged, "cpu")
+    plain = {"a": other, "b": [z, other, z[:, :2].contiguous()]}
+    assert Layout.of(batch) == Layout.of(plain)
+    assert_same(batch, through_slab(batch), "cpu")
     assert batch["a"] is batch["b"][1] is lazy
     assert lazy.is_conj()
 
@@ -233,55 +231,6 @@ def test_changing_a_leaf_keeps_others_valid_for_autograd():
     assert saved._version == version
     loss.backward()
     assert weight.grad.eq(2).all()
-
-
-# -- leaves that are not packed --------------------------------------------------------------------
-
-
-class Reticent(torch.Tensor):
-    """Has no usable strides."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        assert func not in (
-            torch.Tensor.is_contiguous,
-            torch.Tensor.stride,
-            torch.Tensor.is_conj,
-            torch.Tensor.is_neg,
-        )
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-# test_odd_tensors.py has more of them.
-NOT_PACKED = {
-    "parameter": lambda: torch.nn.Parameter(torch.randn(3)),
-    "part of a graph": lambda: torch.randn(3, requires_grad=True) * 2,
-    "subclass": lambda: torch.randn(3).as_subclass(TensorSubclass),
-    "subclass without strides": lambda: torch.randn(3).as_subclass(Reticent),
-    "sparse": lambda: torch.eye(3).to_sparse(),
-    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
-    "mkldnn": lambda: torch.eye(3).to_mkldnn(),
-    "quantised": lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
-    "meta": lambda: torch.empty(3, device="meta"),
-}
-unusual = pytest.mark.filterwarnings(
-    "ignore:Sparse CSR",
-    "ignore:.*quantize",
-    "ignore:The PyTorch API of nested",
-    "ignore:.*deprecated",
-)
-
-
-@unusual
-@pytest.mark.parametrize("kind", NOT_PACKED)
-def test_an_unpackable_tensor_has_no_slot(kind):
-    tensor, plain = NOT_PACKED[kind](), torch.randn(3)
-    for _ in range(3):  # also in place of a plain tensor, after batches of that structure
-        assert_same([plain, plain.clone()], through_slab([plain, plain.clone()]), "cpu")
-        staged = through_slab([plain, tensor])
-        assert [slot.path for slot in Layout.of([plain, tensor]).slots] == ["[0]"]
-        assert staged[1] is tensor
-        assert torch.equal(staged[0], plain)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +309,6 @@ def test_numeric_arrays_arrive_as_tensors_without_a_warning(form, writeable):
         warnings.simplefilter("error")
         staged = through_slab(batch)
     assert_same(batch, staged, "cpu")
-    assert all(staged[code].numpy().tolist() == array.tolist() for code, array in batch.items())
 
 
 def test_a_read_only_array_is_freed_early():
@@ -478,22 +426,21 @@ def test_packing_into_a_device_is_refused(batch):
 
 
 @pytest.mark.parametrize(
-    ("pair", "path", "reason"),
+    ("ours", "theirs", "path", "reason"),
     [
-        (lambda t, u: ([t, u], [t, t.double()]), "[1]", r"float64 \[2, 3\] instead of float32 \[2, 3\]"),
-        (lambda t, u: ([t, u], [t, t[:1]]), "[1]", r"float32 \[1, 3\] instead of .*; make a layout"),
-        (lambda t, u: ([t, t.t()], [t, t.t().contiguous()]), "[1]", "float32 .* instead of .* with stride"),
-        (lambda t, u: ([t, "text"], [t, u]), "[1]", "float32 .* instead of a leaf that isn't a tensor"),
-        (lambda t, u: ([t, u], [t, "text"]), "[1]", "a leaf that isn't a tensor instead of float32"),
-        (lambda t, u: ([t, u], [t, t.to_sparse()]), "[1]", "a tensor that cannot be packed instead of"),
-        (lambda t, u: ([t, t], [t, u]), "[1]", r"float32 \[2, 3\] instead of the same object as leaf"),
-        (lambda t, u: ([t, u], [t, t]), "[1]", "the same object as leaf number 0 instead of float32"),
-        (lambda t, u: ([t, None], [t, t]), "", "another structure"),
-        (lambda t, u: ({"a": t}, {"b": t}), "", "another structure"),
+        ([ONE, OTHER], [ONE, ONE.double()], "[1]", r"float64 \[2, 3\] instead of float32 \[2, 3\]"),
+        ([ONE, OTHER], [ONE, ONE[:1]], "[1]", r"float32 \[1, 3\] instead of .*; make a layout"),
+        ([ONE, ONE.t()], [ONE, ONE.t().contiguous()], "[1]", "float32 .* instead of .* with stride"),
+        ([ONE, "text"], [ONE, OTHER], "[1]", "float32 .* instead of a leaf that isn't a tensor"),
+        ([ONE, OTHER], [ONE, "text"], "[1]", "a leaf that isn't a tensor instead of float32"),
+        ([ONE, OTHER], [ONE, ONE.to_sparse()], "[1]", "a tensor that cannot be packed instead of"),
+        ([ONE, ONE], [ONE, OTHER], "[1]", r"float32 \[2, 3\] instead of the same object as leaf"),
+        ([ONE, OTHER], [ONE, ONE], "[1]", "the same object as leaf number 0 instead of float32"),
+        ([ONE, None], [ONE, ONE], "", "another structure"),
+        ({"a": ONE}, {"b": ONE}, "", "another structure"),
     ],
 )  # fmt: skip
-def test_a_mismatched_batch_is_refused_with_its_path(pair, path, reason):
-    ours, theirs = pair(torch.zeros(2, 3), torch.zeros(2, 3))
+def test_a_mismatched_batch_is_refused_with_its_path(ours, theirs, path, reason):
     layout = Layout.of(ours)
     slab = slab_for(layout).fill_(1)
     with raises_at(path, match=reason):

@@ -3,6 +3,7 @@ in the middle.
 """
 
 import concurrent.futures
+import contextlib
 import gc
 import sys
 import weakref
@@ -26,6 +27,28 @@ class Hashed(type):
         if meanwhile is not None:
             meanwhile()
         return id(cls)
+
+
+@contextlib.contextmanager
+def collecting_in_the_middle(cls, callback):
+    """Let the garbage collector run when the walk looks up a class, and call a function then."""
+    spare = []
+
+    def meanwhile():
+        # Empty Python's free lists of tuples and dicts, so that the next allocation runs the
+        # collector, which is due.
+        spare.extend((number,) for number in range(3000))
+        spare.extend({} for _ in range(200))
+        gc.enable()
+
+    cls.meanwhile = meanwhile
+    gc.disable()
+    gc.callbacks.append(callback)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(callback)
+        gc.enable()
 
 
 class Odd(metaclass=Hashed):
@@ -82,29 +105,9 @@ def test_a_class_forgotten_during_the_walk_is_rebuilt():
     alive = weakref.ref(handlers[Record])
     record = Record()
     record.value = None
-    spare = []
-
-    def meanwhile():
-        # Empty Python's free lists of tuples and dicts, so that the next allocation runs the
-        # collector, which is due.
-        spare.extend((number,) for number in range(3000))
-        spare.extend({} for _ in range(200))
-        gc.enable()
-
-    def forget(phase, _):
-        handlers.clear()
-
-    Record.meanwhile = meanwhile
-    gc.disable()
-    gc.callbacks.append(forget)
-    try:
+    with collecting_in_the_middle(Record, lambda phase, _: handlers.clear()):
         structure, leaves = _native.core.Structure.of(record, handlers)
-    finally:
-        gc.callbacks.remove(forget)
-        gc.enable()
-    # Later versions collect between two Python instructions, and the walk has none.
-    assert not handlers or sys.version_info >= (3, 12)
-    handlers.clear()
+    assert not handlers
     assert alive() is not None
     assert vars(structure.rebuild(leaves)) == {"value": None}
     del structure
@@ -113,23 +116,8 @@ def test_a_class_forgotten_during_the_walk_is_rebuilt():
 
 def test_a_dict_that_shrinks_yields_the_rest():
     batch = {f"k{index}": index for index in range(50)}
-    spare = []
-
-    def shrink(phase, _):
-        batch.pop("k7", None)
-
-    def meanwhile():
-        spare.extend((number,) for number in range(3000))
-        gc.enable()
-
-    Odd.meanwhile = meanwhile
-    gc.disable()
-    gc.callbacks.append(shrink)
-    try:
+    with collecting_in_the_middle(Odd, lambda phase, _: batch.pop("k7", None)):
         structure, leaves = _native.core.Structure.of([Odd(), batch], {Odd: None, int: None})
-    finally:
-        gc.callbacks.remove(shrink)
-        gc.enable()
     assert len(leaves) == structure.num_leaves == 1 + len(structure.rebuild(leaves)[1])
 
 

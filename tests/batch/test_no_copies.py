@@ -8,9 +8,6 @@ import pickle
 import pytest
 import torch
 
-from pinstage import SlabPool, Stager
-from pinstage.memory import PageableMemory
-
 WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickle.dumps}
 THINGS = {
     "lease": (
@@ -25,11 +22,9 @@ THINGS = {
 
 
 @pytest.fixture
-def stager():
-    with SlabPool("1MiB", memory=PageableMemory()) as pool:
-        yield Stager("cpu", pool=pool)
-        stats = pool.stats()
-        assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
+def stager(make_stager):
+    """A stager whose slabs must all have been returned at the end of a test."""
+    return make_stager()
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -42,8 +37,6 @@ def test_it_cannot_be_copied_or_pickled(stager, what, way):
         match=f"a (lease|pool|stager|transfer) cannot be copied or pickled: .*{remedy}",
     ):
         WAYS[way](thing)
-    with pytest.raises(TypeError, match="cannot be copied or pickled"):
-        WAYS[way]({"nested": [thing]} if way != "copy" else thing)
     if what == "lease":
         thing.tensor().fill_(1)
         thing.release()

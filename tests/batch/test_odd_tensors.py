@@ -7,7 +7,7 @@ Each tensor replaces a plain one, after some batches of that structure.
 import pytest
 import torch
 from loader_data import Mapped
-from strategies import assert_same, raises_at, through_slab
+from strategies import TensorSubclass, assert_same, raises_at, through_slab
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -16,7 +16,13 @@ from pinstage.errors import PinstageError
 
 pytestmark = [
     pytest.mark.usefixtures("both_paths"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:.*torch.jit"),
+    pytest.mark.filterwarnings(
+        "ignore:The PyTorch API of nested",
+        "ignore:.*torch.jit",
+        "ignore:Sparse CSR",
+        "ignore:.*quantize",
+        "ignore:.*deprecated",
+    ),
 ]
 
 
@@ -48,7 +54,29 @@ def after_plain_ones(way, leaf):
         assert_same([plain(5), plain(9)], way([plain(5), plain(9)]), "cpu")
 
 
+class Reticent(torch.Tensor):
+    """Has no usable strides."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        assert func not in (
+            torch.Tensor.is_contiguous,
+            torch.Tensor.stride,
+            torch.Tensor.is_conj,
+            torch.Tensor.is_neg,
+        )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 UNUSUAL = {
+    "parameter": lambda: torch.nn.Parameter(plain()),
+    "part of a graph": lambda: plain().requires_grad_() * 2,
+    "subclass": lambda: plain().as_subclass(TensorSubclass),
+    "subclass without strides": lambda: plain().as_subclass(Reticent),
+    "sparse": lambda: plain().to_sparse(),
+    "sparse rows": lambda: plain().to_sparse_csr(),
+    "mkldnn": lambda: plain().to_mkldnn(),
+    "quantised": lambda: torch.quantize_per_tensor(plain(), 0.1, 0, torch.qint8),
     "nested, strided": lambda: torch.nested.nested_tensor(
         [torch.randn(2, 3), torch.randn(4, 3)]
     ).transpose(1, 2),
@@ -79,8 +107,10 @@ def test_a_dual_tensor_keeps_its_tangent(way):
 
 @through_a_stager
 def test_an_error_in_to_names_the_path(way):
+    leaf = torch.ones(3, 2, device="meta")
+    assert after_plain_ones(through_slab, leaf) is leaf
     with pytest.raises(NotImplementedError, match="meta") as raised:
-        after_plain_ones(way, torch.ones(3, 2, device="meta"))
+        after_plain_ones(way, leaf)
     assert raised.value.__notes__ == ["batch[0] cannot be packed; its own .to('cpu') raised this"]
 
 

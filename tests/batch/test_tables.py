@@ -578,12 +578,6 @@ def test_samples_are_stacked_only_into_their_row(use, stacks):
         assert slab[48:].eq(0).all()
 
 
-def test_the_header_has_magic_and_version():
-    table = take_apart([torch.zeros(3)]).table
-    assert HEADER.unpack_from(table.data)[0] == MAGIC
-    assert MAGIC.to_bytes(8)[:7] == b"pinstag"
-
-
 def test_functions_of_the_extension_say_what_they_do():
     core = _native.core
     for owner in (core, core.Blocks, core.Job):
