@@ -147,12 +147,11 @@ def test_a_wrong_flatten_names_class_and_path(kind):
 
 
 def test_classes_behind_a_wrong_one_may_be_new():
-    cls, other = fresh(), dataclasses.make_dataclass("New", ["value"])
+    cls = fresh()
+    one, other = (dataclasses.make_dataclass("New", ["value"])(1) for _ in range(2))
     ps.register_node(cls, lambda box: None, lambda children, context: cls(*children))
     with raises_at("[1]", match="flatten returned a NoneType"):
-        ps.Layout.of(
-            [other(1), cls(torch.ones(1)), dataclasses.make_dataclass("New", ["value"])(1)]
-        )
+        ps.Layout.of([one, cls(torch.ones(1)), other])
 
 
 def test_the_path_leads_to_the_wrong_object():

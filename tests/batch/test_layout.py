@@ -88,15 +88,13 @@ def test_layouts_of_different_batches_differ(changed):
 
 
 def test_the_offset_table_is_printed(batch):
-    lines = str(Layout.of(batch)).splitlines()
-    assert lines[0].split() == ["path", "offset", "bytes", "dtype", "shape"]
-    rows = [line.split(maxsplit=4) for line in lines[1:-1]]
-    expected = [
-        [slot.path, str(slot.offset), str(slot.nbytes), ids(slot.dtype), str(list(slot.shape))]
-        for slot in Layout.of(batch).slots
+    assert [" ".join(line.split()) for line in str(Layout.of(batch)).splitlines()] == [
+        "path offset bytes dtype shape",
+        "['image'] 0 24 uint8 [2, 3, 4]",
+        "['more'][0] 48 24 float64 [3]",
+        "['more'][1] 32 8 int64 []",
+        "3 slots, 80 bytes, 24 of them padding",
     ]
-    assert rows == expected
-    assert lines[-1] == "3 slots, 80 bytes, 24 of them padding"
 
 
 def test_a_single_tensor_batch_is_named_the_batch():
@@ -112,21 +110,11 @@ def test_repr_says_how_large_it_is(batch):
 # -- leaves that are tensors -----------------------------------------------------------------------
 
 
-FORMS = {
-    "contiguous": lambda t: t,
-    "0-d": lambda t: t[0, 0, 0],
-    "empty": lambda t: t[:, :0],
-    "transposed": lambda t: t.transpose(0, 2),
-    "every other": lambda t: t[:, :, ::2],
-    "offset": lambda t: t[1:],
-    "expanded": lambda t: t[:, :1].expand(-1, 5, -1),
-    "overlapping": lambda t: t.flatten().unfold(0, 4, 2),
-}
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
-def test_every_dtype_survives_in_every_form(dtype):
-    batch = {form: change(tensor_of(dtype, (3, 4, 6))) for form, change in FORMS.items()}
+def test_every_dtype_survives_dense_or_strided(dtype):
+    """`strategies.tensors` draws other forms."""
+    tensor = tensor_of(dtype, (3, 4, 6))
+    batch = [tensor, tensor[0, 0, 0], tensor[:, :, ::2]]
     assert_same(batch, through_slab(batch), "cpu")
 
 
@@ -237,14 +225,9 @@ def test_changing_a_leaf_keeps_others_valid_for_autograd():
     "transform", [torch.vmap, torch.func.grad, torch.func.functionalize], ids=lambda f: f.__name__
 )
 def test_tensors_of_torchs_transforms_go_through_them(transform):
-    def staged(x):
-        return through_slab({"x": x * 2})["x"].sum()
-
-    def plain(x):
-        return (x * 2).sum()
-
     x = torch.randn(3, 4)
-    assert torch.equal(transform(staged)(x), transform(plain)(x))
+    staged = transform(lambda x: through_slab([x * 2])[0].sum())
+    assert torch.equal(staged(x), transform(lambda x: (x * 2).sum())(x))
 
 
 # -- modes in which torch makes no memory ----------------------------------------------------------

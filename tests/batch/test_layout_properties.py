@@ -17,14 +17,11 @@ from pinstage._batch import ALIGNMENT
 @on_both_paths
 def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
     layout = Layout.of(batch)
-    spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in layout.slots)
     end = 0
-    for (start, stop), slot in zip(
-        spans, sorted(layout.slots, key=lambda slot: slot.offset), strict=True
-    ):
-        assert start % ALIGNMENT == 0
-        assert start >= end or slot.nbytes == 0
-        end = max(end, stop)
+    for slot in sorted(layout.slots, key=lambda slot: (slot.offset, slot.nbytes)):
+        assert slot.offset % ALIGNMENT == 0
+        assert slot.offset >= end or slot.nbytes == 0
+        end = max(end, slot.offset + slot.nbytes)
     assert end <= layout.nbytes
     assert layout.nbytes % ALIGNMENT == 0
     assert layout.nbytes <= sum(slot.nbytes + ALIGNMENT - 1 for slot in layout.slots)
@@ -34,17 +31,14 @@ def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
 @on_both_paths
 def test_each_distinct_packable_tensor_has_one_slot(batch):
     leaves = {id(leaf): leaf for leaf in known.leaves_of(batch)}.values()
-    packable = [
-        known.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+    tensors = [
+        known.as_tensor(leaf) if isinstance(leaf, np.ndarray) and known.is_numeric(leaf) else leaf
         for leaf in leaves
-        if (isinstance(leaf, torch.Tensor) and known.packable(leaf))
-        or (isinstance(leaf, np.ndarray) and known.is_numeric(leaf))
     ]
     slots = Layout.of(batch).slots
     found = sorted((str(slot.dtype), slot.shape, slot.nbytes) for slot in slots)
     assert found == sorted(
-        (str(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize)
-        for leaf in packable
+        (str(leaf.dtype), leaf.shape, leaf.nbytes) for leaf in filter(known.packable, tensors)
     )
 
 

@@ -2,7 +2,6 @@
 in the middle.
 """
 
-import concurrent.futures
 import contextlib
 import gc
 import sys
@@ -121,7 +120,7 @@ def test_a_dict_that_shrinks_yields_the_rest():
     assert len(leaves) == structure.num_leaves == 1 + len(structure.rebuild(leaves)[1])
 
 
-def test_threads_with_many_structures_stay_independent():
+def test_threads_with_many_structures_stay_independent(background):
     threads, sizes = 4, range(3 * _structure._MOST_REMEMBERED)
 
     def walk_all(start):
@@ -132,8 +131,8 @@ def test_threads_with_many_structures_stay_independent():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with concurrent.futures.ThreadPoolExecutor(threads) as executor:
-            list(executor.map(walk_all, sizes[:: len(sizes) // threads]))
+        for walking in [background(walk_all, start) for start in sizes[:: len(sizes) // threads]]:
+            walking.result()
     finally:
         sys.setswitchinterval(interval)
     assert len(_structure._last) <= _structure._MOST_REMEMBERED
