@@ -339,6 +339,18 @@ def test_a_different_batch_isn_t_written(other):
     assert_same(other, again(other), "cpu", copied=False)
 
 
+def test_a_class_registered_later_becomes_a_container():
+    class Late:
+        __slots__ = ("tensor",)
+
+    late = Late()
+    late.tensor = 1
+    for _ in range(OFTEN):
+        assert walk([late])[0] == [late]
+    register_node(Late)
+    assert walk([late])[0] == [1]
+
+
 def test_self_referring_batches_are_refused_after_similar_ones():
     for _ in range(OFTEN):
         again({"a": {"a": 1}})
