@@ -95,36 +95,33 @@ def test_kept_objects_pass_through_a_loader(workers):
     ],
     ids=["at a path or below it", "by a function"],
 )
-def test_chosen_leaves_stay(keep):
-    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=keep) as stager:
-        for count in (2, 2, 3, 1, 0):
-            original = {
-                "x": torch.ones(3),
-                "lengths": [torch.ones(1) for _ in range(count)],
-                "odd": Untouchable(),
-                "lengthsy": 1,
-            }
-            staged = stager.to_device(original)
-            assert staged["odd"] is original["odd"]
-            assert list(map(id, staged["lengths"])) == list(map(id, original["lengths"]))
-            assert staged["x"] is not original["x"]
-        assert stager.stats().packed_leaves == 5
+def test_chosen_leaves_stay(make_stager, keep):
+    stager = make_stager(keep_on_host=keep)
+    for count in (2, 2, 3, 1, 0):
+        original = {
+            "x": torch.ones(3),
+            "lengths": [torch.ones(1) for _ in range(count)],
+            "odd": Untouchable(),
+            "lengthsy": 1,
+        }
+        staged = stager.to_device(original)
+        assert staged["odd"] is original["odd"]
+        assert list(map(id, staged["lengths"])) == list(map(id, original["lengths"]))
+        assert staged["x"] is not original["x"]
+    assert stager.stats().packed_leaves == 5
 
 
-def test_one_path_may_be_given_alone():
+def test_one_path_may_be_given_alone(make_stager):
     says = r"keep_on_host=\"\['a'\]\.b\" leads to nothing in this batch; its leaves are at"
-    with (
-        ps.Stager("cpu", max_bytes="1MiB", keep_on_host="['a'].b") as stager,
-        raises_at("['a'].b", match=says),
-    ):
-        stager.to_device({"a": torch.ones(1)})
+    with raises_at("['a'].b", match=says):
+        make_stager(keep_on_host="['a'].b").to_device({"a": torch.ones(1)})
 
 
-def test_paths_are_checked_in_the_first_batch_only():
-    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=["['a']"]) as stager:
-        kept = torch.ones(1)
-        assert stager.to_device({"a": kept})["a"] is kept
-        assert stager.to_device({"b": torch.ones(1)})["b"].tolist() == [1]
+def test_paths_are_checked_in_the_first_batch_only(make_stager):
+    stager = make_stager(keep_on_host=["['a']"])
+    kept = torch.ones(1)
+    assert stager.to_device({"a": kept})["a"] is kept
+    assert stager.to_device({"b": torch.ones(1)})["b"].tolist() == [1]
 
 
 @pytest.mark.parametrize("keep", [3, [3]])
@@ -135,8 +132,7 @@ def test_other_values_of_keep_on_host_are_refused(keep):
         ps.Stager("cpu", keep_on_host=keep)
 
 
-def test_an_error_in_the_function_loses_no_slab():
-    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=lambda path, leaf: 1 / 0) as stager:
-        with pytest.raises(ZeroDivisionError):
-            stager.to_device([torch.ones(1)])
-        assert stager.pool.stats().leased_slabs == 0
+def test_an_error_in_the_function_loses_no_slab(make_stager):
+    with pytest.raises(ZeroDivisionError):
+        make_stager(keep_on_host=lambda path, leaf: 1 / 0).to_device([torch.ones(1)])
+    # `make_pool` fails a test that leaves a slab in use.

@@ -551,6 +551,11 @@ def assert_same(original, staged, device, *, copied=True):
     _Comparison(torch.device(device), copied).compare(original, staged, "batch")
 
 
+def assert_round_trip(batch):
+    """Fail unless a batch that is packed into a slab and unpacked again is the same."""
+    assert_same(batch, through_slab(batch), "cpu")
+
+
 class _Comparison:
     def __init__(self, device, copied):
         self.device = device
