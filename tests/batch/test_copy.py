@@ -2,13 +2,10 @@
 interrupted.
 """
 
-import concurrent.futures
-import contextlib
 import itertools
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -18,16 +15,23 @@ import numpy as np
 import pytest
 import torch
 import warm
-from doubles import PATIENCE_SECONDS, outcome
-from strategies import tensor_of
+from doubles import PATIENCE_SECONDS, claim_in_child, guarded, outcome
+from strategies import slab_for, tensor_of
 
 from pinstage import _native
-from pinstage._batch import Stack, most_threads, pack, reuses_places, start_packing, take_apart
+from pinstage._batch import (
+    Stack,
+    most_threads,
+    pack,
+    pack_by_threads,
+    reuses_places,
+    start_packing,
+    take_apart,
+)
 from pinstage._batch._pack import MOST_THREADS, PARALLEL_FROM_BYTES, REUSE_FROM_BYTES
 from pinstage._host import usable_cpus
 
 KIB, MIB = 1 << 10, 1 << 20
-GUARD = 64
 
 
 def bytes_of(*sizes, skipped=0):
@@ -89,13 +93,14 @@ def batch(request):
     return leaves, torch.from_numpy(expected)
 
 
-@contextlib.contextmanager
-def guarded(nbytes):
-    """Yield a slab of used memory, and fail if anything around it is written."""
-    memory = torch.full((nbytes + 2 * GUARD,), 0xEE, dtype=torch.uint8)
-    yield memory[GUARD : GUARD + nbytes]
-    assert memory[:GUARD].eq(0xEE).all(), "wrote before the slab"
-    assert memory[GUARD + nbytes :].eq(0xEE).all(), "wrote behind the slab"
+def parts_and_slab(leaves):
+    """Return leaves taken apart, and a slab for them."""
+    parts = take_apart(leaves)
+    return parts, slab_for(parts.table)
+
+
+def wait_for_all(job):
+    job.wait(len(job.ends) - 1)
 
 
 def packed(leaves, threads):
@@ -107,18 +112,29 @@ def packed(leaves, threads):
             return slab, (parts.table.nbytes,)
         with job:
             ends = job.ends
-            job.wait(len(ends) - 1)
+            wait_for_all(job)
             for chunk in range(len(ends)):
                 job.wait(chunk)
         return slab, ends
 
 
+def packed_in_order(parts, threads, expected):
+    """Pack leaves, and compare the slab up to the end of each chunk, as soon as it is reported."""
+    with guarded(parts.table.nbytes) as slab:
+        job = start_packing(parts, slab, threads)
+        assert (job is None) == (parts.table.nbytes < PARALLEL_FROM_BYTES)
+        if job is not None:
+            with job:
+                for chunk, end in enumerate(job.ends):
+                    job.wait(chunk)
+                    assert torch.equal(slab[:end], expected[:end])
+        assert torch.equal(slab, expected)
+
+
 def ends_of(sizes):
     """Return the ends of a batch's chunks, all in one place."""
     source = torch.zeros(max(sizes), dtype=torch.uint8)
-    parts = take_apart([source[:size] for size in sizes])
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
-    with start_packing(parts, slab, 2) as job:
+    with start_packing(*parts_and_slab([source[:size] for size in sizes]), 2) as job:
         return job.ends
 
 
@@ -136,17 +152,7 @@ def test_any_number_of_threads_writes_the_same_bytes(batch, threads):
 @pytest.mark.parametrize("threads", [2, 4])
 def test_what_is_reported_is_in_the_slab_already(batch, threads):
     leaves, expected = batch
-    parts = take_apart(leaves)
-    with guarded(expected.numel()) as slab:
-        job = start_packing(parts, slab, threads)
-        if job is None:
-            assert expected.numel() < PARALLEL_FROM_BYTES
-            return
-        with job:
-            for chunk, end in enumerate(job.ends):
-                job.wait(chunk)
-                assert torch.equal(slab[:end], expected[:end])
-            assert end == expected.numel()
+    packed_in_order(take_apart(leaves), threads, expected)
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -168,22 +174,15 @@ def test_samples_are_stacked_at_consecutive_places(count, threads):
     parts = take_apart(tree, stacks=stacks)
     with guarded(parts.table.nbytes) as expected:
         pack(take_apart([tree[0], *map(torch.stack, columns)]), expected)
-    with guarded(parts.table.nbytes) as slab:
-        job = start_packing(parts, slab, threads)
-        if job is not None:
-            with job:
-                for chunk, end in enumerate(job.ends):
-                    job.wait(chunk)
-                    assert torch.equal(slab[:end], expected[:end])
-        assert torch.equal(slab, expected)
+    packed_in_order(parts, threads, expected)
 
 
 # -- chunks ----------------------------------------------------------------------------------------
 
 
 def test_small_batches_use_no_second_thread():
-    parts = take_apart(bytes_of(PARALLEL_FROM_BYTES - 216, 100))
-    assert start_packing(parts, torch.empty(parts.table.nbytes, dtype=torch.uint8), 4) is None
+    leaves = bytes_of(PARALLEL_FROM_BYTES - 216, 100)
+    assert start_packing(*parts_and_slab(leaves), 4) is None
 
 
 def test_chunks_start_small_and_double():
@@ -222,9 +221,7 @@ def test_chunks_cover_everything_within_size_limits(sizes):
 
 @pytest.mark.parametrize("chunk", [-1, 5, 10**30])
 def test_there_is_nothing_behind_the_last_chunk(chunk):
-    parts = take_apart(bytes_of(10 * MIB))
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
-    with start_packing(parts, slab, 2) as job:
+    with start_packing(*parts_and_slab(bytes_of(10 * MIB)), 2) as job:
         assert len(job.ends) == 5
         for ask in (job.wait, job.place, job.reuse):
             with pytest.raises((ValueError, OverflowError), match=r"no such chunk|too"):
@@ -285,11 +282,8 @@ def test_large_batches_reuse_places_where_cpus_demote_lines(monkeypatch):
     large = bytes_of(REUSE_FROM_BYTES)
     for demotes in (True, False):
         monkeypatch.setattr(_native.core, "demotes", demotes)
-        for leaves, expected in (
-            (large, demotes),
-            (bytes_of(REUSE_FROM_BYTES - 16), False),
-        ):
-            assert reuses_places(take_apart(leaves)) is expected
+        assert reuses_places(take_apart(large)) is demotes
+        assert not reuses_places(take_apart(large[0][:-16]))
 
 
 # -- threads ---------------------------------------------------------------------------------------
@@ -313,24 +307,18 @@ def test_threads_persist_and_aren_t_python_s():
     assert len(tasks()) <= before  # one of an earlier test may have ended
 
 
-def test_several_threads_pack_at_once():
+def test_several_threads_pack_at_once(background):
     barrier = threading.Barrier(3)
 
     def work(seed):
-        leaves = [
-            tensor_of(torch.uint8, (2 * MIB + seed,), seed),
-            tensor_of(torch.int64, (100,), seed),
-        ]
+        leaves = [tensor_of(torch.uint8, (size + seed,), seed) for size in (2 * MIB, 100)]
+        expected, _ = packed(leaves, 1)
         barrier.wait(PATIENCE_SECONDS)
         for _ in range(10):
-            slab, _ = packed(leaves, 2)
-            # Small leaves come first.
-            assert torch.equal(slab[800 : 800 + 2 * MIB + seed], leaves[0])
-            assert torch.equal(slab[:800].view(torch.int64), leaves[1])
+            assert torch.equal(packed(leaves, 2)[0], expected)
 
-    with concurrent.futures.ThreadPoolExecutor(3) as executor:
-        for future in [executor.submit(work, seed) for seed in range(3)]:
-            future.result()
+    for future in [background(work, seed) for seed in range(3)]:
+        future.result()
 
 
 def slow_leaves():
@@ -340,8 +328,7 @@ def slow_leaves():
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_python_threads_run_during_packing(threads, background):
-    parts = take_apart(slow_leaves())
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    parts, slab = parts_and_slab(slow_leaves())
     is_packed = threading.Event()
 
     def turns():
@@ -352,10 +339,7 @@ def test_python_threads_run_during_packing(threads, background):
         return count
 
     counting = background(turns)
-    job = start_packing(parts, slab, threads)
-    if job is not None:
-        with job:
-            job.wait(len(job.ends) - 1)
+    pack_by_threads(parts, slab, threads)
     is_packed.set()
     assert outcome(counting) > 5
 
@@ -366,9 +350,7 @@ def test_python_threads_run_during_packing(threads, background):
 @pytest.mark.parametrize("wait_for", [None, 0])
 @pytest.mark.parametrize("end", ["exit", "error", "forgotten"])
 def test_an_abandoned_job_writes_no_more(wait_for, end):
-    leaves = bytes_of(32 * MIB)
-    parts = take_apart(leaves)
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    parts, slab = parts_and_slab(bytes_of(32 * MIB))
     for _ in range(5):
         job = start_packing(parts, slab, 4).__enter__()
         if wait_for is not None:
@@ -385,21 +367,19 @@ def test_an_abandoned_job_writes_no_more(wait_for, end):
 
 
 def test_a_job_writes_nothing_before_its_block():
-    parts = take_apart(bytes_of(32 * MIB))
-    slab = torch.zeros(parts.table.nbytes, dtype=torch.uint8)
+    parts, slab = parts_and_slab(bytes_of(32 * MIB))
+    slab.zero_()
     packed(bytes_of(4 * MIB), 4)  # the threads are there
     jobs = [start_packing(parts, slab, 4) for _ in range(5)]
     packed(bytes_of(32 * MIB), 4)  # long enough for the jobs before it in the queue
     assert not slab.any()
     with jobs[0] as job:
-        job.wait(len(job.ends) - 1)
+        wait_for_all(job)
     assert slab.any()
 
 
 def test_a_job_that_has_ended_has_no_chunks():
-    parts = take_apart(bytes_of(4 * MIB))
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
-    job = start_packing(parts, slab, 2)
+    job = start_packing(*parts_and_slab(bytes_of(4 * MIB)), 2)
     with job:
         pass
     assert job.ends == ()
@@ -409,20 +389,13 @@ def test_a_job_that_has_ended_has_no_chunks():
 
 
 def test_a_job_survives_a_waiting_thread(background):
-    parts = take_apart(slow_leaves())
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    parts, slab = parts_and_slab(slow_leaves())
     job = start_packing(parts, slab, 2)
-    waiting = background(job.wait, len(job.ends) - 1)
-    refused = False
-    while not (refused or waiting.done()):
-        time.sleep(0.01)  # it begins to wait
-        try:
-            job.__exit__()
-        except RuntimeError as error:
-            refused = "being waited for" in str(error)
-            break
+    waiting = background(wait_for_all, job)
+    time.sleep(0.01)  # it begins to wait
+    with pytest.raises(RuntimeError, match="being waited for"):
+        job.__exit__()
     outcome(waiting)
-    assert refused
     job.__exit__()
     assert torch.equal(slab.view(64 * KIB, KIB), slow_leaves()[0])
 
@@ -432,8 +405,7 @@ class Pressed(Exception):  # noqa: N818 - stands for a key
 
 
 def test_a_signal_is_answered_midway_and_stops_writing():
-    parts = take_apart(slow_leaves())
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    parts, slab = parts_and_slab(slow_leaves())
 
     def press(*_):
         raise Pressed
@@ -443,7 +415,7 @@ def test_a_signal_is_answered_midway_and_stops_writing():
         with start_packing(parts, slab, 2) as job:
             signal.setitimer(signal.ITIMER_REAL, 0.002)
             with pytest.raises(Pressed):
-                job.wait(len(job.ends) - 1)
+                wait_for_all(job)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -452,41 +424,28 @@ def test_a_signal_is_answered_midway_and_stops_writing():
     assert not slab.any()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_forked_midway_doesn_t_wait():
     leaves = slow_leaves()
-    parts = take_apart(leaves)
-    slab = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    parts, slab = parts_and_slab(leaves)
+
+    def claim():
+        # Torch would wait for OpenMP threads, which only the parent has.
+        torch.set_num_threads(1)
+        with pytest.raises(RuntimeError, match="forked in the middle"):
+            wait_for_all(job)
+        job.__exit__()
+        again, _ = packed(bytes_of(4 * MIB), 3)
+        assert torch.equal(again, bytes_of(4 * MIB)[0])
+        assert len(tasks()) > 1  # it has threads of its own
+
     with start_packing(parts, slab, 3) as job:
-        child = os.fork()
-        if child == 0:
-            said = 1
-            try:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.alarm(int(PATIENCE_SECONDS))  # fail instead of hanging
-                # Torch would wait for OpenMP threads, which only the parent has.
-                torch.set_num_threads(1)
-                try:
-                    job.wait(len(job.ends) - 1)
-                except RuntimeError as error:
-                    said = 0 if "forked in the middle" in str(error) else 2
-                job.__exit__()
-                again, _ = packed(bytes_of(4 * MIB), 3)
-                said |= 0 if torch.equal(again, bytes_of(4 * MIB)[0]) else 4
-                said |= 0 if len(tasks()) > 1 else 8  # it has threads of its own
-            finally:
-                os._exit(said)
-        job.wait(len(job.ends) - 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        claim_in_child(claim)
+        wait_for_all(job)
     assert torch.equal(slab.view(64 * KIB, KIB), leaves[0])
 
 
 def test_a_job_keeps_its_leaves_and_its_slab():
-    source, slab = (
-        torch.zeros(32 * MIB, dtype=torch.uint8),
-        torch.empty(32 * MIB, dtype=torch.uint8),
-    )
+    source, slab = torch.zeros(2, 32 * MIB, dtype=torch.uint8).unbind()
     died = [weakref.ref(source), weakref.ref(slab)]
     job = start_packing(take_apart([source]), slab, 2)
     del source, slab
@@ -522,9 +481,7 @@ print(slab.eq(1).all().item(), [str(one.message) for one in told])
     "libasan" in os.environ.get("LD_PRELOAD", ""), reason="ASan needs address space of its own"
 )
 def test_a_thread_that_cannot_start_warns_once():
-    done = subprocess.run(
-        warm.command("-c", WITHOUT_THREADS), capture_output=True, text=True, check=False
-    )
+    done = warm.completed(WITHOUT_THREADS)
     assert done.returncode == 0, done.stderr
     text = r"packing goes on with 1 threads: no other could be started \(error 11\); raise the limit of threads"
     assert re.match(rf"True \['{text}[^']*'\]\n", done.stdout), done.stdout
@@ -558,9 +515,7 @@ os._exit(0)
 
 
 def test_ending_a_job_doesn_t_wait_forever():
-    done = subprocess.run(
-        warm.command("-c", STUCK), capture_output=True, text=True, check=False, timeout=60
-    )
+    done = warm.completed(STUCK, timeout=60)
     if "refused" in done.stderr:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ import strategies as known
 import torch
 from hypothesis import given
 from paths import on_both_paths
-from strategies import assert_same, batches, bits
+from strategies import assert_same, batches, bits, packed
 
 from pinstage import Layout
 from pinstage._batch import ALIGNMENT
@@ -17,14 +17,11 @@ from pinstage._batch import ALIGNMENT
 @on_both_paths
 def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
     layout = Layout.of(batch)
-    spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in layout.slots)
     end = 0
-    for (start, stop), slot in zip(
-        spans, sorted(layout.slots, key=lambda slot: slot.offset), strict=True
-    ):
-        assert start % ALIGNMENT == 0
-        assert start >= end or slot.nbytes == 0
-        end = max(end, stop)
+    for slot in sorted(layout.slots, key=lambda slot: (slot.offset, slot.nbytes)):
+        assert slot.offset % ALIGNMENT == 0
+        assert slot.offset >= end or slot.nbytes == 0
+        end = max(end, slot.offset + slot.nbytes)
     assert end <= layout.nbytes
     assert layout.nbytes % ALIGNMENT == 0
     assert layout.nbytes <= sum(slot.nbytes + ALIGNMENT - 1 for slot in layout.slots)
@@ -34,25 +31,21 @@ def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
 @on_both_paths
 def test_each_distinct_packable_tensor_has_one_slot(batch):
     leaves = {id(leaf): leaf for leaf in known.leaves_of(batch)}.values()
-    packed = [
-        known.as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+    tensors = [
+        known.as_tensor(leaf) if isinstance(leaf, np.ndarray) and known.is_numeric(leaf) else leaf
         for leaf in leaves
-        if (isinstance(leaf, torch.Tensor) and known.packable(leaf))
-        or (isinstance(leaf, np.ndarray) and known.is_numeric(leaf))
     ]
     slots = Layout.of(batch).slots
     found = sorted((str(slot.dtype), slot.shape, slot.nbytes) for slot in slots)
     assert found == sorted(
-        (str(leaf.dtype), tuple(leaf.shape), leaf.numel() * leaf.dtype.itemsize) for leaf in packed
+        (str(leaf.dtype), leaf.shape, leaf.nbytes) for leaf in filter(known.packable, tensors)
     )
 
 
 @given(batches())
 @on_both_paths
 def test_a_path_leads_to_its_slot_s_tensor(batch):
-    layout = Layout.of(batch)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     unpacked = layout.unpack(slab, layout.others(batch))
     for slot in layout.slots:
         # An enum as a key, or a node that gives no names.
@@ -66,9 +59,7 @@ def test_a_path_leads_to_its_slot_s_tensor(batch):
 @given(batches(passthrough=False))
 @on_both_paths
 def test_a_layout_travels_by_pickle(batch):
-    layout = Layout.of(batch)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     copy = pickle.loads(pickle.dumps(layout))
     assert copy.slots == layout.slots
     ours, theirs = known.leaves_of(batch), known.leaves_of(copy.unpack(slab, layout.others(batch)))
@@ -81,9 +72,7 @@ def test_a_layout_travels_by_pickle(batch):
 @given(batches(passthrough=False))
 @on_both_paths
 def test_a_layout_packs_every_matching_batch(batch):
-    layout = Layout.of(batch)
-    slab = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     other = layout.unpack(slab ^ 0xFF, layout.others(batch))  # the same batch with all bits turned
     if Layout.of(other) == layout:  # no strides that the slab does not have
         layout.pack(other, slab)

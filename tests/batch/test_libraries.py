@@ -4,7 +4,6 @@
 
 import dataclasses
 import importlib
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -12,10 +11,9 @@ import warnings
 import pytest
 import torch
 import warm
-from loader_data import Mapped
+from loader_data import unbatched
 from torch.utils._pytree import register_pytree_node
 
-import pinstage as ps
 from pinstage._batch import _libraries
 from pinstage._compat import probes
 from pinstage.errors import LayoutError, StagingWarning
@@ -61,14 +59,9 @@ def known(index):
     return Known(torch.full((2,), index), {index})
 
 
-def whole(batch):
-    return batch
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_what_torchs_pytree_knows_comes_out_of_workers(method):
-    options = {"num_workers": 1, "multiprocessing_context": method, "collate_fn": whole}
-    loader = ps.DataLoader(Mapped(known, 4), None, device="cpu", max_bytes="1MiB", **options)
+    loader = unbatched(known, 4, num_workers=1, multiprocessing_context=method)
     assert [(box.value.tolist(), box.note) for box in loader] == [
         ([index] * 2, {index}) for index in range(4)
     ]
@@ -123,9 +116,7 @@ def movable(index):
 
 
 def test_loaders_move_to_classes_in_the_main_process():
-    loader = ps.DataLoader(
-        Mapped(movable, 3), None, collate_fn=whole, num_workers=1, device="cpu", max_bytes="1MiB"
-    )
+    loader = unbatched(movable, 3, num_workers=1)
     with pytest.warns(StagingWarning, match="Movable") as told:
         found = list(loader)
     assert [warning.category for warning in told].count(StagingWarning) == 1
@@ -133,11 +124,6 @@ def test_loaders_move_to_classes_in_the_main_process():
         ([index] * 2, "moved") for index in range(3)
     ]
     assert loader.stats().passthrough_leaves == 3
-
-
-def test_a_module_is_no_batch(stager):
-    with pytest.raises(LayoutError, match="Linear"):
-        stager.to_device([torch.nn.Linear(1, 1)])
 
 
 def test_a_tensorless_class_with_to_stays_unchanged(stager):
@@ -260,5 +246,5 @@ loaded = [name for name in _SHIPPED if name in sys.modules and not name.startswi
 ours = [name for name in sys.modules if name.startswith("pinstage.integrations")]
 assert not loaded and not ours, (loaded, ours)
 """
-    result = subprocess.run(warm.command("-c", code), capture_output=True, text=True, check=False)
+    result = warm.completed(code)
     assert result.returncode == 0, result.stderr

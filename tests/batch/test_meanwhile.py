@@ -2,7 +2,7 @@
 in the middle.
 """
 
-import concurrent.futures
+import contextlib
 import gc
 import sys
 import weakref
@@ -26,6 +26,28 @@ class Hashed(type):
         if meanwhile is not None:
             meanwhile()
         return id(cls)
+
+
+@contextlib.contextmanager
+def collecting_in_the_middle(cls, callback):
+    """Let the garbage collector run when the walk looks up a class, and call a function then."""
+    spare = []
+
+    def meanwhile():
+        # Empty Python's free lists of tuples and dicts, so that the next allocation runs the
+        # collector, which is due.
+        spare.extend((number,) for number in range(3000))
+        spare.extend({} for _ in range(200))
+        gc.enable()
+
+    cls.meanwhile = meanwhile
+    gc.disable()
+    gc.callbacks.append(callback)
+    try:
+        yield
+    finally:
+        gc.callbacks.remove(callback)
+        gc.enable()
 
 
 class Odd(metaclass=Hashed):
@@ -82,29 +104,9 @@ def test_a_class_forgotten_during_the_walk_is_rebuilt():
     alive = weakref.ref(handlers[Record])
     record = Record()
     record.value = None
-    spare = []
-
-    def meanwhile():
-        # Empty Python's free lists of tuples and dicts, so that the next allocation runs the
-        # collector, which is due.
-        spare.extend((number,) for number in range(3000))
-        spare.extend({} for _ in range(200))
-        gc.enable()
-
-    def forget(phase, _):
-        handlers.clear()
-
-    Record.meanwhile = meanwhile
-    gc.disable()
-    gc.callbacks.append(forget)
-    try:
+    with collecting_in_the_middle(Record, lambda phase, _: handlers.clear()):
         structure, leaves = _native.core.Structure.of(record, handlers)
-    finally:
-        gc.callbacks.remove(forget)
-        gc.enable()
-    # Later versions collect between two Python instructions, and the walk has none.
-    assert not handlers or sys.version_info >= (3, 12)
-    handlers.clear()
+    assert not handlers
     assert alive() is not None
     assert vars(structure.rebuild(leaves)) == {"value": None}
     del structure
@@ -113,27 +115,12 @@ def test_a_class_forgotten_during_the_walk_is_rebuilt():
 
 def test_a_dict_that_shrinks_yields_the_rest():
     batch = {f"k{index}": index for index in range(50)}
-    spare = []
-
-    def shrink(phase, _):
-        batch.pop("k7", None)
-
-    def meanwhile():
-        spare.extend((number,) for number in range(3000))
-        gc.enable()
-
-    Odd.meanwhile = meanwhile
-    gc.disable()
-    gc.callbacks.append(shrink)
-    try:
+    with collecting_in_the_middle(Odd, lambda phase, _: batch.pop("k7", None)):
         structure, leaves = _native.core.Structure.of([Odd(), batch], {Odd: None, int: None})
-    finally:
-        gc.callbacks.remove(shrink)
-        gc.enable()
     assert len(leaves) == structure.num_leaves == 1 + len(structure.rebuild(leaves)[1])
 
 
-def test_threads_with_many_structures_stay_independent():
+def test_threads_with_many_structures_stay_independent(background):
     threads, sizes = 4, range(3 * _structure._MOST_REMEMBERED)
 
     def walk_all(start):
@@ -144,8 +131,8 @@ def test_threads_with_many_structures_stay_independent():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with concurrent.futures.ThreadPoolExecutor(threads) as executor:
-            list(executor.map(walk_all, sizes[:: len(sizes) // threads]))
+        for walking in [background(walk_all, start) for start in sizes[:: len(sizes) // threads]]:
+            walking.result()
     finally:
         sys.setswitchinterval(interval)
     assert len(_structure._last) <= _structure._MOST_REMEMBERED

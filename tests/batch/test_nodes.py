@@ -2,7 +2,6 @@
 
 import array
 import collections
-import concurrent.futures
 import ctypes
 import dataclasses
 import enum
@@ -12,7 +11,6 @@ import operator
 import pathlib
 import pickle
 import re
-import subprocess
 import sys
 import textwrap
 import threading
@@ -27,12 +25,12 @@ import pytest
 import strategies as known
 import torch
 import warm
-from loader_data import Mapped
-from strategies import assert_same, through_slab
+from loader_data import unbatched
+from strategies import assert_round_trip, assert_same, packed, raises_at, through_slab
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_pytree_node
 
-from pinstage import DataLoader, Layout, Stager, register_node
+from pinstage import Layout, register_node, register_tensor
 from pinstage._batch import StagingNode, _leaves, _nodes
 from pinstage.errors import LayoutError
 
@@ -44,6 +42,10 @@ def moved(ordered):
 
 def leaf(seed=0):
     return known.tensor_of(torch.float32, (3,), seed)
+
+
+def refused(*_):
+    raise AssertionError("this method was called")
 
 
 def noted(container):
@@ -66,22 +68,11 @@ class FrozenDict(dict):
         super().__init__(*args)
         self.frozen = True
 
-    def __setitem__(self, key, value):
-        raise AssertionError("__setitem__ was called")
-
-    def __iter__(self):
-        raise AssertionError("__iter__ was called")
-
-    def keys(self):
-        raise AssertionError("keys was called")
+    __setitem__ = __iter__ = keys = refused
 
 
 class FrozenList(list):
-    def append(self, value):
-        raise AssertionError("append was called")
-
-    def extend(self, values):
-        raise AssertionError("extend was called")
+    append = extend = refused
 
 
 @dataclasses.dataclass
@@ -134,10 +125,8 @@ class Of(typing.Generic[T]):
 
 # `strategies.batches` draws the others.
 CONTAINERS = {
-    "dict with a tensor for a key": lambda: {torch.zeros(1): leaf()},
     "dict subclass with methods of its own": lambda: FrozenDict({"b": leaf(1), "a": leaf(2)}),
     "OrderedDict subclass in another order": lambda: moved(Ordered(b=leaf(1), a=leaf(2))),
-    "OrderedDict subclass": lambda: Ordered([("b", leaf(1)), ("a", leaf(2))]),
     "OrderedDict with attributes": lambda: noted(
         collections.OrderedDict([("b", leaf(1)), (2, leaf(2))])
     ),
@@ -150,11 +139,9 @@ CONTAINERS = {
     "list subclass": lambda: FrozenList([leaf(1), 2]),
     "torch.return_types": lambda: torch.max(torch.randn(3, 4), dim=0),
     "dataclass with InitVar": lambda: Stream(leaf(1), "wind", factor=2.0),
-    "dataclass with attributes nobody declared": lambda: noted(known.Record(leaf(1))),
     "dataclass, frozen with slots, that inherits": lambda: Derived(leaf(1), leaf(2)),
     "dataclass, generic": lambda: Of(leaf(1)),
     "attrs": lambda: AttrsOpen(leaf(1)),
-    "attrs, frozen": lambda: AttrsFrozen(leaf(1)),
     "attrs, frozen, that inherits": lambda: AttrsDerived(leaf(1), leaf(2)),
 }
 
@@ -163,8 +150,7 @@ CONTAINERS = {
 def test_containers_come_back_as_they_were(kind):
     batch = [CONTAINERS[kind](), {"inner": CONTAINERS[kind]()}]
     leaves = known.leaves_of(batch)
-    assert_same(batch, through_slab(batch), "cpu")
-    assert_same(batch[0], through_slab(batch[0]), "cpu")
+    assert_round_trip(batch)
     assert all(map(operator.is_, leaves, known.leaves_of(batch))), "the original was changed"
 
 
@@ -173,9 +159,8 @@ def test_containers_come_back_as_they_were(kind):
 
 def test_a_dict_packs_by_a_reordered_layout():
     one, other = {"b": leaf(1), "a": leaf(2)}, {"a": leaf(3), "b": leaf(4)}
-    layout = Layout.of(one)
+    layout, slab = packed(one)
     assert layout == Layout.of(other)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
     layout.pack(other, slab)
     assert_same({"b": other["b"], "a": other["a"]}, layout.unpack(slab), "cpu")
 
@@ -195,12 +180,8 @@ def test_a_packed_sequence_keeps_cpu_batch_sizes(enforce_sorted):
         [torch.randn(3, 2), torch.randn(2, 2), torch.randn(1, 2)], enforce_sorted=enforce_sorted
     )
     batch = [sequence, leaf()]
-    staged = through_slab(batch)
-    assert_same(batch, staged, "cpu")
+    assert_round_trip(batch)
     assert Layout.of([sequence]).slots[0].path == "[0].data"
-    unpacked, lengths = torch.nn.utils.rnn.pad_packed_sequence(staged[0])
-    assert lengths.tolist() == [3, 2, 1]
-    assert torch.equal(unpacked, torch.nn.utils.rnn.pad_packed_sequence(sequence)[0])
 
 
 # -- dataclasses and other objects -----------------------------------------------------------------
@@ -221,13 +202,6 @@ def test_objects_are_rebuilt_without_calling_init():
     assert_same(batch, staged, "cpu")
 
 
-def test_a_field_that_is_not_set_stays_so():
-    record = known.SlottedRecord(leaf(), 2)
-    object.__delattr__(record, "second")
-    staged = through_slab(record)
-    assert not hasattr(staged, "second")
-
-
 def test_an_enum_member_stays_itself():
     class Shape(tuple, enum.Enum):  # noqa: SLOT001
         WIDE = (4, 3)
@@ -235,11 +209,8 @@ def test_an_enum_member_stays_itself():
     class Kind(known.FrozenRecord, enum.Enum):
         A = 1, 2
 
-    batch = [Shape.WIDE, known.Colour.BLUE, Kind.A, leaf()]
-    staged = through_slab(batch)
-    assert staged[0] is Shape.WIDE
-    assert staged[1] is known.Colour.BLUE
-    assert staged[2] is Kind.A
+    for member in (Shape.WIDE, Kind.A):
+        assert through_slab([member, leaf()])[0] is member
 
 
 @dataclasses.dataclass
@@ -262,19 +233,8 @@ def test_a_property_is_neither_read_nor_set():
         def __init__(self, value):
             self.__dict__["value"] = value
 
-        @property
-        def value(self):
-            raise AssertionError("the property was read")
-
-        @value.setter
-        def value(self, new):
-            raise AssertionError("the property was set")
-
-        def __setattr__(self, name, value):
-            raise AssertionError("__setattr__ was called")
-
-        def __getattr__(self, name):
-            raise AssertionError(f"__getattr__ was called: {name}")
+        value = property(refused, refused)
+        __setattr__ = __getattr__ = refused
 
     guarded = Guarded(leaf())
     staged = through_slab(guarded)
@@ -283,24 +243,15 @@ def test_a_property_is_neither_read_nor_set():
 
 def test_slots_of_all_bases_are_staged():
     class Lower:
-        __slots__ = ("__hidden", "low")
-
-        def __init__(self):
-            self.low = leaf(1)
-            self.__hidden = leaf(2)
+        __slots__ = "low"  # noqa: PLC0205 - a plain string is one slot
 
     @register_node
     class Upper(Lower):
-        __slots__ = "high"  # noqa: PLC0205 - a plain string is one slot
-
-        def __init__(self):
-            super().__init__()
-            self.high = leaf(3)
+        __slots__ = ("high",)
 
     upper = Upper()
-    staged = through_slab(upper)
-    assert_same(upper, staged, "cpu")
-    assert torch.equal(staged._Lower__hidden, upper._Lower__hidden)
+    upper.low, upper.high = leaf(1), leaf(2)
+    assert_round_trip(upper)
 
 
 def test_subclasses_follow_a_later_registration():
@@ -311,34 +262,11 @@ def test_subclasses_follow_a_later_registration():
     class Child(Parent):
         pass
 
-    with pytest.raises(LayoutError):
-        Layout.of([Child(leaf())])
-    register_node(Parent)
     batch = [Child(leaf(1)), Parent(leaf(2))]
-    assert_same(batch, through_slab(batch), "cpu")
-
-
-def test_flatten_and_unflatten_control_staging():
-    class Ragged:
-        def __init__(self, rows, scale):
-            self.rows = rows
-            self.scale = scale
-
-    register_node(
-        Ragged,
-        lambda ragged: ((torch.cat(ragged.rows),), (tuple(map(len, ragged.rows)), ragged.scale)),
-        lambda children, context: Ragged(list(children[0].split(context[0])), context[1]),
-    )
-    batch = {"ragged": Ragged([torch.randn(2), torch.randn(3)], 2.0)}
-    layout = Layout.of(batch)
-    assert len(layout.slots) == 1
-    staged = through_slab(batch)["ragged"]
-    assert staged.scale == 2.0
-    assert all(map(torch.equal, staged.rows, batch["ragged"].rows))
-
-
-def test_metadata_is_part_of_the_structure():
-    assert Layout.of(known.Speaking([leaf()], "a")) != Layout.of(known.Speaking([leaf()], "b"))
+    with pytest.raises(LayoutError):
+        Layout.of(batch)
+    register_node(Parent)
+    assert_round_trip(batch)
 
 
 def test_register_node_works_as_a_decorator():
@@ -382,12 +310,6 @@ def test_flatten_and_unflatten_go_together():
         register_node(Half, unflatten=lambda children, context: Half())
 
 
-@pytest.mark.parametrize("kind", [dict, list, tuple, collections.OrderedDict, collections.deque])
-def test_a_known_container_cannot_be_registered(kind):
-    with pytest.raises(ValueError, match="registered"):
-        register_node(kind, lambda obj: ((), None), lambda children, context: kind())
-
-
 def test_registering_again_in_the_same_way_is_harmless():
     class Once:
         def __init__(self, value):
@@ -401,34 +323,27 @@ def test_registering_again_in_the_same_way_is_harmless():
 
     for _ in range(2):
         assert register_node(Once, flatten, unflatten) is Once
-        assert_same([Once(leaf())], through_slab([Once(leaf())]), "cpu")
+        assert_round_trip([Once(leaf())])
 
     class Twice(Once):
         pass
 
     for _ in range(2):
         register_node(Twice)
-        assert_same([Twice(leaf())], through_slab([Twice(leaf())]), "cpu")
+        assert_round_trip([Twice(leaf())])
 
 
-def test_a_class_cannot_be_registered_in_another_way():
-    class Once:
-        pass
-
-    register_node(Once)
-    with pytest.raises(
-        ValueError, match=r"Once is already registered in another way.*; register it once"
-    ):
-        register_node(Once, lambda once: ((), None), lambda children, context: Once())
-
-
-def test_a_staged_class_cannot_be_registered_differently():
-    cls = dataclasses.make_dataclass("Met", ["value"])
-    batch = cls(leaf())
+def test_a_known_class_cannot_be_registered_differently():
+    registered = register_node(type("Once", (), {}))
+    staged = dataclasses.make_dataclass("Met", ["value"])
+    batch = staged(leaf())
     through_slab(batch)
-    with pytest.raises(ValueError, match="already registered"):
-        register_node(cls, lambda obj: ((), None), lambda children, context: cls(None))
-    assert_same(batch, through_slab(batch), "cpu")
+    builtin = dict, list, tuple, collections.OrderedDict, collections.deque
+    for cls in (*builtin, registered, staged):
+        says = rf"{cls.__name__} is already registered in another way.*; register it once"
+        with pytest.raises(ValueError, match=says):
+            register_node(cls, lambda obj: ((), None), lambda children, context: None)
+    assert_round_trip(batch)
 
 
 @pytest.mark.parametrize(
@@ -448,8 +363,7 @@ def test_a_deque_subclass_is_staged_by_functions():
         pass
 
     register_node(Window, lambda window: (list(window), window.maxlen), Window)
-    batch = Window([leaf(1), leaf(2)], maxlen=4)
-    assert_same(batch, through_slab(batch), "cpu")
+    assert_round_trip(Window([leaf(1), leaf(2)], maxlen=4))
 
 
 def test_a_namespace_can_be_registered():
@@ -457,8 +371,7 @@ def test_a_namespace_can_be_registered():
         pass
 
     register_node(Space)
-    batch = Space(a=leaf(1), b=[leaf(2)])
-    assert_same(batch, through_slab(batch), "cpu")
+    assert_round_trip(Space(a=leaf(1), b=[leaf(2)]))
 
 
 def test_a_namedtuple_with_a_constructor_can_be_registered():
@@ -467,18 +380,15 @@ def test_a_namedtuple_with_a_constructor_can_be_registered():
         def __new__(cls, one):
             return super().__new__(cls, one, [one])
 
-    batch = noted(Doubled(leaf()))
-    assert_same(batch, through_slab(batch), "cpu")
+    assert_round_trip(noted(Doubled(leaf())))
 
 
 # -- the protocol and torch's pytree ---------------------------------------------------------------
 
 
-def test_a_class_with_the_protocol_needs_no_registration():
+def test_isinstance_recognises_the_protocol():
     assert isinstance(known.Speaking([], ""), StagingNode)
     assert not isinstance(known.Record(1), StagingNode)
-    batch = {"a": known.Speaking([leaf(1), [leaf(2), None]], "name")}
-    assert_same(batch, through_slab(batch), "cpu")
 
 
 def test_the_protocol_has_precedence():
@@ -494,36 +404,24 @@ def test_the_protocol_has_precedence():
         def tree_unflatten(cls, metadata, children):
             return cls(next(iter(children)), "dropped")
 
-    staged = through_slab(Scaled(leaf(1), leaf(2)))
-    assert staged.unscaled == "dropped"
-    assert len(Layout.of(Scaled(leaf(1), leaf(2))).slots) == 1
+    assert through_slab(Scaled(leaf(1), leaf(2))).unscaled == "dropped"
 
 
-@pytest.mark.parametrize(
-    "harmless_first", [False, True], ids=["refused first", "met as a leaf first"]
-)
-def test_a_class_registered_with_pytree_later_is_known(harmless_first):
-    class Late:
-        def __init__(self, value):
-            self.value = value
-
-    late = Late(leaf())
-    if harmless_first:
-        assert len(Layout.of([Late("text"), leaf()]).slots) == 1
-    else:
+@pytest.mark.parametrize("is_refused", [True, False], ids=["refused", "met as a leaf"])
+def test_a_class_registered_with_pytree_later_is_known(stager, is_refused):
+    Late = type("Late", (Opaque,), {})  # noqa: N806 - a class
+    batch = [Late(leaf()), leaf(2)]
+    if is_refused:
         for _ in range(2):
             with pytest.raises(LayoutError, match="register_node"):
-                Layout.of([late, leaf()])
+                Layout.of(batch)
+    else:
+        assert len(Layout.of([Late("text"), leaf()]).slots) == 1
     register_pytree_node(
-        Late, lambda late: ((late.value,), None), lambda children, context: Late(*children)
+        Late, lambda late: ((late.hidden,), None), lambda children, context: Late(*children)
     )
-    with Stager("cpu", max_bytes="1MiB") as stager:
-        assert_same([late, leaf(2)], stager.to_host([late, leaf(2)]), "cpu")
-        assert_same([late, leaf(2)], through_slab([late, leaf(2)]), "cpu")
-        assert_same([late, leaf(2)], stager.to_device([late, leaf(2)]), "cpu")
-
-
-# -- paths -----------------------------------------------------------------------------------------
+    for way in (stager.to_host, through_slab, stager.to_device):
+        assert_same(batch, way(batch), "cpu")
 
 
 # -- what hides tensors ----------------------------------------------------------------------------
@@ -552,14 +450,12 @@ HIDING = {
     "slot": OpaqueSlots,
     "attribute of an attribute": lambda t: Opaque(OpaqueSlots(Opaque(t))),
     "list in an attribute": lambda t: Opaque([1, [{"a": (t,)}]]),
-    "dataclass in an attribute": lambda t: Opaque(known.Record(t)),
     "set": lambda t: {t},
     "frozenset": lambda t: frozenset({1, t}),
     "object array": lambda t: np.array([None, Opaque(t)], dtype=object),
     "numpy array in an attribute": lambda t: Opaque(t.numpy()),
     "numpy array in an object array": lambda t: np.array([None, t.numpy()], dtype=object),
     "module": lambda t: torch.nn.Linear(2, 2),
-    "buffer of a module": lambda t: torch.nn.BatchNorm1d(2, affine=False),
     "optimizer": lambda t: torch.optim.SGD([torch.nn.Parameter(t)]),
     "deque subclass": lambda t: type("Window", (collections.deque,), {})([t]),
     "namespace": lambda t: types.SimpleNamespace(a=t),
@@ -576,9 +472,8 @@ HIDING = {
 @pytest.mark.parametrize("kind", HIDING)
 def test_an_object_hiding_a_tensor_names_the_remedy(kind):
     hiding = HIDING[kind](leaf())
-    with pytest.raises(LayoutError) as caught:
+    with raises_at("['b'][1]") as caught:
         Layout.of({"a": leaf(), "b": [None, hiding]})
-    assert caught.value.path == "['b'][1]"
     said = str(caught.value)
     assert said.startswith("batch['b'][1] holds tensors")
     assert type(hiding).__name__ in said
@@ -614,29 +509,28 @@ class FromC:
         return item
 
 
-def extra(module, name):
+def extra(path):
+    module, _, name = path.rpartition(".")
     return getattr(pytest.importorskip(module), name)
+
+
+def assert_kept(thing):
+    assert Layout.of([thing]).others([thing])[0] is thing
 
 
 WITH_ITEMS = {
     "scripted dict": lambda t: scripted({"a": t}),
     "scripted list": lambda t: scripted([t]),
-    "MultiDict": lambda t: extra("multidict", "MultiDict")(a=t),
-    "MultiDict with a key twice": lambda t: extra("multidict", "MultiDict")([("a", 1), ("a", t)]),
-    "CIMultiDict of lists": lambda t: extra("multidict", "CIMultiDict")(a=[t]),
-    "MultiDictProxy": lambda t: extra("multidict", "MultiDictProxy")(
-        extra("multidict", "MultiDict")(a=t)
+    "MultiDict": lambda t: extra("multidict.MultiDict")(a=t),
+    "MultiDict with a key twice": lambda t: extra("multidict.MultiDict")([("a", 1), ("a", t)]),
+    "MultiDictProxy": lambda t: extra("multidict.MultiDictProxy")(
+        extra("multidict.MultiDict")(a=t)
     ),
-    "HashTrieMap": lambda t: extra("rpds", "HashTrieMap")({"a": t}),
-    "HashTrieMap in another": lambda t: extra("rpds", "HashTrieMap")(
-        {"a": extra("rpds", "HashTrieMap")({"b": t})}
-    ),
-    "rpds.List": lambda t: extra("rpds", "List")([1, t]),
-    "rpds.Queue": lambda t: extra("rpds", "Queue")([t]),
-    "column": lambda t: extra("pandas", "Series")([t, t]),
-    "column by name": lambda t: extra("pandas", "Series")([t], index=["a"]),
-    "column in an attribute": lambda t: Opaque(extra("pandas", "Series")([t])),
-    "frame": lambda t: extra("pandas", "DataFrame")({"a": [1], "b": [t]}),
+    "HashTrieMap": lambda t: extra("rpds.HashTrieMap")({"a": t}),
+    "rpds.List": lambda t: extra("rpds.List")([1, t]),
+    "column by name": lambda t: extra("pandas.Series")([t], index=["a"]),
+    "column in an attribute": lambda t: Opaque(extra("pandas.Series")([t])),
+    "frame": lambda t: extra("pandas.DataFrame")({"a": [1], "b": [t]}),
     "items before an error": lambda t: FromC(t, ValueError()),
     "the sixteenth item": lambda t: FromC(*range(15), t),
     "an item of an item": lambda t: FromC(FromC(t)),
@@ -646,20 +540,12 @@ WITH_ITEMS = {
 
 @pytest.mark.parametrize("kind", WITH_ITEMS)
 def test_a_container_that_is_not_pythons_is_refused(kind):
-    harmless, hiding = (
-        (WITH_ITEMS[kind](item) for item in (1.0, leaf()))
-        if "scripted" not in kind
-        else (
-            scripted({"a": 1.0} if "dict" in kind else [1.0]),
-            WITH_ITEMS[kind](leaf()),
-        )
-    )
-    assert Layout.of({"a": [harmless]}).others({"a": [harmless]})[0] is harmless
-    with pytest.raises(
-        LayoutError, match=rf"^batch\['a'\]\[0\] holds tensors.*: .*{type(hiding).__name__}; "
+    harmless, hiding = map(WITH_ITEMS[kind], (1.0, leaf()))
+    assert_kept(harmless)
+    with raises_at(
+        "['a'][0]", match=rf"^batch\['a'\]\[0\] holds tensors.*: .*{type(hiding).__name__}; "
     ) as caught:
         Layout.of({"a": [hiding]})
-    assert caught.value.path == "['a'][0]"
     if isinstance(hiding, Opaque | FromC):
         assert "pinstage.register_node(" in str(caught.value)
     elif "column" not in kind and "frame" not in kind:
@@ -670,13 +556,11 @@ def test_a_container_that_is_not_pythons_is_refused(kind):
 
 NO_TENSORS = {
     "an error at once": lambda: FromC(ValueError()),
-    "the seventeenth item": lambda: FromC(*range(16), leaf()),
     "three levels": lambda: FromC(FromC(FromC(leaf()))),
-    "column of numbers": lambda: extra("pandas", "Series")([1.0, 2.0]),
-    "column of categories": lambda: extra("pandas", "Series")(["a", "b"], dtype="category"),
-    "column of numbers or none": lambda: extra("pandas", "Series")([1, None], dtype="Int64"),
-    "frame of numbers and text": lambda: extra("pandas", "DataFrame")({"a": [1.0], "b": ["x"]}),
-    "a set of rpds": lambda: extra("rpds", "HashTrieSet")([1]),
+    "column of categories": lambda: extra("pandas.Series")(["a", "b"], dtype="category"),
+    "column of numbers or none": lambda: extra("pandas.Series")([1, None], dtype="Int64"),
+    "frame of numbers and text": lambda: extra("pandas.DataFrame")({"a": [1.0], "b": ["x"]}),
+    "a set of rpds": lambda: extra("rpds.HashTrieSet")([1]),
     "keys of a dict of tensors": {"a": leaf()}.keys,
     "an iterator of tensors": lambda: iter([leaf()]),
     "a bound method of what has tensors": lambda: [leaf()].append,
@@ -693,8 +577,7 @@ def raised(tensor):
 
 @pytest.mark.parametrize("kind", NO_TENSORS)
 def test_only_what_is_looked_at_is_refused(kind):
-    harmless = NO_TENSORS[kind]()
-    assert Layout.of([harmless]).others([harmless])[0] is harmless
+    assert_kept(NO_TENSORS[kind]())
 
 
 class Counting(FromC):
@@ -722,19 +605,18 @@ QUICK = [
 @pytest.mark.parametrize("quick", QUICK, ids=lambda quick: type(quick).__name__)
 def test_classes_without_tensors_are_not_searched(quick, monkeypatch):
     monkeypatch.setattr(_leaves, "_contents", None)
-    assert Layout.of([quick]).others([quick])[0] is quick
+    assert_kept(quick)
 
 
 def test_images_are_not_searched(monkeypatch):
-    image = extra("PIL.Image", "new")("RGB", (4, 4))
+    image = extra("PIL.Image.new")("RGB", (4, 4))
     monkeypatch.setattr(_leaves, "_contents", None)
-    assert Layout.of([image]).others([image])[0] is image
+    assert_kept(image)
 
 
 @pytest.mark.parametrize(
     "harmless",
     [
-        Opaque(None),
         Opaque({"a": [1, "b", Opaque(2.0)]}),
         _cycle("text"),
         np.array([None, {"a": 1}], dtype=object),
@@ -748,16 +630,12 @@ def test_images_are_not_searched(monkeypatch):
         torch,
         Opaque,
         torch.Generator(),
-        memoryview(b"abc"),
         Opaque(np.array(["a"])),
     ],
     ids=lambda harmless: type(harmless).__name__,
 )
 def test_tensorless_objects_are_returned_unchanged(harmless):
-    batch = {"a": leaf(), "b": [harmless, (harmless,)]}
-    staged = through_slab(batch)
-    assert staged["b"][0] is harmless
-    assert staged["b"][1][0] is harmless
+    assert through_slab([leaf(), harmless])[1] is harmless
 
 
 # -- state beside the items ------------------------------------------------------------------------
@@ -770,10 +648,6 @@ class Logging(dict):
         super().__init__(*args)
         self.log = []
         self.write = self.log.append
-
-
-def whole(batch):
-    return batch
 
 
 class LoggingCopied(Logging):
@@ -794,8 +668,7 @@ class Seen(list):
         super().__init__(*args)
         self.seen = set()
 
-    def __setitem__(self, index, value):
-        raise AssertionError("__setitem__ was called")
+    __setitem__ = refused
 
 
 class SeenCopied(Seen):
@@ -809,7 +682,7 @@ class SeenMistyped(Seen):
 
 
 def test_a_staged_sorted_dict_shares_nothing():
-    cls = extra("sortedcontainers", "SortedDict")
+    cls = extra("sortedcontainers.SortedDict")
     original = cls(b=leaf(1), a=leaf(2))
     staged = through_slab({"x": original})["x"]
     staged["c"] = 1
@@ -847,11 +720,7 @@ def sample(index):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_copied_dicts_come_out_of_a_loader(workers):
-    data = Mapped(sample, 3)
-    loader = DataLoader(
-        data, None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB"
-    )
-    for index, batch in enumerate(loader):
+    for index, batch in enumerate(unbatched(sample, 3, num_workers=workers)):
         batch.write("staged")
         assert (type(batch), batch.log, batch["x"].tolist()) == (
             LoggingCopied,
@@ -862,9 +731,7 @@ def test_copied_dicts_come_out_of_a_loader(workers):
 
 def test_batches_unpacked_from_one_slab_share_nothing():
     batch = [SeenCopied([leaf(1)])]
-    layout = Layout.of(batch)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     others = layout.others(batch)
     one, other = layout.unpack(slab, others), layout.unpack(slab, others)
     one[0].append(1)
@@ -882,11 +749,10 @@ def test_batches_unpacked_from_one_slab_share_nothing():
     ],
 )
 def test_state_that_a_copy_would_share_is_refused(make, attribute):
-    with pytest.raises(
-        LayoutError, match=rf"its attribute {attribute}, which .*register_node\(\w+, flatten"
-    ) as caught:
+    with raises_at(
+        "['a'][1]", match=rf"its attribute {attribute}, which .*register_node\(\w+, flatten"
+    ):
         Layout.of({"a": [1, make()]})
-    assert caught.value.path == "['a'][1]"
 
 
 @dataclasses.dataclass
@@ -934,17 +800,17 @@ def test_classes_made_for_one_batch_are_collected(kind):
 
 
 def test_a_layout_outlasts_the_memory_of_its_classes():
-    local, with_slots, mapping = MADE["dataclass"](), MADE["dataclass with slots"](), MADE["dict"]()
-    batch = [local(leaf(1), 2), with_slots({"b": leaf(2), "a": 1}, 3), mapping(leaf(3), 4)]
+    classes = [MADE[kind]() for kind in ("dataclass", "dataclass with slots", "dict")]
+    batch = [cls(leaf(seed), seed) for seed, cls in enumerate(classes)]
     layout = Layout.of(batch)
     paths = [slot.path for slot in Layout.of(batch).slots]
     for _ in range(1100):
         Layout.of([type("Made", (), {})()])
-    assert not {local, with_slots, mapping} & set(_nodes.HANDLERS)
+    assert not set(classes) & set(_nodes.HANDLERS)
     assert [slot.path for slot in layout.slots] == paths
     assert layout == Layout.of(batch)
     assert layout != Layout.of([*batch[:2], MADE["dict"]()(leaf(3), 4)])
-    assert_same(batch, through_slab(batch), "cpu")
+    assert_round_trip(batch)
 
 
 def test_a_batch_can_exceed_the_class_cache():
@@ -977,37 +843,21 @@ def _registered_in_itself():
     return sample
 
 
+@pytest.mark.parametrize("limit", [None, 10**6])  # deeper than any stack
 @pytest.mark.parametrize(
     "make", [_list_in_itself, _dict_in_itself, _record_in_itself, _registered_in_itself]
 )
-def test_a_self_referring_batch_is_an_error(make):
-    with pytest.raises(
-        LayoutError, match=r"batch refers to itself.*; stage the tensors without the back reference"
-    ):
-        Layout.of(make())
-
-
-@pytest.mark.parametrize("make", [_list_in_itself, _dict_in_itself, _record_in_itself])
-def test_a_self_referring_batch_fails_at_any_limit(make):
+def test_a_self_referring_batch_is_an_error(make, limit):
     before = sys.getrecursionlimit()
-    sys.setrecursionlimit(10**6)  # deeper than any stack
+    sys.setrecursionlimit(limit or before)
     try:
-        with pytest.raises(LayoutError, match=r"batch refers to itself"):
+        with pytest.raises(
+            LayoutError,
+            match=r"batch refers to itself.*; stage the tensors without the back reference",
+        ):
             Layout.of(make())
     finally:
         sys.setrecursionlimit(before)
-
-
-@pytest.mark.parametrize("depth", [199, 200, 201, 202])
-def test_a_batch_is_staged_whoever_walks_it(depth):
-    batch = leaf()
-    for _ in range(depth):
-        batch = {"b": batch, "a": 1}
-    first = layout = Layout.of(batch)
-    for _ in range(2):
-        layout = Layout.of(batch)
-        assert (layout, layout.slots[0].path) == (first, "['b']" * depth)
-    assert_same(batch, through_slab(batch), "cpu")
 
 
 def test_an_error_of_flatten_is_the_callers():
@@ -1022,25 +872,22 @@ def test_an_error_of_flatten_is_the_callers():
 # -- threads and processes -------------------------------------------------------------------------
 
 
-def test_classes_met_by_several_threads_are_learnt():
+def test_classes_met_by_several_threads_are_learnt(background):
     threads = 4
     barrier = threading.Barrier(threads)
+
+    def stage(classes):
+        barrier.wait(20)
+        return through_slab([cls(leaf(seed)) for seed, cls in enumerate(classes)])
+
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with concurrent.futures.ThreadPoolExecutor(threads) as executor:
-            for _ in range(150):
-                fresh = [dataclasses.make_dataclass(f"Fresh{i}", ["value"]) for i in range(5)]
-
-                def stage(classes):
-                    barrier.wait(20)
-                    return through_slab([cls(leaf(seed)) for seed, cls in enumerate(classes)])
-
-                for future in [executor.submit(stage, fresh) for _ in range(threads)]:
-                    staged = future.result()
-                    assert all(
-                        torch.equal(one.value, leaf(seed)) for seed, one in enumerate(staged)
-                    )
+        for _ in range(150):
+            fresh = [dataclasses.make_dataclass(f"Fresh{i}", ["value"]) for i in range(5)]
+            for future in [background(stage, fresh) for _ in range(threads)]:
+                for seed, one in enumerate(future.result()):
+                    assert torch.equal(one.value, leaf(seed))
     finally:
         sys.setswitchinterval(interval)
 
@@ -1076,11 +923,22 @@ def test_a_layout_unpickles_in_a_fresh_process(tmp_path, monkeypatch):
             def tree_unflatten(cls, metadata, children):
                 return cls(*children)
 
+        class Marked(torch.Tensor):
+            pass
+
+        class MarkedChild(Marked):
+            pass
+
+        def marked():
+            tensor = torch.arange(3.0).as_subclass(MarkedChild)
+            tensor.note = "here"
+            return tensor
+
         def make():
             return {
                 "record": Record([torch.arange(3)]), "plain": Plain(torch.ones(2)), "child": Child(torch.ones(2)),
                 "ordered": Ordered(a=torch.zeros(2, 2), note="text"), "speaking": Speaking(torch.ones(1).double()),
-                "sparse": torch.eye(2).to_sparse(),
+                "sparse": torch.eye(2).to_sparse(), "marked": marked(),
             }
         """
     )
@@ -1089,10 +947,9 @@ def test_a_layout_unpickles_in_a_fresh_process(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "batch", batch)
     exec(source, vars(batch))
     register_node(batch.Plain)
+    register_tensor(batch.Marked)
     made = batch.make()
-    layout = Layout.of(made)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(made, slab)
+    layout, slab = packed(made)
     sent = pickle.dumps((layout, bytes(slab.numpy()), str(layout), layout.others(made)))
     receiver = """
 import sys, pickle, torch
@@ -1110,6 +967,8 @@ assert type(found["child"]) is batch.Child
 assert type(found["ordered"]) is batch.Ordered and found["ordered"]["note"] == "text"
 assert type(found["speaking"]) is batch.Speaking and torch.equal(found["speaking"].value, expected["speaking"].value)
 assert found["sparse"].is_sparse
+marked = found["marked"]
+assert type(marked) is batch.MarkedChild and (marked.note, marked.tolist()) == ("here", [0, 1, 2])
 import pinstage
 try:
     same = pinstage.Layout.of(expected)
@@ -1117,9 +976,7 @@ except pinstage.errors.LayoutError as error:
     raise SystemExit(f"the classes are not known: {error}")
 assert same == layout
 """
-    result = subprocess.run(
-        warm.command("-c", receiver), cwd=tmp_path, input=sent, capture_output=True, check=False
-    )
+    result = warm.completed(receiver, cwd=tmp_path, input=sent, text=False)
     assert result.returncode == 0, result.stderr.decode()
 
 
@@ -1129,11 +986,13 @@ def test_learning_classes_leaves_warnings_filters_alone(monkeypatch):
 
     monkeypatch.setattr("warnings.catch_warnings.__enter__", changed)
     monkeypatch.setattr("warnings.simplefilter", changed)
-    plain = dataclasses.make_dataclass("Plain", ["x"])
-    ours = attrs.make_class("Ours", ["x"])
-    own = type("Own", (dict,), {})
     registered = register_node(
         type("Registered", (list,), {}), lambda node: (list(node), None), lambda x, _: list(x)
     )
-    batch = [plain(leaf(1)), ours(leaf(2)), own(x=leaf(3)), registered([leaf(4)])]
+    batch = [
+        dataclasses.make_dataclass("Plain", ["x"])(leaf()),
+        attrs.make_class("Ours", ["x"])(leaf()),
+        type("Own", (dict,), {})(x=leaf()),
+        registered([leaf()]),
+    ]
     assert len(Layout.of(batch).slots) == 4

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from loader_data import Mapped
+from loader_data import unbatched
+from strategies import raises_at
 
 import pinstage as ps
-from pinstage.errors import LayoutError
 
 
 class Untouchable:
@@ -75,15 +75,9 @@ def kept(index):
     }
 
 
-def whole(batch):
-    return batch
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_kept_objects_pass_through_a_loader(workers):
-    loader = ps.DataLoader(
-        Mapped(kept, 5), None, collate_fn=whole, num_workers=workers, device="cpu", max_bytes="1MiB"
-    )
+    loader = unbatched(kept, 5, num_workers=workers)
     for index, batch in enumerate(loader):
         assert (batch["lengths"].tolist(), batch["odd"]) == ([index], {"s": {index}})
         assert batch["x"].tolist() == [index, index]
@@ -93,52 +87,41 @@ def test_kept_objects_pass_through_a_loader(workers):
 # -- Stager(keep_on_host=...) ----------------------------------------------------------------------
 
 
-def batch(count=2):
-    return {
-        "x": torch.ones(3),
-        "lengths": [torch.ones(1) for _ in range(count)],
-        "odd": Untouchable(),
-        "lengthsy": 1,
-    }
+@pytest.mark.parametrize(
+    "keep",
+    [
+        ["['lengths']", "['odd']"],
+        lambda path, leaf: path.startswith("['lengths'][") or isinstance(leaf, Untouchable),
+    ],
+    ids=["at a path or below it", "by a function"],
+)
+def test_chosen_leaves_stay(make_stager, keep):
+    stager = make_stager(keep_on_host=keep)
+    for count in (2, 2, 3, 1, 0):
+        original = {
+            "x": torch.ones(3),
+            "lengths": [torch.ones(1) for _ in range(count)],
+            "odd": Untouchable(),
+            "lengthsy": 1,
+        }
+        staged = stager.to_device(original)
+        assert staged["odd"] is original["odd"]
+        assert list(map(id, staged["lengths"])) == list(map(id, original["lengths"]))
+        assert staged["x"] is not original["x"]
+    assert stager.stats().packed_leaves == 5
 
 
-def assert_kept(keep):
-    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=keep) as stager:
-        for count in (2, 2, 3, 1, 0):
-            original = batch(count)
-            staged = stager.to_device(original)
-            assert staged["odd"] is original["odd"]
-            assert all(
-                one is other
-                for one, other in zip(staged["lengths"], original["lengths"], strict=True)
-            )
-            assert staged["x"] is not original["x"]
-        assert stager.stats().packed_leaves == 5
-
-
-def test_leaves_at_a_path_and_below_it_stay():
-    assert_kept(["['lengths']", "['odd']"])
-
-
-def test_a_function_of_path_and_leaf_keeps_leaves():
-    assert_kept(lambda path, leaf: path.startswith("['lengths'][") or isinstance(leaf, Untouchable))
-
-
-def test_one_path_may_be_given_alone():
+def test_one_path_may_be_given_alone(make_stager):
     says = r"keep_on_host=\"\['a'\]\.b\" leads to nothing in this batch; its leaves are at"
-    with (
-        ps.Stager("cpu", max_bytes="1MiB", keep_on_host="['a'].b") as stager,
-        pytest.raises(LayoutError, match=says) as caught,
-    ):
-        stager.to_device({"a": torch.ones(1)})
-    assert caught.value.path == "['a'].b"
+    with raises_at("['a'].b", match=says):
+        make_stager(keep_on_host="['a'].b").to_device({"a": torch.ones(1)})
 
 
-def test_paths_are_checked_in_the_first_batch_only():
-    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=["['a']"]) as stager:
-        kept = torch.ones(1)
-        assert stager.to_device({"a": kept})["a"] is kept
-        assert stager.to_device({"b": torch.ones(1)})["b"].tolist() == [1]
+def test_paths_are_checked_in_the_first_batch_only(make_stager):
+    stager = make_stager(keep_on_host=["['a']"])
+    kept = torch.ones(1)
+    assert stager.to_device({"a": kept})["a"] is kept
+    assert stager.to_device({"b": torch.ones(1)})["b"].tolist() == [1]
 
 
 @pytest.mark.parametrize("keep", [3, [3]])
@@ -149,8 +132,7 @@ def test_other_values_of_keep_on_host_are_refused(keep):
         ps.Stager("cpu", keep_on_host=keep)
 
 
-def test_an_error_in_the_function_loses_no_slab():
-    with ps.Stager("cpu", max_bytes="1MiB", keep_on_host=lambda path, leaf: 1 / 0) as stager:
-        with pytest.raises(ZeroDivisionError):
-            stager.to_device([torch.ones(1)])
-        assert stager.pool.stats().leased_slabs == 0
+def test_an_error_in_the_function_loses_no_slab(make_stager):
+    with pytest.raises(ZeroDivisionError):
+        make_stager(keep_on_host=lambda path, leaf: 1 / 0).to_device([torch.ones(1)])
+    # `make_pool` fails a test that leaves a slab in use.

@@ -3,7 +3,6 @@ makes one.
 """
 
 import json
-import subprocess
 
 import pytest
 import torch
@@ -88,7 +87,7 @@ def test_only_dtypes_of_torch_are_taken(thing):
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_dtype_ends_the_process():
-    run = subprocess.run(warm.command("-c", PROGRAM), capture_output=True, text=True, check=False)
+    run = warm.completed(PROGRAM)
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout)
     assert set(found) == set(DTYPES)

@@ -408,6 +408,18 @@ def use_target(stager, target):
     return target
 
 
+@contextlib.contextmanager
+def guarded(nbytes):
+    """Yield a slab of used memory inside a larger buffer, and fail if bytes around it are
+    written.
+    """
+    guard, used = 4096, 0xEE
+    memory = torch.full((nbytes + 2 * guard,), used, dtype=torch.uint8)
+    yield memory[guard : guard + nbytes]
+    assert memory[:guard].eq(used).all(), "something was written before the slab"
+    assert memory[guard + nbytes :].eq(used).all(), "something was written behind the slab"
+
+
 def nothing_at_once(monkeypatch, at_once_bytes=0):
     """Let small batches take a slab, instead of being copied from ordinary memory."""
     for module in ("_sender", "_writer"):

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+import pinstage as ps
+
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -236,6 +238,18 @@ def collated_by_torch(samples):
 
 def as_they_are(samples):
     return samples
+
+
+def unbatched(sample, size, **options):
+    """Return a loader whose batches are the samples of a function, as they are, on the CPU."""
+    return ps.DataLoader(
+        Mapped(sample, size),
+        batch_size=None,
+        collate_fn=as_they_are,
+        device="cpu",
+        max_bytes="1MiB",
+        **options,
+    )
 
 
 def to_graph(samples):

@@ -4,6 +4,7 @@ Nothing here depends on the device, so the GPU tests use it too. `assert_same` w
 Python's own means, independently of the package, so that the two can disagree.
 """
 
+import contextlib
 import dataclasses
 import datetime as dt
 import enum
@@ -15,6 +16,7 @@ from collections import Counter, OrderedDict, UserDict, defaultdict, deque, name
 
 import attrs
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence
@@ -440,11 +442,22 @@ def batches(draw, passthrough=True, max_leaves=12):
     )
 
 
+def slab_for(layout):
+    """Return memory of just the right size for a layout or an offset table, with any content."""
+    return torch.empty(layout.nbytes, dtype=torch.uint8)
+
+
+def packed(batch):
+    """Return a batch's layout, and a slab with its bytes."""
+    layout = ps.Layout.of(batch)
+    slab = slab_for(layout)
+    layout.pack(batch, slab)
+    return layout, slab
+
+
 def through_slab(batch):
     """Pack a batch into a slab of just the right size, and unpack it."""
-    layout = ps.Layout.of(batch)
-    slab = torch.empty(layout.nbytes, dtype=torch.uint8)
-    layout.pack(batch, slab)
+    layout, slab = packed(batch)
     return layout.unpack(slab, layout.others(batch))
 
 
@@ -536,6 +549,11 @@ def assert_same(original, staged, device, *, copied=True):
         copied: whether packed leaves must have their own memory.
     """
     _Comparison(torch.device(device), copied).compare(original, staged, "batch")
+
+
+def assert_round_trip(batch):
+    """Fail unless a batch that is packed into a slab and unpacked again is the same."""
+    assert_same(batch, through_slab(batch), "cpu")
 
 
 class _Comparison:
@@ -642,6 +660,14 @@ def _assert_as_by_to(original, staged, moved, path):
     for one, other in pairs:
         assert one.shape == other.shape, path
         assert torch.equal(bits(one), bits(other)), f"{path}: other content"
+
+
+@contextlib.contextmanager
+def raises_at(path, match=None):
+    """Fail unless a `LayoutError` that names this path is raised."""
+    with pytest.raises(ps.errors.LayoutError, match=match) as caught:
+        yield caught
+    assert caught.value.path == path
 
 
 def attributes(obj):

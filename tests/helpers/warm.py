@@ -25,6 +25,17 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(_server()), *map(str, arguments)]
 
 
+def completed(code: str, **options):
+    """Run the code of a program to its end; return its status and, as text, its output.
+
+    Options are those of `subprocess.run`.
+    """
+    import subprocess
+
+    options = {"capture_output": True, "text": True} | options
+    return subprocess.run(command("-c", code), check=False, **options)
+
+
 @functools.cache
 def _server() -> int:
     """Start the process that forks; return the number in its address."""

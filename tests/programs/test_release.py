@@ -13,51 +13,56 @@ import pytest
 import pinstage
 
 ROOT = Path(__file__).parents[2]
-HOSTED = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def text_of(path):
+    return (ROOT / path).read_text()
+
+
+HOSTED = text_of(".github/workflows/ci.yml")
+PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
+PYTHONS = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
+
+
+def oldest(package):
+    (version,) = re.findall(rf"{package}>=([\d.]+)", " ".join(PROJECT["dependencies"]))
+    return version
 
 
 def test_hosted_ci_has_the_steps_of_ci():
-    here = re.findall(
-        r"^(?:\w+=\w+ )?step ([\w-]+)", (ROOT / ".ci" / "run").read_text(), re.MULTILINE
-    )
+    here = re.findall(r"^(?:\w+=\w+ )?step ([\w-]+)", text_of(".ci/run"), re.MULTILINE)
     matrix = re.search(r"step: \[(.*)\]", HOSTED)[1].split(", ")
     there = [step.strip("'").split()[0] for step in matrix] + re.findall(
         r"run: make ([a-z-]+)", HOSTED
     )
     assert sorted(here) == sorted(there)
     assert "HYPOTHESIS_PROFILE: thorough" in HOSTED
-    assert all(
-        f"make {step}" in (ROOT / "docs" / "contributing.md").read_text()
-        for step in ("demo", "bench-smoke")
-    )
+    page = text_of("docs/contributing.md")
+    assert "make demo" in page
+    assert "make bench-smoke" in page
 
 
 def test_hosted_ci_covers_every_python_and_oldest_torch():
-    pythons = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
-    *pinned, newest = pythons  # the newest has no wheel of the torch that constraints.txt pins
+    *pinned, newest = PYTHONS  # the newest has no wheel of the torch that constraints.txt pins
     assert re.search(r"python: \[(.*)\]", HOSTED)[1] == ", ".join(
         f'"{python}"' for python in pinned
     )
     assert f'{{python: "{newest}", torch: newest}}' in HOSTED
     assert all(f"python{python}" in HOSTED for python in pinned)  # wheels
-    assert PROJECT["requires-python"] == f">={pythons[0]}"
-    assert f"Python {pythons[0]} to {newest}" in (ROOT / "README.md").read_text()
-    (oldest,) = re.findall(r"torch>=([\d.]+)", " ".join(PROJECT["dependencies"]))
-    assert f'torch: "{oldest}.0"' in HOSTED
-    assert oldest in (ROOT / "docs" / "releases.md").read_text()
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+    assert f"Python {PYTHONS[0]} to {newest}" in text_of("README.md")
+    assert f'torch: "{oldest("torch")}.0"' in HOSTED
+    assert oldest("torch") in text_of("docs/releases.md")
 
 
 def test_the_page_on_platforms_names_supported_versions():
-    page = (ROOT / "docs" / "guides" / "platforms.md").read_text()
+    page = text_of("docs/guides/platforms.md")
     rows = dict(re.findall(r"^\| ([\w-]+) \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE))
-    pythons = re.findall(r":: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE)
-    assert rows["Python"].startswith(f"{pythons[0]} to {pythons[-1]};")
+    assert rows["Python"].startswith(f"{PYTHONS[0]} to {PYTHONS[-1]};")
     for package in ("torch", "cuda-python"):
-        (oldest,) = re.findall(rf"{package}>=([\d.]+)", " ".join(PROJECT["dependencies"]))
-        assert rows[package] == f"{oldest} and later"
+        assert rows[package] == f"{oldest(package)} and later"
     run = re.search(r"^\| torch \| ([^|]+) \|", page, re.MULTILINE)[1]
-    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = re.search(r"^torch==(\d+\.\d+)", text_of("constraints.txt"), re.MULTILINE)
     assert pinned[1] in run
 
 

@@ -98,6 +98,17 @@ def build(
     )
 
 
+def metadata_of(source: Path, folder: Path, **environment: str) -> str:
+    """Build the package's metadata, which contain the README."""
+    done = build(source, "egg_info", "--egg-base", folder, **environment)
+    assert done.returncode == 0, done.stderr
+    return (folder / "pinstage.egg-info" / "PKG-INFO").read_text()
+
+
+def links_in(text: str) -> list[str]:
+    return re.findall(r"\]\(([^)]*)\)", text)
+
+
 def run(installed: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = warm.command("-c", REFUSING + code, installed, *arguments)
@@ -201,16 +212,8 @@ def test_its_metadata_is_that_of_the_project(installed):
 
 
 def test_a_release_has_absolute_links(source, tmp_path):
-    done = build(
-        source,
-        "egg_info",
-        "--egg-base",
-        tmp_path,
-        PINSTAGE_REPOSITORY="https://example.org/pinstage/",
-    )
-    assert done.returncode == 0, done.stderr
-    text = (tmp_path / "pinstage.egg-info" / "PKG-INFO").read_text()
-    links = re.findall(r"\]\(([^)]*)\)", text)
+    text = metadata_of(source, tmp_path, PINSTAGE_REPOSITORY="https://example.org/pinstage/")
+    links = links_in(text)
     assert "https://example.org/pinstage/blob/main/docs/performance.md" in links
     assert all(link.startswith("https://") for link in links)
     assert (
@@ -220,21 +223,12 @@ def test_a_release_has_absolute_links(source, tmp_path):
 
 
 def test_its_doc_links_lead_to_the_site(source, tmp_path):
-    addresses = {
-        "PINSTAGE_REPOSITORY": "https://example.org/pinstage",
-        "PINSTAGE_SITE": "https://docs.example.org/",
-    }
-    done = build(source, "egg_info", "--egg-base", tmp_path, **addresses)
-    assert done.returncode == 0, done.stderr
-    text = (tmp_path / "pinstage.egg-info" / "PKG-INFO").read_text()
-    links = re.findall(r"\]\(([^)]*)\)", text)
-    assert "https://docs.example.org/performance/" in links
-    pages = [
-        link.removeprefix("https://docs.example.org/")
-        for link in links
-        if "docs.example.org" in link
-    ]
-    for page in pages:
+    site = "https://docs.example.org/"
+    repository = "https://example.org/pinstage"
+    addresses = {"PINSTAGE_REPOSITORY": repository, "PINSTAGE_SITE": site}
+    links = links_in(metadata_of(source, tmp_path, **addresses))
+    assert f"{site}performance/" in links
+    for page in [link.removeprefix(site) for link in links if link.startswith(site)]:
         name = page.partition("#")[0].removesuffix("/")
         assert any(
             (ROOT / "docs" / path).is_file()
