@@ -2,6 +2,7 @@
 are refused.
 """
 
+import fcntl
 import os
 import re
 import shutil
@@ -59,7 +60,9 @@ print(ps.__file__, staged["x"].tolist())
 def source(tmp_path_factory):
     """The source distribution, unpacked."""
     folder = tmp_path_factory.mktemp("source")
-    done = build(ROOT, "sdist", "--dist-dir", folder)
+    with (ROOT / "setup.py").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another process of pytest builds in the same folder
+        done = build(ROOT, "sdist", "--dist-dir", folder)
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as files:
