@@ -142,28 +142,26 @@ def test_auto_uses_a_thread_where_next_draws_nothing(stager, make, expected):
     assert stager.prefetch(make(), background=False)._background is False
 
 
-@pytest.mark.parametrize(
-    ("source", "options", "text"),
-    [
-        *(
-            ([], {"background": wrong}, f"background must be 'auto', True or False: {wrong!r}")
-            for wrong in (None, 1, 0, "yes", 2.5)
-        ),
-        (
-            [],
-            {"depth": 0, "background": True},
-            "background=True needs a depth of 1 or more: 0 stages nothing ahead",
-        ),
-        (
-            Prepared(),
-            {"background": True},
-            r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare",
-        ),
-    ],
-)
-def test_other_values_of_background_are_refused(stager, source, options, text):
-    with pytest.raises(ValueError, match=text):
-        stager.prefetch(source, **options)
+def test_a_thread_needs_a_depth(stager):
+    with pytest.raises(
+        ValueError, match="background=True needs a depth of 1 or more: 0 stages nothing ahead"
+    ):
+        stager.prefetch([], depth=0, background=True)
+
+
+def test_a_prepared_loader_is_never_read_in_background(stager):
+    with pytest.raises(
+        ValueError, match=r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare"
+    ):
+        stager.prefetch(Prepared(), background=True)
+
+
+@pytest.mark.parametrize("background", [None, 1, 0, "yes", 2.5])
+def test_background_is_auto_or_a_bool(stager, background):
+    with pytest.raises(
+        ValueError, match=f"background must be 'auto', True or False: {background!r}"
+    ):
+        stager.prefetch([], background=background)
 
 
 def test_the_first_batch_is_read_in_the_caller(stager):

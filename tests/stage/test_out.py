@@ -155,19 +155,17 @@ def page_locked(stager, batch, out):
 )
 def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, group_bytes):
     sources, (expected, places), (wanted, memory) = drawn
+    tensors = [
+        torch.from_numpy(source) if isinstance(source, np.ndarray) else source for source in sources
+    ]
     if way in (to_host, page_locked):  # arrays are on the host already
-        sources = [
-            torch.from_numpy(source) if isinstance(source, np.ndarray) else source
-            for source in sources
-        ]
+        sources = tensors
     versions = [place._version for place in places]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_writer, "GROUP_BYTES", group_bytes)
         returned = way(shared_stager, nested(sources), nested(places))
-    for place, source in zip(expected, sources, strict=True):
-        place.copy_(
-            source.detach() if isinstance(source, torch.Tensor) else torch.from_numpy(source)
-        )
+    for place, tensor in zip(expected, tensors, strict=True):
+        place.copy_(tensor.detach())
     for base, changed in zip(wanted, memory, strict=True):
         assert torch.equal(bits(base), bits(changed))  # including the bytes between destinations
     assert all(map(lambda one, two: one is two, returned["a"], places[::3]))
@@ -343,7 +341,7 @@ with warnings.catch_warnings():
     NESTED = torch.nested.nested_tensor([torch.zeros(3)])
 BUFFER = torch.zeros(12)
 LEAF = torch.zeros(3, requires_grad=True)
-REFUSED = {
+UNWRITABLE = {
     "a missing key": ({"y": 0}, r"structure differs .* batch\['x'\] is not in out"),
     "another container": ([0], "structure differs"),
     "no tensor": ({"x": "text"}, "is a str"),
@@ -377,16 +375,15 @@ class Movable:
         return self
 
 
-ONES = torch.ones(3)
-REFUSED_ROWS = {
-    **{name: (ONES, *row) for name, row in REFUSED.items()},
+REFUSED = {
+    **{name: (torch.ones(3), *row) for name, row in UNWRITABLE.items()},
     "a nested source": (NESTED, {"x": torch.zeros(1, 3)}, "nested tensor"),
     "a source that moves itself": (Movable(), {"x": torch.zeros(3)}, "cannot take a Movable"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
-@pytest.mark.parametrize(("source", "out", "says"), REFUSED_ROWS.values(), ids=REFUSED_ROWS)
+@pytest.mark.parametrize(("source", "out", "says"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("method", ["to_device", "stage", "fetch", "to_host"])
 def test_an_unwritable_destination_is_refused_by_path(stager, method, source, out, says):
     with pytest.raises(LayoutError, match=says) as caught:
@@ -436,7 +433,7 @@ def test_parameters_are_packed(stager, method, requires_grad):
 def test_strided_views_of_one_storage_keep_order(stager, monkeypatch, order, group_bytes):
     found, expected = torch.zeros(6), torch.zeros(6)
     views = [lambda x: x[::2], lambda x: x, lambda x: x[1::2]]
-    sources = [torch.full((3,), 1.0), torch.full((6,), 2.0), torch.full((3,), 3.0)]
+    sources = [torch.full_like(view(found), value) for value, view in enumerate(views, 1)]
     monkeypatch.setattr(_writer, "GROUP_BYTES", group_bytes)
     stager.to_device([sources[i] for i in order], out=[views[i](found) for i in order])
     for i in order:
