@@ -280,6 +280,45 @@ class HeldTarget(Target):
         return stream
 
 
+class LoggedTarget(Target):
+    """A device with named streams, which notes in `log` what is queued on each, in order."""
+
+    stream = "for copies"
+
+    def __init__(self):
+        self.log, self.events = [], []
+
+    def move_few(self, *_):
+        return None
+
+    def consumer(self, stream):
+        return stream or "current"
+
+    def on(self, stream):
+        self.log.append(("on", stream))
+        return super().on(stream)
+
+    def record(self, stream):
+        self.log.append(("event", stream))
+        self.events.append(ManualEvent())
+        return self.events[-1]
+
+    def copy(self, *args):
+        self.log.append(("copy", args[-1]))
+        return super().copy(*args[:-1], None)
+
+    def fill(self, blocks, parts, stream):
+        self.log.append(("copy", stream))
+        return super().fill(blocks, parts, None)
+
+    def hand_over(self, event, tensors, consumer):
+        self.log.append((consumer, "waits for", self.events.index(event), len(tensors)))
+
+    def finish(self):
+        for event in self.events:
+            event.finish()
+
+
 class LateTarget(Target):
     """A device whose copies read their bytes late: after a number of later copies, or on a wait."""
 
@@ -314,6 +353,28 @@ class LateTarget(Target):
     def sources(self):
         """Return the addresses from which copies were begun."""
         return [host.address + start for _, host, start, _, _ in self.begun]
+
+
+class HeldOut(Target):
+    """The stager's device; the test makes its copies to the host. Until then, their destinations
+    are full of 0xEE.
+    """
+
+    def __init__(self, stager):
+        self.out_stream = self.event = ManualEvent()
+        self.pieces = []
+        stager._fetcher.targets._made[self.device] = self
+
+    def to_host(self, pieces, *, hold=True, after=None):
+        self.pieces += pieces
+        for _, here, _ in pieces:  # not `fill_`, which counts as a change
+            ctypes.memset(here.data_ptr(), 0xEE, here.numel())
+        return self.event
+
+    def finish(self):
+        super().to_host(self.pieces)
+        self.pieces.clear()
+        self.event.finish()
 
 
 @dataclasses.dataclass

@@ -1,18 +1,27 @@
 """Staging into existing tensors (`out=`) on the CPU, compared with a loop of ``dst.copy_(src)``."""
 
 import itertools
+import math
 import warnings
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from doubles import Interrupts, ManualEvent, record_work, use_target, wait_until
+from doubles import (
+    HeldOut,
+    Interrupts,
+    LoggedTarget,
+    record_work,
+    use_target,
+    wait_until,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import TensorSubclass, bits
 
 import pinstage as ps
+from pinstage._sizes import round_up
 from pinstage._stage import _out, _to_host, _writer
 from pinstage._stage._device import Target
 from pinstage.errors import (
@@ -32,6 +41,7 @@ DTYPES = [
     torch.int32,
     torch.int64,
     torch.uint8,
+    torch.uint16,
     torch.bool,
 ]
 
@@ -45,6 +55,14 @@ def shared_stager():
 def numbers(dtype, shape, seed=0):
     drawn = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(dtype)
+
+
+def are_ones(places):
+    return all(bool((place == 1).all()) for place in places)
+
+
+def are_equal(places, sources):
+    return all(bool((place == source).all()) for place, source in zip(places, sources, strict=True))
 
 
 # -- as a loop of copy_ ----------------------------------------------------------------------------
@@ -67,24 +85,17 @@ class Places:
         self._end = 0
 
     def take(self, kind, dtype, shape):
-        count = int(np.prod(shape, dtype=int))
-        if kind == "neighbour" and self._end + count * dtype.itemsize <= 4096:
-            place = (
-                self.memory[0][self._end : self._end + count * dtype.itemsize]
-                .view(dtype)
-                .view(shape)
-            )
-            self._end += -(-count * dtype.itemsize // 16) * 16
+        nbytes = math.prod(shape) * dtype.itemsize
+        if kind == "neighbour" and self._end + nbytes <= 4096:
+            place = self.memory[0][self._end : self._end + nbytes].view(dtype).view(shape)
+            self._end += round_up(nbytes, 16)
             return place
+        sizes = {"strided": (*shape, 2), "transposed": shape[::-1]}.get(kind, shape)
+        self.memory.append(torch.zeros(sizes, dtype=dtype))
         if kind == "strided":
-            base = torch.zeros((*shape, 2), dtype=dtype)
-            self.memory.append(base)
-            return base[..., 1]
-        if kind == "transposed" and len(shape) > 1:
-            base = torch.zeros((shape[-1], *shape[1:-1], shape[0]), dtype=dtype)
-            self.memory.append(base)
-            return base.transpose(0, -1)
-        self.memory.append(torch.zeros(shape, dtype=dtype))
+            return self.memory[-1][..., 1]
+        if kind == "transposed":
+            return self.memory[-1].permute(tuple(range(len(shape)))[::-1])
         return self.memory[-1]
 
 
@@ -144,22 +155,23 @@ def page_locked(stager, batch, out):
 )
 def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, group_bytes):
     sources, (expected, places), (wanted, memory) = drawn
+    tensors = [
+        torch.from_numpy(source) if isinstance(source, np.ndarray) else source for source in sources
+    ]
     if way in (to_host, page_locked):  # arrays are on the host already
-        sources = [
-            torch.from_numpy(source) if isinstance(source, np.ndarray) else source
-            for source in sources
-        ]
+        sources = tensors
+    versions = [place._version for place in places]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(_writer, "GROUP_BYTES", group_bytes)
         returned = way(shared_stager, nested(sources), nested(places))
-    for place, source in zip(expected, sources, strict=True):
-        place.copy_(
-            source.detach() if isinstance(source, torch.Tensor) else torch.from_numpy(source)
-        )
+    for place, tensor in zip(expected, tensors, strict=True):
+        place.copy_(tensor.detach())
     for base, changed in zip(wanted, memory, strict=True):
         assert torch.equal(bits(base), bits(changed))  # including the bytes between destinations
     assert all(map(lambda one, two: one is two, returned["a"], places[::3]))
     assert returned["b"]["text"] == "x"
+    for place, version in zip(places, versions, strict=True):
+        assert place._version > version or not place.numel()
 
 
 @pytest.mark.parametrize(
@@ -171,43 +183,15 @@ def test_sources_are_read_before_any_destination_is_written(
     shared_stager, monkeypatch, way, elements, group_bytes
 ):
     monkeypatch.setattr(_writer, "GROUP_BYTES", group_bytes)
-    x, y = numbers(torch.int32, (elements,)), numbers(torch.int32, (elements,), 1)
-    expected = [y.clone(), x.clone()]
-    way(shared_stager, [x, y], [y, x])
-    assert [x.tolist(), y.tolist()] == [one.tolist() for one in expected]
+    for kind in (torch.Tensor, TensorSubclass):
+        x = numbers(torch.int32, (elements,))
+        y = numbers(torch.int32, (elements,), 1).as_subclass(kind)
+        expected = [y.tolist(), x.tolist()]
+        way(shared_stager, [x, y], [y, x])
+        assert [x.tolist(), y.tolist()] == expected
     row = torch.arange(elements)
     way(shared_stager, [row[:-1]], [row[1:]])
     assert row.tolist() == [0, *range(elements - 1)]
-    wrapped = [
-        numbers(torch.float32, (elements,)).as_subclass(TensorSubclass),
-        torch.zeros(elements),
-    ]
-    expected = wrapped[0].clone()
-    way(shared_stager, wrapped, wrapped[::-1])
-    assert not wrapped[0].any()
-    assert torch.equal(wrapped[1], expected.as_subclass(torch.Tensor))
-
-
-@pytest.mark.parametrize("method", ["to_device", "stage"])
-@pytest.mark.parametrize("nbytes", [16, 100_000, 3 * MIB])
-def test_versions_count_up(stager, method, nbytes):
-    places = [torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(40, dtype=torch.int64)[::2]]
-    before = [place._version for place in places]
-    written = getattr(stager, method)(
-        [torch.ones(nbytes, dtype=torch.uint8), torch.ones(20)], out=places
-    )
-    if method == "stage":
-        assert written.wait() is written.wait()
-    assert all(place._version > version for place, version in zip(places, before, strict=True))
-    assert all(bool((place == 1).all()) for place in places)
-
-
-def test_autograd_sees_that_a_saved_tensor_was_written(stager):
-    weight, place = torch.ones(3, requires_grad=True), torch.ones(3)
-    loss = (weight * place).sum()
-    stager.to_device(torch.zeros(3), out=place)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_a_batch_above_the_cap_goes_in_groups(make_stager):
@@ -217,12 +201,9 @@ def test_a_batch_above_the_cap_goes_in_groups(make_stager):
         numbers(torch.float32, (MIB, 2)).t(),
         torch.arange(5),
     ]
-    places = [torch.empty_like(source) for source in sources[:1]] + [
-        torch.empty(2, MIB),
-        torch.empty(5),
-    ]
+    places = [torch.empty(5 * MIB + 3, dtype=torch.uint8), torch.empty(2, MIB), torch.empty(5)]
     stager.to_device(sources, out=places)
-    assert all(bool((place == source).all()) for place, source in zip(places, sources, strict=True))
+    assert are_equal(places, sources)
     stats = stager.stats()
     assert stats.pool.peak_held_bytes <= MIB
     assert stats.batches > 5
@@ -255,7 +236,7 @@ def test_at_most_two_groups_are_on_the_device(make_stager, monkeypatch):
     sources = [numbers(torch.float32, (7, 300, 2), seed) for seed in range(8)] + [torch.ones(3)]
     places = [torch.empty(source.shape, dtype=torch.float64) for source in sources]
     make_stager("1MiB").to_device(sources, out=places)
-    assert all(bool((place == source).all()) for place, source in zip(places, sources, strict=True))
+    assert are_equal(places, sources)
     assert len(most) > 10
     assert max(most) <= 2 * 1024
 
@@ -278,15 +259,15 @@ def test_neighbours_are_copied_together(make_stager, monkeypatch):
 )
 def test_ranges_of_neighbours_have_the_bytes(shared_stager, sizes, order):
     buffer = torch.full((sum(sizes) + 64,), 0xEE, dtype=torch.uint8)
-    starts = list(itertools.accumulate(sizes, initial=16))
-    places = [buffer[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    expected, before = buffer.clone(), buffer._version
+    ends = itertools.accumulate(sizes, initial=16)
+    ranges = [slice(start, end) for start, end in itertools.pairwise(ends)]
     if order.random() < 0.3:
-        order.shuffle(places)
+        order.shuffle(ranges)
+    places = [buffer[bytes_] for bytes_ in ranges]
     sources = [torch.randint(200, place.shape, dtype=torch.uint8) for place in places]
-    expected = buffer.clone()
-    for place, source in zip(places, sources, strict=True):
-        expected[place.storage_offset() : place.storage_offset() + place.numel()] = source
-    before = buffer._version
+    for bytes_, source in zip(ranges, sources, strict=True):
+        expected[bytes_] = source
     shared_stager.to_device(sources, out=places)
     assert torch.equal(buffer, expected)
     assert buffer._version > before
@@ -324,19 +305,11 @@ def test_what_stays_on_the_host_is_not_written(make_stager):
     assert place.tolist() == [0, 0]
 
 
-def test_unpackable_tensors_are_copied_by_torch(stager):
-    sparse, place = torch.eye(3).to_sparse(), torch.zeros(3, 3).to_sparse()
-    transfer = stager.stage([sparse, torch.ones(2)], out=[place, torch.zeros(2)])
-    assert transfer.passthrough_leaves == stager.stats().passthrough_leaves == 1
-    assert torch.equal(transfer.wait()[0].to_dense(), torch.eye(3))
-
-
-def test_a_repeated_source_is_written_to_both_places(stager):
-    source, places = torch.ones(3), [torch.zeros(3), torch.zeros(3)]
+@pytest.mark.parametrize("make", [torch.ones, np.ones])
+def test_a_repeated_source_is_written_to_both_places(stager, make):
+    source, places = make(3), [torch.zeros(3), torch.zeros(3)]
     stager.to_device([source, source], out=places)
-    assert [place.tolist() for place in places] == [[1, 1, 1]] * 2
-    array = np.ones(3)
-    stager.to_device([array, array], out=[torch.zeros(3, dtype=torch.float64) for _ in range(2)])
+    assert are_ones(places)
 
 
 @pytest.mark.parametrize("same", [lambda x: x, lambda x: x.view(3)], ids=["object", "view"])
@@ -345,23 +318,6 @@ def test_tied_weights_are_written_once(stager, same):
     stager.to_device([source, source], out=[place, same(place)])
     assert place.tolist() == [1, 1, 1]
     assert stager.stats().packed_leaves == 1
-
-
-def test_parameters_are_written_without_grad_mode(stager):
-    linear = torch.nn.Linear(4, 3)
-    weights = {name: torch.full_like(value, 2.0) for name, value in linear.state_dict().items()}
-    with torch.no_grad():
-        stager.to_device(weights, out=dict(linear.named_parameters()))
-    assert bool((linear.weight == 2).all())
-    assert linear.weight.requires_grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_inference_tensors_are_writable_outside_inference_mode(stager, dtype):
-    with torch.inference_mode():
-        static = [torch.zeros(3), torch.zeros(3)]
-    stager.to_device([torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)], out=static)
-    assert [place.tolist() for place in static] == [[1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize(
@@ -374,7 +330,7 @@ def test_versions_count_up_beside_inference_tensors(stager, dtype, way):
         middle = way(torch.zeros(20, dtype=dtype))
     places = [first, middle, last]
     stager.to_device([torch.ones(place.shape, dtype=dtype) for place in places], out=places)
-    assert all(bool((place == 1).all()) for place in places)
+    assert are_ones(places)
     assert min(first._version, last._version) >= 1
 
 
@@ -385,7 +341,7 @@ with warnings.catch_warnings():
     NESTED = torch.nested.nested_tensor([torch.zeros(3)])
 BUFFER = torch.zeros(12)
 LEAF = torch.zeros(3, requires_grad=True)
-REFUSED = {
+UNWRITABLE = {
     "a missing key": ({"y": 0}, r"structure differs .* batch\['x'\] is not in out"),
     "another container": ([0], "structure differs"),
     "no tensor": ({"x": "text"}, "is a str"),
@@ -411,20 +367,29 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("out", "says"), REFUSED.values(), ids=REFUSED)
+class Movable:
+    def __init__(self):
+        self.x = torch.ones(3)
+
+    def to(self, device):
+        return self
+
+
+REFUSED = {
+    **{name: (torch.ones(3), *row) for name, row in UNWRITABLE.items()},
+    "a nested source": (NESTED, {"x": torch.zeros(1, 3)}, "nested tensor"),
+    "a source that moves itself": (Movable(), {"x": torch.zeros(3)}, "cannot take a Movable"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
+@pytest.mark.parametrize(("source", "out", "says"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("method", ["to_device", "stage", "fetch", "to_host"])
-def test_an_unwritable_destination_is_refused_by_path(stager, method, out, says):
+def test_an_unwritable_destination_is_refused_by_path(stager, method, source, out, says):
     with pytest.raises(LayoutError, match=says) as caught:
-        getattr(stager, method)({"x": torch.ones(3)}, out=out)
+        getattr(stager, method)({"x": source}, out=out)
     assert caught.value.path == "['x']" or "structure" in says
     assert stager.stats().batches == stager.stats().fetches == 0
-
-
-@pytest.mark.parametrize("method", ["to_device", "to_host"])
-def test_a_nested_source_is_refused_by_path(stager, method):
-    with pytest.raises(LayoutError, match="nested tensor") as caught:
-        getattr(stager, method)({"x": NESTED}, out={"x": torch.zeros(1, 3)})
-    assert caught.value.path == "['x']"
 
 
 COMPLEX = torch.zeros(6, dtype=torch.complex64)
@@ -453,20 +418,14 @@ def test_destinations_that_overlap_are_refused_by_both_paths(stager, places, say
 
 
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
-def test_frozen_parameters_are_packed(stager, method):
-    places = [torch.nn.Parameter(torch.zeros(3), requires_grad=False) for _ in range(40)]
-    getattr(stager, method)([torch.ones(3) for _ in places], out=places)
-    assert all(bool((place == 1).all()) for place in places)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_parameters_are_packed(stager, method, requires_grad):
+    places = [torch.nn.Parameter(torch.zeros(3), requires_grad) for _ in range(40)]
+    with torch.set_grad_enabled(not requires_grad):
+        getattr(stager, method)([torch.ones(3) for _ in places], out=places)
+    assert are_ones(places)
+    assert {place.requires_grad for place in places} == {requires_grad}
     assert stager.stats().passthrough_leaves == 0
-
-
-@pytest.mark.parametrize("group_bytes", [16, _writer.GROUP_BYTES])
-@pytest.mark.parametrize("count", [2, 300])
-def test_columns_of_one_tensor_are_separate(stager, monkeypatch, count, group_bytes):
-    monkeypatch.setattr(_writer, "GROUP_BYTES", group_bytes)
-    fused, sources = torch.zeros(4, count), [torch.full((4,), number) for number in range(count)]
-    stager.to_device(sources, out=list(fused.unbind(1)))
-    assert torch.equal(fused, torch.stack(sources, 1).float())
 
 
 @pytest.mark.parametrize("group_bytes", [16, _writer.GROUP_BYTES])
@@ -474,7 +433,7 @@ def test_columns_of_one_tensor_are_separate(stager, monkeypatch, count, group_by
 def test_strided_views_of_one_storage_keep_order(stager, monkeypatch, order, group_bytes):
     found, expected = torch.zeros(6), torch.zeros(6)
     views = [lambda x: x[::2], lambda x: x, lambda x: x[1::2]]
-    sources = [torch.full((3,), 1.0), torch.full((6,), 2.0), torch.full((3,), 3.0)]
+    sources = [torch.full_like(view(found), value) for value, view in enumerate(views, 1)]
     monkeypatch.setattr(_writer, "GROUP_BYTES", group_bytes)
     stager.to_device([sources[i] for i in order], out=[views[i](found) for i in order])
     for i in order:
@@ -482,42 +441,15 @@ def test_strided_views_of_one_storage_keep_order(stager, monkeypatch, order, gro
     assert torch.equal(found, expected)
 
 
-def test_a_call_that_is_refused_has_written_nothing(stager):
-    places = [torch.zeros(3), torch.zeros(4)]
-    with pytest.raises(LayoutError):
-        stager.to_device([torch.ones(3), torch.ones(3)], out=places)
-    assert not places[0].any()
-    assert [place._version for place in places] == [0, 0]
-
-
-@pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
-def test_a_self_moving_object_has_no_destination(stager):
-    class Movable:
-        def __init__(self):
-            self.x = torch.ones(3)
-
-        def to(self, device):
-            return self
-
-    with pytest.raises(LayoutError, match=r"out\['x'\] cannot take a Movable"):
-        stager.to_device({"x": Movable()}, out={"x": torch.zeros(3)})
-
-
 def test_a_captured_stream_is_refused(stager, monkeypatch):
     transfer = stager.stage(torch.ones(3), out=torch.zeros(3))
     monkeypatch.setattr(Target, "is_capturing", lambda _: True)
-    calls = [
-        lambda: stager.to_device(torch.ones(3), out=torch.zeros(3)),
-        lambda: stager.stage(torch.ones(3), out=torch.zeros(3)),
-        lambda: stager.to_host(torch.ones(3), out=torch.zeros(3)),
-        transfer.wait,
-    ]
-    for call in calls:
-        with pytest.raises(
-            PinstageError,
-            match=r"while a CUDA graph is captured: .*; call it before or after graph.replay\(\)",
-        ):
-            call()
+    text = r"while a CUDA graph is captured: .*; call it before or after graph.replay\(\)"
+    for method in (stager.to_device, stager.stage, stager.to_host):
+        with pytest.raises(PinstageError, match=text):
+            method(torch.ones(3), out=torch.zeros(3))
+    with pytest.raises(PinstageError, match=text):
+        transfer.wait()
     monkeypatch.undo()
     assert transfer.wait().all()
 
@@ -563,10 +495,19 @@ def test_slabs_for_destinations_fit_the_cap(make_stager, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
-def test_torch_copies_large_opaque_destinations(make_stager, method):
-    place = torch.zeros(50_000).as_subclass(TensorSubclass)
-    getattr(make_stager("64KiB"), method)([torch.ones(50_000)], out=[place])
-    assert place.all()
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (torch.ones(50_000), torch.zeros(50_000).as_subclass(TensorSubclass)),
+        lambda: (torch.ones(50_000).to_sparse(), torch.zeros(50_000).to_sparse()),
+    ],
+    ids=["subclass", "sparse"],
+)
+def test_torch_copies_large_opaque_destinations(make_stager, method, make):
+    source, place = make()
+    (written,) = getattr(make_stager("64KiB"), method)([source], out=[place])
+    assert written is place
+    assert place.to_dense().all()
 
 
 def test_a_timeout_between_groups_names_written_destinations(make_stager, monkeypatch):
@@ -624,45 +565,17 @@ def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
         if not interrupted:
             break
     assert number > 20
-    assert all(bool((place == 1).all()) for place in places)
+    assert are_ones(places)
 
 
 # -- order and lifetime ----------------------------------------------------------------------------
-
-
-class Queue(Target):
-    """Named streams whose order is recorded."""
-
-    stream = "for copies"
-
-    def __init__(self):
-        self.log, self.events = [], []
-
-    def consumer(self, stream):
-        return stream or "current"
-
-    def on(self, stream):
-        self.log.append(("on", stream))
-        return super().on(stream)
-
-    def record(self, stream):
-        self.log.append(("event", stream))
-        self.events.append(ManualEvent())
-        return self.events[-1]
-
-    def hand_over(self, event, tensors, consumer):
-        self.log.append((consumer, "waits for", self.events.index(event)))
-
-    def finish(self):
-        for event in self.events:
-            event.finish()
 
 
 @pytest.fixture
 def queue(make_stager):
     """A stager whose events the test finishes."""
     stager = make_stager("64MiB")
-    target = use_target(stager, Queue())
+    target = use_target(stager, LoggedTarget())
     yield stager
     target.finish()
 
@@ -677,7 +590,7 @@ def test_the_waiting_stream_copies_behind_the_staged_bytes(queue, elements):
     del log[:]
     assert transfer.wait("another") is place
     assert place.all()
-    assert log == [("on", "another"), ("another", "waits for", staged), ("event", "another")]
+    assert log == [("on", "another"), ("another", "waits for", staged, 1), ("event", "another")]
 
 
 def test_later_waits_only_wait_for_the_copy(queue):
@@ -687,7 +600,7 @@ def test_later_waits_only_wait_for_the_copy(queue):
     place.fill_(7)
     del queue._target.log[:]
     assert transfer.wait("third") is place
-    assert queue._target.log[1:] == [("third", "waits for", len(queue._target.events) - 1)]
+    assert queue._target.log[1:] == [("third", "waits for", len(queue._target.events) - 1, 0)]
     assert place.tolist() == [7, 7, 7]
 
 
@@ -710,29 +623,20 @@ def test_a_forgotten_transfer_writes_nothing_and_warns(stager):
     assert not place.any()
 
 
-def test_the_last_of_two_waits_counts(stager):
-    place = torch.zeros(3)
-    first, second = (stager.stage(torch.full((3,), float(value)), out=place) for value in (1, 2))
-    second.wait()
-    assert place.tolist() == [2, 2, 2]
-    first.wait()
-    assert place.tolist() == [1, 1, 1]
-
-
 def test_sources_can_change_before_the_copy(stager):
     sources = [
         torch.ones(3),
-        np.ones(3),
+        np.ones(3, np.float32),
         torch.ones(3, requires_grad=True),
         torch.ones(3).as_subclass(TensorSubclass),
     ]
-    places = [torch.zeros(3), torch.zeros(3, dtype=torch.float64), torch.zeros(3), torch.zeros(3)]
+    places = [torch.zeros(3) for _ in sources]
     transfer = stager.stage(sources, out=places)
     with torch.no_grad():
         for source in sources:
             source[:] = 9
     transfer.wait()
-    assert all(bool((place == 1).all()) for place in places)
+    assert are_ones(places)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
@@ -759,7 +663,7 @@ def test_an_interrupted_wait_can_be_repeated(make_stager, dtype):
         transfer = stager.stage([torch.ones(3), torch.ones(40)], out=places)
         interrupted = Interrupts(number, "_out.py", "_transfer.py").during(transfer.wait)
         assert transfer.wait() == places
-        assert all(bool((place == 1).all()) for place in places)
+        assert are_ones(places)
         if not interrupted:
             break
     assert number > 10
@@ -768,11 +672,12 @@ def test_an_interrupted_wait_can_be_repeated(make_stager, dtype):
 @pytest.mark.parametrize("own_storage", [True, False, "auto"])
 @pytest.mark.parametrize("count", [2, 40])
 def test_destinations_have_one_block_whatever_is_their_own(make_stager, own_storage, count):
-    stager = make_stager(own_storage=own_storage)
     places = [torch.zeros(3) for _ in range(count)]
-    transfer = stager.stage([torch.full((3,), float(n)) for n in range(count)], out=places)
+    transfer = make_stager(own_storage=own_storage).stage(
+        [torch.ones(3) for _ in places], out=places
+    )
     assert transfer.blocks == 1
-    assert [place[0].item() for place in transfer.wait()] == list(range(count))
+    assert are_ones(transfer.wait())
 
 
 def test_batches_with_destinations_count_for_running_ahead(monkeypatch):
@@ -810,28 +715,9 @@ def test_the_staged_memory_is_dropped_by_wait(stager, monkeypatch):
 # -- to the host -----------------------------------------------------------------------------------
 
 
-class HeldOut(Target):
-    """A device whose copies the test makes."""
-
-    def __init__(self):
-        self.out_stream = self.event = ManualEvent()
-        self.pieces = []
-
-    def to_host(self, pieces, *, hold=True, after=None):
-        self.pieces += pieces
-        return self.event
-
-    def finish(self):
-        super().to_host(self.pieces)
-        self.pieces.clear()
-        self.event.finish()
-
-
 @pytest.fixture
 def held(stager):
-    source = stager._fetcher.targets._made[torch.device("cpu")] = HeldOut()
-    yield source
-    source.finish()
+    return HeldOut(stager)
 
 
 def test_wait_fills_destinations_from_the_slab(stager, held):
@@ -881,14 +767,6 @@ def test_a_copy_and_destinations_exclude_each_other(stager):
         stager.fetch([torch.ones(3)], out=[torch.zeros(3)], copy=False)
 
 
-def test_unpackable_leaves_are_copied_into_place(stager):
-    place = torch.zeros(2, 2).to_sparse()
-    fetched = stager.to_host([torch.eye(2).to_sparse(), "text"], out=[place, "other"])
-    assert fetched[0] is place
-    assert torch.equal(place.to_dense(), torch.eye(2))
-    assert fetched[1] == "text"
-
-
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
 @pytest.mark.parametrize(
     "lazy",
@@ -900,15 +778,11 @@ def test_unpackable_leaves_are_copied_into_place(stager):
     ids=["conjugated", "its imaginary part", "negated"],
 )
 def test_lazily_computed_destinations_take_values(make_stager, method, lazy):
-    place = lazy()
-    around = place._base.clone()
+    place, expected = lazy(), lazy()
     source = torch.arange(1, place.numel() + 1).to(place.dtype)
     getattr(make_stager(max_bytes="64MiB"), method)([source], out=[place])
-    expected = lazy()
     expected.copy_(source)
-    assert torch.equal(place, expected)
     assert torch.equal(place._base, expected._base)
-    assert not torch.equal(place._base, around)
 
 
 def test_unused_strides_don_t_change_the_order(make_stager):
@@ -921,14 +795,6 @@ def test_unused_strides_don_t_change_the_order(make_stager):
     place = torch.empty_strided((1, 8, 512, 512), (8 * 512 * 512, 1, 4096, 8))
     make_stager(max_bytes="1MiB").to_device([image], out=[place])
     assert torch.equal(place, image)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16])
-def test_changes_of_any_dtype_are_counted(make_stager, dtype):
-    place = torch.zeros(4, dtype=dtype)
-    before = place._version
-    make_stager(max_bytes="1MiB").to_host([torch.ones(4, dtype=dtype)], out=[place])
-    assert place._version > before
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int1])

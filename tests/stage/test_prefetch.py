@@ -11,7 +11,6 @@ import loader_data as data
 import pytest
 import torch
 import torchdata.nodes
-from doubles import wait_until
 from loader_data import same
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -31,13 +30,6 @@ def numbers(batches):
     return [int(batch[0]) for batch in batches]
 
 
-def test_a_second_pass_yields_every_batch_again(prefetch, stager):
-    batches = prefetch(loader(), depth=3)
-    for _ in range(3):
-        assert numbers(batches) == [0, 2, 4, 6, 8, 10]
-    assert stager.stats().batches == 18
-
-
 def test_a_pass_after_an_abandoned_one_starts_over(prefetch):
     batches = prefetch(loader())
     assert numbers(itertools.islice(batches, 2)) == [0, 2]
@@ -53,14 +45,6 @@ def test_an_iterator_is_read_once(prefetch):
     batches = prefetch(iter(loader()))
     assert numbers(batches) == [0, 2, 4, 6, 8, 10]
     assert numbers(batches) == []
-
-
-def test_the_source_is_read_when_first_needed(prefetch):
-    read = []
-    iterator = iter(prefetch(map(read.append, [1, 2, 3])))
-    assert read == []
-    next(iterator)
-    wait_until(lambda: read == [1, 2, 3])
 
 
 def test_a_pass_begins_when_it_is_asked_for(prefetch):

@@ -2,6 +2,7 @@
 is wrong.
 """
 
+import contextlib
 import random
 import warnings
 
@@ -55,18 +56,27 @@ def walled(make_pool):
     return make
 
 
+@pytest.fixture
+def walled_stager(walled):
+    """Make a stager with a pool over memory with a limit."""
+    with contextlib.ExitStack() as closing:
+        yield lambda wall: closing.enter_context(Stager("cpu", pool=walled(wall)[1]))
+
+
 # -- the pool
 
 
-def test_a_refused_request_raises_the_memory_s_error(walled):
-    memory, pool = walled(500)
+@quietly
+def test_a_refused_request_raises_and_frees_nothing(walled):
+    memory, pool = walled(700)
+    pool.acquire(200).release()
     with pytest.raises(MemoryError, match="refused 640"):
         pool.acquire(600)
     with pytest.raises(
         MemoryError, match=r"refused before: requested 600 B.*refused 640; .*ask for less"
     ):
         pool.acquire(600)
-    assert memory.refusals == 1
+    assert (memory.refusals, memory.deallocations) == (1, 0)
     pool.acquire(300).release()  # a smaller request
 
 
@@ -87,18 +97,6 @@ def test_a_refused_pool_goes_on_and_warns_once(walled, background):
     assert "pool cannot grow by 416 B, and goes on with the slabs that it has" in str(one.message)
     assert "refused 416; " in str(one.message)
     assert memory.refusals == 1
-
-
-@quietly
-def test_a_refused_pool_frees_nothing(walled):
-    memory, pool = walled(500)
-    pool.acquire(200).release()
-    with pytest.raises(MemoryError):
-        pool.acquire(400)
-    with pytest.raises(MemoryError):
-        pool.acquire(400)
-    assert memory.deallocations == 0
-    pool.acquire(200).release()
 
 
 def test_a_refusal_is_retried_later_or_by_reserve(walled, monkeypatch):
@@ -148,9 +146,9 @@ def test_the_remedy_names_the_binding_limit(tree, files, text, monkeypatch):
 # -- a stager
 
 
-def test_an_oversized_batch_goes_through_a_smaller_slab(walled):
-    memory, pool = walled(3 * MIB)
-    stager = Stager("cpu", pool=pool)
+def test_an_oversized_batch_goes_through_a_smaller_slab(walled_stager):
+    stager = walled_stager(3 * MIB)
+    memory = stager.pool.memory
     batch = {
         "a": torch.randn(5, 1000, 777),
         "b": [torch.arange(100_003), "text"],
@@ -169,24 +167,20 @@ def test_an_oversized_batch_goes_through_a_smaller_slab(walled):
     assert (stats.fallback_batches, stats.batches) == (2, 2)
     assert stats.copies > 8
     assert stats.pool.held_bytes <= 3 * MIB
-    stager.close()
 
 
 @quietly
-def test_pageable_memory_serves_where_all_is_refused(walled):
-    _, pool = walled(0)
-    stager = Stager("cpu", pool=pool)
+def test_pageable_memory_serves_where_all_is_refused(walled_stager):
+    stager = walled_stager(0)
     batch = torch.randn(3 * MIB)
     assert_same(batch, stager.to_device(batch), "cpu")
     assert_same(batch, stager.to_host(batch), "cpu")
-    assert (stager.stats().fallback_batches, pool.stats().held_bytes) == (2, 0)
-    stager.close()
+    assert (stager.stats().fallback_batches, stager.pool.stats().held_bytes) == (2, 0)
 
 
-def test_pageable_memory_is_said_once_in_a_process(walled, monkeypatch):
+def test_pageable_memory_is_said_once_in_a_process(walled_stager, monkeypatch):
     monkeypatch.setattr("pinstage._compat.probes._warned", set())
-    _, pool = walled(0)
-    stager = Stager("cpu", pool=pool)
+    stager = walled_stager(0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -195,7 +189,6 @@ def test_pageable_memory_is_said_once_in_a_process(walled, monkeypatch):
         "page-locking of 3.91 KiB was refused, the batch is sent in parts through a smaller slab",
         "a stager falls back to pageable memory, which is slow",
     ]
-    stager.close()
 
 
 def test_the_users_cap_is_no_refusal(walled):
@@ -206,9 +199,8 @@ def test_the_users_cap_is_no_refusal(walled):
 
 
 @quietly
-def test_a_part_isn_t_overwritten_before_its_copy(walled, background, monkeypatch):
-    _, pool = walled(MIB)
-    stager = Stager("cpu", pool=pool)
+def test_a_part_isn_t_overwritten_before_its_copy(walled_stager, background):
+    stager = walled_stager(MIB)
     target = use_target(stager, HeldTarget())
     staging = background(stager.stage, torch.arange(MIB))
     wait_until(lambda: target.copies == 2)  # both parts of the slab
@@ -216,7 +208,6 @@ def test_a_part_isn_t_overwritten_before_its_copy(walled, background, monkeypatc
     assert target.copies == 2
     target.stream.finish()
     assert_same(torch.arange(MIB), outcome(staging).wait(), "cpu")
-    stager.close()
 
 
 @quietly

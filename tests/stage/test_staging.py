@@ -1,6 +1,5 @@
 """Staging step by step, on the CPU: the result, the counters, and the state after a failure."""
 
-import concurrent.futures
 import dataclasses
 import itertools
 import threading
@@ -15,6 +14,7 @@ from doubles import (
     HeldTarget,
     Interrupts,
     LateTarget,
+    LoggedTarget,
     claim_in_child,
     nothing_at_once,
     outcome,
@@ -62,11 +62,6 @@ def some_batch(seed=0):
     }
 
 
-def refused():
-    """Return a batch of one leaf that can be staged, and then one that can't."""
-    return {"a": tensor_of(torch.int8, (100,)), "b": {torch.zeros(1)}}
-
-
 # -- what arrives ----------------------------------------------------------------------------------
 
 
@@ -96,20 +91,6 @@ def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
     assert after.pool.hits + after.pool.misses - before.pool.hits - before.pool.misses == takes_slab
 
 
-def test_one_slab_holds_all_leaves_by_choice(make_stager):
-    stager = make_stager(own_storage=False)
-    batch = some_batch()
-    staged = stager.to_device(batch)
-    tensors = [staged["image"], staged["label"], staged["ids"], staged["more"][0]]
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-    storage = staged["image"].untyped_storage()
-    assert storage.nbytes() == Layout.of(batch).nbytes
-    addresses = [(block.ptr, block.ptr + block.nbytes) for block in stager.pool.memory.live_blocks]
-    assert not any(start <= storage.data_ptr() < stop for start, stop in addresses), (
-        "a view of the host slab was given away"
-    )
-
-
 def test_the_source_may_be_changed_right_after_stage(stager):
     batch = some_batch()
     expected = known.through_slab(batch)
@@ -122,28 +103,15 @@ def test_the_source_may_be_changed_right_after_stage(stager):
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_earlier_batches_are_untouched_by_later_ones(stager):
+@pytest.mark.parametrize("own_storage", ["auto", False])
+def test_earlier_batches_are_untouched_by_later_ones(make_stager, own_storage):
+    stager = make_stager(own_storage=own_storage)
     transfers = [stager.stage(some_batch(seed)) for seed in range(5)]
     assert stager.stats().pool.held_slabs == 1, "the slab was not reused, so nothing is shown"
-    staged = [transfer.wait() for transfer in transfers]
-    for seed, one in enumerate(staged):
-        assert_same(some_batch(seed)["image"], one["image"], "cpu")
-        one["image"].zero_()
-    assert_same(some_batch(9)["image"], stager.to_device(some_batch(9))["image"], "cpu")
-
-
-def test_a_staged_leaf_can_require_grad(stager):
-    staged = stager.to_device([torch.ones(3), torch.ones(2)])
-    staged[0].requires_grad_()
-    (staged[0] * 2).sum().backward()
-    assert torch.equal(staged[0].grad, torch.full((3,), 2.0))
-
-
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_staging_works_where_gradients_are_off(stager, mode):
-    with mode():
-        batch = some_batch()
-        assert_same(batch, stager.to_device(batch), "cpu")
+    for seed, transfer in enumerate(transfers):
+        assert_same(some_batch(seed), transfer.wait(), "cpu")
+        transfer.wait()["image"].zero_()
+    assert_same(some_batch(9), stager.to_device(some_batch(9)), "cpu")
 
 
 def test_the_default_device_plays_no_part(stager):
@@ -184,13 +152,6 @@ def test_unpackable_tensors_arrive_by_to_and_are_counted(stager):
     assert stager.stats().packed_leaves == 1
 
 
-def test_gradients_flow_through_what_is_not_packed(stager):
-    leaf = torch.ones(3, requires_grad=True)
-    staged = stager.to_device({"a": leaf * 2, "b": torch.ones(3)})
-    (staged["a"] * staged["b"]).sum().backward()
-    assert torch.equal(leaf.grad, torch.full((3,), 2.0))
-
-
 def test_an_error_in_to_returns_the_slab(stager):
     with pytest.raises(NotImplementedError, match="meta"):
         stager.stage([torch.ones(3), torch.ones(3, device="meta")])
@@ -212,13 +173,6 @@ def test_a_transfer_knows_what_travels(stager):
     assert f"nbytes={Layout.of(batch).nbytes} copies=4 to cpu done" in repr(transfer)
 
 
-def test_a_transfer_to_cpu_is_done_at_once(stager):
-    transfer = stager.stage([torch.zeros(3), torch.nn.Parameter(torch.ones(1))])
-    assert transfer.query()
-    transfer.synchronize()
-    assert transfer.query()
-
-
 def test_a_transfer_gives_the_same_batch_each_time(stager):
     transfer = stager.stage(some_batch())
     assert transfer.wait() is transfer.wait()
@@ -236,7 +190,8 @@ def test_only_larger_batches_take_a_slab(make_stager):
         transfer = stager.stage(source)
         assert (transfer.copies, transfer.nbytes) == (1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         assert_same(source, transfer.wait(), "cpu")
-        assert stager.pool.stats().hits + stager.pool.stats().misses == slabs
+        stats = stager.pool.stats()
+        assert stats.hits + stats.misses == slabs
 
 
 def test_a_small_batch_never_waits_for_a_slab(make_stager):
@@ -246,68 +201,39 @@ def test_a_small_batch_never_waits_for_a_slab(make_stager):
     assert stager.to_device(torch.ones(10_000)).sum() == 10_000  # more than the cap
 
 
-def test_a_small_batch_needs_an_open_pool(make_stager):
-    stager = make_stager()
-    stager.pool.close()
-    with pytest.raises(PoolClosedError):
-        stager.stage(some_batch())
-    assert stager.stats().batches == 0
-
-
 @pytest.fixture
-def log(monkeypatch):
-    """The calls of streams; an event is the name of its stream."""
-    log = []
-    monkeypatch.setattr(Target, "stream", "for copies")
-    monkeypatch.setattr(Target, "consumer", lambda _, stream: stream or "current")
-    monkeypatch.setattr(
-        Target, "record", lambda _, stream: log.append(("event", stream)) or Done(stream)
-    )
-    monkeypatch.setattr(
-        Target, "wait", lambda _, event, stream: log.append((stream, "waits for", event))
-    )
-    monkeypatch.setattr(Target, "move_few", lambda *_: None)
-    for name in ("copy", "fill"):
-        monkeypatch.setattr(Target, name, lambda *args, **_: log.append(("copy", args[-1])) or 1)
-    monkeypatch.setattr(Target, "hand_over", lambda _, event, tensors, consumer: None)
-    return log
+def queue(make_stager):
+    """A stager whose events the test finishes."""
+    stager = make_stager("8MiB")
+    target = use_target(stager, LoggedTarget())
+    yield stager
+    target.finish()
 
 
-class Done(str):
-    """An event that is done, by the name of its stream."""
-
-    __slots__ = ()
-
-    def query(self):
-        return True
-
-
-def test_a_small_batch_uses_the_current_stream(make_stager, log):
-    stager = make_stager()
-    for stage in (stager.to_device, stager.stage):
+def test_a_small_batch_uses_the_current_stream(queue):
+    for stage in (queue.to_device, queue.stage):
         stage(torch.ones(3))
-        assert log == [("copy", "current"), ("event", "current")]
-        log.clear()
+        assert queue._target.log == [("copy", "current"), ("event", "current")]
+        queue._target.log.clear()
 
 
-def test_the_copying_stream_has_nothing_to_wait_for(make_stager, log, monkeypatch):
-    given = []
-    monkeypatch.setattr(
-        Target, "hand_over", lambda _, event, tensors, to: given.append((event, len(tensors), to))
-    )
-    stager = make_stager(max_bytes="8MiB")
-    small = stager.stage(torch.ones(3))
+def test_the_copying_stream_has_nothing_to_wait_for(queue):
+    def waits():
+        found = [entry for entry in queue._target.log if "waits for" in entry]
+        queue._target.log.clear()
+        return found
+
+    small = queue.stage(torch.ones(3))
     small.wait()
-    assert given == []
+    assert waits() == []
     small.wait("another")
     small.wait()
-    assert given == [("current", 1, "another")]
-    given.clear()
-    stager.stage(torch.ones(AT_ONCE_BYTES)).wait()
-    assert given == [("for copies", 1, "current")]
-    given.clear()
-    stager.to_device(torch.ones(AT_ONCE_BYTES))  # on the current stream
-    assert not any(tensors for _, tensors, _ in given)
+    assert waits() == [("another", "waits for", 0, 1)]
+    queue.stage(torch.ones(AT_ONCE_BYTES)).wait()
+    assert queue._target.log[1:-1] == [("copy", "for copies"), ("event", "for copies")]
+    assert waits() == [("current", "waits for", len(queue._target.events) - 1, 1)]
+    queue.to_device(torch.ones(AT_ONCE_BYTES))  # on the current stream
+    assert waits() == []
 
 
 # -- slabs -----------------------------------------------------------------------------------------
@@ -344,7 +270,7 @@ def in_itself():
 @pytest.mark.parametrize(
     "batch",
     [
-        refused,
+        lambda: {"a": tensor_of(torch.int8, (100,)), "b": {torch.zeros(1)}},  # one of two
         in_itself,
         lambda: [torch.zeros(9), object.__new__(known.Registered), np.ma.masked_array([1])],
     ],
@@ -412,20 +338,6 @@ def test_an_error_of_unflatten_is_the_callers(stager):
 # -- large batches ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_very_large_batch_is_copied_in_chunks(make_stager, threads):
-    stager = make_stager(max_bytes="256MiB", pack_threads=threads)
-    batch = [
-        tensor_of(torch.uint8, (32 * MIB + 7,)),
-        tensor_of(torch.float32, (3, 5)),
-        tensor_of(torch.int8, (99,)),
-    ]
-    transfer = stager.stage(batch)
-    assert transfer.copies == stager.stats().copies
-    assert transfer.copies in range(11, 15)
-    assert_same(batch, transfer.wait(), "cpu")
-
-
 def batch_of_many_chunks(seed):
     chance = np.random.default_rng(seed)
     return {
@@ -455,7 +367,7 @@ def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, 
     for transfer, seed in staged:
         transfer.synchronize()
         assert_same(batch_of_many_chunks(seed), transfer.wait(), "cpu")
-        assert transfer.copies > 9
+        assert transfer.copies in range(10, 20)  # chunks of about 3 MiB
     of_one = target.sources()[: staged[0][0].copies]
     if how != "reused" or lag == 100:
         assert of_one == sorted(set(of_one))
@@ -499,11 +411,7 @@ def test_stats_count_batches_copies_leaves_and_bytes(stager):
     assert stats.packed_bytes == 3 * (3 + 40 + 4)
     assert stats.packed_bytes + stats.padding_bytes == 3 * (16 + 48 + 16)
     assert stats.passthrough_leaves == 3
-
-
-def test_repr_says_where_to_and_how_many(stager):
-    stager.stage(some_batch())
-    assert repr(stager).startswith("<Stager cpu batches=1 <SlabPool open")
+    assert repr(stager).startswith("<Stager cpu batches=3 <SlabPool open")
 
 
 # -- prefetch --------------------------------------------------------------------------------------
@@ -570,8 +478,7 @@ def test_leaving_early_returns_slabs_and_stops_reading(prefetch, make_stager):
     for _ in prefetch(reading, depth=3, stager=stager):
         break
     wait_until(lambda: reading.closed)
-    kept = [stager.to_device(some_batch(seed)) for seed in range(5)]
-    assert len(kept) == 5
+    assert stager.stats().pool.leased_slabs == 0
 
 
 def test_an_error_of_the_iterable_comes_in_order(prefetch):
@@ -635,30 +542,28 @@ def test_after_close_staged_batches_stay_valid():
     assert stager.pool.closed
     assert_same(some_batch(), staged, "cpu")
     assert_same(some_batch(1), transfer.wait(), "cpu")
-    for batch in (some_batch(), torch.zeros(100_000)):
-        with pytest.raises(
-            PoolClosedError, match=r"stager is closed: its pool held 0 B of .*; make a new Stager"
-        ):
-            stager.stage(batch)
+    with pytest.raises(
+        PoolClosedError, match=r"stager is closed: its pool held 0 B of .*; make a new Stager"
+    ):
+        stager.stage(some_batch())
     stager.close()
 
 
 @pytest.mark.usefixtures("slabs_for_all")
 def test_close_leaves_a_shared_pool_open():
     with SlabPool("1MiB", memory=PageableMemory()) as pool:
-        with Stager("cpu", pool=pool) as one, Stager("cpu", pool=pool) as other:
-            assert_same(some_batch(1), one.to_device(some_batch(1)), "cpu")
-            assert_same(some_batch(2), other.to_device(some_batch(2)), "cpu")
-            assert (pool.stats().hits, pool.stats().misses) == (1, 1)
-            assert pool.stats().held_slabs == 1
-        assert not pool.closed
+        for seed in range(2):
+            with Stager("cpu", pool=pool) as stager:
+                assert_same(some_batch(seed), stager.to_device(some_batch(seed)), "cpu")
+        stats = pool.stats()
+        assert (stats.hits, stats.misses, stats.held_slabs) == (1, 1, 1)
         pool.acquire(100).release()
 
 
 # -- threads and processes -------------------------------------------------------------------------
 
 
-def test_several_threads_stage_at_once(make_stager):
+def test_several_threads_stage_at_once(make_stager, background):
     stager = make_stager(max_bytes="8KiB", pack_threads=2)
     barrier = threading.Barrier(4)
 
@@ -668,9 +573,8 @@ def test_several_threads_stage_at_once(make_stager):
             batch = some_batch(seed) | {"bulk": tensor_of(torch.int16, (1000 + seed,), seed)}
             assert_same(batch, stager.to_device(batch), "cpu")
 
-    with concurrent.futures.ThreadPoolExecutor(4) as executor:
-        for future in [executor.submit(work, 100 * thread) for thread in range(4)]:
-            future.result()
+    for future in [background(work, 100 * thread) for thread in range(4)]:
+        future.result()
     stats = stager.stats()
     assert (stats.batches, stats.copies, stats.packed_leaves) == (160, 800, 800)
     assert stats.pool.peak_held_bytes <= 8192
@@ -683,6 +587,8 @@ def test_in_a_forked_child_nothing_is_staged():
         def claim():
             with pytest.raises(ForkedPoolError, match="make a SlabPool in the child"):
                 stager.stage(some_batch())
+            with pytest.raises(ForkedPoolError):
+                stager.to_device(torch.ones(3))
             with Stager("cpu", max_bytes="1MiB") as fresh:
                 assert_same(some_batch(), fresh.to_device(some_batch()), "cpu")
             stager.close()

@@ -25,13 +25,6 @@ def test_an_event_that_nobody_has_is_recorded_again(events):
     assert len(made) == 1
 
 
-def test_an_event_still_in_use_isn_t_reused(events):
-    kept = [events.record(number) for number in range(5)]
-    others = [events.record(number).at for number in range(5, 30)]
-    assert others == list(range(5, 30))
-    assert [event.at for event in kept] == list(range(5))
-
-
 @pytest.mark.parametrize(
     "hold", [lambda event: [event], lambda event: event.record, lambda event: {"e": event}.values]
 )
