@@ -123,6 +123,12 @@ class CountingMemory:
             self.freed.append(block.nbytes)
 
 
+class PinnedMemory(CountingMemory):
+    """Counts, and says that it is page-locked."""
+
+    is_pinned = True
+
+
 class ManualEvent:
     """An event that the test finishes."""
 
