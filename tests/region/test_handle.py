@@ -14,18 +14,12 @@ from doubles import shared_files, wait_until
 from region_processes import MIB, use, use_by_rank
 
 import pinstage as ps
-from pinstage._pool import held_bytes
 from pinstage.errors import PinningError
 
 
 @pytest.fixture(params=["fork", "spawn", "forkserver"])
 def context(request):
     return multiprocessing.get_context(request.param)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(tmp_path / "host"))
 
 
 BUDGET = ps.HostBudget(6 * MIB, name="region")
@@ -119,21 +113,6 @@ def test_memory_of_two_processes_is_counted_once(is_killed):
     wait_until(lambda: held(BUDGET)[0] == 0)
 
 
-def test_the_memory_outlives_its_maker():
-    region = make(budget=BUDGET)
-    size = region._chunks.memory.nbytes
-    peer = Peer(multiprocessing.get_context("spawn"), region)
-    region.close()
-    del region
-    gc.collect()
-    wait_until(lambda: not mapped())
-    assert held_bytes(BUDGET.usage()) == size
-    with pytest.raises(ps.errors.AcquireTimeoutError, match="in process"):
-        ps.HostRegion(6 * MIB - size + 1, budget=BUDGET, device="cpu")
-    peer.end()
-    wait_until(lambda: held(BUDGET)[0] == 0)
-
-
 def test_torchs_spawn_takes_a_handle():
     with make() as region:
         torch.multiprocessing.spawn(use_by_rank, (region.handle(),), nprocs=2)
@@ -167,13 +146,6 @@ def test_both_mappings_are_registered_alike(cuda):
     del region, again, one
     gc.collect()
     wait_until(lambda: not cuda.registered and shared_files() <= before)
-
-
-def test_a_handle_of_a_size_has_no_tree():
-    with ps.HostRegion(100, shared=True, device="cpu") as region:
-        again = ps.HostRegion.from_handle(region.handle(), device="cpu")
-    with again, pytest.raises(ValueError, match="no tree"):
-        again.tree()
 
 
 def test_only_shared_regions_have_handles():
