@@ -389,6 +389,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
+def wait_for_waiters(pool, count: int) -> None:
+    """Return when `count` requests have had to wait since the pool was made."""
+    wait_until(lambda: pool.stats().waits == count)
+
+
 def stays_blocked(future: concurrent.futures.Future) -> bool:
     """Return whether a call in the background is still blocked after a moment."""
     return not concurrent.futures.wait([future], timeout=0.05).done

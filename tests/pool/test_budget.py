@@ -4,7 +4,7 @@ import contextlib
 import threading
 
 import pytest
-from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
+from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
 
 from pinstage import SlabPool, _reaper
 from pinstage.errors import (
@@ -29,34 +29,24 @@ slow_polling = pytest.mark.usefixtures("no_polling")
 
 
 @slow_polling
-def test_the_cap_holds_while_idle_slabs_are_freed(pool, memory, background):
+def test_freed_room_is_kept_for_its_request(pool, memory, background):
     idle_in_order(pool, 400, 400)
-    memory.deallocate_gate = Gate()
+    memory.deallocate_gate, memory.allocate_gate = Gate(), Gate()
     large = background(pool.acquire, 700)
     memory.deallocate_gate.wait_for_arrival()
     with pytest.raises(AcquireTimeoutError):
         pool.acquire(320, timeout=0)  # would fit, if the room weren't promised to the other request
-    small = background(pool.acquire, 320)
-    wait_until(lambda: pool.stats().waits == 2)
     assert memory.live_bytes == pool.stats().held_bytes == 832
     memory.deallocate_gate.open()
-    outcome(large).release()
-    outcome(small).release()
-    assert memory.peak_live_bytes <= 1000
-
-
-def test_freed_room_is_kept_for_its_request(pool, memory, background):
-    idle_in_order(pool, 400, 400)
-    memory.allocate_gate = Gate()
-    large = background(pool.acquire, 800)
     memory.allocate_gate.wait_for_arrival()
     assert (memory.freed, pool.stats().held_bytes) == ([416, 416], 0)
-    with pytest.raises(AcquireTimeoutError):
-        pool.acquire(200, timeout=0)
     with pytest.raises(BudgetExceededError):
-        pool.reserve(200)
+        pool.reserve(320)
+    small = background(pool.acquire, 320)
+    wait_for_waiters(pool, 2)
     memory.allocate_gate.open()
     outcome(large).release()
+    outcome(small).release()
     assert memory.peak_live_bytes <= 1000
 
 
@@ -67,7 +57,7 @@ def test_the_cap_holds_during_a_trim(pool, memory, background):
     trim = background(pool.trim)
     memory.deallocate_gate.wait_for_arrival()
     lease = background(pool.acquire, 448)
-    wait_until(lambda: pool.stats().waits == 1)
+    wait_for_waiters(pool, 1)
     assert stays_blocked(lease)
     memory.deallocate_gate.open()
     assert outcome(trim) == 896
@@ -230,7 +220,7 @@ def test_a_reservation_under_way_counts_and_wakes_a_waiter(pool, memory, backgro
         reservation = background(pool.reserve, 160, count=3)
         memory.allocate_gate.wait_for_arrival()
         waiter = background(pool.acquire, 160)
-        wait_until(lambda: pool.stats().waits == 1)
+        wait_for_waiters(pool, 1)
         memory.allocate_gate.open()
         outcome(reservation)
         outcome(waiter).release()
@@ -256,7 +246,7 @@ def test_a_frozen_pool_without_a_large_slab_raises(pool, memory):
 def test_freezing_ends_waits_that_need_an_allocation(pool, background):
     leases = [pool.acquire(500), pool.acquire(480)]
     waiter = background(pool.acquire, 600)
-    wait_until(lambda: pool.stats().waits == 1)
+    wait_for_waiters(pool, 1)
     pool.freeze()
     with pytest.raises(PoolFrozenError):
         outcome(waiter)
@@ -275,7 +265,7 @@ def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background):
     failing = background(pool.acquire, 1000)
     memory.allocate_gate.wait_for_arrival()
     waiter = background(pool.acquire, 1000)
-    wait_until(lambda: pool.stats().waits == 1)
+    wait_for_waiters(pool, 1)
     memory.allocate_gate.open()
     outcome(waiter).release()
     # Unless the other request was faster: then there is a slab to wait for.

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import warm
-from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
+from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
 
 from pinstage import SlabPool, Stager
 from pinstage.errors import PoolClosedError, PoolError, UnreleasedLeaseWarning
@@ -57,7 +57,7 @@ def test_closing_wakes_all_waiters_with_an_error(pool, background):
     futures = []
     for count in range(4):
         futures.append(background(pool.acquire, 1000 - count, timeout=None if count % 2 else 60))
-        wait_until(lambda count=count: pool.stats().waits == count + 1)
+        wait_for_waiters(pool, count + 1)
     pool.close()
     for future in futures:
         with pytest.raises(PoolClosedError):

@@ -23,7 +23,15 @@ from pathlib import Path
 import pytest
 import torch
 from budget_nodes import Node, Nodes
-from doubles import CountingMemory, Interrupts, claim_in_child, outcome, stays_blocked, wait_until
+from doubles import (
+    CountingMemory,
+    Interrupts,
+    claim_in_child,
+    outcome,
+    stays_blocked,
+    wait_for_waiters,
+    wait_until,
+)
 from host_processes import MIB, crowd
 
 import pinstage as ps
@@ -110,7 +118,7 @@ def test_waiting_requests_of_a_pool_keep_their_order(pools, background):
                 order.append(name)
 
         one = background(take, "first", "6MiB")
-        wait_until(lambda: second.stats().waits == 1)
+        wait_for_waiters(second, 1)
         other = background(take, "second", "2.5MiB")
         assert stays_blocked(one)
         assert stays_blocked(other)
@@ -680,19 +688,19 @@ def test_too_many_open_files_end_no_other_pool(pools, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("size", "name", "message"),
     [
-        (("much",), ValueError, "not a size: 'much'"),
-        (("auto",), ValueError, "not a size: 'auto'"),
-        ((0,), ValueError, "a budget must be positive: 0"),
-        ((1.5,), ValueError, "not a whole number of bytes"),
-        (("1GiB", ""), ValueError, "a budget's name must be text: ''"),
-        (("1GiB", 7), ValueError, "a budget's name must be text: 7"),
+        ("much", "nonsense", "not a size: 'much'"),
+        ("auto", "nonsense", "not a size: 'auto'"),
+        (0, "nonsense", "a budget must be positive: 0"),
+        (1.5, "nonsense", "not a whole number of bytes"),
+        ("1GiB", "", "a budget's name must be text: ''"),
+        ("1GiB", 7, "a budget's name must be text: 7"),
     ],
 )
-def test_a_budget_of_nonsense_is_refused(arguments, error, message):
-    with pytest.raises(error, match=message):
-        ps.HostBudget(arguments[0], name=arguments[1] if arguments[1:] else "nonsense")
+def test_a_budget_of_nonsense_is_refused(size, name, message):
+    with pytest.raises(ValueError, match=message):
+        ps.HostBudget(size, name=name)
 
 
 def test_a_budget_is_a_plain_picklable_value():
@@ -793,7 +801,7 @@ def test_a_passing_error_ends_no_waiting_request(pools, folder, background, monk
     first, second = pools(), pools()
     lease = first.acquire("6MiB")
     waiting = background(second.acquire, "3MiB", timeout=20)
-    wait_until(lambda: second.stats().waits == 1)
+    wait_for_waiters(second, 1)
     with locked(folder, monkeypatch):
         assert stays_blocked(waiting)
     lease.release()

@@ -7,7 +7,15 @@ import itertools
 
 import pytest
 import torch
-from doubles import CountingMemory, Gate, ManualEvent, outcome, stays_blocked, wait_until
+from doubles import (
+    CountingMemory,
+    Gate,
+    ManualEvent,
+    outcome,
+    stays_blocked,
+    wait_for_waiters,
+    wait_until,
+)
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,18 +32,13 @@ from pinstage.memory import PageableMemory, SharedMemory
 slow_polling = pytest.mark.usefixtures("no_polling")
 
 
-def waits(pool, count):
-    """Return when `count` requests have begun to wait."""
-    wait_until(lambda: pool.stats().waits == count)
-
-
 # -- bytes by owner
 
 
 def test_waits_are_counted_for_who_waited(pool, background):
     with pool.acquire(1000, owner="train"):
         waiter = background(pool.acquire, 100, owner="eval")
-        waits(pool, 1)
+        wait_for_waiters(pool, 1)
     outcome(waiter).release()
     owners = pool.stats().owners
     assert (owners["eval"].waits, owners["train"].waits) == (1, 0)
@@ -89,9 +92,9 @@ def test_a_release_wakes_requests_behind_limited_ones(pool, background):
     pool.set_quota("checkpoint", max_bytes=300)
     lease, other = pool.acquire(300, owner="checkpoint"), pool.acquire(640, owner="loader")
     held_back = background(pool.acquire, 300, owner="checkpoint")
-    waits(pool, 1)
+    wait_for_waiters(pool, 1)
     waiter = background(pool.acquire, 500, owner="loader")
-    waits(pool, 2)
+    wait_for_waiters(pool, 2)
     other.release()
     outcome(waiter).release()
     assert stays_blocked(held_back)
@@ -106,7 +109,7 @@ def test_a_release_wakes_requests_behind_limited_ones(pool, background):
 def test_a_quota_that_leaves_no_room_ends_waits(pool, background):
     with pool.acquire(900):
         waiter = background(pool.acquire, 500, owner="eval")
-        waits(pool, 1)
+        wait_for_waiters(pool, 1)
         pool.set_quota("loader", min_bytes=600)
         with pytest.raises(
             BudgetExceededError,
@@ -120,7 +123,7 @@ def test_a_wider_quota_ends_the_wait(pool, background):
     pool.set_quota("checkpoint", max_bytes=300)
     with pool.acquire(300, owner="checkpoint"):
         waiter = background(pool.acquire, 300, owner="checkpoint")
-        waits(pool, 1)
+        wait_for_waiters(pool, 1)
         pool.set_quota("checkpoint")
         outcome(waiter).release()
     assert pool.stats().owners["checkpoint"].max_bytes is None

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from doubles import ManualEvent, outcome, stays_blocked, wait_until
+from doubles import ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
 
 from pinstage.errors import AcquireTimeoutError, UnreleasedLeaseWarning
 
@@ -19,11 +19,6 @@ def full_pool(make_pool):
 
 
 slow_polling = pytest.mark.usefixtures("no_polling")
-
-
-def waiters(pool, count):
-    """Return when `count` requests have had to wait since the pool was made."""
-    wait_until(lambda: pool.stats().waits == count)
 
 
 # -- the timeout
@@ -66,7 +61,7 @@ def test_an_infinite_timeout_works_anywhere_in_the_queue(full_pool, background, 
     futures = []
     for count in (1, 2):
         futures.append(background(full_pool.acquire, 1000, timeout=timeout))
-        waiters(full_pool, count)
+        wait_for_waiters(full_pool, count)
     lease.release()
     outcome(futures[0]).release()
     outcome(futures[1]).release()
@@ -76,9 +71,9 @@ def test_an_infinite_timeout_works_anywhere_in_the_queue(full_pool, background, 
 def test_a_waiter_that_gives_up_makes_room(full_pool, background):
     lease = full_pool.acquire(512)
     impatient = background(full_pool.acquire, 1000, timeout=0.5)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     modest = background(full_pool.acquire, 400)
-    waiters(full_pool, 2)
+    wait_for_waiters(full_pool, 2)
     assert not modest.done()  # there is room for it, but it is not its turn
     with pytest.raises(AcquireTimeoutError):
         outcome(impatient)
@@ -93,7 +88,7 @@ def test_a_waiter_that_gives_up_makes_room(full_pool, background):
 def test_a_release_ends_the_wait(full_pool, background):
     lease = full_pool.acquire(1000)
     waiter = background(full_pool.acquire, 900)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     assert stays_blocked(waiter)
     lease.release()
     outcome(waiter).release()
@@ -104,7 +99,7 @@ def test_a_release_ends_the_wait(full_pool, background):
 def test_a_release_that_allows_trimming_ends_the_wait(full_pool, memory, background):
     leases = [full_pool.acquire(320) for _ in range(3)]
     waiter = background(full_pool.acquire, 600)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     leases[0].release()
     assert stays_blocked(waiter)
     leases[1].release()
@@ -118,7 +113,7 @@ def test_a_freed_view_ends_the_wait_by_itself(full_pool, background):
     view = lease.tensor()
     lease.release()
     waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     assert stays_blocked(waiter)
     del view
     outcome(waiter).release()
@@ -127,7 +122,7 @@ def test_a_freed_view_ends_the_wait_by_itself(full_pool, background):
 def test_a_forgotten_lease_ends_the_wait(full_pool, background):
     lease = full_pool.acquire(1000)
     waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     del lease
     lease = outcome(waiter)
     lease.release()
@@ -155,9 +150,9 @@ def test_waiting_polls_events_now_and_then(full_pool, background):
 def test_small_requests_don_t_overtake_a_large_one(full_pool, background):
     leases = [full_pool.acquire(480), full_pool.acquire(480)]
     large = background(full_pool.acquire, 900)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     small = background(full_pool.acquire, 100)
-    waiters(full_pool, 2)
+    wait_for_waiters(full_pool, 2)
     leases[0].release()
     with pytest.raises(AcquireTimeoutError, match=" 2 other waiters;"):  # nor by a new one
         full_pool.acquire(100, timeout=0.01)
@@ -174,9 +169,9 @@ def test_small_requests_don_t_overtake_a_large_one(full_pool, background):
 def test_one_release_serves_all_waiters_that_fit(full_pool, background):
     held, released = full_pool.acquire(320), full_pool.acquire(480)
     large = background(full_pool.acquire, 640)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     small = background(full_pool.acquire, 40)
-    waiters(full_pool, 2)
+    wait_for_waiters(full_pool, 2)
     released.release()
     leases = [outcome(large), outcome(small), held]
     assert full_pool.stats().leased_bytes == 640 + 40 + 320
@@ -192,18 +187,18 @@ def test_one_release_serves_all_waiters_that_fit(full_pool, background):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_an_interrupted_waiter_leaves_the_queue(full_pool, background, ahead):
     def interrupt():
-        waiters(full_pool, ahead + 1)
+        wait_for_waiters(full_pool, ahead + 1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     lease = full_pool.acquire(1000)
     others = [background(full_pool.acquire, 1000) for _ in range(ahead)]
-    waiters(full_pool, ahead)
+    wait_for_waiters(full_pool, ahead)
     interruption = background(interrupt)
     with pytest.raises(KeyboardInterrupt):
         full_pool.acquire(1000)
     outcome(interruption)
     others.append(background(full_pool.acquire, 1000))
-    waiters(full_pool, ahead + 2)
+    wait_for_waiters(full_pool, ahead + 2)
     lease.release()
     for other in others:
         outcome(other).release()
@@ -213,7 +208,7 @@ def test_a_waiter_interrupted_at_an_event_leaves_nothing(full_pool, background):
     event = ManualEvent()
     full_pool.acquire(1000).release(after=event)
     waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     event.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         outcome(waiter)

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from doubles import shared_files, wait_until
 from region_processes import MIB, use, use_by_rank
 
 import pinstage as ps
+from pinstage._pool import held_bytes
 from pinstage.errors import PinningError
 
 
@@ -77,40 +77,24 @@ def test_a_pickled_handle_is_good_once():
             pickle.loads(pickled)
 
 
-def mapped():
-    """Return the mappings of shared regions in this process."""
-    return [
-        line
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if "/memfd:pinstage" in line
-    ]
+def test_memory_of_two_processes_is_counted_once():
+    def held():
+        return [usage.held_bytes for usage in BUDGET.usage()]
 
-
-def held(budget):
-    found = [usage for usage in budget.usage() if usage.held_bytes]
-    return (
-        len(found),
-        sum(usage.held_bytes for usage in found),
-        {inode for usage in found for inode in usage.shared},
-    )
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_memory_of_two_processes_is_counted_once(is_killed):
     region = make(budget=BUDGET)
     size = region._chunks.memory.nbytes
     peer = Peer(multiprocessing.get_context("spawn"), region)
-    processes, nbytes, inodes = held(BUDGET)
-    assert (processes, nbytes, len(inodes)) == (2, 2 * size, 1)
+    assert held() == [size, size]
+    assert held_bytes(BUDGET.usage()) == size
     with ps.HostRegion(6 * MIB - size, budget=BUDGET, device="cpu"):
         pass
-    (peer.kill if is_killed else peer.end)()
-    wait_until(lambda: held(BUDGET)[:2] == (1, size))
+    peer.kill()
+    wait_until(lambda: held() == [size])
     assert region.tree()["table"][1] == 99
     region.close()
     del region
     gc.collect()
-    wait_until(lambda: held(BUDGET)[0] == 0)
+    wait_until(lambda: not held())
 
 
 def test_torchs_spawn_takes_a_handle():
