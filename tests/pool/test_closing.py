@@ -12,6 +12,7 @@ import warm
 from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
 
 from pinstage import SlabPool, Stager
+from pinstage._pool import lease_in_flight
 from pinstage.errors import PoolClosedError, PoolError, UnreleasedLeaseWarning
 
 
@@ -25,7 +26,13 @@ def test_a_pool_is_closed_when_its_block_fails(memory):
 
 @pytest.mark.parametrize(
     "verb",
-    [lambda pool: pool.acquire(1), lambda pool: pool.reserve(1), lambda pool: pool.acquire(10**6)],
+    [
+        lambda pool: pool.acquire(1),
+        lambda pool: pool.acquire(10**6),
+        lambda pool: pool.reserve(1),
+        lambda pool: pool.set_quota("loader"),
+        lambda pool: lease_in_flight(pool, 1, owner="loader"),
+    ],
 )
 def test_a_closed_pool_refuses_new_leases(pool, memory, verb):
     pool.close()

@@ -6,7 +6,7 @@ import pytest
 from doubles import ManualEvent, wait_for_waiters
 
 from pinstage._pool import lease_in_flight
-from pinstage.errors import AcquireTimeoutError, PoolClosedError
+from pinstage.errors import AcquireTimeoutError
 
 
 def in_flight(pool, owner="offload", nbytes=100):
@@ -69,11 +69,3 @@ def test_while_somebody_waits_it_is_not_given(pool, background):
     assert lease_in_flight(pool, 900, owner="offload") is None
     event.finish()
     waiter.result(20)
-
-
-def test_a_closed_pool_is_an_error(pool):
-    event = in_flight(pool)
-    event.finish()
-    pool.close()
-    with pytest.raises(PoolClosedError):
-        lease_in_flight(pool, 100, owner="offload")

@@ -24,7 +24,6 @@ from pinstage import DataLoader, SlabPool, Stager
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
-    PoolClosedError,
     PoolFrozenError,
 )
 from pinstage.memory import PageableMemory, SharedMemory
@@ -168,12 +167,6 @@ def test_an_impossible_quota_is_refused_and_changes_nothing(pool, quota, message
         pool.set_quota("eval", **quota)
     assert list(pool.stats().owners) == ["loader"]
     pool.acquire(600, owner="eval", timeout=0).release()
-
-
-def test_a_closed_pool_sets_no_quotas(pool):
-    pool.close()
-    with pytest.raises(PoolClosedError):
-        pool.set_quota("loader", min_bytes=1)
 
 
 def test_a_guarantee_is_of_whole_units():

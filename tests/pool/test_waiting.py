@@ -85,17 +85,6 @@ def test_a_waiter_that_gives_up_makes_room(full_pool, background):
 
 
 @slow_polling
-def test_a_release_ends_the_wait(full_pool, background):
-    lease = full_pool.acquire(1000)
-    waiter = background(full_pool.acquire, 900)
-    wait_for_waiters(full_pool, 1)
-    assert stays_blocked(waiter)
-    lease.release()
-    outcome(waiter).release()
-    assert full_pool.stats().wait_seconds > 0.04
-
-
-@slow_polling
 def test_a_release_that_allows_trimming_ends_the_wait(full_pool, memory, background):
     leases = [full_pool.acquire(320) for _ in range(3)]
     waiter = background(full_pool.acquire, 600)

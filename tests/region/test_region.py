@@ -331,11 +331,6 @@ def test_views_of_whole_rows_may_cross_borders(make):
         region.tensor((200, 3, 1024), torch.float32, offset=4096)
 
 
-def test_a_row_above_a_chunk_is_a_chunk(make):
-    region = make(7 * MIB, row_bytes=3 * MIB)
-    assert region._chunks.ends == (3 * MIB, 6 * MIB, 7 * MIB)
-
-
 @pytest.mark.parametrize(
     ("shape", "dtype", "offset"),
     [
@@ -520,12 +515,3 @@ def test_what_the_budget_has_not_is_refused(make, budget):
     with pytest.raises(AcquireTimeoutError, match=r"4\.00 MiB in process"):
         make(3 * MIB, budget=budget)
     make(2 * MIB, budget=budget)
-
-
-def test_a_trimmed_pool_makes_room_for_a_region(make, budget):
-    with ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget) as pool:
-        pool.acquire(5 * MIB).release()
-        with pytest.raises(AcquireTimeoutError, match=r"5\.00 MiB in process"):
-            make(budget=budget)
-        pool.trim()
-        make(budget=budget)
