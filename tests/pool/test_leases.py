@@ -58,19 +58,14 @@ def full_pool(make_pool):
 
 def test_all_views_show_the_same_bytes(pool):
     with pool.acquire(100) as lease:
-        tensor, array, view, numbers = (
-            lease.tensor(),
-            lease.numpy(),
-            lease.__buffer__(0),
-            lease.tensor((25,), torch.int32),
-        )
-        assert tensor.data_ptr() == array.ctypes.data == numbers.data_ptr() == lease.data_ptr()
+        tensor, array, view = lease.tensor(), lease.numpy(), lease.__buffer__(0)
+        assert tensor.data_ptr() == array.ctypes.data == lease.data_ptr()
         tensor.copy_(torch.arange(100, dtype=torch.uint8))
-        assert bytes(view) == bytes(range(100)) == array.tobytes() == numbers.numpy().tobytes()
-        array[0], view[1], numbers[24] = 7, 8, -1
-        assert tensor[[0, 1, 99]].tolist() == [7, 8, 255]
+        assert bytes(view) == bytes(range(100)) == array.tobytes()
+        array[0], view[1] = 7, 8
+        assert tensor[:2].tolist() == [7, 8]
         assert ctypes.string_at(lease.data_ptr(), 2) == b"\x07\x08"
-        del tensor, array, view, numbers
+        del tensor, array, view
 
 
 @pytest.mark.parametrize(

@@ -255,12 +255,11 @@ class QuotasMachine(RuleBasedStateMachine):
 
     def settle(self):
         """Check that exactly the requests that must be served or refused are."""
-        for asked in [
-            asked for asked in self.waiting if not self.can_ever(asked.owner, asked.nbytes)
-        ]:
-            with pytest.raises(BudgetExceededError):
-                outcome(asked.future)
-            self.waiting.remove(asked)
+        for asked in list(self.waiting):
+            if not self.can_ever(asked.owner, asked.nbytes):
+                with pytest.raises(BudgetExceededError):
+                    outcome(asked.future)
+                self.waiting.remove(asked)
         while True:
             due = [
                 a
@@ -275,8 +274,7 @@ class QuotasMachine(RuleBasedStateMachine):
         assert not any(asked.future.done() for asked in self.waiting), (
             "served out of turn, or beyond a quota"
         )
-        if self.waiting and not self.busy:
-            raise AssertionError("all requests wait, and no slab is in use: a deadlock")
+        assert self.busy or not self.waiting, "all wait, and no slab is in use: a deadlock"
 
     # -- the rules
 

@@ -318,9 +318,7 @@ def test_a_view_across_a_border_is_refused(make):
 
 def test_views_of_whole_rows_may_cross_borders(make):
     region = make(row_bytes=12 * 1024)
-    ends = region._chunks.ends
-    assert {end % (12 * 1024) for end in ends[:-1]} == {0}
-    assert max(b - a for a, b in zip((0, *ends), ends, strict=False)) <= MIB
+    assert {end % (12 * 1024) for end in region._chunks.ends[:-1]} == {0}
     rows = region.tensor((300, 3, 1024), torch.float32)
     rows.copy_(torch.arange(300).view(-1, 1, 1).expand(300, 3, 1024))
     assert region.tensor((1, 3, 1024), torch.float32, offset=299 * 12 * 1024).eq(299).all()
