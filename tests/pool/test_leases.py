@@ -363,13 +363,6 @@ def test_a_slab_waits_for_work_of_its_block(pinned_pool, recorder):
     assert states(pinned_pool) == FREE
 
 
-def test_a_slab_waits_for_work_of_failed_blocks(pinned_pool, recorder):
-    with pytest.raises(KeyError), pinned_pool.acquire(100):
-        raise KeyError
-    assert states(pinned_pool) == IN_FLIGHT
-    recorder.events[0].finish()
-
-
 def test_release_and_pageable_memory_record_nothing(pinned_pool, pool, recorder):
     with pinned_pool.acquire(100) as lease:
         lease.release()

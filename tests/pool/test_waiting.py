@@ -97,17 +97,6 @@ def test_a_release_that_allows_trimming_ends_the_wait(full_pool, memory, backgro
     leases[2].release()
 
 
-def test_a_freed_view_ends_the_wait_by_itself(full_pool, background):
-    lease = full_pool.acquire(1000)
-    view = lease.tensor()
-    lease.release()
-    waiter = background(full_pool.acquire, 1000)
-    wait_for_waiters(full_pool, 1)
-    assert stays_blocked(waiter)
-    del view
-    outcome(waiter).release()
-
-
 def test_a_forgotten_lease_ends_the_wait(full_pool, background):
     lease = full_pool.acquire(1000)
     waiter = background(full_pool.acquire, 1000)
