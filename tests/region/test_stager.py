@@ -42,7 +42,8 @@ def test_ranges_end_where_chunks_do(make, cuda):
     assert _chunks.pieces_of(rows[1:257]) == [(0, MIB - ROW), (MIB - ROW, MIB)]
     assert _chunks.pieces_of(rows[256]) == [(0, ROW)]
     assert _chunks.pieces_of(rows.view(-1)[-1]) == [(0, 4)]
-    assert _chunks.pieces_of(torch.empty(5)) == []
+    for pageable in (torch.empty(5), make().tensor(5)):
+        assert _chunks.pieces_of(pageable) == []
 
 
 @pytest.mark.parametrize("part", PARTS)
