@@ -39,7 +39,7 @@ def test_ranks_of_this_host_share_the_cap(host, monkeypatch):
 
 
 def test_the_cgroup_with_the_least_headroom_decides(host):
-    host(cgroup("slice/job", max="max", high="max", current=GIB))
+    host(cgroup("slice/job", max=60 * GIB, high="max", current=GIB))
     root = host(cgroup("slice", max=16 * GIB, current=4 * GIB))
     assert auto_max_bytes(root=root) == (3 * GIB, "25% of 12.00 GiB available (cgroup headroom)")
 
