@@ -9,7 +9,15 @@ import weakref
 
 import pytest
 import warm
-from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
+from doubles import (
+    Gate,
+    ManualEvent,
+    outcome,
+    stays_blocked,
+    wait_for_reaper,
+    wait_for_waiters,
+    wait_until,
+)
 
 from pinstage import SlabPool, Stager
 from pinstage._pool import lease_in_flight
@@ -189,6 +197,7 @@ def test_a_pool_in_a_cycle_frees_its_slabs(memory, thing):
         wait_until(lambda: memory.live_bytes == 104)
         event.finish()
     else:
+        wait_for_reaper()
         assert memory.live_bytes == 208
         del kept
     wait_until(lambda: memory.live_bytes == 0)

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 import warm
-from doubles import ManualEvent, PinnedMemory, calls_of, outcome, wait_until
+from doubles import ManualEvent, PinnedMemory, calls_of, outcome, wait_for_reaper
 from loader_data import same
 
 from pinstage import SlabPool
 from pinstage._pool import guard_until_release, lease_in_flight
-from pinstage._reaper import reaper
 from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarning
 from pinstage.memory import PageableMemory
 
@@ -429,10 +428,6 @@ def test_a_forgotten_lease_returns_with_a_warning(full_pool):
     full_pool.acquire(100, timeout=0).release()
 
 
-class Buried:
-    """Has weak references."""
-
-
 @pytest.fixture
 def logged(monkeypatch):
     """What the package's logger is told from now on, each time with the number of its thread."""
@@ -454,10 +449,7 @@ def test_another_thread_logs_the_first_forgotten_lease(pool, logged):
     for _ in range(2):
         pool.acquire(100)
         pool.stats()
-    reaper.bury(last := Buried())  # behind what the calls gave it
-    buried = weakref.ref(last)
-    del last
-    wait_until(lambda: buried() is None)
+    wait_for_reaper()
     [(line, thread)] = logged
     assert "100 bytes of 104" in line
     assert thread != threading.get_ident()
