@@ -203,7 +203,7 @@ def test_the_cap_holds_while_reservations_are_rolled_back(pool, memory, backgrou
 
 
 @slow_polling
-def test_a_reservation_under_way_counts_and_wakes_a_waiter(pool, memory, background):
+def test_a_reservation_under_way_counts_and_wakes_waiters(pool, memory, background):
     pool.reserve(512)
     memory.allocate_gate = Gate()
     reservation = background(pool.reserve, 160, count=3)
