@@ -22,6 +22,7 @@ import torch
 
 import pinstage
 from pinstage._memory import Block
+from pinstage._reaper import reaper
 from pinstage._stage import Arrival, Targets
 from pinstage._stage._device import Target
 
@@ -121,6 +122,12 @@ class CountingMemory:
             del self._buffers[block]
             self.live_bytes -= block.nbytes
             self.freed.append(block.nbytes)
+
+
+class PinnedMemory(CountingMemory):
+    """Counts, and says that it is page-locked."""
+
+    is_pinned = True
 
 
 class ManualEvent:
@@ -442,6 +449,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.0005)
+
+
+def wait_for_waiters(pool, count: int) -> None:
+    """Return when `count` requests have had to wait since the pool was made."""
+    wait_until(lambda: pool.stats().waits == count)
+
+
+def wait_for_reaper() -> None:
+    """Return when the reaper has run the tasks that it has now, each at least once."""
+    last = Gate()
+    gone = weakref.ref(last)
+    reaper.bury(last)
+    del last
+    wait_until(lambda: gone() is None)
 
 
 def stays_blocked(future: concurrent.futures.Future) -> bool:

@@ -1,5 +1,4 @@
-"""Programs that share a `HostBudget`, for `test_host_budget.py`. They print messages in JSON, one
-per line.
+"""Processes that share a `HostBudget`, for the `test_host_budget.py` of pools and of GPUs.
 
 A file that all of them map has the bytes that each really holds: one number per process, written
 before memory is allocated and after it is freed. Every process that allocates checks the sum.
@@ -10,8 +9,8 @@ import mmap
 import os
 import random
 import signal
-import sys
 import time
+import traceback
 from pathlib import Path
 
 import pinstage as ps
@@ -93,23 +92,6 @@ def say(**what):
     print(json.dumps(what), flush=True)
 
 
-def rank(mine, peak, cap, timeout):
-    """Peak twice, never at the same time as the other rank, and give the memory back."""
-    with ps.SlabPool(**cap, memory=ps.memory.PageableMemory()) as pool:
-        for turn in range(4):
-            if turn % 2 == mine:
-                leases = [pool.acquire(MIB, timeout=timeout) for _ in range(peak)]
-                for number, lease in enumerate(leases):
-                    lease.numpy()[:] = number
-                assert [int(lease.numpy()[-1]) for lease in leases] == list(range(peak))
-                for lease in leases:
-                    lease.release()
-                pool.trim()
-            say(turn=turn)
-            sys.stdin.readline()  # the other rank has had its turn too
-        say(peak=pool.stats().peak_held_bytes)
-
-
 def churn(truth, place, most, cap, seconds, seed):
     """Grow and shrink at random; return the results."""
     chance, end = random.Random(seed), time.monotonic() + seconds
@@ -146,7 +128,9 @@ def churn(truth, place, most, cap, seconds, seed):
 
 
 def crowd(folder, count, most, seconds, cap):
-    """Let many processes churn, kill one now and then, and check the sum all the time."""
+    """Let many processes churn, kill one now and then, and check the sum all the time; return the
+    sums of their results.
+    """
     end = time.monotonic() + seconds
     truth = Truth.create(folder / "truth")
     seeds = iter(range(10**6))
@@ -155,9 +139,15 @@ def crowd(folder, count, most, seconds, cap):
         seed = next(seeds)
         pid = os.fork()
         if pid == 0:
-            said = churn(truth, place, most, cap, end - time.monotonic(), seed)
-            (folder / f"{seed}.json").write_text(json.dumps(said))
-            os._exit(0)
+            code = 1
+            try:
+                said = churn(truth, place, most, cap, end - time.monotonic(), seed)
+                (folder / f"{seed}.json").write_text(json.dumps(said))
+                code = 0
+            except Exception:  # noqa: BLE001 - shown with the test
+                traceback.print_exc()
+            finally:
+                os._exit(code)
         return pid
 
     pids = [start(place) for place in range(count)]
@@ -176,20 +166,4 @@ def crowd(folder, count, most, seconds, cap):
     said = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     sums = {key: sum(each[key] for each in said) for key in said[0]}
     sums["excesses"] += excesses
-    say(**sums, kills=kills, peak=peak, samples=samples, ended=ended)
-
-
-def hold(nbytes, is_idle):
-    """Hold memory, in use or idle. After a line of input give back what is idle, and hold the rest
-    until another.
-    """
-    pool = ps.SlabPool(
-        memory=ps.memory.PageableMemory(), budget=ps.HostBudget(8 * MIB, name="held")
-    )
-    lease = pool.acquire(nbytes, owner="eval")
-    if is_idle:
-        lease.release()
-    say(ready=True)
-    sys.stdin.readline()
-    pool.trim()
-    sys.stdin.readline()
+    return sums | {"kills": kills, "peak": peak, "samples": samples, "ended": ended}

@@ -21,21 +21,14 @@ GPU = "0000:1b:00.0"
 
 
 @pytest.fixture
-def host(tmp_path):
+def host(tree):
     """Make a sysfs: nodes with their CPUs, and the node that the firmware reports for the GPU."""
 
     def make(nodes, gpu=None):
-        folder = tmp_path / "sys/devices/system/node"
-        folder.mkdir(parents=True)
-        (folder / "online").write_text(",".join(map(str, nodes)) + "\n")
-        for node, cpus in nodes.items():
-            (folder / f"node{node}").mkdir()
-            (folder / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
-        if gpu is not None:
-            device = tmp_path / "sys/bus/pci/devices" / GPU
-            device.mkdir(parents=True)
-            (device / "numa_node").write_text(f"{gpu}\n")
-        return tmp_path
+        folder = "sys/devices/system/node"
+        files = {f"{folder}/node{node}/cpulist": f"{cpus}\n" for node, cpus in nodes.items()}
+        files[f"{folder}/online"] = ",".join(map(str, nodes)) + "\n"
+        return tree(files | {f"sys/bus/pci/devices/{GPU}/numa_node": f"{gpu}\n"})
 
     return make
 
@@ -57,63 +50,57 @@ def policy(monkeypatch):
     return set_policy
 
 
-def two(gpu=1):
-    return {0: "0-3", 1: "4-7,16-19"}, gpu
-
-
-def eight():
-    return {node: str(node) for node in range(8)}, 5
-
-
-def grace():
-    """One node with CPUs, and eight that are the GPU's memory."""
-    return {0: "0-7", **dict.fromkeys(range(1, 9), "")}, 0
+TWO = {0: "0-3", 1: "4-7,16-19"}
+OTHERS = {0: "0-7", 1: "8-15"}
+GRACE = {0: "0-7", **dict.fromkeys(range(1, 9), "")}
+"""One node with CPUs, and eight that are the GPU's memory."""
+KEPT = (None, frozenset(), "this process has a memory policy (numactl), which is kept")
+UNKNOWN = "numa_node='auto': the system doesn't report the device's node: "
+NO_CPUS = "this process may use none of the CPUs of node 1, the device's"
 
 
 def placed(host, nodes, gpu, asked="auto"):
     return _numa.placement(asked, lambda: gpu, host(nodes))
 
 
-def test_auto_is_the_node_of_the_device(host, affinity, policy):
-    assert placed(host, *two()) == (1, {4, 5, 6, 7}, "node 1, the device's")
-
-
-def test_eight_nodes(host, affinity, policy):
-    assert placed(host, *eight()) == (5, {5}, "node 5, the device's")
-
-
 @pytest.mark.usefixtures("affinity")
-@pytest.mark.parametrize("number", [0, None], ids=["default", "the call is forbidden"])
-def test_a_policy_that_may_exist_is_not_replaced(host, policy, number):
+@pytest.mark.parametrize(
+    ("number", "nodes", "gpu", "asked", "expected"),
+    [
+        (0, TWO, 1, "auto", (1, {4, 5, 6, 7}, "node 1, the device's")),
+        (0, {0: "0,2", 1: "1,3"}, None, 0, (0, {0, 2}, "node 0, as asked")),
+        (None, TWO, 1, "auto", (None, {4, 5, 6, 7}, "node 1, the device's")),
+        (2, TWO, 1, "auto", KEPT),
+        (2, TWO, 1, 1, KEPT),
+        (0, TWO, None, "auto", (None, frozenset(), f"{UNKNOWN}None")),
+        (0, TWO, 2, "auto", (None, frozenset(), f"{UNKNOWN}2")),
+        (0, OTHERS, 1, "auto", (None, frozenset(), NO_CPUS)),
+        (0, OTHERS, 1, 1, (1, set(), "node 1, as asked (this process may use none of its CPUs)")),
+    ],
+    ids=[
+        "the device's",
+        "as asked",
+        "the call is forbidden",
+        "a policy of the process",
+        "a policy of the process, as asked",
+        "not reported",
+        "no such node",
+        "no CPUs",
+        "no CPUs, as asked",
+    ],
+)
+def test_pages_are_near_the_device_if_possible(host, policy, number, nodes, gpu, asked, expected):
     policy(number)
-    node, cpus, _ = placed(host, *two())
-    assert (node, cpus) == (1 if number == 0 else None, {4, 5, 6, 7})
-
-
-@pytest.mark.usefixtures("affinity")
-@pytest.mark.parametrize("asked", ["auto", 1])
-def test_a_policy_of_the_process_is_kept(host, policy, asked):
-    policy(2)
-    assert placed(host, *two(), asked) == (
-        None,
-        frozenset(),
-        "this process has a memory policy (numactl), which is kept",
-    )
-
-
-@pytest.mark.usefixtures("affinity", "policy")
-def test_a_node_that_is_named_is_taken(host):
-    nodes = {0: "0,2", 1: "1,3"}
-    assert placed(host, nodes, None, asked=0) == (0, {0, 2}, "node 0, as asked")
+    assert placed(host, nodes, gpu, asked) == expected
 
 
 @pytest.mark.parametrize("asked", ["auto", 0])
 @pytest.mark.parametrize(
-    ("nodes", "gpu"),
-    [({0: "0-7"}, 0), ({}, 0), grace()],
+    "nodes",
+    [{0: "0-7"}, {}, GRACE],
     ids=["one node", "no nodes known", "one node with CPUs"],
 )
-def test_a_host_with_one_node_asks_nothing(host, monkeypatch, asked, nodes, gpu):
+def test_a_host_with_one_node_asks_nothing(host, monkeypatch, asked, nodes):
     monkeypatch.setattr(pages, "memory_policy", lambda: pytest.fail("asked"))
     root = host(nodes)
     node, cpus, reason = _numa.placement(asked, lambda: pytest.fail("asked"), root)
@@ -121,22 +108,12 @@ def test_a_host_with_one_node_asks_nothing(host, monkeypatch, asked, nodes, gpu)
     assert reason == f"numa_node={asked!r}: this host has one NUMA node, nothing to do"
 
 
-@pytest.mark.usefixtures("affinity", "policy")
-@pytest.mark.parametrize("gpu", [None, -1, 2])
-def test_an_unknown_node_does_nothing(host, gpu):
-    node, cpus, reason = placed(host, *two(gpu))
-    assert (node, cpus) == (None, frozenset())
-    assert reason.endswith(f"the device's node: {gpu}")
-
-
-@pytest.mark.usefixtures("affinity", "policy")
-@pytest.mark.parametrize("gpu", [1, -1, "nonsense", None])
-def test_sysfs_knows_what_the_driver_doesn_t(host, monkeypatch, gpu):
+def test_sysfs_knows_what_the_driver_doesn_t(host, monkeypatch):
     numbers = {"HOST_NUMA_ID": -1}
     monkeypatch.setattr(_cuda, "attribute", lambda index, name: numbers[name])
     monkeypatch.setattr(_cuda, "pci_address", lambda index: GPU.upper())
-    root = host({0: "0", 1: "1"}, gpu=gpu)
-    assert _numa.device_node(3, root) == (1 if gpu == 1 else None)
+    root = host({0: "0", 1: "1"}, gpu=1)
+    assert _numa.device_node(3, root) == 1
     numbers["HOST_NUMA_ID"] = 0
     assert _numa.device_node(3, root) == 0
 
@@ -145,21 +122,6 @@ def test_sysfs_knows_what_the_driver_doesn_t(host, monkeypatch, gpu):
 def test_a_missing_node_is_an_error_naming_others(host, missing):
     with pytest.raises(ValueError, match=rf"no node {missing} with CPUs .* has \[0, 2\]"):
         placed(host, {0: "0", 1: "", 2: "1"}, None, asked=missing)
-
-
-@pytest.mark.usefixtures("affinity", "policy")
-def test_a_process_without_the_node_s_cpus(host):
-    nodes = {0: "0-7", 1: "8-15"}
-    node, cpus, reason = placed(host, nodes, 1, asked=1)
-    assert (node, cpus) == (1, frozenset())
-    assert reason == "node 1, as asked (this process may use none of its CPUs)"
-
-
-@pytest.mark.usefixtures("affinity", "policy")
-def test_auto_needs_cpus_of_the_device_s_node(host):
-    node, cpus, reason = placed(host, {0: "0-7", 1: "8-15"}, 1)
-    assert (node, cpus) == (None, frozenset())
-    assert reason == "this process may use none of the CPUs of node 1, the device's"
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "0", 1.0, "automatic"])
@@ -246,12 +208,11 @@ def registered(monkeypatch):
     return log
 
 
-def memory_for(kind):
-    """Memory of a kind for device 3."""
-    return kind(torch.device("cuda", 3))
+@pytest.fixture(params=[RegisteredMemory, SharedMemory])
+def kind(request):
+    return request.param
 
 
-@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
 def test_pages_are_placed_then_touched_then_registered(registered, monkeypatch, caplog, kind):
     cpu = min(os.sched_getaffinity(0))
     asked = []
@@ -262,7 +223,7 @@ def test_pages_are_placed_then_touched_then_registered(registered, monkeypatch, 
 
     monkeypatch.setattr(_numa, "device_node", lambda device: device)
     monkeypatch.setattr(_numa, "placement", placement)
-    memory = memory_for(kind)
+    memory = kind(torch.device("cuda", 3))
     with caplog.at_level(logging.INFO, "pinstage"):
         for _ in range(2):
             memory.deallocate(memory.allocate(5000))
@@ -274,7 +235,6 @@ def test_pages_are_placed_then_touched_then_registered(registered, monkeypatch, 
     ]
 
 
-@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
 def test_without_a_node_the_system_isn_t_asked(registered, kind):
     memory = kind(numa_node=None)
     memory.deallocate(memory.allocate(5000))
@@ -282,16 +242,6 @@ def test_without_a_node_the_system_isn_t_asked(registered, kind):
     assert memory.numa == "no NUMA node was asked for"
 
 
-@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
-def test_nothing_is_called_on_one_node(registered, kind):
-    if len(_host.numa_nodes()) > 1:
-        pytest.skip("a host of several nodes")
-    memory = kind()
-    memory.deallocate(memory.allocate(5000))
-    assert registered == ["touch on []", "register"]
-
-
-@pytest.mark.parametrize("kind", [RegisteredMemory, SharedMemory])
 def test_a_wrong_node_maps_nothing(registered, monkeypatch, host, kind):
     root = host({0: "0", 1: "1"})
     placement = _numa.placement

@@ -9,9 +9,18 @@ import weakref
 
 import pytest
 import warm
-from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
+from doubles import (
+    Gate,
+    ManualEvent,
+    outcome,
+    stays_blocked,
+    wait_for_reaper,
+    wait_for_waiters,
+    wait_until,
+)
 
 from pinstage import SlabPool, Stager
+from pinstage._pool import lease_in_flight
 from pinstage.errors import PoolClosedError, PoolError, UnreleasedLeaseWarning
 
 
@@ -23,15 +32,15 @@ def test_a_pool_is_closed_when_its_block_fails(memory):
     assert memory.live_bytes == 0
 
 
-def test_a_closed_pool_may_be_closed_again(pool):
-    pool.close()
-    pool.close()
-    assert pool.closed
-
-
 @pytest.mark.parametrize(
     "verb",
-    [lambda pool: pool.acquire(1), lambda pool: pool.reserve(1), lambda pool: pool.acquire(10**6)],
+    [
+        lambda pool: pool.acquire(1),
+        lambda pool: pool.acquire(10**6),
+        lambda pool: pool.reserve(1),
+        lambda pool: pool.set_quota("loader"),
+        lambda pool: lease_in_flight(pool, 1, owner="loader"),
+    ],
 )
 def test_a_closed_pool_refuses_new_leases(pool, memory, verb):
     pool.close()
@@ -63,7 +72,7 @@ def test_closing_wakes_all_waiters_with_an_error(pool, background):
     futures = []
     for count in range(4):
         futures.append(background(pool.acquire, 1000 - count, timeout=None if count % 2 else 60))
-        wait_until(lambda count=count: pool.stats().waits == count + 1)
+        wait_for_waiters(pool, count + 1)
     pool.close()
     for future in futures:
         with pytest.raises(PoolClosedError):
@@ -71,9 +80,25 @@ def test_closing_wakes_all_waiters_with_an_error(pool, background):
     lease.release()
 
 
-def test_close_waits_for_and_frees_slabs_in_flight(pool, memory, background):
+def after_release(lease, event):
+    lease.release(after=event)
+
+
+def after_last_view(lease, event):
+    view = lease.tensor()
+    lease.release(after=event)
+    del view
+
+
+def by_guard(lease, event):
+    lease.guard(event)
+    lease.release()
+
+
+@pytest.mark.parametrize("put_in_flight", [after_release, after_last_view, by_guard])
+def test_close_waits_for_and_frees_slabs_in_flight(pool, memory, background, put_in_flight):
     event = ManualEvent()
-    pool.acquire(100).release(after=event)
+    put_in_flight(pool.acquire(100), event)
     closing = background(pool.close)
     assert event.waited_for.wait(10)
     assert stays_blocked(closing)
@@ -83,31 +108,12 @@ def test_close_waits_for_and_frees_slabs_in_flight(pool, memory, background):
     assert memory.live_bytes == 0
 
 
-def test_close_waits_for_events_after_the_last_view(pool, memory, background):
-    event, lease = ManualEvent(), pool.acquire(100)
-    view = lease.tensor()
-    lease.release(after=event)
-    del view
-    closing = background(pool.close)
-    assert event.waited_for.wait(10)
-    event.finish()
-    outcome(closing)
-    assert memory.live_bytes == 0
-
-
-def test_a_leased_slab_is_freed_after_close(pool, memory):
-    with pool.acquire(100) as lease:
-        pool.close()
-        lease.tensor().fill_(1)
-        assert memory.live_bytes == 104
-    wait_until(lambda: memory.live_bytes == 0)
-
-
 @pytest.mark.parametrize("dropped", [False, True])
 def test_slabs_in_flight_are_freed_after_close(memory, dropped):
     pool, event = SlabPool(1000, memory=memory), ManualEvent()
     with pool.acquire(100) as lease:
         pool.close()
+        lease.tensor().fill_(1)
         lease.release(after=event)
     assert (pool.stats().in_flight_slabs, memory.live_bytes) == (1, 104)
     if dropped:
@@ -173,22 +179,25 @@ def test_a_failing_event_at_close_keeps_its_slab(pool, memory):
     assert memory.live_bytes == 0
 
 
-@pytest.mark.parametrize("thing", ["lease", "view", "event"])
+@pytest.mark.parametrize("thing", ["lease", "view", "event", "guard"])
 def test_a_pool_in_a_cycle_frees_its_slabs(memory, thing):
     pool, event = SlabPool(1000, memory=memory), ManualEvent()
     pool.reserve(100, count=2)
     lease = pool.acquire(100)
     kept = {"lease": lease, "view": lease.numpy()}.get(thing)
+    if thing == "guard":
+        lease.guard(event)
     if thing != "lease":
         lease.release(after=event if thing == "event" else None)
     cycle = [pool, lease]
     cycle.append(cycle)
     del cycle, pool, lease
     gc.collect()
-    if thing == "event":
+    if kept is None:
         wait_until(lambda: memory.live_bytes == 104)
         event.finish()
     else:
+        wait_for_reaper()
         assert memory.live_bytes == 208
         del kept
     wait_until(lambda: memory.live_bytes == 0)
@@ -310,9 +319,12 @@ next(builtins.kept[1])
 
 def test_a_program_may_end_with_everything_in_use():
     script = """
+import warnings
+warnings.simplefilter("error", ResourceWarning)
 pool = ps.SlabPool("1MiB", memory=Slow())
 lease = pool.acquire(100)
 view = pool.acquire(200).tensor()
+counted = ps.SlabPool(budget=ps.HostBudget("1MiB", name="end"), memory=Slow()).acquire(100)
 stager = ps.Stager("cpu", pool=pool)
 transfer, fetch = stager.stage([torch.ones(3)]), stager.fetch([torch.ones(3)])
 batches = iter(stager.prefetch([[torch.ones(2)]] * 5))
@@ -320,7 +332,7 @@ next(batches)
 loader = ps.DataLoader(torch.arange(8), 2, num_workers=1, device="cpu", persistent_workers=True)
 iterator = iter(loader)
 next(iterator)
-cycle = [lease, view, stager, transfer, fetch, batches, loader, iterator]
+cycle = [lease, view, counted, stager, transfer, fetch, batches, loader, iterator]
 cycle.append(cycle)
 """
     assert run_script(SLOW_MEMORY + script) == (0, "", "")

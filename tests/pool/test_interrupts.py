@@ -5,7 +5,7 @@ lost.
 import itertools
 
 import pytest
-from doubles import PATIENCE_SECONDS, CountingMemory, Interrupts, ManualEvent, wait_until
+from doubles import PATIENCE_SECONDS, Interrupts, ManualEvent, PinnedMemory, wait_until
 
 from pinstage import SlabPool
 
@@ -73,10 +73,6 @@ def test_an_interrupted_release_waits_or_did_nothing(memory):
             pool.acquire(1000, timeout=0).release()
         if not interrupted:
             break  # there may be no such point if only C is called
-
-
-class PinnedMemory(CountingMemory):
-    is_pinned = True
 
 
 def test_an_interrupted_block_end_waits_for_its_work(monkeypatch):

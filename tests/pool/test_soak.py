@@ -49,11 +49,8 @@ def test_the_soak_detects_a_late_read():
     assert seen > 40  # some are empty
 
 
-@pytest.mark.parametrize(
-    "change", [lambda t: t.fill_(1), lambda t: t[:1].add_(1)], ids=["all", "one row"]
-)
-def test_the_soak_sees_one_changed_leaf(change):
+def test_the_soak_sees_one_changed_row():
     batch = {"a": [torch.zeros(3, 2), "text"], "b": soak.Record(torch.zeros(3, 2), 1)}
     expected = soak.mapped(batch, soak.bits)
-    change(batch["b"].first)
+    batch["b"].first[:1].add_(1)
     assert not soak.same(expected, soak.mapped(batch, soak.bits))

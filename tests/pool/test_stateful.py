@@ -171,12 +171,9 @@ class PoolMachine(RuleBasedStateMachine):
         grew = self.memory.allocations > allocations
         self.misses += grew
         self.hits += not grew
-        if self.within_reuse(nbytes, idle):
+        if suitable := self.within_reuse(nbytes, idle):
             assert not grew
-            best = min(self.within_reuse(nbytes, idle))
-            assert capacity == best or (
-                not self.looks_after_each_step and capacity in self.within_reuse(nbytes, idle)
-            )
+            assert capacity in ([min(suitable)] if self.looks_after_each_step else suitable)
         elif grew:
             assert capacity == self.class_of(nbytes)
         else:
@@ -276,22 +273,16 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(nbytes=sizes, count=st.integers(0, 4))
     def reserve(self, nbytes, count):
-        capacity, allocations, live = (
-            self.class_of(nbytes),
-            self.memory.allocations,
-            self.memory.live_bytes,
-        )
+        capacity, live = self.class_of(nbytes), self.memory.live_bytes
+        allocations = self.memory.allocations
         missing = max(0, count - len(self.within_reuse(nbytes, self.idle())))
+        failure = None
+        if missing and self.frozen:
+            failure = PoolFrozenError
+        elif missing and live + missing * capacity > self.max_bytes:
+            failure = BudgetExceededError
         if capacity < nbytes:
             failure = BudgetExceededError
-        elif missing and self.frozen:
-            failure = PoolFrozenError
-        else:
-            failure = (
-                BudgetExceededError
-                if missing and live + missing * capacity > self.max_bytes
-                else None
-            )
         try:
             self.pool.reserve(nbytes, count=count)
         except (BudgetExceededError, PoolFrozenError) as error:
@@ -336,19 +327,13 @@ class PoolMachine(RuleBasedStateMachine):
 
     def check_stats(self):
         stats = self.pool.stats()
-        leased = [use for use in self.uses.values() if use.is_leased]
-        in_flight = [use for use in self.uses.values() if not use.is_leased]
+        leased = [use.capacity for use in self.uses.values() if use.is_leased]
+        in_flight = [use.capacity for use in self.uses.values() if not use.is_leased]
         idle = self.idle()
         assert stats.held_bytes == self.memory.live_bytes <= stats.max_bytes == self.max_bytes
         assert stats.held_bytes == stats.free_bytes + stats.leased_bytes + stats.in_flight_bytes
-        assert (stats.leased_slabs, stats.leased_bytes) == (
-            len(leased),
-            sum(use.capacity for use in leased),
-        )
-        assert (stats.in_flight_slabs, stats.in_flight_bytes) == (
-            len(in_flight),
-            sum(use.capacity for use in in_flight),
-        )
+        assert (stats.leased_slabs, stats.leased_bytes) == (len(leased), sum(leased))
+        assert (stats.in_flight_slabs, stats.in_flight_bytes) == (len(in_flight), sum(in_flight))
         assert (stats.free_slabs, stats.free_bytes) == (len(idle), sum(idle))
         assert stats.held_slabs == len(idle) + len(self.uses)
         assert (stats.hits, stats.misses) == (self.hits, self.misses)

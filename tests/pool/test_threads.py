@@ -13,7 +13,7 @@ from collections import deque
 
 import pytest
 import torch
-from doubles import ManualEvent, outcome, wait_until
+from doubles import ManualEvent, outcome, wait_for_waiters, wait_until
 
 from pinstage import _reaper
 from pinstage._pool import _growth
@@ -161,7 +161,7 @@ def test_a_small_pool_serves_threads_in_turn(make_pool, background):
     futures = []
     for number in range(THREADS):
         futures.append(background(take_turns, number))
-        wait_until(lambda number=number: pool.stats().waits == number + 1)
+        wait_for_waiters(pool, number + 1)
     gate.release()
     for future in futures:
         outcome(future)

@@ -1,12 +1,13 @@
 """Waiting at the cap: what ends it, the order, and what it leaves behind."""
 
+import dataclasses
 import math
 import signal
 import threading
 import time
 
 import pytest
-from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
+from doubles import ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
 
 from pinstage.errors import AcquireTimeoutError, UnreleasedLeaseWarning
 
@@ -20,57 +21,31 @@ def full_pool(make_pool):
 slow_polling = pytest.mark.usefixtures("no_polling")
 
 
-def waiters(pool, count):
-    """Return when `count` requests have had to wait since the pool was made."""
-    wait_until(lambda: pool.stats().waits == count)
-
-
 # -- the timeout
 
 
-@pytest.mark.parametrize("timeout", [0, 0.02])
-def test_a_timeout_fails_with_the_numbers(full_pool, timeout):
+@pytest.mark.parametrize("timeout", [0, 0.03])
+def test_a_timeout_is_exact_and_changes_nothing(full_pool, timeout):
     event = ManualEvent()
     full_pool.acquire(300).release(after=event)
-    with full_pool.acquire(500), pytest.raises(AcquireTimeoutError) as caught:
-        full_pool.acquire(700, timeout=timeout)
+    with full_pool.acquire(500):
+        before = full_pool.stats()
+        with pytest.raises(AcquireTimeoutError) as caught:
+            full_pool.acquire(700, timeout=timeout)
+        after = full_pool.stats()
     event.finish()
+    assert timeout <= after.wait_seconds < 10
+    waited = {"waits": 1, "wait_seconds": after.wait_seconds, "owners": after.owners}
+    assert after == dataclasses.replace(before, **waited)
     error = caught.value
-    assert (
-        error.requested_bytes,
-        error.held_bytes,
-        error.leased_bytes,
-        error.in_flight_bytes,
-        error.max_bytes,
-    ) == (
-        700,
-        832,
-        512,
-        320,
-        1000,
-    )
+    assert (error.requested_bytes, error.max_bytes) == (700, 1000)
+    assert (error.held_bytes, error.leased_bytes, error.in_flight_bytes) == (832, 512, 320)
     assert str(error) == (
         f"no slab came free within {timeout} s: requested 700 B, held 832 B of max_bytes 1000 B "
         "(given: 1000), leased 512 B, in flight 320 B, 0 other waiters; release leases sooner, "
         "wait longer, or pass "
         'max_bytes="2KiB"'
     )
-
-
-def test_a_timeout_is_exact_and_changes_nothing(full_pool):
-    with full_pool.acquire(500):
-        before = full_pool.stats()
-        with pytest.raises(AcquireTimeoutError):
-            full_pool.acquire(700, timeout=0.03)
-        after = full_pool.stats()
-        assert after.waits == before.waits + 1
-        assert 0.03 <= after.wait_seconds < 10
-        assert (after.held_bytes, after.leased_bytes, after.hits, after.misses) == (
-            before.held_bytes,
-            before.leased_bytes,
-            before.hits,
-            before.misses,
-        )
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf])
@@ -86,29 +61,19 @@ def test_an_infinite_timeout_works_anywhere_in_the_queue(full_pool, background, 
     futures = []
     for count in (1, 2):
         futures.append(background(full_pool.acquire, 1000, timeout=timeout))
-        waiters(full_pool, count)
+        wait_for_waiters(full_pool, count)
     lease.release()
     outcome(futures[0]).release()
     outcome(futures[1]).release()
-
-
-def test_a_waiter_behind_others_times_out_too(full_pool, background):
-    lease = full_pool.acquire(1000)
-    first = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
-    with pytest.raises(AcquireTimeoutError, match=" 1 other waiters;"):
-        full_pool.acquire(10, timeout=0.01)
-    lease.release()
-    outcome(first).release()
 
 
 @slow_polling
 def test_a_waiter_that_gives_up_makes_room(full_pool, background):
     lease = full_pool.acquire(512)
     impatient = background(full_pool.acquire, 1000, timeout=0.5)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     modest = background(full_pool.acquire, 400)
-    waiters(full_pool, 2)
+    wait_for_waiters(full_pool, 2)
     assert not modest.done()  # there is room for it, but it is not its turn
     with pytest.raises(AcquireTimeoutError):
         outcome(impatient)
@@ -120,21 +85,10 @@ def test_a_waiter_that_gives_up_makes_room(full_pool, background):
 
 
 @slow_polling
-def test_a_release_ends_the_wait(full_pool, background):
-    lease = full_pool.acquire(1000)
-    waiter = background(full_pool.acquire, 900)
-    waiters(full_pool, 1)
-    assert stays_blocked(waiter)
-    lease.release()
-    outcome(waiter).release()
-    assert full_pool.stats().wait_seconds > 0.04
-
-
-@slow_polling
 def test_a_release_that_allows_trimming_ends_the_wait(full_pool, memory, background):
     leases = [full_pool.acquire(320) for _ in range(3)]
     waiter = background(full_pool.acquire, 600)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     leases[0].release()
     assert stays_blocked(waiter)
     leases[1].release()
@@ -143,49 +97,15 @@ def test_a_release_that_allows_trimming_ends_the_wait(full_pool, memory, backgro
     leases[2].release()
 
 
-def test_a_done_event_ends_the_wait_by_itself(full_pool, background):
-    event = ManualEvent()
-    full_pool.acquire(1000).release(after=event)
-    waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
-    assert stays_blocked(waiter)
-    event.finish()
-    outcome(waiter).release()
-
-
-def test_a_freed_view_ends_the_wait_by_itself(full_pool, background):
-    lease = full_pool.acquire(1000)
-    view = lease.tensor()
-    lease.release()
-    waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
-    assert stays_blocked(waiter)
-    del view
-    outcome(waiter).release()
-
-
 def test_a_forgotten_lease_ends_the_wait(full_pool, background):
     lease = full_pool.acquire(1000)
     waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     del lease
     lease = outcome(waiter)
     lease.release()
     with pytest.warns(UnreleasedLeaseWarning):
         full_pool.stats()
-
-
-@slow_polling
-def test_a_finished_trim_ends_the_wait(full_pool, memory, background):
-    full_pool.reserve(480, count=2)
-    memory.deallocate_gate = Gate()
-    trim = background(full_pool.trim)
-    memory.deallocate_gate.wait_for_arrival()
-    waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
-    memory.deallocate_gate.open()
-    outcome(trim)
-    outcome(waiter).release()
 
 
 def test_waiting_polls_events_now_and_then(full_pool, background):
@@ -208,12 +128,12 @@ def test_waiting_polls_events_now_and_then(full_pool, background):
 def test_small_requests_don_t_overtake_a_large_one(full_pool, background):
     leases = [full_pool.acquire(480), full_pool.acquire(480)]
     large = background(full_pool.acquire, 900)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     small = background(full_pool.acquire, 100)
-    waiters(full_pool, 2)
+    wait_for_waiters(full_pool, 2)
     leases[0].release()
-    with pytest.raises(AcquireTimeoutError):  # nor by a new one
-        full_pool.acquire(100, timeout=0)
+    with pytest.raises(AcquireTimeoutError, match=" 2 other waiters;"):  # nor by a new one
+        full_pool.acquire(100, timeout=0.01)
     assert stays_blocked(small)
     assert not large.done()
     leases[1].release()
@@ -227,9 +147,9 @@ def test_small_requests_don_t_overtake_a_large_one(full_pool, background):
 def test_one_release_serves_all_waiters_that_fit(full_pool, background):
     held, released = full_pool.acquire(320), full_pool.acquire(480)
     large = background(full_pool.acquire, 640)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     small = background(full_pool.acquire, 40)
-    waiters(full_pool, 2)
+    wait_for_waiters(full_pool, 2)
     released.release()
     leases = [outcome(large), outcome(small), held]
     assert full_pool.stats().leased_bytes == 640 + 40 + 320
@@ -242,48 +162,31 @@ def test_one_release_serves_all_waiters_that_fit(full_pool, background):
 
 @slow_polling
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupted_waiter_leaves_the_queue(full_pool, background):
-    lease = full_pool.acquire(1000)
-
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_an_interrupted_waiter_leaves_the_queue(full_pool, background, ahead):
     def interrupt():
-        waiters(full_pool, 1)
+        wait_for_waiters(full_pool, ahead + 1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
+    lease = full_pool.acquire(1000)
+    others = [background(full_pool.acquire, 1000) for _ in range(ahead)]
+    wait_for_waiters(full_pool, ahead)
     interruption = background(interrupt)
     with pytest.raises(KeyboardInterrupt):
         full_pool.acquire(1000)
     outcome(interruption)
-    waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 2)
+    others.append(background(full_pool.acquire, 1000))
+    wait_for_waiters(full_pool, ahead + 2)
     lease.release()
-    outcome(waiter).release()
-
-
-@slow_polling
-@pytest.mark.usefixtures("interruptible")
-def test_a_waiter_interrupted_behind_another_leaves_the_queue(full_pool, background):
-    lease = full_pool.acquire(1000)
-    first = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
-
-    def interrupt():
-        waiters(full_pool, 2)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    interruption = background(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        full_pool.acquire(1000)
-    outcome(interruption)
-    lease.release()
-    outcome(first).release()
-    full_pool.acquire(1000, timeout=0).release()
+    for other in others:
+        outcome(other).release()
 
 
 def test_a_waiter_interrupted_at_an_event_leaves_nothing(full_pool, background):
     event = ManualEvent()
     full_pool.acquire(1000).release(after=event)
     waiter = background(full_pool.acquire, 1000)
-    waiters(full_pool, 1)
+    wait_for_waiters(full_pool, 1)
     event.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         outcome(waiter)

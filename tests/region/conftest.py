@@ -1,6 +1,8 @@
 """Regions that are closed and freed with their test."""
 
 import gc
+import itertools
+import threading
 
 import pytest
 from doubles import is_mapped, wait_until
@@ -17,6 +19,14 @@ def all_is_freed():
     yield
     gc.collect()
     wait_until(lambda: not _chunks._living)
+
+
+@pytest.fixture(autouse=True)
+def budget_folder(tmp_path, monkeypatch):
+    """A folder of host budgets for this test alone."""
+    path = tmp_path / "budgets"
+    monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(path))
+    return path
 
 
 @pytest.fixture
@@ -41,3 +51,16 @@ def make(request):
         wait_until(lambda: not (cuda.registered or cuda.allocated or cuda.context_stack))
     for memory in addresses:
         wait_until(lambda memory=memory: not is_mapped(memory.address))
+
+
+@pytest.fixture
+def hold_after(cuda):
+    """Let page-locking stop after some chunks, until the event that this returns is set."""
+    opened, calls = threading.Event(), itertools.count(1)
+
+    def hold(chunks):
+        cuda.before["cudaHostRegister"] = lambda: next(calls) <= chunks or opened.wait(20)
+        return opened
+
+    yield hold
+    opened.set()

@@ -21,13 +21,11 @@ from hypothesis.stateful import (
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    path = tmp_path / "budgets"
-    monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(path))
-    yield path
+def all_rows_are_removed(budget_folder):
+    yield
     gc.collect()
     wait_until(lambda: counted() == 0)
-    assert not list(path.iterdir())
+    assert not list(budget_folder.iterdir())
 
 
 @pytest.fixture

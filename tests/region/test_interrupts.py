@@ -19,8 +19,7 @@ STEP = 1 if os.environ.get("EVERY_NTH_LINE") == "1" else 3
 
 
 @pytest.fixture
-def budget(tmp_path, monkeypatch):
-    monkeypatch.setenv("PINSTAGE_BUDGET_DIR", str(tmp_path / "budgets"))
+def budget(monkeypatch):
     monkeypatch.setattr("pinstage._reaper._POLL_SECONDS", 1e-3)
     monkeypatch.setattr("pinstage._region._chunks._PAUSE_SECONDS", 0)
     return ps.HostBudget("16MiB", name="interrupts")

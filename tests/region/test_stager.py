@@ -1,9 +1,8 @@
-"""A stager with a region: read in place, split at the ends of chunks, and not before its bytes are
-ready.
+"""A stager with a region: read and written in place, split at the ends of chunks, and not before
+its bytes are ready.
 """
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -14,18 +13,21 @@ from pinstage._region import _chunks
 
 MIB = 1 << 20
 ROW = 4096
+ROWS = 4 * MIB // ROW
+PARTS = [slice(None), slice(1, None), slice(100, 700), slice(256, 512)]
 
 
-def filled(make):
-    """Return a registered region, and rows of it with numbers in them, across all borders of
-    chunks.
+def numbers(rows=ROWS):
+    return torch.arange(rows * ROW // 4, dtype=torch.int32).view(rows, -1)
+
+
+def registered_rows(make):
+    """Return rows of a registered region, with numbers in them, across all borders of chunks.
 
     Not a fixture, since its value would keep the memory alive.
     """
-    region = make(device=0, row_bytes=ROW)
-    rows = region.tensor((4 * MIB // ROW, ROW // 4), torch.int32)
-    torch.arange(MIB, out=rows.view(-1), dtype=torch.int32)
-    return region, rows
+    rows = make(device=0, row_bytes=ROW).tensor((ROWS, ROW // 4), torch.int32)
+    return rows.copy_(numbers())
 
 
 @pytest.fixture
@@ -35,17 +37,18 @@ def borrowing():
 
 
 def test_ranges_end_where_chunks_do(make, cuda):
-    region, rows = filled(make)
+    rows = registered_rows(make)
     assert _chunks.pieces_of(rows) == [(i * MIB, (i + 1) * MIB) for i in range(4)]
     assert _chunks.pieces_of(rows[1:257]) == [(0, MIB - ROW), (MIB - ROW, MIB)]
     assert _chunks.pieces_of(rows[256]) == [(0, ROW)]
-    assert _chunks.pieces_of(region.tensor(1, offset=4 * MIB - 1)) == [(0, 1)]
-    assert _chunks.pieces_of(torch.empty(5)) == []
+    assert _chunks.pieces_of(rows.view(-1)[-1]) == [(0, 4)]
+    for pageable in (torch.empty(5), make().tensor(5)):
+        assert _chunks.pieces_of(pageable) == []
 
 
-@pytest.mark.parametrize("part", [slice(None), slice(1, None), slice(100, 700), slice(256, 512)])
+@pytest.mark.parametrize("part", PARTS)
 def test_rows_of_a_region_are_read_in_place(make, cuda, borrowing, part):
-    _, rows = filled(make)
+    rows = registered_rows(make)
     batch = {"rows": rows[part], "other": torch.arange(1000)}
     transfer = borrowing.stage(batch)
     staged = transfer.wait()
@@ -55,30 +58,43 @@ def test_rows_of_a_region_are_read_in_place(make, cuda, borrowing, part):
     assert borrowing.stats().pool.held_bytes < MIB
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_rows_go_into_a_region_in_place(make, cuda, borrowing, part):
+    rows = registered_rows(make).fill_(-1)
+    source, address = numbers()[part].clone(), rows.data_ptr()
+    expected = rows.clone()
+    expected[part] = source
+    out = borrowing.to_host({"rows": source}, out={"rows": rows[part]})
+    assert torch.equal(rows, expected)
+    assert out["rows"].data_ptr() == address + (part.start or 0) * ROW
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(100, 700)])
+@pytest.mark.parametrize("borrows", [False, True])
+def test_rows_come_out_of_a_region(make, cuda, part, borrows):
+    rows = registered_rows(make)
+    there = [torch.zeros_like(rows[part]), torch.zeros(3)]
+    with ps.Stager("cpu", max_bytes="16MiB", borrow_pinned=borrows) as stager:
+        stager.to_device([rows[part], torch.ones(3)], out=there)
+    assert torch.equal(there[0], rows[part])
+    assert there[1].eq(1).all()
+
+
 def test_without_borrowing_a_region_is_packed(make, cuda, stager):
-    _, rows = filled(make)
+    rows = registered_rows(make)
     staged = stager.to_device(rows)
     rows.fill_(0)
-    assert torch.equal(staged.view(-1), torch.arange(MIB, dtype=torch.int32))
+    assert torch.equal(staged, numbers())
     assert stager.stats().pool.held_bytes >= 4 * MIB
 
 
 def test_an_allocated_region_is_one_range(make, cuda):
     cuda.most_registered = 0
-    region = make(device=0, row_bytes=ROW)
-    rows = region.tensor((4 * MIB // ROW, ROW))
-    assert _chunks.pieces_of(rows) == [(0, 4 * MIB)]
-    region.close()
+    assert _chunks.pieces_of(registered_rows(make)) == [(0, 4 * MIB)]
 
 
-def test_copies_wait_for_the_bytes_they_read(make, cuda, borrowing, background):
-    opened, calls = threading.Event(), []
-
-    def wait():
-        calls.append(None)
-        assert len(calls) < 3 or opened.wait(20)
-
-    cuda.before["cudaHostRegister"] = wait
+def test_copies_wait_for_the_bytes_they_read(make, borrowing, background, hold_after):
+    opened = hold_after(2)
     region = make(8 * MIB, chunk_bytes=2 * MIB, device=0)
     late, early = region.tensor(2 * MIB, offset=6 * MIB), region.tensor(2 * MIB)
     assert torch.equal(borrowing.to_device(early), early)
@@ -87,6 +103,16 @@ def test_copies_wait_for_the_bytes_they_read(make, cuda, borrowing, background):
     late.fill_(5)  # the copy comes later
     opened.set()
     assert outcome(staging).eq(5).all()
+
+
+def test_a_write_into_a_region_waits(make, borrowing, background, hold_after):
+    opened = hold_after(3)
+    last = registered_rows(make)[-100:]
+    writing = background(borrowing.to_host, numbers(100), out=last)
+    assert stays_blocked(writing)
+    opened.set()
+    assert outcome(writing) is last
+    assert torch.equal(last, numbers(100))
 
 
 def test_a_stager_keeps_what_it_reads(make, cuda, borrowing, monkeypatch):
@@ -102,7 +128,10 @@ def test_a_stager_keeps_what_it_reads(make, cuda, borrowing, monkeypatch):
     held.stream.finish()
 
 
-def test_a_region_of_the_cpu_is_packed(make, borrowing):
-    rows = make().tensor(MIB)
-    rows.fill_(3)
-    assert borrowing.to_device(rows).eq(3).all()
+def test_a_tree_goes_into_its_places(borrowing):
+    tree = {"a": torch.randn(300, 300), "b": [torch.arange(5), "name"]}
+    with ps.HostRegion.empty_like(tree, device="cpu", chunk_bytes="64KiB") as region:
+        kept = borrowing.to_host(tree, out=region.tree())
+    assert torch.equal(kept["a"], tree["a"])
+    assert torch.equal(kept["b"][0], tree["b"][0])
+    assert kept["b"][1] == "name"

@@ -1,12 +1,10 @@
 """`HostRegion.empty_like`: places of tensors, and chunks that end with them."""
 
-import gc
 from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
-from doubles import is_mapped, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,18 +62,6 @@ def test_views_do_not_overlap():
     for number, view in enumerate(views):
         view.fill_(number)
     assert [view.unique().tolist() for view in views] == [[number] for number in range(5)]
-
-
-def test_a_view_keeps_the_memory():
-    region = make([torch.empty(5), torch.empty(6)])
-    memory = region._chunks.memory
-    (view, _) = region.tree()
-    region.close()
-    del region, _
-    gc.collect()
-    view.fill_(1)
-    del view
-    wait_until(lambda: not is_mapped(memory.address))
 
 
 def borders(tree, **options):
