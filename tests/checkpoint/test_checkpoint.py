@@ -11,6 +11,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from checkpoint_states import adam_state, difference
+from doubles import outcome, stays_blocked
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -184,23 +185,12 @@ def test_the_slab_comes_back_when_the_state_dies(stager, pool):
     assert in_use(pool) == 0
 
 
-def test_a_second_save_waits_for_the_first(stager, pool):
+def test_a_second_save_waits_for_the_first(stager, pool, background):
     staged = stager.stage(adam_state()).result()
-    begins = threading.Event()
-    second = []
-
-    def save():
-        begins.set()
-        second.append(stager.stage(adam_state(seed=1)).result())
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    assert begins.wait(60)
-    thread.join(0.3)
-    assert thread.is_alive()
+    second = background(stager.stage, adam_state(seed=1))
+    assert stays_blocked(second)
     del staged
-    thread.join(60)
-    assert difference(second[0], adam_state(seed=1)) is None
+    assert difference(outcome(second).result(), adam_state(seed=1)) is None
     assert pool.stats().held_slabs == 1
 
 

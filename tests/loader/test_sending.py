@@ -94,19 +94,6 @@ class Loop:
                 return found
 
 
-def test_batches_are_sent_up_to_the_depth_ahead():
-    loop = Loop(2)
-    loop.arrive(*map(loop.batch, range(6)))
-    assert loop.sent == [0, 1]  # not yielded yet
-    for taken in range(1, 5):
-        assert loop.queue.get(timeout=0)[0] == taken - 1
-        loop.batches._rcvd_idx = taken
-        loop.queue.advance()
-        assert loop.woken == taken
-        assert loop.sent == list(range(taken + 2))
-    assert loop.ready() == [4, 5]
-
-
 def test_the_thread_sleeps_while_a_batch_is_missing():
     loop = Loop(1)
     loop.arrive(loop.batch(2))
@@ -160,14 +147,6 @@ def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
     everything = sorted(n for w in range(workers) for n in range(w, last[w], workers))
     assert (found if in_order else sorted(found)) == everything
     assert sorted(loop.sent) == everything
-
-
-def test_an_unpickling_error_doesn_t_stop_later_batches():
-    loop = Loop(1)
-    loop.arrive(ValueError("no number"), loop.batch(0))
-    with pytest.raises(ValueError, match="no number"):
-        loop.queue.get(timeout=0)
-    assert loop.ready() == [0]
 
 
 @pytest.mark.parametrize("stateful", [False, True])
