@@ -115,6 +115,14 @@ def make(sample=data.large, size=40, batch_size=2, num_workers=2, **options):
     )
 
 
+def begin(**options):
+    """Return a loader, and an iterator that has yielded the first batch."""
+    loader = make(**options)
+    iterator = iter(loader)
+    assert next(iterator)[:, 0].tolist() == [0, 1]
+    return loader, iterator
+
+
 def all_back(loader):
     pool = loader.stats().pool
     return (pool.leased_slabs, pool.in_flight_slabs) == (0, 0)
@@ -347,9 +355,7 @@ def test_an_error_of_the_sending_thread_is_raised(monkeypatch, persistent):
     def no_answer(broker):
         raise OSError("the device is gone")
 
-    loader = make(persistent_workers=persistent)
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin(persistent_workers=persistent)
     with monkeypatch.context() as patch:
         patch.setattr("pinstage._loader._broker.SlabBroker._sweep", no_answer)
         with pytest.raises(OSError, match="the device is gone"):
@@ -515,9 +521,7 @@ def test_workers_killed_between_passes_are_replaced():
 
 
 def test_a_worker_that_ended_keeps_no_slab():
-    loader = make(num_workers=1)
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin(num_workers=1)
     worker = iterator._workers[0]
     # Otherwise torch's handler may raise here.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -697,9 +701,7 @@ def test_a_default_timeout_of_sockets_does_no_harm():
 
 
 def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
-    loader = make()
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin()
     interrupts = Interrupts(2, "_iterator.py", "_ending.py")
     assert interrupts.during(iterator._close)
     del iterator
@@ -778,9 +780,7 @@ def test_workers_wait_under_a_small_cap_without_hanging(slabs):
 
 def starving():
     """Return a loader and its iterator, of which both workers wait for a slab after a batch."""
-    loader = make(size=60, max_bytes=2 * SLAB, depth=0)
-    iterator = iter(loader)
-    assert int(next(iterator)[0, 0]) == 0
+    loader, iterator = begin(size=60, max_bytes=2 * SLAB, depth=0)
     wait_until(lambda: len(iterator._broker._starved) == 2)  # both have filled their slabs
     return loader, iterator
 
@@ -811,9 +811,7 @@ def copies(monkeypatch):
 
 
 def test_a_timeout_says_who_holds_the_slabs(copies):
-    loader = make(num_workers=1, max_bytes=SLAB, depth=0, timeout=0.5)
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin(num_workers=1, max_bytes=SLAB, depth=0, timeout=0.5)
     holder = r"worker 0 waits for a slab of .*: of its 1, 1 are being copied to the device and 0 hold .*; raise max_bytes"
     with pytest.raises(RuntimeError, match=rf"timed out after 0\.5 seconds; {holder}"):
         next(iterator)
@@ -851,9 +849,7 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
         del slabs  # frames outside pinstage keep their locals
         raise MemoryError("none on the device")
 
-    loader = make(depth=0)
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin(depth=0)
     with monkeypatch.context() as patched:
         patched.setattr("pinstage._stage._device.Target.copy", fail)
         kept = []
@@ -950,8 +946,7 @@ def held_by_another_thread(*locks):
 
 
 def test_a_forked_child_can_drop_everything_anytime():
-    iterator = [iter(make())]
-    next(iterator[0])
+    iterator = [begin()[1]]
 
     def drop():
         iterator.clear()
@@ -1060,9 +1055,7 @@ def test_a_soak_with_killed_workers_leaves_nothing(persistent):
 
 
 def test_a_running_copy_keeps_its_slab(copies):
-    loader = make(size=12, num_workers=1, max_bytes=SLAB, depth=0)
-    iterator = iter(loader)
-    assert next(iterator)[:, 0].tolist() == [0, 1]
+    loader, iterator = begin(size=12, num_workers=1, max_bytes=SLAB, depth=0)
     starved = iterator._broker._starved
     # The only slab is still being read: the worker must not write to it.
     wait_until(lambda: starved)
@@ -1124,8 +1117,6 @@ def test_slabs_are_returned_with_the_last_batch():
 
 
 def test_a_forked_child_closes_no_parent_s_worker():
-    loader = make()
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin()
     claim_in_child(loader.close)
     assert len(list(iterator)) == 19

@@ -99,6 +99,11 @@ def assert_same(module, expected):
         )
 
 
+def has_objects(module, objects):
+    """Return whether the tensors are these objects."""
+    return all(tensor is objects[name] for name, tensor in tensors_of(module).items())
+
+
 def is_on_host(module, handle):
     """Return whether all tensors are in the handle's slabs; fail if only some are."""
     found = {
@@ -149,7 +154,7 @@ def test_tensors_are_the_same_objects_in_other_memory(pool):
         with handle:
             assert not is_on_host(module, handle)
             assert_same(module, before)
-            assert all(tensor is objects[name] for name, tensor in tensors_of(module).items())
+            assert has_objects(module, objects)
 
 
 def test_memory_is_held_once_for_all_views(pool):
@@ -388,7 +393,7 @@ def test_changed_buffers_keep_tensors_and_values(pool, change):
         with handle:
             change(module)
         assert tensors_of(module).keys() == objects.keys()
-        assert all(tensor is objects[name] for name, tensor in tensors_of(module).items())
+        assert has_objects(module, objects)
         assert [tensor.stride() for tensor in objects.values()] == strides
         assert is_on_host(module, handle)
         assert_equal(module, plain)
@@ -410,7 +415,7 @@ def test_a_refused_change_leaves_the_module_alone(pool, change):
         handle.offload()
     assert_same(module, before)
     assert outline_of(module) == outline
-    assert all(tensor is objects[name] for name, tensor in tensors_of(module).items())
+    assert has_objects(module, objects)
     assert all(
         torch.equal(slab, content) for slab, content in zip(handle._slabs, slabs, strict=True)
     )
@@ -654,7 +659,7 @@ def test_interrupts_leave_a_working_module(make_pool, inside):
             handle.offload()
         assert is_on_host(module, handle)
         assert int(module.cache[0, 0]) in ((0,) if inside == "refused" else (0, 7))
-        assert all(tensor is objects[name] for name, tensor in tensors_of(module).items())
+        assert has_objects(module, objects)
         assert outline_of(module) == outline
         module.cache.zero_()
         assert_same(module, expected)

@@ -104,13 +104,6 @@ MODELS = {
 }
 
 
-def make(name):
-    torch.manual_seed(0)
-    model = MODELS[name]()
-    x = torch.randn(4, 16, 32).requires_grad_()
-    return model, x
-
-
 def output_of(model, x):
     torch.manual_seed(1)
     y = model(x)
@@ -128,6 +121,13 @@ def gradients(model, x, context=None):
         y = output_of(model, x)
     y.square().sum().backward()
     return [tensor.grad for tensor in tensors]
+
+
+def make(name):
+    """Return a model, an input, and the gradients of a plain run."""
+    torch.manual_seed(0)
+    model, x = MODELS[name](), leaf(4, 16, 32)
+    return model, x, gradients(model, x)
 
 
 def inside(offload, function):
@@ -152,8 +152,7 @@ def assert_equal(some, others):
 @pytest.mark.parametrize("max_device_bytes", [0, 5 * KIB, "1GiB"])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_bit_equal_to_a_plain_run(pool, name, max_device_bytes):
-    model, x = make(name)
-    expected = gradients(model, x)
+    model, x, expected = make(name)
     offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=max_device_bytes)
     for _ in range(3):
         assert_equal(gradients(model, x, offload), expected)
@@ -175,13 +174,13 @@ def test_gradients_of_gradients_are_bit_equal(offload, inside):
             first.square().sum(), [*model.parameters(), x], materialize_grads=True
         )
 
-    model, x = make("mlp")
+    model, x, _ = make("mlp")
     expected = second(contextlib.nullcontext())
     assert_equal(second(offload), expected)
 
 
 def test_several_forward_passes_before_the_first_backward(pool):
-    model, x = make("attention")
+    model, x, _ = make("attention")
     inputs = [x.detach().clone().requires_grad_() for _ in range(3)]
     expected = gradients(model, x)[-1]
     offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=64 * KIB)
@@ -198,8 +197,7 @@ def test_several_forward_passes_before_the_first_backward(pool):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_save_their_inputs_on_the_host(offload, reentrant):
-    model, x = make("attention")
-    expected = gradients(model, x)
+    model, x, expected = make("attention")
     for block in model:
         block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
     assert_equal(gradients(model, x, offload), expected)
@@ -208,8 +206,7 @@ def test_checkpointed_blocks_save_their_inputs_on_the_host(offload, reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_blocks_can_offload_recomputed_tensors(offload, reentrant):
-    model, x = make("mlp")
-    expected = gradients(model, x)
+    model, x, expected = make("mlp")
     for block in model:
         around = inside(offload, block.forward)
         block.forward = partial(checkpoint, around, use_reentrant=reentrant)
@@ -221,8 +218,7 @@ def test_checkpointed_blocks_can_offload_recomputed_tensors(offload, reentrant):
 @pytest.mark.parametrize("where", ["inside the block", "around it"])
 def test_compiled_functions_give_the_same_gradients(offload, where):
     torch._dynamo.reset()
-    model, x = make("mlp")
-    expected = gradients(model, x)
+    model, x, expected = make("mlp")
     is_around = where == "around it"
     if is_around:
         model.forward = inside(offload, model.forward)
@@ -339,8 +335,7 @@ def test_lazily_conjugated_and_sparse_tensors_stay(offload):
 
 @pytest.mark.parametrize("cap", [8 * KIB, 20 * KIB], ids=["only the smallest fits", "some fit"])
 def test_tensors_stay_at_the_cap_and_are_counted(make_pool, target, cap):
-    model, x = make("mlp")
-    expected = gradients(model, x)
+    model, x, expected = make("mlp")
     pool = make_pool(cap)
     offload = save_on_cpu(pool, min_bytes=KIB)
     assert_equal(gradients(model, x, offload), expected)
@@ -448,17 +443,6 @@ def test_device_memory_is_freed_after_its_copy(make_pool, late):
     wait_until(lambda: not any(reference() for reference in alive))
 
 
-def test_a_warm_step_allocates_nothing_of_the_pool(pool, offload, target):
-    model, x = make("attention")
-    gradients(model, x, offload)
-    assert_idle(pool, target)
-    misses = pool.stats().misses
-    for _ in range(3):
-        gradients(model, x, offload)
-        assert_idle(pool, target)
-    assert pool.stats().misses == misses
-
-
 def test_a_host_running_ahead_reuses_slabs_in_flight(make_pool, late, monkeypatch):
     target = late(1000, 1000)
     waited_for = []
@@ -470,8 +454,7 @@ def test_a_host_running_ahead_reuses_slabs_in_flight(make_pool, late, monkeypatc
 
     monkeypatch.setattr(target, "to_host", noted)
     pool = make_pool(1 << 20)
-    model, x = make("mlp")
-    expected = gradients(model, x)
+    model, x, expected = make("mlp")
     offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20 * KIB)
     for _ in range(4):
         assert_equal(gradients(model, x, offload), expected)
@@ -530,7 +513,7 @@ def test_uncounted_changes_are_sent_again_next_pass(offload):
 
 
 def test_a_dropped_graph_returns_its_slabs_without_collection(pool, offload, target):
-    model, x = make("attention")
+    model, x, _ = make("attention")
     gc.disable()
     try:
         with offload:
@@ -684,15 +667,13 @@ def test_threads_share_one_object(pool, background):
         return torch.autograd.grad(y.square().sum(), [*model.parameters(), own])
 
     offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=40 * KIB)
-    model, x = make("attention")
-    expected = gradients(model, x)
+    model, x, expected = make("attention")
     for found in in_four_threads(background, differentiate):
         assert_equal(found, expected)
 
 
 def test_threads_can_go_back_through_one_graph(pool, background):
-    model, x = make("decoder")
-    expected = gradients(model, x)
+    model, x, expected = make("decoder")
     with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20 * KIB):
         loss = output_of(model, x).square().sum()
     tensors = [*model.parameters(), x]
