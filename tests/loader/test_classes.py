@@ -74,7 +74,7 @@ def test_a_state_is_that_of_what_was_yielded(dataset, taken, workers):
         assert same(list(loader), expected[taken:])
 
 
-def test_a_state_goes_with_every_batch_of_every_pass(workers):
+def test_a_state_goes_with_every_batch(workers):
     torchs, ours = pair(mapped, num_workers=workers)
     for _ in range(3):
         for expected, found in zip(torchs, ours, strict=True):
