@@ -10,7 +10,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from checkpoint_states import adam_state, difference, digest
+from checkpoint_states import adam_state, difference
+from doubles import outcome, stays_blocked
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -62,19 +63,6 @@ def test_a_staged_state_equals_torch_s(stager):
     assert difference(state, expected) is None
 
 
-def test_later_changes_are_not_in_the_state(stager):
-    state = adam_state()
-    before = digest(state)
-    staging = stager.stage(state)
-    for tensor in state["model"].values():
-        tensor.add_(1)
-    for values in state["optimizer"]["state"].values():
-        values["step"].add_(1)
-    state["epochs"].append(4)
-    assert digest(state) != before
-    assert digest(staging.result()) == before
-
-
 def test_the_metadata_of_a_modules_state_is_kept(stager):
     module = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
     model = stager.stage({"model": module.state_dict()}).result().pop("model")
@@ -86,16 +74,14 @@ def test_the_metadata_of_a_modules_state_is_kept(stager):
 
 def test_a_tensor_that_comes_twice_is_one_tensor(stager, pool):
     tensor = torch.randn(1000)
-    tied = torch.nn.Linear(500, 500, bias=False)
-    other = torch.nn.Linear(500, 500, bias=False)
-    other.weight = tied.weight
-    module = torch.nn.ModuleList([tied, other])
+    module = torch.nn.ModuleList([torch.nn.Linear(500, 500, bias=False) for _ in range(2)])
+    module[1].weight = module[0].weight
     staged = stager.stage(
         {"one": tensor, "again": [tensor], "module": module.state_dict()}
     ).result()
     assert staged["one"] is staged["again"][0]
     weights = list(staged["module"].values())
-    assert weights[0].data_ptr() == weights[1].data_ptr() != tied.weight.data_ptr()
+    assert weights[0].data_ptr() == weights[1].data_ptr() != module[0].weight.data_ptr()
     assert pool.stats().in_flight_bytes < 4 * (1000 + 2 * 500 * 500)
 
 
@@ -164,11 +150,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_tensors_of_all_kinds_get_their_own_memory(stager, name):
-    tensor = (
-        ODD[name].clone()
-        if not ODD[name].requires_grad and name not in ("strided", "expanded")
-        else ODD[name]
-    )
+    tensor = ODD[name]
     staged = stager.stage({"tensor": tensor}).result()["tensor"]
     assert (staged.dtype, staged.shape, staged.layout) == (
         tensor.dtype,
@@ -183,15 +165,7 @@ def test_tensors_of_all_kinds_get_their_own_memory(stager, name):
     assert not staged.requires_grad
     if tensor.layout is torch.strided and tensor.numel():
         assert staged.data_ptr() != tensor.data_ptr()
-
-
-def test_no_tensor_has_excess_storage(stager):
-    staged = stager.stage(adam_state()).result()
-    tensors = [
-        *staged["model"].values(),
-        *(t for s in staged["optimizer"]["state"].values() for t in s.values()),
-    ]
-    assert {tensor.untyped_storage().nbytes() - tensor.nbytes for tensor in tensors} == {0}
+        assert staged.untyped_storage().nbytes() == staged.nbytes, "would be saved with the slab"
 
 
 def test_a_state_without_tensors_needs_no_slab(stager, pool):
@@ -206,34 +180,17 @@ def test_a_state_without_tensors_needs_no_slab(stager, pool):
 def test_the_slab_comes_back_when_the_state_dies(stager, pool):
     staged = stager.stage(adam_state()).result()
     stager.synchronize_staging()
-    assert in_use(pool) > 0
+    assert pool.stats().owners["checkpoint"].in_flight_bytes == in_use(pool) > 0
     del staged
     assert in_use(pool) == 0
 
 
-def test_after_the_first_save_nothing_is_allocated(stager, pool):
-    for step in range(5):
-        stager.stage(adam_state(seed=step)).result()
-        pool.freeze()
-
-
-def test_a_second_save_waits_for_the_first(stager, pool):
+def test_a_second_save_waits_for_the_first(stager, pool, background):
     staged = stager.stage(adam_state()).result()
-    begins = threading.Event()
-    second = []
-
-    def save():
-        begins.set()
-        second.append(stager.stage(adam_state(seed=1)).result())
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    assert begins.wait(60)
-    thread.join(0.3)
-    assert thread.is_alive()
+    second = background(stager.stage, adam_state(seed=1))
+    assert stays_blocked(second)
     del staged
-    thread.join(60)
-    assert difference(second[0], adam_state(seed=1)) is None
+    assert difference(outcome(second).result(), adam_state(seed=1)) is None
     assert pool.stats().held_slabs == 1
 
 
@@ -294,12 +251,6 @@ def test_what_a_stager_is_made_of_is_checked():
                 CheckpointStager(pool=pool, **cap)
     with pytest.raises(ValueError, match="timeout must not be negative: -1"):
         CheckpointStager(max_bytes="1MiB", timeout=-1)
-
-
-def test_slabs_are_counted_as_those_of_checkpoints(stager, pool):
-    staged = stager.stage(adam_state()).result()
-    assert pool.stats().owners["checkpoint"].in_flight_bytes == pool.stats().in_flight_bytes > 0
-    del staged
 
 
 def test_a_dropped_stager_leaves_no_hooks(pool):

@@ -64,6 +64,13 @@ def end_writer():
     gc.collect()
 
 
+def save(state, path, stager, kind=AsyncCheckpointerType.THREAD):
+    """Begin to save a state; return torch's response."""
+    return dcp.async_save(
+        state, checkpoint_id=path, async_stager=stager, async_checkpointer_type=kind
+    )
+
+
 def loaded(path, like):
     """Read a checkpoint back."""
     found = {"model": {name: torch.zeros_like(value) for name, value in like["model"].items()}}
@@ -86,6 +93,7 @@ def settled(pool):
 
 def change(state):
     """Change values, as training does."""
+    state["epochs"][-1] += 1
     for tensor in state["model"].values():
         tensor.add_(1)
     for values in state["optimizer"]["state"].values():
@@ -106,7 +114,7 @@ def test_a_checkpoint_holds_the_bytes_of_the_call(tmp_path, stager):
 
     for step in range(5):
         at_the_call = digest(state)
-        response = dcp.async_save(state, checkpoint_id=tmp_path / str(step), async_stager=stager)
+        response = save(state, tmp_path / str(step), stager)
         trains.clear()
         training = threading.Thread(target=train)
         training.start()
@@ -125,16 +133,14 @@ def test_fifty_saves_take_no_more_memory_than_ten(tmp_path, stager):
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return pages * os.sysconf("SC_PAGESIZE")
 
-    def save(step):
-        path = tmp_path / str(step % 2)
-        dcp.async_save(state, checkpoint_id=path, async_stager=stager).upload_completion.result()
+    def save_times(count):
+        for step in range(count):
+            save(state, tmp_path / str(step % 2), stager).upload_completion.result()
 
-    for step in range(10):
-        save(step)
+    save_times(10)
     before = resident()
     stager.pool.freeze()
-    for step in range(50):
-        save(step)
+    save_times(50)
     assert resident() - before < 4 << 20
     assert settled(stager.pool).held_slabs == 1
 
@@ -142,17 +148,13 @@ def test_fifty_saves_take_no_more_memory_than_ten(tmp_path, stager):
 def test_a_failed_save_loses_no_slab(tmp_path, stager):
     state = adam_state()
     (tmp_path / "file").write_text("in the way")
-    response = dcp.async_save(
-        state, checkpoint_id=tmp_path / "file" / "folder", async_stager=stager
-    )
+    response = save(state, tmp_path / "file" / "folder", stager)
     with pytest.raises(dcp.CheckpointException, match="Not a directory"):
         response.upload_completion.result()
     del response
     gc.collect()
     settled(stager.pool)
-    dcp.async_save(
-        state, checkpoint_id=tmp_path / "good", async_stager=stager
-    ).upload_completion.result()
+    save(state, tmp_path / "good", stager).upload_completion.result()
     assert difference(loaded(tmp_path / "good", state), state) is None
 
 
@@ -176,12 +178,7 @@ def test_a_writer_process_maps_the_slab_without_copying(tmp_path, stager):
     state = adam_state()
     for step in range(3):
         at_the_call = digest(state)
-        response = dcp.async_save(
-            state,
-            checkpoint_id=tmp_path / str(step),
-            async_stager=stager,
-            async_checkpointer_type=IN_PROCESS,
-        )
+        response = save(state, tmp_path / str(step), stager, IN_PROCESS)
         change(state)
         response.upload_completion.result()
         assert digest(loaded(tmp_path / str(step), state)) == at_the_call
@@ -210,22 +207,12 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
     state = adam_state()
     kept = []
     for delay in (0.0, 0.05):
-        dcp.async_save(
-            state,
-            checkpoint_id=tmp_path / "first",
-            async_stager=stager,
-            async_checkpointer_type=IN_PROCESS,
-        ).upload_completion.result()
+        save(state, tmp_path / "first", stager, IN_PROCESS).upload_completion.result()
         writer = processes._CHECKPOINT_PROCESS._save_process.pid
         os.kill(writer, signal.SIGSTOP)  # so that it is in the middle of the save, or before it
         if delay:
             os.kill(writer, signal.SIGCONT)
-        response = dcp.async_save(
-            state,
-            checkpoint_id=tmp_path / "second",
-            async_stager=stager,
-            async_checkpointer_type=IN_PROCESS,
-        )
+        response = save(state, tmp_path / "second", stager, IN_PROCESS)
         time.sleep(delay)
         os.kill(writer, signal.SIGKILL)
         with contextlib.suppress(RuntimeError, OSError):  # the save may have finished before
@@ -234,9 +221,7 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
             kept.append(response)
         del response
         end_writer()
-    dcp.async_save(
-        state, checkpoint_id=tmp_path / "third", async_stager=stager
-    ).upload_completion.result()
+    save(state, tmp_path / "third", stager).upload_completion.result()
     assert difference(loaded(tmp_path / "third", state), state) is None
     assert settled(stager.pool).held_slabs <= 2  # one may be needed before a dead writer's is back
 
@@ -244,12 +229,7 @@ def test_a_writer_that_is_killed_loses_no_slab(tmp_path, stager, holds_the_futur
 @pytest.mark.usefixtures("alone")
 def test_memory_a_writer_cannot_map_is_refused(tmp_path):
     with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
-        response = dcp.async_save(
-            adam_state(),
-            checkpoint_id=tmp_path,
-            async_stager=CheckpointStager(pool=pool),
-            async_checkpointer_type=IN_PROCESS,
-        )
+        response = save(adam_state(), tmp_path, CheckpointStager(pool=pool), IN_PROCESS)
         with pytest.raises(
             PinstageError, match=r"cannot map the pool's memory: \d+ bytes; make the pool of"
         ):
@@ -262,13 +242,21 @@ def test_memory_a_writer_cannot_map_is_refused(tmp_path):
 # -- what is in shards -----------------------------------------------------------------------------
 
 
+def sharded(mesh, whole, local):
+    """Return a state of a distributed tensor and a sharded one."""
+    shard = Shard.from_tensor_and_offsets(local, [0, 0], 0)
+    return {
+        "dtensor": distribute_tensor(whole, mesh, [ShardedAlong(0)]),
+        "sharded": init_from_local_shards([shard], *local.shape),
+    }
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, IN_PROCESS])
 def test_sharded_tensors_keep_torch_s_planning_types(tmp_path, stager, kind):
-    mesh = init_device_mesh("cpu", (1,))
-    along = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [ShardedAlong(0)])
-    shard = Shard.from_tensor_and_offsets(torch.arange(6.0).view(2, 3), [0, 0], 0)
-    state = {"dtensor": along, "sharded": init_from_local_shards([shard], 2, 3), "again": along}
+    mesh, local = init_device_mesh("cpu", (1,)), torch.arange(6.0).view(2, 3)
+    state = sharded(mesh, torch.arange(12.0).view(4, 3), local)
+    along = state["again"] = state["dtensor"]
     staged = stager.stage(state).result()
     assert (type(staged["dtensor"]), type(staged["sharded"])) == (DTensor, ShardedTensor)
     assert staged["dtensor"] is staged["again"]
@@ -277,23 +265,16 @@ def test_sharded_tensors_keep_torch_s_planning_types(tmp_path, stager, kind):
     assert staged["dtensor"].to_local().data_ptr() != along.to_local().data_ptr()
     assert torch.equal(staged["dtensor"].to_local(), along.to_local())
     assert staged["sharded"].metadata().size == state["sharded"].metadata().size
-    assert torch.equal(staged["sharded"].local_shards()[0].tensor, shard.tensor)
+    assert torch.equal(staged["sharded"].local_shards()[0].tensor, local)
     del staged
-    response = dcp.async_save(
-        state, checkpoint_id=tmp_path, async_stager=stager, async_checkpointer_type=kind
-    )
+    response = save(state, tmp_path, stager, kind)
     along.to_local().add_(1)
-    shard.tensor.add_(1)
+    local.add_(1)
     response.upload_completion.result()
-    found = {
-        "dtensor": distribute_tensor(torch.zeros(4, 3), mesh, [ShardedAlong(0)]),
-        "sharded": init_from_local_shards(
-            [Shard.from_tensor_and_offsets(torch.zeros(2, 3), [0, 0], 0)], 2, 3
-        ),
-    }
+    found = sharded(mesh, torch.zeros(4, 3), torch.zeros(2, 3))
     dcp.load(found, checkpoint_id=tmp_path)
     assert torch.equal(found["dtensor"].to_local() + 1, along.to_local())
-    assert torch.equal(found["sharded"].local_shards()[0].tensor + 1, shard.tensor)
+    assert torch.equal(found["sharded"].local_shards()[0].tensor + 1, local)
 
 
 def test_fsdp2_on_two_ranks_saves_and_loads(tmp_path):

@@ -34,9 +34,11 @@ from doubles import (
     Gate,
     Interrupts,
     ManualEvent,
+    claim_in_child,
     record_work,
     wait_until,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
 from pinstage._batch import take_apart
@@ -88,17 +90,20 @@ def forkserver():
     list(torch.utils.data.DataLoader([1], num_workers=1))
 
 
+def left_since(before):
+    """Return which resources are more than before."""
+    return {name: count for name, count in resources().items() if count > before[name]}
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays():
     # May include threads and descriptors of torch's queues that are about to be closed.
     before = resources()
     yield
     with contextlib.suppress(AssertionError):
-        wait_until(lambda: all(count <= before[name] for name, count in resources().items()))
-    left = {
-        name: count - before[name] for name, count in resources().items() if count > before[name]
-    }
-    assert not left
+        wait_until(lambda: not left_since(before))
+    left = left_since(before)
+    assert not left, f"more than before, {before}"
 
 
 def make(sample=data.large, size=40, batch_size=2, num_workers=2, **options):
@@ -108,6 +113,14 @@ def make(sample=data.large, size=40, batch_size=2, num_workers=2, **options):
         num_workers=num_workers,
         **{"device": "cpu"} | options,
     )
+
+
+def begin(**options):
+    """Return a loader, and an iterator that has yielded the first batch."""
+    loader = make(**options)
+    iterator = iter(loader)
+    assert next(iterator)[:, 0].tolist() == [0, 1]
+    return loader, iterator
 
 
 def all_back(loader):
@@ -124,32 +137,15 @@ def numbers(loader):
     return [int(number) for batch in loader for number in batch[:, 0]]
 
 
-def test_an_exception_in_the_loop_gives_everything_back():
-    loader = make()
-
-    def loop():
-        for batch in loader:
-            raise ZeroDivisionError(len(batch))
-
-    with pytest.raises(ZeroDivisionError):
-        loop()
-    gc.collect()
-    assert_all_back(loader)
-    assert numbers(loader) == list(range(40))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_iterator_outlives_its_loader(workers):
+def test_batches_outlive_iterators_and_those_their_loader(workers):
     iterator = iter(make(num_workers=workers))
     gc.collect()
-    assert [int(batch[0, 0]) for batch in iterator] == list(range(0, 40, 2))
-
-
-def test_a_batch_outlives_loader_and_iterator():
-    batch = next(iter(make()))
+    batches = list(iterator)
+    del iterator
     gc.collect()
     wait_until(lambda: resources()["mappings"] == 0)
-    assert batch[:, 0].tolist() == [0, 1]
+    assert numbers(batches) == list(range(40))
 
 
 def test_starting_workers_of_an_abandoned_pass_end_cleanly(monkeypatch):
@@ -158,11 +154,7 @@ def test_starting_workers_of_an_abandoned_pass_end_cleanly(monkeypatch):
     # This thread sees that first.
     monkeypatch.setattr(torchs_loader, "wait", lambda *given: time.sleep(0.2) or wait(*given))
     before = resources()
-    batches = iter(
-        ps.DataLoader(
-            [torch.ones(1)] * 2, num_workers=2, multiprocessing_context="spawn", device="cpu"
-        )
-    )
+    batches = iter(make(size=2, batch_size=1, multiprocessing_context="spawn"))
     del batches
     idle = threading.Event()
     # Torch's error would be raised here.
@@ -194,13 +186,8 @@ def test_two_threads_may_begin_at_once(method):
 
     options = {"num_workers": 1, "multiprocessing_context": method, "device": "cpu"}
     loader = ps.DataLoader(data.Mapped(data.large), batch_sampler=Sampler(), **options)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(numbers(loader))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_SECONDS)
-    assert found == [[0, 1, 2, 3]] * 2
+    threads = [Background(numbers, loader) for _ in range(2)]
+    assert [thread.result() for thread in threads] == [[0, 1, 2, 3]] * 2
     assert loader.collate_fn is torch.utils.data.default_collate
 
 
@@ -218,17 +205,15 @@ def test_threads_with_loaders_of_their_own_leave_nothing(persistent):
     def use(seed):
         chance = random.Random(seed)
         for _ in range(5):
-            options = {
-                "num_workers": chance.choice([1, 2]),
-                "max_bytes": chance.choice(["64KiB", "512KiB"]),
-            }
-            options |= {
-                "persistent_workers": persistent,
-                "timeout": PATIENCE_SECONDS,
-                "device": "cpu",
-            }
-            loader = ps.DataLoader(
-                data.Mapped(data.random_size, 30), None, depth=chance.choice([0, 2]), **options
+            loader = make(
+                data.random_size,
+                30,
+                None,
+                chance.choice([1, 2]),
+                max_bytes=chance.choice(["64KiB", "512KiB"]),
+                persistent_workers=persistent,
+                timeout=PATIENCE_SECONDS,
+                depth=chance.choice([0, 2]),
             )
             for _ in range(2):
                 batches = itertools.islice(begun(loader), chance.randrange(32))
@@ -251,14 +236,20 @@ def test_two_iterators_share_one_cap():
     assert loader.stats().pool.peak_held_bytes <= 512 * 1024
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("sample", "options", "kind", "text"),
+    ("workers", "sample", "options", "kind", "text"),
     [
-        (data.fails_at_seven, {}, KeyError, "the seventh is bad"),
-        (data.tensors, {"collate_fn": data.fails_in_collate}, RuntimeError, "cannot collate these"),
-        (data.tensors, {"collate_fn": data.opaque}, ps.errors.LayoutError, "register_node"),
-        (data.ragged, {}, RuntimeError, "size"),
+        *[
+            (workers, *error)
+            for workers in (0, 2)
+            for error in (
+                (data.fails_at_seven, {}, KeyError, "the seventh is bad"),
+                (data.tensors, {"collate_fn": data.fails_in_collate}, RuntimeError, "cannot coll"),
+                (data.tensors, {"collate_fn": data.opaque}, LayoutError, "register_node"),
+            )
+        ],
+        (2, data.tensors, {"worker_init_fn": data.fails_to_start}, ValueError, "no start for 0"),
+        (2, data.tensors, {"collate_fn": data.unpicklable}, Exception, r"pickle|local object"),
     ],
 )
 def test_an_error_is_the_original_one(workers, sample, options, kind, text):
@@ -306,16 +297,8 @@ def test_errors_come_in_order_and_are_survivable():
 
 
 def test_an_unpickling_error_comes_in_order():
-    iterator = iter(
-        make(
-            data.tensors,
-            8,
-            1,
-            num_workers=1,
-            prefetch_factor=6,
-            collate_fn=data.third_cannot_arrive,
-        )
-    )
+    collate = data.third_cannot_arrive
+    iterator = iter(make(data.tensors, 8, 1, 1, prefetch_factor=6, collate_fn=collate))
     found = [next(iterator)]
     wait_until(lambda: 3 in iterator._data_queue._held)
     while len(found) < 3:
@@ -330,16 +313,7 @@ def test_an_unpicklable_structure_fails_each_of_its_batches():
     """Its class exists only in the worker. The first two batches send the structure, later ones its
     number.
     """
-    iterator = iter(
-        make(
-            data.tensors,
-            6,
-            1,
-            num_workers=1,
-            collate_fn=data.class_of_the_workers_own,
-            device="cpu",
-        )
-    )
+    iterator = iter(make(data.tensors, 6, 1, 1, collate_fn=data.class_of_the_workers_own))
     for _ in range(6):
         with pytest.raises(AttributeError, match="OnlyHere"):
             next(iterator)
@@ -347,13 +321,14 @@ def test_an_unpicklable_structure_fails_each_of_its_batches():
 
 
 def test_an_unpicklable_batch_returns_its_slab():
-    options = {
-        "num_workers": 1,
-        "prefetch_factor": 1,
-        "persistent_workers": True,
-        "timeout": PATIENCE_SECONDS,
-    }
-    loader = make(data.large, depth=0, collate_fn=data.first_cannot_arrive, **options)
+    loader = make(
+        num_workers=1,
+        prefetch_factor=1,
+        persistent_workers=True,
+        timeout=PATIENCE_SECONDS,
+        depth=0,
+        collate_fn=data.first_cannot_arrive,
+    )
     for _ in range(6):  # more passes than the worker has slabs
         iterator = iter(loader)
         with pytest.raises(ValueError, match="no number"):
@@ -361,19 +336,9 @@ def test_an_unpicklable_batch_returns_its_slab():
         assert len(list(iterator)) == len(loader) - 1
 
 
-def test_a_worker_that_cannot_start_says_why():
-    with pytest.raises(ValueError, match="no start for 0"):
-        list(make(worker_init_fn=data.fails_to_start))
-
-
-def test_an_unpicklable_batch_is_an_error():
-    with pytest.raises(Exception, match=r"pickle|local object"):
-        list(make(data.tensors, collate_fn=data.unpicklable))
-
-
 def test_a_worker_killed_mid_message_ends_the_pass():
     """The reading thread would wait for the rest forever, and keep the slabs."""
-    loader = make(data.dies_in_the_middle_of_a_message, 40, num_workers=1)
+    loader = make(data.dies_in_the_middle_of_a_message, num_workers=1)
     for _ in range(2):
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="worker"):
@@ -385,37 +350,26 @@ def test_a_worker_killed_mid_message_ends_the_pass():
     assert numbers(loader) == list(range(40))
 
 
-def test_an_error_of_the_sending_thread_is_raised(monkeypatch):
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_error_of_the_sending_thread_is_raised(monkeypatch, persistent):
     def no_answer(broker):
         raise OSError("the device is gone")
 
-    loader = make()
-    iterator = iter(loader)
-    next(iterator)
-    monkeypatch.setattr("pinstage._loader._broker.SlabBroker._sweep", no_answer)
-    with pytest.raises(OSError, match="the device is gone"):
-        list(iterator)
-    with pytest.raises(PinstageError, match="the device is gone"):
-        next(iterator)
-    monkeypatch.undo()
-    assert loader.stats().pool.leased_slabs  # workers may still write
-    iterator._close()
-    assert_all_back(loader)
-    assert not LEAKED
-
-
-def test_a_pass_after_failure_has_new_workers(monkeypatch):
-    def no_answer(broker):
-        raise OSError("the device is gone")
-
-    loader = make(persistent_workers=True)
+    loader, iterator = begin(persistent_workers=persistent)
     with monkeypatch.context() as patch:
         patch.setattr("pinstage._loader._broker.SlabBroker._sweep", no_answer)
         with pytest.raises(OSError, match="the device is gone"):
-            list(loader)
-    assert numbers(loader) == list(range(40))
-    loader.close()
+            list(iterator)
+        with pytest.raises(PinstageError, match="the device is gone"):
+            next(iterator)
+    assert loader.stats().pool.leased_slabs  # workers may still write
+    if persistent:
+        assert numbers(loader) == list(range(40))  # by new workers
+        loader.close()
+    else:
+        iterator._close()
     assert_all_back(loader)
+    assert not LEAKED
 
 
 def described(*sizes):
@@ -527,7 +481,7 @@ def test_workers_leave_the_main_processs_garbage_alone(tmp_path):
 
 def test_no_thread_is_left_when_the_interpreter_ends():
     """A thread that returns from torch after that aborts the process."""
-    program = """
+    result = run_script("""
         import atexit
         atexit.register(lambda: print(names()))
         import torch, pinstage as ps
@@ -537,11 +491,8 @@ def test_no_thread_is_left_when_the_interpreter_ends():
         iterator = iter(loader)
         assert next(iterator).tolist() == [0, 1]
         assert "SlabBroker" in names()
-    """
-    result = subprocess.run(
-        warm.command("-c", textwrap.dedent(program)), capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "[]\n"
+    """)
+    assert (result.returncode, result.stdout) == (0, "[]\n"), result.stderr
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
@@ -549,7 +500,7 @@ def test_workers_that_end_are_missed_and_replaced(monkeypatch, persistent_worker
     torchs = torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data
     # Seconds from one look of torch's at the workers to the next.
     monkeypatch.setattr(torchs, "__defaults__", (60.0,))
-    loader = make(data.exits_at_seven, 40, persistent_workers=persistent_workers)
+    loader = make(data.exits_at_seven, persistent_workers=persistent_workers)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         list(loader)
@@ -570,9 +521,7 @@ def test_workers_killed_between_passes_are_replaced():
 
 
 def test_a_worker_that_ended_keeps_no_slab():
-    loader = make(num_workers=1)
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin(num_workers=1)
     worker = iterator._workers[0]
     # Otherwise torch's handler may raise here.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -630,11 +579,7 @@ def test_a_raising_signal_handler_leaves_nothing(monkeypatch):
     before = resources()
     for number in itertools.count(1):
         interrupted = Interrupts(number, *files).during(lambda: iter(loader))
-        wait_until(
-            lambda: (
-                all(count <= before[name] for name, count in resources().items()) and not BROKERS
-            )
-        )
+        wait_until(lambda: not left_since(before) and not BROKERS)
         assert all_back(loader)
         if not interrupted:
             break
@@ -665,15 +610,12 @@ def test_batches_are_yielded_before_a_late_next():
 def test_batches_that_have_arrived_are_sent_ahead(depth):
     loader = make(num_workers=2, prefetch_factor=4, depth=depth)
     iterator = iter(loader)
-    next(iterator)
-
     for taken in (1, 2):
+        next(iterator)
         wait_until(lambda: loader.stats().batches == taken + depth)  # noqa: B023
         wait_until(lambda: taken + depth in iterator._data_queue._held)  # noqa: B023 - it arrived, and is not sent
         assert loader.stats().batches == taken + depth
-        if taken == 1:
-            next(iterator)
-    assert [int(batch[0, 0]) for batch in iterator] == list(range(4, 40, 2))
+    assert numbers(iterator) == list(range(4, 40))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -729,25 +671,11 @@ def test_batches_go_on_while_slabs_are_page_locked(monkeypatch):
     batches = iter(loader)
     # The worker has the second batch; the first stays in its slab until the loop asks for it.
     gate.wait_for_arrival()
-    found = [int(number) for batch in itertools.islice(batches, 15) for number in batch[:, 0]]
+    found = numbers(itertools.islice(batches, 15))
     assert loader.stats().pool.held_slabs == 1
     gate.open()
-    assert found + [int(number) for batch in batches for number in batch[:, 0]] == list(range(40))
+    assert found + numbers(batches) == list(range(40))
     assert loader.stats().fallback_batches == 0
-
-
-def test_refused_memory_warns_once_and_batches_arrive(monkeypatch):
-    def refuse(memory, nbytes, device):
-        raise OSError("none left")
-
-    monkeypatch.setattr("pinstage.memory.SharedMemory._take", refuse)
-    loader = make()
-    with pytest.warns(
-        StagingWarning, match=r"without a slab of .*none left.*pinstage doctor"
-    ) as told:
-        assert numbers(loader) == list(range(40))
-    assert len([warning for warning in told if warning.category is StagingWarning]) == 1
-    assert loader.stats().fallback_batches == 20
 
 
 def test_workers_without_file_descriptors_warn_and_go_on():
@@ -773,9 +701,7 @@ def test_a_default_timeout_of_sockets_does_no_harm():
 
 
 def test_an_interrupt_while_workers_are_ended_leaves_nothing(monkeypatch):
-    loader = make()
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin()
     interrupts = Interrupts(2, "_iterator.py", "_ending.py")
     assert interrupts.during(iterator._close)
     del iterator
@@ -803,7 +729,7 @@ def test_a_pass_ends_without_any_new_thread(monkeypatch, is_left):
         next(iterator)
         iterator._close()
     else:
-        assert [int(number) for batch in iterator for number in batch[:, 0]] == list(range(40))
+        assert numbers(iterator) == list(range(40))
     assert next(iterator, None) is None
     assert all_back(loader)
     with pytest.raises(RuntimeError, match="new thread"):
@@ -839,7 +765,7 @@ def test_the_default_device_does_not_matter(workers, cap):
     samples = [data.large(index) for index in range(40)]
     iterator = iter(make(samples.__getitem__, max_bytes=cap, num_workers=workers))
     with torch.device("meta"):
-        assert [int(batch[0, 0]) for batch in iterator] == list(range(0, 40, 2))
+        assert numbers(iterator) == list(range(40))
 
 
 @pytest.mark.parametrize("slabs", [1, 2, 3, 5, 8])
@@ -852,15 +778,17 @@ def test_workers_wait_under_a_small_cap_without_hanging(slabs):
         assert stats.fallback_batches == 0
 
 
+def starving():
+    """Return a loader and its iterator, of which both workers wait for a slab after a batch."""
+    loader, iterator = begin(size=60, max_bytes=2 * SLAB, depth=0)
+    wait_until(lambda: len(iterator._broker._starved) == 2)  # both have filled their slabs
+    return loader, iterator
+
+
 def test_a_slow_consumer_makes_workers_wait():
-    loader = make(size=60, num_workers=2, max_bytes=2 * SLAB, depth=0)
-    iterator = iter(loader)
-    first = next(iterator)
-    starved = iterator._broker._starved
-    wait_until(lambda: len(starved) == 2)  # both have filled their slabs
+    loader, iterator = starving()
     assert "0 are being copied" in iterator._broker.waiting()
-    assert int(first[0, 0]) == 0
-    assert [int(batch[0, 0]) for batch in iterator] == list(range(2, 60, 2))
+    assert numbers(iterator) == list(range(2, 60))
     assert loader.stats().fallback_batches == 0
     assert loader.stats().slab_wait_seconds > 0
 
@@ -883,11 +811,9 @@ def copies(monkeypatch):
 
 
 def test_a_timeout_says_who_holds_the_slabs(copies):
-    loader = make(num_workers=1, max_bytes=SLAB, depth=0, timeout=0.5)
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin(num_workers=1, max_bytes=SLAB, depth=0, timeout=2.0)
     holder = r"worker 0 waits for a slab of .*: of its 1, 1 are being copied to the device and 0 hold .*; raise max_bytes"
-    with pytest.raises(RuntimeError, match=rf"timed out after 0\.5 seconds; {holder}"):
+    with pytest.raises(RuntimeError, match=rf"timed out after 2\.0 seconds; {holder}"):
         next(iterator)
     del iterator
     # One more may have been sent.
@@ -895,25 +821,18 @@ def test_a_timeout_says_who_holds_the_slabs(copies):
 
 
 def test_workers_that_wait_end_with_the_iterator():
-    loader = make(size=60, num_workers=2, max_bytes=2 * SLAB, depth=0)
-    iterator = iter(loader)
-    next(iterator)
-    starved = iterator._broker._starved
-    wait_until(lambda: len(starved) == 2)
+    loader, iterator = starving()
     workers = iterator._workers
     del iterator
     assert_all_back(loader)
     assert [worker.exitcode for worker in workers] == [0, 0]  # not terminated
 
 
-def test_persistent_workers_with_one_slab_restart_midway():
-    options = {
-        "num_workers": 1,
-        "prefetch_factor": 4,
-        "max_bytes": SLAB,
-        "timeout": PATIENCE_SECONDS,
-    }
-    loader = make(persistent_workers=True, **options)
+@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, StatefulDataLoader])
+def test_persistent_workers_with_one_slab_restart_midway(kind):
+    options = {"num_workers": 1, "prefetch_factor": 4, "timeout": PATIENCE_SECONDS}
+    given = kind(data.Mapped(data.large, 40), 2, persistent_workers=True, **options)
+    loader = ps.wrap_loader(given, device="cpu", max_bytes=SLAB)
     for taken in range(8):
         assert numbers(itertools.islice(loader, taken)) == list(range(2 * taken))
     assert loader.stats().fallback_batches == 0
@@ -930,9 +849,7 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
         del slabs  # frames outside pinstage keep their locals
         raise MemoryError("none on the device")
 
-    loader = make(depth=0)
-    iterator = iter(loader)
-    next(iterator)
+    loader, iterator = begin(depth=0)
     with monkeypatch.context() as patched:
         patched.setattr("pinstage._stage._device.Target.copy", fail)
         kept = []
@@ -940,7 +857,7 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
             with pytest.raises(MemoryError) as caught:
                 next(iterator)
             kept.append(caught)
-    assert [int(batch[0, 0]) for batch in iterator] == list(range(12, 40, 2))
+    assert numbers(iterator) == list(range(12, 40))
     assert_all_back(loader)  # although the errors are kept
 
 
@@ -998,11 +915,7 @@ def test_interrupting_the_whole_group_ends_all_of_it():
         command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True
     ) as process:
         # A worker sleeps, the loop waits.
-        assert [int(process.stdout.readline()) for _ in range(3)] == [
-            0,
-            1,
-            2,
-        ]
+        assert [int(process.stdout.readline()) for _ in range(3)] == [0, 1, 2]
         os.killpg(process.pid, signal.SIGINT)
         # Until the last worker has closed its output.
         _, errors = process.communicate(timeout=PATIENCE_SECONDS)
@@ -1010,32 +923,37 @@ def test_interrupting_the_whole_group_ends_all_of_it():
     assert errors.strip().splitlines()[-1].startswith("KeyboardInterrupt")
 
 
-def test_a_forked_child_can_drop_everything_anytime():
-    iterator = [iter(make())]
-    next(iterator[0])
-    broker = iterator[0]._broker
+@contextlib.contextmanager
+def held_by_another_thread(*locks):
+    """Hold locks, as a thread does that begins a pass while another one forks."""
     held, ended = threading.Event(), threading.Event()
 
     def hold():
-        with broker._lending:
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
             held.set()
-            ended.wait(PATIENCE_SECONDS)
+            ended.wait(2 * PATIENCE_SECONDS)
 
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait(PATIENCE_SECONDS)
-    child = os.fork()
-    if child == 0:
-        iterator.clear()
-        gc.collect()
-        os._exit(0)
     try:
-        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+        yield
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
         ended.set()
         thread.join(PATIENCE_SECONDS)
+
+
+def test_a_forked_child_can_drop_everything_anytime():
+    iterator = [begin()[1]]
+
+    def drop():
+        iterator.clear()
+        gc.collect()
+
+    with held_by_another_thread(iterator[0]._broker._lending):
+        claim_in_child(drop)
     assert len(list(iterator[0])) == 19
 
 
@@ -1071,31 +989,12 @@ def test_a_full_queue_keeps_no_orphaned_worker_alive(monkeypatch):
 def test_a_forked_worker_can_read_the_loader():
     inner = make(data.scalar, 4, num_workers=0)
     expected = torch.cat(list(inner))
-    locks = inner._slabs.starting, inner._slabs._lock
-    held, ended = threading.Event(), threading.Event()
-
-    def hold():  # as a thread does that begins a pass while another forks
-        with locks[0], locks[1]:
-            held.set()
-            ended.wait(PATIENCE_SECONDS)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(PATIENCE_SECONDS)
-    try:
-        outer = make(
-            lambda index: torch.cat(list(inner)) + index,
-            3,
-            1,
-            num_workers=1,
-            timeout=PATIENCE_SECONDS,
-        )
+    options = {"num_workers": 1, "timeout": PATIENCE_SECONDS}
+    with held_by_another_thread(inner._slabs.starting, inner._slabs._lock):
+        outer = make(lambda index: torch.cat(list(inner)) + index, 3, 1, **options)
         assert [batch[0].tolist() for batch in outer] == [
             (expected + index).tolist() for index in range(3)
         ]
-    finally:
-        ended.set()
-        thread.join(PATIENCE_SECONDS)
     assert torch.equal(torch.cat(list(inner)), expected)
 
 
@@ -1128,22 +1027,13 @@ def test_a_soak_with_killed_workers_leaves_nothing(persistent):
     """``PINSTAGE_SOAK_BATCHES=100000 pytest -k soak`` is the long one."""
     left = int(os.environ.get("PINSTAGE_SOAK_BATCHES", "500"))
     chance = random.Random(left)
-    loader = ps.DataLoader(
-        data.Mapped(data.random_size, 200),
-        batch_size=None,
-        num_workers=2,
-        persistent_workers=persistent,
-        max_bytes="512KiB",
-        device="cpu",
-        depth=2,
-    )
+    loader = make(data.random_size, 200, None, persistent_workers=persistent, max_bytes="512KiB")
     expected = [data.random_size(index) for index in range(200)]
 
     def one_pass(stop, kills):
         iterator = iter(loader)
         for index, batch in enumerate(iterator):
-            assert batch["index"] == index
-            assert torch.equal(batch["data"], expected[index]["data"])
+            assert data.same(batch, expected[index])
             if index == stop:
                 if not kills:
                     break
@@ -1165,9 +1055,7 @@ def test_a_soak_with_killed_workers_leaves_nothing(persistent):
 
 
 def test_a_running_copy_keeps_its_slab(copies):
-    loader = make(size=12, num_workers=1, max_bytes=SLAB, depth=0)
-    iterator = iter(loader)
-    assert next(iterator)[:, 0].tolist() == [0, 1]
+    loader, iterator = begin(size=12, num_workers=1, max_bytes=SLAB, depth=0)
     starved = iterator._broker._starved
     # The only slab is still being read: the worker must not write to it.
     wait_until(lambda: starved)
@@ -1199,14 +1087,14 @@ def test_close_ends_workers_and_returns_slabs(persistent):
     with pytest.raises(PinstageError, match="its loader was closed; begin another one"):
         next(iterator)
     assert numbers(loader) == list(range(40))
-    loader.close()
-    loader.close()
+    for _ in range(2):
+        loader.close()
     assert numbers(loader) == list(range(40))
 
 
 def test_close_without_workers_keeps_a_given_pool():
     with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
-        loader = ps.DataLoader(data.Mapped(data.large), 2, pool=pool, device="cpu")
+        loader = make(num_workers=0, pool=pool)
         iterator = iter(loader)
         next(iterator)
         held = pool.stats().held_bytes
@@ -1214,7 +1102,7 @@ def test_close_without_workers_keeps_a_given_pool():
         assert (pool.closed, pool.stats().held_bytes) == (False, held)
         with pytest.raises(PinstageError, match="its loader was closed"):
             next(iterator)
-        assert numbers(loader) == list(range(23))
+        assert numbers(loader) == list(range(40))
 
 
 def test_slabs_are_returned_with_the_last_batch():
@@ -1224,23 +1112,11 @@ def test_slabs_are_returned_with_the_last_batch():
     assert_all_back(loader)
     assert not any(worker.is_alive() for worker in iterator._workers)
     assert next(iterator, None) is None
-
-
-def test_a_finished_pass_stays_finished_after_close():
-    loader = make()
-    iterator = iter(loader)
-    assert len(list(iterator)) == 20
     loader.close()
-    assert next(iterator, None) is None
+    assert next(iterator, None) is None  # the pass stays finished
 
 
 def test_a_forked_child_closes_no_parent_s_worker():
-    loader = make()
-    iterator = iter(loader)
-    next(iterator)
-    child = os.fork()
-    if not child:
-        loader.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    loader, iterator = begin()
+    claim_in_child(loader.close)
     assert len(list(iterator)) == 19

@@ -10,11 +10,11 @@ import torch
 from doubles import Interrupts
 from loader_data import same
 from torch.utils.data import DataLoader, default_collate
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
 from pinstage._batch import cut, pack, take_apart
 from pinstage._loader._collate import INLINE_STACK_BYTES, collate_lazily
-from pinstage.errors import StagingWarning
 
 BATCHES = 3
 SMALL, MEDIUM, LARGE = 1001, 50_001, 1_000_003
@@ -86,24 +86,34 @@ def on_cpu(dataset, **options):
     return ps.DataLoader(dataset, 4, device="cpu", **options)
 
 
+class Beside(Samples):
+    """Has a tensor that requires grad, which isn't packed."""
+
+    def make(self, index):
+        return super().make(index) | {"moved": torch.ones(3, requires_grad=True)}
+
+
 @pytest.mark.usefixtures("garbage")
+@pytest.mark.filterwarnings("ignore:no batch of a DataLoader found a slab")
 @pytest.mark.parametrize(
-    ("nbytes", "options", "stacks"),
+    ("samples", "options", "stacks"),
     [
-        (LARGE, {}, 0),
-        (LARGE, {"own_storage": False}, 0),
-        (MEDIUM, {}, 0),
-        (SMALL, {}, 2),
-        (MEDIUM, {"keep_on_host": ("['numbers']",)}, 1),
-        (LARGE, {"keep_on_host": ("['large']",)}, 2),  # the rest is small
-        (MEDIUM, {"keep_on_host": by_value}, 2),
-        (MEDIUM, {"collate_fn": data.collated_by_torch}, 2),
+        (Samples(LARGE), {}, 0),
+        (Samples(LARGE), {"own_storage": False}, 0),
+        (Samples(MEDIUM), {}, 0),
+        (Samples(SMALL), {}, 2),
+        (Samples(LARGE), {"max_bytes": "1MiB"}, 0),  # no slab is large enough
+        (Samples(MEDIUM), {"keep_on_host": ("['numbers']",)}, 1),
+        (Samples(LARGE), {"keep_on_host": ("['large']",)}, 2),  # the rest is small
+        (Samples(MEDIUM), {"keep_on_host": by_value}, 2),
+        (Samples(MEDIUM), {"collate_fn": data.collated_by_torch}, 2),
+        (Beside(MEDIUM), {}, 1),
     ],
 )
-def test_each_way_reads_no_unfilled_memory(nbytes, options, stacks, stacked):
-    expected = list(DataLoader(Samples(nbytes), 4))
+def test_each_way_reads_no_unfilled_memory(samples, options, stacks, stacked):
+    expected = list(DataLoader(samples, 4))
     stacked.clear()
-    found = list(on_cpu(Samples(nbytes), **options))
+    found = list(on_cpu(samples, **options))
     assert len(stacked) == stacks * BATCHES
     assert same(found, expected)
 
@@ -118,25 +128,6 @@ def test_refused_slabs_change_no_byte(most, stacks, stacked, refusing):
         found = list(on_cpu(Samples(LARGE), pool=pool))
     assert len(stacked) == stacks * BATCHES
     assert same(found, expected)
-
-
-@pytest.mark.usefixtures("garbage")
-def test_a_batch_above_the_cap_changes_no_byte():
-    loader = on_cpu(Samples(LARGE), max_bytes="1MiB")
-    with pytest.warns(StagingWarning, match="all 3 were sent from pageable memory"):
-        assert same(list(loader), list(DataLoader(Samples(LARGE), 4)))
-
-
-class Beside(Samples):
-    """Has a tensor that requires grad, which isn't packed."""
-
-    def make(self, index):
-        return super().make(index) | {"moved": torch.ones(3, requires_grad=True)}
-
-
-@pytest.mark.usefixtures("garbage")
-def test_leaves_that_are_passed_on_stand_beside_stacks():
-    assert same(list(on_cpu(Beside(MEDIUM))), list(DataLoader(Beside(MEDIUM), 4)))
 
 
 @pytest.mark.parametrize(("count", "stacks"), [(15, 0), (16, 2)])
@@ -177,6 +168,7 @@ class Reusing(Samples):
         self.buffers = torch.zeros(4, nbytes, dtype=torch.uint8)
 
     def make(self, index):
+        self.read.append(index)
         return self.buffers[index % 4].fill_(index)
 
 
@@ -184,16 +176,11 @@ class Reusing(Samples):
 def test_a_dataset_may_overwrite_its_samples_after_next(nbytes):
     dataset = Reusing(nbytes)
     for number, batch in enumerate(on_cpu(dataset)):
+        assert dataset.read == list(range(4 * number + 4)), "read ahead"
         dataset.buffers.fill_(0xEE)
         assert [sample.unique().tolist() for sample in batch] == [
             [index] for index in range(4 * number, 4 * number + 4)
         ]
-
-
-def test_nothing_is_read_ahead():
-    dataset = Samples(LARGE)
-    for number, _ in enumerate(on_cpu(dataset, shuffle=False)):
-        assert dataset.read == list(range(4 * number + 4))
 
 
 class Failing(Samples):
@@ -275,14 +262,13 @@ def test_an_iterator_that_computes_gets_stacked_samples():
 @pytest.mark.usefixtures("garbage")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_torchdata_s_state_stays_exact(stacked):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    loader = ps.wrap_loader(stateful(Samples(LARGE), 4), device="cpu")
+    loader, again = (
+        ps.wrap_loader(StatefulDataLoader(Samples(LARGE), 4), device="cpu") for _ in range(2)
+    )
     batches = iter(loader)
     first = next(batches)
-    state = loader.state_dict()
+    again.load_state_dict(loader.state_dict())
     rest = list(batches)
+    assert same(list(again), rest)
     assert not stacked
     assert same([first, *rest], list(DataLoader(Samples(LARGE), 4)))
-    again = ps.wrap_loader(stateful(Samples(LARGE), 4), device="cpu")
-    again.load_state_dict(state)
-    assert same(list(again), rest)

@@ -16,57 +16,42 @@ def storages(batch):
     return [leaf.untyped_storage().data_ptr() for leaf in leaves]
 
 
+def make(loader=DataLoader, **options):
+    return loader(Mapped(sample_of_which_some_stays), 5, **options)
+
+
+def keeping(**options):
+    return make(ps.DataLoader, **{"device": "cpu", "max_bytes": "8MiB"} | options)
+
+
 def check(loader):
-    plain = DataLoader(Mapped(sample_of_which_some_stays), 5)
     for turn in range(2):
-        found = list(loader)
-        for batch, expected in zip(found, plain, strict=True):
-            same(batch, expected)
-            values, lengths, first, second, number = storages(batch)
-            assert len({values, lengths, first, second, number}) == 5, turn
+        for batch, expected in zip(list(loader), make(), strict=True):
+            assert same(batch, expected)
+            assert len(set(storages(batch))) == 5, turn
             assert batch["values"].untyped_storage().nbytes() == batch["values"].nbytes
             assert batch["lengths"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("keep_on_host", [KEPT_PATHS, is_kept], ids=["paths", "function"])
-def test_what_a_loader_keeps_stays_on_the_host(keep_on_host, workers):
-    check(
-        ps.DataLoader(
-            Mapped(sample_of_which_some_stays),
-            5,
-            num_workers=workers,
-            device="cpu",
-            max_bytes="8MiB",
-            keep_on_host=keep_on_host,
-        )
-    )
-
-
 @pytest.mark.parametrize(
-    ("keep_on_host", "method"), [(KEPT_PATHS, "spawn"), (is_kept, "forkserver")]
+    ("keep_on_host", "workers", "method"),
+    [
+        (KEPT_PATHS, 0, None),
+        (is_kept, 0, None),
+        (KEPT_PATHS, 2, "fork"),
+        (is_kept, 2, "fork"),
+        (KEPT_PATHS, 1, "spawn"),
+        (is_kept, 1, "forkserver"),
+    ],
 )
-def test_workers_that_begin_anew_know_what_stays(keep_on_host, method):
-    check(
-        ps.DataLoader(
-            Mapped(sample_of_which_some_stays),
-            5,
-            num_workers=1,
-            multiprocessing_context=method,
-            device="cpu",
-            max_bytes="8MiB",
-            keep_on_host=keep_on_host,
-        )
-    )
+def test_what_a_loader_keeps_stays_on_the_host(keep_on_host, workers, method):
+    check(keeping(keep_on_host=keep_on_host, num_workers=workers, multiprocessing_context=method))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_wrapped_loader_and_copies_of_it_keep(workers):
     loader = ps.wrap_loader(
-        DataLoader(Mapped(sample_of_which_some_stays), 5, num_workers=workers),
-        device="cpu",
-        max_bytes="8MiB",
-        keep_on_host=iter(KEPT_PATHS),
+        make(num_workers=workers), device="cpu", max_bytes="8MiB", keep_on_host=iter(KEPT_PATHS)
     )
     check(loader)
     check(pickle.loads(pickle.dumps(loader)))
@@ -74,14 +59,7 @@ def test_a_wrapped_loader_and_copies_of_it_keep(workers):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_path_to_nothing_fails_the_first_batch(workers):
-    loader = ps.DataLoader(
-        Mapped(sample_of_which_some_stays),
-        5,
-        num_workers=workers,
-        device="cpu",
-        max_bytes="8MiB",
-        keep_on_host="['length']",
-    )
+    loader = keeping(num_workers=workers, keep_on_host="['length']")
     with pytest.raises(
         LayoutError,
         match=r"keep_on_host=\"\['length'\]\" leads to nothing in this batch; its leaves are at",
@@ -94,10 +72,8 @@ def test_a_path_to_nothing_fails_the_first_batch(workers):
     "ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning"
 )
 def test_a_batch_above_the_cap_keeps_too():
-    loader = ps.DataLoader(
-        Mapped(sample_of_which_some_stays), 5, device="cpu", max_bytes=64, keep_on_host=KEPT_PATHS
-    )
+    loader = keeping(max_bytes=64, keep_on_host=KEPT_PATHS)
     batch = next(iter(loader))
-    same(batch, next(iter(DataLoader(Mapped(sample_of_which_some_stays), 5))))
+    assert same(batch, next(iter(make())))
     assert loader.stats().fallback_batches == 1
-    assert len({storages(batch)[0], *storages(batch)[1:3]}) == 3
+    assert len(set(storages(batch)[:3])) == 3

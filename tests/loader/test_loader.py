@@ -11,6 +11,7 @@ import torch
 from loader_data import same
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
 from pinstage._loader._collate import LOOKS_KNOWN
@@ -19,33 +20,22 @@ from pinstage._loader._collate import LOOKS_KNOWN
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
-def both(dataset, *args, **kwargs):
-    """Return the batches of torch's loader and of ours, from the same seeds."""
-    ours = {
-        name: kwargs.pop(name) for name in ("max_bytes", "depth", "own_storage") if name in kwargs
-    }
-    generators = {}
-    if "generator" in kwargs:
-        generators = [
-            {"generator": torch.Generator().manual_seed(kwargs["generator"])} for _ in range(2)
-        ]
-        del kwargs["generator"]
-    else:
-        generators = [{}, {}]
-    torch.manual_seed(5)
-    expected = list(torch.utils.data.DataLoader(dataset, *args, **kwargs, **generators[0]))
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
-    loader = ps.DataLoader(dataset, *args, **kwargs, **generators[1], **ours, device="cpu")
-    found = list(loader)
-    assert torch.equal(torch.get_rng_state(), state)
-    return found, expected, loader
+def agree(dataset, passes=1, seed=None, depth=2, own_storage=True, **options):
+    """Check that our loader's batches, and the random state after them, are torch's; return our
+    stats.
+    """
 
+    def run(make, **more):
+        data.seed_again(0)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = make(dataset, generator=generator, **options, **more)
+        return [list(loader) for _ in range(passes)], torch.get_rng_state(), loader
 
-def agree(*args, **kwargs):
-    found, expected, loader = both(*args, **kwargs)
-    assert expected
+    expected, expected_state, _ = run(torch.utils.data.DataLoader)
+    found, state, loader = run(ps.DataLoader, device="cpu", depth=depth, own_storage=own_storage)
+    assert expected[0]
     assert same(found, expected)
+    assert torch.equal(state, expected_state)
     return loader.stats()
 
 
@@ -58,25 +48,12 @@ SAMPLES = [data.tensors, data.scalar, data.mixed, data.key_order, data.channels_
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_default_collation_yields_what_torch_yields(sample, workers):
+def test_samples_arrive_as_torch_converts_them(sample, workers):
     stats = agree(data.Mapped(sample), batch_size=4, num_workers=workers)
     assert (stats.batches, stats.fallback_batches) == (6, 0)
     stats = agree(data.Mapped(sample), batch_size=4, num_workers=workers, own_storage=False)
     assert (stats.batches, stats.copies, stats.fallback_batches) == (6, 6, 0)
-
-
-@pytest.mark.parametrize("collate", [None, data.collated_by_torch])
-def test_permuted_samples_are_stacked_in_torch_s_strides(workers, collate):
-    agree(data.Mapped(data.permuted, 4), batch_size=2, num_workers=workers, collate_fn=collate)
-
-
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_samples_without_batching_arrive_as_torch_converts_them(sample, workers):
     agree(data.Mapped(sample), batch_size=None, num_workers=workers)
-
-
-def test_collated_classes_compute_with_real_tensors(workers):
-    agree(data.Mapped(data.in_classes_that_compute), batch_size=4, num_workers=workers)
 
 
 def test_custom_collation_functions_see_real_tensors(workers, monkeypatch):
@@ -84,30 +61,31 @@ def test_custom_collation_functions_see_real_tensors(workers, monkeypatch):
     agree(data.Mapped(data.cloud), batch_size=4, num_workers=workers)
 
 
+TENSORS = data.Mapped(data.tensors)
+PERMUTED = data.Mapped(data.permuted, 4)
+
+
 @pytest.mark.parametrize(
-    "collate",
+    ("dataset", "collate"),
     [
-        data.as_they_are,
-        data.to_graph,
-        data.with_strided,
-        data.with_sparse,
-        data.with_arrays,  # arrays arrive as tensors, as from a Stager
-        data.nothing_to_pack,
-        default_collate,
+        (TENSORS, data.as_they_are),
+        (TENSORS, data.to_graph),
+        (TENSORS, data.with_strided),
+        (TENSORS, data.with_arrays),  # arrays arrive as tensors, as from a Stager
+        (TENSORS, data.nothing_to_pack),
+        (TENSORS, default_collate),
+        (data.Mapped(data.ragged), data.padded),
+        (PERMUTED, None),
+        (PERMUTED, data.collated_by_torch),
+        (data.Mapped(data.in_classes_that_compute), None),  # they see real tensors
     ],
 )
-def test_what_a_collate_fn_returns_arrives(collate, workers):
-    agree(data.Mapped(data.tensors), batch_size=4, num_workers=workers, collate_fn=collate)
+def test_what_a_collate_fn_returns_arrives(dataset, collate, workers):
+    agree(dataset, batch_size=2, num_workers=workers, collate_fn=collate)
 
 
-def test_ragged_samples_arrive_padded_by_a_collate_fn(workers):
-    agree(data.Mapped(data.ragged), batch_size=4, num_workers=workers, collate_fn=data.padded)
-
-
-def test_what_cannot_be_packed_is_counted(workers):
-    stats = agree(
-        data.Mapped(data.tensors), batch_size=4, num_workers=workers, collate_fn=data.with_sparse
-    )
+def test_what_cannot_be_packed_arrives_and_is_counted(workers):
+    stats = agree(TENSORS, batch_size=4, num_workers=workers, collate_fn=data.with_sparse)
     assert stats.passthrough_leaves == 12
     assert stats.copies == 0
 
@@ -116,16 +94,10 @@ def test_what_cannot_be_packed_is_counted(workers):
     "options",
     [
         {"batch_size": 4, "drop_last": True},
-        {"batch_size": 4, "shuffle": True},
-        {"batch_size": 4, "shuffle": True, "generator": 3},
+        {"batch_size": 4, "shuffle": True, "passes": 3},
+        {"batch_size": 4, "shuffle": True, "passes": 3, "seed": 3},
         {"sampler": range(3, 20, 2), "batch_size": 3},
         {"batch_sampler": BatchSampler(SequentialSampler(range(23)), 5, drop_last=True)},
-        {
-            "sampler": BatchSampler(
-                RandomSampler(range(23), generator=torch.Generator()), 5, False
-            ),
-            "batch_size": None,
-        },
         {"batch_size": 3, "worker_init_fn": data.seed_again},
         {"batch_size": 3, "depth": 0},
         {"batch_size": 3, "depth": 5},
@@ -134,30 +106,7 @@ def test_what_cannot_be_packed_is_counted(workers):
     ids=" ".join,
 )
 def test_order_and_seeds_are_those_of_torch(options, workers):
-    sample = data.random_numbers if workers else data.mixed
-    if isinstance(options.get("sampler"), BatchSampler):
-        options["sampler"].sampler.generator.manual_seed(2)
-        expected = list(
-            torch.utils.data.DataLoader(data.Mapped(repr), num_workers=workers, **options)
-        )
-        options["sampler"].sampler.generator.manual_seed(2)
-        assert (
-            list(ps.DataLoader(data.Mapped(repr), num_workers=workers, device="cpu", **options))
-            == expected
-        )
-    else:
-        agree(data.Mapped(sample), num_workers=workers, **options)
-
-
-def test_without_workers_random_numbers_are_shared():
-    def run(loader):
-        torch.manual_seed(1)
-        return [(batch[1], torch.rand(1)) for batch in loader]
-
-    dataset = data.Mapped(data.random_numbers, size=6)
-    assert same(
-        run(ps.DataLoader(dataset, 2, device="cpu")), run(torch.utils.data.DataLoader(dataset, 2))
-    )
+    agree(data.Mapped(data.random_numbers), num_workers=workers, **options)
 
 
 class Drawing(torch.utils.data.Sampler):
@@ -169,29 +118,34 @@ class Drawing(torch.utils.data.Sampler):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_the_sampler_is_read_when_torch_reads_it(workers, depth):
-    def run(loader):
-        torch.manual_seed(1)
+def test_random_numbers_are_drawn_when_torch_draws_them(workers, depth):
+    def run(make, **more):
+        data.seed_again(0)
+        dataset = data.Mapped(data.random_numbers)
+        loader = make(dataset, 2, sampler=Drawing(), num_workers=workers, **more)
         return [(batch, torch.rand(1)) for batch in loader]
 
-    kwargs = {"batch_size": 2, "sampler": Drawing(), "num_workers": workers}
-    loader = ps.DataLoader(data.Mapped(data.scalar), depth=depth, device="cpu", **kwargs)
-    assert same(run(loader), run(torch.utils.data.DataLoader(data.Mapped(data.scalar), **kwargs)))
+    expected = run(torch.utils.data.DataLoader)
+    assert same(run(ps.DataLoader, depth=depth, device="cpu"), expected)
 
 
 @pytest.mark.parametrize(
-    "options", [{"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None}]
+    ("dataset", "options"),
+    [
+        (data.Streamed(data.mixed), {"batch_size": 4}),
+        (data.Streamed(data.mixed), {"batch_size": 4, "drop_last": True}),
+        (data.Streamed(data.mixed), {"batch_size": None}),
+        (data.Batched(data.mixed), {"batch_size": 4}),
+        (
+            data.Mapped(repr),
+            {"batch_size": None, "sampler": BatchSampler(RandomSampler(range(23)), 5, False)},
+        ),
+        (data.Mapped(data.tensors, size=3), {"batch_size": 4}),  # fewer batches than workers
+    ],
+    ids=["stream", "stream, drop last", "stream, no batching", "getitems", "lists", "short"],
 )
-def test_an_iterable_dataset_is_read_as_by_torch(options, workers):
-    agree(data.Streamed(data.mixed), num_workers=workers, **options)
-
-
-def test_getitems_is_asked_for_whole_batches(workers):
-    agree(data.Batched(data.mixed), batch_size=4, num_workers=workers)
-
-
-def test_more_workers_than_batches(workers):
-    agree(data.Mapped(data.tensors, size=3), batch_size=2, num_workers=3 * (workers > 0))
+def test_datasets_are_read_as_by_torch(dataset, options, workers):
+    agree(dataset, num_workers=workers, **options)
 
 
 def test_an_empty_dataset_yields_nothing(workers):
@@ -218,18 +172,6 @@ def test_out_of_order_all_batches_arrive_once():
     assert sorted(torch.cat(list(loader)).tolist()) == list(range(40))
 
 
-def test_each_pass_begins_again(workers):
-    options = {"batch_size": 4, "shuffle": True, "num_workers": workers}
-    ours = ps.DataLoader(
-        data.Mapped(data.mixed), device="cpu", generator=torch.Generator().manual_seed(1), **options
-    )
-    torchs = torch.utils.data.DataLoader(
-        data.Mapped(data.mixed), generator=torch.Generator().manual_seed(1), **options
-    )
-    for _ in range(3):
-        assert same(list(ours), list(torchs))
-
-
 def test_persistent_workers_stay():
     loader = ps.DataLoader(
         data.Mapped(data.cuda_in_the_worker),
@@ -254,22 +196,30 @@ def test_workers_touch_no_cuda():
     assert os.getpid() not in pids
 
 
-def test_it_is_a_loader_of_torch(workers):
-    loader = ps.DataLoader(
-        data.Mapped(data.tensors), 4, num_workers=workers, drop_last=True, device="cpu", depth=2
+def wrapped(dataset, batch_size, num_workers, drop_last=False, **options):
+    return ps.wrap_loader(
+        StatefulDataLoader(dataset, batch_size, num_workers=num_workers, drop_last=drop_last),
+        **options,
     )
-    assert isinstance(loader, torch.utils.data.DataLoader)
+
+
+@pytest.mark.parametrize("make", [ps.DataLoader, wrapped])
+def test_it_is_a_loader_of_torch(make, workers):
+    loader = make(TENSORS, 4, num_workers=workers, drop_last=True, device="cpu", depth=2)
+    assert isinstance(
+        loader, StatefulDataLoader if make is wrapped else torch.utils.data.DataLoader
+    )
     assert (len(loader), loader.batch_size, loader.drop_last, loader.num_workers) == (
         5,
         4,
         True,
         workers,
     )
-    assert loader.collate_fn is default_collate
-    assert (loader.device, loader.depth, loader.max_bytes) == (torch.device("cpu"), 2, "auto")
-    assert len(iter(loader)) == 5
-    list(loader)
-    assert loader.collate_fn is default_collate
+    if make is ps.DataLoader:
+        assert (loader.device, loader.depth, loader.max_bytes) == (torch.device("cpu"), 2, "auto")
+    for _ in range(2):
+        assert (loader.dataset, loader.collate_fn) == (TENSORS, default_collate)
+        assert len(list(loader)) == 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -281,16 +231,6 @@ def test_a_loader_has_a_cap_within_a_budget(workers):
     assert len(list(loader)) == 4
     assert loader.stats().pool.max_bytes == 2 << 20
     assert len(budget.usage()) == 1
-
-
-def test_batches_don_t_change_when_slabs_are_rewritten():
-    loader = ps.DataLoader(
-        data.Mapped(data.large, 64), 2, num_workers=2, max_bytes="1MiB", device="cpu"
-    )
-    for index, batch in enumerate(list(loader)):
-        assert torch.equal(
-            batch, torch.tensor([[2 * index], [2 * index + 1]], dtype=torch.uint8).expand_as(batch)
-        )
 
 
 def test_later_passes_allocate_nothing():
@@ -323,6 +263,7 @@ def test_a_given_pool_is_shared_and_stays_open(workers):
         misses = pool.stats().misses
         assert misses > 0
         assert loader.stats().pool == pool.stats()
+        assert loader.max_bytes == pool.max_bytes
         assert same(list(ps.wrap_loader(other, pool=pool, device="cpu")), expected)
         assert same(list(ps.Stager("cpu", pool=pool).prefetch(expected)), expected)
         assert pool.stats().held_bytes > 0
@@ -333,17 +274,19 @@ def test_a_given_pool_is_shared_and_stays_open(workers):
     assert pool.stats().held_bytes == 0
 
 
+@pytest.mark.parametrize("make", [ps.DataLoader, wrapped])
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
 )
-def test_a_copied_loader_has_its_own_pool(copied, workers):
+def test_a_copied_loader_has_its_own_pool(make, copied, workers):
     with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
-        loader = ps.DataLoader(
-            data.Mapped(data.tensors), 4, num_workers=workers, pool=pool, device="cpu"
-        )
+        loader = make(TENSORS, 4, num_workers=workers, pool=pool, device="cpu", depth=3)
         twin = copied(loader)
+        assert isinstance(twin, StatefulDataLoader) == (make is wrapped)
         assert same(list(twin), list(loader))
-        assert twin.stats().pool.max_bytes == loader.max_bytes == 8 << 20
+        assert twin.stats().pool.max_bytes == pool.max_bytes
+        assert (loader.stats().batches, twin.stats().batches) == (6, 6)
+        assert twin._settings.depth == 3
         assert twin._slabs.pool is not pool
         del loader, twin
 
@@ -359,7 +302,6 @@ SHARED = ps.SlabPool("1MiB", memory=ps.memory.SharedMemory(register=False))
         ({"depth": 1.5}, "depth must be an int: 1.5"),
         ({"max_bytes": 0}, "max_bytes"),
         ({"max_bytes": "much"}, "much"),
-        ({"max_bytes": "0MiB"}, "max_bytes"),
         ({"device": "meta"}, "meta"),
         (
             {"pool": PRIVATE},
@@ -408,8 +350,11 @@ STATS = {
     "fallback_batches": 0,
     "passthrough_leaves": 0,
     "batch_wait_seconds": 5.0,
+    "slab_wait_seconds": 0.0,
+    "elapsed_seconds": 10.0,
+    "num_workers": 2,
+    "pool": None,
 }
-STATS |= {"slab_wait_seconds": 0.0, "elapsed_seconds": 10.0, "num_workers": 2, "pool": None}
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,13 @@ def _nothing_said(monkeypatch):
     monkeypatch.setattr(probes, "_warned", set())
 
 
-def loader_of(pool, **options):
-    return ps.DataLoader(
-        data.Mapped(data.large, 2 * BATCHES),
-        2,
-        num_workers=2,
-        pool=pool,
-        device="cpu",
-        **options,
-    )
+def pool_of_the_device():
+    return ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(0))
+
+
+def loader_of(pool):
+    dataset = data.Mapped(data.large, 2 * BATCHES)
+    return ps.DataLoader(dataset, 2, num_workers=2, pool=pool, device="cpu")
 
 
 def check_batches(loader, target=None):
@@ -44,7 +42,7 @@ def check_batches(loader, target=None):
 
 def test_a_refusal_from_the_start(cuda):
     cuda.refuse("cudaHostRegister", NOT_SUPPORTED, 1000)
-    with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(0)) as pool:
+    with pool_of_the_device() as pool:
         loader = loader_of(pool)
         with pytest.warns(StagingWarning, match=r"801|cudaErrorNotSupported") as told:
             assert check_batches(loader) == [False] * BATCHES
@@ -59,7 +57,7 @@ def test_a_refusal_from_the_start(cuda):
 def test_a_refusal_of_the_third_slab(cuda):
     """What was registered stays in use, and is sent as such."""
     cuda.fail("cudaHostRegister", NOT_SUPPORTED, nth=3)
-    with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(0)) as pool:
+    with pool_of_the_device() as pool:
         # Slabs that the loop keeps in use make the workers ask for more.
         leases = [pool.acquire(data.large(0).nbytes * 2) for _ in range(2)]
         with pytest.warns(StagingWarning, match="cudaErrorNotSupported"):
@@ -79,8 +77,7 @@ def test_a_refusal_of_the_third_slab(cuda):
 
 def test_a_device_that_cannot_register_is_not_asked(cuda):
     cuda.attributes["HOST_REGISTER_SUPPORTED"] = 0
-    memory = ps.memory.SharedMemory(0)
-    with ps.SlabPool("8MiB", memory=memory) as pool, pytest.warns(StagingWarning, match="cuda:0"):
+    with pool_of_the_device() as pool, pytest.warns(StagingWarning, match="cuda:0"):
         assert not any(check_batches(loader_of(pool)))
     assert cuda.names() == []
 
@@ -94,7 +91,7 @@ def test_grace_is_as_others(cuda):
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error", StagingWarning)
-        with ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(0)) as pool:
+        with pool_of_the_device() as pool:
             assert all(check_batches(loader_of(pool)))
             assert pool.stats().pinned_bytes == pool.stats().held_bytes > 0
 
@@ -107,7 +104,9 @@ def test_bytes_of_the_queue_outlive_their_copies(monkeypatch):
 
     monkeypatch.setattr("pinstage.memory.SharedMemory._take", refuse)
     loader, late = loader_of(None), LateTarget(1000)
-    with pytest.warns(StagingWarning, match="none left"):
+    message = r"without a slab of .*none left.*pinstage doctor"
+    with pytest.warns(StagingWarning, match=message) as told:
         assert check_batches(loader, late) == [False] * BATCHES
+    assert [one.category for one in told].count(StagingWarning) == 1
     assert loader.stats().fallback_batches == BATCHES
     wait_until(lambda: late.done == BATCHES)

@@ -94,19 +94,6 @@ class Loop:
                 return found
 
 
-def test_batches_are_sent_up_to_the_depth_ahead():
-    loop = Loop(2)
-    loop.arrive(*map(loop.batch, range(6)))
-    assert loop.sent == [0, 1]  # not yielded yet
-    for taken in range(1, 5):
-        assert loop.queue.get(timeout=0)[0] == taken - 1
-        loop.batches._rcvd_idx = taken
-        loop.queue.advance()
-        assert loop.woken == taken
-        assert loop.sent == list(range(taken + 2))
-    assert loop.ready() == [4, 5]
-
-
 def test_the_thread_sleeps_while_a_batch_is_missing():
     loop = Loop(1)
     loop.arrive(loop.batch(2))

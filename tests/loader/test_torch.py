@@ -116,18 +116,16 @@ class Other:
 
 def assert_batches_arrive_the_slow_way(reason, persistent=True):
     """Read a loader twice, with workers; check that it warns once that it is slow, and why."""
-    loader = ps.DataLoader(
-        data.Mapped(data.tensors, 8), 2, num_workers=2, device="cpu", persistent_workers=persistent
-    )
-    expected = list(torch.utils.data.DataLoader(data.Mapped(data.tensors, 8), 2))
+    dataset = data.Mapped(data.tensors, 8)
+    loader = ps.DataLoader(dataset, 2, num_workers=2, device="cpu", persistent_workers=persistent)
+    other = ps.DataLoader(dataset, 2, num_workers=1, device="cpu")
+    expected = list(torch.utils.data.DataLoader(dataset, 2))
     with pytest.warns(
         StagingWarning, match="stages in the main process, which is slower: " + reason
     ) as told:
         assert data.same(list(loader), expected)
-    assert data.same(list(loader), expected)
-    assert data.same(
-        list(ps.DataLoader(data.Mapped(data.tensors, 8), 2, num_workers=1, device="cpu")), expected
-    )
+    for later in (loader, other):
+        assert data.same(list(later), expected)
     assert [warning.category for warning in told].count(StagingWarning) == 1
 
 
@@ -143,22 +141,6 @@ def told_anew(monkeypatch):
     monkeypatch.setattr(probes, "_warned", set())
 
 
-@pytest.mark.usefixtures("told_anew")
-@pytest.mark.parametrize("name", torchs._ITERATOR_HAS)
-def test_a_missing_private_name_warns_once(monkeypatch, name):
-    made = torch.utils.data.DataLoader._get_iterator
-    monkeypatch.setattr(
-        torch.utils.data.DataLoader,
-        "_get_iterator",
-        lambda loader: Other(made(loader), **{name: None}),
-    )
-    # The call that starts torch's iterator again, instead of `_reset`, has no iterator here, so it
-    # can't be tested.
-    assert_batches_arrive_the_slow_way(
-        f"torch .* has no {name} any more in its loader.s iterator", persistent=name != "_reset"
-    )
-
-
 class NoFile:
     def __init__(self):
         self.get = self.put = len
@@ -168,23 +150,23 @@ class NoFile:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (lambda behind: {"_data_queue": object()}, "reads its workers' results in another way"),
-        (
-            lambda behind: dict.fromkeys(["_data_queue", "_worker_result_queue"], NoFile()),
-            "in another way",
-        ),
+        *[
+            ({name: None}, f"torch .* has no {name} any more in its loader.s iterator")
+            for name in torchs._ITERATOR_HAS
+        ],
+        ({"_data_queue": object()}, ".*reads its workers' results in another way"),
+        (dict.fromkeys(["_data_queue", "_worker_result_queue"], NoFile()), ".*in another way"),
     ],
-    ids=["another queue", "no file"],
+    ids=[*torchs._ITERATOR_HAS, "another queue", "no file"],
 )
 def test_a_changed_private_iterator_warns_once(monkeypatch, other, reason):
     made = torch.utils.data.DataLoader._get_iterator
-
-    def make(loader):
-        behind = made(loader)
-        return Other(behind, **other(behind))
-
-    monkeypatch.setattr(torch.utils.data.DataLoader, "_get_iterator", make)
-    assert_batches_arrive_the_slow_way(f".*{reason}")
+    monkeypatch.setattr(
+        torch.utils.data.DataLoader, "_get_iterator", lambda loader: Other(made(loader), **other)
+    )
+    # The call that starts torch's iterator again, instead of `_reset`, has no iterator here, so it
+    # can't be tested.
+    assert_batches_arrive_the_slow_way(reason, persistent="_reset" not in other)
 
 
 @pytest.mark.usefixtures("told_anew", "asked_anew")

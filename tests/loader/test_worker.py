@@ -127,26 +127,3 @@ def test_a_slab_is_written_by_one_batch(data):
         assert slab.number not in main.copying, "two batches in one slab"
         assert slab._mapping.is_open
         main.copying.add(slab.number)
-
-
-def test_a_worker_with_a_slab_doesn_t_wait():
-    """Page-locking another slab takes time."""
-    main = MainProcess(None)
-    slabs = WorkerSlabs(main, os.getpid(), LIMIT)
-    answers = [lambda: main.grant(100)]
-
-    def next_answer():
-        return answers.pop(0)()
-
-    main.poll, main.recv = lambda: False, next_answer
-    first = slabs.take(100)
-    main.copying.add(first.number)
-    answers += [lambda: main.free(first.number)] * 2
-    assert slabs.take(100) is first
-    assert main.ask is not None
-    main.copying.add(first.number)
-    assert slabs.take(80) is first
-    assert not answers
-    main.copying.add(first.number)
-    answers += [lambda: main.grant(100)]
-    assert slabs.take(100) is not first

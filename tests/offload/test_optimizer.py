@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from doubles import QueuedTarget, assert_idle, known
+from doubles import assert_idle
 
 from pinstage.offload import optimizer_state
 
@@ -28,18 +28,11 @@ OPTIMIZERS = {
 
 
 @pytest.fixture(params=[None, (6, 6), (1000, 0), (0, 1000)], ids=str)
-def target(request, monkeypatch):
+def target(request, late):
     """Run a test with copies that are done at once, and with copies that are late out, back, or
     both.
     """
-    if request.param is None:
-        yield None
-        return
-    late = QueuedTarget(*request.param)
-    monkeypatch.setattr("pinstage.offload._optimizer.shared_targets", known(late))
-    yield late
-    late.run_all()
-    assert late.lost == 0
+    return request.param and late(*request.param)
 
 
 @pytest.fixture
@@ -73,18 +66,28 @@ def train(model, optimizer, steps, first=0):
             optimizer.step()
 
 
-def assert_same_weights(model, other):
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
+@pytest.fixture
+def adam(pool):
+    """A model, its optimizer, and the handle of the optimizer's state."""
+    model, optimizer = make("adam")
+    offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
+    yield model, optimizer, offloaded
+    offloaded.close()
+
+
+def assert_trained(model, steps, name="adam"):
+    """Check that the weights are those of a plain run."""
+    expected, plain = make(name)
+    train(expected, plain, steps)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_are_bit_equal_to_a_plain_run(pool, name):
-    expected, plain = make(name)
-    train(expected, plain, 6)
     model, optimizer = make(name)
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     train(model, optimizer, 6)
-    assert_same_weights(model, expected)
+    assert_trained(model, 6, name)
     large = 2 * 32 * 64 * 4
     if name == "lbfgs":
         large = offloaded.stats().host_bytes
@@ -97,16 +100,14 @@ def test_weights_are_bit_equal_to_a_plain_run(pool, name):
     offloaded.close()
 
 
-def test_state_cannot_be_read_between_steps_by_accident(pool):
-    model, optimizer = make("adam")
-    offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
+def test_state_cannot_be_read_between_steps_by_accident(adam):
+    model, optimizer, _ = adam
     train(model, optimizer, 1)
     average = optimizer.state[model[0].weight]["exp_avg"]
     assert (average.device.type, average.shape) == ("meta", model[0].weight.shape)
     with pytest.raises((RuntimeError, NotImplementedError)):
         average.sum().item()
     assert optimizer.state[model[0].bias]["exp_avg"].device.type == "cpu"  # small
-    offloaded.close()
 
 
 def test_state_that_is_there_already_leaves_at_once(pool):
@@ -115,18 +116,15 @@ def test_state_that_is_there_already_leaves_at_once(pool):
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     assert offloaded.stats().host_bytes == 4 * 32 * 64 * 4
     train(model, optimizer, 2, 2)
-    expected, plain = make("adam")
-    train(expected, plain, 4)
-    assert_same_weights(model, expected)
+    assert_trained(model, 4)
     offloaded.close()
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd with momentum"])
 def test_a_state_dict_midway_is_exact_and_loadable(pool, name):
-    expected, plain = make(name)
-    train(expected, plain, 3)
-    saved = copy.deepcopy(plain.state_dict()), copy.deepcopy(expected.state_dict())
-    train(expected, plain, 3, 3)
+    plain_model, plain = make(name)
+    train(plain_model, plain, 3)
+    saved = copy.deepcopy(plain.state_dict()), copy.deepcopy(plain_model.state_dict())
     model, optimizer = make(name)
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     train(model, optimizer, 3)
@@ -136,21 +134,18 @@ def test_a_state_dict_midway_is_exact_and_loadable(pool, name):
         assert all(torch.equal(one[key], other[key]) for key in one)
     assert offloaded.stats().host_bytes == 0
     train(model, optimizer, 3, 3)
-    assert_same_weights(model, expected)
+    assert_trained(model, 6, name)
     assert offloaded.stats().host_bytes > 0
     model.load_state_dict(saved[1])
     optimizer.load_state_dict(saved[0])
     assert offloaded.stats().host_bytes > 0
     train(model, optimizer, 3, 3)
-    assert_same_weights(model, expected)
+    assert_trained(model, 6, name)
     offloaded.close()
 
 
-def test_the_state_can_be_read_inside_the_block(pool):
-    expected, plain = make("adam")
-    train(expected, plain, 4)
-    model, optimizer = make("adam")
-    offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
+def test_the_state_can_be_read_inside_the_block(adam):
+    model, optimizer, offloaded = adam
     train(model, optimizer, 2)
     host_bytes = offloaded.stats().host_bytes
     with offloaded:
@@ -158,33 +153,26 @@ def test_the_state_can_be_read_inside_the_block(pool):
         assert optimizer.state[model[0].weight]["exp_avg"].abs().sum() > 0
     assert offloaded.stats().host_bytes == host_bytes > 0
     train(model, optimizer, 2, 2)
-    assert_same_weights(model, expected)
-    offloaded.close()
+    assert_trained(model, 4)
 
 
-def test_offload_undoes_an_onload(pool):
-    expected, plain = make("adam")
-    train(expected, plain, 4)
-    model, optimizer = make("adam")
-    offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
+def test_offload_undoes_an_onload(adam):
+    model, optimizer, offloaded = adam
     train(model, optimizer, 2)
     offloaded.onload()
     assert offloaded.stats().device_bytes == offloaded.stats().host_bytes > 0
     offloaded.offload()
     assert offloaded.stats().device_bytes == 0
     train(model, optimizer, 2, 2)
-    assert_same_weights(model, expected)
-    offloaded.close()
+    assert_trained(model, 4)
 
 
 def test_what_does_not_fit_stays_and_is_counted(make_pool, target):
     pool = make_pool(20 * KIB)
-    expected, plain = make("adam")
-    train(expected, plain, 4)
     model, optimizer = make("adam")
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     train(model, optimizer, 4)
-    assert_same_weights(model, expected)
+    assert_trained(model, 4)
     assert (offloaded.stats().host_bytes, offloaded.stats().stayed_at_cap_bytes) == (
         16 * KIB,
         16 * KIB,
@@ -193,9 +181,8 @@ def test_what_does_not_fit_stays_and_is_counted(make_pool, target):
     assert_idle(pool, target)
 
 
-def test_the_pool_allocates_nothing_after_the_first_step(pool, target):
-    model, optimizer = make("adam")
-    offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
+def test_the_pool_allocates_nothing_after_the_first_step(adam, pool, target):
+    model, optimizer, _ = adam
     train(model, optimizer, 1)
     if target is not None:
         target.run_all()
@@ -203,52 +190,45 @@ def test_the_pool_allocates_nothing_after_the_first_step(pool, target):
     train(model, optimizer, 4, 1)
     if target is None:  # late copies keep slabs in flight
         assert pool.stats().misses == misses
-    offloaded.close()
 
 
-def test_after_close_the_state_stays_on_the_device(pool):
-    model, optimizer = make("adam")
-    offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
+def test_after_close_the_state_stays_on_the_device(adam):
+    model, optimizer, offloaded = adam
     train(model, optimizer, 2)
     offloaded.close()
     offloaded.close()
     train(model, optimizer, 2, 2)
     assert offloaded.stats().host_bytes == 0
-    expected, plain = make("adam")
-    train(expected, plain, 4)
-    assert_same_weights(model, expected)
+    assert_trained(model, 4)
 
 
 def test_tensors_that_share_memory_stay(pool):
     model, optimizer = make("adam")
     train(model, optimizer, 1)
-    weight = model[0].weight
-    state = optimizer.state[weight]
-    together = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
-    state["exp_avg"], state["exp_avg_sq"] = together
-    optimizer.state[model[2].weight]["exp_avg_sq"] = optimizer.state[model[2].weight]["exp_avg"]
+    state, other = (optimizer.state[layer.weight] for layer in (model[0], model[2]))
+    state["exp_avg"], state["exp_avg_sq"] = torch.stack([state["exp_avg"], state["exp_avg_sq"]])
+    other["exp_avg_sq"] = other["exp_avg"]
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     assert offloaded.stats().host_bytes == 0
     offloaded.close()
 
 
-def test_tensors_that_repeat_elements_stay(pool):
-    parameter = torch.nn.Parameter(torch.zeros(1024))
+@pytest.mark.parametrize(
+    "make_state",
+    [
+        lambda: torch.arange(1024.0)[-1:].expand(1024),
+        lambda: torch.randn(8, dtype=torch.complex64).conj(),
+    ],
+    ids=["repeated elements", "lazily conjugated"],
+)
+def test_unusual_tensors_stay_and_keep_their_values(pool, make_state):
+    state = make_state()
+    expected, parameter = state.clone(), torch.nn.Parameter(torch.zeros_like(state))
     optimizer = torch.optim.SGD([parameter])
-    repeated = torch.arange(1024.0)[-1:].expand(1024)
-    optimizer.state[parameter]["average"] = repeated
+    optimizer.state[parameter]["average"] = state
     with optimizer_state(optimizer, pool, min_bytes=0) as offloaded:
         assert offloaded.stats().host_bytes == 0
-        assert torch.equal(optimizer.state[parameter]["average"], repeated)
-
-
-def test_lazily_conjugated_tensors_are_not_mistaken(pool):
-    parameter = torch.nn.Parameter(torch.zeros(8, dtype=torch.complex64))
-    optimizer = torch.optim.SGD([parameter])
-    state = torch.randn(8, dtype=torch.complex64)
-    optimizer.state[parameter]["average"] = state.clone().conj()
-    with optimizer_state(optimizer, pool, min_bytes=0):
-        assert torch.equal(optimizer.state[parameter]["average"], state.conj())
+        assert torch.equal(optimizer.state[parameter]["average"], expected)
 
 
 def test_a_dropped_optimizer_returns_its_slabs(pool, target):
