@@ -5,9 +5,11 @@
 #     scripts/wheels.sh [PYTHON_VERSION]        # default: 3.12
 #     VENV=.venv-frameworks WANTED="lightning accelerate torch-geometric" scripts/wheels.sh    # for benchmarks/frameworks.py
 #     VENV=.venv-rivals WANTED="fastsafetensors runai-model-streamer @torchtune" scripts/wheels.sh    # for weights.py, offload.py
+#     VENV=.venv-diffusers WANTED="diffusers accelerate" scripts/wheels.sh    # for frozen.py
 #
 # .venv-rivals isn't made by make: create it, and let its pip (25.1 or later) install these and packaging, with
-# `-c constraints.txt fastsafetensors runai-model-streamer packaging --group torchtune`.
+# `-c constraints.txt fastsafetensors runai-model-streamer packaging --group torchtune`. So is .venv-diffusers, with
+# `-c constraints.txt diffusers accelerate packaging "huggingface-hub<2"`.
 # WANTED: packages, or @GROUP for a dependency group, with their dependencies. VENV: the environment that has them.
 # HAVE: packages that the machine has, with their dependencies; these are left out.
 set -euo pipefail
