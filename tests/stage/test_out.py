@@ -273,6 +273,15 @@ def test_ranges_of_neighbours_have_the_bytes(shared_stager, sizes, order):
     assert buffer._version > before
 
 
+def test_neighbours_in_storages_of_their_own(stager):
+    memory = np.zeros((12, 64), np.uint8)
+    places = [torch.from_numpy(row) for row in memory]
+    stager.to_device(
+        [torch.full((64,), value, dtype=torch.uint8) for value in range(12)], out=places
+    )
+    assert (memory == np.arange(12)[:, None]).all()
+
+
 # -- what is returned ------------------------------------------------------------------------------
 
 
