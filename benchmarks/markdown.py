@@ -462,9 +462,10 @@ def passes(result: dict[str, Any]) -> str:
     most = max(
         max(row["maximum"] / row["median"] - 1, 1 - row["minimum"] / row["median"]) for row in rows
     )
+    number = " or ".join(map(str, counts))
     return (
-        f"Medians of {' or '.join(map(str, counts))} alternating passes; a pass differs from its median by at "
-        f"most {most:.0%}."
+        f"Medians of {number} alternating passes; a pass differs from its median by at most "
+        f"{most:.0%}."
     )
 
 

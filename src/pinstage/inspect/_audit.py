@@ -139,11 +139,11 @@ class Audit:
             "aliases": sum(leaf.alias_of is not None for leaf in self.leaves),
         }
 
-    def _by_stop(self) -> dict[str | None, list[LeafReport]]:
+    def _by_stop(self) -> dict[str, list[LeafReport]]:
         """Return the leaves that are left pageable, by the type that stops torch."""
-        leaves_by_type: dict[str | None, list[LeafReport]] = {}
+        leaves_by_type: dict[str, list[LeafReport]] = {}
         for leaf in self.left_pageable:
-            leaves_by_type.setdefault(leaf.stopped_by, []).append(leaf)
+            leaves_by_type.setdefault(leaf.stopped_by or "?", []).append(leaf)
         return leaves_by_type
 
     def _pinning_lines(self) -> list[Line]:
@@ -346,7 +346,7 @@ def _reports(located_leaves: Sequence[LocatedLeaf], pinning: Pinning) -> Iterato
 
 def _is_pinned(leaf: Leaf) -> bool:
     try:
-        return isinstance(leaf, torch.Tensor) and leaf.is_pinned()
+        return isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu" and leaf.is_pinned()
     except RuntimeError:  # raised for some layouts
         return False
 
