@@ -283,10 +283,16 @@ def work(
         try:
             outcome = measure(case)
         except Exception as error:  # noqa: BLE001 - whatever a variant raises is its result
-            outcome = {"status": "error", "detail": f"{type(error).__name__}: {error}"[:300]}
+            outcome = {"status": "error", "detail": with_causes(error)[:300]}
         sys.stdout.write(MARK + json.dumps({"case": case.id, **outcome}) + "\n")
         sys.stdout.flush()
         between()
+
+
+def with_causes(error: BaseException) -> str:
+    """Return an error and what caused it: torch says only there which signal ended a worker."""
+    said = f"{type(error).__name__}: {error}"
+    return f"{said}, from {with_causes(error.__cause__)}" if error.__cause__ else said
 
 
 def _kill(pid: int) -> None:

@@ -191,6 +191,18 @@ def test_a_crashing_variant_keeps_rows_and_last_words(tmp_path, capsys):
     assert capsys.readouterr().err.endswith("exit status 1: out of luck\n")
 
 
+def test_an_error_is_told_with_what_caused_it(capsys):
+    def measure(case):
+        raise RuntimeError("worker gone") from ValueError("killed by signal: Bus error")
+
+    harness.work([Size("1B", 1)], measure, lambda: None)
+
+    outcome = json.loads(capsys.readouterr().out.removeprefix(harness.MARK))
+    assert outcome["detail"] == (
+        "RuntimeError: worker gone, from ValueError: killed by signal: Bus error"
+    )
+
+
 def test_parallel_processes_give_the_rows_of_sequential_ones(tmp_path):
     script = tmp_path / "child.py"
     script.write_text(EMIT.replace("0.5", "int(sys.argv[-1])"))
