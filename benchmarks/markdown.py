@@ -1,8 +1,8 @@
 """Write the tables of the README and the docs from the result files, so that no figure is typed by
 hand.
 
-python benchmarks/markdown.py            # prints them python benchmarks/markdown.py --write    #
-puts them between the markers `<!-- table: NAME -->` and `<!-- end -->`
+    python benchmarks/markdown.py          # prints them
+    python benchmarks/markdown.py --write  # puts them between the markers of the pages
 """
 
 from __future__ import annotations

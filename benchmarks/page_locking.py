@@ -1,9 +1,9 @@
-"""Page-lock a large range: its time, its resident memory, and the delay of other processes and
+r"""Page-lock a large range: its time, its resident memory, and the delay of other processes and
 threads.
 
-    python benchmarks/page_locking.py --out benchmarks/results/page_locking.json --plot
-    docs/images/page_locking.png python benchmarks/page_locking.py --from
-    benchmarks/results/page_locking.json --plot docs/images/page_locking.png
+    python benchmarks/page_locking.py --out benchmarks/results/page_locking.json
+    python benchmarks/page_locking.py --from benchmarks/results/page_locking.json \\
+        --plot docs/images/page_locking.png
 
 Each way runs in a fresh process, `--repeats` times in turn with an idle GPU and with kernels of 20
 ms running. Meanwhile another process calls ``cudaMemGetInfo``, and another thread launches kernels;

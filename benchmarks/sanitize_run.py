@@ -1,7 +1,7 @@
-"""A short staging run for compute-sanitizer: stage, check, close; non-zero exit if a bit is wrong.
+r"""A short staging run for compute-sanitizer: stage, check, close; non-zero exit if a bit is wrong.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python
-    benchmarks/sanitize_run.py
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
+        python benchmarks/sanitize_run.py
 
 Without torch's caching allocator every device slab is its own allocation, so that memcheck sees a
 copy beyond its end. `--baseline` does the same with `.to()`: what memcheck reports there is

@@ -1,8 +1,8 @@
 """Trains the demo's model with DistributedDataParallel: one process per device, each with its share
 of the hours.
 
-    torchrun --nproc-per-node 2 examples/ddp.py                     # ps.DataLoader torchrun
-    --nproc-per-node 2 examples/ddp.py --loader plain      # torch's, and .to() on each leaf
+    torchrun --nproc-per-node 2 examples/ddp.py                 # ps.DataLoader
+    torchrun --nproc-per-node 2 examples/ddp.py --loader plain  # torch's, and .to() on each leaf
 
 Uses NCCL on GPUs, and gloo on the CPU. Both loaders train to the same losses, bit for bit: compare
 what ``--out`` saves. Needs the data of the demo: ``pip install -e . --group demo``.

@@ -1,10 +1,9 @@
 """Compare the savings that `pinstage trace` predicts with measured ones, for several loops on a
 machine with a GPU.
 
-    python scripts/record_traces.py --out tests/traces/loops          # about two minutes of an idle
-    GPU python scripts/record_traces.py --out /tmp/loops --smoke          # a small run on the CPU,
-    to test the script python scripts/record_traces.py --check tests/traces/loops        # print the
-    table from recorded files
+    python scripts/record_traces.py --out tests/traces/loops    # two minutes of an idle GPU
+    python scripts/record_traces.py --out /tmp/loops --smoke    # a test of the script, on the CPU
+    python scripts/record_traces.py --check tests/traces/loops  # prints the table from the files
 
 Each loop is timed with its own line (`.to()` on each leaf) and with `Stager.to_device` instead, in
 turn, without the profiler. Half-way through, another process records a trace of the loop's own

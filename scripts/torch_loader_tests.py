@@ -1,7 +1,6 @@
 """Run torch's own tests of its loader against `pinstage.DataLoader`.
 
-    python scripts/torch_loader_tests.py CHECKOUT [--slow] [--torch] [pytest's arguments, such as -k
-    sampler]
+    python scripts/torch_loader_tests.py CHECKOUT [--slow] [--torch] [pytest's arguments]
 
 CHECKOUT is a checkout of https://github.com/pytorch/data (BSD-3-Clause): torch's package doesn't
 contain its tests, and torchdata's repository has a copy of them for its own loader class. This

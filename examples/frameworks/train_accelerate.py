@@ -1,11 +1,11 @@
-"""Trains with Accelerate: accumulates gradients over three batches, and can resume in the middle of
-an epoch.
+r"""Trains with Accelerate: accumulates gradients over three batches; can resume in the middle of an
+epoch.
 
-python examples/frameworks/train_accelerate.py python examples/frameworks/train_accelerate.py --way
-plain                # Accelerate's own way, same losses python
-examples/frameworks/train_accelerate.py --skip 5                   # the first epoch begins with
-batch 5 accelerate launch --num_processes 2 examples/frameworks/train_accelerate.py
---dispatch-batches
+    python examples/frameworks/train_accelerate.py
+    python examples/frameworks/train_accelerate.py --way plain  # Accelerate's own way, same losses
+    python examples/frameworks/train_accelerate.py --skip 5     # begins with batch 5
+    accelerate launch --num_processes 2 \\
+        examples/frameworks/train_accelerate.py --dispatch-batches
 """
 
 import argparse

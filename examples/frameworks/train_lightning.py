@@ -1,9 +1,10 @@
 """Trains with Lightning, on one process or several: `StageBatches` stages what the trainer would
 move.
 
-python examples/frameworks/train_lightning.py python examples/frameworks/train_lightning.py --way
-plain                 # Lightning's own way, same losses torchrun --nproc-per-node 2
-examples/frameworks/train_lightning.py --way loader   # ps.DataLoader instead
+    python examples/frameworks/train_lightning.py
+    python examples/frameworks/train_lightning.py --way plain   # Lightning's own way, same losses
+    python examples/frameworks/train_lightning.py --way loader  # ps.DataLoader instead
+    torchrun --nproc-per-node 2 examples/frameworks/train_lightning.py
 """
 
 import os

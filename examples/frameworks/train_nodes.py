@@ -1,11 +1,11 @@
 """Trains on a pipeline of torchdata.nodes, staged by its last node; can stop in the middle and
 resume.
 
-python examples/frameworks/train_nodes.py
-python examples/frameworks/train_nodes.py --way plain                     # same losses
-python examples/frameworks/train_nodes.py --steps 5 --checkpoint /tmp/c   # stop after 5 steps ...
-python examples/frameworks/train_nodes.py --checkpoint /tmp/c             # ... and resume
-torchrun --nproc-per-node 2 examples/frameworks/train_nodes.py
+    python examples/frameworks/train_nodes.py
+    python examples/frameworks/train_nodes.py --way plain                    # same losses
+    python examples/frameworks/train_nodes.py --steps 5 --checkpoint /tmp/c  # stops after 5 ...
+    python examples/frameworks/train_nodes.py --checkpoint /tmp/c            # ... resumes
+    torchrun --nproc-per-node 2 examples/frameworks/train_nodes.py
 """
 
 import itertools

@@ -1,10 +1,9 @@
 """Trains with Ray: a dataset that Ray Data reads, in the workers of a `TorchTrainer`, on this
 machine or many.
 
-python examples/frameworks/train_ray.py                                   # two workers python
-examples/frameworks/train_ray.py --way plain                       # Ray's own way, same losses
-python examples/frameworks/train_ray.py --way loader                      # torch's loader instead
-of Ray Data
+    python examples/frameworks/train_ray.py               # two workers
+    python examples/frameworks/train_ray.py --way plain   # Ray's own way, same losses
+    python examples/frameworks/train_ray.py --way loader  # torch's loader instead of Ray Data
 """
 
 import copy

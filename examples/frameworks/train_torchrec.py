@@ -1,8 +1,10 @@
 """Trains torchrec's DLRM with `TrainPipelineSparseDist`, whose batches are staged ahead.
 
-python examples/frameworks/train_torchrec.py
-python examples/frameworks/train_torchrec.py --way plain                  # same losses
-torchrun --nproc-per-node 2 examples/frameworks/train_torchrec.py
+    python examples/frameworks/train_torchrec.py
+    python examples/frameworks/train_torchrec.py --way plain
+    torchrun --nproc-per-node 2 examples/frameworks/train_torchrec.py
+
+Both ways have the same losses.
 """
 
 import os

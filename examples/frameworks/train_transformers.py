@@ -1,9 +1,9 @@
 """Trains with transformers' `Trainer`: the mixin `StageInputs` stages its training and evaluation
 batches.
 
-python examples/frameworks/train_transformers.py python examples/frameworks/train_transformers.py
---way plain              # the Trainer's own way, same losses torchrun --nproc-per-node 2
-examples/frameworks/train_transformers.py
+    python examples/frameworks/train_transformers.py
+    python examples/frameworks/train_transformers.py --way plain  # the Trainer's own, same losses
+    torchrun --nproc-per-node 2 examples/frameworks/train_transformers.py
 """
 
 import argparse

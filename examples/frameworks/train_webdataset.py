@@ -1,10 +1,10 @@
 """Trains on shards that webdataset reads: in a `ps.DataLoader`, or in a `WebLoader` that ends in
 `Stager.prefetch`.
 
-python examples/frameworks/train_webdataset.py
-python examples/frameworks/train_webdataset.py --way prefetch             # same losses
-python examples/frameworks/train_webdataset.py --way plain
-torchrun --nproc-per-node 2 examples/frameworks/train_webdataset.py
+    python examples/frameworks/train_webdataset.py
+    python examples/frameworks/train_webdataset.py --way prefetch  # same losses
+    python examples/frameworks/train_webdataset.py --way plain
+    torchrun --nproc-per-node 2 examples/frameworks/train_webdataset.py
 """
 
 import tempfile

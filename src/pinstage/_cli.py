@@ -134,8 +134,7 @@ def _bus(text: str) -> Any:
 
 
 def audit(options: argparse.Namespace) -> int:
-    """Show what a batch is made of, how much of it pin_memory=True really pins, and what copying it
-    costs.
+    """Show what a batch is made of, what pin_memory=True really pins, and what copying it costs.
 
     TARGET is module:callable, or path/to/file.py:callable. It is called without arguments and
     returns a batch, or a DataLoader or other iterable, whose first batch is taken. Nothing is moved

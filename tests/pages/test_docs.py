@@ -1,5 +1,6 @@
 """The snippets of the documentation run unchanged, and its names exist."""
 
+import ast
 import importlib.util
 import operator
 import re
@@ -107,6 +108,19 @@ def test_code_has_at_most_80_columns():
     ]
     assert {".md", ".py"} == {path.suffix for path, _ in lines}
     assert [(path, line) for path, line in lines if len(line) > 80] == []
+
+
+def test_commands_in_docstrings_begin_their_lines():
+    folders = ("benchmarks", "examples", "scripts")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lines = [
+        (path.name, line)
+        for path in paths
+        for line in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
+    ]
+    command = re.compile(r"\b(?:python|torchrun)(?!\w)")
+    assert sum(bool(command.match(line.strip())) for _, line in lines) > 20
+    assert [line for line in lines if re.search(rf"\S {command.pattern}", line[1])] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
