@@ -69,7 +69,10 @@ def parser() -> argparse.ArgumentParser:
         help='"cpu", "cuda" or "cuda:1"; "auto" takes a GPU if there is one',
     )
     add("--only", help="these ways, separated by commas: to,pinstage")
-    add("--batches", help="these batches, leaves x size, separated by commas: 64x1KiB,1000x256B")
+    add(
+        "--batches",
+        help="these batches, tensors x bytes of each, separated by commas: 64x1KiB,1000x256B",
+    )
     add("--series", help="measure how time grows with leaves or bytes: leaves, bytes or all")
     add("--plot", type=Path, help="draw the series into this file; measures them if needed")
     add("--out", type=Path, help="write the results to this JSON file")

@@ -410,7 +410,7 @@ def test_the_table_of_loops_has_spread_and_utilisation(scripts):
         "Medians of 3 alternating passes; a pass differs from its median by at most 25%." in line
         for line in table
     )
-    assert "- `tokens`: tensors of 65,536 integers." in table
+    assert "- `tokens`: 2 tensors of 16 x 4,096 integers." in table
 
 
 def test_a_killed_run_with_every_way_is_shown(scripts, tmp_path, monkeypatch):
@@ -534,7 +534,7 @@ def test_the_staging_table_accepts_files_without_newer_rivals(scripts):
 
     lines = markdown.staging(newer).splitlines()
 
-    assert lines[0] == "| leaves x size | **pinstage** | best rival | ratio |"
+    assert lines[0] == "| tensors x bytes of each | **pinstage** | best rival | ratio |"
     assert [line.partition(" |")[0] for line in lines[2:4]] == ["| 64 x 1KiB", "| 1000 x 256B"]
     assert all("| **0.25** |" in line for line in lines[2:4])
     assert "0.125, C++ |" in lines[2]  # the best rival, by its short name
