@@ -89,7 +89,7 @@ def by_python(name: str, device: torch.device, repeats: int) -> Iterator[tuple[s
 
 
 VARIANTS = (
-    Variant("bus", native, "no packing: the copies of what lies in page-locked memory"),
+    Variant("bus", native, "no packing: copies from page-locked memory alone"),
     Variant("spinning", native, "C++ threads that wait awake for work, as OpenMP's do"),
     Variant("sleeping", native, "C++ threads that are woken for each batch"),
     Variant("non-temporal", native, "the same, with stores that bypass the caches"),
