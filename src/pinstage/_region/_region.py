@@ -373,8 +373,8 @@ class HostRegion:
     def close(self) -> None:
         """Refuse new views, and free the memory when the last view is gone. May be called again.
 
-        Doesn't block: a thread unregisters the chunks. Each chunk may wait for the device (64
-        chunks took 13 s behind kernels of 0.2 s), so call this in idle moments.
+        Doesn't block: a thread unregisters the chunks. Each chunk may wait for the device,
+        so call this in idle moments.
         """
         self._exporter = None
 
