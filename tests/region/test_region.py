@@ -340,8 +340,7 @@ def test_views_of_whole_rows_may_cross_borders(make):
     ],
 )
 def test_a_view_that_does_not_fit_is_refused(make, shape, dtype, offset):
-    words = r"doesn't fit the region.*and the region has 4096|the shape of a tensor must not be negative: \[-1\]"
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=r"doesn't fit: .* of 4096; pass sizes"):
         make(4096).tensor(shape, dtype, offset=offset)
 
 

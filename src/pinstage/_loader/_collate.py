@@ -72,7 +72,7 @@ class SlabCollate:
         slab = slabs.take(nbytes) if nbytes else None
         raw = bytearray(nbytes) if nbytes and slab is None else None
         try:
-            if slab is not None and slab.tensor is not None:
+            if slab is not None:
                 pack(parts, slab.tensor)
             elif raw is not None:
                 pack(parts, torch.frombuffer(raw, dtype=torch.uint8))

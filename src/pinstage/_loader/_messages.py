@@ -83,16 +83,11 @@ class Failed:
     """
 
     def __init__(self, error: Exception) -> None:
-        self._error: Exception | None = error
+        self._errors = [error]
 
     def reraise(self) -> NoReturn:
         """Raise the error. May be called once."""
-        error, self._error = self._error, None
-        assert error is not None
-        try:
-            raise error
-        finally:
-            del error  # or its traceback and this frame would keep one another
+        raise self._errors.pop()  # a variable, and the traceback, would keep one another
 
 
 def receive(
