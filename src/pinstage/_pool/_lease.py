@@ -20,7 +20,7 @@ import torch
 from .._compat.views import checked_sizes, tensor_over
 from ..errors import LeaseError
 from . import _refusals
-from ._slab import Fence, Holdings, Slab, add_guard, check_fence
+from ._slab import Fence, Holdings, Slab, add_guard, check_fence, guard_numbers
 from ._waiting import Account
 
 _BYTE, _tensor_of = torch.uint8, torch.frombuffer  # faster to look up than torch's attributes
@@ -162,7 +162,7 @@ class Lease:
         """
         slab = self._held("guard()")
         if event is not None:
-            add_guard(slab, event)
+            add_guard(slab.guards, event)
 
     def release(self, *, after: Fence | None = None) -> None:
         """Give the slab back.
@@ -250,7 +250,7 @@ class Lease:
             if state.record is not None:
                 events = state.record()
                 if slab.lease is self._ref:  # as in `release`
-                    slab.guards += events
+                    slab.guards.update(zip(guard_numbers, events, strict=False))
         except BaseException as failure:
             state.unrecorded[self] = None
             if error is None or not isinstance(failure, Exception):

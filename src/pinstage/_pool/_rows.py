@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -358,12 +358,10 @@ def _read(file: int) -> PoolUsage | None:
     text = os.pread(file, os.fstat(file).st_size, 0)
     if not text:
         return None
-    record: Any = None
     try:
-        record = json.loads(text)
-        return _checked(record)
+        return _checked(json.loads(text))
     except (RecursionError, TypeError, ValueError) as error:
-        path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file, record)
+        path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file)
         remedy = f"end the process that has it open{holder}, or name another folder in {VARIABLE}"
         damage = f"a host budget's file is damaged: {path}: {error}"
         raise HostBudgetError(f"{damage}; {remedy}") from error
@@ -385,19 +383,13 @@ def _checked(record: Any) -> PoolUsage:
     return usage
 
 
-def _holder(file: int, record: Any) -> str:
-    """Return a text that names the process of a damaged row, by its lock or by its content; empty
-    if unknown.
-    """
-    pid = program = None
-    if isinstance(record, Mapping):
-        pid, program = record.get("pid"), record.get("program")
+def _holder(file: int) -> str:
+    """Return a text that names the process that has a row's lock; empty if unknown."""
+    lock = rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} "
     with contextlib.suppress(OSError):
-        lock = rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} "
         if owner := re.search(lock, Path("/proc/locks").read_text()):
-            pid = int(owner[1])
-    names = [str(name) for name in (pid, program) if isinstance(name, int | str)]
-    return f" ({', '.join(names)})" if names else ""
+            return f" ({owner[1]})"
+    return ""
 
 
 # -- fork ------------------------------------------------------------------------------------------

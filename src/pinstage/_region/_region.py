@@ -337,7 +337,7 @@ class HostRegion:
             PinningError: the region is closed, or this is a forked child.
         """
         self._check()
-        add_guard(self._chunks, event)
+        add_guard(self._chunks.guards, event)
 
     def handle(self) -> RegionHandle:
         """Return a handle, with which another process can map the region by `from_handle`.
