@@ -79,7 +79,8 @@ class UninterruptedCall(Generic[T]):
     def __init__(self, function: Callable[[], Any], keeps: Any = None) -> None:
         self._function, self._keeps = function, keeps
         self._result: T | None = None
-        self._error: BaseException | None = None
+        # In a list, so that it is raised from no variable: its traceback would keep that.
+        self._errors: list[BaseException] = []
         self._is_over = False
         self._news: SimpleQueue[object] = SimpleQueue()  # gets an item at the end
         self._surroundings = as_called_here()
@@ -105,12 +106,8 @@ class UninterruptedCall(Generic[T]):
                 del run  # an error that is kept would keep it through this frame
             self._news.get()
         result, self._result = self._result, None
-        error, self._error = self._error, None  # else the traceback would keep this object
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
+        if self._errors:
+            raise self._errors.pop()
         return result  # type: ignore[return-value]
 
     def query(self) -> bool:
@@ -120,8 +117,8 @@ class UninterruptedCall(Generic[T]):
         while not self._is_over:
             # Not a `threading.Event`: an interrupt may leave its lock locked.
             time.sleep(_PAUSE_SECONDS)
-        if self._error is not None:
-            raise self._error
+        if self._errors:
+            raise self._errors[0]
 
     def _call(self) -> T:
         return self._function()  # type: ignore[no-any-return]
@@ -133,7 +130,7 @@ class UninterruptedCall(Generic[T]):
             with self._surroundings():
                 self._result = self._call()
         except BaseException as error:  # noqa: BLE001 - raised by `result`
-            self._error = error
+            self._errors.append(error)
         finally:
             del self._function, self._keeps
             self._is_over = True
@@ -289,7 +286,7 @@ class Reaper:
             with as_called_here()():
                 return task.reap()
         except Exception as error:  # noqa: BLE001 - there is no caller
-            what = "memory of a dropped pool or loader could not be freed"
+            what = "memory of a dropped pool, loader or region could not be freed"
             warn(f"{what}: {error!r}; close() it before its device fails")
             return True
 

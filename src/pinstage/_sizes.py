@@ -37,16 +37,7 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
             bytes.
     """
     if isinstance(size, str):
-        match = _SIZE.fullmatch(size)
-        unit = UNITS.get(match[2].lower()) if match else None
-        if match is None or unit is None:
-            raise ValueError(
-                f"not a size: {size!r}; write bytes as an int, or text such as '512MiB' or '1.5 GB'"
-            )
-        exact = Fraction(match[1]) * unit
-        if exact.denominator != 1:
-            raise ValueError(f"not a whole number of bytes: {size!r} is {float(exact)} bytes")
-        return int(exact)
+        return _parse_text(size)
     # Python's or numpy's.
     if isinstance(size, float | numbers.Real) and not isinstance(size, SupportsIndex):
         if not float(size).is_integer():
@@ -54,7 +45,7 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
                 f"not a whole number of bytes: {size}; write an int, or text such as '1.5 GiB'"
             )
         size = int(size)
-    if isinstance(size, bool) or not hasattr(size, "__index__"):
+    if isinstance(size, bool) or not isinstance(size, SupportsIndex):
         raise TypeError(
             f"a size is an int or text such as '512MiB', not {size!r} ({type(size).__name__})"
         )
@@ -62,6 +53,19 @@ def parse_bytes(size: SupportsIndex | float | str) -> int:
     if nbytes < 0:
         raise ValueError(f"a size cannot be negative: {nbytes}")
     return nbytes
+
+
+def _parse_text(size: str) -> int:
+    match = _SIZE.fullmatch(size)
+    unit = UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError(
+            f"not a size: {size!r}; write bytes as an int, or text such as '512MiB' or '1.5 GB'"
+        )
+    exact = Fraction(match[1]) * unit
+    if exact.denominator != 1:
+        raise ValueError(f"not a whole number of bytes: {size!r} is {float(exact)} bytes")
+    return int(exact)
 
 
 def format_bytes(nbytes: float) -> str:

@@ -89,19 +89,17 @@ class _Step:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._range: Any = None
+        self._range: Any = NOTHING
         if is_profiling():
             self._range = torch.profiler.record_function(f"pinstage.{name}")
 
     def __enter__(self) -> None:
-        if self._range is not None:
-            self._range.__enter__()
+        self._range.__enter__()
         self._began = time.perf_counter()
 
     def __exit__(self, *raised: Any) -> None:
         seconds = time.perf_counter() - self._began
-        if self._range is not None:
-            self._range.__exit__(*raised)
+        self._range.__exit__(*raised)
         with _lock:
             for block in list(_open):
                 step_time = block.times.setdefault(self._name, StepTime())

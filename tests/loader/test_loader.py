@@ -14,7 +14,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
-from pinstage._loader._collate import LOOKS_KNOWN
+from pinstage._loader._messages import STRUCTURES_KEPT
 
 # Torch's own queue.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -392,10 +392,9 @@ def test_the_cap_is_blamed_only_when_reached(cap, sentence):
 
 
 @pytest.mark.parametrize("kinds", [1, 5, 100, 300])
-def test_repeated_structures_are_known_by_a_bounded_number(kinds):
+def test_a_bounded_number_of_structures_is_kept(kinds):
     dataset = data.Mapped(data.Several(kinds), 600)
     iterator = iter(ps.DataLoader(dataset, None, num_workers=1, device="cpu"))
     for index, batch in enumerate(iterator):
         assert same(batch, dataset[index])
-    # The second half had no new structures.
-    assert len(iterator._broker.known) == min(kinds, LOOKS_KNOWN)
+    assert iterator._broker.structure_of.cache_info().currsize == min(kinds, STRUCTURES_KEPT)

@@ -188,6 +188,11 @@ def test_a_senseless_reservation_is_refused(pool, nbytes, count):
         pool.reserve(nbytes, count=count)
 
 
+def test_half_a_reservation_is_refused(pool):
+    with pytest.raises(TypeError, match="float"):
+        pool.reserve(100, count=2.5)
+
+
 def test_the_cap_holds_while_reservations_are_rolled_back(pool, memory, background):
     memory.fail_allocate(MemoryError("no pages"), nth=2)
     memory.deallocate_gate = Gate()

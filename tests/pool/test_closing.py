@@ -213,7 +213,7 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
         del pool
         wait_until(lambda: len(told) > 0)
     assert re.search(
-        "memory of a dropped pool or loader could not be freed: .*device is gone",
+        "memory of a dropped pool, loader or region could not be freed: .*device is gone",
         str(told[0].message),
     )
     assert memory.live_blocks == [lost]

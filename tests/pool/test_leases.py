@@ -113,16 +113,16 @@ def test_a_tensor_starts_at_its_offset(pool):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"offset": -1}, "multiple of 1 for torch.uint8, and not negative: -1"),
-        ({"offset": 2, "dtype": torch.float32}, "multiple of 4 for torch.float32, .*: 2"),
-        ({"offset": 102}, "does not fit"),
-        ({"shape": -1}, "does not fit"),
-        ({"shape": (-1, -1)}, "does not fit"),
-        ({"shape": 26, "dtype": torch.float32}, "104 bytes, leased 101; acquire more"),
+        ({"offset": -1}, "from byte -1 of 101; pass .* an offset that is a multiple of 1"),
+        ({"offset": 2, "dtype": torch.float32}, "from byte 2 of 101; .* a multiple of 4"),
+        ({"offset": 102}, "0 bytes from byte 102 of 101"),
+        ({"shape": -1}, "not negative"),
+        ({"shape": (-1, -1)}, "not negative"),
         (
-            {"shape": 1, "offset": 101},
-            r"shape \(1,\) of torch.uint8 at offset 101 needs 102 bytes, leased 101",
+            {"shape": 26, "dtype": torch.float32},
+            r"shape \[26\] and torch.float32 doesn't fit: 104 bytes from byte 0 of 101",
         ),
+        ({"shape": 1, "offset": 101}, "1 bytes from byte 101 of 101"),
     ],
 )
 def test_a_view_outside_the_lease_is_refused(pool, arguments, message):

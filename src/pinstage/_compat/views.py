@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,36 @@ def check_dtype(dtype: Any) -> None:
             f"memory can't be a tensor of {dtype}: a quantised tensor also has a scale and a zero "
             "point; take its integers (torch.int8, torch.uint8, torch.int32)"
         )
+
+
+def checked_sizes(
+    shape: int | Sequence[int] | None, dtype: torch.dtype, offset: int, nbytes: int
+) -> tuple[int, ...]:
+    """Return the sizes of a tensor within memory.
+
+    Args:
+        shape: the tensor's; None for all elements from `offset` on, in one dimension.
+        dtype: the tensor's.
+        offset: the first byte.
+        nbytes: the bytes of the memory.
+
+    Raises:
+        TypeError: as `check_dtype`.
+        ValueError: it doesn't fit the memory.
+    """
+    check_dtype(dtype)
+    unit = dtype.itemsize
+    if shape is None:
+        shape = max(nbytes - offset, 0) // unit
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    needed = math.prod(sizes) * unit
+    if min((offset, *sizes)) < 0 or offset % unit or offset + needed > nbytes:
+        raise ValueError(
+            f"a tensor of shape {list(sizes)} and {dtype} doesn't fit: {needed} bytes from byte "
+            f"{offset} of {nbytes}; pass sizes that are not negative and an offset that is a "
+            f"multiple of {unit}, or ask for less"
+        )
+    return sizes
 
 
 def tensor_over(
@@ -229,12 +259,17 @@ def _probe_tensors(core: Any, samples: dict[int, torch.Tensor]) -> str | None:
         core.add_scalar(code, number)
     if type(getattr(*level)) is not int:  # opening one would disturb other threads
         return in_this_torch("doesn't report whether a level of forward-mode AD is open")
+    return _probe_modes(modes) or _probe_views(core, slab)
+
+
+def _probe_modes(modes: Callable[[], int]) -> str | None:
+    """Check that a function counts the modes that torch is in."""
     before = modes()
     with TorchDispatchMode():  # type: ignore[no-untyped-call]
         inside = modes()
     if (type(before), inside, modes()) != (int, before + 1, before):
         return in_this_torch("doesn't report whether it makes views or something else")
-    return _probe_views(core, slab)
+    return None
 
 
 def _probe_views(core: Any, slab: torch.Tensor) -> str | None:

@@ -4,7 +4,7 @@
 
     worker                                      main process, a thread of its own
     collate, into a slab
-       |   slab number, layout number, the rest
+       |   slab number, layout, the rest
        +------------- worker queue -----------> a copy per block, on our own stream
        ^                                          |      -> the batch -> the loop
        +---- the slab is free, by a socket -------+ when the copy's event is done

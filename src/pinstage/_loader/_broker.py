@@ -8,10 +8,12 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import pickle
 import select
 import threading
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running, warn
 from .._sizes import format_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
-from ._messages import BEGIN_AGAIN, BROKERS, WorkerStructure, send_descriptor, shut_down
+from ._messages import BEGIN_AGAIN, BROKERS, STRUCTURES_KEPT, send_descriptor, shut_down
 from ._sending import SendingQueue
 from ._slabs import Slabs
 
@@ -68,10 +70,8 @@ class SlabBroker:
 
     def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
         self.token = next(_tokens)
-        self.known: dict[tuple[int, int], WorkerStructure] = {}
-        """The structures that workers have sent, by the worker's id and its number for the
-        structure.
-        """
+        self.structure_of = lru_cache(STRUCTURES_KEPT)(pickle.loads)
+        """Unpickles a structure that a worker has sent."""
         self._slabs: Slabs | None = slabs
         self._target = slabs.target
         self._pool = slabs.shared()

@@ -9,6 +9,7 @@ import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, TypeAlias
@@ -17,9 +18,9 @@ import torch
 import torch.utils.data
 
 from .. import _native
-from .._batch import Keeping, Parts, Stack, Structure, Table, pack, take_apart
+from .._batch import Keeping, Parts, Stack, pack, take_apart
 from .._compat.loader import collation
-from ._messages import Message
+from ._messages import STRUCTURES_KEPT, Message
 from ._worker import WorkerSlabs
 
 INLINE_STACK_BYTES = 64 * 1024
@@ -27,10 +28,7 @@ INLINE_STACK_BYTES = 64 * 1024
 longer than it saves. 120 stacks of 4 KiB took 15% longer.
 """
 
-LOOKS_KNOWN = 64
-"""The most batch structures that a worker and the main process know by number, each with its last
-offset table. A batch of a known structure is sent with its table only if the table has changed, any
-other batch with both."""
+_pickled_structure = lru_cache(STRUCTURES_KEPT)(pickle.dumps)
 
 
 @dataclass(eq=False)
@@ -56,7 +54,6 @@ class SlabCollate:
     keeping: Keeping | None = None
     _worker: int = field(default=-1, init=False)
     _slabs: WorkerSlabs | None = field(default=None, init=False)
-    _known: dict[Structure, tuple[int, Table]] = field(default_factory=dict, init=False)
 
     def __call__(self, samples: Any) -> Message:
         """Return a small message that stands for the batch.
@@ -75,23 +72,22 @@ class SlabCollate:
         slab = slabs.take(nbytes) if nbytes else None
         raw = bytearray(nbytes) if nbytes and slab is None else None
         try:
-            if slab is not None and slab.tensor is not None:
+            if slab is not None:
                 pack(parts, slab.tensor)
             elif raw is not None:
                 pack(parts, torch.frombuffer(raw, dtype=torch.uint8))
-            number, structure, table = self._look(parts)
+            structure = _pickled_structure(parts.structure)
         except BaseException:
             if slab is not None:
                 slab.is_free = True
             raise
-        where = None if slab is None else slab.number
+        number = None if slab is None else slab.number
         return Message(
             self.token,
             self._worker,
-            where,
             number,
             structure,
-            table,
+            parts.table.data,
             pickled,
             raw,
             slabs.waited_seconds,
@@ -111,24 +107,6 @@ class SlabCollate:
             )
         self._slabs = WorkerSlabs(self.channels[info.id], self.main_pid, self.limit)
         return self._slabs
-
-    def _look(self, parts: Parts) -> tuple[int, bytes | None, bytes | None]:
-        """Return the number that stands for this structure, and the structure and table if they
-        have to be sent.
-
-        Called last, since the main process is then assumed to know both. May forget the oldest
-        structure.
-        """
-        number, table = self._known.get(parts.structure, (None, None))
-        structure = None
-        if number is None:
-            structure, number = pickle.dumps(parts.structure), len(self._known)
-            if number >= LOOKS_KNOWN:
-                number, _ = self._known.pop(next(iter(self._known)))
-        elif table == parts.table:
-            return number, None, None
-        self._known[parts.structure] = number, parts.table
-        return number, structure, parts.table.data
 
 
 def _pickled_others(parts: Parts) -> bytes | None:

@@ -20,27 +20,20 @@ from ..errors import LayoutError
 BEGIN_AGAIN = "begin another pass, with new workers"
 """The remedy for messages that can't be right."""
 
+STRUCTURES_KEPT = 64
+"""The number of structures that a worker keeps pickled, and that the main process keeps
+unpickled."""
+
 BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The `SlabBroker` of each iterator of this process, by its token, until the broker has ended."""
-
-
-@dataclass(slots=True)
-class WorkerStructure:
-    """The structure that one worker's number stands for."""
-
-    structure: bytes | Structure
-    """Pickled until it is used for the first time."""
-    table: Table
-    """The offset table of the last batch with this structure."""
 
 
 class Message:
     """A batch as the worker puts it into the queue. Unpickling makes it a `PackedBatch`, by
     `receive`.
 
-    Unpickling happens wherever torch reads the queue. So nothing is missed when torch drops a batch
-    there, as it does when persistent workers are reset: the batch's slab becomes free, and a new
-    structure is known.
+    Unpickling happens wherever torch reads the queue. So when torch drops a batch there, as it does
+    when persistent workers are reset, the batch's slab becomes free.
 
     Args:
         *contents: the arguments of `receive`.
@@ -90,25 +83,19 @@ class Failed:
     """
 
     def __init__(self, error: Exception) -> None:
-        self._error: Exception | None = error
+        self._errors = [error]
 
     def reraise(self) -> NoReturn:
         """Raise the error. May be called once."""
-        error, self._error = self._error, None
-        assert error is not None
-        try:
-            raise error
-        finally:
-            del error  # or its traceback and this frame would keep one another
+        raise self._errors.pop()  # a variable, and the traceback, would keep one another
 
 
 def receive(
     token: int,
     worker: int,
     slab: int | None,
-    number: int,
-    structure: bytes | Structure | None,
-    table: Any,
+    structure: bytes,
+    table: bytes,
     pickled: bytes | None,
     raw: bytearray | None,
     waited: float,
@@ -120,10 +107,8 @@ def receive(
         worker: the id of the worker.
         slab: the number of the slab with the bytes. None if they are in `raw`, or if there are
             none.
-        number: the worker's number for batches that look like this one.
-        structure: the pickled structure that `number` stands for from now on. None if the broker
-            knows it.
-        table: the offset table. None if it is the one of the last batch of this number.
+        structure: the batch's structure, pickled.
+        table: the data of its offset table.
         pickled: the leaves that are not packed, as a list. None if there are none.
         raw: the bytes of a batch for which there was no slab.
         waited: seconds that the worker waited for a slab.
@@ -136,14 +121,15 @@ def receive(
     if broker is None:
         return None
     try:
-        current = _structure_of(broker, worker, number, structure, table)
+        unpickled, described = broker.structure_of(structure), Table.of_bytes(table)
+        check_content(unpickled, described)
         others = pickle.loads(pickled) if pickled is not None else []
         room = len(raw or b"") if slab is None else broker.loan_of(worker, slab).lease.nbytes
-        nbytes, described = current.table.nbytes, current.table.others + current.table.moved
-        if nbytes > room or len(others) != described:
+        nbytes, unpacked = described.nbytes, described.others + described.moved
+        if nbytes > room or len(others) != unpacked:
             raise LayoutError(
                 f"worker {worker} sent a batch that its offset table doesn't describe: {nbytes} "
-                f"bytes in {room}, and {len(others)} of {described} leaves that are not packed; "
+                f"bytes in {room}, and {len(others)} of {unpacked} leaves that are not packed; "
                 f"{BEGIN_AGAIN}"
             )
     except BaseException as error:
@@ -152,32 +138,7 @@ def receive(
         if isinstance(error, Exception) and not isinstance(error, OSError):
             return Failed(error)
         raise
-    assert not isinstance(current.structure, bytes)
-    return PackedBatch(broker, current.structure, current.table, slab, raw, others, waited)
-
-
-def _structure_of(
-    broker: Any, worker: int, number: int, structure: bytes | Structure | None, table: Any
-) -> WorkerStructure:
-    """Return what a worker's number stands for now, unpickled and checked.
-
-    The arguments are those of `receive`.
-    """
-    known: dict[tuple[int, int], WorkerStructure] = broker.known
-    current = known.pop((worker, number), None)  # if the table is refused, the number is unknown
-    if structure is not None:
-        current = WorkerStructure(structure, Table.of_bytes(table))
-    elif current is None:
-        raise LayoutError(
-            f"worker {worker} sent a batch of an unknown structure: {number!r}; {BEGIN_AGAIN}"
-        )
-    elif table is not None:
-        current.table = Table.of_bytes(table)
-    known[worker, number] = current  # even if it cannot be unpickled now
-    if isinstance(current.structure, bytes):
-        current.structure = pickle.loads(current.structure)
-    check_content(current.structure, current.table)
-    return current
+    return PackedBatch(broker, unpickled, described, slab, raw, others, waited)
 
 
 # -- channels --------------------------------------------------------------------------------------

@@ -92,9 +92,7 @@ class Slabs:
             if self.pool is None or not self.pool.memory.is_shared:
                 self._stager = None
                 is_cuda = self.target.device.type == "cuda"
-                memory = (
-                    SharedMemory(self.target.device) if is_cuda else SharedMemory(register=False)
-                )
+                memory = SharedMemory(self.target.device if is_cuda else None, register=is_cuda)
                 self.pool = SlabPool(
                     self.settings.max_bytes, budget=self.settings.budget, memory=memory
                 )

@@ -88,20 +88,17 @@ class LoaderStats:
             or pool.peak_held_bytes * (1 + 1 / max(pool.peak_held_slabs, 1)) > pool.max_bytes
         )
 
-    @property
-    def _sent(self) -> str:
-        return f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
-
     def __str__(self) -> str:
         """Return one line for a log."""
         pool = ""
         if self.pool:
             held, most = format_bytes(self.pool.held_bytes), format_bytes(self.pool.max_bytes)
             pool = f"; pool {held} of {most}"
+        sent = f"{format_bytes(self.packed_bytes)} in {count(self.copies, 'copy', 'copies')}"
         return (
-            f"{count(self.batches, 'batch', 'batches')}, {self._sent} in "
-            f"{self.elapsed_seconds:.3f} s, {self.batch_wait_seconds:.3f} s waiting for a batch; "
-            f"{self.fallback_batches:,} without a slab{pool or ''}"
+            f"{count(self.batches, 'batch', 'batches')}, {sent} in {self.elapsed_seconds:.3f} s, "
+            f"{self.batch_wait_seconds:.3f} s waiting for a batch; {self.fallback_batches:,} "
+            f"without a slab{pool}"
         )
 
 

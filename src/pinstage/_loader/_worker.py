@@ -40,11 +40,11 @@ class WorkerSlab:
         self.is_free = True
         self._mapping = mapping
         buffer = (ctypes.c_ubyte * mapping.nbytes).from_address(mapping.ptr)
-        self.tensor: torch.Tensor | None = torch.frombuffer(buffer, dtype=torch.uint8)
+        self.tensor = torch.frombuffer(buffer, dtype=torch.uint8)
 
     def close(self) -> None:
         """Unmap the slab. No view of `tensor` may be used afterwards."""
-        self.tensor = None
+        del self.tensor
         self._mapping.close()
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from .._sizes import round_up
+
 CLASSES_PER_DOUBLING = 8
 """Eight steps from one power of two to the next, so rounding adds less than 1/8 to any request.
 torch's own host allocator rounds to powers of two, which turns 129.5 MB into 256 MB
@@ -27,8 +29,7 @@ def size_class(nbytes: int, granularity: int = 1) -> int:
     memory.
     """
     step = 1 << max(0, (nbytes - 1).bit_length() - CLASSES_PER_DOUBLING.bit_length())
-    rounded = -(-nbytes // step) * step
-    return -(-rounded // granularity) * granularity
+    return round_up(round_up(nbytes, step), granularity)
 
 
 @lru_cache(maxsize=4096)

@@ -86,10 +86,9 @@ class Growth(UninterruptedCall[Lease | None]):
                 decision = decide()
                 if decision is LOOK:
                     return None
-                if isinstance(decision, GrowthPlan):
-                    self._begin(state, decision)
-            if not isinstance(decision, GrowthPlan):
-                return decision
+                if not isinstance(decision, GrowthPlan):
+                    return decision
+                self._begin(state, decision)
             state.wake_first()  # the waiter has left the line
             return self._carry_out(state)
         except RefusedForNow:

@@ -8,7 +8,6 @@ every view references. When it is gone, so is the last view.
 from __future__ import annotations
 
 import ctypes
-import math
 import weakref
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,10 +17,10 @@ from typing import Any, NoReturn, SupportsIndex
 import numpy as np
 import torch
 
-from .._compat.views import check_dtype, tensor_over
+from .._compat.views import checked_sizes, tensor_over
 from ..errors import LeaseError
 from . import _refusals
-from ._slab import Fence, Holdings, Slab, add_guard, check_fence
+from ._slab import Fence, Holdings, Slab, add_guard, check_fence, guard_numbers
 from ._waiting import Account
 
 _BYTE, _tensor_of = torch.uint8, torch.frombuffer  # faster to look up than torch's attributes
@@ -118,22 +117,7 @@ class Lease:
             raise TypeError("no dtype: None; pass torch's or numpy's, such as torch.float32")
         if not isinstance(dtype, torch.dtype):
             dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-        check_dtype(dtype)
-        size = dtype.itemsize
-        if offset < 0 or offset % size:
-            raise ValueError(
-                f"offset must be a multiple of {size} for {dtype}, and not negative: {offset}"
-            )
-        if shape is None:
-            shape = (self._nbytes - offset) // size
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        count = math.prod(sizes)
-        if any(length < 0 for length in sizes) or offset + count * size > self._nbytes:
-            raise ValueError(
-                f"tensor does not fit the lease: shape {sizes} of {dtype} at offset {offset} needs "
-                f"{offset + count * size} bytes, leased {self._nbytes}; acquire more, or ask for a "
-                "smaller tensor"
-            )
+        sizes = checked_sizes(shape, dtype, offset, self._nbytes)
         return tensor_over(self._export("tensor()"), dtype, sizes, offset=offset)
 
     def numpy(
@@ -178,7 +162,7 @@ class Lease:
         """
         slab = self._held("guard()")
         if event is not None:
-            add_guard(slab, event)
+            add_guard(slab.guards, event)
 
     def release(self, *, after: Fence | None = None) -> None:
         """Give the slab back.
@@ -235,9 +219,7 @@ class Lease:
         # Page-locked pages may be missing in a child: reading them would end it.
         if state.is_forked:
             raise _refusals.forked()
-        slab = self._slab
-        if slab is None or slab.lease is not self._ref:
-            self._refuse(what)
+        slab = self._held(what)
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
             exporter.state = state
@@ -268,7 +250,7 @@ class Lease:
             if state.record is not None:
                 events = state.record()
                 if slab.lease is self._ref:  # as in `release`
-                    slab.guards += events
+                    slab.guards.update(zip(guard_numbers, events, strict=False))
         except BaseException as failure:
             state.unrecorded[self] = None
             if error is None or not isinstance(failure, Exception):

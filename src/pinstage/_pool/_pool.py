@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import operator
 import threading
 import time
 import warnings
@@ -266,7 +267,7 @@ class SlabPool:
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        nbytes = parse_bytes(nbytes)
+        nbytes, count = parse_bytes(nbytes), operator.index(count)
         if nbytes <= 0 or count < 0:
             raise ValueError(
                 f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count "

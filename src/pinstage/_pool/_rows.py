@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -123,7 +124,7 @@ class Row:
     """
 
     def __init__(self, usage: PoolUsage, *, is_inherited: bool) -> None:
-        self.name = secrets.token_hex(8) + _SUFFIX
+        self.name = f"{_prefix_of(usage.budget)}{secrets.token_hex(8)}{_SUFFIX}"
         self.usage = usage
         """The file's content, once there is a file."""
         self.is_inherited = is_inherited
@@ -203,6 +204,11 @@ def _write(file: int, text: bytes) -> None:
     if os.pwrite(file, text, 0) < len(text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     os.ftruncate(file, len(text))
+
+
+def _prefix_of(budget: str) -> str:
+    """Return how the file names of a budget's rows begin, so that no other row is read."""
+    return hashlib.sha256(ascii(budget).encode()).hexdigest()[:16] + "-"
 
 
 def new_usage(budget: str, max_bytes: int) -> PoolUsage:
@@ -313,10 +319,11 @@ def read_rows(folder: int, budget: str | None = None, but: Container[str] = ()) 
         HostBudgetError: a row is damaged, unless it belongs to another budget.
     """
     pools: dict[str, PoolUsage] = {}
+    prefix = "" if budget is None else _prefix_of(budget)
     for name in os.listdir(folder):
         if not name.endswith(_SUFFIX) or name in but:
             continue
-        row = _read_living(folder, name, budget)
+        row = _read_living(folder, name, prefix)
         if row is not None:
             pools[row.pool] = _together(pools.get(row.pool), row)
     return list(pools.values())
@@ -330,41 +337,34 @@ def _together(one: PoolUsage | None, other: PoolUsage) -> PoolUsage:
     return replace(one, held_bytes=held, shared=shared)
 
 
-def _read_living(folder: int, name: str, budget: str | None) -> PoolUsage | None:
-    """Read a row of a budget. Return None, and remove it, if no process has it."""
+def _read_living(folder: int, name: str, prefix: str) -> PoolUsage | None:
+    """Read a row if its name has the prefix. Return None, and remove it, if no process has it."""
     file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.unlink(name, dir_fd=folder)
         return None
     except BlockingIOError:
-        return _read(file, budget)
+        return _read(file) if name.startswith(prefix) else None
     finally:
         os.close(file)
 
 
-def _read(file: int, budget: str | None) -> PoolUsage | None:
-    """Read a row; return None if it belongs to another budget, or is empty: its process could not
-    write it.
+def _read(file: int) -> PoolUsage | None:
+    """Read a row; return None if it is empty: its process could not write it.
 
     Unknown fields, as of other versions, are ignored.
     """
     text = os.pread(file, os.fstat(file).st_size, 0)
     if not text:
         return None
-    record: Any = None
     try:
-        record = json.loads(text)
-        usage = _checked(record)
+        return _checked(json.loads(text))
     except (RecursionError, TypeError, ValueError) as error:
-        name = _name_in(record, text)
-        if budget is not None and name not in (None, budget):
-            return None
-        path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file, record)
+        path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file)
         remedy = f"end the process that has it open{holder}, or name another folder in {VARIABLE}"
         damage = f"a host budget's file is damaged: {path}: {error}"
         raise HostBudgetError(f"{damage}; {remedy}") from error
-    return usage if budget in (None, usage.budget) else None
 
 
 def _checked(record: Any) -> PoolUsage:
@@ -383,31 +383,13 @@ def _checked(record: Any) -> PoolUsage:
     return usage
 
 
-def _name_in(record: Any, text: bytes) -> str | None:
-    """Return the name of a damaged row's budget, if it can be read."""
-    if not isinstance(record, Mapping):
-        begin = re.match(rb'\{"budget": ("(?:[^"\\]|\\.)*")', text)
-        try:
-            record = {"budget": json.loads(begin[1])} if begin else {}
-        except ValueError:
-            record = {}
-    name = record.get("budget")
-    return name if isinstance(name, str) else None
-
-
-def _holder(file: int, record: Any) -> str:
-    """Return a text that names the process of a damaged row, by its lock or by its content; empty
-    if unknown.
-    """
-    pid = program = None
-    if isinstance(record, Mapping):
-        pid, program = record.get("pid"), record.get("program")
+def _holder(file: int) -> str:
+    """Return a text that names the process that has a row's lock; empty if unknown."""
+    lock = rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} "
     with contextlib.suppress(OSError):
-        lock = rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} "
         if owner := re.search(lock, Path("/proc/locks").read_text()):
-            pid = int(owner[1])
-    names = [str(name) for name in (pid, program) if isinstance(name, int | str)]
-    return f" ({', '.join(names)})" if names else ""
+            return f" ({owner[1]})"
+    return ""
 
 
 # -- fork ------------------------------------------------------------------------------------------

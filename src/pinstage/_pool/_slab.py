@@ -47,16 +47,23 @@ def check_fence(fence: object) -> None:
         )
 
 
-def add_guard(held: Any, event: Fence) -> None:
-    """Add an event to the `guards` of a slab or a region, and drop the events that are done.
+guard_numbers = itertools.count()
+"""The keys of guards. None is used twice, so a thread that drops one drops no other."""
+
+
+def add_guard(guards: dict[int, Fence], event: Fence) -> None:
+    """Add an event to the guards of a slab or a region, and drop the events that are done. Any
+    thread may call this.
 
     Raises:
         TypeError: as `check_fence`.
     """
     check_fence(event)
-    before = held.guards
-    held.guards = (*before, event)  # first, because a query may fail
-    held.guards = (*(guard for guard in before if guard is not event and not guard.query()), event)
+    before = list(guards.items())
+    guards[next(guard_numbers)] = event  # first, because a query may fail
+    for number, guard in before:
+        if guard is event or guard.query():
+            guards.pop(number, None)
 
 
 class Slab:
@@ -80,7 +87,7 @@ class Slab:
             had none.
         event: pending work of the last lease: from its release, or from `guard_until_release` until
             then.
-        guards: other pending work.
+        guards: other pending work, by unique numbers.
         doomed: whether a thread is about to free it.
     """
 
@@ -93,7 +100,7 @@ class Slab:
         self.lease: weakref.ref[Any] | None = None
         self.views: weakref.ref[Any] | None = None
         self.event: Fence | None = None
-        self.guards: tuple[Fence, ...] = ()
+        self.guards: dict[int, Fence] = {}
         self.doomed = False
 
     def is_free(self) -> bool:
@@ -111,9 +118,9 @@ class Slab:
                 return False
             self.event = None  # nothing can have replaced it: the slab has no lease
         if self.guards:
-            if not all(guard.query() for guard in self.guards):
+            if not all(guard.query() for guard in list(self.guards.values())):
                 return False
-            self.guards = ()
+            self.guards.clear()
         return True
 
     def is_in_flight_of(self, account: Account) -> bool:
@@ -126,9 +133,10 @@ class Slab:
     def has_views(self) -> bool:
         return self.views is not None and self.views() is not None
 
-    def fences(self) -> tuple[Fence, ...]:
+    def fences(self) -> list[Fence]:
         """Return all pending work that is known."""
-        return self.guards if self.event is None else (*self.guards, self.event)
+        guards = list(self.guards.values())
+        return guards if self.event is None else [*guards, self.event]
 
 
 def take_first(stack: dict[Slab, Any], is_usable: Callable[[Slab], bool]) -> Slab | None:
@@ -271,7 +279,8 @@ def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
         try:
             if all(fence.query() for fence in slab.fences()):
                 # Else events may end in a forked child: a slab is a cycle.
-                slab.event, slab.guards = None, ()
+                slab.event = None
+                slab.guards.clear()
                 del slabs[slab]
                 memory.deallocate(slab.block)
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free

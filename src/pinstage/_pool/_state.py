@@ -63,9 +63,8 @@ class PoolState(Holdings):
                 raise error
             finally:
                 del error  # or it and this frame would keep one another, and all that called
-        room, idle = self.accounts.room(account, self.max_bytes), self.scan()
-        if ahead or self.accounts.have_quotas:
-            room = self.accounts.room(account, self._whole(), self._busy(), ahead)
+        idle = self.scan()
+        room = self._room(account, ahead)
         capacity = min(size_class(nbytes, self.granularity), room)
         may_grow = nbytes <= room and not self.frozen
         fitting = [slab.capacity for slab in idle if nbytes <= slab.capacity <= room]
@@ -167,11 +166,11 @@ class PoolState(Holdings):
                 self.figures(), nbytes, account if self.accounts.have_quotas else None, largest
             )
         largest = self.accounts.room(account, self._whole())
-        sizes = [size for size in self.sizes if size <= largest]
-        if any(size >= nbytes for size in sizes):
+        held = max((size for size in self.sizes if size <= largest), default=0)
+        if nbytes <= held:
             return None
         if self.frozen:
-            return _refusals.frozen(self.figures(), nbytes, max(sizes, default=0))
+            return _refusals.frozen(self.figures(), nbytes, held)
         refusal = just_now or self._standing_refusal()
         capacity = min(size_class(nbytes, self.granularity), largest)
         if (
@@ -229,6 +228,12 @@ class PoolState(Holdings):
         if self.refusal is not None and time.monotonic() >= self.refusal.until:
             self.refusal = None
         return self.refusal
+
+    def _room(self, account: Account, ahead: Sequence[Waiter]) -> int:
+        """Return the size of the largest slab that an owner may take now, after a `scan`."""
+        if ahead or self.accounts.have_quotas:
+            return self.accounts.room(account, self._whole(), self._busy(), ahead)
+        return self.accounts.room(account, self.max_bytes)
 
     def _whole(self) -> int:
         return self.held_bytes if self.frozen else self.max_bytes

@@ -52,18 +52,6 @@ class Waiter:
         deadline: the time until which it waits, by `time.monotonic`.
     """
 
-    __slots__ = (
-        "_began",
-        "_pause",
-        "_waits",
-        "account",
-        "deadline",
-        "nbytes",
-        "sleep",
-        "timeout",
-        "wake",
-    )
-
     def __init__(self, account: Account, nbytes: int, timeout: float | None) -> None:
         wakeup = _thread.allocate_lock()
         wakeup.acquire()

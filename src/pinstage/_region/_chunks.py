@@ -60,7 +60,7 @@ class Chunks:
         reason: why it isn't registered; empty if it is.
         ready: bytes from the beginning that are touched, and page-locked if the kind is.
         pid: the process that it belongs to.
-        guards: events of work that uses the memory.
+        guards: events of work that uses the memory, as `add_guard` adds them.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Chunks:
         self.memory, self.kind, self.reason, self.ready = memory, "", memory.reason, 0
         self.ends: tuple[int, ...] = ()
         self._divide = divide
-        self.guards: tuple[Fence, ...] = ()
+        self.guards: dict[int, Fence] = {}
         self.claim, self._progress, self.pid = claim, progress, os.getpid()
         self._error: BaseException | None = None
         self._registered: list[tuple[int, int]] = []
@@ -242,7 +242,7 @@ class Chunks:
         """
         self._stops = True
         _living.pop(id(self), None)
-        if not self._is_over or not all(guard.query() for guard in self.guards):
+        if not self._is_over or not all(guard.query() for guard in list(self.guards.values())):
             return False
         _thread.start_new_thread(self._free, ())
         return True

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .._batch import Place, contiguous_stride
-from .._compat.views import check_dtype, tensor_over
+from .._compat.views import checked_sizes, tensor_over
 from .._memory import HostRange
 from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout, close_files
 from .._reaper import reaper, uninterrupted
@@ -259,20 +259,8 @@ class HostRegion:
             PinningError: the region is closed, or this is a forked child without the memory.
         """
         self._check(inherits=True)
-        check_dtype(dtype)
-        size = dtype.itemsize
-        if shape is None:
-            shape = max(self._plan.nbytes - offset, 0) // size
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if min(sizes, default=0) < 0:
-            raise ValueError(f"the shape of a tensor must not be negative: {list(sizes)}")
-        nbytes = math.prod(sizes) * size
-        if offset < 0 or offset % size or offset + nbytes > self._plan.nbytes:
-            raise ValueError(
-                f"a tensor of shape {list(sizes)} and {dtype} at byte {offset} doesn't fit the "
-                f"region: it needs {nbytes} bytes from a multiple of {size}, and the region has "
-                f"{self._plan.nbytes}"
-            )
+        sizes = checked_sizes(shape, dtype, offset, self._plan.nbytes)
+        nbytes = math.prod(sizes) * dtype.itemsize
         place = Place(offset, nbytes, dtype, sizes, contiguous_stride(sizes))
         inside = self._chunks.inside(offset, offset + nbytes)
         check_is_whole(place, inside, self._plan.row_bytes, self._plan.chunk_bytes)
@@ -349,7 +337,7 @@ class HostRegion:
             PinningError: the region is closed, or this is a forked child.
         """
         self._check()
-        add_guard(self._chunks, event)
+        add_guard(self._chunks.guards, event)
 
     def handle(self) -> RegionHandle:
         """Return a handle, with which another process can map the region by `from_handle`.
