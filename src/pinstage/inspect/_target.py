@@ -73,10 +73,10 @@ def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
     thing: Any = module
     for part in name.split("."):
         if not hasattr(thing, part):
-            names = (key for key, value in vars(thing).items() if callable(value))
-            public = [key for key in names if not key.startswith("_")][:8]
+            public = [key for key in dir(thing) if not key.startswith("_")]
+            functions = [key for key in public if callable(getattr(thing, key, None))][:8]
             raise TargetError(
-                f"{module_name} has no {name!r}; it has {', '.join(public) or 'no functions'}"
+                f"{module_name} has no {name!r}; it has {', '.join(functions) or 'no functions'}"
             )
         thing = getattr(thing, part)
     return thing
