@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -102,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--bus", type=_bus, help=_BUS)
     add("--all", action="store_true", help="show all leaves, not only the first 40")
     add = command(doctor)
-    add("--device", help="the GPU to measure, such as cuda:1")
+    add("--device", type=_device, help="the GPU to measure, such as cuda:1")
     text = "measure copies if there is a GPU"
     add("--measure", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--plot", type=Path, metavar="FILE", help="draw the bandwidth into this PNG file")
@@ -123,14 +124,22 @@ def _bus(text: str) -> Any:
     from .inspect import Bus
 
     try:
-        pairs = [part.partition("=")[::2] for part in text.split(",")]
+        pairs = [part.split("=") for part in text.split(",")]
         figures: dict[str, Any] = {name.strip(): float(value) for name, value in pairs}
-        return Bus(**figures) if len(figures) == len(pairs) else Bus(0, 0)
+        return Bus(**figures)
     except (TypeError, ValueError):
         example = "pageable=8,pinned=55,call=7.5"
         raise argparse.ArgumentTypeError(
             f"not a bus: {text!r}; write GB/s and microseconds, as in {example}"
         ) from None
+
+
+def _device(text: str) -> int:
+    """Return the index of a GPU."""
+    match = re.fullmatch(r"cuda(?::(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"not a CUDA device: {text!r}; write cuda or cuda:1")
+    return int(match[1] or 0)
 
 
 def audit(options: argparse.Namespace) -> int:
@@ -165,14 +174,10 @@ def doctor(options: argparse.Namespace) -> int:
     """
     from .inspect import _doctor, _report
 
-    match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
-    if match is None:
-        _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1")
     # Before measuring.
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         _exit('matplotlib is not installed; run: pip install "pinstage[plot]"')
-    device = options.device and int(match[1] or 0)
-    diagnosis = _doctor.diagnose(device=device, measuring=options.measure)
+    diagnosis = _doctor.diagnose(device=options.device, measuring=options.measure)
     _report.show(diagnosis.to_dict() if options.json else diagnosis.sections())
     if options.plot is not None:
         gpu = diagnosis.gpu
@@ -208,7 +213,7 @@ def trace(options: argparse.Namespace) -> int:
     if options.example == (options.path is not None):
         excluded = "PATH and --example exclude each other"
         _exit(excluded if options.example else "missing PATH, or --example")
-    if options.step_ms is not None and not options.step_ms > 0:
+    if options.step_ms is not None and not 0 < options.step_ms < math.inf:
         _exit(
             f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without "
             "the profiler"

@@ -73,10 +73,11 @@ def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
     thing: Any = module
     for part in name.split("."):
         if not hasattr(thing, part):
-            public = [key for key in dir(thing) if not key.startswith("_")]
-            functions = [key for key in public if callable(getattr(thing, key, None))][:8]
+            contents = getattr(thing, "__dict__", {}).items()
+            names = (key for key, value in contents if callable(value))
+            public = [key for key in names if not key.startswith("_")][:8]
             raise TargetError(
-                f"{module_name} has no {name!r}; it has {', '.join(functions) or 'no functions'}"
+                f"{module_name} has no {name!r}; it has {', '.join(public) or 'no functions'}"
             )
         thing = getattr(thing, part)
     return thing
