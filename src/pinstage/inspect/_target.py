@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from ..errors import TargetError
@@ -84,11 +83,14 @@ def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
 
 
 def _batches_of(made: Any) -> Iterable[Any]:
-    """Return a result as an iterable of batches: itself, unless it is a batch, or None."""
+    """Return a result as an iterable of batches: itself, unless it is a batch, or None.
+
+    Batches of some libraries, such as PyG, can be iterated, too. They have a ``to()``.
+    """
     if made is None:
         return ()
-    batches = (torch.Tensor, np.ndarray, Mapping, Sequence, Set)
-    return [made] if isinstance(made, batches) or not hasattr(made, "__iter__") else made
+    is_batch = isinstance(made, np.ndarray | Mapping | Sequence | Set) or hasattr(made, "to")
+    return [made] if is_batch or not hasattr(made, "__iter__") else made
 
 
 def _import(name: str) -> ModuleType:
