@@ -43,8 +43,11 @@ def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("docter",), "no command 'docter' (choose from "),
         (("audit",), "missing TARGET; see pinstage audit --help"),
-        (("trace",), "missing PATH, or --example"),
-        (("trace", "t.json", "--example"), "PATH and --example"),
+        (("trace",), "one of the arguments PATH --example is required; see"),
+        (
+            ("trace", "t.json", "--example"),
+            "argument --example: not allowed with argument PATH; see",
+        ),
         (
             ("trace", "t.json", "--step-ms", "fast"),
             "argument --step-ms: invalid float value: 'fast'",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -86,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=version, help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    def command(run: Callable[[argparse.Namespace], int]) -> Callable[..., Any]:
+    def command(run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         text = cleandoc(run.__doc__ or "")
         summary = text.partition("\n")[0]
         subparser = commands.add_parser(
@@ -95,26 +96,27 @@ def build_parser() -> argparse.ArgumentParser:
         subparser.set_defaults(run=run)
         json_help = "print JSON for programs; sizes in bytes, times in seconds"
         subparser.add_argument("--json", action="store_true", help=json_help)
-        return subparser.add_argument
+        return subparser
 
-    add = command(audit)
+    add = command(audit).add_argument
     add("target", metavar="TARGET", help="module:callable or file.py:callable")
     add("--bus", type=_bus, help=_BUS)
     add("--all", action="store_true", help="show all leaves, not only the first 40")
-    add = command(doctor)
-    add("--device", help="the GPU to measure, such as cuda:1")
+    add = command(doctor).add_argument
+    add("--device", type=_device, help="the GPU to measure, such as cuda:1")
     text = "measure copies if there is a GPU"
     add("--measure", action=argparse.BooleanOptionalAction, default=True, help=text)
     add("--plot", type=Path, metavar="FILE", help="draw the bandwidth into this PNG file")
-    add = command(trace)
+    subparser = command(trace)
+    source = subparser.add_mutually_exclusive_group(required=True).add_argument
     text = "a .json or .json.gz file of the profiler"
-    add("path", metavar="PATH", nargs="?", type=Path, help=text)
+    source("path", metavar="PATH", nargs="?", type=Path, help=text)
+    source("--example", action="store_true", help="read the trace that comes with pinstage")
+    add = subparser.add_argument
     add("--bus", type=_bus, help=_BUS)
     text = "milliseconds per step without the profiler; estimated by default"
     add("--step-ms", type=float, metavar="MS", help=text)
-    add("--example", action="store_true", help="read the trace that comes with pinstage")
-    add = command(top)
-    add("--once", action="store_true", help="print it once, as plain text")
+    command(top).add_argument("--once", action="store_true", help="print it once, as plain text")
     return parser
 
 
@@ -123,14 +125,22 @@ def _bus(text: str) -> Any:
     from .inspect import Bus
 
     try:
-        pairs = [part.partition("=")[::2] for part in text.split(",")]
+        pairs = [part.split("=") for part in text.split(",")]
         figures: dict[str, Any] = {name.strip(): float(value) for name, value in pairs}
-        return Bus(**figures) if len(figures) == len(pairs) else Bus(0, 0)
+        return Bus(**figures)
     except (TypeError, ValueError):
         example = "pageable=8,pinned=55,call=7.5"
         raise argparse.ArgumentTypeError(
             f"not a bus: {text!r}; write GB/s and microseconds, as in {example}"
         ) from None
+
+
+def _device(text: str) -> int:
+    """Return the index of a GPU."""
+    match = re.fullmatch(r"cuda(?::(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"not a CUDA device: {text!r}; write cuda or cuda:1")
+    return int(match[1] or 0)
 
 
 def audit(options: argparse.Namespace) -> int:
@@ -164,14 +174,10 @@ def doctor(options: argparse.Namespace) -> int:
     """
     from .inspect import _doctor, _report
 
-    match = re.fullmatch(r"cuda(?::(\d+))?", options.device or "cuda")
-    if match is None:
-        _exit(f"not a CUDA device: {options.device!r}; write cuda or cuda:1")
     # Before measuring.
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         _exit('matplotlib is not installed; run: pip install "pinstage[plot]"')
-    device = options.device and int(match[1] or 0)
-    diagnosis = _doctor.diagnose(device=device, measuring=options.measure)
+    diagnosis = _doctor.diagnose(device=options.device, measuring=options.measure)
     _report.show(diagnosis.to_dict() if options.json else diagnosis.sections())
     if options.plot is not None:
         gpu = diagnosis.gpu
@@ -204,10 +210,7 @@ def trace(options: argparse.Namespace) -> int:
     """
     from .inspect import _report, _trace
 
-    if options.example == (options.path is not None):
-        excluded = "PATH and --example exclude each other"
-        _exit(excluded if options.example else "missing PATH, or --example")
-    if options.step_ms is not None and not options.step_ms > 0:
+    if options.step_ms is not None and not 0 < options.step_ms < math.inf:
         _exit(
             f"--step-ms must be above zero: {options.step_ms:g}; milliseconds of a step without "
             "the profiler"

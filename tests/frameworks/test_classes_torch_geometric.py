@@ -52,6 +52,16 @@ def test_stores_belong_to_the_new_object(make, device):
         assert type(copy.copy(staged)) is type(staged)
 
 
+def test_a_layout_cuts_two_graphs_from_two_slabs():
+    graph = made.hetero_graph(1)
+    layout = ps.Layout.of(graph)
+    slab, others = torch.empty(layout.nbytes, dtype=torch.uint8), layout.others(graph)
+    layout.pack(graph, slab)
+    first = layout.unpack(slab, others)
+    layout.unpack(torch.zeros_like(slab), others)
+    assert torch.equal(first["paper"].x, graph["paper"].x)
+
+
 def test_a_batch_splits_into_its_graphs_again():
     with ps.Stager("cpu", max_bytes="1MiB") as stager:
         batch, staged = made.graph_batch(1), stager.to_device(made.graph_batch(1))

@@ -1,6 +1,7 @@
 """Lightning's trainer with `StageBatches`, and with `ps.DataLoader`."""
 
 import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from visits import Visits, collate
 
 import pinstage as ps
 from pinstage.errors import LayoutError, StagingWarning
+from pinstage.integrations._trainer_loaders import TrainerLoaders
 from pinstage.integrations.lightning import StageBatches
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -218,6 +220,29 @@ def test_a_loader_that_stages_already_is_left_alone():
     trainer(stage).fit(model, data)
     assert (stage.stats().batches, data.stats().batches) == (0, 8)
     assert len(model.losses) == 8
+
+
+def test_a_loader_s_own_settings_attribute_is_ignored():
+    class Loader:
+        _settings = "its own"
+
+        def __iter__(self):
+            return iter(loader())
+
+    stage = StageBatches()
+    trainer(stage).fit(module(), Loader())
+    assert stage.stats().batches == 8
+
+
+def test_a_field_of_a_batch_may_be_values():
+    @dataclass
+    class Rollout:
+        values: torch.Tensor
+
+    options = {"max_bytes": "1MiB", "budget": None, "pool": None, "depth": 2, "keep_on_host": None}
+    loaders = TrainerLoaders(torch.device("cpu"), options, in_workers=True)
+    batch = Rollout(torch.ones(1))
+    assert loaders.to_device(batch) is batch
 
 
 def test_running_loaders_are_staged_in_the_main_process():

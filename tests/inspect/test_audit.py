@@ -554,7 +554,8 @@ def module(tmp_path, monkeypatch):
         "empty(): return iter(())\ndef broken(): raise ValueError('no data here')\ndef "
         "needs(path): return path\ndef forgets(): batch()\nready = [torch.zeros(5)]\nclass Data:\n    def __iter__(self): "
         "return iter([{'y': torch.zeros(1)}])\n    @staticmethod\n    def make(): return "
-        "torch.zeros(7)\n"
+        "torch.zeros(7)\nclass Graph:\n    def __init__(self): self.x = torch.zeros(2)\n    "
+        "def __iter__(self): return iter(self.x)\n    def to(self, device): return self\n"
     )
     yield "users_code"
     sys.modules.pop("users_code", None)
@@ -565,7 +566,7 @@ def module(tmp_path, monkeypatch):
     ("name", "paths"),
     [
         ("batch", ["['x']"]), ("loader", [""]), ("generator", ["[0]"]), ("ready", ["[0]"]), ("Data", ["['y']"]),
-        ("Data.make", [""]),
+        ("Data.make", [""]), ("Graph", [".x"]),
     ],
 )  # fmt: skip
 def test_a_callable_returns_one_batch_or_many(module, spelling, name, paths):

@@ -113,6 +113,7 @@ def test_audit_json_is_clean_whatever_the_target_prints(tmp_path):
     [
         (["audit", "{code}:broken"], "raised ValueError: no data here"),
         (["audit", "{code}:batch", "--bus", "fast"], "not a bus: 'fast'"),
+        (["audit", "{code}:batch.__doc__.x"], "has no 'batch.__doc__.x'; it has no functions"),
         (["trace", "{code}.nope"], "No such file"),
         (["trace", "--example", "--step-ms", "0"], "--step-ms must be above zero"),
         (["doctor", "--device", "gpu1"], "not a CUDA device: 'gpu1'"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from doubles import assert_idle
 
+from pinstage.errors import PoolClosedError
 from pinstage.offload import optimizer_state
 
 KIB = 1 << 10
@@ -200,6 +201,26 @@ def test_after_close_the_state_stays_on_the_device(adam):
     train(model, optimizer, 2, 2)
     assert offloaded.stats().host_bytes == 0
     assert_trained(model, 4)
+
+
+def test_a_closed_handle_offloads_nothing(adam):
+    model, optimizer, offloaded = adam
+    train(model, optimizer, 1)
+    offloaded.close()
+    with offloaded:
+        pass
+    assert offloaded.stats().host_bytes == 0
+    train(model, optimizer, 1)
+
+
+def test_a_refused_optimizer_steps_as_before(make_pool):
+    model, optimizer = make("adam")
+    train(model, optimizer, 1)
+    closed = make_pool(1 << 20)
+    closed.close()
+    with pytest.raises(PoolClosedError):
+        optimizer_state(optimizer, closed, min_bytes=KIB)
+    train(model, optimizer, 1)
 
 
 def test_tensors_that_share_memory_stay(pool):

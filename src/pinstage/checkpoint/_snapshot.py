@@ -118,7 +118,7 @@ class _Taker(pickle.Pickler):
             bare = obj.detach().as_subclass(torch.Tensor)
             return _dress, (type(obj), bare), obj.__dict__ or None, None, None, _set_attributes
         if hasattr(obj, "trigger_wait"):  # the result of a collective, perhaps still under way
-            return _same, (obj.trigger_wait(),)
+            return torch.detach, (obj.trigger_wait(),)
         wrapper: Any = obj.detach() if obj.requires_grad else obj
         names, context = wrapper.__tensor_flatten__()
         inner = {name: getattr(wrapper, name) for name in names}
@@ -178,7 +178,3 @@ def _dress(kind: type[torch.Tensor], bare: torch.Tensor) -> torch.Tensor:
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
     tensor.__dict__.update(attributes)
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -110,11 +110,7 @@ def diagnose(
         checks.append(_checks.host_page_tables(gpu))
     checks += private_names()
     checks += host_checks(root, affinity)
-    try:
-        checks.append(_checks.host_budgets(usage_of_host()))
-    except ps.errors.HostBudgetError as error:
-        remedy = "follow the message, or use no HostBudget"
-        checks.append(Check("host budgets", "warning", str(error), remedy))
+    checks.append(budget_check())
     if device is not None and is_missing:
         checks.append(_checks.no_such_device(device, len(gpus)))
     reason = _why_not_measured(gpus, measuring and not is_missing, root)
@@ -137,6 +133,15 @@ def host_checks(root: Path, affinity: Set[int]) -> list[Check]:
         _checks.huge_pages(_host.huge_pages(root), shared),
         _checks.wsl(_host.is_wsl(root)),
     ]
+
+
+def budget_check() -> Check:
+    """Check the budgets of this host, whose files may be damaged."""
+    try:
+        return _checks.host_budgets(usage_of_host())
+    except ps.errors.HostBudgetError as error:
+        remedy = "follow the message, or use no HostBudget"
+        return Check("host budgets", "warning", str(error), remedy)
 
 
 def private_names() -> list[Check]:

@@ -62,18 +62,22 @@ def _children(obj: Any) -> list[tuple[str, Any]]:
     """Return the contents of an object, each with the suffix of its path."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return [(f".{name}", value) for name, value in zip(obj._fields, obj, strict=True)]
-    attributes = [(f".{name}", value) for name, value in stored_attributes(obj).items()]
-    if isinstance(obj, Mapping):
-        items = [(f"[{key!r}]", value) for key, value in obj.items()]
-    elif isinstance(obj, Sequence):
-        items = [(f"[{index}]", value) for index, value in enumerate(obj)]
-    elif isinstance(obj, Set):
-        items = [(f".<item {index}>", value) for index, value in enumerate(obj)]
-    else:
-        return attributes
+    items = _items(obj)
     # A mapping or sequence that is written in Python keeps its items in its attributes: they would
     # appear twice.
-    return items + attributes if isinstance(obj, dict | list | tuple) else items
+    if items and not isinstance(obj, dict | list | tuple):
+        return items
+    return items + [(f".{name}", value) for name, value in stored_attributes(obj).items()]
+
+
+def _items(obj: Any) -> list[tuple[str, Any]]:
+    if isinstance(obj, Mapping):
+        return [(f"[{key!r}]", value) for key, value in obj.items()]
+    if isinstance(obj, Sequence):
+        return [(f"[{index}]", value) for index, value in enumerate(obj)]
+    if isinstance(obj, Set):
+        return [(f".<item {index}>", value) for index, value in enumerate(obj)]
+    return []
 
 
 # -- pinning ---------------------------------------------------------------------------------------

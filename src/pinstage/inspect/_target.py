@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from ..errors import TargetError
@@ -73,7 +72,8 @@ def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
     thing: Any = module
     for part in name.split("."):
         if not hasattr(thing, part):
-            names = (key for key, value in vars(thing).items() if callable(value))
+            contents = getattr(thing, "__dict__", {}).items()
+            names = (key for key, value in contents if callable(value))
             public = [key for key in names if not key.startswith("_")][:8]
             raise TargetError(
                 f"{module_name} has no {name!r}; it has {', '.join(public) or 'no functions'}"
@@ -83,11 +83,14 @@ def _object_in(module: ModuleType, name: str, module_name: str) -> Any:
 
 
 def _batches_of(made: Any) -> Iterable[Any]:
-    """Return a result as an iterable of batches: itself, unless it is a batch, or None."""
+    """Return a result as an iterable of batches: itself, unless it is a batch, or None.
+
+    Batches of some libraries, such as PyG, can be iterated, too. They have a ``to()``.
+    """
     if made is None:
         return ()
-    batches = (torch.Tensor, np.ndarray, Mapping, Sequence, Set)
-    return [made] if isinstance(made, batches) or not hasattr(made, "__iter__") else made
+    is_batch = isinstance(made, np.ndarray | Mapping | Sequence | Set) or hasattr(made, "to")
+    return [made] if is_batch or not hasattr(made, "__iter__") else made
 
 
 def _import(name: str) -> ModuleType:

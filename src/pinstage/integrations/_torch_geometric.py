@@ -29,9 +29,9 @@ def nodes(cls: Any) -> Any:
         copyreg.pickle(type(cls), _reduce_batch_class)
 
     def unflatten(children: Any, _: None) -> Any:
-        *mappings, (attributes, stores) = children
+        *mappings, (attributes, keyed, stores) = children
         made = cls.__new__(cls)
-        vars(made).update(attributes)
+        vars(made).update(attributes, **{where: {} for where in keyed})
         for (where, key, kind, private), mapping in zip(stores, mappings, strict=True):
             store = kind.__new__(kind)
             vars(store).update(private, _mapping=mapping, _parent=weakref.ref(made))
@@ -50,15 +50,15 @@ _ALONE = ""
 
 def _flatten(data: Any) -> tuple[Any, None]:
     attributes: dict[str, Any] = {}
-    stores, mappings = [], []
+    keyed, stores, mappings = [], [], []
     for where, value in vars(data).items():
-        keyed = {_ALONE: value}
-        if isinstance(value, dict):
-            keyed, attributes[where] = value, {}
-        if not all(isinstance(store, BaseStorage) for store in keyed.values()):
+        by_key = value if isinstance(value, dict) else {_ALONE: value}
+        if not all(isinstance(store, BaseStorage) for store in by_key.values()):
             attributes[where] = value
             continue
-        for key, store in keyed.items():
+        if by_key is value:
+            keyed.append(where)
+        for key, store in by_key.items():
             private = {name: mark for name, mark in vars(store).items() if name not in _ITS_OWN}
             stores.append((where, key, type(store), private))
             mappings.append(
@@ -67,7 +67,7 @@ def _flatten(data: Any) -> tuple[Any, None]:
                     for name, item in store.items()
                 }
             )
-    return (*mappings, ps.on_host((attributes, stores))), None
+    return (*mappings, ps.on_host((attributes, keyed, stores))), None
 
 
 _ITS_OWN = ("_mapping", "_parent", "_cached_attr")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -85,11 +85,11 @@ class TrainerLoaders:
         """
         stager = self.stager
         inner = getattr(loader, "base_dataloader", loader)  # if Accelerate prepared it
-        settings = getattr(inner, "_settings", None)  # if it stages already
-        is_staged = settings is not None and settings.device == stager.device
+        stages = isinstance(inner, ps.DataLoader | ps.WrappedLoader)
+        is_staged = stages and inner._settings.device == stager.device
         if is_staged or not (self.in_workers or always):
             return loader
-        if settings is None and _iterates_as_torch_does(inner):
+        if not stages and _iterates_as_torch_does(inner):
             owner = "training" if is_training else "stager"
             options = {**self._wrapping, "device": stager.device, "owner": owner}
             try:
@@ -135,8 +135,11 @@ def _tensors(batch: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         yield batch
     elif id(batch) not in seen:
         seen.add(id(batch))
-        parts = batch
-        if not isinstance(batch, list | tuple):
-            parts = (batch if hasattr(batch, "values") else getattr(batch, "__dict__", {})).values()
+        if isinstance(batch, list | tuple):
+            parts: Iterable[Any] = batch
+        elif isinstance(batch, Mapping):
+            parts = batch.values()
+        else:
+            parts = getattr(batch, "__dict__", {}).values()
         for part in parts:
             yield from _tensors(part, seen)

@@ -373,10 +373,8 @@ def _check(path: str, tensor: torch.Tensor) -> None:
             "is on meta, or was made in inference mode; load the module's weights first, outside "
             "inference mode"
         )
-    elif (key := id(tensor)) in _holders or (
-        key := tensor.untyped_storage().data_ptr()
-    ) in _holders:
-        why = f"is held already: {_holders[key]!r}; close that handle first"
+    elif holder := _holders.get(id(tensor)) or _holders.get(tensor.untyped_storage().data_ptr()):
+        why = f"is held already: {holder!r}; close that handle first"
     else:
         return
     raise ValueError(f"frozen_module can't hold {path}: it {why}")

@@ -32,7 +32,11 @@ class OffloadedOptimizer(Offloaded):
             optimizer.register_state_dict_pre_hook(lambda _: self._put_in_place()),
             optimizer.register_load_state_dict_post_hook(lambda _: self._loaded()),
         ]
-        self.offload()
+        try:
+            self.offload()
+        except BaseException:
+            self.close()
+            raise
 
     def stats(self) -> OffloadedStats:
         blocks = self._blocks.values()
@@ -66,8 +70,10 @@ class OffloadedOptimizer(Offloaded):
         """Copy the state to the host, behind earlier work of the current stream. Doesn't block.
 
         The device memory is free when the copies are done. Each tensor is replaced by one on
-        ``"meta"``, which has a shape but no content.
+        ``"meta"``, which has a shape but no content. Does nothing after `close`.
         """
+        if not self._hooks:
+            return
         for block in self._blocks.values():  # from an `onload` that no step has used
             block.drop_arrival()
         self._stayed_at_cap_bytes = 0

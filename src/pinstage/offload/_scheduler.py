@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,8 +32,20 @@ class Saved:
         self.seq = seq
         self.asked_in = 0  # the pass in which backward asked for it last
         self.changes = Changes(tensor)
+        self.storage, self.version = weakref.ref(tensor.untyped_storage()), version_of(tensor)
         self.begin, self.end = range_of(tensor)
+        self.has_gaps = self.end - self.begin != tensor.nbytes
         self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's elements were saved with this one, and are unchanged since."""
+        if self.storage() is not tensor.untyped_storage() or self.version != version_of(tensor):
+            return False
+        begin, end = range_of(tensor)
+        if self.has_gaps:
+            mine = self.begin, self.end, self.shape, self.stride
+            return bool(mine == (begin, end, tensor.shape, tensor.stride()))
+        return self.begin <= begin < end <= self.end
 
     def unpack(self) -> torch.Tensor:
         if self.changes.are_there():
@@ -107,40 +119,6 @@ class OffloadStats:
     """Times that backward asked for a tensor whose copy back began only then."""
 
 
-class SavedMemory(NamedTuple):
-    """Memory that was saved in this pass."""
-
-    storage: weakref.ref[Any]
-    version: int
-    block: weakref.ref[OffloadedBlock]
-    begin: int
-    end: int
-    geometry: Any
-    """Range, shape and strides of the saved elements, if there are others between `begin` and
-    `end`.
-    """
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, block: OffloadedBlock) -> SavedMemory:
-        begin, end = range_of(tensor)
-        geometry = None if end - begin == tensor.nbytes else _geometry(tensor)
-        storage = weakref.ref(tensor.untyped_storage())
-        return cls(storage, version_of(tensor), weakref.ref(block), begin, end, geometry)
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's elements were saved, and are unchanged since."""
-        if self.storage() is not tensor.untyped_storage() or self.version != version_of(tensor):
-            return False
-        if self.geometry is not None:
-            return bool(self.geometry == _geometry(tensor))
-        begin, end = range_of(tensor)
-        return self.begin <= begin < end <= self.end
-
-
-def _geometry(tensor: torch.Tensor) -> Any:
-    return range_of(tensor), tensor.shape, tensor.stride()
-
-
 class OffloadScheduler:
     """The saved tensors of one device, numbered as they were saved.
 
@@ -166,7 +144,8 @@ class OffloadScheduler:
         self._max_device_bytes = max_device_bytes
         self._counters = counters
         self._lock = threading.RLock()
-        self._known: dict[int, SavedMemory] = {}  # by address
+        # The last save whose bytes were sent, by the address of its storage, in this pass.
+        self._known: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
         self._numbers = count(1)
         # Ascending; numbers of freed tensors are removed when they are found.
         self._seqs: list[int] = []
@@ -193,11 +172,10 @@ class OffloadScheduler:
         """
         with self._lock:
             known = self._known.get(tensor.untyped_storage().data_ptr())
-            block = known.block() if known is not None and known.has(tensor) else None
-            if block is None:
+            if known is None or not known.has(tensor):
                 return None
             self._counters["shared"] += 1
-            return self._save(tensor, block)
+            return self._save(tensor, known.block)
 
     def send(self, tensor: torch.Tensor, load: Load, lease: Lease, after: Fence | None) -> Saved:
         """Save a tensor by sending a load to the host."""
@@ -206,14 +184,15 @@ class OffloadScheduler:
             block = OffloadedBlock(self.target, load, lease, after, self.dropped)
             self._counters["copies"] += 1
             self._counters["copied_bytes"] += block.nbytes
-            self._known[tensor.untyped_storage().data_ptr()] = SavedMemory.of(tensor, block)
             self._is_default_alone &= self.target.is_default()
             if block.source is not None:
                 is_made_here = tensor.grad_fn is not None or load.packed is not None
                 self._leaving.append((weakref.ref(block), block.nbytes, is_made_here))
                 self._leaving_bytes += block.nbytes
                 self._hold_back()
-            return self._save(tensor, block)
+            saved = self._save(tensor, block)
+            self._known[tensor.untyped_storage().data_ptr()] = saved
+            return saved
 
     def forget_storages(self) -> None:
         """Send later saves again, so that no memory is mistaken for that of an earlier pass."""

@@ -21,6 +21,7 @@ from ._events import (
     CALL_SYNCHRONISE,
     CALLS,
     COPY,
+    GPU_AND_CALLS,
     HOST,
     INSIDE_TO_OP,
     KERNEL,
@@ -275,7 +276,7 @@ def _steps(events: Events) -> tuple[Times, npt.NDArray[np.int64]]:
     if len(steps):
         order = np.argsort(steps.spans[:, 0], kind="stable")
         return steps.spans[order], steps.number[order]
-    everything = events.of(KERNEL, COPY, *CALLS).spans
+    everything = events.of(*GPU_AND_CALLS).spans
     first, last = everything[:, 0].min(), everything[:, 1].max()
     return np.array([[first, max(last, first + _SHORTEST)]]), np.array([-1])
 

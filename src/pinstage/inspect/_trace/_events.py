@@ -97,10 +97,10 @@ class TraceFile:
         has_events = False
         while self._peek() != "}":
             key = self._value()
-            if key == "traceEvents" and self._peek() == "[":
+            if self._peek() == "[" and key == "traceEvents":
                 has_events, self._at = True, self._at + 1
                 yield from self._listed()
-            elif self._peek():
+            else:
                 self.header[str(key)] = self._value()
         if not has_events:
             keys = clean(", ".join(list(self.header)[:5])) or "none"
@@ -171,6 +171,7 @@ TO_DEVICE, TO_HOST = "HtoD", "DtoH"
 `aten::to` does nothing but call `aten::_to_copy`: see `_analysis`. Setting memory keeps the device
 busy, so it counts as a kernel."""
 CALLS, HOST = range(CALL_COPY, CALL), range(CALL_COPY, OTHER + 1)
+CORRELATED, GPU_AND_CALLS = range(COPY, CALL), range(KERNEL, CALL)
 
 _CATEGORIES = {
     "gpu_memcpy": COPY, "kernel": KERNEL, "gpu_memset": KERNEL, "cuda_runtime": CALL,
@@ -257,7 +258,7 @@ class Trace:
                 ) from error
         # In the order of the file.
         self.events = Events(np.array(self._rows, dtype=np.float64).reshape(-1, 6))
-        if not len(self.events.of(KERNEL, COPY, *CALLS)):
+        if not len(self.events.of(*GPU_AND_CALLS)):
             raise TraceError(
                 f"{file.shown} holds no event of a GPU; record the loop on a GPU with activities="
                 "[ProfilerActivity.CPU, ProfilerActivity.CUDA], until the end of an active step"
@@ -277,7 +278,7 @@ class Trace:
             self.ways.append(_direction_and_kind(clean(name)))
         if kind == STEP:
             number = _figure({"step": name.rpartition("#")[2]}, "step", 0)
-        elif kind == COPY or kind in CALLS:
+        elif kind in CORRELATED:
             number = _figure(arguments, "correlation", -1)
         elif kind == WAIT and _WORKERS.match(name):
             self.has_workers = True
