@@ -234,6 +234,10 @@ TORCHS = torch.utils.data.DataLoader([torch.ones(2)] * 4, 2)
             r"dataset is a DataLoader, .*: .* write pinstage\.wrap_loader\(loader, device=",
         ),
         (
+            lambda stager: ps.DataLoader(ps.wrap_loader(TORCHS, device="cpu"), device="cpu"),
+            "cannot wrap this DataLoader: its batches arrive on cpu already; iterate over it",
+        ),
+        (
             lambda stager: ps.wrap_loader(ps.wrap_loader(TORCHS, device="cpu"), device="cpu"),
             "cannot wrap this DataLoader: its batches arrive on cpu already; iterate over it",
         ),
@@ -256,6 +260,10 @@ TORCHS = torch.utils.data.DataLoader([torch.ones(2)] * 4, 2)
         (
             lambda stager: stager.prefetch((TORCHS, TORCHS)),
             r"cannot prefetch from a tuple of loaders: pass zip\(\.\.\.\) of them",
+        ),
+        (
+            lambda stager: stager.prefetch([stager.prefetch(TORCHS)]),
+            r"cannot prefetch from a list of loaders",
         ),
         (
             lambda stager: stager.prefetch([iter(TORCHS)]),

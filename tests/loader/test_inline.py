@@ -5,6 +5,7 @@ import itertools
 import signal
 
 import loader_data as data
+import numpy as np
 import pytest
 import torch
 from doubles import Interrupts
@@ -130,10 +131,11 @@ def test_refused_slabs_change_no_byte(most, stacks, stacked, refusing):
     assert same(found, expected)
 
 
+@pytest.mark.parametrize("kind", [torch, np])
 @pytest.mark.parametrize(("count", "stacks"), [(15, 0), (16, 2)])
-def test_torch_stacks_small_batches_at_once(count, stacks, monkeypatch):
+def test_torch_stacks_small_batches_at_once(kind, count, stacks, monkeypatch):
     monkeypatch.undo()
-    sample = torch.zeros(INLINE_STACK_BYTES // 16, dtype=torch.uint8), torch.ones(2)
+    sample = kind.zeros(INLINE_STACK_BYTES // 16, dtype=kind.uint8), torch.ones(2)
     assert len(collate_lazily([sample] * count, inline=True).stacks) == stacks
     assert len(collate_lazily([sample], inline=False).stacks) == 2
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import pickle
+import time
 
 import loader_data as data
 import pytest
@@ -341,6 +342,18 @@ def test_the_first_batches_are_not_timed(workers):
     for _ in range(2):
         assert len(list(loader)) == 4
     assert 0 < loader.stats().elapsed_seconds < 1
+
+
+class SlowAtItsEnd(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield torch.ones(3)
+        time.sleep(1)
+
+
+def test_the_end_of_a_pass_is_not_timed(workers):
+    loader = ps.DataLoader(SlowAtItsEnd(), num_workers=min(workers, 1), device="cpu")
+    assert len(list(loader)) == 1
+    assert loader.stats().bottleneck.startswith("Loading was not timed")
 
 
 STATS = {

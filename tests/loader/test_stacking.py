@@ -64,6 +64,21 @@ def test_a_batch_is_what_torch_stacks_or_refuses(kinds, twice):
         assert same(found, expected | {"x": expected["x"].resolve_conj()})
 
 
+class Remade(list):
+    """Makes a sample each time that it is read by its index."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) + 1
+
+
+@pytest.mark.parametrize("inline", [False, True])
+def test_torch_stacks_what_a_sequence_remakes(inline):
+    samples = Remade(torch.full((50_000,), float(index)) for index in range(4))
+    batch, stacks = _collate.collate_lazily(samples, inline=inline)
+    assert not stacks
+    assert same(batch, default_collate(samples))
+
+
 @pytest.mark.parametrize("twice", [False, True], ids=["each once", "some twice"])
 def test_similar_samples_are_stacked_in_the_slab_only(twice):
     samples = [(KINDS[kind](), index) for index, kind in enumerate(ALIKE)]

@@ -4,6 +4,7 @@ is wrong.
 
 import contextlib
 import random
+import signal
 import warnings
 
 import pytest
@@ -61,6 +62,19 @@ def walled_stager(walled):
     """Make a stager with a pool over memory with a limit."""
     with contextlib.ExitStack() as closing:
         yield lambda wall: closing.enter_context(Stager("cpu", pool=walled(wall)[1]))
+
+
+def test_a_handler_may_end_a_wait(make_pool, monkeypatch):
+    def ring(*_):
+        raise TimeoutError("rung")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    pool = make_pool(MIB)
+    with pool.acquire(MIB), Stager("cpu", pool=pool, timeout=5) as stager:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TimeoutError, match=r"^rung$"):
+            stager.to_device(torch.zeros(MIB, dtype=torch.uint8))
+    signal.signal(signal.SIGALRM, before)
 
 
 # -- the pool

@@ -235,6 +235,7 @@ ONE = {"a": torch.ones(1)}
         (ONE, "model.pt", r"a str\. Pass for example torch\.load\(path"),
         (ONE, "model.safetensors", r"a str\. Pass for example safe_open\(path"),
         (ONE, Path("model.safetensors"), r"Path\. Pass for example safe_open\(path"),
+        (ONE, b"model.safetensors", r"a bytes\. Pass for example safe_open\(path"),
         (ONE, ["1.safetensors"], r"that yields a str\. Pass for example safe_open\(path"),
         (ONE, [torch.ones(2)], "pairs of name and tensor.*: an iterable that yields a Tensor"),
     ],
@@ -494,7 +495,7 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(params=["pairs", "mapping"])
+@pytest.fixture(params=["pairs", "mapping", "dict"])
 def reading(request):
     """Yield tensors of these names through a reader that calls a function before it returns
     each.
@@ -504,7 +505,7 @@ def reading(request):
         if request.param == "pairs":
             return ((name, read(name)) for name in names)
 
-        class Reader(UserDict):
+        class Reader(dict if request.param == "dict" else UserDict):
             def items(self):
                 return dict.fromkeys(names, read(names[0])).items()
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 import torch.utils.data
 
@@ -180,17 +181,16 @@ def collate_lazily(samples: Any, *, inline: bool) -> Collated:
     instead. `inline`: see `collated`.
     """
     collate = collation()
-    tensors: list[torch.Tensor] = []
-    puts_off = collates_as_shipped(collate) and _add_tensors(samples[0], tensors)
+    sizes: list[int] = []
+    puts_off = collates_as_shipped(collate) and _add_sizes(samples[0], sizes)
     if inline and puts_off:
-        largest = max((one.numel() * one.element_size() for one in tensors), default=0)
-        puts_off = largest * len(samples) >= INLINE_STACK_BYTES
+        puts_off = max(sizes, default=0) * len(samples) >= INLINE_STACK_BYTES
     if not puts_off:
         return Collated(torch.utils.data.default_collate(samples), {})
     stacks: Stacks = {}
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        found = _native.core.alike(batch, inline)
+        found = alike(batch, usual=inline)
         if found is None:  # torch handles these samples, or raises its own error
             return collate.collate_tensor_fn(batch)  # type: ignore[no-any-return]
         stand_in: torch.Tensor = batch[0].new_empty((len(batch), *batch[0].shape))
@@ -215,28 +215,40 @@ def collates_as_shipped(collate: Any) -> bool:
     }
 
 
-def _add_tensors(sample: Any, tensors: list[torch.Tensor]) -> bool:
-    """Add the tensors of a sample; return whether all its containers are Python's own. Other
-    classes may look at inserted items.
+def _add_sizes(sample: Any, sizes: list[int]) -> bool:
+    """Add the bytes of a sample's tensors and arrays; return whether all its containers are
+    Python's own. Other classes may look at inserted items.
     """
     kind = type(sample)
     if kind is torch.Tensor:
-        tensors.append(sample)
+        sizes.append(sample.numel() * sample.element_size())
+        return True
+    if kind is np.ndarray:
+        sizes.append(sample.nbytes)
         return True
     if kind in (dict, OrderedDict, defaultdict):
-        return all(_add_tensors(item, tensors) for item in sample.values())
+        return all(_add_sizes(item, sizes) for item in sample.values())
     # A subclass may have its own __new__.
     is_namedtuple = kind.__bases__ == (tuple,) and hasattr(kind, "_fields")
     if kind in (list, tuple) or is_namedtuple:
-        return all(_add_tensors(item, tensors) for item in sample)
+        return all(_add_sizes(item, sizes) for item in sample)
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
+
+
+def alike(samples: Any, *, usual: bool) -> object:
+    """Return where the samples of a stack are; None if torch has to stack them.
+
+    Other sequences than lists and tuples may make a sample each time that it is read, so that its
+    memory is freed before it is stacked. `usual`: whether new tensors' strides are required.
+    """
+    return _native.core.alike(samples, usual) if type(samples) in (list, tuple) else None
 
 
 def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack as torch does in the main process. In a worker, torch would needlessly stack into
     /dev/shm.
     """
-    if _native.core.alike(batch, False) is not None:
+    if alike(batch, usual=False) is not None:
         # Into memory with the usual strides, as torch does in workers. Without `out`, some would be
         # channels-last.
         return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))

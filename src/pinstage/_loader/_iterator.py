@@ -89,6 +89,8 @@ class LoaderIterator:
         try:
             self._run_ahead.bound(target.record(target.consumer(None)))
             batch = self._next_batch()
+            if self._since is not None:
+                self._counters.elapsed_seconds += time.perf_counter() - self._since
             if self._counters.fallback_batches >= _ENOUGH_FALLBACKS:
                 self._warn_if_all_fell_back()
             return batch
@@ -97,10 +99,7 @@ class LoaderIterator:
             self._warn_if_all_fell_back()
             raise
         finally:
-            now = time.perf_counter()
-            if self._since is not None:
-                self._counters.elapsed_seconds += now - self._since
-            self._since = now
+            self._since = time.perf_counter()
 
     def _next_batch(self) -> Any:
         fetched = self._fetch()
@@ -162,12 +161,11 @@ class LoaderIterator:
 
     def _fetch(self) -> Any:
         began = time.perf_counter()
-        try:
-            with step("loader.wait"):
-                return next_batch(self._batches)
-        finally:
-            if self._since is not None:
-                self._counters.batch_wait_seconds += time.perf_counter() - began
+        with step("loader.wait"):
+            batch = next_batch(self._batches)
+        if self._since is not None:
+            self._counters.batch_wait_seconds += time.perf_counter() - began
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches":  # __init__ has not set it yet: avoid a recursion

@@ -281,6 +281,7 @@ class DataLoader(Staging[T_co]):
             owner: str = "loader",
             **kwargs: Any,
         ) -> None:
+            _refuse_staged(dataset)
             if isinstance(dataset, torch.utils.data.DataLoader):
                 raise TypeError(
                     f"dataset is a {type(dataset).__name__}, which is a loader already: to stage "
@@ -366,11 +367,7 @@ def wrap_loader(
     inner = given if is_torchs else prepared.inner_loader(given)
     if inner is not given and device is None:
         device = getattr(given, "device", None)
-    if isinstance(inner, Staging):
-        raise TypeError(
-            f"cannot wrap this {type(inner).__name__}: its batches arrive on {inner.device} "
-            "already; iterate over it as it is"
-        )
+    _refuse_staged(inner)
     if not isinstance(inner, torch.utils.data.DataLoader):
         raise TypeError(
             f"cannot wrap a {type(inner).__name__}: it isn't derived from "
@@ -384,6 +381,14 @@ def wrap_loader(
         return wrapped
     prepared.replace_inner_loader(given, wrapped)
     return given  # type: ignore[no-any-return]
+
+
+def _refuse_staged(loader: object) -> None:
+    if isinstance(loader, Staging):
+        raise TypeError(
+            f"cannot wrap this {type(loader).__name__}: its batches arrive on {loader.device} "
+            "already; iterate over it as it is"
+        )
 
 
 def _random_states(*generators: Any) -> list[tuple[Any, Any]]:

@@ -41,7 +41,9 @@ class LoaderStats:
     slab_wait_seconds: float
     """Seconds that workers waited for slabs, summed over the workers."""
     elapsed_seconds: float
-    """Seconds of all passes, each from its first batch to its latest one, or to its end."""
+    """Seconds of all passes, each from its first batch to its latest one. The end of a pass, which
+    ends workers, doesn't count.
+    """
     num_workers: int
     pool: PoolStats | None
     """The pool's counters; None before the first iterator."""

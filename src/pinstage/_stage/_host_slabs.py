@@ -72,7 +72,7 @@ class HostSlabs:
         while True:
             try:
                 return self._acquire(size, timeout)
-            except PoolError:
+            except (PoolError, TimeoutError):  # a signal's handler may raise the latter
                 raise
             except REFUSALS as error:
                 if size == nbytes:
@@ -92,7 +92,7 @@ class HostSlabs:
         """
         try:
             return self._acquire(nbytes, None)
-        except PoolError:
+        except (PoolError, TimeoutError):
             raise
         except REFUSALS as error:
             self._note_refusal(nbytes, error, "tensors are fetched into pageable memory")

@@ -278,7 +278,8 @@ def _check_source(source: object) -> None:
             f"cannot prefetch from a {name}, which is a mapping: pass a batch to "
             "stager.to_device(batch), and prefetch from each loader by itself"
         )
-    if isinstance(source, list | tuple) and any(isinstance(item, SOURCES) for item in source):
+    sources = *SOURCES, Prefetcher
+    if isinstance(source, list | tuple) and any(isinstance(item, sources) for item in source):
         raise TypeError(
             f"cannot prefetch from a {name} of loaders: pass zip(...) of them for a batch of each "
             "at a time, or prefetch from each loader by itself"

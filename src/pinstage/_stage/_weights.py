@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -63,7 +64,7 @@ def _opened(
     if isinstance(tensors, Mapping):
         shapes = {name: _shape_of(tensor) for name, tensor in tensors.items()}
         return shapes, lambda names: ((name, tensors[name]) for name in names)
-    if isinstance(tensors, Iterable) and not isinstance(tensors, str | torch.Tensor):
+    if isinstance(tensors, Iterable) and not isinstance(tensors, str | bytes | torch.Tensor):
         return None, lambda _: map(_pair, tensors)
     raise _not_a_checkpoint(tensors, f"a {type(tensors).__name__}")
 
@@ -71,9 +72,10 @@ def _opened(
 def _may_reuse_memory(tensors: Any) -> bool:
     """Return whether reading a checkpoint's tensor may overwrite those that were read before.
 
-    A dict has all its tensors, and `safe_open` makes a new tensor for each call.
+    A dict has all its tensors, unless its class makes them when they are read, and `safe_open`
+    makes a new tensor for each call.
     """
-    return not (isinstance(tensors, dict) or hasattr(tensors, "get_slice"))
+    return not (type(tensors) in (dict, OrderedDict) or hasattr(tensors, "get_slice"))
 
 
 def _pair(item: Any) -> tuple[str, Any]:
@@ -84,7 +86,7 @@ def _pair(item: Any) -> tuple[str, Any]:
 
 def _not_a_checkpoint(value: object, kind: str) -> TypeError:
     reader = "torch.load(path, mmap=True)"
-    if isinstance(value, str | os.PathLike) and os.fsdecode(value).endswith(".safetensors"):
+    if isinstance(value, str | bytes | os.PathLike) and os.fsdecode(value).endswith(".safetensors"):
         reader = 'safe_open(path, framework="pt")'
     return TypeError(
         "tensors must be a mapping, pairs of name and tensor, or safetensors' safe_open: "
