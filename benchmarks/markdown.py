@@ -455,21 +455,24 @@ def spread(row: dict[str, Any]) -> str:
 
 
 def passes(result: dict[str, Any]) -> str:
-    """Return how many passes the figures are medians of, and how much the passes differ; empty if
-    the file doesn't say it. A killed run has fewer passes of some ways.
+    """Return how many passes the figures are medians of, how many steps a pass takes at least, and
+    how much the passes differ; empty if the file doesn't say it. A killed run has fewer passes of
+    some ways.
     """
     rows = [row for row in result["rows"] if row.get("minimum") is not None]
     counts = sorted({row["repeats"] for row in rows})
     if not counts:
         return ""
+    steps = [int(said) for row in rows for said in re.findall(r"of (\d+) timed", row["detail"])]
+    length = f" of at least {min(steps)} steps" if steps else ""
     if counts[-1] == 1:
-        return "A single pass."
+        return f"A single pass{length}."
     most = max(
         max(row["maximum"] / row["median"] - 1, 1 - row["minimum"] / row["median"]) for row in rows
     )
     number = " or ".join(map(str, counts))
     return (
-        f"Medians of {number} alternating passes; a pass differs from its median by at most "
+        f"Medians of {number} alternating passes{length}; a pass differs from its median by at most "
         f"{most:.0%}."
     )
 
