@@ -4,6 +4,7 @@ comparison's schema.
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
@@ -421,7 +422,9 @@ def test_a_killed_run_with_every_way_is_shown(scripts, tmp_path, monkeypatch):
     for row in result["rows"]:
         row["repeats"] = 1 if row["variant"] == "model" else 2
     (tmp_path / "loops.json").write_text(json.dumps(result))
-    assert re.search(r"Medians of 1 or 2 alternating passes of at least \d+ steps;", markdown.loops())
+    assert re.search(
+        r"Medians of 1 or 2 alternating passes of at least \d+ steps;", markdown.loops()
+    )
 
 
 def test_frameworks_say_which_way_failed(scripts):
