@@ -1,7 +1,6 @@
 """Allowed imports between the subpackages, checked in every module under ``src/pinstage``."""
 
 import ast
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from processes import output_of
 
 import pinstage
 from pinstage._compat.loader import _ITERATOR_HAS
@@ -386,14 +386,6 @@ def test_the_checker_allows_the_right_arrows(tmp_path):
 # -- the import ------------------------------------------------------------------------------------
 
 
-def run_python(code):
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_importing_pinstage_initialises_nothing():
     code = """
 import os, sys, torch
@@ -412,8 +404,7 @@ for name, module in {"DataLoader": "pinstage._loader", "audit": "pinstage.inspec
     assert getattr(pinstage, name) is getattr(pinstage, name)
     assert loaded() - before == {module}, loaded()
 """
-    done = subprocess.run(warm.command("-c", code), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    output_of(warm.command("-c", code))
 
 
 def test_importing_pinstage_takes_little_longer_than_importing_torch():
@@ -429,7 +420,7 @@ had_torch = time.process_time()
 import pinstage
 print((time.process_time() - had_torch) / (had_torch - began))
 """
-    assert any(float(run_python(code)) <= 0.12 for _ in range(5))
+    assert any(float(output_of([sys.executable, "-c", code])) <= 0.12 for _ in range(5))
 
 
 def test_no_two_classes_share_a_name():

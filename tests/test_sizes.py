@@ -32,9 +32,7 @@ def test_sizes_are_read_as_written(text, nbytes):
     assert type(parse_bytes(text)) is int
 
 
-@pytest.mark.parametrize(
-    "text", ["", "GiB", "-1GiB", "2G", "1e9", "1_000", "0x10", "1 GiB 2", "٣"]
-)
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2G", "1e9", "1_000", "0x10", "1 GiB 2", "٣"])
 def test_invalid_text_is_refused_with_an_example(text):
     with pytest.raises(ValueError, match="'512MiB'"):
         parse_bytes(text)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import completed
 from result_files import check_schema
 
 from comparison import batches, harness, plot, record, rivals, staging, table
@@ -30,11 +31,8 @@ CPU = torch.device("cpu")
 SMALL = "16x1KiB"
 
 
-def command(*arguments, **environment):
-    whole = [sys.executable, str(ROOT / "benchmarks" / "comparison"), *map(str, arguments)]
-    return subprocess.run(
-        whole, capture_output=True, text=True, check=False, env=os.environ | environment
-    )
+def command(*arguments):
+    return completed([sys.executable, ROOT / "benchmarks" / "comparison", *arguments])
 
 
 def a_row(variant, case, median, *, ours=False, leaves=10, nbytes=2560):
@@ -490,9 +488,7 @@ def test_the_rival_s_build_says_what_it_needs(tmp_path, accv_lab):
         environment["ACCV_LAB"] = accv_lab
     environment["RIVAL_SITE"] = str(tmp_path / "rival")
     script = ROOT / "scripts" / "build_rival.sh"
-    done = subprocess.run(
-        [str(script)], capture_output=True, text=True, env=environment, check=False
-    )
+    done = completed([script], env=environment)
     assert done.returncode != 0
     assert "a checkout of" in done.stderr
     assert not (tmp_path / "rival").exists()

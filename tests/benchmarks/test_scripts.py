@@ -4,7 +4,6 @@ comparison's schema.
 
 import itertools
 import json
-import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from processes import completed, output_of
 from result_files import check_schema
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -36,18 +36,8 @@ def scripts(monkeypatch):
 
 
 def run(script, out, *arguments):
-    command = [
-        sys.executable,
-        str(BENCHMARKS / script),
-        "--smoke",
-        "--device",
-        "cpu",
-        "--out",
-        str(out),
-        *arguments,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("--smoke", "--device", "cpu", "--out", out)
+    output_of([sys.executable, BENCHMARKS / script, *options, *arguments])
     return json.loads(out.read_text())
 
 
@@ -490,8 +480,8 @@ def test_of_the_demo_s_batches_little_is_waste(scripts):
 
 
 def test_a_mistyped_variant_is_named_without_a_traceback():
-    command = [sys.executable, str(BENCHMARKS / "pool_latency.py"), "--smoke", "--only", "pol"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    script = BENCHMARKS / "pool_latency.py"
+    done = completed([sys.executable, script, "--smoke", "--only", "pol"])
     assert done.returncode == 1
     assert done.stderr.startswith("no such variant: pol; known: ")
 

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed
+from processes import completed, output_of
 from result_files import check_schema
 from torchrun import environment, torchrun
 from trace_maker import TraceMaker, naive_loop
@@ -110,8 +110,7 @@ def test_the_paged_cache_swaps_blocks_out_and_in(tmp_path):
 )
 def test_an_example_names_what_it_lacks(name, words):
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    command = [sys.executable, str(EXAMPLES / name)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = completed([sys.executable, EXAMPLES / name], env=environment)
     assert done.returncode == 1
     assert done.stderr.startswith(words)
     assert done.stderr.count("\n") == 1
@@ -130,12 +129,10 @@ def test_the_index_has_every_example():
 # -- the case studies ------------------------------------------------------------------------------
 
 
-def run_example(name: str, *options: object) -> str:
+def run_example(name: str, *options: object, **settings: Any) -> str:
     """Run a script on the CPU and return what it printed."""
-    command = [sys.executable, str(EXAMPLES / name), "--device", "cpu", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = [sys.executable, EXAMPLES / name, "--device", "cpu", *options]
+    return output_of(command, **settings)
 
 
 def load(path: Path) -> ModuleType:
@@ -278,13 +275,5 @@ def test_the_case_s_code_matches_its_script(name):
 
 
 def test_the_checkpoint_example_saves_each_call_s_state(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "checkpoint.py"), "--device", "cpu", "--saves", "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("2 of 2 checkpoints hold the values of their call")
+    printed = run_example("checkpoint.py", "--saves", 2, cwd=tmp_path, env=environment())
+    assert printed.startswith("2 of 2 checkpoints hold the values of their call")

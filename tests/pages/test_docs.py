@@ -2,9 +2,9 @@
 
 import importlib.util
 import operator
+import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
+from processes import completed, output_of
 
 import pinstage
 
@@ -135,17 +136,10 @@ def test_the_lines_of_use_run(page):
 def test_the_guide_to_several_gpus_runs():
     """In its own process: torch caches the groups of sharded tensors (2.13, DTensor's sharding
     cache). A child forked later frees them, and hangs waiting for threads that it doesn't have."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        "import test_docs; test_docs.run_the_guide_to_several_gpus()",
-    ]
-    done = subprocess.run(
-        command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    code = "import test_docs; test_docs.run_the_guide_to_several_gpus()"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    output_of(command, env=os.environ | {"PYTHONPATH": paths})
 
 
 def run_the_guide_to_several_gpus():
@@ -175,10 +169,7 @@ def run_the_guide_to_several_gpus():
 def test_the_script_works_with_each_start_method(method, tmp_path):
     [(name, text, shown)] = scripts(DOCS / "guides" / "loaders.md")
     (tmp_path / name).write_text(text.replace('"cuda:0"', '"cpu"'))
-    command = [sys.executable, "-W", "ignore", name, method]
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == shown
+    assert output_of([sys.executable, "-W", "ignore", name, method], cwd=tmp_path) == shown
 
 
 def test_no_page_has_snippets_that_never_run():
@@ -349,9 +340,7 @@ def test_pictures_can_be_read_on_a_telephone():
 def git(*arguments):
     if shutil.which("git") is None:
         return None
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True
-    )
+    done = completed(["git", *arguments], cwd=ROOT)
     return done.stdout.strip() if done.returncode == 0 else None
 
 
