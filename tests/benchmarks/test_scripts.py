@@ -289,6 +289,9 @@ def test_registering_is_refused_as_by_a_platform(cuda, scripts, monkeypatch):
     memory.deallocate(block)
 
 
+ONE_STEP = SimpleNamespace(device="cpu", repeats=1, seconds=0.0, smoke=True)
+
+
 @pytest.mark.parametrize(
     ("is_changed", "wrong"),
     [
@@ -311,8 +314,7 @@ def test_offloading_that_changes_gradients_is_incorrect(scripts, is_changed, wro
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
         yield lambda: training.step(hooks, training.forward), str
 
-    args = SimpleNamespace(device="cpu", repeats=1, seconds=0.0, smoke=True)
-    steps = offload.Steps(offload.Way("changed", changed, "a way"), args)
+    steps = offload.Steps(offload.Way("changed", changed, "a way"), ONE_STEP)
     first, later = map(steps.measure, offload.SMOKE_STEPS)
     assert first["status"] == later["status"]
     assert later["status"] == ("incorrect" if wrong else "ok")
@@ -328,8 +330,7 @@ def test_later_steps_after_a_failure_are_errors(scripts):
             raise RuntimeError("attention")
         yield lambda: training.step(nullcontext(), training.forward), str
 
-    args = SimpleNamespace(device="cpu", repeats=1, seconds=0.0, smoke=True)
-    steps = offload.Steps(offload.Way("fails", fails_with_attention, "a way"), args)
+    steps = offload.Steps(offload.Way("fails", fails_with_attention, "a way"), ONE_STEP)
     first, later = offload.SMOKE_STEPS
     with pytest.raises(RuntimeError, match="attention"):
         steps.measure(first)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed
+from fences import blocks
 from processes import completed, output_of
 from result_files import check_schema
 from torchrun import environment, torchrun
@@ -186,12 +187,8 @@ def test_the_page_shows_the_weather_audit_s_output(weather):
     def without_times(text: str) -> str:
         return re.sub(r"[\d.]+ (us|ms)", "TIME", text)
 
-    page = (ROOT / "docs" / "cases" / "weather_batch.md").read_text()
-    (shown,) = [
-        block
-        for block in re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-        if "leaf " in block
-    ]
+    page = ROOT / "docs" / "cases" / "weather_batch.md"
+    (shown,) = [block for block in blocks(page, "text") if "leaf " in block]
     head, tail = without_times(shown).split("...\n")
     assert head in without_times(weather[0])
     assert tail in without_times(weather[0])
@@ -262,15 +259,12 @@ def test_every_way_to_send_frames_brings_all_bytes(tmp_path):
 
 @pytest.mark.parametrize("name", ["weather_batch", "frame_bandwidth"])
 def test_the_case_s_code_matches_its_script(name):
-    page, script = (
-        (ROOT / "docs" / "cases" / f"{name}.md").read_text(),
-        (EXAMPLES / f"{name}.py").read_text(),
-    )
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert blocks
-    for block in blocks:
+    page, script = ROOT / "docs" / "cases" / f"{name}.md", (EXAMPLES / f"{name}.py").read_text()
+    snippets = blocks(page, "python")
+    assert snippets
+    for block in snippets:
         assert any(textwrap.indent(block, " " * depth) in script for depth in (0, 4, 8, 12)), block
-    for diff in re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+    for diff in blocks(page, "diff"):
         assert all(line[1:].strip() in script for line in diff.splitlines())
 
 

@@ -12,13 +12,17 @@ import lightning
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerated import samples, train
+from accelerated import samples, state_after_three, train
 from monai.data import DataLoader as MonaiLoader
 from monai.data import ThreadDataLoader
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # PyG's own imports call torch.jit.script
+    from torch_geometric.loader import DataLoader as GeometricLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # the frameworks' own
@@ -68,13 +72,8 @@ def test_a_wrapped_prepared_loader_s_state_continues_correctly():
         )
         return ps.wrap_loader(loader)
 
-    loader = prepared()
-    for number, _ in enumerate(loader, 1):
-        if number == 3:
-            state = loader.state_dict()
-            break
     resumed = prepared()
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(state_after_three(prepared()))
     assert [batch.tolist()[0] for batch in resumed] == [12, 16, 20, 24, 28]
 
 
@@ -194,8 +193,10 @@ def test_a_given_pool_serves_the_new_loader(make, distributed):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("cls", [MonaiLoader, ThreadDataLoader])
-def test_loaders_of_monai_stage(cls, workers):
+@pytest.mark.parametrize(
+    "cls", [MonaiLoader, ThreadDataLoader, GeometricLoader], ids=["monai", "monai threads", "PyG"]
+)
+def test_loaders_of_other_libraries_stage(cls, workers):
     images = [
         {"image": torch.full((1, 4, 4), float(number)), "name": str(number)} for number in range(10)
     ]
@@ -205,26 +206,3 @@ def test_loaders_of_monai_stage(cls, workers):
             [n, n + 1] for n in range(0, 10, 2)
         ]
     assert loader.stats().batches == 10
-
-
-@pytest.fixture(scope="module")
-def geometric():
-    """The package; torch warns while it is imported for the first time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import torch_geometric.loader
-    return torch_geometric
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_loader_of_pyg_stages(geometric, workers):
-    loader = ps.wrap_loader(
-        geometric.loader.DataLoader(samples(), 4, num_workers=workers), device="cpu"
-    )
-    expected = list(DataLoader(samples(), 4))
-    for (inputs, targets), (expected_inputs, expected_targets) in zip(
-        loader, expected, strict=True
-    ):
-        assert torch.equal(inputs, expected_inputs)
-        assert torch.equal(targets, expected_targets)
-    assert loader.stats().batches == 8

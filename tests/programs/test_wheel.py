@@ -106,9 +106,9 @@ def links_in(text: str) -> list[str]:
     return re.findall(r"\]\(([^)]*)\)", text)
 
 
-def run(installed: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(installed: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return completed(warm.command("-c", REFUSING + code, installed, *arguments), env=environment)
+    return completed(warm.command("-c", REFUSING + code, installed), env=environment)
 
 
 def content(installed: Path) -> set[Path]:
@@ -235,13 +235,3 @@ def test_it_stages_with_core_dependencies_alone(installed):
     done = run(installed, STAGE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0]\n"
-
-
-def test_commands_need_no_extra(installed):
-    done = run(installed, 'import pinstage as ps, torch\nprint(ps.audit({"x": torch.ones(3)}))')
-    assert "1 leaf" in done.stdout, done.stderr
-    done = run(
-        installed, "from pinstage._cli import main\nmain(sys.argv[2:])", "trace", "--example"
-    )
-    assert done.returncode == 0
-    assert "One slab would take" in done.stdout
