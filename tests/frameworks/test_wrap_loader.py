@@ -110,19 +110,16 @@ def trainer(**options):
     return lightning.Trainer(max_epochs=2, **quiet | options)
 
 
-def staging(workers=0, shuffle=False):
-    return ps.DataLoader(samples(), 4, num_workers=workers, shuffle=shuffle, device="cpu")
+def staging(**options):
+    return ps.DataLoader(samples(), 4, device="cpu", **options)
 
 
-def wrapped(workers=0, shuffle=False):
-    return ps.wrap_loader(
-        DataLoader(samples(), 4, num_workers=workers, shuffle=shuffle), device="cpu"
-    )
+def wrapped(**options):
+    return ps.wrap_loader(DataLoader(samples(), 4, **options), device="cpu")
 
 
-def wrapped_stateful(workers=0, shuffle=False):
-    loader = StatefulDataLoader(samples(), batch_size=4, num_workers=workers, shuffle=shuffle)
-    return ps.wrap_loader(loader, device="cpu")
+def wrapped_stateful(**options):
+    return ps.wrap_loader(StatefulDataLoader(samples(), 4, **options), device="cpu")
 
 
 MAKERS = [staging, wrapped, wrapped_stateful]
@@ -144,9 +141,9 @@ def distributed():
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("from_hook", [False, True])
 def test_a_loader_that_lightning_makes_anew_stages(make, from_hook, workers, recwarn, distributed):
-    loader, run = make(workers), distributed
+    loader, run = make(num_workers=workers), distributed
     if from_hook:
-        run.fit(model := FromAHook(lambda: make(workers)))
+        run.fit(model := FromAHook(lambda: make(num_workers=workers)))
     else:
         run.fit(model := Model(), loader)
     assert isinstance(
