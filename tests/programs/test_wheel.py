@@ -235,3 +235,9 @@ def test_it_stages_with_core_dependencies_alone(installed):
     done = run(installed, STAGE)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0]\n"
+
+
+def test_commands_need_no_extra(installed):
+    done = run(installed, "from pinstage._cli import main; main(['trace', '--example'])")
+    assert done.returncode == 0, done.stderr
+    assert "One slab would take" in done.stdout
