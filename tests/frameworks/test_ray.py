@@ -86,6 +86,8 @@ def test_two_processes_stage_a_split_dataset(cluster):
 
 @pytest.fixture(scope="module")
 def dataset(cluster):
+    # Otherwise blocks, and batches that threads collate, may come in any order on busy CPUs.
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
     return (
         ray.data.range(20).map(lambda row: {"id": row["id"], "half": row["id"] / 2}).materialize()
     )
