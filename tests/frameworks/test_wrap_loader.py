@@ -119,7 +119,7 @@ def wrapped(**options):
 
 
 def wrapped_stateful(**options):
-    return ps.wrap_loader(StatefulDataLoader(samples(), 4, **options), device="cpu")
+    return ps.wrap_loader(StatefulDataLoader(samples(), batch_size=4, **options), device="cpu")
 
 
 MAKERS = [staging, wrapped, wrapped_stateful]
