@@ -30,12 +30,6 @@ def test_an_index_without_a_gpu_is_unavailable(monkeypatch):
         ps.Stager(0)
 
 
-def test_sizes_are_read_in_any_case():
-    for size in ("4mib", "4MIB", 4.0 * MIB, 4 * MIB):
-        with ps.SlabPool(size, memory=ps.memory.PageableMemory()) as pool:
-            assert pool.max_bytes == 4 * MIB
-
-
 @pytest.mark.parametrize(
     "make", [ps.SlabPool, partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu")]
 )
@@ -123,11 +117,9 @@ def test_objects_print_as_what_they_are(stager):
 
 
 def test_stats_print_one_line_for_a_log(stager):
-    stager.to_device({"x": torch.ones(MIB)})
-    assert re.match(
-        r"1 batch, 4.00 MiB in \d .*; pool 4.00 MiB of 8.00 MiB, waited 0.000 s$",
-        str(stager.stats()),
-    )
+    stager.to_device({"x": torch.ones(320 * 1024)[::2]})
+    line = r"1 batch, 640.00 KiB in 1 copy; 0 fetches, .*; pool .* of 8.00 MiB, waited 0.000 s$"
+    assert re.match(line, str(stager.stats()))
     loader = ps.DataLoader([torch.ones(2)] * 6, batch_size=3, device="cpu", max_bytes="4MiB")
     assert str(loader.stats()).startswith("0 batches, 0 B in 0 copies in 0.000 s")
     list(loader)
@@ -186,12 +178,11 @@ def test_the_loader_s_typed_arguments_are_torch_s():
             "timeout is a number of seconds: '1'; pass such a number, or None",
         ),
         ({"owner": 3}, ValueError, "owner must be a name: 3; pass text"),
-        ({"pool": "8GiB"}, TypeError, "pool must be a SlabPool: '8GiB'; pass SlabPool"),
     ],
 )
 def test_arguments_of_other_types_are_refused(options, error, text):
     for make in (ps.Stager, lambda device, **more: ps.DataLoader([1], device=device, **more)):
-        if make is ps.Stager or options.keys() & {"owner", "pool"}:  # a loader's timeout is torch's
+        if make is ps.Stager or "owner" in options:  # a loader's timeout is torch's
             with pytest.raises(error, match=text):
                 make("cpu", **options)
 
@@ -203,15 +194,11 @@ def test_a_pool_refuses_a_nonnumeric_timeout():
         pool.acquire(1, timeout=np.float32(1)).release()
 
 
-@pytest.mark.parametrize(
-    ("max_bytes", "reason"),
-    [("AUTO", "25%"), (" Auto ", "25%"), (np.float32(4 * MIB), "given")],
-)
-def test_caps_accept_any_case_and_numpy_floats(max_bytes, reason, monkeypatch):
+@pytest.mark.parametrize("max_bytes", ["AUTO", " Auto "])
+def test_the_automatic_cap_accepts_any_case(max_bytes, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with ps.SlabPool(max_bytes, memory=ps.memory.PageableMemory()) as pool:
-        assert pool.stats().max_bytes_reason.startswith(reason)
-        assert reason == "25%" or pool.max_bytes == 4 * MIB
+        assert pool.stats().max_bytes_reason.startswith("25%")
 
 
 def test_a_lease_takes_no_dtype_for_none():
@@ -298,17 +285,7 @@ def test_a_wrapped_loader_prints_as_what_it_is():
     assert repr(loader) == "<Own to cpu: batch_size=3, no workers, max_bytes='4MiB'>"
 
 
-def test_one_of_a_thing_is_no_plural(stager):
-    stager.to_device({"x": torch.ones(320 * 1024)[::2]})
-    assert re.match(r"1 batch, 640.00 KiB in 1 copy; 0 fetches, ", str(stager.stats()))
-
-
 def test_names_of_tests_have_fewer_than_nine_words():
     files = Path(__file__).parent.rglob("test_*.py")
-    functions = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
-    names = {
-        node.name for node in functions if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert [
-        name for name in sorted(names) if name.startswith("test_") and name.count("_") > 8
-    ] == []
+    names = {name for file in files for name in re.findall(r"\bdef (test_\w+)", file.read_text())}
+    assert [name for name in sorted(names) if name.count("_") > 8] == []

@@ -223,20 +223,6 @@ def test_groups_of_both_versions_are_read_together(tree):
     assert _host.cpu_quota(root) == 1
 
 
-def test_no_limit_of_version_1_is_none(tree):
-    root = tree(
-        {
-            "proc/self/cgroup": "5:memory:/\n4:cpu:/\n",
-            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
-            "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        }
-    )
-    assert _host.cgroup_memory(root) == []
-    assert _host.cpu_quota(root) is None
-
-
 def test_the_chosen_word_is_who_gets_huge_pages(tree):
     root = tree({"sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n"})
     assert _host.huge_pages(root) == "madvise"

@@ -1,7 +1,6 @@
 """The thread that does deferred work of finalisers."""
 
 import _thread
-import subprocess
 import time
 
 import pytest
@@ -131,7 +130,5 @@ def test_no_task_begins_while_the_program_ends():
     """A task queries an event, and a CUDA call that returns while Python exits aborts the
     program.
     """
-    done = subprocess.run(
-        warm.command("-c", AT_THE_END), capture_output=True, text=True, check=False
-    )
+    done = warm.completed(AT_THE_END)
     assert (done.stdout, done.stderr, done.returncode) == ("True 0\n", "", 0)

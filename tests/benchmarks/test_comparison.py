@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import completed
 from result_files import check_schema
 
 from comparison import batches, harness, plot, record, rivals, staging, table
@@ -30,11 +31,8 @@ CPU = torch.device("cpu")
 SMALL = "16x1KiB"
 
 
-def command(*arguments, **environment):
-    whole = [sys.executable, str(ROOT / "benchmarks" / "comparison"), *map(str, arguments)]
-    return subprocess.run(
-        whole, capture_output=True, text=True, check=False, env=os.environ | environment
-    )
+def command(*arguments):
+    return completed([sys.executable, ROOT / "benchmarks" / "comparison", *arguments])
 
 
 def a_row(variant, case, median, *, ours=False, leaves=10, nbytes=2560):
@@ -166,13 +164,16 @@ def test_one_run_measures_the_chosen_batches_and_series():
 # -- processes -------------------------------------------------------------------------------------
 
 
-def collected(tmp_path, text, watcher=None, **options):
+CASES = [Size("1B", 1), Size("2B", 2)]
+
+
+def collected(tmp_path, text, variants="v", cases=CASES, **options):
+    """Run a script, whose text is given, for each variant; return the rows."""
     script = tmp_path / "child.py"
     script.write_text(text)
-    cases = [Size("1B", 1), Size("2B", 2)]
+    variants = [Variant(name, print, "") for name in variants]
     whole = [sys.executable, str(script)]
-    variants = [Variant("v", print, "")]
-    return harness.collect("test", whole, variants, cases, device=CPU, watcher=watcher, **options)
+    return harness.collect("test", whole, variants, cases, device=CPU, **options)
 
 
 EMIT = """
@@ -204,38 +205,20 @@ def test_an_error_is_told_with_what_caused_it(capsys):
 
 
 def test_parallel_processes_give_the_rows_of_sequential_ones(tmp_path):
-    script = tmp_path / "child.py"
-    script.write_text(EMIT.replace("0.5", "int(sys.argv[-1])"))
-    variants = [Variant(str(number), print, "") for number in range(1, 6)]
-    rows = harness.collect(
-        "test",
-        [sys.executable, str(script)],
-        variants,
-        [Size("1B", 1)],
-        device=CPU,
-        at_once=3,
-        rounds=2,
-        unit="s",
-    )
+    text = EMIT.replace("0.5", "int(sys.argv[-1])")
+    rows = collected(tmp_path, text, "12345", CASES[:1], at_once=3, rounds=2, unit="s")
     assert [(row.variant, row.median, row.repeats) for row in rows] == [
-        (str(n), float(n), 2) for n in range(1, 6)
+        (name, float(name), 2) for name in "12345"
     ]
 
 
 def test_rows_are_saved_after_each_process(tmp_path):
-    script = tmp_path / "child.py"
-    script.write_text(EMIT)
-    variants = [Variant(name, print, "") for name in "ab"]
     kept = []
-    rows = harness.collect(
-        "test",
-        [sys.executable, str(script)],
-        variants,
-        [Size("1B", 1)],
-        device=CPU,
-        rounds=2,
-        keep=lambda rows, said: kept.append((said, [(row.variant, row.repeats) for row in rows])),
-    )
+
+    def keep(rows, said):
+        kept.append((said, [(row.variant, row.repeats) for row in rows]))
+
+    rows = collected(tmp_path, EMIT, "ab", CASES[:1], rounds=2, keep=keep)
     assert kept == [
         ("1 of 4 processes", [("a", 1)]),
         ("2 of 4 processes", [("a", 1), ("b", 1)]),
@@ -265,20 +248,14 @@ def test_a_killed_run_leaves_an_incomplete_file(tmp_path):
     assert result["rows"]
 
 
-def test_a_way_that_is_gone_is_not_shown(tmp_path, capsys):
+def test_an_older_incomplete_file_is_shown_as_such(tmp_path, capsys):
     rows = [a_row("to", "a", 4.0), a_row("pinstage_gone", "a", 1.0, ours=True)]
-    record.save(tmp_path / "older.json", record.result_of("staging", {}, rows))
-    assert run_bench(Settings(read=(tmp_path / "older.json",))) == 0
-    shown = capsys.readouterr().out
-    assert "pin" not in shown.lower()
-    assert "to" in shown.split()
-
-
-def test_an_incomplete_file_is_shown_as_such(tmp_path, capsys):
-    part = record.result_of("staging", {}, [a_row("to", "a", 4.0)], "9 of 28 processes")
-    record.save(tmp_path / "part.json", json.loads(json.dumps(part)))
+    record.save(tmp_path / "part.json", record.result_of("staging", {}, rows, "9 of 28 processes"))
     assert run_bench(Settings(read=(tmp_path / "part.json",))) == 0
-    assert "part.json is incomplete: 9 of 28 processes" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "part.json is incomplete: 9 of 28 processes" in shown.err
+    assert "pin" not in shown.out.lower()  # a way that is gone
+    assert "to" in shown.out.split()
 
 
 @pytest.mark.parametrize(
@@ -490,9 +467,7 @@ def test_the_rival_s_build_says_what_it_needs(tmp_path, accv_lab):
         environment["ACCV_LAB"] = accv_lab
     environment["RIVAL_SITE"] = str(tmp_path / "rival")
     script = ROOT / "scripts" / "build_rival.sh"
-    done = subprocess.run(
-        [str(script)], capture_output=True, text=True, env=environment, check=False
-    )
+    done = completed([script], env=environment)
     assert done.returncode != 0
     assert "a checkout of" in done.stderr
     assert not (tmp_path / "rival").exists()

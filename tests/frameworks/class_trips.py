@@ -1,20 +1,16 @@
 """Send batches of libraries' classes in every way, and compare with the library's own ``.to()``."""
 
 import dataclasses
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import pinstage as ps
 from pinstage._batch import stored_attributes
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-WAYS = ["stager", "loader", "to_host"]
 RAGGED = 4
 """Successive batches, all of different shapes."""
 
@@ -48,25 +44,6 @@ class Case:
         return self.make.__name__
 
 
-def by_device_and_way(*cases):
-    """Run a test for each case, each way, on each device."""
-
-    def decorate(function):
-        for name, values in (("device", DEVICES), ("way", WAYS), ("case", cases)):
-            function = pytest.mark.parametrize(name, values, ids=repr if name == "case" else None)(
-                function
-            )
-        return function
-
-    return decorate
-
-
-def by_device_and_start_method(function):
-    """Run a test with workers that are forked and spawned, on each device."""
-    function = pytest.mark.parametrize("method", ["fork", "spawn"])(function)
-    return pytest.mark.parametrize("device", DEVICES)(function)
-
-
 class Made(torch.utils.data.Dataset):
     """Whole batches, made by functions of their number."""
 
@@ -86,9 +63,8 @@ def whole(batch):
 
 def check(case, way, device):
     """Send successive ragged batches in one way; compare each with the library's own result."""
-    device = target(device)
     if way == "loader":
-        check_loader([case], device, {})
+        check_loader([case], device)
         return
     with ps.Stager(device, max_bytes="16MiB") as stager:
         for number in range(RAGGED):
@@ -111,20 +87,13 @@ def memory_of(tree):
     return {tensor.data_ptr() for tensor in tensors if tensor.numel()}
 
 
-def check_workers(cases, method, device):
-    """Send batches of all cases of a library through workers."""
-    check_loader(cases, target(device), {"num_workers": 1, "multiprocessing_context": method})
-
-
-def check_loader(cases, device, options):
+def check_loader(cases, device, **options):
+    """Send batches of all cases through a loader."""
     loader = ps.DataLoader(
         Made(cases), batch_size=None, collate_fn=whole, device=device, max_bytes="16MiB", **options
     )
-    count = 0
-    for number, result in enumerate(loader):
+    for number, result in zip(range(RAGGED), loader, strict=True):
         compare(cases, result, device, number)
-        count += 1
-    assert count == RAGGED
     stats = loader.stats()
     assert stats.passthrough_leaves == sum(case.passthrough for case in cases) * RAGGED
     assert stats.fallback_batches == 0
@@ -141,17 +110,6 @@ def compare(cases, result, device, number):
     for case, mine, theirs in zip(cases, result["batches"], expected, strict=True):
         assert_alike(mine, theirs, case.make.__name__)
     assert_alike(result["index"], index)
-
-
-def target(device):
-    """Return a device; where there is no such GPU the test is skipped, or fails where
-    PINSTAGE_REQUIRE_GPU says so.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        (pytest.fail if int(os.environ.get("PINSTAGE_REQUIRE_GPU", "0")) else pytest.skip)(
-            "torch sees no CUDA device"
-        )
-    return torch.device(device, 0 if device == "cuda" else None)
 
 
 # -- alike, attribute by attribute -----------------------------------------------------------------

@@ -4,6 +4,7 @@ frameworks.
 Only tests that need a CUDA device are skipped, on a machine without one.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +29,19 @@ def pytest_runtest_makereport(item, call):
         report.outcome = "failed"
         report.longrepr = f"skipped, and nothing may be skipped here: {report.longrepr}"
     return report
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """A device; without such a GPU the test is skipped, or fails where PINSTAGE_REQUIRE_GPU says
+    so.
+    """
+    import torch
+
+    if request.param == "cuda" and not torch.cuda.is_available():
+        is_required = int(os.environ.get("PINSTAGE_REQUIRE_GPU", "0"))
+        (pytest.fail if is_required else pytest.skip)("torch sees no CUDA device")
+    return torch.device(request.param, 0 if request.param == "cuda" else None)
 
 
 @pytest.fixture(autouse=True)

@@ -3,33 +3,23 @@ reports.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from processes import output_of
 from torchrun import environment, torchrun
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "frameworks"
 
 
 def reports(name, out, *options, ranks=2):
-    """Return each rank's report; a program that reports for several ranks by itself is run with
-    ``ranks=None``.
-    """
+    """Return each rank's report."""
     out.mkdir(parents=True, exist_ok=True)
-    arguments = ["--out", out, *options]
-    if ranks is None or ranks == 1:
-        command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-        done = subprocess.run(
-            command,
-            env=environment(OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    arguments = (EXAMPLES / name, "--out", out, *options)
+    if ranks == 1:
+        output_of([sys.executable, *arguments], env=environment(OMP_NUM_THREADS="1"))
     else:
-        torchrun(EXAMPLES / name, *arguments, ranks=ranks)
+        torchrun(*arguments, ranks=ranks)
     return [json.loads(path.read_text()) for path in sorted(out.glob("rank*.json"))]
 
 

@@ -2,10 +2,10 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from processes import output_of
 from result_files import check_schema
 from torchrun import environment
 
@@ -15,9 +15,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "frameworks.py"
 
 def test_each_variant_trains_to_the_same_losses(tmp_path, monkeypatch):
     out = tmp_path / "rows.json"
-    command = [sys.executable, str(BENCHMARK), "--smoke", "--out", str(out)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of([sys.executable, BENCHMARK, "--smoke", "--out", out], env=environment())
     result = json.loads(out.read_text())
     check_schema(result)
     losses = {}

@@ -1,13 +1,13 @@
 """`make test-frameworks` installs what `constraints.txt` pins; skipped tests and warnings fail."""
 
 import re
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from processes import completed
 
 ROOT = Path(__file__).parents[2]
 (SECTION,) = re.findall(
@@ -36,16 +36,6 @@ def test_skipped_and_warned_tests_fail(tmp_path):
         "def test_b(): warnings.warn('pinstage staged no batch')\n"
         "def test_c(): warnings.warn('something else')\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        "/dev/null",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", tmp_path]
+    done = completed([sys.executable, "-m", "pytest", *options])
     assert "2 failed, 1 passed" in done.stdout, done.stdout

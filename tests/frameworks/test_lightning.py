@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -171,20 +172,17 @@ class OwnIteration(DataLoader):
     ids=["maps", "shuffled", "iterable", "an iteration of its own", "a list"],
 )
 def test_loaders_made_per_epoch_train_the_same(in_workers, make, packs, persistent):
-    found = {}
-    for way in ("plain", "staged"):
+    found, stage = [], StageBatches(workers=in_workers)
+    for callbacks in ([], [stage]):
         seed_everything(0, verbose=False)
-        stage = StageBatches(workers=in_workers)
-        model, loaders = (
-            OfItsOwn(),
-            Reloaded(lambda samples: make(samples, num_workers=1, persistent_workers=persistent)),
+        model = OfItsOwn()
+        loaders = Reloaded(partial(make, num_workers=1, persistent_workers=persistent))
+        trainer(*callbacks, reload_dataloaders_every_n_epochs=1, max_epochs=3).fit(
+            model, datamodule=loaders
         )
-        trainer(
-            *([stage] if way == "staged" else []), reload_dataloaders_every_n_epochs=1, max_epochs=3
-        ).fit(model, datamodule=loaders)
-        found[way] = model.losses, model.samples
+        found.append((model.losses, model.samples))
         assert len(loaders.made) == 3
-    assert found["plain"] == found["staged"]
+    assert found[0] == found[1]
     stats = stage.stats()
     assert stats.batches >= 3 * (8 + 2 + 3) + 2 + 2
     assert (stage.stager.stats().batches == 0) is (in_workers and packs)
@@ -295,21 +293,14 @@ def test_the_loaders_of_a_combined_loader_are_staged(mode, steps, in_workers):
     assert callbacks[0].stats().batches == (2 * steps if in_workers else steps) + 2 + 3
 
 
-@pytest.mark.parametrize("kind", ["callback", "loader"])
-def test_overfit_batches_trains_on_the_same_ones_again(kind):
-    found = {}
-    for way in ("plain", kind):
-        model, stage = module(), StageBatches()
-        data = (
-            loader(shuffle=True)
-            if way != "loader"
-            else ps.DataLoader(Visits(32), 4, shuffle=True, device="cpu")
-        )
-        one = trainer(*([stage] if way == "callback" else []), overfit_batches=2, max_epochs=3)
-        one.fit(model, data)
-        found[way] = model.losses, model.samples
-    assert found["plain"] == found[kind]
-    assert found[kind][1] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
+def test_overfit_batches_trains_on_the_same_ones_again():
+    found = []
+    for callbacks in ([], [StageBatches()]):
+        model = module()
+        trainer(*callbacks, overfit_batches=2, max_epochs=3).fit(model, loader(shuffle=True))
+        found.append((model.losses, model.samples))
+    assert found[0] == found[1]
+    assert found[1][1] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])

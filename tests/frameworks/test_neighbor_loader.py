@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from class_trips import DEVICES, target
 
 import pinstage as ps
 from pinstage.errors import StagingWarning
@@ -128,11 +127,9 @@ def assert_same(found, expected, device):
                 assert mine[key] == value, key
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [graph, graph_of_kinds])
 def test_sampled_neighbourhoods_arrive_as_the_loader_makes_them(make, workers, device):
-    device = target(device)
     torch.manual_seed(5)
     expected = [list(loader_of(make, workers)) for _ in range(2)]
     torch.manual_seed(5)
@@ -146,11 +143,9 @@ def test_sampled_neighbourhoods_arrive_as_the_loader_makes_them(make, workers, d
         assert (stats.batches, stats.fallback_batches, stats.passthrough_leaves) == (8, 0, 0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [graph, graph_of_kinds])
 def test_batches_joined_in_the_main_process_are_staged(make, workers, device):
-    device = target(device)
     torch.manual_seed(5)
     expected = list(loader_of(make, workers, filter_per_worker=False))
     torch.manual_seed(5)

@@ -1,27 +1,21 @@
 """The snippets of the pages about frameworks run unchanged, and name existing programs."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fences import blocks
+from processes import output_of
 from programs import EXAMPLES
 from torchrun import environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "frameworks").glob("*.md"))
-SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | re.DOTALL)
-
-
-def blocks(page):
-    return re.findall(
-        r"^```python\n(.*?)^```", SKIPPED.sub("", page.read_text()), re.MULTILINE | re.DOTALL
-    )
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page)], ids=lambda page: page.stem
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
 )
 def test_a_page_s_snippets_run_in_order(page, tmp_path):
     """In their own process: frameworks keep global state."""
@@ -29,16 +23,8 @@ def test_a_page_s_snippets_run_in_order(page, tmp_path):
     # Lightning sets them.
     variables = {name: value for name, value in environment().items() if name not in of_a_launcher}
     script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks(page)))
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=variables,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    script.write_text("\n".join(blocks(page, "python")))
+    output_of([sys.executable, script], env=variables, cwd=tmp_path)
 
 
 def test_the_pages_name_every_program():

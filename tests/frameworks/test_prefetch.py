@@ -5,13 +5,14 @@ stopped.
 import itertools
 import sys
 import types
+from functools import partial
 from operator import itemgetter
 
 import pytest
 import torch
 import torchdata.nodes
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerated import samples, train
+from accelerated import samples, state_after_three, train
 from loader_data import Costly
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -120,25 +121,13 @@ def test_much_work_over_a_prepared_loader_warns(stager, monkeypatch):
         list(stager.prefetch(Accelerator(cpu=True).prepare(loader)))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_prepared_stateful_loader_s_state_continues_correctly(stager, workers):
-    def prepared():
-        config = DataLoaderConfiguration(use_stateful_dataloader=True)
-        return Accelerator(cpu=True, dataloader_config=config).prepare(
-            DataLoader(range(32), 4, num_workers=workers)
-        )
-
-    batches = stager.prefetch(prepared())
-    for number, _ in enumerate(batches, 1):
-        if number == 3:
-            state = batches.state_dict()
-            break
-    resumed = prepared()
-    resumed.load_state_dict(state)
-    assert [batch.tolist()[0] for batch in stager.prefetch(resumed)] == [12, 16, 20, 24, 28]
+# -- states ----------------------------------------------------------------------------------------
 
 
-# -- torchdata -------------------------------------------------------------------------------------
+def prepared(workers):
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    loader = DataLoader(range(32), 4, num_workers=workers)
+    return Accelerator(cpu=True, dataloader_config=config).prepare(loader)
 
 
 def stateful():
@@ -151,16 +140,22 @@ def nodes():
     return torchdata.nodes.Loader(torchdata.nodes.Prefetcher(batches, 3))
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("make", [stateful, nodes])
+@pytest.mark.parametrize(
+    ("make", "background"),
+    [
+        (stateful, False),
+        (stateful, True),
+        (nodes, False),
+        (nodes, True),
+        (partial(prepared, 0), "auto"),
+        (partial(prepared, 1), "auto"),
+    ],
+)
 def test_a_state_after_three_batches_says_twelve_samples(stager, make, background):
-    batches = stager.prefetch(make(), background=background)
-    for number, _ in enumerate(batches, 1):
-        if number == 3:
-            break
     resumed = make()
-    resumed.load_state_dict(batches.state_dict())
-    assert next(iter(resumed)).tolist() == [12, 13, 14, 15]
+    resumed.load_state_dict(state_after_three(stager.prefetch(make(), background=background)))
+    resumed = stager.prefetch(resumed, background=background)
+    assert [batch.tolist()[0] for batch in resumed] == [12, 16, 20, 24, 28]
 
 
 # -- mosaicml-streaming ----------------------------------------------------------------------------

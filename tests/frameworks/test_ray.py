@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 from pathlib import Path
 
 import pyarrow as pa
@@ -74,6 +73,7 @@ def test_two_processes_stage_a_split_dataset(cluster):
         2, equal=True
     )
     stage = StageBatches(max_bytes="4MiB")
+    assert isinstance(stage.stager, ps.Stager)  # of this process: each reader makes its own
     readers = [Reader.remote() for _ in shards]
     pending = [
         reader.read.remote(stage, shard, 2) for reader, shard in zip(readers, shards, strict=True)
@@ -86,6 +86,8 @@ def test_two_processes_stage_a_split_dataset(cluster):
 
 @pytest.fixture(scope="module")
 def dataset(cluster):
+    # Otherwise blocks, and batches that threads collate, may come in any order on busy CPUs.
+    ray.data.DataContext.get_current().execution_options.preserve_order = True
     return (
         ray.data.range(20).map(lambda row: {"id": row["id"], "half": row["id"] / 2}).materialize()
     )
@@ -143,14 +145,6 @@ def test_leaving_a_loop_early_returns_every_slab(dataset):
         break
     assert len(list(stage.iter_torch_batches(dataset, batch_size=2))) == 10
     assert stage.stats().pool.leased_slabs == 0
-
-
-def test_a_pickled_stager_makes_its_own():
-    stage = StageBatches("cpu", max_bytes="1MiB")
-    assert isinstance(stage.stager, ps.Stager)
-    again = pickle.loads(pickle.dumps(stage))
-    assert again.stager is not stage.stager
-    assert again.stager.pool.max_bytes == 1 << 20
 
 
 def test_options_reach_the_stager_and_ray(dataset):

@@ -12,13 +12,17 @@ import lightning
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerated import samples, train
+from accelerated import samples, state_after_three, train
 from monai.data import DataLoader as MonaiLoader
 from monai.data import ThreadDataLoader
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # PyG's own imports call torch.jit.script
+    from torch_geometric.loader import DataLoader as GeometricLoader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),  # the frameworks' own
@@ -68,13 +72,8 @@ def test_a_wrapped_prepared_loader_s_state_continues_correctly():
         )
         return ps.wrap_loader(loader)
 
-    loader = prepared()
-    for number, _ in enumerate(loader, 1):
-        if number == 3:
-            state = loader.state_dict()
-            break
     resumed = prepared()
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(state_after_three(prepared()))
     assert [batch.tolist()[0] for batch in resumed] == [12, 16, 20, 24, 28]
 
 
@@ -111,19 +110,16 @@ def trainer(**options):
     return lightning.Trainer(max_epochs=2, **quiet | options)
 
 
-def staging(workers=0, shuffle=False):
-    return ps.DataLoader(samples(), 4, num_workers=workers, shuffle=shuffle, device="cpu")
+def staging(**options):
+    return ps.DataLoader(samples(), 4, device="cpu", **options)
 
 
-def wrapped(workers=0, shuffle=False):
-    return ps.wrap_loader(
-        DataLoader(samples(), 4, num_workers=workers, shuffle=shuffle), device="cpu"
-    )
+def wrapped(**options):
+    return ps.wrap_loader(DataLoader(samples(), 4, **options), device="cpu")
 
 
-def wrapped_stateful(workers=0, shuffle=False):
-    loader = StatefulDataLoader(samples(), batch_size=4, num_workers=workers, shuffle=shuffle)
-    return ps.wrap_loader(loader, device="cpu")
+def wrapped_stateful(**options):
+    return ps.wrap_loader(StatefulDataLoader(samples(), batch_size=4, **options), device="cpu")
 
 
 MAKERS = [staging, wrapped, wrapped_stateful]
@@ -145,9 +141,9 @@ def distributed():
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("from_hook", [False, True])
 def test_a_loader_that_lightning_makes_anew_stages(make, from_hook, workers, recwarn, distributed):
-    loader, run = make(workers), distributed
+    loader, run = make(num_workers=workers), distributed
     if from_hook:
-        run.fit(model := FromAHook(lambda: make(workers)))
+        run.fit(model := FromAHook(lambda: make(num_workers=workers)))
     else:
         run.fit(model := Model(), loader)
     assert isinstance(
@@ -194,8 +190,10 @@ def test_a_given_pool_serves_the_new_loader(make, distributed):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("cls", [MonaiLoader, ThreadDataLoader])
-def test_loaders_of_monai_stage(cls, workers):
+@pytest.mark.parametrize(
+    "cls", [MonaiLoader, ThreadDataLoader, GeometricLoader], ids=["monai", "monai threads", "PyG"]
+)
+def test_loaders_of_other_libraries_stage(cls, workers):
     images = [
         {"image": torch.full((1, 4, 4), float(number)), "name": str(number)} for number in range(10)
     ]
@@ -205,26 +203,3 @@ def test_loaders_of_monai_stage(cls, workers):
             [n, n + 1] for n in range(0, 10, 2)
         ]
     assert loader.stats().batches == 10
-
-
-@pytest.fixture(scope="module")
-def geometric():
-    """The package; torch warns while it is imported for the first time."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        import torch_geometric.loader
-    return torch_geometric
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_loader_of_pyg_stages(geometric, workers):
-    loader = ps.wrap_loader(
-        geometric.loader.DataLoader(samples(), 4, num_workers=workers), device="cpu"
-    )
-    expected = list(DataLoader(samples(), 4))
-    for (inputs, targets), (expected_inputs, expected_targets) in zip(
-        loader, expected, strict=True
-    ):
-        assert torch.equal(inputs, expected_inputs)
-        assert torch.equal(targets, expected_targets)
-    assert loader.stats().batches == 8

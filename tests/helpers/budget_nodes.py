@@ -10,11 +10,10 @@ import multiprocessing.util
 import os
 import pickle
 import signal
-import time
-import warnings
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
+from doubles import fork, wait_until
 from host_processes import MIB, state_of
 
 import pinstage as ps
@@ -114,14 +113,14 @@ class Node:
     def become_another_program(self):
         """Let the node replace itself, by ``exec``."""
         self.send("run_another_program")
-        self._nodes.wait(lambda: "sleep" in Path(f"/proc/{self.pid}/comm").read_text())
+        wait_until(lambda: "sleep" in Path(f"/proc/{self.pid}/comm").read_text())
 
     def kill(self):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):  # another node's child
             os.waitpid(self.pid, 0)
-        self._nodes.wait(lambda: state_of(self.pid) in ("", "Z", "X"))
+        wait_until(lambda: state_of(self.pid) in ("", "Z", "X"))
 
 
 class Nodes:
@@ -148,17 +147,8 @@ class Nodes:
             for end in pair:
                 end.close()
 
-    @staticmethod
-    def wait(condition):
-        deadline = time.monotonic() + 20
-        while not condition():
-            assert time.monotonic() < deadline, "it never happened"
-            time.sleep(0.002)
-
     def _fork(self, number):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork with other threads
-            pid = os.fork()
+        pid = fork()
         if pid == 0:
             multiprocessing.util._run_after_forkers()  # as in a child that multiprocessing forks
             self._serve(number, Work())

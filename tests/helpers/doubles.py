@@ -155,13 +155,18 @@ class ManualEvent:
         assert self._done.wait(PATIENCE_SECONDS), "the event was never finished"
 
 
+def fork() -> int:
+    """Fork, without the warning of Python 3.12 that there are other threads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
+        return os.fork()
+
+
 def in_child(claim: Callable[[], object]) -> int:
     """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended
     it.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork with other threads
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         faulthandler.disable()
         status = 1
@@ -175,10 +180,7 @@ def in_child(claim: Callable[[], object]) -> int:
 def claim_in_child(claim: Callable[[], object]) -> None:
     """Make a claim in a forked child, and fail with the child's traceback if it fails there."""
     read, write = os.pipe()
-    with warnings.catch_warnings():
-        # As above.
-        warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(PATIENCE_SECONDS)  # a child that hangs ends
@@ -223,18 +225,22 @@ def is_mapped(address: int) -> bool:
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
+def open_files() -> list[tuple[str, int]]:
+    """Return the name and the inode of each file that this process has open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
+            found.append((str(link.readlink()), link.stat().st_ino))
+    return found
+
+
 def shared_files() -> set[int]:
     """Return the inodes of pinstage's shared memory that this process has open.
 
     The numbers of all descriptors won't do: garbage of an earlier test may close some in the
     meantime.
     """
-    found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
-            if str(link.readlink()).startswith("/memfd:pinstage"):
-                found.add(link.stat().st_ino)
-    return found
+    return {inode for name, inode in open_files() if name.startswith("/memfd:pinstage")}
 
 
 def region_bytes() -> int:
@@ -255,15 +261,8 @@ def region_bytes() -> int:
 
 def budget_files() -> list[str]:
     """Return the files of budgets and of shared memory that this process has open."""
-    names = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
-            names.append(str(link.readlink()))
-    return [
-        name
-        for name in names
-        if name.startswith((os.environ["PINSTAGE_BUDGET_DIR"], "/memfd:pinstage"))
-    ]
+    ours = (os.environ["PINSTAGE_BUDGET_DIR"], "/memfd:pinstage")
+    return [name for name, _ in open_files() if name.startswith(ours)]
 
 
 class HeldTarget(Target):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import output_of
 
 ROOT = Path(__file__).parents[2]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
@@ -47,18 +48,8 @@ def site(tmp_path_factory):
     if importlib.util.find_spec("mkdocs") is None:
         missing("mkdocs is not installed: make docs")
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--quiet",
-        "--site-dir",
-        str(folder),
-    ]
-    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    options = ("--strict", "--quiet", "--site-dir", folder)
+    output_of([sys.executable, "-m", "mkdocs", "build", *options], cwd=ROOT)
     return folder
 
 
@@ -145,11 +136,9 @@ def measured(site, tmp_path_factory):
         "--allow-file-access-from-files", "--dump-dom", "--virtual-time-budget=90000",
         f"--user-data-dir={tmp_path_factory.mktemp('profile')}", (site / "measure.html").as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    dom = output_of(command)
     (site / "measure.html").unlink()
-    found = json.loads(
-        unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1])
-    )
+    found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)[1]))
     assert len(found) == 2 * len(pages)
     assert [row for row in found if row[3] != 1] == []  # all pages were loaded
     return found

@@ -3,9 +3,9 @@
 import ast
 import importlib.util
 import operator
+import os
 import re
 import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
+from fences import blocks
+from processes import completed, output_of
 
 import pinstage
 
@@ -50,16 +52,6 @@ RUN_FROM_TOP_TO_BOTTOM = [
     *sorted(GUIDES - RUN_ELSEWHERE.keys()),
     *(f"reference/{path.name}" for path in REFERENCE),
 ]
-SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | re.DOTALL)
-
-
-def python_blocks(path):
-    """Return the blocks of a page that run; a comment ``<!-- skip: why -->`` excludes the next
-    block.
-    """
-    return re.findall(
-        r"^```python\n(.*?)^```", SKIPPED.sub("", path.read_text()), re.MULTILINE | re.DOTALL
-    )
 
 
 def scripts(path):
@@ -70,9 +62,9 @@ def scripts(path):
 
 def run(page, names):
     """Run a page's blocks from top to bottom, on the CPU, and return the names that they define."""
-    blocks = python_blocks(DOCS / page)
-    assert blocks
-    for number, block in enumerate(blocks):
+    snippets = blocks(DOCS / page, "python")
+    assert snippets
+    for number, block in enumerate(snippets):
         here = re.sub(r'"cuda:\d"', '"cpu"', block)
         exec(compile(here, f"{page}, block {number}", "exec"), names)
     return names
@@ -89,9 +81,7 @@ def test_a_page_s_snippets_run_in_order(page, capsys):
             value.close()
     if page == "tutorial.md":
         printed = capsys.readouterr().out
-        for shown in re.findall(
-            r"^```text\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
-        ):
+        for shown in blocks(DOCS / page, "text"):
             assert shown in printed
 
 
@@ -139,7 +129,7 @@ def test_the_lines_of_use_run(page):
         "dataset": samples,
         "train_step": lambda batch: None,
     }
-    for block in python_blocks(ROOT / page):
+    for block in blocks(ROOT / page, "python"):
         here = block.replace('"cuda:0"', '"cpu"').replace("num_workers=8", "num_workers=1")
         exec(compile(here, page, "exec"), names)
     assert names["stager"].stats().batches == 1
@@ -149,17 +139,10 @@ def test_the_lines_of_use_run(page):
 def test_the_guide_to_several_gpus_runs():
     """In its own process: torch caches the groups of sharded tensors (2.13, DTensor's sharding
     cache). A child forked later frees them, and hangs waiting for threads that it doesn't have."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-c",
-        "import test_docs; test_docs.run_the_guide_to_several_gpus()",
-    ]
-    done = subprocess.run(
-        command, check=False, cwd=Path(__file__).parent, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    code = "import test_docs; test_docs.run_the_guide_to_several_gpus()"
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    output_of(command, env=os.environ | {"PYTHONPATH": paths})
 
 
 def run_the_guide_to_several_gpus():
@@ -189,16 +172,13 @@ def run_the_guide_to_several_gpus():
 def test_the_script_works_with_each_start_method(method, tmp_path):
     [(name, text, shown)] = scripts(DOCS / "guides" / "loaders.md")
     (tmp_path / name).write_text(text.replace('"cuda:0"', '"cpu"'))
-    command = [sys.executable, "-W", "ignore", name, method]
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == shown
+    assert output_of([sys.executable, "-W", "ignore", name, method], cwd=tmp_path) == shown
 
 
 def test_no_page_has_snippets_that_never_run():
     for path in sorted(DOCS.rglob("*.md")):
         page = path.relative_to(DOCS).as_posix()
-        if python_blocks(path):
+        if blocks(path, "python"):
             assert page in RUN_FROM_TOP_TO_BOTTOM or page in RUN_ELSEWHERE, page
         assert not scripts(path) or page in ("audit.md", "guides/loaders.md"), page
 
@@ -302,7 +282,7 @@ def test_every_public_name_has_a_page_and_example(name):
         page for page in REFERENCE if page.read_text().startswith(f"# {name.rpartition('.')[2]}\n")
     ]
     assert names_of(page)[0] == name
-    [example] = python_blocks(page)
+    [example] = blocks(page, "python")
     assert name in example or name in MADE_BY_CALLS
 
 
@@ -363,9 +343,7 @@ def test_pictures_can_be_read_on_a_telephone():
 def git(*arguments):
     if shutil.which("git") is None:
         return None
-    done = subprocess.run(
-        ["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True
-    )
+    done = completed(["git", *arguments], cwd=ROOT)
     return done.stdout.strip() if done.returncode == 0 else None
 
 

@@ -6,6 +6,7 @@ import types
 from pathlib import Path
 
 import pytest
+from fences import blocks
 
 from pinstage import _cli
 from pinstage.inspect._doctor import host_checks
@@ -13,10 +14,7 @@ from pinstage.inspect._doctor import host_checks
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def blocks(page, language):
-    return re.findall(
-        rf"^```{language}[^\n]*\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
-    )
+DEFINITION = 'python title="weather.py"'
 
 
 def without_times(text):
@@ -28,24 +26,25 @@ def without_times(text):
 def weather(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "weather.py").write_text(blocks("audit.md", "python")[0])
+    (tmp_path / "weather.py").write_text(blocks(DOCS / "audit.md", DEFINITION)[0])
     yield
     sys.modules.pop("weather", None)
 
 
 def test_the_audit_page_shows_what_the_command_prints(weather, capsys):
-    (command,) = blocks("audit.md", "console")
+    (command,) = blocks(DOCS / "audit.md", "console")
     with pytest.raises(SystemExit):
         _cli.main(command.split()[2:])
     printed = without_times(capsys.readouterr().out)
-    (shown,) = blocks("audit.md", "text")
+    (shown,) = blocks(DOCS / "audit.md", "text")
     head, tail = without_times(shown).split("...\n")
     assert head in printed
     assert tail in printed
 
 
 def test_the_audit_page_s_program_runs(monkeypatch, capsys):
-    definition, program = blocks("audit.md", "python")
+    (definition,) = blocks(DOCS / "audit.md", DEFINITION)
+    (program,) = blocks(DOCS / "audit.md", "python")
     weather = types.ModuleType("weather")
     exec(compile(definition, "audit.md", "exec"), weather.__dict__)
     exec(compile(program, "audit.md", "exec"), {"make_batch": weather.make_batch})
@@ -61,7 +60,7 @@ def test_the_doctor_page_names_every_line_without_gpu(tmp_path):
 def test_the_trace_page_shows_the_example_s_output(capsys):
     with pytest.raises(SystemExit):
         _cli.main(["trace", "--example"])
-    (shown,) = blocks("trace.md", "text")
+    (shown,) = blocks(DOCS / "trace.md", "text")
     assert capsys.readouterr().out.startswith(shown)
 
 

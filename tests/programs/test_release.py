@@ -4,11 +4,11 @@ mismatches.
 
 import re
 import shutil
-import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
+from processes import completed, output_of
 
 import pinstage
 
@@ -83,9 +83,7 @@ def clone(tmp_path):
 
     def git(*arguments):
         command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
+        return output_of(command, cwd=tmp_path)
 
     git("init", "-q", "-b", "main")
     for key, value in {"user.name": "x", "user.email": "x@y", "commit.gpgsign": "false"}.items():
@@ -96,9 +94,7 @@ def clone(tmp_path):
 
 
 def tag(folder, *arguments):
-    return subprocess.run(
-        ["scripts/tag.sh", *arguments], cwd=folder, check=False, capture_output=True, text=True
-    )
+    return completed(["scripts/tag.sh", *arguments], cwd=folder)
 
 
 def test_the_tag_dates_and_quotes_the_changelog(clone):

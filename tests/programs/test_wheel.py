@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from processes import completed
 
 import pinstage
 
@@ -90,15 +91,8 @@ def installed(source):
 def build(
     source: Path, *arguments: str | Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "setup.py", "-q", *map(str, arguments)]
-    return subprocess.run(
-        command,
-        cwd=source,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-W", "ignore", "setup.py", "-q", *arguments]
+    return completed(command, cwd=source, env=os.environ | environment)
 
 
 def metadata_of(source: Path, folder: Path, **environment: str) -> str:
@@ -112,10 +106,9 @@ def links_in(text: str) -> list[str]:
     return re.findall(r"\]\(([^)]*)\)", text)
 
 
-def run(installed: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(installed: Path, code: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = warm.command("-c", REFUSING + code, installed, *arguments)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return completed(warm.command("-c", REFUSING + code, installed), env=environment)
 
 
 def content(installed: Path) -> set[Path]:
@@ -180,9 +173,7 @@ def test_what_compiling_needs_is_named_if_it_fails(source, tmp_path, environment
 def test_other_platforms_are_refused_at_installation(source, change, text):
     imports = "import setuptools, sys, sysconfig, runpy; sysconfig.get_config_vars()"
     program = f"{imports}; {change}; runpy.run_path('setup.py')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=source, capture_output=True, text=True, check=False
-    )
+    done = completed([sys.executable, "-c", program], cwd=source)
     assert done.returncode != 0
     assert re.match(text, done.stderr)
 
@@ -247,10 +238,6 @@ def test_it_stages_with_core_dependencies_alone(installed):
 
 
 def test_commands_need_no_extra(installed):
-    done = run(installed, 'import pinstage as ps, torch\nprint(ps.audit({"x": torch.ones(3)}))')
-    assert "1 leaf" in done.stdout, done.stderr
-    done = run(
-        installed, "from pinstage._cli import main\nmain(sys.argv[2:])", "trace", "--example"
-    )
-    assert done.returncode == 0
+    done = run(installed, "from pinstage._cli import main; main(['trace', '--example'])")
+    assert done.returncode == 0, done.stderr
     assert "One slab would take" in done.stdout

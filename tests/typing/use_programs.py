@@ -2,6 +2,7 @@
 pyright, never run.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_type
 
@@ -53,13 +54,25 @@ def arrays_become_tensors(stager: ps.Stager, array: Array) -> None:
     assert_type(stager.prefetch([{"a": array}]), ps.Prefetcher[dict[str, torch.Tensor]])
     assert_type(stager.prefetch([[array]], depth=3), ps.Prefetcher[list[torch.Tensor]])
     assert_type(stager.prefetch([(array, array)]), ps.Prefetcher[tuple[torch.Tensor, ...]])
-    for batch in stager.prefetch([{"a": array}]):
-        assert_type(batch, dict[str, torch.Tensor])
 
 
-def what_is_not_known_stays_so(stager: ps.Stager, batch: Any) -> None:
+def what_is_not_known_stays_so(
+    stager: ps.Stager, batch: Any, thing: object, loader: torch.utils.data.DataLoader[Any]
+) -> None:
     moved = stager.to_device(batch)
     moved.anything()
+    assert_type(stager.stage(thing), ps.Transfer[object])
+    assert_type(stager.fetch(thing), ps.HostTransfer[object])
+    assert_type(stager.prefetch(loader), ps.Prefetcher[Any])
+    assert_type(stager.prefetch([1.5]), ps.Prefetcher[float])
+    assert_type(iter(stager.prefetch([1.5])), Iterator[float])
+    assert_type(len(stager.prefetch([1.5])), int)
+
+
+def no_overload_takes_them(stager: ps.Stager, batch: object) -> None:
+    stager.prefetch([batch], 2)  # type: ignore[call-overload]
+    stager.prefetch(3)  # type: ignore[call-overload]
+    stager.stage()  # type: ignore[call-overload]
 
 
 def a_transfer_is_no_batch(stager: ps.Stager, tensor: torch.Tensor) -> None:
@@ -72,9 +85,6 @@ def a_transfer_is_no_batch(stager: ps.Stager, tensor: torch.Tensor) -> None:
 
 
 def a_loader() -> None:
-    loader = ps.DataLoader(
-        Numbers(), batch_size=4, shuffle=True, num_workers=2, device="cuda", depth=3
-    )
     ps.DataLoader(
         Numbers(),
         4,
@@ -84,7 +94,6 @@ def a_loader() -> None:
         prefetch_factor=4,
         max_bytes="1GiB",
     )
-    assert_type(loader.stats(), ps.LoaderStats)
     ps.DataLoader(Numbers(), bacth_size=4)  # type: ignore[call-arg]
     ps.DataLoader(Numbers(), num_worker=2)  # type: ignore[call-arg]
     ps.DataLoader(Numbers(), batch_size="4")  # type: ignore[arg-type]
@@ -99,6 +108,6 @@ def names() -> None:
 
 
 def leases(lease: ps.Lease) -> None:
-    assert_type(lease.tensor((2, 3), np.float32), torch.Tensor)
+    lease.tensor((2, 3), torch.float32)
     lease.tensor(4, np.dtype("int64"))
-    lease.tensor(4, "float32")
+    lease.numpy(4, "float32")

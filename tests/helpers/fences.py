@@ -1,0 +1,13 @@
+"""Fenced blocks of Markdown pages."""
+
+import re
+
+SKIPPED = re.compile(r"<!-- skip: .+? -->\n```python\n.*?^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(path, language):
+    """Return the blocks of a language without a title. A comment ``<!-- skip: why -->`` excludes
+    the next block of Python.
+    """
+    text = SKIPPED.sub("", path.read_text())
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
