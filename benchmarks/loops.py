@@ -2,6 +2,8 @@
 
     python benchmarks/loops.py --out benchmarks/results/loops.json
     python benchmarks/loops.py --loops segmentation,tokens --only torch_pin,pinstage
+    python benchmarks/loops.py --device cpu --only torch_to,pinstage --seconds 30 --rounds 5
+        --out benchmarks/results/loops_cpu.json
 
 Loops with a model of a fixed time on the GPU (a chain of matrix products that the loop doesn't wait
 for):

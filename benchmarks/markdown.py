@@ -429,11 +429,11 @@ def loops(result: dict[str, Any] | None = None) -> str:
     return folded(short_loops(result), whole, [*batches, "", said, "", source(result)])
 
 
-def loops_short() -> str:
+def loops_short(name: str = "loops") -> str:
     """Milliseconds per step of training loops, by torch's loader and by the three lines of the
     README.
     """
-    result = load("loops")
+    result = load(name)
     said = f"{LOOP_CONDITIONS} {passes(result)} {source(result)}".strip()
     return "\n".join([*short_loops(result), "", said])
 
@@ -1094,6 +1094,7 @@ TABLES = {
     "loader_refused": loader_refused,
     "loops": loops,
     "loops_short": loops_short,
+    "loops_cpu": partial(loops_short, "loops_cpu"),
     "frameworks": frameworks,
     "lightning": partial(frameworks, only="lightning"),
     "accelerate": partial(frameworks, only="accelerate"),

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def end_writer():
     """Forget the writer process, as a program must that has lost it; end it if it is alive."""
     processes._CHECKPOINT_PROCESS = None
     gc.collect()
+    resource_sharer.stop()  # else it keeps the descriptors that a dead writer hasn't fetched
 
 
 def save(state, path, stager, kind=AsyncCheckpointerType.THREAD):

@@ -5,7 +5,6 @@ import pickle
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 WIDTH = 32
 
@@ -27,38 +26,57 @@ def adam_state(seed: int = 0, layers: int = 4) -> dict[str, Any]:
     }
 
 
-def difference(one: Any, other: Any) -> str | None:
+def difference(one: Any, other: Any, path: str = "") -> str | None:
     """Return where two states differ in a value, dtype, shape, stride or container class; None if
     they don't.
     """
-    leaves, structure = tree_flatten_with_path(one)
-    others, other_structure = tree_flatten_with_path(other)
-    if structure != other_structure:
-        return f"{structure} instead of {other_structure}"
-    pairs = zip(leaves, others, strict=True)
-    return next((keystr(path) for (path, a), (_, b) in pairs if not is_same(a, b)), None)
-
-
-def is_same(leaf: Any, other: Any) -> bool:
-    if not isinstance(leaf, torch.Tensor):
-        return bool(leaf == other)
-    return (
-        type(leaf) is type(other)
-        and (leaf.dtype, leaf.stride()) == (other.dtype, other.stride())
-        and torch.equal(leaf, other)
+    if isinstance(one, torch.Tensor):
+        same = type(one) is type(other) and (one.dtype, one.stride()) == (
+            other.dtype,
+            other.stride(),
+        )
+        return None if same and torch.equal(one, other) else path
+    if isinstance(one, dict):
+        if not isinstance(other, dict) or list(one) != list(other):
+            return path
+        parts = [(f"{path}[{key!r}]", one[key], other[key]) for key in one]
+    elif isinstance(one, list | tuple):
+        if type(one) is not type(other) or len(one) != len(other):
+            return path
+        parts = [
+            (f"{path}[{index}]", *pair) for index, pair in enumerate(zip(one, other, strict=True))
+        ]
+    else:
+        return None if one == other else path
+    return next(
+        (
+            found
+            for found in (difference(a, b, where) for where, a, b in parts)
+            if found is not None
+        ),
+        None,
     )
 
 
 def digest(state: Any) -> str:
     """Return a hash of all values of a state."""
     found = hashlib.sha256()
-    for path, part in tree_flatten_with_path(state)[0]:
-        found.update(keystr(path).encode())
+
+    def feed(part: Any) -> None:
         if isinstance(part, torch.Tensor):
             local = part.to_local() if hasattr(part, "to_local") else part
             found.update(
                 local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             )
+        elif isinstance(part, dict):
+            for key, value in part.items():
+                found.update(repr(key).encode())
+                feed(value)
+        elif isinstance(part, list | tuple):
+            for value in part:
+                feed(value)
         else:
             found.update(pickle.dumps(part))
+
+    feed(state)
     return found.hexdigest()
