@@ -127,7 +127,7 @@ def _bus(text: str) -> Any:
     try:
         pairs = [part.split("=") for part in text.split(",")]
         figures: dict[str, Any] = {name.strip(): float(value) for name, value in pairs}
-        return Bus(**figures)
+        return Bus(**figures) if len(figures) == len(pairs) else Bus(0, 0)
     except (TypeError, ValueError):
         example = "pageable=8,pinned=55,call=7.5"
         raise argparse.ArgumentTypeError(

@@ -492,6 +492,7 @@ def test_looking_changes_no_value():
     [
         "", "8", "pageable=8", "pageable=x,pinned=3", "pageable=8,pinned=0", "pinned=1,pinned=2",
         "pageable=8,pinned=55,gpu=3", "pageable=8,pinned=55,call=-1",
+        "pageable=8,pinned=55,pinned=5",
     ],
 )  # fmt: skip
 def test_a_malformed_bus_shows_the_format(text):

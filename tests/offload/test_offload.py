@@ -4,6 +4,7 @@ use.
 
 import contextlib
 import gc
+import signal
 import threading
 import warnings
 import weakref
@@ -11,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from doubles import CountingMemory, QueuedTarget, assert_idle, known, wait_until
+from doubles import CountingMemory, Gate, QueuedTarget, assert_idle, known, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
@@ -265,6 +266,19 @@ def test_memory_saved_many_times_is_copied_once(offload):
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dropped", [0, 1])
+def test_memory_stays_known_without_one_of_its_saves(offload, dropped):
+    x = leaf()
+    with offload:
+        h = x * 1
+        branches = [h.sin(), h.cos()]
+        del branches[dropped]
+        branches.append(h.square())
+    assert (offload.stats().copies, offload.stats().shared) == (1, 2)
+    sum(branches).sum().backward()
+    assert torch.equal(x.grad, 2 * x + (-x.sin(), x.cos())[dropped])
+
+
 def test_gaps_of_a_tensor_aren_t_copied(offload):
     product = leaf(4, 16, 3, 4, 8) * 1
     with offload:
@@ -359,6 +373,22 @@ def test_tensors_stay_where_the_pool_cannot_grow(offload, pool, memory, why):
     y.sum().backward()
     assert (offload.stats().copies, offload.stats().stayed_at_cap) == (0, 1)
     assert torch.equal(x.grad, x.cos())
+
+
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
+def test_a_handler_may_end_the_wait_for_a_slab(offload, memory):
+    def ring(*_):
+        memory.allocate_gate.open()
+        raise TimeoutError("rung")
+
+    x, before = leaf(), signal.signal(signal.SIGALRM, ring)
+    memory.allocate_gate = Gate()
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with offload, pytest.raises(TimeoutError, match=r"^rung$"):
+            x.sin()
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_closed_pool_is_an_error(make_pool):

@@ -20,7 +20,9 @@ from doubles import (
 )
 
 from pinstage import SlabPool, Stager
+from pinstage._memory import Block
 from pinstage._pool import lease_in_flight
+from pinstage._pool._slab import Slab, free_what_is_done
 from pinstage.errors import PoolClosedError, PoolError, UnreleasedLeaseWarning
 
 
@@ -218,6 +220,27 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
     )
     assert memory.live_blocks == [lost]
     memory.deallocate(lost)
+
+
+def test_errors_of_slabs_keep_nothing():
+    """Without a collection."""
+    made = []
+
+    class LostError(RuntimeError):
+        def __init__(self):
+            made.append(weakref.ref(self))
+
+    class Memory:
+        def deallocate(self, block):
+            raise LostError
+
+    gc.disable()
+    try:
+        with contextlib.suppress(LostError):
+            free_what_is_done({Slab(Block(0, 1), {}, 0): None for _ in range(2)}, Memory())
+        assert [error() for error in made] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_dropped_pool_frees_returned_slabs_after_closing(memory):

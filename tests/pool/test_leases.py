@@ -18,7 +18,7 @@ from doubles import ManualEvent, PinnedMemory, calls_of, outcome, wait_for_reape
 from loader_data import same
 
 from pinstage import SlabPool
-from pinstage._pool import guard_until_release, lease_in_flight
+from pinstage._pool import add_guard, guard_until_release, lease_in_flight
 from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarning
 from pinstage.memory import PageableMemory
 
@@ -292,6 +292,26 @@ def test_done_guards_are_dropped_with_the_next(full_pool):
         del event
         assert done() is None
     last.finish()
+
+
+def test_the_collector_may_come_while_a_guard_is_added():
+    """Python 3.11 calls it wherever an object is made, and other threads run meanwhile."""
+    guards, last = {number: ManualEvent() for number in range(-4, 0)}, ManualEvent()
+    thresholds, expected = gc.get_threshold(), {*guards.values(), last}
+
+    def another(phase, _):
+        if phase == "stop":
+            guards[-5 - len(guards)] = event = ManualEvent()
+            expected.add(event)
+
+    gc.callbacks.append(another)
+    gc.set_threshold(1)
+    try:
+        add_guard(guards, last)
+    finally:
+        gc.callbacks.remove(another)
+        gc.set_threshold(*thresholds)
+    assert set(guards.values()) == expected
 
 
 def test_a_guard_is_added_though_an_earlier_fails(full_pool):

@@ -59,9 +59,10 @@ def add_guard(guards: dict[int, Fence], event: Fence) -> None:
         TypeError: as `check_fence`.
     """
     check_fence(event)
-    before = list(guards.items())
+    # Not ``list(guards.items())``: its tuples may start the collector of Python 3.11.
+    before = guards.copy()
     guards[next(guard_numbers)] = event  # first, because a query may fail
-    for number, guard in before:
+    for number, guard in before.items():
         if guard is event or guard.query():
             guards.pop(number, None)
 
@@ -274,7 +275,7 @@ def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
         Exception: the error of the first slab that could not be freed; the others are freed
             nevertheless.
     """
-    errors = []
+    errors: list[Exception] = []
     for slab in list(slabs):
         try:
             if all(fence.query() for fence in slab.fences()):
@@ -284,9 +285,10 @@ def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
                 del slabs[slab]
                 memory.deallocate(slab.block)
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free
-            errors.append(error)
+            if not errors:
+                errors.append(error)
     if errors:
-        raise errors[0]
+        raise errors.pop()  # a variable, and the traceback, would keep one another
     return not slabs
 
 

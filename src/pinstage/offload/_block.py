@@ -12,7 +12,7 @@ from .._compat.views import range_of, view_of
 from .._pool import Fence, Lease, SlabPool, lease_in_flight
 from .._reaper import reaper
 from .._stage import Arrival, EventGroup, HostCopy, Kept, Target
-from ..errors import ForkedPoolError, PoolClosedError
+from ..errors import AcquireTimeoutError, ForkedPoolError, PoolClosedError
 
 OWNER = "offload"
 """The name under which the pool counts the slabs."""
@@ -43,6 +43,7 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
 
     Raises:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
+        TimeoutError: a signal's handler raised it.
     """
     leased = lease_in_flight(pool, nbytes, owner=OWNER)
     if leased is not None:
@@ -52,9 +53,11 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
         lease.release(after=after)  # `after` is a stream, because a copy had failed
     try:
         return pool.acquire(nbytes, timeout=0, owner=OWNER), None
-    except (PoolClosedError, ForkedPoolError, torch.AcceleratorError):
+    except AcquireTimeoutError:  # at the cap
+        return None
+    except (PoolClosedError, ForkedPoolError, TimeoutError, torch.AcceleratorError):
         raise
-    except (MemoryError, OSError, RuntimeError):  # at the cap, frozen, or refused by the memory
+    except (MemoryError, OSError, RuntimeError):  # frozen, or refused by the memory
         return None
 
 

@@ -144,8 +144,10 @@ class OffloadScheduler:
         self._max_device_bytes = max_device_bytes
         self._counters = counters
         self._lock = threading.RLock()
-        # The last save whose bytes were sent, by the address of its storage, in this pass.
-        self._known: weakref.WeakValueDictionary[int, Saved] = weakref.WeakValueDictionary()
+        # The last block that was sent in this pass, by the address of its storage.
+        self._known: weakref.WeakValueDictionary[int, OffloadedBlock] = (
+            weakref.WeakValueDictionary()
+        )
         self._numbers = count(1)
         # Ascending; numbers of freed tensors are removed when they are found.
         self._seqs: list[int] = []
@@ -171,7 +173,8 @@ class OffloadScheduler:
         unchanged since.
         """
         with self._lock:
-            known = self._known.get(tensor.untyped_storage().data_ptr())
+            block = self._known.get(tensor.untyped_storage().data_ptr())
+            known = None if block is None else self._oldest_of(block)
             if known is None or not known.has(tensor):
                 return None
             self._counters["shared"] += 1
@@ -190,9 +193,8 @@ class OffloadScheduler:
                 self._leaving.append((weakref.ref(block), block.nbytes, is_made_here))
                 self._leaving_bytes += block.nbytes
                 self._hold_back()
-            saved = self._save(tensor, block)
-            self._known[tensor.untyped_storage().data_ptr()] = saved
-            return saved
+            self._known[tensor.untyped_storage().data_ptr()] = block
+            return self._save(tensor, block)
 
     def forget_storages(self) -> None:
         """Send later saves again, so that no memory is mistaken for that of an earlier pass."""
@@ -206,6 +208,15 @@ class OffloadScheduler:
         self._seqs.append(saved.seq)
         self._alive[saved.seq] = saved
         return saved
+
+    def _oldest_of(self, block: OffloadedBlock) -> Saved | None:
+        """Return the oldest living save of a block."""
+        while block.seqs:
+            saved = self._alive.get(block.seqs[0])
+            if saved is not None:
+                return saved
+            del block.seqs[0]
+        return None
 
     def _settle(self) -> None:
         """Free the device memory of finished copies. Not called in backward, which begins with the
