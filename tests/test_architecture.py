@@ -236,7 +236,7 @@ BESIDE_TORCH = {
     "integrations.accelerate": {"_is_accelerate_prepared", "_slabs"},
     # The only place where Lightning has a loader's stage. The loader's settings and counters.
     "integrations.lightning": {"_data_connector", "_prepare_dataloader"},
-    "integrations._trainer_loaders": {"_settings", "_slabs"},
+    "integrations._trainer_loaders": {"_slabs", "_staging_settings"},
 }
 """Uses of such names outside `_compat`."""
 

@@ -457,7 +457,8 @@ def ways(own_storage):
     """Yield a function that starts copies by a layout: of a lease, and of a worker's message."""
     stager = ps.Stager("cpu", max_bytes="16MiB", own_storage=own_storage)
     slabs = Slabs(Settings("cpu", None, "16MiB", None, 1, None, own_storage, "test").checked())
-    BROKERS[-1] = broker = Broker()
+    broker = Broker()
+    BROKERS[-1] = broker  # kept weakly
 
     def transfers(layout, memory, others):
         structure, table = content_of(layout)

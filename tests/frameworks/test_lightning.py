@@ -220,9 +220,9 @@ def test_a_loader_that_stages_already_is_left_alone():
     assert len(model.losses) == 8
 
 
-def test_a_loader_s_own_settings_attribute_is_ignored():
+def test_a_loader_s_own_attributes_are_ignored():
     class Loader:
-        _settings = "its own"
+        _staging_settings = "its own"
 
         def __iter__(self):
             return iter(loader())

@@ -98,6 +98,14 @@ def test_a_loader_is_changed_before_workers():
     del iterator
 
 
+def test_a_wrapped_class_may_have_settings_of_its_own():
+    given = torch.utils.data.DataLoader(data.Mapped(data.tensors), 4, num_workers=1)
+    given._settings = given.device = "its own"
+    with ps.wrap_loader(given, device="cpu") as loader:
+        assert same(list(loader), list(given))
+        assert (loader._settings, loader.device) == ("its own", "its own")
+
+
 def test_close_calls_the_inherited_close():
     class Closes(torch.utils.data.DataLoader):
         times = 0

@@ -287,7 +287,7 @@ def test_a_copied_loader_has_its_own_pool(make, copied, workers):
         assert same(list(twin), list(loader))
         assert twin.stats().pool.max_bytes == pool.max_bytes
         assert (loader.stats().batches, twin.stats().batches) == (6, 6)
-        assert twin._settings.depth == 3
+        assert twin._staging_settings.depth == 3
         assert twin._slabs.pool is not pool
         del loader, twin
 

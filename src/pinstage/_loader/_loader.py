@@ -37,11 +37,11 @@ class Staging(torch.utils.data.DataLoader[T_co]):
     """
 
     device: torch.device
-    _settings: Settings
+    _staging_settings: Settings
 
     def __repr__(self) -> str:
         workers = count(self.num_workers, "worker") if self.num_workers else "no workers"
-        device, max_bytes = self._settings.device, self._settings.max_bytes
+        device, max_bytes = self._staging_settings.device, self._staging_settings.max_bytes
         return (
             f"<{type(self).__name__} to {device}: batch_size={self.batch_size}, {workers}, "
             f"max_bytes={max_bytes!r}>"
@@ -84,9 +84,9 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         """
         slabs: Slabs | None = vars(self).get("_own_slabs")
         if slabs is None:
-            slabs = Slabs(self._settings)
+            slabs = Slabs(self._staging_settings)
         elif slabs.pid != os.getpid():
-            slabs = Slabs(self._settings._replace(pool=None))
+            slabs = Slabs(self._staging_settings._replace(pool=None))
         vars(self)["_own_slabs"] = slabs
         return slabs
 
@@ -112,22 +112,22 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             return start_workers(self._workers_iterator)
 
     def _inline_iterator(self) -> LoaderIterator:
-        collate = InlineCollate(self.collate_fn, self._settings.keeping())
+        collate = InlineCollate(self.collate_fn, self._staging_settings.keeping())
         batches = self._torchs_iterator(collate if self.num_workers == 0 else self.collate_fn)
         collate.is_unseen = returns_unseen(batches)
         return LoaderIterator(batches, self._slabs)
 
     def _workers_iterator(self) -> LoaderIterator:
-        slabs = self._slabs
+        slabs, settings = self._slabs, self._staging_settings
         for iterator in [iterator for iterator in slabs.iterators if iterator.closed]:
             iterator.close()  # its slabs may be needed
         random_states = _random_states(torch.default_generator, self.generator)
         ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.num_workers)), strict=True)
-        broker = SlabBroker(slabs, ours, self._settings.owner)
+        broker = SlabBroker(slabs, ours, settings.owner)
         ending: Ending | None = None
         try:  # a signal's handler may raise anywhere
             limit = (self.prefetch_factor or 0) + 1
-            keeping = self._settings.keeping()
+            keeping = settings.keeping()
             collate = SlabCollate(
                 self.collate_fn, broker.token, theirs, os.getpid(), limit, keeping
             )
@@ -139,7 +139,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             if unknown is None:
                 ending = Ending(batches, broker)
                 return WorkersIterator(
-                    batches, broker, ending, slabs, self._settings.depth, self.num_workers * limit
+                    batches, broker, ending, slabs, settings.depth, self.num_workers * limit
                 )
         except BaseException:
             if ending is not None:
@@ -295,7 +295,7 @@ class DataLoader(Staging[T_co]):
             self._slabs  # noqa: B018 - made now, where the device may be touched
 
     @property
-    def _settings(self) -> Settings:  # type: ignore[override]
+    def _staging_settings(self) -> Settings:  # type: ignore[override]
         return Settings(*(getattr(self, name) for name in Settings._fields))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -428,7 +428,7 @@ def _wrapped(
         return _wrapped, (loader_class, settings._replace(pool=None), loader.__getstate__())
 
     ours = {
-        "_settings": settings,
+        "_staging_settings": settings,
         "device": settings.device,
         "__reduce__": reduce,
         "__doc__": loader_class.__doc__,

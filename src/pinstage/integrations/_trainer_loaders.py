@@ -86,7 +86,7 @@ class TrainerLoaders:
         stager = self.stager
         inner = getattr(loader, "base_dataloader", loader)  # if Accelerate prepared it
         stages = isinstance(inner, ps.DataLoader | ps.WrappedLoader)
-        is_staged = stages and inner._settings.device == stager.device
+        is_staged = stages and inner._staging_settings.device == stager.device
         if is_staged or not (self.in_workers or always):
             return loader
         if not stages and _iterates_as_torch_does(inner):
