@@ -98,7 +98,7 @@ def test_a_loader_is_changed_before_workers():
     del iterator
 
 
-def test_a_wrapped_class_may_have_settings_of_its_own():
+def test_a_wrapped_class_may_have_own_settings():
     given = torch.utils.data.DataLoader(data.Mapped(data.tensors), 4, num_workers=1)
     given._settings = given.device = "its own"
     with ps.wrap_loader(given, device="cpu") as loader:

@@ -376,7 +376,7 @@ def test_tensors_stay_where_the_pool_cannot_grow(offload, pool, memory, why):
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
-def test_a_handler_may_end_the_wait_for_a_slab(offload, memory):
+def test_a_handler_may_end_waiting_for_slabs(offload, pool, memory):
     def ring(*_):
         memory.allocate_gate.open()
         raise TimeoutError("rung")
@@ -389,6 +389,7 @@ def test_a_handler_may_end_the_wait_for_a_slab(offload, memory):
             x.sin()
     finally:
         signal.signal(signal.SIGALRM, before)
+    wait_until(lambda: pool.stats().held_slabs == 1 and not pool.stats().leased_slabs)
 
 
 def test_a_closed_pool_is_an_error(make_pool):

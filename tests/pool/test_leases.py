@@ -294,7 +294,7 @@ def test_done_guards_are_dropped_with_the_next(full_pool):
     last.finish()
 
 
-def test_the_collector_may_come_while_a_guard_is_added():
+def test_the_collector_may_run_while_guards_are_added():
     """Python 3.11 calls it wherever an object is made, and other threads run meanwhile."""
     guards, last = {number: ManualEvent() for number in range(-4, 0)}, ManualEvent()
     thresholds, expected = gc.get_threshold(), {*guards.values(), last}
