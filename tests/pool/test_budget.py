@@ -50,11 +50,6 @@ def test_freed_room_is_kept_for_its_request(pool, memory, background):
     assert memory.peak_live_bytes <= 1000
 
 
-def test_what_leased_slabs_leave_can_be_had(pool):
-    with pool.acquire(832), pool.acquire(165, timeout=0) as lease:  # of class 176
-        assert lease.capacity == 168
-
-
 @slow_polling
 def test_the_cap_holds_during_a_trim(pool, memory, background):
     idle_in_order(pool, 448, 448)

@@ -43,8 +43,7 @@ class PoolState(Holdings):
         waited longer. Within that limit, the cases are, in this order:
 
         1. an idle slab that wastes at most 12.5%, or, from 1 MiB on, of at most twice the class;
-        2. there is room under the cap: allocate a slab of the request's class, or of what leased
-           slabs leave, if that is smaller;
+        2. there is room under the cap: allocate a slab of the request's class;
         3. any larger idle slab;
         4. idle slabs of other classes would make room: free them, least recently used first, and
            allocate;
@@ -65,7 +64,7 @@ class PoolState(Holdings):
             finally:
                 del error  # or it and this frame would keep one another, and all that called
         idle = self.scan()
-        room = self.accounts.room(account, self._whole(), self._busy(), ahead)
+        room = self._room(account, ahead)
         capacity = min(size_class(nbytes, self.granularity), room)
         may_grow = nbytes <= room and not self.frozen
         fitting = [slab.capacity for slab in idle if nbytes <= slab.capacity <= room]
@@ -229,6 +228,12 @@ class PoolState(Holdings):
         if self.refusal is not None and time.monotonic() >= self.refusal.until:
             self.refusal = None
         return self.refusal
+
+    def _room(self, account: Account, ahead: Sequence[Waiter]) -> int:
+        """Return the size of the largest slab that an owner may take now, after a `scan`."""
+        if ahead or self.accounts.have_quotas:
+            return self.accounts.room(account, self._whole(), self._busy(), ahead)
+        return self.accounts.room(account, self.max_bytes)
 
     def _whole(self) -> int:
         return self.held_bytes if self.frozen else self.max_bytes
