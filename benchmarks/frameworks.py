@@ -130,9 +130,8 @@ class OnDevice(Dataset[Batch]):
 
     def __init__(self, loader: Iterable[Batch], device: torch.device, length: int) -> None:
         self._batch = ps.Stager(device, own_storage=True).to_device(next(iter(loader)))
-        torch.empty(
-            (), dtype=torch.int64
-        ).random_()  # the seed that each new pass over a loader would draw
+        # The seed that each new pass over a loader would draw.
+        torch.empty((), dtype=torch.int64).random_()
         self._length = length
 
     def __len__(self) -> int:
@@ -572,9 +571,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = (
-            False  # all of it is overwritten anyway
-        )
+        # All of it is overwritten anyway.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
         harness.start_device(torch.device(args.device))
         harness.work(cases, partial(measure, variant, args), lambda: None)

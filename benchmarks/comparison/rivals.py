@@ -131,9 +131,8 @@ def _lease(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
     def stage(batch: Any) -> Any:
         staged = map_leaves(batch, move)
         if device.type == "cuda":
-            torch.cuda.current_stream(
-                device
-            ).record_event()  # a user would release the lease after this event
+            # A user would release the lease after this event.
+            torch.cuda.current_stream(device).record_event()
         return staged
 
     with ps.SlabPool(max_bytes="8GiB") as pool, ExitStack() as leases:

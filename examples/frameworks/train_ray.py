@@ -118,9 +118,8 @@ def cluster() -> Iterator[None]:
 
 def fit(ways: list[str], epochs: int, max_bytes: int | str, out: Path | None) -> None:
     """Train on the running cluster."""
-    DataContext.get_current().execution_options.preserve_order = (
-        True  # otherwise each run splits differently
-    )
+    # Otherwise each run splits differently.
+    DataContext.get_current().execution_options.preserve_order = True
     settings = {
         "ways": ways,
         "epochs": epochs,

@@ -58,7 +58,7 @@ class PoolCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics, as Prometheus's client asks for them."""
         families = _families()
-        for name, pool in list(self._pools.items()):
+        for name, pool in self._pools.copy().items():
             try:
                 stats = pool.stats()
             except ForkedPoolError:

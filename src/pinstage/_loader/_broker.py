@@ -147,8 +147,8 @@ class SlabBroker:
         """Return a text that says which workers wait for slabs, and why. Empty if none waits."""
         copying = {number for number, _ in list(self._copying)}
         workers = []
-        for worker, nbytes in list(self._starved.items()):
-            own = [number for number, loan in list(self._loans.items()) if loan.worker == worker]
+        for worker, nbytes in self._starved.copy().items():
+            own = [number for number, loan in self._loans.copy().items() if loan.worker == worker]
             busy = len(copying.intersection(own))
             workers.append(
                 f"worker {worker} waits for a slab of {format_bytes(nbytes)}: of its {len(own)}, "
@@ -257,9 +257,8 @@ class SlabBroker:
                 self._take_back(worker, given_up)
                 try:
                     _thread.start_new_thread(self._lend, (worker, nbytes, wanted))
-                except (
-                    RuntimeError
-                ) as error:  # no thread could be started: the worker does without a slab
+                except RuntimeError as error:
+                    # No thread could be started: the worker does without a slab.
                     self._warn(wanted, repr(error))
                     self._grant(worker, None)
             case ("starved", int(nbytes)):

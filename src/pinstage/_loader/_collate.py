@@ -103,9 +103,8 @@ class SlabCollate:
                 channel.close()
         collate = collation()
         if collate.default_collate_fn_map.get(torch.Tensor) is collate.collate_tensor_fn:
-            collate.default_collate_fn_map[torch.Tensor] = (
-                stack_privately  # also for a collate_fn that calls torch's
-            )
+            # Also for a collate_fn that calls torch's.
+            collate.default_collate_fn_map[torch.Tensor] = stack_privately
         self._slabs = WorkerSlabs(self.channels[info.id], self.main_pid, self.limit)
         return self._slabs
 

@@ -189,11 +189,8 @@ class WorkerSlabs:
                 os.close(fd)
         except EOFError:
             raise ClosedError from None
-        except (
-            OSError,
-            ValueError,
-            MemoryError,
-        ) as error:  # too many open files, no memory: the worker does without
+        except (OSError, ValueError, MemoryError) as error:
+            # Too many open files, no memory: the worker does without.
             self._send(("unmapped", number, f"a worker cannot map it: {error!r}"))
             return False
         self._slabs[number] = WorkerSlab(number, mapping)

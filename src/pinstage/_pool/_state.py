@@ -120,9 +120,8 @@ class PoolState(Holdings):
         """
         slabs = list(self.slabs)
         idle = [slab for slab in slabs if slab.lease is None and slab.is_free()]
-        for (
-            slab
-        ) in slabs:  # afterwards: querying events may run the garbage collector, which frees leases
+        # Afterwards: querying events may run the garbage collector, which frees leases.
+        for slab in slabs:
             if slab.lease is not None and slab.lease() is None:
                 slab.lease = None
                 self.forgotten.append((slab.requested, slab.capacity))

@@ -286,7 +286,8 @@ def stop_reading(source: object) -> None:
 
 def _readings() -> list[tuple[Any, Reading]]:
     """Return the passes that have a thread, each with its lock."""
-    return [(lock, reading) for lock, me in list(_threads.items()) if (reading := me()) is not None]
+    readings = ((lock, me()) for lock, me in _threads.copy().items())
+    return [(lock, reading) for lock, reading in readings if reading is not None]
 
 
 def _place_of(thread: int) -> str:

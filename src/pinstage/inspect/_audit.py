@@ -51,9 +51,8 @@ class LeafCopies(NamedTuple):
     copies: int  # a leaf in two places is copied twice, an empty leaf not at all
     nbytes: int
     seconds: float  # of these copies, with the leaves as they are
-    seconds_pinned: (
-        float  # of these copies if every leaf were page-locked first, without the time to pin them
-    )
+    # Of these copies if every leaf were page-locked first, without the time to pin them.
+    seconds_pinned: float
 
 
 class SlabCopy(NamedTuple):
