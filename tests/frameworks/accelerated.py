@@ -12,6 +12,13 @@ def samples(count=32):
     )
 
 
+def prepared(workers):
+    """Return a stateful loader of eight batches of numbers."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    loader = DataLoader(range(32), 4, num_workers=workers)
+    return Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+
+
 def state_after_three(batches):
     """Take three batches; return the state then."""
     for number, _ in enumerate(batches, 1):

@@ -6,11 +6,20 @@ import importlib.machinery
 import os
 import sys
 import types
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, PrivateAttr
+from tensordict import (
+    LazyStackedTensorDict,
+    MemoryMappedTensor,
+    NonTensorData,
+    TensorClass,
+    TensorDict,
+    TensorDictParams,
+    tensorclass,
+)
 
 
 def values(number, *trailing, start=0.0):
@@ -23,8 +32,6 @@ def values(number, *trailing, start=0.0):
 
 
 def plain_td(number):
-    from tensordict import TensorDict
-
     obs, inner = values(number, 3), values(number)
     source = {
         "z": obs,
@@ -36,94 +43,59 @@ def plain_td(number):
 
 
 def named_td(number):
-    from tensordict import TensorDict
-
     return TensorDict({"obs": values(number, 3)}, [2 + number % 3, 3], names=["time", None])
 
 
 def locked_td(number):
-    from tensordict import TensorDict
-
     return TensorDict(
         {"obs": values(number, 3), "next": {"obs": values(number, 3)}}, [2 + number % 3]
     ).lock_()
 
 
 def td_with_a_device(number):
-    from tensordict import TensorDict
-
     return TensorDict({"obs": values(number, 3), "next": {"obs": values(number)}}, [], device="cpu")
 
 
 def td_with_objects(number):
-    from tensordict import NonTensorData, TensorDict
-
     td = TensorDict({"obs": values(number)}, [2 + number % 3])
     td["meta"] = NonTensorData({"number": number}, batch_size=[2 + number % 3])
     return td
 
 
 def empty_td(number):
-    from tensordict import TensorDict
-
     return [TensorDict({}, [number]), values(number)]
 
 
 def lazy_stack(number):
-    from tensordict import LazyStackedTensorDict, TensorDict
-
     tds = [TensorDict({"obs": values(number + step, 3)}, []) for step in range(2)]
     return LazyStackedTensorDict(*tds, stack_dim=0, stack_dim_name="time")
 
 
 def td_params(number):
-    from tensordict import TensorDict, TensorDictParams
-
     return TensorDictParams(TensorDict({"w": values(number, 3), "n": {"b": values(number)}}, []))
 
 
-@cache
-def classes_of_tensordict():
-    from tensordict import TensorClass, tensorclass
-
-    class Decorated:
-        obs: torch.Tensor
-        label: str
-        maybe: torch.Tensor | None = None
-
-    Decorated.__qualname__ = "Decorated"
-
-    class Inherited(TensorClass):
-        obs: torch.Tensor
-        label: str
-
-    Inherited.__qualname__ = "Inherited"
-    found = {"Decorated": tensorclass(Decorated), "Inherited": Inherited}
-    globals().update(found)
-    return found
+@tensorclass
+class Decorated:
+    obs: torch.Tensor
+    label: str
+    maybe: torch.Tensor | None = None
 
 
-def __getattr__(name):
-    if name in ("Decorated", "Inherited"):
-        return classes_of_tensordict()[name]
-    if name in ("Model", "Frozen"):
-        return classes_of_pydantic()[name]
-    raise AttributeError(name)
+class Inherited(TensorClass):
+    obs: torch.Tensor
+    label: str
 
 
 def decorated_tensorclass(number):
-    made = classes_of_tensordict()["Decorated"]
-    return made(obs=values(number, 3), label=f"number {number}", batch_size=[2 + number % 3])
+    return Decorated(obs=values(number, 3), label=f"number {number}", batch_size=[2 + number % 3])
 
 
 def inherited_tensorclass(number):
-    made = classes_of_tensordict()["Inherited"]
-    return made(obs=values(number, 3), label=f"number {number}", batch_size=[2 + number % 3])
+    return Inherited(obs=values(number, 3), label=f"number {number}", batch_size=[2 + number % 3])
 
 
 def memory_mapped(number):
-    from tensordict import MemoryMappedTensor
-
     return [MemoryMappedTensor.from_tensor(values(number, 3)), values(number)]
 
 
@@ -285,38 +257,25 @@ def encoding(number):
 # -- pydantic --------------------------------------------------------------------------------------
 
 
-@cache
-def classes_of_pydantic():
-    from pydantic import BaseModel, ConfigDict, PrivateAttr, create_model
+class Model(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="allow")
+    x: torch.Tensor
+    name: str = "none"
 
-    options = {"arbitrary_types_allowed": True, "extra": "allow", "frozen": False}
-    plain = create_model(
-        "Model",
-        __module__=__name__,
-        __config__=ConfigDict(**options),
-        x=(torch.Tensor, ...),
-        name=(str, "none"),
-    )
 
-    class Frozen(BaseModel):
-        model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
-        inner: plain
-        items: list[torch.Tensor]
-        _hidden: torch.Tensor = PrivateAttr(default_factory=lambda: torch.ones(3))
-
-    Frozen.__qualname__ = "Frozen"
-    globals().update(Model=plain, Frozen=Frozen)
-    return {"Model": plain, "Frozen": Frozen}
+class Frozen(BaseModel):
+    model_config = ConfigDict(arbitrary_types_allowed=True, frozen=True)
+    inner: Model
+    items: list[torch.Tensor]
+    _hidden: torch.Tensor = PrivateAttr(default_factory=lambda: torch.ones(3))
 
 
 def model(number):
-    return classes_of_pydantic()["Model"](x=values(number, 3), more=values(number))
+    return Model(x=values(number, 3), more=values(number))
 
 
 def frozen_model(number):
-    return classes_of_pydantic()["Frozen"](
-        inner=model(number), items=[values(number), values(number + 1)]
-    )
+    return Frozen(inner=model(number), items=[values(number), values(number + 1)])
 
 
 # -- tensors of other classes ----------------------------------------------------------------------

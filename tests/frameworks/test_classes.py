@@ -163,14 +163,6 @@ def test_a_staged_model_has_its_own_field_marks(stager):
 # -- tensordict ------------------------------------------------------------------------------------
 
 
-def test_a_tensordict_s_device_is_its_tensors_device(stager, device):
-    for number in range(3):
-        staged = stager.to_device(made.plain_td(number))
-        assert staged.device == staged["z"].device == staged["a", "deep"].device == device
-        back = stager.to_host(staged)
-        assert str(back.device) == str(back["a"].device) == "cpu"
-
-
 def test_parts_without_tensors_don_t_decide_the_device(cpu_stager):
     from tensordict import LazyStackedTensorDict, TensorDict
 
@@ -186,12 +178,6 @@ def test_parts_without_tensors_don_t_decide_the_device(cpu_stager):
 def test_an_empty_td_is_staged_as_it_is(stager):
     empty, _ = stager.to_device(made.empty_td(3))
     assert (empty.batch_size, list(empty.keys())) == ((3,), [])
-
-
-def test_a_td_is_packed_with_the_rest(cpu_stager):
-    cpu_stager.to_device({"td": made.plain_td(1), "more": made.values(1)})
-    stats = cpu_stager.stats()
-    assert (stats.packed_leaves, stats.copies, stats.passthrough_leaves) == (3, 3, 0)
 
 
 # -- tensors of other classes ----------------------------------------------------------------------

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from class_trips import assert_alike
 
 import pinstage as ps
 from pinstage.errors import StagingWarning
@@ -110,63 +111,46 @@ def loader_of(make, workers, **options):
     )
 
 
-def assert_same(found, expected, device):
-    assert type(found) is type(expected)
-    ours, theirs = found.to_dict(), expected.to_dict()
-    assert ours.keys() == theirs.keys()
-    stores = [(ours, theirs)]
-    if isinstance(expected, HeteroData):
-        stores = [(ours[key], theirs[key]) for key in ours]
-    for mine, its in stores:
-        assert mine.keys() == its.keys()
-        for key, value in its.items():
-            if isinstance(value, torch.Tensor):
-                assert mine[key].device == device, key
-                assert torch.equal(mine[key].cpu(), value), key
-            else:
-                assert mine[key] == value, key
+def seeded(make, workers, **options):
+    """Return the batches of two passes over a loader, and the loader with the same seed again."""
+    torch.manual_seed(5)
+    loader = loader_of(make, workers, **options)
+    batches = [*loader, *loader]
+    torch.manual_seed(5)
+    return batches, loader_of(make, workers, **options)
+
+
+def assert_all_alike(found, expected, device):
+    for batch, plain in zip(found, expected, strict=True):
+        assert_alike(batch, plain.to(device))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [graph, graph_of_kinds])
 def test_sampled_neighbourhoods_arrive_as_the_loader_makes_them(make, workers, device):
-    torch.manual_seed(5)
-    expected = [list(loader_of(make, workers)) for _ in range(2)]
-    torch.manual_seed(5)
-    loaders = [
-        ps.wrap_loader(loader_of(make, workers), device=device, max_bytes="16MiB") for _ in range(2)
-    ]
-    for loader, batches in zip(loaders, expected, strict=True):
-        for found, batch in zip(loader, batches, strict=True):
-            assert_same(found, batch, device)
-        stats = loader.stats()
-        assert (stats.batches, stats.fallback_batches, stats.passthrough_leaves) == (8, 0, 0)
+    expected, plain = seeded(make, workers)
+    loader = ps.wrap_loader(plain, device=device, max_bytes="16MiB")
+    assert_all_alike([*loader, *loader], expected, device)
+    stats = loader.stats()
+    assert (stats.batches, stats.fallback_batches, stats.passthrough_leaves) == (16, 0, 0)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("make", [graph, graph_of_kinds])
 def test_batches_joined_in_the_main_process_are_staged(make, workers, device):
-    torch.manual_seed(5)
-    expected = list(loader_of(make, workers, filter_per_worker=False))
-    torch.manual_seed(5)
+    expected, plain = seeded(make, workers, filter_per_worker=False)
     with ps.Stager(device, max_bytes="16MiB") as stager:
-        source = loader_of(make, workers, filter_per_worker=False)
-        for found, batch in zip(stager.prefetch(source, depth=0), expected, strict=True):
-            assert_same(found, batch, device)
+        batches = stager.prefetch(plain, depth=0)
+        assert_all_alike([*batches, *batches], expected, device)
         assert stager.stats().passthrough_leaves == 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_wrapped_joining_loader_yields_the_same(workers):
-    torch.manual_seed(5)
-    expected = list(loader_of(graph, workers, filter_per_worker=False))
-    torch.manual_seed(5)
-    loader = ps.wrap_loader(
-        loader_of(graph, workers, filter_per_worker=False), device="cpu", max_bytes="16MiB"
-    )
+    expected, plain = seeded(graph, workers, filter_per_worker=False)
+    loader = ps.wrap_loader(plain, device="cpu", max_bytes="16MiB")
     says = r"which is slower: its iterator is a .*\.DataLoaderIterator, .*; with filter_per_worker=True"
     with pytest.warns(StagingWarning, match=says) if workers else nullcontext():
-        found = list(loader)
-    for mine, batch in zip(found, expected, strict=True):
-        assert_same(mine, batch, torch.device("cpu"))
-    assert loader.stats().batches == 8
+        found = [*loader, *loader]
+    assert_all_alike(found, expected, "cpu")
+    assert loader.stats().batches == 16

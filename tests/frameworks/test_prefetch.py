@@ -12,19 +12,13 @@ import pytest
 import torch
 import torchdata.nodes
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerated import samples, state_after_three, train
+from accelerated import prepared, samples, state_after_three, train
 from loader_data import Costly
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from tqdm import tqdm
 
 import pinstage as ps
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # the frameworks' own
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
 
 
 def test_tqdm_has_a_total(stager):
@@ -122,12 +116,6 @@ def test_much_work_over_a_prepared_loader_warns(stager, monkeypatch):
 
 
 # -- states ----------------------------------------------------------------------------------------
-
-
-def prepared(workers):
-    config = DataLoaderConfiguration(use_stateful_dataloader=True)
-    loader = DataLoader(range(32), 4, num_workers=workers)
-    return Accelerator(cpu=True, dataloader_config=config).prepare(loader)
 
 
 def stateful():

@@ -9,8 +9,8 @@ from pinstage.errors import LayoutError
 from pinstage.integrations.torchdata import Stage
 
 
-def pipeline(stager, samples=32, depth=2, source=None):
-    node = IterableWrapper(range(samples)) if source is None else source
+def pipeline(stager, depth=2):
+    node = IterableWrapper(range(32))
     node = Batcher(ParallelMapper(node, torch.tensor, num_workers=2, method="thread"), 4)
     return Loader(
         Stage(Mapper(node, torch.stack), stager, depth=depth), restart_on_stop_iteration=False

@@ -11,10 +11,10 @@ import warnings
 import lightning
 import pytest
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
-from accelerated import samples, state_after_three, train
+from accelerated import prepared, samples, state_after_three, train
 from monai.data import DataLoader as MonaiLoader
 from monai.data import ThreadDataLoader
+from quiet_trainer import trainer
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -23,12 +23,6 @@ import pinstage as ps
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # PyG's own imports call torch.jit.script
     from torch_geometric.loader import DataLoader as GeometricLoader
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # the frameworks' own
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]
 
 
 # -- Accelerate ------------------------------------------------------------------------------------
@@ -55,25 +49,9 @@ def test_a_wrapped_prepared_loader_trains_like_the_original(options, workers):
     assert loader.stats().batches == 16
 
 
-def test_the_accelerator_still_knows_a_wrapped_loader():
-    accelerator = Accelerator(cpu=True)
-    prepared = accelerator.prepare(DataLoader(samples(), 4))
-    assert ps.wrap_loader(prepared) is prepared
-    assert accelerator._dataloaders == [prepared]
-    with pytest.raises(TypeError, match="on cpu already"):
-        ps.wrap_loader(prepared)
-
-
 def test_a_wrapped_prepared_loader_s_state_continues_correctly():
-    def prepared():
-        config = DataLoaderConfiguration(use_stateful_dataloader=True)
-        loader = Accelerator(cpu=True, dataloader_config=config).prepare(
-            DataLoader(range(32), 4, num_workers=1)
-        )
-        return ps.wrap_loader(loader)
-
-    resumed = prepared()
-    resumed.load_state_dict(state_after_three(prepared()))
+    resumed = ps.wrap_loader(prepared(1))
+    resumed.load_state_dict(state_after_three(ps.wrap_loader(prepared(1))))
     assert [batch.tolist()[0] for batch in resumed] == [12, 16, 20, 24, 28]
 
 
@@ -81,10 +59,9 @@ def test_a_wrapped_prepared_loader_s_state_continues_correctly():
 
 
 class Model(lightning.LightningModule):
-    def __init__(self, loader=None):
+    def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(3, 1)
-        self.loader = loader
         self.seen = []
 
     def training_step(self, batch):
@@ -97,17 +74,6 @@ class Model(lightning.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class FromAHook(Model):
-    def train_dataloader(self):
-        return self.loader()
-
-
-def trainer(**options):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "barebones": False, "accelerator": "cpu"}
-    return lightning.Trainer(max_epochs=2, **quiet | options)
 
 
 def staging(**options):
@@ -131,7 +97,7 @@ def distributed():
     """A distributed trainer of one process: Lightning makes new loaders with its own sampler."""
     # Lightning leaves it set: another test's port may still be in use.
     os.environ.pop("MASTER_PORT", None)
-    yield trainer(strategy="ddp", devices=1)
+    yield trainer(strategy="ddp", devices=1, max_epochs=2)
     os.environ.pop("MASTER_PORT", None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -141,11 +107,10 @@ def distributed():
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("from_hook", [False, True])
 def test_a_loader_that_lightning_makes_anew_stages(make, from_hook, workers, recwarn, distributed):
-    loader, run = make(num_workers=workers), distributed
+    loader, run, model = make(num_workers=workers), distributed, Model()
     if from_hook:
-        run.fit(model := FromAHook(lambda: make(num_workers=workers)))
-    else:
-        run.fit(model := Model(), loader)
+        model.train_dataloader = lambda: make(num_workers=workers)
+    run.fit(model, None if from_hook else loader)
     assert isinstance(
         run.train_dataloader.batch_sampler.sampler, torch.utils.data.DistributedSampler
     )
@@ -161,7 +126,7 @@ def test_a_loader_that_lightning_makes_anew_stages(make, from_hook, workers, rec
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_loader_lightning_overfits_with_stages(make):
     loader = make(shuffle=True)
-    run = trainer(overfit_batches=3)
+    run = trainer(overfit_batches=3, max_epochs=2)
     run.fit(model := Model(), loader)
     first = samples().tensors[0][:12, 0].tolist()
     assert model.seen == first * 2

@@ -13,6 +13,7 @@ import torch
 from doubles import wait_until
 from latch import Latch
 
+import pinstage as ps
 from pinstage._reaper import reaper
 from pinstage._region._chunks import Chunks
 
@@ -76,3 +77,19 @@ def latch(cuda_device: torch.device) -> Iterator[Latch]:
     yield latch
     latch.open()
     torch.cuda.synchronize(cuda_device)
+
+
+@pytest.fixture
+def stager(cuda_device: torch.device, latch: Latch) -> Iterator[ps.Stager]:
+    """A stager to the device. The latch opens before it closes, since that would wait for held
+    streams.
+    """
+    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
+        yield stager
+
+
+@pytest.fixture
+def borrowing(cuda_device: torch.device, latch: Latch) -> Iterator[ps.Stager]:
+    """As `stager`, but page-locked leaves are not packed."""
+    with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, latch:
+        yield stager

@@ -54,7 +54,7 @@ def fetches(stager: ps.Stager) -> None:
     transfer = stager.fetch(there)
     in_a_fresh_thread(transfer.query)
     in_a_fresh_thread(transfer.synchronize)
-    assert all(bool((tensor == 1).all()) for tensor in transfer.wait().values())
+    assert all((tensor == 1).all() for tensor in transfer.wait().values())
 
 
 def asked_by_other_threads(stager: ps.Stager) -> None:
@@ -73,14 +73,14 @@ def pool_of_nobodys_device() -> None:
         in_a_fresh_thread(pool.trim)
 
 
-def leases_by_hand() -> None:
-    with ps.SlabPool("16MiB", memory=ps.memory.RegisteredMemory(DEVICE)) as pool:
+def leases_by_hand(memory: ps.memory.MemoryResource) -> None:
+    with ps.SlabPool("16MiB", memory=memory) as pool:
         there = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
         with pool.acquire("1MiB") as lease:
             there.copy_(lease.tensor().fill_(7), non_blocking=True)
         in_a_fresh_thread(pool.stats)
         in_a_fresh_thread(lambda: pool.acquire("1MiB").__exit__(None, None, None))
-        assert bool((there == 7).all())
+        assert (there == 7).all()
 
 
 def loads(workers: int) -> None:
@@ -111,7 +111,8 @@ def main() -> None:
         fetches(stager)
         note("fetch")
     note("close")
-    leases_by_hand()
+    for kind in (ps.memory.RegisteredMemory, ps.memory.SharedMemory, ps.memory.HostAllocMemory):
+        leases_by_hand(kind(DEVICE))
     note("leases by hand")
     pool_of_nobodys_device()
     note("SlabPool without a device")

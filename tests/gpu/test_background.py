@@ -1,4 +1,4 @@
-"""`Stager.prefetch` in a thread, on a device: the stream of its work, and the work that it must not
+"""`Stager.prefetch` on a device: the stream of its work, and the work that its thread must not
 disturb.
 """
 
@@ -11,7 +11,6 @@ import threading
 import pytest
 import torch
 from doubles import PATIENCE_SECONDS, wait_until
-from latch import Latch
 from torch.utils.data import DataLoader
 
 import pinstage as ps
@@ -40,29 +39,31 @@ def numbered(count, size):
     )
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_batches_arrive_in_order_on_the_consumer_stream(cuda_device, size, depth):
+def test_batches_arrive_in_order_on_the_consumer_stream(cuda_device, size, depth, background):
     with (
         ps.Stager(cuda_device, max_bytes="256MiB") as stager,
         torch.cuda.stream(torch.cuda.Stream(cuda_device)),
     ):
         for number, batch in enumerate(
-            stager.prefetch(numbered(20, size), depth=depth, background=True)
+            stager.prefetch(numbered(20, size), depth=depth, background=background)
         ):
-            assert bool((batch["x"] == number).all())
+            assert (batch["x"] == number).all()
             assert int(batch["n"]) == number
         assert number == 19
         assert stager.pool.stats().leased_bytes == 0
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_sent_batches_arrive_while_the_consumer_is_held(cuda_device, latch: Latch, size):
+def test_sent_batches_arrive_while_the_consumer_is_held(cuda_device, latch, size, background):
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager, latch:
         (torch.ones(8, device=cuda_device) * 2).cpu()
         consumer = torch.cuda.Stream(cuda_device)
         with torch.cuda.stream(consumer):
-            batches = iter(stager.prefetch(numbered(6, size), depth=2, background=True))
+            batches = iter(stager.prefetch(numbered(6, size), depth=2, background=background))
             first = next(batches)
             latch.hold(consumer)
             doubled = first["x"] * 2
@@ -70,31 +71,32 @@ def test_sent_batches_arrive_while_the_consumer_is_held(cuda_device, latch: Latc
             stager._target.stream.synchronize()
             assert not consumer.query()
             latch.open()
-            assert bool((doubled == 0).all())
+            assert (doubled == 0).all()
             assert [int(batch["n"]) for batch in batches] == [1, 2, 3, 4, 5]
 
 
-def test_a_batch_is_not_read_before_its_copy(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        assert [
-            int(batch["n"] + 0) for batch in stager.prefetch(numbered(3, 8), background=True)
-        ] == [0, 1, 2]
-        batches = iter(stager.prefetch(numbered(4, 8), depth=1, background=True))
-        next(batches)
-        wait_until(lambda: stager.stats().batches == 5)
-        latch.hold(stager._target.stream)
-        next(batches)  # its copy was issued before; the next copy is held
-        wait_until(lambda: stager.stats().batches == 6)
-        third = next(batches)["n"] + 0
-        event = torch.cuda.Event()
-        event.record()
-        assert not event.query()
-        latch.open()
-        assert int(third) == 2
-        batches.close()
+def test_a_batch_is_not_read_before_its_copy(stager, latch):
+    assert [int(batch["n"] + 0) for batch in stager.prefetch(numbered(3, 8), background=True)] == [
+        0,
+        1,
+        2,
+    ]
+    batches = iter(stager.prefetch(numbered(4, 8), depth=1, background=True))
+    next(batches)
+    wait_until(lambda: stager.stats().batches == 5)
+    latch.hold(stager._target.stream)
+    next(batches)  # its copy was issued before; the next copy is held
+    wait_until(lambda: stager.stats().batches == 6)
+    third = next(batches)["n"] + 0
+    event = torch.cuda.Event()
+    event.record()
+    assert not event.query()
+    latch.open()
+    assert int(third) == 2
+    batches.close()
 
 
-def test_source_sees_the_loop_device_and_stager_stream(cuda_device):
+def test_source_sees_the_loop_device_and_stager_stream(cuda_device, stager):
     seen = []
 
     def read():
@@ -102,14 +104,13 @@ def test_source_sees_the_loop_device_and_stager_stream(cuda_device):
             seen.append((torch.cuda.current_device(), torch.cuda.current_stream()))
             yield {"x": torch.ones(8, device=cuda_device) * len(seen)}
 
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        batches = iter(stager.prefetch(read(), background=True))
-        # Made on the device by the thread: the consumer's stream waits for that.
-        for number in range(1, 50):
-            assert bool((next(batches)["x"] == number).all())
-        assert seen[0] == (cuda_device.index, torch.cuda.current_stream())
-        assert set(seen[1:]) == {(cuda_device.index, stager._target.stream)}
-        batches.close()
+    batches = iter(stager.prefetch(read(), background=True))
+    # Made on the device by the thread: the consumer's stream waits for that.
+    for number in range(1, 50):
+        assert (next(batches)["x"] == number).all()
+    assert seen[0] == (cuda_device.index, torch.cuda.current_stream())
+    assert set(seen[1:]) == {(cuda_device.index, stager._target.stream)}
+    batches.close()
 
 
 def test_the_thread_on_another_device_than_the_loops(two_devices):
@@ -124,7 +125,7 @@ def test_the_thread_on_another_device_than_the_loops(two_devices):
     with torch.cuda.device(here), ps.Stager(there, max_bytes="64MiB") as stager:
         for number, batch in enumerate(stager.prefetch(read(), background=True)):
             assert batch["x"].device == there
-            assert bool((batch["x"] == number).all())
+            assert (batch["x"] == number).all()
     assert set(seen) == {here.index}
 
 
@@ -152,7 +153,7 @@ def test_a_graph_can_be_captured_while_staging(cuda_device, size):
             go_on.set()
             assert has_staged_two.wait(PATIENCE_SECONDS)
         graph.replay()
-        assert bool((doubled == 2).all())
+        assert (doubled == 2).all()
         assert [int(batch["n"]) for batch in batches] == [1, 2, 3]
 
 
@@ -165,31 +166,29 @@ class Images(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("background", [False, "auto"])
-def test_batches_page_locked_by_torch_are_sent_directly(cuda_device, background):
+def test_batches_page_locked_by_torch_are_sent_directly(stager, background):
     loader = DataLoader(Images(), 2, num_workers=2, pin_memory=True, multiprocessing_context="fork")
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        for number, (images, labels) in enumerate(stager.prefetch(loader, background=background)):
-            assert labels.tolist() == [2 * number, 2 * number + 1]
-            assert bool((images == labels[:, None]).all())
-        assert stager.stats().pool.peak_held_bytes < 2 * MIB  # the labels
+    for number, (images, labels) in enumerate(stager.prefetch(loader, background=background)):
+        assert labels.tolist() == [2 * number, 2 * number + 1]
+        assert (images == labels[:, None]).all()
+    assert stager.stats().pool.peak_held_bytes < 2 * MIB  # the labels
 
 
-def test_a_page_locked_batch_lives_until_its_copy(cuda_device, latch: Latch):
+def test_a_page_locked_batch_lives_until_its_copy(stager, latch):
     loader = DataLoader(Images(), 1, num_workers=1, pin_memory=True, multiprocessing_context="fork")
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        list(stager.prefetch(loader))
-        torch.cuda.synchronize()
-        before = stager.stats().batches
-        latch.hold(stager._target.stream)
-        batches = iter(stager.prefetch(loader, depth=3))
-        first = next(batches)
-        wait_until(lambda: stager.stats().batches == before + 4)
-        overwriting = [torch.full((1, MIB), 99.0).pin_memory() for _ in range(8)]
-        latch.open()
-        assert bool((first[0] == 0).all())
-        for number, (images, _) in enumerate(batches, 1):
-            assert bool((images == number).all())
-        assert len(overwriting) == 8
+    list(stager.prefetch(loader))
+    torch.cuda.synchronize()
+    before = stager.stats().batches
+    latch.hold(stager._target.stream)
+    batches = iter(stager.prefetch(loader, depth=3))
+    first = next(batches)
+    wait_until(lambda: stager.stats().batches == before + 4)
+    overwriting = [torch.full((1, MIB), 99.0).pin_memory() for _ in range(8)]
+    latch.open()
+    assert (first[0] == 0).all()
+    for number, (images, _) in enumerate(batches, 1):
+        assert (images == number).all()
+    assert len(overwriting) == 8
 
 
 def test_leaving_a_pass_frees_its_device_memory(cuda_device):

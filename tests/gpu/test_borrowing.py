@@ -6,7 +6,6 @@ import gc
 
 import pytest
 import torch
-from latch import Latch
 
 import pinstage as ps
 
@@ -19,11 +18,8 @@ def pinned(value: int, nbytes: int = MIB) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8).pin_memory()
 
 
-def test_page_locked_leaves_and_others_arrive(cuda_device):
-    with (
-        ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager,
-        stager.pool.acquire(MIB) as lease,
-    ):
+def test_page_locked_leaves_and_others_arrive(borrowing):
+    with borrowing.pool.acquire(MIB) as lease:
         batch = [
             pinned(1),
             torch.full((MIB // 2,), 2, dtype=torch.uint8),
@@ -31,41 +27,37 @@ def test_page_locked_leaves_and_others_arrive(cuda_device):
             lease.tensor(MIB, torch.uint8),
         ]
         batch[3].fill_(4)
-        before = stager.stats().pool.held_bytes
-        transfer = stager.stage(batch)
+        before = borrowing.stats().pool.held_bytes
+        transfer = borrowing.stage(batch)
         assert transfer.copies == 4
         packed = ps.Layout.of(batch[1:3]).nbytes
-        assert packed <= stager.stats().pool.held_bytes - before < MIB
+        assert packed <= borrowing.stats().pool.held_bytes - before < MIB
         for leaf, staged in zip(batch, transfer.wait(), strict=True):
             assert torch.equal(leaf, staged.cpu())
 
 
-def test_a_dropped_pinned_tensor_lives_until_its_copy(cuda_device):
-    with (
-        ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager,
-        Latch(cuda_device) as latch,
-    ):
-        stager.to_device([pinned(0)])
-        torch.cuda.synchronize()
-        tensor = pinned(1)
-        address = tensor.data_ptr()
-        latch.hold(stager._target.stream)
-        staged = stager.to_device([tensor])
-        del tensor
-        gc.collect()
-        others = [pinned(9) for _ in range(8)]
-        assert address not in [other.data_ptr() for other in others]
-        latch.open()
-        assert bool((staged[0] == 1).all())
+def test_a_dropped_pinned_tensor_lives_until_its_copy(borrowing, latch):
+    borrowing.to_device([pinned(0)])
+    torch.cuda.synchronize()
+    tensor = pinned(1)
+    address = tensor.data_ptr()
+    latch.hold(borrowing._target.stream)
+    staged = borrowing.to_device([tensor])
+    del tensor
+    gc.collect()
+    others = [pinned(9) for _ in range(8)]
+    assert address not in [other.data_ptr() for other in others]
+    latch.open()
+    assert (staged[0] == 1).all()
 
 
-def test_a_lease_is_sent_directly_and_then_returned(cuda_device):
+def test_a_lease_is_sent_directly_and_then_returned(cuda_device, latch):
     batch = {"x": torch.randn(1000), "name": "a", "y": torch.arange(3)}
     layout = ps.Layout.of(batch)
     with (
         ps.SlabPool(max_bytes="1MiB") as pool,
         ps.Stager(cuda_device, pool=pool) as stager,
-        Latch(cuda_device) as latch,
+        latch,
     ):
         stager.to_device(batch)
         torch.cuda.synchronize()

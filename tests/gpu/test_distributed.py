@@ -6,7 +6,6 @@ import json
 import random
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -32,45 +31,21 @@ def assert_arrived(batch, staged, device):
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_one_pool_feeds_stagers_on_two_devices(two_devices):
-    rng = random.Random(0)
-    with ps.SlabPool("4MiB", memory=ps.memory.default_memory(two_devices[0])) as pool:
-        stagers = [ps.Stager(device, pool=pool) for device in two_devices]
-        for _ in range(200):
-            batches = [ragged_batch(rng) for _ in stagers]
-            staged = [
-                stager.to_device(batch) for stager, batch in zip(stagers, batches, strict=True)
-            ]
-            for batch, arrived, device in zip(batches, staged, two_devices, strict=True):
-                assert_arrived(batch, arrived, device)
-        assert pool.stats().leased_bytes == 0
-        assert pool.stats().hits + pool.stats().misses == 400
-        for stager in stagers:
-            stager.close()
-
-
-def test_one_pool_feeds_two_devices_from_two_threads(two_devices):
-    failures = []
-
+def test_one_pool_feeds_two_devices_from_two_threads(two_devices, background):
     def work(device, pool):
         rng = random.Random(device.index)
-        try:
-            with ps.Stager(device, pool=pool) as stager:
-                for _ in range(200):
-                    batch = ragged_batch(rng)
-                    assert_arrived(batch, stager.to_device(batch), device)
-        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
-            failures.append(error)
+        with ps.Stager(device, pool=pool) as stager:
+            for _ in range(200):
+                batch = ragged_batch(rng)
+                assert_arrived(batch, stager.to_device(batch), device)
 
     with ps.SlabPool("1MiB", memory=ps.memory.default_memory(two_devices[0])) as pool:
-        threads = [threading.Thread(target=work, args=(device, pool)) for device in two_devices]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise failures[0]
-        assert pool.stats().peak_held_bytes <= MIB
+        for working in [background(work, device, pool) for device in two_devices]:
+            working.result()
+        stats = pool.stats()
+        assert stats.leased_bytes == 0
+        assert stats.hits + stats.misses == 400
+        assert stats.peak_held_bytes <= MIB
 
 
 def test_slabs_in_flight_stay_with_their_device(two_devices):
@@ -92,41 +67,6 @@ def test_slabs_in_flight_stay_with_their_device(two_devices):
         assert not overwriting["x"].any()
         one.close()
         other.close()
-
-
-def test_the_caller_s_function_splits_a_batch(two_devices):
-    def split(batch, parts):
-        chunks = {name: tensor.chunk(parts) for name, tensor in batch.items()}
-        return [{name: chunks[name][part] for name in batch} for part in range(parts)]
-
-    with ps.SlabPool(max_bytes="64MiB") as pool:
-        stagers = [ps.Stager(device, pool=pool) for device in two_devices]
-        for step in range(50):
-            batch = {"x": torch.randn(64, 100), "y": torch.full((64,), step)}
-            parts = split(batch, len(stagers))
-            staged = [stager.to_device(part) for stager, part in zip(stagers, parts, strict=True)]
-            for name, tensor in batch.items():
-                assert [part[name].device for part in staged] == list(two_devices)
-                assert torch.equal(torch.cat([part[name].cpu() for part in staged]), tensor)
-        assert [stager.stats().copies for stager in stagers] == [100, 100]
-        for stager in stagers:
-            stager.close()
-
-
-def test_tensors_of_two_devices_are_fetched_together(two_devices):
-    with ps.Stager(two_devices[0], max_bytes="64MiB") as stager:
-        for step in range(20):
-            there = [
-                {
-                    "small": torch.full((10,), step, device=device),
-                    "large": torch.full((MIB,), 1.0 + step, device=device),
-                }
-                for device in two_devices
-            ]
-            expected = [{name: tensor.cpu() for name, tensor in part.items()} for part in there]
-            for found, part in zip(stager.to_host(there), expected, strict=True):
-                assert all(torch.equal(found[name], part[name]) for name in part)
-            del found, part
 
 
 def test_using_the_second_device_leaves_the_first_alone(two_devices):

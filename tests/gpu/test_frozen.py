@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from latch import Latch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pinstage as ps
@@ -53,7 +52,7 @@ def test_outputs_and_statistics_equal_a_resident_module_s(cuda_device, pool, sta
     assert_equal(content_of(module), [tensor.cpu() for tensor in content_of(plain)])
 
 
-def test_the_next_module_is_copied_during_compute(cuda_device, pool, latch: Latch):
+def test_the_next_module_is_copied_during_compute(cuda_device, pool, latch):
     first, second = (
         frozen_module(make(seed).eval(), pool, device=cuda_device) for seed in range(2)
     )
@@ -71,7 +70,7 @@ def test_the_next_module_is_copied_during_compute(cuda_device, pool, latch: Latc
     second.offload()
 
 
-def test_only_modules_with_buffers_wait_at_the_end(cuda_device, pool, latch: Latch):
+def test_only_modules_with_buffers_wait_at_the_end(cuda_device, pool, latch):
     plain, normed = (
         frozen_module(make(0, buffers=buffers), pool, device=cuda_device)
         for buffers in (False, True)
@@ -203,7 +202,7 @@ def test_too_little_device_memory_leaves_everything_as_before(cuda_device, pool)
         assert_equal([tensor.cpu() for tensor in content_of(handle._module)], expected)
 
 
-def test_onloaded_memory_is_not_reused_too_early(cuda_device, pool, latch: Latch):
+def test_onloaded_memory_is_not_reused_too_early(cuda_device, pool, latch):
     handle = frozen_module(make(0, buffers=False), pool, device=cuda_device)
     x = torch.randn(64, 2048, device=cuda_device)
     side = torch.cuda.Stream(cuda_device)

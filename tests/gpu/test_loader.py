@@ -9,7 +9,8 @@ import loader_data as data
 import pytest
 import torch
 from doubles import PATIENCE_SECONDS, wait_until
-from latch import Latch
+from profiled import events_of
+from torch.utils._pytree import tree_map
 
 import pinstage as ps
 from pinstage._loader._broker import SlabBroker
@@ -53,16 +54,14 @@ def make(cuda_device, sample=data.large, size=40, batch_size=2, num_workers=2, *
 
 def brought_back(tree, device):
     """Return a batch with its tensors on the CPU; check that each was on the device."""
-    if isinstance(tree, torch.Tensor):
-        assert tree.device == device
-        return tree.cpu()
-    if isinstance(tree, dict):
-        return type(tree)((key, brought_back(value, device)) for key, value in tree.items())
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(brought_back(value, device) for value in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(brought_back(value, device) for value in tree)
-    return tree
+
+    def back(leaf):
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        assert leaf.device == device
+        return leaf.cpu()
+
+    return tree_map(back, tree)
 
 
 def numbers(batches):
@@ -77,12 +76,8 @@ def assert_all_back(loader):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_wrapped_loader_yields_on_the_device(cuda_device, workers):
-    class Plain(torch.utils.data.DataLoader):
-        pass
-
-    loader = ps.wrap_loader(
-        Plain(data.Mapped(data.large, 40), 2, num_workers=workers), device=cuda_device
-    )
+    plain = torch.utils.data.DataLoader(data.Mapped(data.large, 40), 2, num_workers=workers)
+    loader = ps.wrap_loader(plain, device=cuda_device)
     for _ in range(2):
         batches = list(loader)
         assert all(batch.device == cuda_device for batch in batches)
@@ -200,23 +195,18 @@ def test_device_memory_is_bounded_without_waiting(cuda_device):
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_have_no_part_in_cuda(cuda_device, method):
-    loader = make(cuda_device, data.cuda_in_the_worker, 12, 4, multiprocessing_context=method)
-    asked, contexts, _ = torch.cat([batch.cpu() for batch in loader]).unbind(1)
-    assert (int(asked.sum()), int(contexts.sum())) == (0, 0)
-
-
-def test_a_spawned_worker_makes_no_cuda_context(cuda_device):
     dataset = data.KnowsItsLoader(None)
     loader = dataset.loader = ps.DataLoader(
         dataset,
         4,
-        num_workers=1,
-        multiprocessing_context="spawn",
+        num_workers=2,
+        multiprocessing_context=method,
         device=cuda_device,
         max_bytes="64MiB",
     )
     reached, asked, contexts, _ = torch.cat([batch.cpu() for batch in loader]).unbind(1)
-    assert (int(reached.sum()), int(asked.sum()), int(contexts.sum())) == (0, 0, 0)
+    assert method == "fork" or not reached.any()
+    assert (int(asked.sum()), int(contexts.sum())) == (0, 0)
 
 
 def test_a_worker_that_is_killed_loses_nothing(cuda_device):
@@ -253,14 +243,14 @@ def of_one_slab(cuda_device):
     return loader
 
 
-def held_at_the_first_copy(loader, latch: Latch):
+def held_at_the_first_copy(loader, latch):
     """Return an iterator that has yielded its first batch, whose copy has not started."""
     latch.hold(loader._slabs.target.stream)
     iterator = iter(loader)
     return iterator, next(iterator)
 
 
-def test_slabs_are_not_written_during_their_copy(cuda_device, latch: Latch):
+def test_slabs_are_not_written_during_their_copy(cuda_device, latch):
     loader = of_one_slab(cuda_device)
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
@@ -272,7 +262,7 @@ def test_slabs_are_not_written_during_their_copy(cuda_device, latch: Latch):
         assert numbers(iterator) == list(range(2, 12))
 
 
-def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch: Latch, monkeypatch):
+def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch, monkeypatch):
     loader, give_back = of_one_slab(cuda_device), SlabBroker.give_back
     monkeypatch.setattr(
         SlabBroker, "give_back", lambda broker, number, event: give_back(broker, number, None)
@@ -295,16 +285,10 @@ def test_a_long_run_with_random_sizes_arrives_whole(cuda_device):
 
 
 def device_work(work):
-    """Run work under torch's profiler; return copies to the device and kernels: name, start and end
-    of each.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        work()
-        torch.cuda.synchronize()
+    """Return copies to the device and kernels of some work: name, start and end of each."""
     events = [
         (event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
+        for event in events_of(work)
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
     copies = [event for event in events if event[0].startswith("Memcpy HtoD")]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from latch import Latch
 
 import pinstage as ps
 
@@ -80,13 +79,12 @@ def test_a_batch_above_the_cap_goes_in_groups(cuda_device):
         )
 
 
-def test_neighbours_are_one_copy(cuda_device):
+def test_neighbours_are_one_copy(stager):
     sources = [filled(64, value) for value in range(1000)]
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        static = stager.to_device(sources)
-        before = stager.stats()
-        stager.to_device(sources, out=static)
-        assert stager.stats().copies - before.copies == before.copies == 1
+    static = stager.to_device(sources)
+    before = stager.stats()
+    stager.to_device(sources, out=static)
+    assert stager.stats().copies - before.copies == before.copies == 1
 
 
 def test_replays_take_the_memory_of_four_batches(cuda_device):
@@ -131,7 +129,7 @@ def test_weights_take_two_groups_of_the_device(cuda_device):
         before = torch.cuda.memory_allocated(cuda_device)
         stager.load_weights(there, weights)
         assert torch.cuda.max_memory_allocated(cuda_device) - before <= 2 * (64 << 20)
-        assert all(bool((there[name] == weights[name][0, 0]).all()) for name in there)
+        assert all((there[name] == weights[name][0, 0]).all() for name in there)
 
 
 # -- order -----------------------------------------------------------------------------------------
@@ -139,9 +137,9 @@ def test_weights_take_two_groups_of_the_device(cuda_device):
 
 @pytest.mark.parametrize("elements", [SMALL, MIDDLE, LARGE])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float64], ids=["direct", "through scratch"])
-def test_earlier_work_reads_old_values_later_work_new(cuda_device, latch: Latch, elements, dtype):
+def test_earlier_work_reads_old_values_later_work_new(cuda_device, stager, latch, elements, dtype):
     consumer = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
+    with torch.cuda.stream(consumer):
         place = on(cuda_device, elements, 1, dtype)
         stager.to_device([filled(elements, 1)], out=[place])  # loads kernels and makes slabs
         place.clone()
@@ -153,28 +151,13 @@ def test_earlier_work_reads_old_values_later_work_new(cuda_device, latch: Latch,
         assert not consumer.query()
         latch.open()
         consumer.synchronize()
-        assert bool((before == 1).all())
-        assert bool((after == 2).all())
+        assert (before == 1).all()
+        assert (after == 2).all()
 
 
-def test_without_the_hand_over_the_copy_is_early(cuda_device, latch: Latch, monkeypatch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        place = on(cuda_device, LARGE, 1)
-        stager.to_device([filled(LARGE, 1)], out=[place])
-        torch.cuda.synchronize()
-        monkeypatch.setattr(type(stager._target), "hand_over", lambda *_: None)
-        latch.hold(stager._target.stream)
-        stager.to_device([filled(LARGE, 2)], out=[place])
-        torch.cuda.current_stream(cuda_device).synchronize()
-        seen = place.clone()
-        latch.open()
-        torch.cuda.synchronize()
-        assert not bool((seen == 2).all())
-
-
-def test_a_batch_crosses_the_bus_behind_the_graph(cuda_device, latch: Latch):
+def test_a_batch_crosses_the_bus_behind_the_graph(cuda_device, stager, latch):
     consumer = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
+    with torch.cuda.stream(consumer):
         place = on(cuda_device, LARGE, 1)
         stager.to_device([filled(LARGE, 1)], out=[place])
         place.clone()
@@ -187,8 +170,8 @@ def test_a_batch_crosses_the_bus_behind_the_graph(cuda_device, latch: Latch):
         assert not transfer.query()
         latch.open()
         consumer.synchronize()
-        assert bool((before == 1).all())
-        assert bool((place == 2).all())
+        assert (before == 1).all()
+        assert (place == 2).all()
 
 
 def half_registered(stack: ExitStack, elements: int) -> torch.Tensor:
@@ -225,11 +208,10 @@ SOURCES = {
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("method", ["to_device", "stage"])
 def test_a_source_may_be_overwritten_after_the_call(
-    cuda_device, latch: Latch, method, kind, elements
+    cuda_device, stager, latch, method, kind, elements
 ):
     consumer = torch.cuda.Stream(cuda_device)
     with ExitStack() as stack:
-        stager = stack.enter_context(ps.Stager(cuda_device, max_bytes="64MiB"))
         source, place = SOURCES[kind](stack, elements), on(cuda_device, elements)
         stack.callback(torch.cuda.synchronize)
         stack.enter_context(latch)
@@ -249,75 +231,71 @@ def test_a_source_may_be_overwritten_after_the_call(
             written.wait()
         latch.open()
         torch.cuda.synchronize()
-        assert bool((place == 5).all())
+        assert (place == 5).all()
 
 
-def test_a_borrowed_source_is_read_late_and_kept(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, latch:
-        place = on(cuda_device, LARGE)
-        stager.to_device([filled(LARGE, 1).pin_memory()], out=[place])
-        torch.cuda.synchronize()
-        source = filled(LARGE, 2).pin_memory()
-        address = source.data_ptr()
-        latch.hold(stager._target.stream)
-        transfer = stager.stage([source], out=[place])
-        assert stager.stats().pool.held_bytes == 0
-        del source
-        gc.collect()
-        others = [filled(LARGE, 9).pin_memory() for _ in range(4)]
-        assert address not in [other.data_ptr() for other in others]
-        latch.open()
-        assert bool((transfer.wait()[0] == 2).all())
+def test_a_borrowed_source_is_read_late_and_kept(cuda_device, borrowing, latch):
+    place = on(cuda_device, LARGE)
+    borrowing.to_device([filled(LARGE, 1).pin_memory()], out=[place])
+    torch.cuda.synchronize()
+    source = filled(LARGE, 2).pin_memory()
+    address = source.data_ptr()
+    latch.hold(borrowing._target.stream)
+    transfer = borrowing.stage([source], out=[place])
+    assert borrowing.stats().pool.held_bytes == 0
+    del source
+    gc.collect()
+    others = [filled(LARGE, 9).pin_memory() for _ in range(4)]
+    assert address not in [other.data_ptr() for other in others]
+    latch.open()
+    assert (transfer.wait()[0] == 2).all()
 
 
 @pytest.mark.parametrize("elements", [SMALL, LARGE])
-def test_dropped_destinations_are_kept_until_the_copy(cuda_device, latch: Latch, elements):
+def test_dropped_destinations_are_kept_until_the_copy(cuda_device, stager, latch, elements):
     side = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        stager.to_device([filled(elements, 1)], out=[on(cuda_device, elements)])
-        on(cuda_device, elements, 7)
-        torch.cuda.synchronize()
-        place = on(cuda_device, elements)
-        torch.cuda.synchronize()
-        transfer = stager.stage([filled(elements, 2)], out=[place])
-        latch.hold(side)
-        transfer.wait(side)
-        del place, transfer
-        gc.collect()
-        others = [on(cuda_device, elements, 7) for _ in range(4)]
-        latch.open()
-        torch.cuda.synchronize()
-        assert all(bool((other == 7).all()) for other in others)
+    stager.to_device([filled(elements, 1)], out=[on(cuda_device, elements)])
+    on(cuda_device, elements, 7)
+    torch.cuda.synchronize()
+    place = on(cuda_device, elements)
+    torch.cuda.synchronize()
+    transfer = stager.stage([filled(elements, 2)], out=[place])
+    latch.hold(side)
+    transfer.wait(side)
+    del place, transfer
+    gc.collect()
+    others = [on(cuda_device, elements, 7) for _ in range(4)]
+    latch.open()
+    torch.cuda.synchronize()
+    assert all((other == 7).all() for other in others)
 
 
-def test_another_stream_sees_the_values_after_wait(cuda_device, latch: Latch):
+def test_another_stream_sees_the_values_after_wait(cuda_device, stager, latch):
     consumer = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        place = on(cuda_device, LARGE)
-        stager.stage([filled(LARGE, 1)], out=[place]).wait(consumer)[0].clone()
-        torch.cuda.synchronize()
-        latch.hold(stager._target.stream)
-        transfer = stager.stage([filled(LARGE, 2)], out=[place])
-        with torch.cuda.stream(consumer):
-            seen = transfer.wait(consumer)[0].clone()
-        assert not consumer.query()
-        latch.open()
-        consumer.synchronize()
-        assert bool((seen == 2).all())
+    place = on(cuda_device, LARGE)
+    stager.stage([filled(LARGE, 1)], out=[place]).wait(consumer)[0].clone()
+    torch.cuda.synchronize()
+    latch.hold(stager._target.stream)
+    transfer = stager.stage([filled(LARGE, 2)], out=[place])
+    with torch.cuda.stream(consumer):
+        seen = transfer.wait(consumer)[0].clone()
+    assert not consumer.query()
+    latch.open()
+    consumer.synchronize()
+    assert (seen == 2).all()
 
 
-def test_no_warm_call_waits_for_the_device(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="256MiB") as stager, latch:
-        places = [on(cuda_device, LARGE) for _ in range(3)]
-        stager.pool.reserve(4 * LARGE, count=8)
-        stager.to_device(filled(LARGE, 1), out=places[0])
-        torch.cuda.synchronize()
-        latch.hold(torch.cuda.current_stream(cuda_device))
-        for value, place in enumerate(places):
-            stager.to_device(filled(LARGE, value), out=place)
-        latch.open()
-        torch.cuda.synchronize()
-        assert [int(place[-1]) for place in places] == list(range(3))
+def test_no_warm_call_waits_for_the_device(cuda_device, stager, latch):
+    places = [on(cuda_device, LARGE) for _ in range(3)]
+    stager.pool.reserve(4 * LARGE, count=8)
+    stager.to_device(filled(LARGE, 1), out=places[0])
+    torch.cuda.synchronize()
+    latch.hold(torch.cuda.current_stream(cuda_device))
+    for value, place in enumerate(places):
+        stager.to_device(filled(LARGE, value), out=place)
+    latch.open()
+    torch.cuda.synchronize()
+    assert [int(place[-1]) for place in places] == list(range(3))
 
 
 # -- graphs ----------------------------------------------------------------------------------------
@@ -352,33 +330,32 @@ def test_a_captured_inference_step_sees_each_new_batch(cuda_device, elements):
             assert stager.to_device(batch(value), out=static)[0] is static[0]
             graph.replay()
             result = total.clone()
-            assert bool((result == 12 * value).all())
+            assert (result == 12 * value).all()
 
 
-def test_a_capture_is_refused_and_goes_on(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        place = on(cuda_device, SMALL)
-        stager.to_device(filled(SMALL, 1), out=place)
-        transfer = stager.stage(filled(SMALL, 1), out=place)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in (stager.to_device, stager.stage):
-                with pytest.raises(ps.errors.PinstageError, match="while a CUDA graph is captured"):
-                    call(filled(SMALL, 2), out=place)
+def test_a_capture_is_refused_and_goes_on(cuda_device, stager):
+    place = on(cuda_device, SMALL)
+    stager.to_device(filled(SMALL, 1), out=place)
+    transfer = stager.stage(filled(SMALL, 1), out=place)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in (stager.to_device, stager.stage):
             with pytest.raises(ps.errors.PinstageError, match="while a CUDA graph is captured"):
-                transfer.wait()
-            doubled = place * 2
-        graph.replay()
-        assert bool((doubled == 2).all())
-        assert transfer.wait() is place
+                call(filled(SMALL, 2), out=place)
+        with pytest.raises(ps.errors.PinstageError, match="while a CUDA graph is captured"):
+            transfer.wait()
+        doubled = place * 2
+    graph.replay()
+    assert (doubled == 2).all()
+    assert transfer.wait() is place
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # torch's own, of its compiler
-def test_a_compiled_function_s_static_inputs_take_batches(cuda_device):
+def test_a_compiled_function_s_static_inputs_take_batches(stager):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, y: (x * 2 + y).sum(), mode="reduce-overhead")
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, torch.no_grad():
+    with torch.no_grad():
         static = stager.to_device([torch.zeros(1000), torch.zeros(1000)])
         for tensor in static:
             torch._dynamo.mark_static_address(tensor)
@@ -394,50 +371,47 @@ def test_a_compiled_function_s_static_inputs_take_batches(cuda_device):
 
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("elements", [SMALL, MIDDLE, LARGE])
-def test_host_tensors_have_the_values_after_wait(cuda_device, latch: Latch, pinned, elements):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        place = torch.zeros(elements, dtype=torch.int32)
-        place = place.pin_memory() if pinned else place
-        source = on(cuda_device, elements, 1)
-        assert stager.to_host([source], out=[place])[0] is place
-        assert bool((place == 1).all())
-        source.fill_(2)
-        torch.cuda.synchronize()
-        latch.hold(stager._fetcher.targets.of(cuda_device).out_stream)
-        transfer = stager.fetch([source], out=[place])
-        assert not transfer.query()
-        assert bool((place == 1).all())
-        latch.open()
-        assert bool((transfer.wait()[0] == 2).all())
-        held = stager.stats().pool.held_bytes
-        assert (held == 0) == (pinned and elements != SMALL)
+def test_host_tensors_have_the_values_after_wait(cuda_device, stager, latch, pinned, elements):
+    place = torch.zeros(elements, dtype=torch.int32)
+    place = place.pin_memory() if pinned else place
+    source = on(cuda_device, elements, 1)
+    assert stager.to_host([source], out=[place])[0] is place
+    assert (place == 1).all()
+    source.fill_(2)
+    torch.cuda.synchronize()
+    latch.hold(stager._fetcher.targets.of(cuda_device).out_stream)
+    transfer = stager.fetch([source], out=[place])
+    assert not transfer.query()
+    assert (place == 1).all()
+    latch.open()
+    assert (transfer.wait()[0] == 2).all()
+    held = stager.stats().pool.held_bytes
+    assert (held == 0) == (pinned and elements != SMALL)
 
 
-def test_a_source_may_be_changed_after_fetch(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        place, source = (
-            torch.zeros(LARGE, dtype=torch.int32).pin_memory(),
-            on(cuda_device, LARGE, 1),
-        )
-        stager.to_host([source], out=[place])
-        source.fill_(2)
-        torch.cuda.synchronize()
-        latch.hold(stager._fetcher.targets.of(cuda_device).out_stream)
-        transfer = stager.fetch([source], out=[place])
-        source.fill_(9)  # after the copy
-        latch.open()
-        assert bool((transfer.wait()[0] == 2).all())
+def test_a_source_may_be_changed_after_fetch(cuda_device, stager, latch):
+    place, source = (
+        torch.zeros(LARGE, dtype=torch.int32).pin_memory(),
+        on(cuda_device, LARGE, 1),
+    )
+    stager.to_host([source], out=[place])
+    source.fill_(2)
+    torch.cuda.synchronize()
+    latch.hold(stager._fetcher.targets.of(cuda_device).out_stream)
+    transfer = stager.fetch([source], out=[place])
+    source.fill_(9)  # after the copy
+    latch.open()
+    assert (transfer.wait()[0] == 2).all()
 
 
-def test_values_are_cast_on_the_way_back(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        places = [
-            torch.zeros(SMALL, dtype=torch.float64),
-            torch.zeros(LARGE, 2, dtype=torch.int32)[:, 1],
-        ]
-        stager.to_host([on(cuda_device, SMALL, 3), on(cuda_device, LARGE, 4)], out=places)
-        assert bool((places[0] == 3).all())
-        assert bool((places[1] == 4).all())
+def test_values_are_cast_on_the_way_back(cuda_device, stager):
+    places = [
+        torch.zeros(SMALL, dtype=torch.float64),
+        torch.zeros(LARGE, 2, dtype=torch.int32)[:, 1],
+    ]
+    stager.to_host([on(cuda_device, SMALL, 3), on(cuda_device, LARGE, 4)], out=places)
+    assert (places[0] == 3).all()
+    assert (places[1] == 4).all()
 
 
 def test_only_page_locked_destinations_may_exceed_the_cap(cuda_device):

@@ -194,4 +194,4 @@ def test_a_large_slab_is_pinned_in_the_background(cuda_device: torch.device, kin
             there = lease.tensor().to(cuda_device, non_blocking=True)
         assert int(there[-1]) == 7
         assert pool.stats().misses == 0
-    assert bool((busy == 1).all())
+    assert (busy == 1).all()

@@ -1,7 +1,6 @@
 """Staging on the device: one copy, no waiting, nothing overwritten, nothing reused too early."""
 
 import contextlib
-import gc
 import statistics
 import timeit
 from collections import Counter
@@ -12,6 +11,7 @@ import strategies
 import torch
 from hypothesis import HealthCheck, given, settings
 from latch import Latch
+from profiled import names_of
 from steady import long_run
 
 import pinstage as ps
@@ -41,19 +41,8 @@ def copy_stream(stager: ps.Stager) -> torch.cuda.Stream:
     return stager._target.stream  # for the tests that hold this stream
 
 
-def assert_equal(batch, staged) -> None:
-    for sample, other in zip(batch["samples"], staged["samples"], strict=True):
-        assert torch.equal(sample["x"], other["x"].cpu())
-        assert torch.equal(sample["y"], other["y"].cpu())
-
-
-@pytest.fixture(scope="module")
-def module_stager():
-    if not torch.cuda.is_available():
-        yield None
-        return
-    with ps.Stager("cuda:0", max_bytes="64MiB") as stager:
-        yield stager
+def sending_stream(stager: ps.Stager, nbytes: int) -> torch.cuda.Stream:
+    return torch.cuda.current_stream() if nbytes <= AT_ONCE_BYTES else copy_stream(stager)
 
 
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
@@ -61,8 +50,8 @@ def module_stager():
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(batch=strategies.batches())
-def test_any_nested_batch_arrives_bit_for_bit(cuda_device, module_stager, batch):
-    strategies.assert_same(batch, module_stager.to_device(batch), cuda_device)
+def test_any_nested_batch_arrives_bit_for_bit(cuda_device, stager, batch):
+    strategies.assert_same(batch, stager.to_device(batch), cuda_device)
 
 
 @pytest.mark.parametrize("own_storage", ["auto", False])
@@ -72,7 +61,7 @@ def test_a_thousand_leaves_are_one_copy_per_block(cuda_device, own_storage):
         stager.to_device(batch)
         blocks = stager.stats().blocks
         torch.cuda.synchronize()
-        events = profiled(lambda: stager.to_device(batch))
+        events = names_of(lambda: stager.to_device(batch))
         copies = [name for name in events if name.startswith("Memcpy HtoD")]
         assert copies == ["Memcpy HtoD (Pinned -> Device)"] * blocks
         assert blocks == (
@@ -82,32 +71,31 @@ def test_a_thousand_leaves_are_one_copy_per_block(cuda_device, own_storage):
         )
 
 
-def test_the_steady_state_neither_allocates_nor_synchronises(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        batches = [nested_batch(elements=n) for n in (16, 50, 64)]
-        for batch in batches * 3:
+def test_the_steady_state_neither_allocates_nor_synchronises(stager):
+    batches = [nested_batch(elements=n) for n in (16, 50, 64)]
+    for batch in batches * 3:
+        stager.to_device(batch)
+    torch.cuda.synchronize()
+    stager.pool.freeze()
+
+    def steps():
+        for batch in batches * 5:
             stager.to_device(batch)
-        torch.cuda.synchronize()
-        stager.pool.freeze()
 
-        def steps():
-            for batch in batches * 5:
-                stager.to_device(batch)
-
-        of_the_profiler = Counter(profiled(lambda: None, final_synchronize=False))
-        events = Counter(profiled(steps, final_synchronize=False)) - of_the_profiler
-        forbidden = (
-            "Synchronize",
-            "HostAlloc",
-            "FreeHost",
-            "HostRegister",
-            "HostUnregister",
-            "cudaMalloc",
-            "cudaFree",
-        )
-        assert {name for name in events if any(word in name for word in forbidden)} == set()
-        assert events["Memcpy HtoD (Pinned -> Device)"] == 10
-        assert events["Memcpy HtoD (Pageable -> Device)"] == 5  # the batches of 64,000 bytes
+    of_the_profiler = Counter(names_of(lambda: None, final_synchronize=False))
+    events = Counter(names_of(steps, final_synchronize=False)) - of_the_profiler
+    forbidden = (
+        "Synchronize",
+        "HostAlloc",
+        "FreeHost",
+        "HostRegister",
+        "HostUnregister",
+        "cudaMalloc",
+        "cudaFree",
+    )
+    assert {name for name in events if any(word in name for word in forbidden)} == set()
+    assert events["Memcpy HtoD (Pinned -> Device)"] == 10
+    assert events["Memcpy HtoD (Pageable -> Device)"] == 5  # the batches of 64,000 bytes
 
 
 def test_a_trace_shows_violations_of_the_steady_state(cuda_device):
@@ -118,7 +106,7 @@ def test_a_trace_shows_violations_of_the_steady_state(cuda_device):
             pool.reserve("1MiB")
 
     pin_and_free()
-    seen = profiled(pin_and_free)
+    seen = names_of(pin_and_free)
     for call in ("HostRegister", "HostUnregister", "HostAlloc", "FreeHost", "DeviceSynchronize"):
         assert any(call in name for name in seen), (call, sorted(set(seen)))
 
@@ -134,36 +122,21 @@ def test_random_batches_allocate_nothing_and_leave_nothing(cuda_device):
     assert after.resident_bytes - before.resident_bytes < 16 * MIB
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_torch_counts_no_synchronisation_on_the_hot_path(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        batch = nested_batch()
-        stager.to_device(batch)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            staged = stager.to_device(batch)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        assert_equal(batch, staged)
+def test_stage_returns_while_the_copy_stream_is_held(stager, latch):
+    batch = nested_batch()
+    stager.to_device(batch)
+    latch.hold(copy_stream(stager))
+    transfer = stager.stage(batch)
+    staged = transfer.wait()
+    assert not transfer.query()
+    latch.open()
+    transfer.synchronize()
+    assert transfer.query()
+    assert transfer.copies == transfer.blocks
+    strategies.assert_same(batch, staged, stager.device)
 
 
-def test_stage_returns_while_the_copy_stream_is_held(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        batch = nested_batch()
-        stager.to_device(batch)
-        latch.hold(copy_stream(stager))
-        transfer = stager.stage(batch)
-        staged = transfer.wait()
-        assert not transfer.query()
-        latch.open()
-        transfer.synchronize()
-        assert transfer.query()
-        assert transfer.copies == transfer.blocks
-        assert_equal(batch, staged)
-
-
-def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, torch.Tensor]:
+def stage_and_overwrite(stager: ps.Stager, latch) -> tuple[torch.Tensor, torch.Tensor]:
     """The scenario that matters most: try to get and overwrite a slab whose copy has not
     started.
     """
@@ -179,13 +152,13 @@ def stage_and_overwrite(stager: ps.Stager, latch: Latch) -> tuple[torch.Tensor, 
     return original, transfer.wait()["x"].cpu()
 
 
-def test_a_slab_is_not_overwritten_before_its_copy(cuda_device, latch: Latch):
+def test_a_slab_is_not_overwritten_before_its_copy(cuda_device, latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         original, arrived = stage_and_overwrite(stager, latch)
         assert torch.equal(arrived, original)
 
 
-def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch: Latch, monkeypatch):
+def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch, monkeypatch):
     release = ps.Lease.release
 
     def release_at_once(lease, *, after=None):
@@ -198,170 +171,98 @@ def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch: Latch,
         assert (arrived == -1).all()
 
 
-def test_the_copy_s_event_returns_the_slab(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        latch.hold(copy_stream(stager))
-        transfer = stager.stage({"x": torch.ones(MIB)})
-        stats = stager.pool.stats()
-        assert (stats.leased_bytes, stats.free_bytes) == (0, 0)
-        assert stats.in_flight_bytes == stats.held_bytes >= 4 * MIB
-        latch.open()
-        transfer.synchronize()
-        stats = stager.pool.stats()
-        assert (stats.in_flight_bytes, stats.free_bytes) == (0, stats.held_bytes)
+def test_the_copy_s_event_returns_the_slab(stager, latch):
+    latch.hold(copy_stream(stager))
+    transfer = stager.stage({"x": torch.ones(MIB)})
+    stats = stager.pool.stats()
+    assert (stats.leased_bytes, stats.free_bytes) == (0, 0)
+    assert stats.in_flight_bytes == stats.held_bytes >= 4 * MIB
+    latch.open()
+    transfer.synchronize()
+    stats = stager.pool.stats()
+    assert (stats.in_flight_bytes, stats.free_bytes) == (0, stats.held_bytes)
 
 
-def test_events_are_reused_except_those_of_live_transfers(cuda_device, latch: Latch):
+def test_events_are_reused_except_those_of_live_transfers(cuda_device, stager, latch):
     batch = {"x": torch.ones(MIB)}
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        used = set()
-        for _ in range(50):
-            transfer = stager.stage(batch)
-            used.add(id(transfer._sent.event))
-            transfer.synchronize()
-            del transfer
-        assert len(used) < 9  # three of these mark how far the host runs ahead
-        latch.hold(copy_stream(stager))
-        waiting = [stager.stage(batch) for _ in range(3)]
-        assert len({id(transfer._sent.event) for transfer in waiting}) == 3
-        latch.open()
-        for transfer in waiting:
-            transfer.synchronize()
-        with Latch(cuda_device) as again:
-            again.hold(copy_stream(stager))
-            later = stager.stage(batch)
-            assert [transfer.query() for transfer in (*waiting, later)] == [True, True, True, False]
-
-
-def test_a_waiting_acquire_is_served_by_the_event(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
-        latch.hold(copy_stream(stager))
-        stager.stage({"x": torch.ones(MIB // 4)})
-        with pytest.raises(ps.errors.AcquireTimeoutError):
-            stager.pool.acquire(MIB, timeout=0.05)
-        latch.open()
-        stager.pool.acquire(MIB, timeout=10).release()
-
-
-def test_any_consumer_stream_sees_the_whole_batch(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        consumer = torch.cuda.Stream(cuda_device)
-        batch = {"x": torch.full((MIB,), 3.0)}
-        stager.to_device(batch)["x"].sum()
-        latch.hold(copy_stream(stager))
+    used = set()
+    for _ in range(50):
         transfer = stager.stage(batch)
-        staged = transfer.wait(consumer)
-        with torch.cuda.stream(consumer):
-            total = staged["x"].sum()
-        assert not consumer.query()
-        latch.open()
-        consumer.synchronize()
-        assert total.item() == 3.0 * MIB
+        used.add(id(transfer._sent.event))
+        transfer.synchronize()
+        del transfer
+    assert len(used) < 9  # three of these mark how far the host runs ahead
+    latch.hold(copy_stream(stager))
+    waiting = [stager.stage(batch) for _ in range(3)]
+    assert len({id(transfer._sent.event) for transfer in waiting}) == 3
+    latch.open()
+    for transfer in waiting:
+        transfer.synchronize()
+    with Latch(cuda_device) as again:
+        again.hold(copy_stream(stager))
+        later = stager.stage(batch)
+        assert [transfer.query() for transfer in (*waiting, later)] == [True, True, True, False]
 
 
-def test_device_memory_is_kept_while_the_consumer_reads(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        consumer = torch.cuda.Stream(cuda_device)
-        staged = stager.stage({"x": torch.full((MIB,), 1.0)}).wait(consumer)
-        staged["x"].clone()
-        torch.cuda.synchronize()
-        latch.hold(consumer)
-        with torch.cuda.stream(consumer):
-            kept = staged["x"].clone()
-        del staged
-        gc.collect()
-        # The same size on the same stream, which the allocator would reuse.
-        for value in range(2, 8):
-            stager.stage({"x": torch.full((MIB,), float(value))}).synchronize()
-        latch.open()
-        consumer.synchronize()
-        assert (kept == 1.0).all()
+@pytest.mark.parametrize("elements", [1000, MIB])
+def test_any_consumer_stream_sees_the_whole_batch(cuda_device, stager, latch, elements):
+    consumer = torch.cuda.Stream(cuda_device)
+    stager.stage(torch.zeros(elements)).wait(consumer).clone()
+    torch.cuda.synchronize()
+    latch.hold(sending_stream(stager, 4 * elements))
+    staged = stager.stage(torch.full((elements,), 3.0)).wait(consumer)
+    with torch.cuda.stream(consumer):
+        seen = staged.clone()
+    assert not consumer.query()
+    latch.open()
+    consumer.synchronize()
+    assert (seen == 3.0).all()
 
 
 @pytest.mark.parametrize("elements", [1000, 4096, 100_000])
-def test_the_source_may_be_changed_when_stage_returns(cuda_device, latch: Latch, elements):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        source = {"t": torch.arange(elements), "n": np.arange(float(elements))}
-        is_small = 16 * elements <= AT_ONCE_BYTES
-        latch.hold(torch.cuda.current_stream(cuda_device) if is_small else copy_stream(stager))
-        transfer = stager.stage(source)
-        assert not transfer.query()
-        source["t"].zero_()
-        source["n"][:] = 0
-        latch.open()
-        staged = transfer.wait()
-        assert torch.equal(staged["t"].cpu(), torch.arange(elements))
-        assert torch.equal(staged["n"].cpu(), torch.arange(float(elements), dtype=torch.float64))
+def test_the_source_may_be_changed_when_stage_returns(cuda_device, stager, latch, elements):
+    source = {"t": torch.arange(elements), "n": np.arange(float(elements))}
+    latch.hold(sending_stream(stager, 16 * elements))
+    transfer = stager.stage(source)
+    assert not transfer.query()
+    source["t"].zero_()
+    source["n"][:] = 0
+    latch.open()
+    staged = transfer.wait()
+    assert torch.equal(staged["t"].cpu(), torch.arange(elements))
+    assert torch.equal(staged["n"].cpu(), torch.arange(float(elements), dtype=torch.float64))
 
 
 # -- batches that are copied at once
 
 
-def test_a_small_batch_is_one_copy_without_waiting(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        batch = nested_batch(leaves=100)
-        stager.to_device(batch)
-        torch.cuda.synchronize()
-        events = profiled(lambda: stager.to_device(batch))
-        assert [name for name in events if name.startswith("Memcpy HtoD")] == [
-            "Memcpy HtoD (Pageable -> Device)"
-        ]
-        assert not any(
-            "Synchronize" in name and "cudaDeviceSynchronize" not in name for name in events
-        )
-        assert stager.pool.stats().total_held_slabs == 0
-
-
-def test_thirty_small_batches_return_on_a_held_stream(cuda_device, latch: Latch):
+def test_thirty_small_batches_return_on_a_held_stream(cuda_device, stager, latch):
     source = torch.zeros(AT_ONCE_BYTES, dtype=torch.uint8)
-    with ps.Stager(cuda_device) as stager, latch:
-        stager.to_device(source).clone()
-        latch.hold(torch.cuda.current_stream(cuda_device))
-        transfers = [stager.stage(source.fill_(value)) for value in range(30)]
-        assert not any(transfer.query() for transfer in transfers)
-        latch.open()
-        assert all(
-            bool((transfer.wait() == value).all()) for value, transfer in enumerate(transfers)
-        )
+    stager.to_device(source).clone()
+    latch.hold(torch.cuda.current_stream(cuda_device))
+    transfers = [stager.stage(source.fill_(value)) for value in range(30)]
+    assert not any(transfer.query() for transfer in transfers)
+    latch.open()
+    assert all(bool((transfer.wait() == value).all()) for value, transfer in enumerate(transfers))
 
 
-def test_a_small_batch_is_kept_for_another_stream(cuda_device, latch: Latch):
-    consumer = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device) as stager, latch:
-        stager.stage(torch.zeros(1000)).wait(consumer).clone()
-        torch.cuda.synchronize()
-        latch.hold(torch.cuda.current_stream(cuda_device))
-        staged = stager.stage(torch.full((1000,), 3.0)).wait(consumer)
-        with torch.cuda.stream(consumer):
-            seen = staged.clone()
-        assert not consumer.query()
-        del staged
-        gc.collect()
-        for _ in range(5):
-            stager.stage(torch.zeros(1000))
-        latch.open()
-        torch.cuda.synchronize()
-        assert bool((seen == 3.0).all())
-
-
-def test_unpackable_leaves_arrive_by_to_and_are_counted(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        weight = torch.ones(3, requires_grad=True)
-        batch = {
-            "sparse": torch.eye(4).to_sparse(),
-            "grad": weight,
-            "there": torch.ones(2, device=cuda_device),
-            "plain": torch.ones(5),
-        }
-        transfer = stager.stage(batch)
-        staged = transfer.wait()
-        assert (transfer.passthrough_leaves, transfer.copies) == (3, 1)
-        assert torch.equal(staged["sparse"].to_dense().cpu(), torch.eye(4))
-        assert staged["there"] is batch["there"]
-        staged["grad"].sum().backward()
-        assert torch.equal(weight.grad, torch.ones(3))
-        assert all(tensor.device == cuda_device for tensor in staged.values())
-        assert (stager.stats().passthrough_leaves, stager.stats().packed_leaves) == (3, 1)
+def test_unpackable_leaves_arrive_by_to_and_are_counted(cuda_device, stager):
+    weight = torch.ones(3, requires_grad=True)
+    batch = {
+        "sparse": torch.eye(4).to_sparse(),
+        "grad": weight,
+        "there": torch.ones(2, device=cuda_device),
+        "plain": torch.ones(5),
+    }
+    transfer = stager.stage(batch)
+    staged = transfer.wait()
+    assert (transfer.passthrough_leaves, transfer.copies) == (3, 1)
+    assert torch.equal(staged["sparse"].to_dense().cpu(), torch.eye(4))
+    assert staged["there"] is batch["there"]
+    staged["grad"].sum().backward()
+    assert torch.equal(weight.grad, torch.ones(3))
+    assert all(tensor.device == cuda_device for tensor in staged.values())
+    assert (stager.stats().passthrough_leaves, stager.stats().packed_leaves) == (3, 1)
 
 
 def test_device_tensors_staged_to_cpu_are_complete(cuda_device):
@@ -371,59 +272,16 @@ def test_device_tensors_staged_to_cpu_are_complete(cuda_device):
         torch.cuda.synchronize()
         torch.cuda._sleep(500_000_000)
         there.fill_(7)
-        assert bool((stager.to_device({"x": there})["x"] == 7).all())
+        assert (stager.to_device({"x": there})["x"] == 7).all()
 
 
 def test_a_very_large_batch_is_sent_in_chunks(cuda_device):
     with ps.Stager(cuda_device, max_bytes="1GiB", pack_threads=4) as stager:
         batch = {"samples": [{"x": torch.randn(MIB), "y": torch.randn(MIB + 3)} for _ in range(12)]}
         transfer = stager.stage(batch)
-        assert_equal(batch, transfer.wait())
+        strategies.assert_same(batch, transfer.wait(), stager.device)
         assert transfer.copies > 1
         assert stager.stats().copies == transfer.copies
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_prefetch_yields_batches_in_order(cuda_device, background):
-    with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
-        batches = [nested_batch(leaves=40, seed=seed) for seed in range(20)]
-        for depth in (1, 2, 5):
-            for batch, staged in zip(
-                batches, stager.prefetch(batches, depth=depth, background=background), strict=True
-            ):
-                assert_equal(batch, staged)
-        assert stager.pool.stats().leased_bytes == 0
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_a_prefetcher_begins_again_on_the_device(cuda_device, background):
-    with ps.Stager(cuda_device, max_bytes="8MiB") as stager:
-        batches = stager.prefetch(
-            [{"x": torch.full((8,), float(i))} for i in range(6)], background=background
-        )
-        for _ in range(3):
-            assert [float(batch["x"].sum()) for batch in batches] == [8.0 * i for i in range(6)]
-            assert all(batch["x"].device == cuda_device for batch in batches)
-
-
-def test_prefetch_sends_ahead_while_the_consumer_is_held(cuda_device, latch: Latch):
-    consumer = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(consumer):
-        (torch.ones(8, device=cuda_device) * 2).cpu()
-        batches = iter(
-            stager.prefetch([{"x": torch.full((MIB,), float(i))} for i in range(1, 5)], depth=2)
-        )
-        first = next(batches)
-        latch.hold(consumer)
-        doubled = first["x"] * 2
-        copy_stream(
-            stager
-        ).synchronize()  # the first and the two ahead have arrived, before the consumer begins
-        assert stager.stats().batches == 3
-        assert not consumer.query()
-        latch.open()
-        assert (doubled.cpu() == 2).all()
-        assert [int(batch["x"][0]) for batch in batches] == [2, 3, 4]
 
 
 def test_ragged_batches_arrive_intact_under_a_small_cap(cuda_device):
@@ -437,18 +295,10 @@ def test_ragged_batches_arrive_intact_under_a_small_cap(cuda_device):
             kept.append((step, stager.to_device(batch)))
             if len(kept) > 8:
                 number, staged = kept.pop(0)
-                assert all(bool((leaf == number).all()) for leaf in staged)
+                assert all((leaf == number).all() for leaf in staged)
         stats = stager.pool.stats()
         assert stats.peak_held_bytes <= 4 * MIB
         assert stats.leased_bytes == 0
-
-
-def test_the_default_pool_is_page_locked_and_capped(cuda_device):
-    with ps.Stager(cuda_device) as stager, stager.pool.acquire(5000) as lease:
-        assert lease.tensor().is_pinned()
-        stats = stager.pool.stats()
-        assert stats.max_bytes > 0
-        assert "%" in stats.max_bytes_reason
 
 
 def test_a_lease_costs_at_most_eight_pinned_tensors(cuda_device):
@@ -470,15 +320,3 @@ def test_a_lease_costs_at_most_eight_pinned_tensors(cuda_device):
         f"acquire + tensor() + release took {pool_time * 1e6:.2f} us, torch {torch_time * 1e6:.2f} "
         "us"
     )
-
-
-def profiled(work, *, final_synchronize: bool = True) -> list[str]:
-    """Run work under torch's profiler and return the names of all device and runtime events."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        work()
-        if final_synchronize:
-            torch.cuda.synchronize()
-    if not final_synchronize:
-        torch.cuda.synchronize()
-    return [event.name for event in profiler.events()]

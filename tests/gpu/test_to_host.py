@@ -3,14 +3,14 @@ data.
 """
 
 import gc
-import threading
 import time
 
 import pytest
 import strategies
 import torch
+from doubles import stays_blocked
 from hypothesis import HealthCheck, given, settings
-from latch import Latch
+from profiled import names_of
 
 import pinstage as ps
 from pinstage._batch._gather import DIRECT_BYTES
@@ -42,28 +42,19 @@ def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return strategies.bits(tensor.contiguous()).to(device).view(tensor.dtype)
 
 
-@pytest.fixture(scope="module")
-def module_stager():
-    if not torch.cuda.is_available():
-        yield None
-        return
-    with ps.Stager("cuda:0", max_bytes="256MiB") as stager:
-        yield stager
-
-
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(tensors=strategies.st.lists(strategies.tensors(), max_size=8))
-def test_any_tensors_arrive_bit_for_bit(cuda_device, module_stager, tensors):
+def test_any_tensors_arrive_bit_for_bit(cuda_device, stager, tensors):
     sources = [there(tensor, cuda_device) for tensor in tensors]
     sources += [source.transpose(0, -1) for source in sources if source.ndim > 1]
     sources += [
         source.conj() for source in sources if source.dtype in (torch.complex64, torch.complex128)
     ]
     for copy in (False, True):
-        fetched = module_stager.fetch({"tensors": sources, "text": "a"}, copy=copy).wait()
+        fetched = stager.fetch({"tensors": sources, "text": "a"}, copy=copy).wait()
         for mine, source in zip(fetched["tensors"], sources, strict=True):
             assert (mine.device.type, mine.dtype, mine.shape) == ("cpu", source.dtype, source.shape)
             assert torch.equal(strategies.bits(mine), strategies.bits(source))
@@ -81,74 +72,49 @@ def test_leaves_of_every_dtype_are_gathered_exactly(cuda_device, dtype):
             assert torch.equal(strategies.bits(mine), strategies.bits(source))
 
 
-def test_a_thousand_tensors_are_one_copy(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        tree = small_tree(cuda_device)
-        for _ in range(3):
-            stager.fetch(tree, copy=False).wait()
-        torch.cuda.synchronize()
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-            stager.fetch(tree, copy=False).wait()
-            torch.cuda.synchronize()
-        names = [event.name for event in profiler.events()]
-        assert [name for name in names if name.startswith("Memcpy DtoH")] == [
-            "Memcpy DtoH (Device -> Pinned)"
-        ]
-        assert names.count("cudaLaunchKernel") <= 20
-
-
-def test_the_result_waits_for_the_copy(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        tree = small_tree(cuda_device)
-        expected = [sample["x"].cpu() for sample in tree["samples"]]
+def test_a_thousand_tensors_are_one_copy(cuda_device, stager):
+    tree = small_tree(cuda_device)
+    for _ in range(3):
         stager.fetch(tree, copy=False).wait()
-        latch.hold(host_stream(stager))
-        transfer = stager.fetch(tree, copy=False)
-        assert not transfer.query()
-        results = []
-        waiter = threading.Thread(target=lambda: results.append(transfer.wait()), daemon=True)
-        waiter.start()
-        waiter.join(0.2)
-        assert not results, "result() did not wait for the copy"
-        assert not transfer.query()
-        latch.open()
-        waiter.join(20)
-        assert transfer.query()
-        assert all(
-            torch.equal(s["x"], x) for s, x in zip(results[0]["samples"], expected, strict=True)
-        )
+    torch.cuda.synchronize()
+    names = names_of(lambda: stager.fetch(tree, copy=False).wait())
+    assert [name for name in names if name.startswith("Memcpy DtoH")] == [
+        "Memcpy DtoH (Device -> Pinned)"
+    ]
+    assert names.count("cudaLaunchKernel") <= 20
 
 
-def test_old_bytes_show_without_the_wait(cuda_device, latch: Latch, monkeypatch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        source = torch.zeros(1000, device=cuda_device).fill_(1)
-        stager.fetch([source], copy=False).wait()  # leaves ones in the slab that is reused
-        source.fill_(2)
-        latch.hold(host_stream(stager))
-        transfer = stager.fetch([source], copy=False)
-        monkeypatch.setattr(ps.HostTransfer, "synchronize", lambda _: None)
-        shown = transfer.wait()[0].clone()
-        latch.open()
-        assert bool((shown == 1).all())
+def test_the_result_waits_for_the_copy(background, cuda_device, stager, latch):
+    tree = small_tree(cuda_device)
+    expected = [sample["x"].cpu() for sample in tree["samples"]]
+    stager.fetch(tree, copy=False).wait()
+    latch.hold(host_stream(stager))
+    transfer = stager.fetch(tree, copy=False)
+    assert not transfer.query()
+    waiting = background(transfer.wait)
+    assert stays_blocked(waiting)
+    assert not transfer.query()
+    latch.open()
+    samples = waiting.result(20)["samples"]
+    assert transfer.query()
+    assert all(torch.equal(s["x"], x) for s, x in zip(samples, expected, strict=True))
 
 
-def test_the_result_waits_for_its_own_event_only(cuda_device, latch: Latch):
+def test_the_result_waits_for_its_own_event_only(cuda_device, stager, latch):
     busy = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        tree = small_tree(cuda_device)
-        for _ in range(3):
-            stager.to_host(tree)
-        latch.hold(busy)  # a device synchronisation would never return
-        fetched = stager.to_host(tree)
-        assert not latch._word.item()
-        latch.open()
-        assert torch.equal(fetched["samples"][7]["y"], tree["samples"][7]["y"].cpu())
+    tree = small_tree(cuda_device)
+    for _ in range(3):
+        stager.to_host(tree)
+    latch.hold(busy)  # a device synchronisation would never return
+    fetched = stager.to_host(tree)
+    assert not latch._word.item()
+    latch.open()
+    assert torch.equal(fetched["samples"][7]["y"], tree["samples"][7]["y"].cpu())
 
 
-def test_the_copy_follows_the_current_stream_s_work(cuda_device, latch: Latch):
+def test_the_copy_follows_the_current_stream_s_work(cuda_device, stager, latch):
     stream = torch.cuda.Stream(cuda_device)
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch, torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):
         small, large = (
             torch.zeros(64, device=cuda_device),
             torch.zeros(DIRECT_BYTES, device=cuda_device),
@@ -161,33 +127,30 @@ def test_the_copy_follows_the_current_stream_s_work(cuda_device, latch: Latch):
         assert not transfer.query()
         latch.open()
         for fetched in transfer.wait():
-            assert bool((fetched == 2).all())
+            assert (fetched == 2).all()
 
 
-def test_sources_can_change_right_after_the_call(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        small, large = (
-            torch.ones(64, device=cuda_device),
-            torch.ones(DIRECT_BYTES, device=cuda_device),
-        )
-        small.add_(0).zero_().add_(1), large.add_(0).zero_().add_(1)
-        stager.fetch([small, large], copy=False).wait()
-        latch.hold(host_stream(stager))
-        transfer = stager.fetch([small, large], copy=False)
-        small.zero_()
-        large.zero_()
-        del small, large
-        gc.collect()
-        overwritten = [
-            torch.zeros(n, device=cuda_device) for n in (64, DIRECT_BYTES) for _ in range(4)
-        ]
-        latch.open()
-        for fetched in transfer.wait():
-            assert bool((fetched == 1).all())
-        assert overwritten
+def test_sources_can_change_right_after_the_call(cuda_device, stager, latch):
+    small, large = (
+        torch.ones(64, device=cuda_device),
+        torch.ones(DIRECT_BYTES, device=cuda_device),
+    )
+    small.add_(0).zero_().add_(1), large.add_(0).zero_().add_(1)
+    stager.fetch([small, large], copy=False).wait()
+    latch.hold(host_stream(stager))
+    transfer = stager.fetch([small, large], copy=False)
+    small.zero_()
+    large.zero_()
+    del small, large
+    gc.collect()
+    overwritten = [torch.zeros(n, device=cuda_device) for n in (64, DIRECT_BYTES) for _ in range(4)]
+    latch.open()
+    for fetched in transfer.wait():
+        assert (fetched == 1).all()
+    assert overwritten
 
 
-def test_a_slab_is_kept_until_its_copy(cuda_device, latch: Latch):
+def test_a_slab_is_kept_until_its_copy(cuda_device, latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         source = torch.arange(MIB // 8, dtype=torch.int32, device=cuda_device)
         stager.fetch([source], copy=False).wait()
@@ -203,81 +166,76 @@ def test_a_slab_is_kept_until_its_copy(cuda_device, latch: Latch):
         stager.pool.acquire(MIB, timeout=10).release()
 
 
-def test_both_directions_have_streams_of_their_own(cuda_device, latch: Latch):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager, latch:
-        tree = small_tree(cuda_device)
-        stager.fetch(tree, copy=False).wait()
-        stager.to_device([torch.ones(MIB)])
-        latch.hold(stager._target.stream)
-        transfer = stager.stage([torch.ones(MIB)])
-        assert torch.equal(
-            stager.fetch(tree, copy=False).wait()["samples"][0]["x"], tree["samples"][0]["x"].cpu()
-        )
-        assert not transfer.query()
-        latch.open()
+def test_both_directions_have_streams_of_their_own(cuda_device, stager, latch):
+    tree = small_tree(cuda_device)
+    stager.fetch(tree, copy=False).wait()
+    stager.to_device([torch.ones(MIB)])
+    latch.hold(stager._target.stream)
+    transfer = stager.stage([torch.ones(MIB)])
+    assert torch.equal(
+        stager.fetch(tree, copy=False).wait()["samples"][0]["x"], tree["samples"][0]["x"].cpu()
+    )
+    assert not transfer.query()
+    latch.open()
 
 
-def test_cpu_tensors_return_unchanged_sparse_ones_by_to(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        here, sparse = torch.ones(3), torch.eye(3, device=cuda_device).to_sparse()
-        fetched = stager.fetch([here, sparse, torch.ones(2, device=cuda_device)], copy=False).wait()
-        assert fetched[0] is here
-        assert torch.equal(fetched[1].to_dense(), torch.eye(3))
-        assert torch.equal(fetched[2], torch.ones(2))
+def test_cpu_tensors_return_unchanged_sparse_ones_by_to(cuda_device, stager):
+    here, sparse = torch.ones(3), torch.eye(3, device=cuda_device).to_sparse()
+    fetched = stager.fetch([here, sparse, torch.ones(2, device=cuda_device)], copy=False).wait()
+    assert fetched[0] is here
+    assert torch.equal(fetched[1].to_dense(), torch.eye(3))
+    assert torch.equal(fetched[2], torch.ones(2))
 
 
-def test_tensors_of_several_devices_come_in_one_tree(cuda_device):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two devices")
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        for _ in range(4):
-            tree = {
-                "a": [torch.full((n + 1,), float(n), device=f"cuda:{n % 2}") for n in range(20)],
-                "b": [torch.full((DIRECT_BYTES,), float(n), device=f"cuda:{n}") for n in range(2)],
-                "c": torch.ones(3),
-            }
-            fetched = stager.fetch(tree, copy=False).wait()
-            for n, tensor in enumerate(fetched["a"]):
-                assert torch.equal(tensor, torch.full((n + 1,), float(n)))
-            for n, tensor in enumerate(fetched["b"]):
-                assert torch.equal(tensor, torch.full((DIRECT_BYTES,), float(n)))
-            assert fetched["c"] is tree["c"]
+def test_tensors_of_several_devices_come_in_one_tree(two_devices, stager):
+    for step in range(4):
+        here = {
+            "a": [torch.full((n + 1,), float(n + step)) for n in range(20)],
+            "b": [torch.full((DIRECT_BYTES,), float(n + step)) for n in range(2)],
+        }
+        tree = {
+            name: [tensor.to(two_devices[n % 2]) for n, tensor in enumerate(tensors)]
+            for name, tensors in here.items()
+        }
+        tree["c"] = torch.ones(3)
+        fetched = stager.fetch(tree, copy=False).wait()
+        kept = fetched.pop("c")
+        assert kept is tree["c"]
+        torch.testing.assert_close(fetched, here, rtol=0, atol=0)
 
 
-def test_frames_make_round_trips_under_a_small_cap(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        waiting = []
+def test_frames_make_round_trips_under_a_small_cap(stager):
+    waiting = []
 
-        def check():
-            value, transfer = waiting.pop(0)
-            for i, frame in enumerate(transfer.wait()):
-                assert bool((frame == value + i + 1).all())
+    def check():
+        value, transfer = waiting.pop(0)
+        for i, frame in enumerate(transfer.wait()):
+            assert (frame == value + i + 1).all()
 
-        source = ([torch.full((3, 270, 480), float(n + i)) for i in range(5)] for n in range(60))
-        for number, staged in enumerate(stager.prefetch(source, depth=1)):
-            waiting.append((float(number), stager.fetch([frame + 1 for frame in staged])))
-            if len(waiting) > 1:
-                check()
-        while waiting:
+    source = ([torch.full((3, 270, 480), float(n + i)) for i in range(5)] for n in range(60))
+    for number, staged in enumerate(stager.prefetch(source, depth=1)):
+        waiting.append((float(number), stager.fetch([frame + 1 for frame in staged])))
+        if len(waiting) > 1:
             check()
-        assert stager.pool.stats().peak_held_bytes <= 64 * MIB
+    while waiting:
+        check()
+    assert stager.pool.stats().peak_held_bytes <= 64 * MIB
 
 
-def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device):
+def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device, stager):
     # benchmarks/to_host.py has the figure; 8.6x to 10.9x were measured on a shared machine
     tensors = [torch.randn(64, device=cuda_device) for _ in range(1000)]
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        ways = (
-            lambda: stager.fetch(tensors, copy=False).wait(),
-            lambda: [tensor.cpu() for tensor in tensors],
-        )
-        times = [[], []]
-        for _ in range(60):
-            for way, of_way in zip(ways, times, strict=True):  # in turn: the machine's speed drifts
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                way()
-                of_way.append(time.perf_counter() - start)
+    ways = (
+        lambda: stager.fetch(tensors, copy=False).wait(),
+        lambda: [tensor.cpu() for tensor in tensors],
+    )
+    times = [[], []]
+    for _ in range(60):
+        for way, of_way in zip(ways, times, strict=True):  # in turn: the machine's speed drifts
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            way()
+            of_way.append(time.perf_counter() - start)
     # The minimum excludes other load on the machine.
     ours, theirs = (min(of_way) for of_way in times)
     assert theirs >= 6 * ours, (

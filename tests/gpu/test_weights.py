@@ -4,7 +4,6 @@ pool.
 
 import pytest
 import torch
-from latch import Latch
 
 import pinstage as ps
 
@@ -18,13 +17,6 @@ def make(seed, device="cpu", width=2048, layers=8):
     torch.manual_seed(seed)
     layers = [torch.nn.Linear(width, width, device=device) for _ in range(layers)]
     return torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(width, device=device))
-
-
-@pytest.fixture
-def stager(cuda_device):
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        yield stager
-        torch.cuda.synchronize(cuda_device)
 
 
 def assert_same(module, expected, dtype=None):
@@ -56,13 +48,11 @@ def test_weights_are_the_checkpoints_bit_for_bit(stager, tmp_path, device, kind,
     assert stager.pool.stats().peak_held_bytes <= 64 * MIB
 
 
-def test_page_locked_sources_are_borrowed(cuda_device):
+def test_page_locked_sources_are_borrowed(cuda_device, borrowing):
     state, module = make(1).state_dict(), make(0, cuda_device)
-    pinned = {name: tensor.pin_memory() for name, tensor in state.items()}
-    with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager:
-        stager.load_weights(module, pinned)
-        torch.cuda.synchronize(cuda_device)
-        assert_same(module, state)
+    borrowing.load_weights(module, {name: tensor.pin_memory() for name, tensor in state.items()})
+    torch.cuda.synchronize(cuda_device)
+    assert_same(module, state)
 
 
 def test_safetensors_files_are_loaded(stager, tmp_path):
@@ -80,23 +70,22 @@ def test_a_module_on_the_host_is_refused(stager):
         stager.load_weights(make(0), make(1).state_dict())
 
 
-def test_earlier_work_sees_the_old_weights(cuda_device, latch: Latch):
+def test_earlier_work_sees_the_old_weights(cuda_device, stager, latch):
     """Work that hasn't started uses the destination; the sources change after the call."""
     module = make(0, cuda_device, layers=1)
     old = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     state = make(1, layers=1).state_dict()
     expected = {name: tensor.clone() for name, tensor in state.items()}
-    with ps.Stager(cuda_device, max_bytes="64MiB") as stager:
-        stager.load_weights(module, state)  # allocations and kernels before the latch
-        module.load_state_dict(old)
-        torch.cuda.synchronize(cuda_device)
-        with latch:
-            latch.hold(torch.cuda.current_stream(cuda_device))
-            seen = module[0].weight.detach().clone()
-            stager.load_weights(module, state)
-            for tensor in state.values():
-                tensor.zero_()
-        torch.cuda.synchronize(cuda_device)
+    stager.load_weights(module, state)  # allocations and kernels before the latch
+    module.load_state_dict(old)
+    torch.cuda.synchronize(cuda_device)
+    with latch:
+        latch.hold(torch.cuda.current_stream(cuda_device))
+        seen = module[0].weight.detach().clone()
+        stager.load_weights(module, state)
+        for tensor in state.values():
+            tensor.zero_()
+    torch.cuda.synchronize(cuda_device)
     assert torch.equal(seen, old["0.weight"])
     assert_same(module, expected)
 
