@@ -152,16 +152,7 @@ ODD = {
 def test_tensors_of_all_kinds_get_their_own_memory(stager, name):
     tensor = ODD[name]
     staged = stager.stage({"tensor": tensor}).result()["tensor"]
-    assert (staged.dtype, staged.shape, staged.layout) == (
-        tensor.dtype,
-        tensor.shape,
-        tensor.layout,
-    )
-    values = [
-        (t.float() if t.dtype is torch.float8_e4m3fn else t).to_dense().detach()
-        for t in (staged, tensor)
-    ]
-    assert torch.equal(*values)
+    torch.testing.assert_close(staged, tensor.detach(), rtol=0, atol=0)
     assert not staged.requires_grad
     if tensor.layout is torch.strided and tensor.numel():
         assert staged.data_ptr() != tensor.data_ptr()
@@ -170,7 +161,6 @@ def test_tensors_of_all_kinds_get_their_own_memory(stager, name):
 
 def test_a_state_without_tensors_needs_no_slab(stager, pool):
     assert stager.stage({"epoch": 3}).result() == {"epoch": 3}
-    assert stager.stage({"epoch": 4}).result() == {"epoch": 4}
     assert pool.stats().held_bytes == 0
 
 
@@ -207,8 +197,7 @@ def test_a_second_save_can_raise_instead(pool):
 
 
 def test_a_state_above_the_cap_is_refused_early():
-    with ps.SlabPool(max_bytes="1MiB") as pool:
-        stager = CheckpointStager(pool=pool)
+    with CheckpointStager(max_bytes="1MiB") as stager:
         state = {f"p{i}": torch.zeros(100_000) for i in range(10)}
         with pytest.raises(
             BudgetExceededError,
@@ -216,7 +205,7 @@ def test_a_state_above_the_cap_is_refused_early():
         ) as error:
             stager.stage(state)
         assert (error.value.requested_bytes >= 4_000_000, error.value.max_bytes) == (True, 1 << 20)
-        assert pool.stats().held_bytes == 0
+        assert stager.pool.stats().held_bytes == 0
         assert stager.stage({"p0": state["p0"]}).result()["p0"].numel() == 100_000
 
 
@@ -242,15 +231,11 @@ def test_tensors_left_behind_never_block_forever():
         assert stager.stage(state).result()["p"].sum() == 100_000
 
 
-def test_what_a_stager_is_made_of_is_checked():
-    with ps.SlabPool(max_bytes="1MiB") as pool:
-        for cap in ({"max_bytes": "2MiB"}, {"budget": ps.HostBudget("1MiB", name="caps")}):
-            with pytest.raises(
-                ValueError, match=r"exclude each other: .*; give the cap to the pool"
-            ):
-                CheckpointStager(pool=pool, **cap)
+def test_what_a_stager_is_made_of_is_checked(pool):
+    with pytest.raises(ValueError, match=r"exclude each other: .*; give the cap to the pool"):
+        CheckpointStager(pool=pool, max_bytes="2MiB")
     with pytest.raises(ValueError, match="timeout must not be negative: -1"):
-        CheckpointStager(max_bytes="1MiB", timeout=-1)
+        CheckpointStager(pool=pool, timeout=-1)
 
 
 def test_a_dropped_stager_leaves_no_hooks(pool):

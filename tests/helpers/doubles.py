@@ -23,7 +23,7 @@ import torch
 import pinstage
 from pinstage._memory import Block
 from pinstage._reaper import reaper
-from pinstage._stage import Arrival, Targets
+from pinstage._stage import Arrival
 from pinstage._stage._device import Target
 
 PATIENCE_SECONDS = 20
@@ -656,11 +656,6 @@ class QueuedTarget(Target):
             while len(queue) > self._lags[queue is self._back]:
                 queue.pop(0).run()
         return event
-
-
-def known(target):
-    """Return `Targets` with this target for the CPU."""
-    return Targets(target)
 
 
 def assert_idle(pool, target=None):

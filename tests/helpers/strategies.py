@@ -535,7 +535,7 @@ def _telling_stride(shape, stride):
     )
 
 
-def assert_same(original, staged, device, *, copied=True):
+def assert_same(original, staged, device="cpu", *, copied=True):
     """Fail unless a staged batch is the original one, on a device.
 
     Compares structure, types, order of keys, attributes, aliases; of packed leaves dtype, shape,

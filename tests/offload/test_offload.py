@@ -12,37 +12,25 @@ from functools import partial
 
 import pytest
 import torch
-from doubles import CountingMemory, Gate, QueuedTarget, assert_idle, known, wait_until
+from doubles import CountingMemory, Gate, PinnedMemory, QueuedTarget, assert_idle, wait_until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from strategies import bits, tensors
 from torch.utils.checkpoint import checkpoint
 
 from pinstage import SlabPool
-from pinstage._stage import Target
+from pinstage._stage import Target, Targets
 from pinstage.errors import PinstageError, PoolClosedError
 from pinstage.offload import save_on_cpu
 
 KIB = 1 << 10
 
-
-@pytest.fixture(params=[None, (6, 6)], ids=["at once", "late"])
-def target(request, late):
-    """Run a test twice: with copies that are done at once, and with copies that are done on a
-    wait.
-    """
-    return request.param and late(*request.param)
-
-
-@pytest.fixture
-def pool(make_pool, target):
-    pool = make_pool(4 << 20)
-    yield pool
-    assert_idle(pool, target)
+offload_from = partial(save_on_cpu, min_bytes=KIB)
 
 
 @pytest.fixture
 def offload(pool):
-    return save_on_cpu(pool, min_bytes=KIB)
+    return offload_from(pool)
 
 
 def leaf(*shape):
@@ -141,10 +129,7 @@ def inside(offload, function):
     return call
 
 
-def assert_equal(some, others):
-    assert len(some) == len(others)
-    for one, other in zip(some, others, strict=True):
-        assert torch.equal(one, other)
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -154,7 +139,7 @@ def assert_equal(some, others):
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_bit_equal_to_a_plain_run(pool, name, max_device_bytes):
     model, x, expected = make(name)
-    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=max_device_bytes)
+    offload = offload_from(pool, max_device_bytes=max_device_bytes)
     for _ in range(3):
         assert_equal(gradients(model, x, offload), expected)
     assert offload.stats().copies > 0
@@ -184,7 +169,7 @@ def test_several_forward_passes_before_the_first_backward(pool):
     model, x, _ = make("attention")
     inputs = [x.detach().clone().requires_grad_() for _ in range(3)]
     expected = gradients(model, x)[-1]
-    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=64 * KIB)
+    offload = offload_from(pool, max_device_bytes=64 * KIB)
     for order in ((0, 1, 2), (2, 0, 1)):
         outputs = []
         for one in inputs:
@@ -244,7 +229,7 @@ def test_parameters_views_of_them_and_small_tensors_stay(offload):
 
 
 def test_keep_says_what_else_stays(pool):
-    offload = save_on_cpu(pool, min_bytes=KIB, keep_on_device=lambda tensor: tensor.shape[0] == 50)
+    offload = offload_from(pool, keep_on_device=lambda tensor: tensor.shape[0] == 50)
     x, y = leaf(50, 40), leaf(60, 40)
     with offload:
         loss = x.exp().sum() + y.exp().sum()
@@ -301,57 +286,38 @@ def test_bytes_between_saved_elements_count_as_unsaved(offload):
     assert_equal(found, [buffer, right[:39], left])
 
 
-OTHER_DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda t: t.t(),
-        lambda t: t[3:, 5:],
-        lambda t: t[::2],
-        lambda t: t[:, 7:9].expand(60, 60, 2).transpose(0, 1),
-        lambda t: t.as_strided((20, 30), (70, 2), 11),
-        lambda t: t[1],
-        lambda t: t.unfold(1, 4, 2),
-        lambda t: t[:, 7:17],
-        lambda t: t.view(60, 3, 20)[:, 1].t(),
-        *[partial(torch.Tensor.to, dtype=dtype) for dtype in OTHER_DTYPES],
-    ],
-)
-def test_a_tensor_returns_with_strides_and_offset(pool, view):
-    found, tensor = [], view(torch.randn(60, 60))
-    offload = save_on_cpu(pool, min_bytes=16)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensor=tensors())
+def test_a_tensor_returns_with_strides_and_offset(pool, target, tensor):
+    found, is_lazy = [], tensor.is_conj() or tensor.is_neg()
+    offload = save_on_cpu(pool, min_bytes=1)
     with offload:
         y = Save.apply(leaf(1), tensor, found)
     y.backward()
-    assert offload.stats().copies == 1
-    assert torch.equal(found[0], tensor)
+    assert offload.stats().copies == (tensor.numel() > 0 and not is_lazy)
+    assert torch.equal(bits(found[0]), bits(tensor))
     assert found[0].stride() == tensor.stride()
-    assert found[0].data_ptr() % 64 == tensor.data_ptr() % 64
+    # In the memory of the tensor, or in new memory, which torch aligns.
+    offset = tensor.data_ptr() - tensor.untyped_storage().data_ptr()
+    assert found[0].data_ptr() % 64 in (tensor.data_ptr() % 64, offset % 64)
     found.clear()
+    assert_idle(pool, target)
 
 
-def test_lazily_conjugated_and_sparse_tensors_stay(offload):
-    x = torch.randn(40, 40, dtype=torch.complex64, requires_grad=True)
-    matrix = torch.eye(40).to_sparse()
-    y = leaf(40, 4)
+def test_sparse_tensors_stay(offload):
+    x = leaf(40, 4)
     with offload:
-        loss = (x.detach().conj() * x).abs().sum() + torch.sparse.mm(matrix, y).sum()
-    # The tensor that abs() saves is sent.
-    assert (offload.stats().copies, offload.stats().stayed) == (
-        1,
-        2,
-    )
+        loss = torch.sparse.mm(torch.eye(40).to_sparse(), x).sum()
+    assert (offload.stats().copies, offload.stats().stayed) == (0, 1)
     loss.backward()
-    assert torch.equal(y.grad, torch.ones(40, 4))
+    assert torch.equal(x.grad, torch.ones(40, 4))
 
 
 @pytest.mark.parametrize("cap", [8 * KIB, 20 * KIB], ids=["only the smallest fits", "some fit"])
 def test_tensors_stay_at_the_cap_and_are_counted(make_pool, target, cap):
     model, x, expected = make("mlp")
     pool = make_pool(cap)
-    offload = save_on_cpu(pool, min_bytes=KIB)
+    offload = offload_from(pool)
     assert_equal(gradients(model, x, offload), expected)
     stats = offload.stats()
     assert stats.stayed_at_cap > 0
@@ -396,17 +362,14 @@ def test_a_closed_pool_is_an_error(make_pool):
     pool = make_pool(4 << 20)
     pool.close()
     x = leaf()
-    with save_on_cpu(pool, min_bytes=KIB), pytest.raises(PoolClosedError):
+    with offload_from(pool), pytest.raises(PoolClosedError):
         x.exp()
 
 
-def test_cpu_tensors_stay_where_the_pool_is_pinned(make_pool, monkeypatch):
-    monkeypatch.setattr(CountingMemory, "is_pinned", True)
-    pool = make_pool(4 << 20)
-    offload = save_on_cpu(pool, min_bytes=KIB)
-    x = leaf()
+def test_cpu_tensors_stay_where_the_pool_is_pinned(make_pool):
+    offload = offload_from(make_pool(4 << 20, memory=PinnedMemory()))
     with offload:
-        x.exp().sum().backward()
+        leaf().exp().sum().backward()
     assert (offload.stats().copies, offload.stats().stayed) == (0, 1)
 
 
@@ -421,7 +384,7 @@ def chain(x, length=10):
 
 def test_backward_finds_tensors_that_set_out_before(pool, target):
     x = leaf()
-    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000)  # three of them
+    offload = offload_from(pool, max_device_bytes=20000)  # three of them
     for turn in range(1, 4):
         with offload:
             loss = chain(x)
@@ -448,7 +411,7 @@ def test_no_more_comes_back_ahead_than_is_allowed(pool, target, monkeypatch):
         counts.append(sum(reference() is not None for reference in arrived))
 
     x = leaf()
-    with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000):
+    with offload_from(pool, max_device_bytes=20000):
         y = x
         for _ in range(12):
             y = y.sin()
@@ -462,7 +425,7 @@ def test_device_memory_is_freed_after_its_copy(make_pool, late):
     pool = make_pool(4 << 20)
     x = leaf()
     alive = []
-    with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000):
+    with offload_from(pool, max_device_bytes=20000):
         y = x.sin()
         for _ in range(12):
             alive.append(weakref.ref(y.untyped_storage()))
@@ -486,7 +449,7 @@ def test_a_host_running_ahead_reuses_slabs_in_flight(make_pool, late, monkeypatc
     monkeypatch.setattr(target, "to_host", noted)
     pool = make_pool(1 << 20)
     model, x, expected = make("mlp")
-    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20 * KIB)
+    offload = offload_from(pool, max_device_bytes=20 * KIB)
     for _ in range(4):
         assert_equal(gradients(model, x, offload), expected)
     copies = offload.stats().copies
@@ -524,8 +487,6 @@ def test_tensors_saved_around_a_change_go_twice(offload):
             second = (x * h).sum()
     assert offload.stats().copies == 2
     assert torch.equal(torch.autograd.grad(second, x)[0], h)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(first, x)
     del first, second
 
 
@@ -560,7 +521,7 @@ def test_returned_tensors_of_dropped_graphs_live_until_copied(make_pool, late):
     target = late(0, 1000)
     pool = make_pool(1 << 20)
     x, other = leaf(), leaf()
-    offload = save_on_cpu(pool, min_bytes=KIB)
+    offload = offload_from(pool)
     with offload:
         dropped, kept = chain(other, 4), chain(x, 4)
     kept.backward()
@@ -581,7 +542,7 @@ def test_a_graph_in_a_cycle_returns_its_slabs(pool, target):
         pass
 
     x = leaf()
-    with save_on_cpu(pool, min_bytes=KIB) as offload:
+    with offload_from(pool) as offload:
         y = x.sin().sin()
     ring = Ring()
     # Autograd hides its references from the collector.
@@ -614,7 +575,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(pool, target):
         raise ZeroDivisionError
 
     x = leaf()
-    with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20000):
+    with offload_from(pool, max_device_bytes=20000):
         h = x.exp().sin()
         h.register_hook(fail)
         y = h.exp().sin().sum()
@@ -639,7 +600,7 @@ def test_a_failed_copy_gives_its_slab_back(pool, offload, monkeypatch, target):
 def test_the_pool_can_close_while_a_graph_lives(make_pool, target):
     pool = make_pool(4 << 20)
     x = leaf()
-    with save_on_cpu(pool, min_bytes=KIB):
+    with offload_from(pool):
         y = x.exp().sin().sum()
     if target is not None:
         target.run_all()
@@ -655,7 +616,7 @@ def test_the_pool_can_close_while_a_graph_lives(make_pool, target):
 
 def test_of_nested_blocks_the_innermost_counts(pool, make_pool):
     other = make_pool(4 << 20)
-    outer, inner = save_on_cpu(pool, min_bytes=KIB), save_on_cpu(other, min_bytes=KIB)
+    outer, inner = offload_from(pool), offload_from(other)
     x = leaf()
     with outer:
         y = x.exp()
@@ -697,7 +658,7 @@ def test_threads_share_one_object(pool, background):
             y = model(own)
         return torch.autograd.grad(y.square().sum(), [*model.parameters(), own])
 
-    offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=40 * KIB)
+    offload = offload_from(pool, max_device_bytes=40 * KIB)
     model, x, expected = make("attention")
     for found in in_four_threads(background, differentiate):
         assert_equal(found, expected)
@@ -705,7 +666,7 @@ def test_threads_share_one_object(pool, background):
 
 def test_threads_can_go_back_through_one_graph(pool, background):
     model, x, expected = make("decoder")
-    with save_on_cpu(pool, min_bytes=KIB, max_device_bytes=20 * KIB):
+    with offload_from(pool, max_device_bytes=20 * KIB):
         loss = output_of(model, x).square().sum()
     tensors = [*model.parameters(), x]
     back = partial(torch.autograd.grad, loss, tensors, retain_graph=True)
@@ -794,9 +755,9 @@ def test_any_graph_has_gradients_and_empties_the_pool(
     late = None if lag is None else QueuedTarget(*lag)
     with SlabPool(cap, memory=CountingMemory()) as pool, monkeypatch.context() as patch:
         if late is not None:
-            patch.setattr("pinstage.offload._saving.shared_targets", known(late))
+            patch.setattr("pinstage.offload._saving.shared_targets", Targets(late))
         expected = run(contextlib.nullcontext())
-        offload = save_on_cpu(pool, min_bytes=KIB, max_device_bytes=max_device_bytes)
+        offload = offload_from(pool, max_device_bytes=max_device_bytes)
         for _ in range(2):
             found = run(offload)
             assert all(map(torch.equal, found, expected))

@@ -4,6 +4,7 @@ arrived.
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -15,16 +16,16 @@ from pinstage.offload import optimizer_state
 KIB = 1 << 10
 
 OPTIMIZERS = {
-    "adam": lambda parameters: torch.optim.Adam(parameters, foreach=False),
-    "adam, foreach": lambda parameters: torch.optim.Adam(parameters, foreach=True),
-    "adam, fused": lambda parameters: torch.optim.Adam(parameters, fused=True, amsgrad=True),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-    "sgd with momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-    "sgd, fused": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True),
+    "adam": partial(torch.optim.Adam, foreach=False),
+    "adam, foreach": partial(torch.optim.Adam, foreach=True),
+    "adam, fused": partial(torch.optim.Adam, fused=True, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "sgd with momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "sgd, fused": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
     "adagrad": torch.optim.Adagrad,
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9, centered=True),
-    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3),
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "plain sgd": partial(torch.optim.SGD, lr=1e-2),
+    "lbfgs": partial(torch.optim.LBFGS, max_iter=3),
 }
 
 
@@ -34,13 +35,6 @@ def target(request, late):
     both.
     """
     return request.param and late(*request.param)
-
-
-@pytest.fixture
-def pool(make_pool, target):
-    pool = make_pool(1 << 20)
-    yield pool
-    assert_idle(pool, target)
 
 
 def make(name):
@@ -98,7 +92,6 @@ def test_weights_are_bit_equal_to_a_plain_run(pool, name):
         expected_bytes,
         0,
     )
-    offloaded.close()
 
 
 def test_state_cannot_be_read_between_steps_by_accident(adam):
@@ -118,7 +111,6 @@ def test_state_that_is_there_already_leaves_at_once(pool):
     assert offloaded.stats().host_bytes == 4 * 32 * 64 * 4
     train(model, optimizer, 2, 2)
     assert_trained(model, 4)
-    offloaded.close()
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd with momentum"])
@@ -130,9 +122,7 @@ def test_a_state_dict_midway_is_exact_and_loadable(pool, name):
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     train(model, optimizer, 3)
     found = optimizer.state_dict()
-    for one, other in zip(found["state"].values(), saved[0]["state"].values(), strict=True):
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
+    torch.testing.assert_close(found["state"], saved[0]["state"], rtol=0, atol=0)
     assert offloaded.stats().host_bytes == 0
     train(model, optimizer, 3, 3)
     assert_trained(model, 6, name)
@@ -142,7 +132,6 @@ def test_a_state_dict_midway_is_exact_and_loadable(pool, name):
     assert offloaded.stats().host_bytes > 0
     train(model, optimizer, 3, 3)
     assert_trained(model, 6, name)
-    offloaded.close()
 
 
 def test_the_state_can_be_read_inside_the_block(adam):
@@ -198,19 +187,11 @@ def test_after_close_the_state_stays_on_the_device(adam):
     train(model, optimizer, 2)
     offloaded.close()
     offloaded.close()
+    with offloaded:
+        pass
     train(model, optimizer, 2, 2)
     assert offloaded.stats().host_bytes == 0
     assert_trained(model, 4)
-
-
-def test_a_closed_handle_offloads_nothing(adam):
-    model, optimizer, offloaded = adam
-    train(model, optimizer, 1)
-    offloaded.close()
-    with offloaded:
-        pass
-    assert offloaded.stats().host_bytes == 0
-    train(model, optimizer, 1)
 
 
 def test_a_refused_optimizer_steps_as_before(make_pool):
@@ -231,7 +212,6 @@ def test_tensors_that_share_memory_stay(pool):
     other["exp_avg_sq"] = other["exp_avg"]
     offloaded = optimizer_state(optimizer, pool, min_bytes=KIB)
     assert offloaded.stats().host_bytes == 0
-    offloaded.close()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ and state.
 """
 
 import copy
-import gc
 import itertools
 import weakref
 
@@ -116,15 +115,10 @@ def test_a_copied_prefetcher_shares_its_source(prefetch):
         copy.deepcopy(batches)
 
 
-def test_a_dropped_batch_is_kept_by_nothing(prefetch, stager):
+def test_a_dropped_batch_is_kept_by_nothing(prefetch):
     iterator = iter(prefetch(loader()))
-    batch = next(iterator)
-    gone = weakref.ref(batch)
-    del batch
+    gone = weakref.ref(next(iterator))
     assert gone() is None
-    del iterator
-    gc.collect()
-    assert stager.stats().pool.leased_slabs == 0
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -199,20 +193,9 @@ def test_an_abandoned_loop_s_state_continues_after_it(prefetch, source, taken):
         if number == taken:
             break
     state = batches.state_dict()
-    for again in (source(), prefetch(source(), depth=2)):
+    for again in (source(), prefetch(source(), depth=2), batches):
         again.load_state_dict(copy.deepcopy(state))
         assert same(list(again), expected[taken:])
-
-
-def test_a_used_prefetcher_can_load_a_state(prefetch, source):
-    batches = prefetch(source(), depth=2)
-    expected = []
-    for number, batch in enumerate(batches):
-        expected.append(batch)
-        if number == 1:
-            state = batches.state_dict()
-    batches.load_state_dict(copy.deepcopy(state))
-    assert same(list(batches), expected[2:])
 
 
 def test_an_older_pass_does_not_change_the_state(prefetch):

@@ -1,6 +1,5 @@
 """Staging step by step, on the CPU: the result, the counters, and the state after a failure."""
 
-import dataclasses
 import itertools
 import threading
 import weakref
@@ -14,7 +13,7 @@ from doubles import (
     HeldTarget,
     Interrupts,
     LateTarget,
-    LoggedTarget,
+    assert_idle,
     claim_in_child,
     nothing_at_once,
     outcome,
@@ -27,7 +26,7 @@ from hypothesis import strategies as st
 from strategies import assert_same, batches, tensor_of
 from torch.nn.utils.rnn import pack_sequence
 
-from pinstage import Layout, SlabPool, Stager, Transfer, _native
+from pinstage import Layout, SlabPool, Stager, _native
 from pinstage._batch import ALIGNMENT
 from pinstage._compat.calls import memory_of
 from pinstage._stage._device import AT_ONCE_BYTES, Target
@@ -65,19 +64,13 @@ def some_batch(seed=0):
 # -- what arrives ----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def shared_stager():
-    with Stager("cpu", max_bytes="64MiB", pack_threads=2) as stager:
-        yield stager
-
-
 @given(batch=batches(), at_once_bytes=st.sampled_from([0, AT_ONCE_BYTES]))
 def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
     before = shared_stager.stats()
     with pytest.MonkeyPatch.context() as patched:
         nothing_at_once(patched, at_once_bytes)
         transfer = shared_stager.stage(batch)
-    assert_same(batch, transfer.wait(), "cpu")
+    assert_same(batch, transfer.wait())
     after = shared_stager.stats()
     assert after.batches == before.batches + 1
     assert after.copies - before.copies == transfer.copies
@@ -93,13 +86,11 @@ def test_every_batch_arrives_as_it_was(shared_stager, batch, at_once_bytes):
 
 def test_the_source_may_be_changed_right_after_stage(stager):
     batch = some_batch()
-    expected = known.through_slab(batch)
     transfer = stager.stage(batch)
     batch["image"].zero_()
-    batch["label"].fill_(-1)
     batch["ids"][:] = 0
     batch["more"][0][0].zero_()
-    assert_same(expected, transfer.wait(), "cpu")
+    assert_same(some_batch(), transfer.wait())
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -109,9 +100,8 @@ def test_earlier_batches_are_untouched_by_later_ones(make_stager, own_storage):
     transfers = [stager.stage(some_batch(seed)) for seed in range(5)]
     assert stager.stats().pool.held_slabs == 1, "the slab was not reused, so nothing is shown"
     for seed, transfer in enumerate(transfers):
-        assert_same(some_batch(seed), transfer.wait(), "cpu")
+        assert_same(some_batch(seed), transfer.wait())
         transfer.wait()["image"].zero_()
-    assert_same(some_batch(9), stager.to_device(some_batch(9)), "cpu")
 
 
 def test_the_default_device_plays_no_part(stager):
@@ -119,14 +109,14 @@ def test_the_default_device_plays_no_part(stager):
     empty = [torch.zeros(0), torch.zeros(2, 0)]
     with torch.device("meta"):
         staged, staged_empty = stager.to_device(batch), stager.to_device(empty)
-    assert_same(batch, staged, "cpu")
-    assert_same(empty, staged_empty, "cpu")
+    assert_same(batch, staged)
+    assert_same(empty, staged_empty)
 
 
 @pytest.mark.parametrize("batch", [None, {}, [], "text", 3, {"a": [None, (), "b"]}], ids=repr)
 def test_a_batch_without_tensors_passes_without_a_slab(stager, batch):
     transfer = stager.stage(batch)
-    assert_same(batch, transfer.wait(), "cpu")
+    assert_same(batch, transfer.wait())
     assert transfer.copies == 0
     stats = stager.stats()
     assert (stats.batches, stats.copies, stats.packed_leaves, stats.pool.misses) == (1, 0, 0, 0)
@@ -135,29 +125,12 @@ def test_a_batch_without_tensors_passes_without_a_slab(stager, batch):
 # -- what is not packed ----------------------------------------------------------------------------
 
 
-def test_unpackable_tensors_arrive_by_to_and_are_counted(stager):
-    batch = {
-        "parameter": torch.nn.Parameter(torch.ones(3)),
-        "sparse": torch.eye(3).to_sparse(),
-        "grad": torch.ones(2, requires_grad=True) * 2,
-        "subclass": torch.ones(2).as_subclass(known.TensorSubclass),
-        "plain": torch.ones(2),
-    }
-    transfer = stager.stage([batch, batch["sparse"]])
-    assert transfer.passthrough_leaves == 4
-    staged, again = transfer.wait()
-    assert_same(batch, staged, "cpu")
-    assert again is staged["sparse"]
-    assert stager.stats().passthrough_leaves == 4
-    assert stager.stats().packed_leaves == 1
-
-
+@pytest.mark.usefixtures("slabs_for_all")
 def test_an_error_in_to_returns_the_slab(stager):
     with pytest.raises(NotImplementedError, match="meta"):
         stager.stage([torch.ones(3), torch.ones(3, device="meta")])
-    assert stager.stats().pool.leased_slabs == 0
     assert stager.stats().batches == 0
-    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+    assert_idle(stager.pool)
 
 
 # -- the transfer ----------------------------------------------------------------------------------
@@ -166,10 +139,8 @@ def test_an_error_in_to_returns_the_slab(stager):
 def test_a_transfer_knows_what_travels(stager):
     batch = some_batch()
     transfer = stager.stage(batch)
-    assert isinstance(transfer, Transfer)
     assert transfer.nbytes == Layout.of(batch).nbytes
     assert transfer.copies == transfer.blocks == 4
-    assert transfer.passthrough_leaves == 0
     assert f"nbytes={Layout.of(batch).nbytes} copies=4 to cpu done" in repr(transfer)
 
 
@@ -189,7 +160,7 @@ def test_only_larger_batches_take_a_slab(make_stager):
         source = tensor_of(torch.uint8, (nbytes,))
         transfer = stager.stage(source)
         assert (transfer.copies, transfer.nbytes) == (1, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-        assert_same(source, transfer.wait(), "cpu")
+        assert_same(source, transfer.wait())
         stats = stager.pool.stats()
         assert stats.hits + stats.misses == slabs
 
@@ -197,17 +168,8 @@ def test_only_larger_batches_take_a_slab(make_stager):
 def test_a_small_batch_never_waits_for_a_slab(make_stager):
     stager = make_stager(max_bytes=4096, timeout=0)
     stager.pool.freeze()
-    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+    assert_same(some_batch(), stager.to_device(some_batch()))
     assert stager.to_device(torch.ones(10_000)).sum() == 10_000  # more than the cap
-
-
-@pytest.fixture
-def queue(make_stager):
-    """A stager whose events the test finishes."""
-    stager = make_stager("8MiB")
-    target = use_target(stager, LoggedTarget())
-    yield stager
-    target.finish()
 
 
 def test_a_small_batch_uses_the_current_stream(queue):
@@ -290,39 +252,24 @@ def test_a_failed_allocation_changes_nothing(memory, stager):
         stager.stage(some_batch())
     stats = stager.stats()
     assert (stats.batches, stats.copies, stats.pool.held_bytes) == (0, 0, 0)
-    assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
-
-
-@pytest.fixture
-def device_memory_runs_out(monkeypatch):
-    """Fail to make tensors once, as on a full device."""
-    blocks = Target.blocks
-
-    def fail_once(*args, **kwargs):
-        monkeypatch.setattr(Target, "blocks", blocks)
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(Target, "blocks", fail_once)
+    assert_same(some_batch(), stager.to_device(some_batch()))
 
 
 @pytest.mark.usefixtures("slabs_for_all")
-def test_a_kept_error_doesn_t_keep_the_slab(stager, device_memory_runs_out):
-    source = torch.ones(1000)
+def test_a_kept_error_doesn_t_keep_the_slab(stager, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(Target, "blocks", fail)
     with pytest.raises(torch.OutOfMemoryError) as kept:
-        stager.stage([source])
-    stats = stager.stats().pool
-    assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
+        stager.stage([torch.ones(1000)])
+    assert_idle(stager.pool)
+    assert stager.pool.stats().free_slabs == 1
     assert kept.value.__traceback__ is not None
 
 
-@dataclasses.dataclass
-class Exhausting:
+class Exhausting(known.Speaking):
     """Fails when it is rebuilt."""
-
-    value: object
-
-    def tree_flatten(self):
-        return (self.value,), None
 
     @classmethod
     def tree_unflatten(cls, metadata, children):
@@ -330,7 +277,7 @@ class Exhausting:
 
 
 def test_an_error_of_unflatten_is_the_callers(stager):
-    transfer = stager.stage(Exhausting(torch.zeros(3)))
+    transfer = stager.stage(Exhausting([torch.zeros(3)], "name"))
     with pytest.raises(KeyError, match="cannot be put together"):
         transfer.wait()
 
@@ -366,7 +313,7 @@ def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, 
     staged = [(stager.stage(batch_of_many_chunks(seed)), seed) for seed in range(3)]
     for transfer, seed in staged:
         transfer.synchronize()
-        assert_same(batch_of_many_chunks(seed), transfer.wait(), "cpu")
+        assert_same(batch_of_many_chunks(seed), transfer.wait())
         assert transfer.copies in range(10, 20)  # chunks of about 3 MiB
     of_one = target.sources()[: staged[0][0].copies]
     if how != "reused" or lag == 100:
@@ -385,7 +332,7 @@ def test_small_batches_of_one_kind_are_one_copy(make_stager, threads, nbytes):
     ]
     transfer = stager.stage(batch)
     assert (transfer.copies, transfer.blocks) == (1, 1)
-    assert_same(batch, transfer.wait(), "cpu")
+    assert_same(batch, transfer.wait())
 
 
 # -- counting --------------------------------------------------------------------------------------
@@ -394,17 +341,20 @@ def test_small_batches_of_one_kind_are_one_copy(make_stager, threads, nbytes):
 @pytest.mark.usefixtures("slabs_for_all")
 def test_stats_count_batches_copies_leaves_and_bytes(stager):
     shared = torch.zeros(5, dtype=torch.float64)
+    parameter = torch.nn.Parameter(shared)
     for _ in range(3):
-        stager.stage(
+        transfer = stager.stage(
             [
                 torch.zeros(3, dtype=torch.uint8),
                 shared,
                 shared,
                 np.zeros(2, dtype=np.int16),
-                torch.nn.Parameter(shared),
+                parameter,
+                parameter,
                 "x",
             ]
         )
+        assert transfer.passthrough_leaves == 1
     stats = stager.stats()
     assert (stats.batches, stats.copies, stats.blocks) == (3, 9, 9)
     assert stats.packed_leaves == 9
@@ -422,38 +372,26 @@ class Reading:
 
     def __init__(self, count, fail_at=None):
         self.read = 0
-        self.closed = False
         self.count = count
         self.fail_at = fail_at
 
     def __iter__(self):
-        try:
-            while self.read < self.count:
-                self.read += 1
-                if self.read == self.fail_at:
-                    raise ZeroDivisionError
-                yield some_batch(self.read)
-        finally:
-            self.closed = True
+        while self.read < self.count:
+            self.read += 1
+            if self.read == self.fail_at:
+                raise ZeroDivisionError
+            yield some_batch(self.read)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5, 100])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 10])
-def test_prefetch_yields_every_batch_in_order(prefetch, count, depth):
-    staged = list(prefetch(Reading(count), depth=depth))
-    assert len(staged) == count
-    for seed, batch in enumerate(staged, 1):
-        assert_same(some_batch(seed), batch, "cpu")
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2, 4])
-def test_prefetch_reads_exactly_the_depth_ahead(prefetch, stager, depth):
-    reading = Reading(10)
+def test_prefetch_reads_exactly_the_depth_ahead(prefetch, stager, count, depth):
+    reading = Reading(count)
     prefetching = iter(prefetch(reading, depth=depth))
     assert reading.read == 0
-    for yielded in range(1, 11):
-        next(prefetching)
-        expected = min(yielded + depth, 10)
+    for yielded in range(1, count + 1):
+        assert_same(some_batch(yielded), next(prefetching))
+        expected = min(yielded + depth, count)
         wait_until(lambda expected=expected: stager.stats().batches == expected)
         assert reading.read == expected
     assert next(prefetching, "exhausted") == "exhausted"
@@ -470,15 +408,6 @@ def test_prefetch_bounds_how_far_the_loop_runs(prefetch, monkeypatch):
 def test_a_negative_depth_is_refused_at_once(stager):
     with pytest.raises(ValueError, match="depth must not be negative: -1; 0 sends nothing ahead"):
         stager.prefetch([], depth=-1)
-
-
-def test_leaving_early_returns_slabs_and_stops_reading(prefetch, make_stager):
-    stager = make_stager()
-    reading = Reading(10)
-    for _ in prefetch(reading, depth=3, stager=stager):
-        break
-    wait_until(lambda: reading.closed)
-    assert stager.stats().pool.leased_slabs == 0
 
 
 def test_an_error_of_the_iterable_comes_in_order(prefetch):
@@ -527,7 +456,7 @@ def test_a_cuda_device_without_cuda_is_refused(device):
 def test_without_cuda_batches_go_to_the_cpu():
     with Stager(max_bytes="1MiB") as stager:
         assert stager.device == torch.device("cpu")
-        assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+        assert_same(some_batch(), stager.to_device(some_batch()))
 
 
 def test_less_than_one_thread_is_refused():
@@ -540,8 +469,8 @@ def test_after_close_staged_batches_stay_valid():
         staged = stager.to_device(some_batch())
         transfer = stager.stage(some_batch(1))
     assert stager.pool.closed
-    assert_same(some_batch(), staged, "cpu")
-    assert_same(some_batch(1), transfer.wait(), "cpu")
+    assert_same(some_batch(), staged)
+    assert_same(some_batch(1), transfer.wait())
     with pytest.raises(
         PoolClosedError, match=r"stager is closed: its pool held 0 B of .*; make a new Stager"
     ):
@@ -549,20 +478,16 @@ def test_after_close_staged_batches_stay_valid():
     stager.close()
 
 
-@pytest.mark.usefixtures("slabs_for_all")
-def test_close_leaves_a_shared_pool_open():
-    with SlabPool("1MiB", memory=PageableMemory()) as pool:
-        for seed in range(2):
-            with Stager("cpu", pool=pool) as stager:
-                assert_same(some_batch(seed), stager.to_device(some_batch(seed)), "cpu")
-        stats = pool.stats()
-        assert (stats.hits, stats.misses, stats.held_slabs) == (1, 1, 1)
-        pool.acquire(100).release()
+def test_close_leaves_a_shared_pool_open(pool):
+    with Stager("cpu", pool=pool):
+        pass
+    pool.acquire(100).release()
 
 
 # -- threads and processes -------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("slabs_for_all")
 def test_several_threads_stage_at_once(make_stager, background):
     stager = make_stager(max_bytes="8KiB", pack_threads=2)
     barrier = threading.Barrier(4)
@@ -571,7 +496,7 @@ def test_several_threads_stage_at_once(make_stager, background):
         barrier.wait(PATIENCE_SECONDS)
         for seed in range(first, first + 40):
             batch = some_batch(seed) | {"bulk": tensor_of(torch.int16, (1000 + seed,), seed)}
-            assert_same(batch, stager.to_device(batch), "cpu")
+            assert_same(batch, stager.to_device(batch))
 
     for future in [background(work, 100 * thread) for thread in range(4)]:
         future.result()
@@ -590,54 +515,50 @@ def test_in_a_forked_child_nothing_is_staged():
             with pytest.raises(ForkedPoolError):
                 stager.to_device(torch.ones(3))
             with Stager("cpu", max_bytes="1MiB") as fresh:
-                assert_same(some_batch(), fresh.to_device(some_batch()), "cpu")
+                assert_same(some_batch(), fresh.to_device(some_batch()))
             stager.close()
 
         claim_in_child(claim)
-        assert_same(some_batch(), stager.to_device(some_batch()), "cpu")
+        assert_same(some_batch(), stager.to_device(some_batch()))
 
 
 def test_a_transfer_doesn_t_keep_its_source_batch(stager):
     source = torch.ones(10)
     gone = weakref.ref(source)
-    transfer = stager.stage({"x": source, "label": "a"})
+    transfer = stager.stage({"x": source})
     del source
     assert gone() is None
-    assert torch.equal(transfer.wait()["x"], torch.ones(10))
-    assert transfer.wait()["label"] == "a"
+    assert transfer.wait()["x"].all()
 
 
-class Ended:
+class Ended(known.Speaking):
     """Its flatten closes an iterator that isn't the loop's."""
 
     def tree_flatten(self):
-        return (next(iter(())),), None
-
-    @classmethod
-    def tree_unflatten(cls, metadata, children):
-        return cls()
+        return next(iter(()))
 
 
 def test_stop_iteration_in_a_batch_ends_nothing(prefetch):
     with pytest.raises(RuntimeError, match="StopIteration"):
-        list(prefetch([torch.zeros(1), Ended(), torch.zeros(1)]))
+        list(prefetch([torch.zeros(1), Ended([], "name"), torch.zeros(1)]))
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors", "ignore:Sparse")
-def test_memory_of_non_strided_tensors_is_their_parts():
-    eye = torch.eye(4)
-    plain = torch.ones(3)
-    assert memory_of(plain) == [plain]
-    assert len(memory_of(eye.to_sparse())) == 2
-    for compressed in (
-        eye.to_sparse_csr(),
-        eye.to_sparse_csc(),
-        eye.to_sparse_bsr((2, 2)),
-        eye.to_sparse_bsc((2, 2)),
-    ):
-        assert len(memory_of(compressed)) == 3
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    assert [part.layout for part in memory_of(nested)] == [torch.strided]
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (torch.Tensor.to_sparse, 2),
+        (torch.Tensor.to_sparse_csr, 3),
+        (torch.Tensor.to_sparse_csc, 3),
+        (lambda eye: eye.to_sparse_bsr((2, 2)), 3),
+        (lambda eye: eye.to_sparse_bsc((2, 2)), 3),
+        (lambda eye: torch.nested.nested_tensor([eye, eye]), 1),
+        (torch.Tensor.clone, 1),
+    ],
+)
+def test_memory_of_non_strided_tensors_is_their_parts(make, count):
+    layouts = [part.layout for part in memory_of(make(torch.eye(4)))]
+    assert layouts == [torch.strided] * count
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")

@@ -20,11 +20,6 @@ def events():
     return EventCache(Mark)
 
 
-def test_an_event_that_nobody_has_is_recorded_again(events):
-    made = {id(events.record(number)) for number in range(20)}
-    assert len(made) == 1
-
-
 @pytest.mark.parametrize(
     "hold", [lambda event: [event], lambda event: event.record, lambda event: {"e": event}.values]
 )

@@ -14,7 +14,6 @@ from doubles import HeldOut, Interrupts, ManualEvent, outcome, stays_blocked
 from hypothesis import given
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
-from pinstage import Stager
 from pinstage._batch._gather import DIRECT_BYTES
 from pinstage._stage import _device
 from pinstage._stage._device import EventGroup
@@ -26,30 +25,16 @@ def stager(make_stager):
     return make_stager("16MiB")
 
 
-@pytest.fixture
-def held(stager):
-    return HeldOut(stager)
-
-
 def some_tree(seed=0):
     return {
         "loss": tensor_of(torch.float32, (), seed),
-        "flags": tensor_of(torch.bool, (3,), seed),
         "ids": [tensor_of(torch.int64, (n,), seed + n) for n in range(4)],
         "strided": tensor_of(torch.float32, (4, 6), seed)[:, ::2],
-        "expanded": tensor_of(torch.float64, (1,), seed).expand(3, 5),
-        "spectrum": tensor_of(torch.complex64, (5,), seed).conj(),
         "more": (tensor_of(torch.bfloat16, (2, 3), seed), "text", None),
     }
 
 
 # -- what arrives ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shared_stager():
-    with Stager("cpu", max_bytes="64MiB") as stager:
-        yield stager
 
 
 @given(tree=batches(), copy=...)
@@ -60,6 +45,7 @@ def test_every_tree_arrives_as_it_was(shared_stager, tree, copy: bool):
         for leaf, staged in zip(known.leaves_of(tree), known.leaves_of(result), strict=True):
             if isinstance(leaf, torch.Tensor) and known.packable(leaf):
                 assert (staged.dtype, staged.shape) == (leaf.dtype, leaf.shape)
+                assert staged.stride() == known.staged_stride(leaf)
                 assert torch.equal(bits(staged), bits(leaf))
             elif not isinstance(leaf, torch.Tensor):
                 assert staged is leaf
@@ -68,31 +54,16 @@ def test_every_tree_arrives_as_it_was(shared_stager, tree, copy: bool):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("copy", [False, True])
 def test_leaves_of_every_dtype_are_gathered_exactly(stager, dtype, copy):
-    tree = [
-        tensor_of(dtype, (3,), 1),
-        tensor_of(dtype, (2, 3), 2),
-        tensor_of(dtype, (), 3),
-        tensor_of(dtype, (0, 4), 4),
-        *(tensor_of(dtype, (n, 3, 2), n) for n in range(5)),
-        tensor_of(dtype, (4, 4), 5)[:, ::2],
-    ]
-    assert_same(tree, stager.fetch(tree, copy=copy).wait(), "cpu")
-
-
-def test_channels_last_tensors_keep_their_strides(stager):
-    image = tensor_of(torch.float32, (2, 3, 4, 5)).to(memory_format=torch.channels_last)
-    frames = torch.ones(2, 3, 300, 300).to(memory_format=torch.channels_last)
-    assert_same([image, frames], stager.fetch([image, frames], copy=False).wait(), "cpu")
+    tree = [tensor_of(dtype, (n, 3, 2), n) for n in range(5)]
+    tree.append(tensor_of(dtype, (4, 4), 5)[:, ::2])
+    assert_same(tree, stager.fetch(tree, copy=copy).wait())
 
 
 def test_a_module_s_state_keeps_its_metadata(stager):
     module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     state = module.state_dict()
-    fetched = stager.to_host(state)
-    assert fetched._metadata == state._metadata
-    assert fetched._metadata["1"]["version"] == 2
-    assert_same(state, fetched, "cpu")
-    assert_same(state, stager.to_host(state, out=deepcopy(state)), "cpu")
+    assert_same(state, stager.to_host(state))
+    assert_same(state, stager.to_host(state, out=deepcopy(state)))
 
 
 def test_a_repeated_tensor_is_copied_once(stager):
@@ -145,7 +116,7 @@ def test_large_dense_tensors_are_copied_directly(stager, held):
         t.data_ptr() for t in large
     }
     held.finish()
-    assert_same([small[:25], large, strided, small[25:]], transfer.wait(), "cpu")
+    assert_same([small[:25], large, strided, small[25:]], transfer.wait())
 
 
 def test_a_repeated_tree_is_fetched_with_new_values(stager):
@@ -154,7 +125,7 @@ def test_a_repeated_tree_is_fetched_with_new_values(stager):
             "x": [torch.full((7,), float(seed)), torch.full((DIRECT_BYTES // 4,), seed)],
             "n": seed,
         }
-        assert_same(tree, stager.fetch(tree, copy=False).wait(), "cpu")
+        assert_same(tree, stager.fetch(tree, copy=False).wait())
 
 
 def test_the_counters_say_what_travelled(stager):
@@ -197,7 +168,7 @@ def test_bytes_are_inaccessible_until_the_copy_is_done(stager, held, background)
     reachable = [name for name in dir(transfer) if not name.startswith("_")]
     assert set(reachable) == {"copies", "nbytes", "query", "synchronize", "wait"}
     held.finish()
-    assert_same(tree, outcome(result), "cpu")
+    assert_same(tree, outcome(result))
     assert transfer.query()
 
 
@@ -217,8 +188,7 @@ def test_a_dropped_transfer_holds_its_slab_until_copied(stager, held):
     gc.collect()
     assert stager.pool.stats().in_flight_slabs == 1
     held.finish()
-    stats = stager.pool.stats()
-    assert (stats.in_flight_slabs, stats.free_slabs) == (0, 1)
+    assert stager.pool.stats().free_slabs == 1
 
 
 def test_several_events_are_done_when_all_are():
@@ -243,15 +213,14 @@ def test_the_last_view_returns_the_slab(stager):
     assert stager.pool.stats().in_flight_slabs == 1
     assert torch.equal(part, torch.ones(40))
     del part
-    stats = stager.pool.stats()
-    assert (stats.in_flight_slabs, stats.free_slabs) == (0, 1)
+    assert stager.pool.stats().free_slabs == 1
 
 
 def test_with_copy_the_slab_is_free_afterwards(stager):
     tree = some_tree()
     fetched = stager.to_host(tree)
     assert stager.pool.stats().in_flight_slabs == 0
-    assert_same(tree, fetched, "cpu")
+    assert_same(tree, fetched)
     storages = {leaf.untyped_storage().data_ptr() for leaf in fetched["ids"] if leaf.numel()}
     assert len(storages) == 3, "the leaves share memory"
 
@@ -266,14 +235,6 @@ def test_targets_can_be_changed_after_the_call(stager):
     transfer = stager.fetch([source], copy=False)
     source.zero_()
     assert torch.equal(transfer.wait()[0], torch.ones(100))
-
-
-def test_the_steady_state_allocates_nothing(stager):
-    stager.fetch(some_tree(), copy=False).wait()
-    stager.pool.freeze()
-    for seed in range(10):
-        stager.fetch(some_tree(seed), copy=False).wait()
-    assert stager.pool.stats().misses == 1
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -312,8 +273,7 @@ def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
     monkeypatch.setattr(_device.Target, "to_host", fail)
     with pytest.raises(RuntimeError, match="out of device memory") as caught:
         stager.to_host([torch.ones(3)])
-    stats = stager.pool.stats()
-    assert (stats.leased_slabs, stats.in_flight_slabs, stats.free_slabs) == (0, 0, 1)
+    assert stager.pool.stats().free_slabs == 1
     frames = {found.name: found.frame.f_locals for found in caught.traceback}
     assert frames["fail"]["note"].startswith("of ")  # for a debugger
     assert frames["_begin"] == {}

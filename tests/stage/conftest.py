@@ -1,0 +1,27 @@
+"""Stagers with a device of the test's own, and one for property tests."""
+
+import pytest
+from doubles import HeldOut, LoggedTarget, use_target
+
+from pinstage import Stager
+
+
+@pytest.fixture(scope="module")
+def shared_stager():
+    with Stager("cpu", max_bytes="64MiB", pack_threads=2) as stager:
+        yield stager
+
+
+@pytest.fixture
+def queue(make_stager):
+    """A stager whose events the test finishes."""
+    stager = make_stager("64MiB")
+    target = use_target(stager, LoggedTarget())
+    yield stager
+    target.finish()
+
+
+@pytest.fixture
+def held(stager):
+    """The stager's copies to the host, which the test makes."""
+    return HeldOut(stager)
