@@ -104,18 +104,11 @@ def wait_for_all(job):
 
 
 def packed(leaves, threads):
-    """Pack leaves; return the slab, and the ends of chunks."""
+    """Pack leaves; return the slab."""
     parts = take_apart(leaves)
-    with guarded(parts.table.nbytes) as slab:
-        job = start_packing(parts, slab, threads)
-        if job is None:
-            return slab, (parts.table.nbytes,)
-        with job:
-            ends = job.ends
-            wait_for_all(job)
-            for chunk in range(len(ends)):
-                job.wait(chunk)
-        return slab, ends
+    with guarded(parts.table.nbytes) as slab, start_packing(parts, slab, threads) as job:
+        wait_for_all(job)
+        return slab
 
 
 def packed_in_order(parts, threads, expected):
@@ -128,6 +121,7 @@ def packed_in_order(parts, threads, expected):
                 for chunk, end in enumerate(job.ends):
                     job.wait(chunk)
                     assert torch.equal(slab[:end], expected[:end])
+                assert end == parts.table.nbytes
         assert torch.equal(slab, expected)
 
 
@@ -141,15 +135,7 @@ def ends_of(sizes):
 # -- the same bytes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 5])
-def test_any_number_of_threads_writes_the_same_bytes(batch, threads):
-    leaves, expected = batch
-    slab, ends = packed(leaves, threads)
-    assert torch.equal(slab, expected)
-    assert ends[-1] == expected.numel()
-
-
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("threads", [1, 2, 5])
 def test_what_is_reported_is_in_the_slab_already(batch, threads):
     leaves, expected = batch
     packed_in_order(take_apart(leaves), threads, expected)
@@ -268,8 +254,6 @@ def test_a_chunk_packed_over_another_is_intact(batch, threads, held):
     travelled, places, starts = through_places(leaves, threads, held)
     assert torch.equal(travelled, expected)
     assert all(place <= start for place, start in zip(places, starts, strict=False))
-    if threads == 1 and len(places) > 6 + held:
-        assert len(set(places)) < len(places), "no place was used twice"
 
 
 def test_one_thread_packs_large_batches_in_few_chunks():
@@ -312,10 +296,10 @@ def test_several_threads_pack_at_once(background):
 
     def work(seed):
         leaves = [tensor_of(torch.uint8, (size + seed,), seed) for size in (2 * MIB, 100)]
-        expected, _ = packed(leaves, 1)
+        expected = packed(leaves, 1)
         barrier.wait(PATIENCE_SECONDS)
         for _ in range(10):
-            assert torch.equal(packed(leaves, 2)[0], expected)
+            assert torch.equal(packed(leaves, 2), expected)
 
     for future in [background(work, seed) for seed in range(3)]:
         future.result()
@@ -434,7 +418,7 @@ def test_a_child_forked_midway_doesn_t_wait():
         with pytest.raises(RuntimeError, match="forked in the middle"):
             wait_for_all(job)
         job.__exit__()
-        again, _ = packed(bytes_of(4 * MIB), 3)
+        again = packed(bytes_of(4 * MIB), 3)
         assert torch.equal(again, bytes_of(4 * MIB)[0])
         assert len(tasks()) > 1  # it has threads of its own
 
@@ -538,8 +522,3 @@ def test_less_than_one_thread_is_refused(threads):
 def test_by_default_a_limited_number_of_cpus_packs():
     assert most_threads("auto") == min(usable_cpus(), MOST_THREADS)
     assert most_threads(40) == 40
-
-
-def test_a_job_refuses_keywords():
-    with pytest.raises(TypeError, match="Job takes no keywords"):
-        _native.core.Job(None, None, 0, 0, None, 1, bogus=1)

@@ -1,7 +1,6 @@
 """The offset table: the fields of a slot, which leaves are packed and how, and mismatches."""
 
 import gc
-import warnings
 import weakref
 
 import numpy as np
@@ -12,7 +11,6 @@ from strategies import (
     EXPERIMENTAL,
     TensorSubclass,
     assert_round_trip,
-    assert_same,
     packed,
     raises_at,
     slab_for,
@@ -62,30 +60,10 @@ def test_layouts_are_equal_by_structure_and_shapes(batch):
     layouts = Layout.of(batch), Layout.of({**batch, "image": batch["image"] + 1, "weight": 2.5})
     assert layouts[0] == layouts[1]
     assert len(set(layouts)) == 1
+    assert layouts[0] != batch
 
 
 ONE, OTHER = torch.zeros(2, 3), torch.zeros(2, 3)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        [ONE, ONE],
-        (ONE, OTHER),
-        [ONE, ONE.double()],
-        [ONE, ONE.view(3, 2).t()],
-        [ONE, ONE[:1]],
-        [ONE, None],
-        [ONE, "text"],
-        [ONE, ONE.to_sparse()],
-        "nothing of this kind",
-    ],
-    ids=repr,
-)
-def test_layouts_of_different_batches_differ(changed):
-    layout = Layout.of([ONE, OTHER])
-    assert layout != Layout.of(changed)
-    assert layout != [ONE, OTHER]
 
 
 def test_the_offset_table_is_printed(batch):
@@ -141,20 +119,17 @@ def test_all_dtypes_that_torch_stores_densely_are_tried():
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(40, 50, 60).permute(2, 0, 1),
         torch.randn(1, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),  # contiguous, too
         torch.randn(1, 4)[:, :1],
         torch.randn(6, 5).as_strided((5, 1), (1, 7)),
-        torch.empty(3, 0, 2).permute(2, 0, 1),
     ],
     ids=lambda tensor: f"{list(tensor.shape)} {list(tensor.stride())}",
 )
-def test_dense_and_empty_tensors_keep_their_strides(tensor):
+def test_dimensions_of_one_element_keep_their_strides(tensor):
+    """`strategies.tensors` draws other dense tensors, and empty ones."""
     staged = through_slab([tensor, torch.zeros(1)])[0]
     assert staged.stride() == tensor.to("cpu", copy=True).stride() == tensor.stride()
-    assert torch.equal(staged, tensor)
     assert Layout.of([tensor]).slots[0].stride == tensor.stride()
 
 
@@ -198,8 +173,6 @@ def test_lazily_conjugated_tensors_are_leaves_like_any_other():
     plain = {"a": other, "b": [z, other, z[:, :2].contiguous()]}
     assert Layout.of(batch) == Layout.of(plain)
     assert_round_trip(batch)
-    assert batch["a"] is batch["b"][1] is lazy
-    assert lazy.is_conj()
 
 
 def test_two_views_of_one_tensor_are_two_leaves():
@@ -266,7 +239,6 @@ def test_without_memory_from_torch_nothing_is_silently_read(allow):
 
 # `strategies.arrays` draws the others.
 ARRAYS = {
-    "0-d": lambda a: a[0, 0, ...],
     "negative stride of one element": lambda a: a[:1, ::-1][::-1, :1],
     "little-endian": lambda a: a.astype(a.dtype.newbyteorder("<")),
     "not aligned": lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
@@ -287,10 +259,7 @@ def test_numeric_arrays_arrive_as_tensors_without_a_warning(form, writeable):
     batch = {code: ARRAYS[form](values.astype(code)) for code in "?bBhHiIlLqQefdFD"}
     for array in batch.values():
         array.flags.writeable = array.flags.writeable and writeable
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        staged = through_slab(batch)
-    assert_same(batch, staged, "cpu")
+    assert_round_trip(batch)  # warnings are errors
 
 
 def test_a_read_only_array_is_freed_early():
@@ -348,38 +317,29 @@ def _aligned_part_of_an_unaligned_buffer(nbytes):
     return torch.from_numpy(buffer[skipped:])[ALIGNMENT - 1 :]
 
 
+# From a larger slab, and the right size.
 WRONG_SLABS = {
-    "too small": (
-        lambda n: torch.empty(n - 1, dtype=torch.uint8),
-        "too small: 79 bytes for a layout of 80",
-    ),
-    "another dtype": (lambda n: torch.empty(n, dtype=torch.int8), "uint8"),
-    "a subclass": (
-        lambda n: torch.empty(n, dtype=torch.uint8).as_subclass(TensorSubclass),
-        "TensorSubclass",
-    ),
-    "two dimensions": (lambda n: torch.empty(n, 1, dtype=torch.uint8), "one dimension"),
-    "with gaps": (lambda n: torch.empty(2 * n, dtype=torch.uint8)[::2], "contiguous"),
-    "not aligned": (
-        lambda n: torch.empty(n + 1, dtype=torch.uint8)[1:],
-        f"multiple of {ALIGNMENT} bytes: offset 1",
-    ),
+    "too small": (lambda slab, n: slab[: n - 1], "too small: 79 bytes for a layout of 80"),
+    "another dtype": (lambda slab, n: slab[:n].view(torch.int8), "uint8"),
+    "a subclass": (lambda slab, n: slab[:n].as_subclass(TensorSubclass), "TensorSubclass"),
+    "two dimensions": (lambda slab, n: slab[:n, None], "one dimension"),
+    "with gaps": (lambda slab, n: slab[::2], "contiguous"),
+    "not aligned": (lambda slab, n: slab[1 : n + 1], f"multiple of {ALIGNMENT} bytes: offset 1"),
     "not aligned in its storage": (
-        _aligned_part_of_an_unaligned_buffer,
+        lambda slab, n: _aligned_part_of_an_unaligned_buffer(n),
         f"multiple of {ALIGNMENT} bytes: offset {ALIGNMENT - 1}, address 0x[0-9a-f]+0",
     ),
     "not aligned in memory": (
-        lambda n: torch.frombuffer(bytearray(n + 17), dtype=torch.uint8, offset=1),
+        lambda slab, n: torch.frombuffer(bytearray(n + 17), dtype=torch.uint8, offset=1),
         f"multiple of {ALIGNMENT} bytes",
     ),
 }
 
 
-@pytest.mark.parametrize("kind", WRONG_SLABS)
-def test_an_unsuitable_slab_is_refused_and_not_written(batch, kind):
+@pytest.mark.parametrize(("make", "reason"), WRONG_SLABS.values(), ids=WRONG_SLABS)
+def test_an_unsuitable_slab_is_refused_and_not_written(batch, make, reason):
     layout = Layout.of(batch)
-    make, reason = WRONG_SLABS[kind]
-    slab = make(layout.nbytes).zero_()
+    slab = make(torch.zeros(2 * layout.nbytes, dtype=torch.uint8), layout.nbytes)
     with pytest.raises(ValueError, match=f"dst .*{reason}.*; pass"):
         layout.pack(batch, slab)
     assert not slab.any()
@@ -419,11 +379,13 @@ def test_packing_into_a_device_is_refused(batch):
         ([ONE, ONE], [ONE, OTHER], "[1]", r"float32 \[2, 3\] instead of the same object as leaf"),
         ([ONE, OTHER], [ONE, ONE], "[1]", "the same object as leaf number 0 instead of float32"),
         ([ONE, None], [ONE, ONE], "", "another structure"),
+        ([ONE, OTHER], (ONE, OTHER), "", "another structure"),
         ({"a": ONE}, {"b": ONE}, "", "another structure"),
     ],
 )  # fmt: skip
 def test_a_mismatched_batch_is_refused_with_its_path(ours, theirs, path, reason):
     layout = Layout.of(ours)
+    assert layout != Layout.of(theirs)
     slab = slab_for(layout).fill_(1)
     with raises_at(path, match=reason):
         layout.pack(theirs, slab)

@@ -2,7 +2,6 @@
 
 import pickle
 
-import numpy as np
 import strategies as known
 import torch
 from hypothesis import given
@@ -25,21 +24,6 @@ def test_slots_are_aligned_disjoint_and_inside_the_layout(batch):
     assert end <= layout.nbytes
     assert layout.nbytes % ALIGNMENT == 0
     assert layout.nbytes <= sum(slot.nbytes + ALIGNMENT - 1 for slot in layout.slots)
-
-
-@given(batches())
-@on_both_paths
-def test_each_distinct_packable_tensor_has_one_slot(batch):
-    leaves = {id(leaf): leaf for leaf in known.leaves_of(batch)}.values()
-    tensors = [
-        known.as_tensor(leaf) if isinstance(leaf, np.ndarray) and known.is_numeric(leaf) else leaf
-        for leaf in leaves
-    ]
-    slots = Layout.of(batch).slots
-    found = sorted((str(slot.dtype), slot.shape, slot.nbytes) for slot in slots)
-    assert found == sorted(
-        (str(leaf.dtype), leaf.shape, leaf.nbytes) for leaf in filter(known.packable, tensors)
-    )
 
 
 @given(batches())

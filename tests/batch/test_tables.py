@@ -7,7 +7,6 @@ import ctypes
 import itertools
 import pickle
 import struct
-import sys
 from random import Random
 
 import numpy as np
@@ -193,41 +192,40 @@ def rows_of_any_numbers(draw):
     return with_header(width, nbytes, draw(rows))
 
 
-@st.composite
-def changed_rows(draw):
-    """A valid table with some changed numbers."""
-    table = take_apart(draw(st.lists(strided_tensors(), min_size=1, max_size=4))).table
-    width = table.rows["shape"].shape[1]
-    rows = [list(row) for row in table.entries()]
-    for _ in range(draw(st.integers(1, 3))):
-        row = draw(st.sampled_from(rows))
-        column = draw(st.integers(0, 7))
-        if column >= 6:
-            row[column][draw(st.integers(0, width - 1))] = draw(numbers)
+def damaged(data, random):
+    """Return a table with some of its words or bytes changed: to other words of it, neighbours, or
+    any number.
+    """
+    data = bytearray(data)
+    words = memoryview(data).cast("q")
+    for _ in range(random.randint(1, 3)):
+        at = random.randrange(4 if random.random() < 0.9 else 0, len(words))
+        way = random.randrange(5)
+        if way == 0:
+            other = random.randrange(len(words))
+            words[at], words[other] = words[other], words[at]
+        elif way == 4:
+            words[at] = random.choice(words)
+        elif way == 1:
+            words[at] = random.choice([0, 1, 2, 16, 2**32, 2**60, LARGEST, -1])
+        elif way == 2:
+            near = words[at] * random.choice([1, 2]) + random.choice([-16, -1, 1, 16])
+            words[at] = min(max(near, -LARGEST), LARGEST)
         else:
-            row[column] = draw(columns(width)[column])
-    nbytes = draw(
-        st.one_of(*[st.integers(-1, 2).map(lambda n: table.nbytes + 16 * n)] * 3, numbers)
-    )
-    return with_header(width, nbytes, rows)
+            data[8 * at + random.randrange(8)] = random.randrange(256)
+    return bytes(data)
 
 
 @st.composite
 def changed_bytes(draw):
     """A valid table with some bytes changed, missing or added."""
-    data = bytearray(take_apart(draw(st.lists(strided_tensors(), max_size=4))).table.data)
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(data) - 1))
-        if draw(st.booleans()):
-            at -= at % 8
-            data[at : at + 8] = struct.pack("=q", draw(numbers))
-        else:
-            data[at] = draw(st.integers(0, 255))
+    table = take_apart(draw(st.lists(strided_tensors(), min_size=1, max_size=4))).table
+    data = damaged(table.data, draw(st.randoms()))
     end = draw(st.one_of(st.just(len(data)), st.integers(0, len(data) + 40)))
-    return bytes(data[:end].ljust(end, b"\0"))
+    return data[:end].ljust(end, b"\0")
 
 
-tables = st.one_of(rows_of_any_numbers(), changed_rows(), changed_bytes(), st.binary(max_size=200))
+tables = st.one_of(rows_of_any_numbers(), changed_bytes(), changed_bytes(), st.binary(max_size=200))
 
 
 def one_row(
@@ -246,6 +244,7 @@ IMPOSSIBLE = {
     "a stride that repeats elements": one_row(0, 64, [4, 4], [0, 1]),
     "a stride that leaves gaps": one_row(0, 16, [2, 2], [3, 0]),
     "a negative stride": one_row(16, 8, [2], [-1]),
+    "a negative stride of one element": one_row(0, 4, [1], [-1]),
     "a negative size": one_row(0, 4, [-1, -1], [1, 1]),
     "a negative offset": one_row(-16, 4, [1], [1]),
     "an offset of no element": one_row(2, 4, [1], [1]),
@@ -289,13 +288,6 @@ def test_what_is_no_bytes_is_no_table(thing):
         Table.of_bytes(thing)
 
 
-@pytest.mark.usefixtures("both_paths")
-def test_a_small_slab_is_refused_for_a_table():
-    table = take_apart([torch.zeros(100)]).table
-    with pytest.raises(ValueError, match="the slab is too small: 384 bytes for a layout of 400"):
-        cut(table, torch.zeros(384, dtype=torch.uint8), [])
-
-
 def read(data):
     """Return the table, or the reason for refusing it."""
     try:
@@ -306,9 +298,6 @@ def read(data):
 
 @many
 @given(tables)
-@example(IMPOSSIBLE["a product that overflows to nothing"])
-@example(IMPOSSIBLE["a stride out of the slab"])
-@example(IMPOSSIBLE["the alias of itself"])
 def test_plain_python_takes_and_refuses_the_same_tables(data):
     try:
         expected = Table(data, *oracle.figures_of(data))
@@ -420,30 +409,6 @@ BATCHES = (
 )
 DAMAGED = 5 * settings.default.max_examples
 """Damaged tables of each batch."""
-
-
-def damaged(data, random):
-    """Return a table with some of its words or bytes changed: to other words of it, neighbours, or
-    any number.
-    """
-    data = bytearray(data)
-    words = memoryview(data).cast("q")
-    for _ in range(random.randint(1, 3)):
-        at = random.randrange(4 if random.random() < 0.9 else 0, len(words))
-        way = random.randrange(5)
-        if way == 0:
-            other = random.randrange(len(words))
-            words[at], words[other] = words[other], words[at]
-        elif way == 1:
-            words[at] = random.choice(words)
-        elif way == 2:
-            words[at] = random.choice([0, 1, 2, 16, 2**32, 2**60, LARGEST, -1])
-        elif way == 3:
-            near = words[at] * random.choice([1, 2]) + random.choice([-16, -1, 1, 16])
-            words[at] = min(max(near, -LARGEST), LARGEST)
-        else:
-            data[8 * at + random.randrange(8)] = random.randrange(256)
-    return bytes(data)
 
 
 class Broker:
@@ -571,24 +536,3 @@ def test_samples_are_stacked_only_into_their_row(use, stacks):
         with pytest.raises(TypeError, match="dict"):
             call(*args, *more, [STACK])
         assert slab.eq(0xEE).all()
-        _native.core.pack(*args, {1: STACK})
-        assert slab[16:48].view(torch.float32).eq(1).all()
-        assert slab[:16].eq(0).all()
-        assert slab[48:].eq(0).all()
-
-
-def test_functions_of_the_extension_say_what_they_do():
-    core = _native.core
-    for owner in (core, core.Blocks, core.Job):
-        for name, thing in vars(owner).items():
-            if name[0] != "_" and callable(thing) and not isinstance(thing, type):
-                assert thing.__doc__, name
-
-
-def test_references_are_kept_once_however_often_it_begins():
-    core, before = _native.core, (sys.getrefcount(torch.Tensor), sys.getrefcount(np.ndarray))
-    for _ in range(5):
-        core.begin(torch.Tensor, np.ndarray)
-        with contextlib.suppress(TypeError):
-            core.begin(torch.Tensor, None)
-    assert (sys.getrefcount(torch.Tensor), sys.getrefcount(np.ndarray)) == before

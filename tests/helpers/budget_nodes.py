@@ -33,12 +33,7 @@ class Work:
 
     def region(self, key, nbytes, is_shared):
         options = {"shared": is_shared, "budget": budget(), "device": "cpu"}
-        try:
-            self.regions[key] = ps.HostRegion(nbytes, **options)
-        except (ps.errors.AcquireTimeoutError, ps.errors.BudgetExceededError):
-            return False
-        self.regions[key].tensor(1).fill_(1)
-        return True
+        return self._try(self.regions, key, lambda: ps.HostRegion(nbytes, **options))
 
     def close(self, key):
         self.regions.pop(key).close()
@@ -62,11 +57,17 @@ class Work:
         memory = ps.memory.SharedMemory(register=False) if is_shared else ps.memory.PageableMemory()
         if is_shared not in self.pools:
             self.pools[is_shared] = ps.SlabPool(budget=budget(), memory=memory)
+        return self._try(
+            self.leases, key, lambda: self.pools[is_shared].acquire(nbytes, timeout=0.1)
+        )
+
+    def _try(self, held, key, make):
+        """Return whether the budget allowed it."""
         try:
-            self.leases[key] = self.pools[is_shared].acquire(nbytes, timeout=0.1)
+            held[key] = make()
         except (ps.errors.AcquireTimeoutError, ps.errors.BudgetExceededError):
             return False
-        self.leases[key].tensor().fill_(1)
+        held[key].tensor().fill_(1)
         return True
 
     def release(self, key):

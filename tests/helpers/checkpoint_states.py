@@ -2,14 +2,14 @@
 
 import hashlib
 import pickle
-from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 WIDTH = 32
 
 
-def adam_state(seed: int = 0, layers: int = 4) -> dict[str, Any]:
+def adam_state(seed=0, layers=4):
     """Return the state of a model and of Adam after a step."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(
@@ -26,57 +26,42 @@ def adam_state(seed: int = 0, layers: int = 4) -> dict[str, Any]:
     }
 
 
-def difference(one: Any, other: Any, path: str = "") -> str | None:
+def difference(one, other):
     """Return where two states differ in a value, dtype, shape, stride or container class; None if
     they don't.
     """
-    if isinstance(one, torch.Tensor):
-        same = type(one) is type(other) and (one.dtype, one.stride()) == (
-            other.dtype,
-            other.stride(),
-        )
-        return None if same and torch.equal(one, other) else path
-    if isinstance(one, dict):
-        if not isinstance(other, dict) or list(one) != list(other):
-            return path
-        parts = [(f"{path}[{key!r}]", one[key], other[key]) for key in one]
-    elif isinstance(one, list | tuple):
-        if type(one) is not type(other) or len(one) != len(other):
-            return path
-        parts = [
-            (f"{path}[{index}]", *pair) for index, pair in enumerate(zip(one, other, strict=True))
-        ]
-    else:
-        return None if one == other else path
-    return next(
-        (
-            found
-            for found in (difference(a, b, where) for where, a, b in parts)
-            if found is not None
-        ),
-        None,
+    # A model's state may be any kind of dict.
+    (ours, structure), (theirs, other_structure) = (
+        leaves_of({**state, "model": dict(state["model"])}) for state in (one, other)
     )
+    if structure != other_structure:
+        return f"{structure} and {other_structure}"
+    pairs = zip(ours, theirs, strict=True)
+    return next((keystr(path) for (path, a), (_, b) in pairs if told(a) != told(b)), None)
 
 
-def digest(state: Any) -> str:
+def leaves_of(state):
+    """Return the leaves of a state with their paths, and its structure; its own class doesn't
+    matter.
+    """
+    return tree_flatten_with_path(dict(state))
+
+
+def told(leaf):
+    """Return all that must be equal in two leaves."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return type(leaf), leaf.dtype, leaf.shape, leaf.stride(), leaf.tolist()
+
+
+def digest(state):
     """Return a hash of all values of a state."""
     found = hashlib.sha256()
-
-    def feed(part: Any) -> None:
-        if isinstance(part, torch.Tensor):
-            local = part.to_local() if hasattr(part, "to_local") else part
-            found.update(
-                local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            )
-        elif isinstance(part, dict):
-            for key, value in part.items():
-                found.update(repr(key).encode())
-                feed(value)
-        elif isinstance(part, list | tuple):
-            for value in part:
-                feed(value)
+    for path, leaf in leaves_of(state)[0]:
+        found.update(keystr(path).encode())
+        if isinstance(leaf, torch.Tensor):
+            local = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+            found.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
         else:
-            found.update(pickle.dumps(part))
-
-    feed(state)
+            found.update(pickle.dumps(leaf))
     return found.hexdigest()

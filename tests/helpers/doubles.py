@@ -15,7 +15,6 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -155,52 +154,38 @@ class ManualEvent:
         assert self._done.wait(PATIENCE_SECONDS), "the event was never finished"
 
 
-def fork() -> int:
+def fork():
     """Fork, without the warning of Python 3.12 that there are other threads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*multi-threaded", category=DeprecationWarning)
         return os.fork()
 
 
-def in_child(claim: Callable[[], object]) -> int:
+def in_child(claim):
     """Run ``claim`` in a forked child; return its exit status, or minus the signal that ended
-    it.
+    it. An error's traceback is in the test's captured output.
     """
     pid = fork()
     if pid == 0:
         faulthandler.disable()
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(PATIENCE_SECONDS)  # a child that hangs ends
         status = 1
         try:
             status = 0 if claim() else 2
+        except BaseException:  # noqa: BLE001 - the test fails by the status
+            traceback.print_exc()
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def claim_in_child(claim: Callable[[], object]) -> None:
-    """Make a claim in a forked child, and fail with the child's traceback if it fails there."""
-    read, write = os.pipe()
-    pid = fork()
-    if pid == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(PATIENCE_SECONDS)  # a child that hangs ends
-        failure = ""
-        try:
-            claim()
-        except BaseException:  # noqa: BLE001 - reported by the parent
-            failure = traceback.format_exc()
-        finally:
-            os.write(write, failure.encode()[-60_000:])
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        failure = pipe.read().decode()
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert not failure, f"in the child:\n{failure}"
-    assert status == 0
+def claim_in_child(claim):
+    """Make a claim in a forked child, and fail if it fails there."""
+    assert in_child(lambda: [claim()]) == 0
 
 
-def calls_of(work: Callable[[], object]) -> list[str]:
+def calls_of(work):
     """Return the files of the package whose Python functions `work` calls, one per call."""
     package = f"{Path(pinstage.__file__).parent}/"  # a clone's folder is named pinstage, too
     files = []
@@ -218,14 +203,14 @@ def calls_of(work: Callable[[], object]) -> list[str]:
     return files
 
 
-def is_mapped(address: int) -> bool:
+def is_mapped(address):
     spans = (
         line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
     )
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
-def open_files() -> list[tuple[str, int]]:
+def open_files():
     """Return the name and the inode of each file that this process has open."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
@@ -234,7 +219,7 @@ def open_files() -> list[tuple[str, int]]:
     return found
 
 
-def shared_files() -> set[int]:
+def shared_files():
     """Return the inodes of pinstage's shared memory that this process has open.
 
     The numbers of all descriptors won't do: garbage of an earlier test may close some in the
@@ -243,7 +228,7 @@ def shared_files() -> set[int]:
     return {inode for name, inode in open_files() if name.startswith("/memfd:pinstage")}
 
 
-def region_bytes() -> int:
+def region_bytes():
     """Return the bytes of regions that are mapped: files of memory, and memory that children don't
     inherit.
     """
@@ -259,7 +244,7 @@ def region_bytes() -> int:
     return total
 
 
-def budget_files() -> list[str]:
+def budget_files():
     """Return the files of budgets and of shared memory that this process has open."""
     ours = (os.environ["PINSTAGE_BUDGET_DIR"], "/memfd:pinstage")
     return [name for name, _ in open_files() if name.startswith(ours)]
@@ -408,7 +393,7 @@ class Interrupts:
     result is lost.
     """
 
-    def __init__(self, countdown: int, *files: str):
+    def __init__(self, countdown, *files):
         self.countdown = countdown
         self._files = files
 
@@ -427,7 +412,7 @@ class Interrupts:
             if self.countdown == 0:
                 raise KeyboardInterrupt
 
-    def during(self, work: Callable[[], object]) -> bool:
+    def during(self, work):
         """Do work; return whether it was interrupted. Restores autograd after an interrupted
         `torch.no_grad`.
         """
@@ -442,7 +427,7 @@ class Interrupts:
             return False
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition):
     """Return when another thread has made a condition true; fail if it never does."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
@@ -450,12 +435,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.0005)
 
 
-def wait_for_waiters(pool, count: int) -> None:
+def wait_for_waiters(pool, count):
     """Return when `count` requests have had to wait since the pool was made."""
     wait_until(lambda: pool.stats().waits == count)
 
 
-def wait_for_reaper() -> None:
+def wait_for_reaper():
     """Return when the reaper has run the tasks that it has now, each at least once."""
     last = Gate()
     gone = weakref.ref(last)
@@ -464,12 +449,12 @@ def wait_for_reaper() -> None:
     wait_until(lambda: gone() is None)
 
 
-def stays_blocked(future: concurrent.futures.Future) -> bool:
+def stays_blocked(future):
     """Return whether a call in the background is still blocked after a moment."""
     return not concurrent.futures.wait([future], timeout=0.05).done
 
 
-def outcome(future: concurrent.futures.Future):
+def outcome(future):
     """Return what a call in the background returned, or raise what it raised; fail if it never
     returns.
     """

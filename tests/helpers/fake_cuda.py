@@ -33,8 +33,7 @@ class FakeCuda:
         self.context_stack = []
         self.contexts = []
         self.last_error = 0
-        self.failing = {}
-        self.refusing = {}
+        self.coming = {}  # by name of a call: the codes of the next
         self.offset = 0
         self.most_registered = None  # larger calls are refused with 801
         self.before = {}  # by name of a call: a function to run before it
@@ -51,31 +50,23 @@ class FakeCuda:
 
     def fail(self, call, code, *, nth=1):
         """Make the ``nth`` next call of that name return ``code``."""
-        self.failing[call] = [nth, code]
+        self.coming[call] = [0] * (nth - 1) + [code]
 
     def refuse(self, call, code, times):
         """Make the next ``times`` calls of that name return ``code``; return how many of the last
         request were left.
         """
-        left = self.refusing.get(call, (0, 0))[0]
-        self.refusing[call] = times, code
+        left = len(self.coming.get(call, ()))
+        self.coming[call] = [code] * times
         return left
 
     def _code(self, call, *args):
         self.calls.append((call, *args))
-        times, code = self.refusing.get(call, (0, 0))
-        if times:
-            self.refusing[call] = times - 1, code
+        coming = self.coming.get(call)
+        code = coming.pop(0) if coming else 0
+        if code and call.startswith("cuda"):  # the driver doesn't keep errors
             self.last_error = code
-            return code
-        if call in self.failing:
-            self.failing[call][0] -= 1
-            if self.failing[call][0] == 0:
-                code = self.failing.pop(call)[1]
-                if call.startswith("cuda"):  # the driver doesn't keep errors
-                    self.last_error = code
-                return code
-        return 0
+        return code
 
     # the driver's
 

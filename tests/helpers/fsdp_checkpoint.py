@@ -4,7 +4,6 @@ Run by torchrun.
 torchrun --nproc-per-node 2 fsdp_checkpoint.py FOLDER cuda
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,11 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_states import digest
+from fsdp_steps import device_of_rank, sharded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from pinstage.checkpoint import CheckpointStager
@@ -27,27 +25,24 @@ WIDTH = 64
 class Job:
     """A sharded model, and its optimizer."""
 
-    def __init__(self, device: torch.device, seed: int) -> None:
+    def __init__(self, device, seed):
         torch.manual_seed(seed)
         self.device = device
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)]).to(device)
-        for layer in self.model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+        self.model = sharded(nn.Sequential(*layers), layers, device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
 
-    def step(self) -> None:
+    def step(self):
         self.model(torch.randn(8, WIDTH, device=self.device)).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def state(self) -> dict[str, object]:
+    def state(self):
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
 
-def main(folder: Path, device: torch.device) -> None:
+def main(folder, device):
     job = Job(device, seed=0)
     # Its thread must not come between training's collectives.
     of_checkpoints = dist.new_group(backend="gloo")
@@ -85,14 +80,5 @@ def main(folder: Path, device: torch.device) -> None:
 
 if __name__ == "__main__":
     _folder, _kind = sys.argv[1:]
-    _on_gpu = _kind == "cuda"
-    _device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"])) if _on_gpu else torch.device("cpu")
-    )
-    if _on_gpu:
-        torch.cuda.set_device(_device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if _on_gpu else "gloo")
-    try:
+    with device_of_rank(_kind, "cpu:gloo,cuda:nccl") as _device:
         main(Path(_folder), _device)
-    finally:
-        dist.destroy_process_group()

@@ -7,15 +7,14 @@ collectives wait for the other rank. Each rank writes its results to ``FOLDER/ra
     torchrun --nproc-per-node 2 fsdp_steps.py FOLDER cuda 300
 """
 
+import contextlib
 import gc
 import json
 import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,14 +43,14 @@ WAITS_OR_PINS = (
 class Model(nn.Module):
     """Reads every leaf, so that one wrong byte changes the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
         )
         self.head = nn.Linear(WIDTH, 1)
 
-    def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+    def forward(self, batch):
         rows = torch.cat([sample["rows"] for sample in batch["samples"]])
         for block in self.blocks:
             rows = block(rows)
@@ -59,7 +58,7 @@ class Model(nn.Module):
         return ((self.head(rows)[:, 0] - batch["target"]) ** 2 * weights).mean()
 
 
-def ragged_batch(rng: random.Random) -> dict[str, Any]:
+def ragged_batch(rng):
     # More than 64 KiB: each batch takes a slab.
     counts = [rng.randrange(16, 56) for _ in range(SAMPLES)]
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
@@ -73,20 +72,24 @@ def ragged_batch(rng: random.Random) -> dict[str, Any]:
     return {"samples": samples, "target": torch.randn(sum(counts), generator=generator)}
 
 
-def training(
-    batches: Iterable[dict[str, Any]], device: torch.device
-) -> Callable[[int], list[torch.Tensor]]:
+def sharded(model, layers, device):
+    """Shard a model over all ranks, on a device; return it."""
+    model.to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def training(batches, device):
     """Return a function that trains for some steps, from weights that are the same each time."""
     torch.manual_seed(0)
-    model = Model().to(device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    model = Model()
+    sharded(model, model.blocks, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     coming = iter(batches)
 
-    def steps(count: int) -> list[torch.Tensor]:
+    def steps(count):
         losses = []
         for _ in range(count):
             loss = model(next(coming))
@@ -99,7 +102,7 @@ def training(
     return steps
 
 
-def profiled(work: Callable[[], Any], device: torch.device) -> tuple[Any, Counter[str]]:
+def profiled(work, device):
     """Do work; return its result, and the trace's counts of waits for the device, pinning and
     unpinning by caller.
     """
@@ -116,7 +119,7 @@ def profiled(work: Callable[[], Any], device: torch.device) -> tuple[Any, Counte
     return result, Counter(f"{event.name} in {whose(event)}" for event in events)
 
 
-def whose(event: Any) -> str:
+def whose(event):
     """Return ``pinstage`` for an event in one of its steps, otherwise the surrounding operation."""
     parents = []
     while (event := event.cpu_parent) is not None:
@@ -128,7 +131,7 @@ def whose(event: Any) -> str:
     )
 
 
-def pin_and_wait(device: torch.device) -> None:
+def pin_and_wait(device):
     """Pin and wait, which training must not do, to check that a trace shows it."""
     with ps.Stager(device, max_bytes="8MiB") as stager:
         stager.to_device(torch.ones(1 << 20))  # 4 MiB: it takes a slab
@@ -136,7 +139,7 @@ def pin_and_wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def main(folder: Path, device: torch.device, steps: int) -> None:
+def main(folder, device, steps):
     rng = random.Random(dist.get_rank())
     batches = [ragged_batch(rng) for _ in range(LAYOUTS)]
     warm_up = 2 * LAYOUTS
@@ -170,16 +173,22 @@ def main(folder: Path, device: torch.device, steps: int) -> None:
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
 
 
-if __name__ == "__main__":
-    _folder, _kind, _steps = sys.argv[1:]
-    _on_gpu = _kind == "cuda"
-    _device = (
-        torch.device("cuda", int(os.environ["LOCAL_RANK"])) if _on_gpu else torch.device("cpu")
-    )
-    if _on_gpu:
-        torch.cuda.set_device(_device)
-    dist.init_process_group("nccl" if _on_gpu else "gloo", device_id=_device if _on_gpu else None)
+@contextlib.contextmanager
+def device_of_rank(kind, backend):
+    """Yield the rank's device of a kind, ``cuda`` or ``cpu``, in a process group."""
+    device = torch.device(kind, int(os.environ["LOCAL_RANK"]) if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        backend = "gloo"
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     try:
-        main(Path(_folder), _device, int(_steps))
+        yield device
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _folder, _kind, _steps = sys.argv[1:]
+    with device_of_rank(_kind, "nccl") as _device:
+        main(Path(_folder), _device, int(_steps))

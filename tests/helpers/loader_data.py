@@ -16,6 +16,7 @@ import time
 
 import numpy as np
 import torch
+from bitwise import bits, telling_stride
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import pinstage as ps
@@ -350,49 +351,34 @@ def fails_to_start(worker):
     raise ValueError(f"no start for {worker}")
 
 
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def telling_strides(tensor):
-    """Return the meaningful strides, of dimensions with more than one element."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True) if tensor.numel() else ()
-    return [step for step, size in pairs if size != 1]
-
-
 def same(found, expected):
     """Return whether two batches are equal bit for bit, with the same types."""
-    if isinstance(expected, np.ndarray) and expected.dtype.kind in "US":  # not a tensor's dtype
-        return isinstance(found, np.ndarray) and np.array_equal(found, expected)
-    if isinstance(expected, np.ndarray):
+    if isinstance(expected, np.ndarray) and expected.dtype.kind not in "US":
         expected = torch.as_tensor(expected)
-    if isinstance(expected, torch.Tensor):
-        if type(found) is not torch.Tensor or found.is_sparse != expected.is_sparse:
-            return False
-        if expected.is_sparse:
-            found, expected = found.to_dense(), expected.to_dense()
-        if expected.is_complex():
-            found, expected = torch.view_as_real(found), torch.view_as_real(expected)
-        as_integers = BITS[expected.dtype.itemsize]
-        return (
-            (found.dtype, found.shape) == (expected.dtype, expected.shape)
-            and telling_strides(found) == telling_strides(torch.empty_like(expected))
-            and found.requires_grad == expected.requires_grad
-            and torch.equal(
-                found.detach().contiguous().view(as_integers),
-                expected.detach().contiguous().view(as_integers),
-            )
-        )
     if type(found) is not type(expected):
         return False
-    if isinstance(expected, dict):
-        return list(found) == list(expected) and all(
-            same(found[key], expected[key]) for key in expected
-        )
-    if isinstance(expected, list | tuple):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    if isinstance(expected, Graph):
-        return same(vars(found), vars(expected))
+    match expected:
+        case torch.Tensor(is_sparse=True):
+            return found.is_sparse and same(found.to_dense(), expected.to_dense())
+        case torch.Tensor():
+            copied = torch.empty_like(expected).stride()
+            return facts(found, found.stride()) == facts(expected, copied) and torch.equal(
+                bits(found), bits(expected)
+            )
+        case np.ndarray():
+            return np.array_equal(found, expected)
+        case dict():
+            return list(found) == list(expected) and same([*found.values()], [*expected.values()])
+        case list() | tuple():
+            return len(found) == len(expected) and all(map(same, found, expected))
+        case Graph():
+            return same(vars(found), vars(expected))
     return found == expected
+
+
+def facts(tensor, stride):
+    stride = telling_stride(tensor.shape, stride)
+    return tensor.dtype, tensor.layout, tensor.shape, stride, tensor.requires_grad
 
 
 # -- what stays on the host ------------------------------------------------------------------------

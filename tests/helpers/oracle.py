@@ -69,8 +69,6 @@ def take_apart(batch):
         same = index if found.kind is RowKind.OTHER else first.setdefault(id(leaf), index)
         if same != index:
             rows.append((same, 0, RowKind.ALIAS, 0, 0, 0, (), ()))
-        elif found.source is None:
-            rows.append((-1, 0, found.kind, found.dtype, 0, 0, (), ()))
         else:
             rows.append(
                 (
@@ -173,9 +171,13 @@ def figures_of(data):
         ValueError: it isn't a table, or its bytes overflow an int64.
     """
     magic, count, width, nbytes = HEADER.unpack_from(data.ljust(HEADER.size, b"\0"))
-    if magic != MAGIC or not 1 <= width <= MOST_DIMS or nbytes < 0 or nbytes % ALIGNMENT:
-        raise ValueError("its header or its length is wrong")
-    if count < 0 or len(data) != HEADER.size + count * row_type(width).itemsize:
+    if (
+        magic != MAGIC
+        or not 1 <= width <= MOST_DIMS
+        or min(nbytes, count) < 0
+        or nbytes % ALIGNMENT
+        or len(data) != HEADER.size + count * row_type(width).itemsize
+    ):
         raise ValueError("its header or its length is wrong")
     table = Table(data, *[0] * 5)
     rows = list(table.entries())

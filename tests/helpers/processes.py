@@ -7,8 +7,8 @@ def completed(command, **options):
     """Run a command; return its status and, as text, its output. Options are those of
     `subprocess.run`.
     """
-    command = [*map(str, command)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, **options)
+    options = {"capture_output": True, "text": True} | options
+    return subprocess.run([*map(str, command)], check=False, **options)
 
 
 def output_of(command, **options):

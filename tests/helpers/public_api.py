@@ -7,9 +7,7 @@ import ast
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pinstage
 
@@ -32,7 +30,7 @@ MADE_BY_CALLS = {
 """Classes that users don't make themselves, so that their constructors aren't public."""
 
 
-def surface() -> Iterator[str]:
+def surface():
     """Yield the lines of `PAGE`."""
     for module, name, thing in public_things():
         nodes = definitions_of(thing)
@@ -49,7 +47,7 @@ def surface() -> Iterator[str]:
 
 
 @functools.cache
-def public_things() -> list[tuple[str, str, Any]]:
+def public_things():
     """Return module, name and object of all that is public, except integrations."""
     found = []
     for path in ("pinstage", *(f"pinstage.{name}" for name in SUBMODULES)):
@@ -62,18 +60,18 @@ def public_things() -> list[tuple[str, str, Any]]:
     return found
 
 
-def is_hidden(thing: object) -> bool:
+def is_hidden(thing):
     """Return whether something is part of pinstage and can't be imported by a public name."""
     is_ours = getattr(thing, "__module__", "").startswith("pinstage.")
     return is_ours and all(thing is not public for _, _, public in public_things())
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
+def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def definitions_of(thing: Any) -> list[Any]:
+def definitions_of(thing):
     """Return the nodes that define a function and its overloads, or a class and its hidden
     bases.
     """
@@ -89,7 +87,7 @@ def definitions_of(thing: Any) -> list[Any]:
     return found
 
 
-def described(name: str, nodes: list[Any], names: dict[str, Any]) -> Iterator[str]:
+def described(name, nodes, names):
     """Yield the signature of a function, or of a class and its public members; `names` are of its
     module.
     """
@@ -115,14 +113,14 @@ def described(name: str, nodes: list[Any], names: dict[str, Any]) -> Iterator[st
     )
 
 
-def seen_by_type_checkers(nodes: list[Any]) -> list[Any]:
+def seen_by_type_checkers(nodes):
     """Return the overloads of functions, and the functions without any."""
     overloads = [node for node in nodes if "overload" in map(ast.unparse, node.decorator_list)]
     names = {node.name for node in overloads}
     return [node for node in nodes if node in overloads or node.name not in names]
 
 
-def members_of(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def members_of(node, names):
     """Yield name and signature of the public members of a class, as a type checker sees them."""
     functions = seen_by_type_checkers(
         [part for part in node.body if isinstance(part, ast.FunctionDef)]
@@ -147,20 +145,19 @@ def members_of(node: Any, names: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, f"{name}: {ast.unparse(kind)}{default}"
 
 
-def attributes_of(init: ast.FunctionDef) -> list[str]:
+def attributes_of(init):
     """Return the public attributes that ``__init__`` sets."""
-    stored = (
-        word
-        for word in ast.walk(init)
-        if isinstance(word, ast.Attribute) and isinstance(word.ctx, ast.Store)
-    )
     names = (
-        word.attr for word in stored if isinstance(word.value, ast.Name) and word.value.id == "self"
+        word.attr
+        for word in ast.walk(init)
+        if isinstance(word, ast.Attribute)
+        and isinstance(word.ctx, ast.Store)
+        and ast.unparse(word.value) == "self"
     )
     return [name for name in dict.fromkeys(names) if not name.startswith("_")]
 
 
-def signature(node: ast.FunctionDef, name: str, names: dict[str, Any]) -> str:
+def signature(node, name, names):
     arguments = node.args
     arguments.defaults = [resolved(default, names) for default in arguments.defaults]
     arguments.kw_defaults = [
@@ -170,7 +167,7 @@ def signature(node: ast.FunctionDef, name: str, names: dict[str, Any]) -> str:
     return f"{name}({ast.unparse(arguments)}){returns}"
 
 
-def resolved(value: ast.expr, names: dict[str, Any]) -> ast.expr:
+def resolved(value, names):
     """Return a default's value instead of the name of a constant."""
     return (
         ast.Constant(names[value.id])
@@ -179,7 +176,7 @@ def resolved(value: ast.expr, names: dict[str, Any]) -> ast.expr:
     )
 
 
-def hidden_types() -> list[str]:
+def hidden_types():
     """List the classes of pinstage in public signatures that can't be imported by a public name."""
     found = set()
     for module, name, thing in public_things():
@@ -200,7 +197,7 @@ def hidden_types() -> list[str]:
     return sorted(found)
 
 
-def annotations_of(node: Any) -> Iterator[ast.expr]:
+def annotations_of(node):
     """Yield the annotations of a function, or of the public members of a class."""
     is_made = node.name not in MADE_BY_CALLS
     for part in [node] if isinstance(node, ast.FunctionDef) else node.body:

@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bitwise
 import numpy as np
 import torch
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map_only
 
 import pinstage as ps
 
@@ -27,15 +29,18 @@ DTYPES = (
     torch.int32, torch.float32, torch.int64, torch.float64, torch.complex64, torch.complex128,
     torch.float8_e5m2,
 )  # fmt: skip
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+OF_NUMPY = (torch.int32, torch.float32, torch.float64, torch.uint8, torch.int16)
+FORMS = (
+    torch.t,
+    lambda tensor: tensor[:, ::2],
+    lambda tensor: tensor[1:],
+    lambda tensor: tensor.unsqueeze(1).expand(-1, 2, -1),
+)
 SAMPLES = 40
 """Number of samples of what the process holds."""
 
 # A finished thread takes a moment to end.
-OF_SAMPLES = {
-    "beside_pools": statistics.median,
-    "threads": min,
-}
+OF_SAMPLES = {"beside_pools": statistics.median, "threads": min}
 """The statistic of each half; the maximum for figures without an entry."""
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -45,6 +50,12 @@ Pair = collections.namedtuple("Pair", "first second")
 class Record:
     first: Any
     second: Any
+
+
+# For the comparisons here: pinstage doesn't ask torch about dataclasses.
+register_pytree_node(
+    Record, lambda record: (list(vars(record).values()), None), lambda values, _: Record(*values)
+)
 
 
 class Batches:
@@ -83,11 +94,9 @@ class Batches:
             return [*children, children[0]]  # one child twice
         if kind == 8:
             return tuple(children)
-        if kind == 9:
-            return Pair(*children[:2])
-        if kind == 10:
-            return Record(*children[:2])
-        items = zip(rng.sample(["a", "b", "c", "d"], len(children)), children, strict=True)
+        if kind < 11:
+            return (Pair, Record)[kind - 9](*children[:2])
+        items = zip(rng.sample("abcd", len(children)), children, strict=True)
         return collections.OrderedDict(items) if kind == 11 else dict(items)
 
     def _leaf(self, rows):
@@ -103,66 +112,33 @@ class Batches:
         self._sources.append(source)
         tensor = source.view(dtype).view(rows, columns)
         form = rng.randrange(10)
-        if form == 0:
-            return tensor.t()
-        if form == 1:
-            return tensor[:, ::2]
-        if form == 2:
-            return tensor[1:]
-        if form == 3:
-            return tensor.unsqueeze(1).expand(-1, 2, -1)
+        if form < len(FORMS):
+            return FORMS[form](tensor)
         if form == 4 and dtype.is_complex:
             return tensor.conj()
-        if form in (5, 6) and dtype in (
-            torch.int32,
-            torch.float32,
-            torch.float64,
-            torch.uint8,
-            torch.int16,
-        ):
-            array = tensor.numpy()
-            return array[::-1] if form == 5 else array
+        if form in (5, 6) and dtype in OF_NUMPY:
+            return tensor.numpy()[:: -1 if form == 5 else 1]
         return tensor
 
 
 def mapped(tree, function):
     """Return a tree with `function` applied to tensors and arrays."""
-    if isinstance(tree, torch.Tensor | np.ndarray):
-        return function(tree)
-    if isinstance(tree, dict):
-        return type(tree)((key, mapped(value, function)) for key, value in tree.items())
-    if isinstance(tree, Record):
-        return Record(mapped(tree.first, function), mapped(tree.second, function))
-    if isinstance(tree, list | tuple):
-        children = [mapped(child, function) for child in tree]
-        return type(tree)(*children) if isinstance(tree, Pair) else type(tree)(children)
-    return tree
+    return tree_map_only((torch.Tensor, np.ndarray), function, tree)
 
 
 def bits(leaf):
     """Return dtype and elements, as integers in new memory."""
-    tensor = torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf.resolve_conj()
-    dtype = tensor.dtype
-    if tensor.itemsize == 16:
-        tensor = torch.view_as_real(tensor)
-    return dtype, tensor.view(INTEGERS[tensor.itemsize]).clone(
-        memory_format=torch.contiguous_format
-    )
+    tensor = torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf
+    return tensor.dtype, bitwise.bits(tensor).clone(memory_format=torch.contiguous_format)
 
 
 def same(one, other):
     """Compare two trees of results of `bits`."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, Record):
-        return same(one.first, other.first) and same(one.second, other.second)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
+    (ours, structure), (theirs, other_structure) = tree_flatten(one), tree_flatten(other)
+    return structure == other_structure and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def held(pools):

@@ -18,6 +18,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from bitwise import bits, telling_stride
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import register_pytree_node
@@ -76,28 +77,28 @@ class PlainDict(dict):
     """Only a different type."""
 
 
-class AttributeDict(dict):
-    """A dict whose attributes count too, and whose ``__init__`` and ``__setitem__`` must not be
-    called.
-    """
+class WithNote:
+    """Has an attribute, too. Its ``__init__`` must not be called again."""
 
     def __init__(self, items, note):
         super().__init__(items)
         self.note = note
 
 
-class AttributeOrderedDict(OrderedDict):
-    def __init__(self, items, note):
-        super().__init__(items)
-        self.note = note
+class AttributeDict(WithNote, dict):
+    pass
+
+
+class AttributeOrderedDict(WithNote, OrderedDict):
+    pass
 
 
 class AttributeDefaultDict(defaultdict):
     note = None
 
 
-class AttributeList(list):
-    note = None
+class AttributeList(WithNote, list):
+    pass
 
 
 class AttributeTuple(tuple):  # noqa: SLOT001 - attributes are what it is about
@@ -145,8 +146,8 @@ class AttrsRecord:
     second: typing.Any = None
 
 
-class UserBatch(UserDict):
-    note = None
+class UserBatch(WithNote, UserDict):
+    pass
 
 
 @ps.register_node
@@ -243,43 +244,30 @@ def tensor_of(dtype, shape, seed=0):
     return torch.from_numpy(random_bytes).view(dtype).view(shape)
 
 
-def _permuted(tensor, seed):
-    return tensor.permute(*np.random.default_rng(seed).permutation(tensor.ndim).tolist())
-
-
-def _every_other(tensor, seed):
-    axis = seed % tensor.ndim
-    return tensor[(slice(None),) * axis + (slice(seed % 2, None, 2),)]
-
-
-def _offset(tensor, seed):
-    return tensor[min(1, len(tensor)) :]
-
-
-def _expanded(tensor, seed):
-    axis = seed % (tensor.ndim + 1)
-    sizes = [-1] * tensor.ndim
-    sizes.insert(axis, 3)
-    return tensor.unsqueeze(axis).expand(sizes)
-
-
-def _overlapping(tensor, seed):
-    return tensor.unfold(0, 2, 1) if len(tensor) >= 2 else tensor
-
-
-def _channels_last(tensor, seed):
-    order = (0, tensor.ndim - 1, *range(1, tensor.ndim - 1))
-    return tensor.permute(order)
-
-
 _FORMS = {  # name: least number of dimensions, function
     "contiguous": (0, lambda tensor, seed: tensor),
-    "permuted": (2, _permuted),
-    "every other": (1, _every_other),
-    "offset": (1, _offset),
-    "expanded": (0, _expanded),
-    "overlapping": (1, _overlapping),
-    "channels last": (4, _channels_last),
+    "permuted": (
+        2,
+        lambda tensor, seed: tensor.permute(
+            *np.random.default_rng(seed).permutation(tensor.ndim).tolist()
+        ),
+    ),
+    "every other": (
+        1,
+        lambda tensor, seed: tensor.movedim(seed % tensor.ndim, 0)[seed % 2 :: 2].movedim(
+            0, seed % tensor.ndim
+        ),
+    ),
+    "offset": (1, lambda tensor, seed: tensor[1:]),
+    "expanded": (
+        0,
+        lambda tensor, seed: tensor.expand(3, *tensor.shape).movedim(0, seed % (tensor.ndim + 1)),
+    ),
+    "overlapping": (
+        1,
+        lambda tensor, seed: tensor.unfold(0, 2, 1) if len(tensor) >= 2 else tensor,
+    ),
+    "channels last": (4, lambda tensor, seed: tensor.movedim(-1, 1)),
 }
 _COMPLEX_FORMS = {
     "conjugated": (0, lambda tensor, seed: tensor.conj()),
@@ -383,13 +371,13 @@ _MADE_OF_ITEMS = (
     AttributeDict,
     AttributeOrderedDict,
     lambda items, note: _with_note(AttributeDefaultDict(tuple, items), note),
-    lambda items, note: _with_note(UserBatch(items), note),
+    UserBatch,
 )
 # From a list of values and a further value.
 _MADE_OF_VALUES = (
     lambda values, note: values,
     lambda values, note: tuple(values),
-    lambda values, note: _with_note(AttributeList(values), note),
+    AttributeList,
     lambda values, note: _with_note(AttributeTuple(values), note),
     lambda values, note: deque(values, maxlen=5),
     lambda values, note: Speaking(values, "name"),
@@ -479,15 +467,6 @@ def is_numeric(array):
     return array.dtype.kind in "biufc"
 
 
-def bits(tensor):
-    """Return a tensor's elements as integers on the CPU, so that a comparison sees every bit."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.dtype.itemsize == 16:
-        tensor = torch.view_as_real(tensor)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(integers[tensor.dtype.itemsize]).cpu()
-
-
 def as_tensor(array):
     """Return a tensor with the values of a numeric array, and its strides if torch supports
     them.
@@ -525,16 +504,6 @@ def _is_dense(tensor):
     return True
 
 
-def _telling_stride(shape, stride):
-    # An array's strides in dimensions of one element have no meaning, and neither have those of an
-    # empty array.
-    return (
-        [step for step, size in zip(stride, shape, strict=True) if size != 1]
-        if math.prod(shape)
-        else []
-    )
-
-
 def assert_same(original, staged, device="cpu", *, copied=True):
     """Fail unless a staged batch is the original one, on a device.
 
@@ -548,26 +517,14 @@ def assert_same(original, staged, device="cpu", *, copied=True):
         device: the device that packed leaves must be on.
         copied: whether packed leaves must have their own memory.
     """
-    _Comparison(torch.device(device), copied).compare(original, staged, "batch")
+    device = torch.device(device)
+    staged_of, original_of = {}, {}  # by id of the other
 
-
-def assert_round_trip(batch):
-    """Fail unless a batch that is packed into a slab and unpacked again is the same."""
-    assert_same(batch, through_slab(batch), "cpu")
-
-
-class _Comparison:
-    def __init__(self, device, copied):
-        self.device = device
-        self.copied = copied
-        self.staged_of = {}  # id of an original leaf: the staged one
-        self.original_of = {}
-
-    def compare(self, original, staged, path):
+    def compare(original, staged, path):
         if isinstance(original, torch.Tensor) or (
             isinstance(original, np.ndarray) and is_numeric(original)
         ):
-            self._leaf(original, staged, path)
+            compare_leaf(original, staged, path)
             return
         assert type(staged) is type(original), f"{path}: {type(staged)} instead of {type(original)}"
         if isinstance(original, PackedSequence):
@@ -583,7 +540,7 @@ class _Comparison:
             ours, theirs = list(base.keys(original)), list(base.keys(staged))
             assert theirs == ours, f"{path}: keys {theirs} instead of {ours}"
             for key in ours:
-                self.compare(base.get(original, key), base.get(staged, key), f"{path}[{key!r}]")
+                compare(base.get(original, key), base.get(staged, key), f"{path}[{key!r}]")
             if isinstance(original, defaultdict):
                 assert staged.default_factory is original.default_factory, path
         elif isinstance(original, list | tuple | deque) and type(original) is not torch.Size:
@@ -591,7 +548,7 @@ class _Comparison:
                 f"{path}: {len(staged)} items instead of {len(original)}"
             )
             for index, (one, other) in enumerate(zip(original, staged, strict=True)):
-                self.compare(one, other, f"{path}[{index}]")
+                compare(one, other, f"{path}[{index}]")
             if isinstance(original, deque):
                 assert staged.maxlen == original.maxlen, path
         elif staged is original:
@@ -605,16 +562,16 @@ class _Comparison:
             f"{path}: attributes {list(theirs)} instead of {list(ours)}"
         )
         for name in ours:
-            self.compare(ours[name], theirs[name], f"{path}.{name}")
+            compare(ours[name], theirs[name], f"{path}.{name}")
 
-    def _leaf(self, original, staged, path):
+    def compare_leaf(original, staged, path):
         assert isinstance(staged, torch.Tensor), f"{path}: {type(staged)} instead of a tensor"
-        known = self.staged_of.setdefault(id(original), staged)
+        known = staged_of.setdefault(id(original), staged)
         assert known is staged, f"{path}: met before, and came back as another tensor"
-        known = self.original_of.setdefault(id(staged), original)
+        known = original_of.setdefault(id(staged), original)
         assert known is original, f"{path}: came back as the tensor of another leaf"
         if isinstance(original, torch.Tensor) and not packable(original):
-            _assert_as_by_to(original, staged, original.to(self.device), path)
+            _assert_as_by_to(original, staged, original.to(device), path)
             return
         address = (
             original.data_ptr()
@@ -625,20 +582,27 @@ class _Comparison:
         if is_array:
             original = as_tensor(original)
         assert type(staged) is torch.Tensor, f"{path}: {type(staged)}"
-        assert staged.device == self.device, f"{path}: on {staged.device}"
+        assert staged.device == device, f"{path}: on {staged.device}"
         assert staged.dtype == original.dtype, f"{path}: {staged.dtype} instead of {original.dtype}"
         assert staged.shape == original.shape, f"{path}: {staged.shape} instead of {original.shape}"
         stride, expected = staged.stride(), staged_stride(original)
         if is_array:
             stride, expected = (
-                _telling_stride(staged.shape, stride),
-                _telling_stride(staged.shape, expected),
+                telling_stride(staged.shape, stride),
+                telling_stride(staged.shape, expected),
             )
         assert stride == expected, f"{path}: stride {stride} instead of {expected}"
         assert not any((staged.is_conj(), staged.is_neg(), staged.requires_grad)), path
         assert torch.equal(bits(staged), bits(original)), f"{path}: other content"
-        if self.copied and original.numel():
+        if copied and original.numel():
             assert staged.data_ptr() != address, f"{path}: not copied"
+
+    compare(original, staged, "batch")
+
+
+def assert_round_trip(batch):
+    """Fail unless a batch that is packed into a slab and unpacked again is the same."""
+    assert_same(batch, through_slab(batch), "cpu")
 
 
 def _assert_as_by_to(original, staged, moved, path):

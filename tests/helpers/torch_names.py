@@ -36,6 +36,7 @@ WORKS = {
 """The results if nothing is missing."""
 
 SLOW_TENSORS = "tensors are described and made in Python, which takes longer: torch .*"
+SLOW_LOADER = "ps.DataLoader stages in the main process, which is slower: torch .*"
 
 
 class Case(NamedTuple):
@@ -53,23 +54,28 @@ class Case(NamedTuple):
 # -- ways to change a name -------------------------------------------------------------------------
 
 
-def gone(owner: Any, name: str) -> Callable[[], None]:
+def gone(owner, name):
     return lambda: delattr(owner, name)
 
 
-def instead(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def instead(owner, name, value):
     return lambda: setattr(owner, name, value)
 
 
-def for_us_only(package: Any, module: str, name: str, value: Any = None) -> Callable[[], None]:
+def copy_of(module):
+    copy = types.ModuleType(module.__name__)
+    vars(copy).update(vars(module))
+    return copy
+
+
+def for_us_only(package, module, name, value=None):
     """Change a name that the module's own functions need: pinstage sees a changed copy. None
     removes the name.
     """
 
-    def change() -> None:
+    def change():
         real = getattr(package, module)
-        fake = types.ModuleType(real.__name__)
-        vars(fake).update(vars(real))
+        fake = copy_of(real)
         if value is None:
             delattr(fake, name)
         else:
@@ -79,32 +85,26 @@ def for_us_only(package: Any, module: str, name: str, value: Any = None) -> Call
     return change
 
 
-def of_tensors(name: str, ask: Callable[[torch.Tensor], Any] | None) -> Callable[[], None]:
+def of_tensors(name, ask):
     """Change an attribute of all tensors; None removes it."""
 
-    def missing(tensor: torch.Tensor) -> None:
+    def missing(tensor):
         raise AttributeError(name)
 
     return instead(torch.Tensor, name, property(missing if ask is None else ask))
 
 
-def in_core(**functions: Any) -> Callable[[], None]:
+def in_core(**functions):
     """Change functions of the extension that call torch's C++. Each replacement gets the real
     function first; for a class, the class of its instance."""
 
-    def change() -> None:
+    def change():
         name = "pinstage._native._core"
-        source = importlib.util.find_spec("pinstage")
-        assert source is not None
-        assert source.origin is not None
-        [path] = (Path(source.origin).parent / "_native").glob("_core*.so")
-        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-        spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-        assert spec is not None
+        package = Path(importlib.util.find_spec("pinstage").origin).parent
+        spec = importlib.machinery.PathFinder.find_spec(name, [str(package / "_native")])
         real = importlib.util.module_from_spec(spec)
-        loader.exec_module(real)
-        fake = types.ModuleType(name)
-        vars(fake).update(vars(real))
+        spec.loader.exec_module(real)
+        fake = copy_of(real)
         for function, other in functions.items():
             own = getattr(real, function)
             setattr(
@@ -120,44 +120,40 @@ def in_core(**functions: Any) -> Callable[[], None]:
 data_utils: Any = importlib.import_module("torch.utils.data._utils")
 
 
-def cut_views(change: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+def cut_views(change):
     """Replace the extension's first leaf."""
 
     class Blocks:
-        def __init__(self, real: Any) -> None:
+        def __init__(self, real):
             self._real = real
 
-        def of(self, *args: Any) -> Any:
+        def of(self, *args):
             made = self._real.of(*args)
             # Public functions are unchanged.
             return made if made is None or len(args) == 7 else Blocks(made)
 
-        def leaves(self, others: list[Any]) -> list[Any]:
+        def leaves(self, others):
             first, *rest = self._real.leaves(others)
             return [change(first), *rest]
 
-        def __len__(self) -> int:
+        def __len__(self):
             return len(self._real)
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name):
             return getattr(self._real, name)
 
     return in_core(Blocks=Blocks)
 
 
-def shares_its_version(view: torch.Tensor) -> torch.Tensor:
-    return view[:]
-
-
-def cannot_be_made(view: torch.Tensor) -> torch.Tensor:
+def cannot_be_made(view):
     raise RuntimeError("torch could not make a view of the slab")
 
 
-def has_no_api() -> None:
+def has_no_api():
     del torch.Tensor.__dlpack_c_exchange_api__
 
 
-def has_another_api() -> None:
+def has_another_api():
     import ctypes
 
     class Header(ctypes.Structure):
@@ -173,66 +169,59 @@ def has_another_api() -> None:
         ctypes.py_object,
         [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p],
     )
-    has_another_api.kept = header, b"dlpack_exchange_api"  # type: ignore[attr-defined]
-    capsule = new(ctypes.addressof(header), has_another_api.kept[1], None)  # type: ignore[attr-defined]
-    torch.Tensor.__dlpack_c_exchange_api__ = capsule  # type: ignore[attr-defined]
+    has_another_api.kept = header, b"dlpack_exchange_api"
+    capsule = new(ctypes.addressof(header), has_another_api.kept[1], None)
+    torch.Tensor.__dlpack_c_exchange_api__ = capsule
 
 
 NO_MEMORY = "refused: .* lacks the memory.*"
-NO_TENSORS = {"doctor": "tensors", "told": SLOW_TENSORS}
-NO_LOADER = {
-    "doctor": "DataLoader",
-    "told": "ps.DataLoader stages in the main process, which is slower: torch .*",
+# Without these, tensors are described and made in Python.
+WITHOUT_TENSORS = {
+    "forward_ad._current_level": for_us_only(torch.autograd, "forward_ad", "_current_level"),
+    "forward_ad._current_level is an object": for_us_only(
+        torch.autograd, "forward_ad", "_current_level", object()
+    ),
+    # -- facts that the extension needs
+    "the exchange API": has_no_api,
+    "the exchange API of another version": has_another_api,
+    "the libraries": instead(torch, "__file__", "/nowhere/torch/__init__.py"),
+    "a function of the shim": in_core(
+        use_torch=lambda real, exchange, functions, *rest: real(exchange, functions[1:], *rest)
+    ),
+    "Tensor._cdata": of_tensors("_cdata", None),
+    "Tensor._cdata is something else": of_tensors("_cdata", id),
+    "sizes of storages": in_core(facts=lambda real, tensor: (1, *real(tensor)[1:])),
+    "dtypes": in_core(facts=lambda real, tensor: (*real(tensor)[:2], 0, *real(tensor)[3:])),
+    "flags": in_core(facts=lambda real, tensor: (*real(tensor)[:3], 0, 0, 0)),
+    "what counts modes": instead(torch._C, "_len_torch_dispatch_stack", lambda: 0),
+    "Tensor._base": of_tensors("_base", None),
+    "views of a subclass": cut_views(
+        lambda view: view.as_subclass(type("Ours", (torch.Tensor,), {}))
+    ),
+    "views of another place": cut_views(lambda view: view.flip(0)),
+    "views that are copies": cut_views(lambda view: view.clone()),
+    "views that share their version": cut_views(lambda view: view[:]),
+    "views that cannot be made": cut_views(cannot_be_made),
+}
+# Without these, the loader stages in the main process.
+WITHOUT_LOADER = {
+    name: for_us_only(data_utils, "collate", name)
+    for name in ("collate", "collate_tensor_fn", "default_collate_fn_map")
 }
 
 CASES = {
     "nothing": Case(lambda: None),
     # -- tensors
-    "forward_ad._current_level": Case(
-        for_us_only(torch.autograd, "forward_ad", "_current_level"), **NO_TENSORS
-    ),
-    "forward_ad._current_level is an object": Case(
-        for_us_only(torch.autograd, "forward_ad", "_current_level", object()), **NO_TENSORS
-    ),
     "is_functional_tensor": Case(
         gone(torch, "_is_functional_tensor"), instead={"a functional tensor": NO_MEMORY}
     ),
     "Tensor._is_zerotensor": Case(
         instead(torch.Tensor, "_is_zerotensor", None), instead={"a zero tensor": NO_MEMORY}
     ),
-    # -- facts that the extension needs
-    "the exchange API": Case(has_no_api, **NO_TENSORS),
-    "the exchange API of another version": Case(has_another_api, **NO_TENSORS),
-    "the libraries": Case(instead(torch, "__file__", "/nowhere/torch/__init__.py"), **NO_TENSORS),
-    "a function of the shim": Case(
-        in_core(
-            use_torch=lambda real, exchange, functions, *rest: real(exchange, functions[1:], *rest)
-        ),
-        **NO_TENSORS,
-    ),
-    "Tensor._cdata": Case(of_tensors("_cdata", None), **NO_TENSORS),
-    "Tensor._cdata is something else": Case(of_tensors("_cdata", id), **NO_TENSORS),
-    "sizes of storages": Case(
-        in_core(facts=lambda real, tensor: (1, *real(tensor)[1:])), **NO_TENSORS
-    ),
-    "dtypes": Case(
-        in_core(facts=lambda real, tensor: (*real(tensor)[:2], 0, *real(tensor)[3:])), **NO_TENSORS
-    ),
-    "flags": Case(in_core(facts=lambda real, tensor: (*real(tensor)[:3], 0, 0, 0)), **NO_TENSORS),
-    "what counts modes": Case(
-        instead(torch._C, "_len_torch_dispatch_stack", lambda: 0), **NO_TENSORS
-    ),
-    "Tensor._base": Case(of_tensors("_base", None), **NO_TENSORS),
     "Tensor._version": Case(
-        of_tensors("_version", lambda _: 0), **NO_TENSORS | {"doctor": "save_on_cpu, tensors"}
+        of_tensors("_version", lambda _: 0), "save_on_cpu, tensors", SLOW_TENSORS
     ),
-    "views of a subclass": Case(
-        cut_views(lambda view: view.as_subclass(type("Ours", (torch.Tensor,), {}))), **NO_TENSORS
-    ),
-    "views of another place": Case(cut_views(lambda view: view.flip(0)), **NO_TENSORS),
-    "views that are copies": Case(cut_views(lambda view: view.clone()), **NO_TENSORS),
-    "views that share their version": Case(cut_views(shares_its_version), **NO_TENSORS),
-    "views that cannot be made": Case(cut_views(cannot_be_made), **NO_TENSORS),
+    **{name: Case(change, "tensors", SLOW_TENSORS) for name, change in WITHOUT_TENSORS.items()},
     # -- torch's pytree
     "pytree's registry": Case(
         for_us_only(torch.utils, "_pytree", "SUPPORTED_NODES"),
@@ -255,11 +244,7 @@ CASES = {
         gone(torch.autograd, "_profiler_enabled"), instead={"profile": "has none"}
     ),
     # -- torch's loader
-    "collate": Case(for_us_only(data_utils, "collate", "collate"), **NO_LOADER),
-    "collate_tensor_fn": Case(for_us_only(data_utils, "collate", "collate_tensor_fn"), **NO_LOADER),
-    "default_collate_fn_map": Case(
-        for_us_only(data_utils, "collate", "default_collate_fn_map"), **NO_LOADER
-    ),
+    **{name: Case(change, "DataLoader", SLOW_LOADER) for name, change in WITHOUT_LOADER.items()},
 }
 
 
@@ -269,11 +254,11 @@ CASES = {
 class WithPytree:
     """A container that was registered with torch's pytree."""
 
-    def __init__(self, x: torch.Tensor) -> None:
+    def __init__(self, x):
         self.x = x
 
 
-def batch(seed: int) -> dict[str, Any]:
+def batch(seed):
     numbers = torch.arange(24.0) + seed
     cube = numbers.view(2, 3, 4)
     complexes = torch.complex(numbers, -numbers)
@@ -295,38 +280,32 @@ def batch(seed: int) -> dict[str, Any]:
     }
 
 
-def differences(staged: dict[str, Any], seed: int) -> list[str]:
+def differences(staged, seed):
     """Return the leaves that differ from the result of `.to()`."""
-    expected = batch(seed)
+    expected = batch(seed) | {"array": torch.arange(5, dtype=torch.int16) + seed}
     found = [] if staged["plain"] is staged["again"] else ["again is another object"]
-    for name, leaf in expected.items():
-        got = staged[name]
-        want = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
-        if not isinstance(want, torch.Tensor):
-            same = got == want
-        elif want.is_sparse:
-            same = got.is_sparse and torch.equal(got.to_dense(), want.to_dense())
-        else:
-            want = want.resolve_conj().resolve_neg()
-            same = (got.dtype, got.shape, got.requires_grad) == (
-                want.dtype,
-                want.shape,
-                want.requires_grad,
-            )
-            same = same and torch.equal(got, want)
-        if not same:
-            found.append(f"{name} of batch {seed}: {got!r}")
-    return found
+    return found + [
+        f"{name} of batch {seed}: {staged[name]!r}"
+        for name, leaf in expected.items()
+        if told(staged[name]) != told(leaf)
+    ]
 
 
-def overwrite(sources: dict[str, Any]) -> None:
+def told(leaf):
+    """Return all that must be equal in two leaves."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.dtype, leaf.shape, leaf.layout, leaf.requires_grad, leaf.to_dense().tolist()
+
+
+def overwrite(sources):
     with torch.no_grad():
         for leaf in sources.values():
             if isinstance(leaf, torch.Tensor) and not (leaf.is_sparse or leaf.requires_grad):
                 leaf.zero_()
 
 
-def stage_some(ps: Any, stager: Any, count: int) -> list[str]:
+def stage_some(ps, stager, count):
     wrong, kept = [], []
     for seed in range(count):
         sources = batch(seed)
@@ -338,7 +317,7 @@ def stage_some(ps: Any, stager: Any, count: int) -> list[str]:
     return wrong
 
 
-def dual_tensors(ps: Any, stager: Any) -> str:
+def dual_tensors(ps, stager):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(torch.ones(3), torch.arange(3.0))
         staged = stager.to_device({"x": dual, "y": torch.ones(2)})
@@ -349,12 +328,12 @@ def dual_tensors(ps: Any, stager: Any) -> str:
         )
 
 
-def registered_with_pytree(ps: Any, stager: Any) -> str:
+def registered_with_pytree(ps, stager):
     staged = stager.to_device(WithPytree(torch.ones(2)))
     return "staged" if torch.equal(staged.x, torch.ones(2)) else "lost"
 
 
-def profile(ps: Any, stager: Any) -> str:
+def profile(ps, stager):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         stager.to_device(batch(0))
     return (
@@ -364,7 +343,7 @@ def profile(ps: Any, stager: Any) -> str:
     )
 
 
-def workers(ps: Any) -> str:
+def workers(ps):
     dataset = [{"x": torch.full((3,), float(i)), "i": i} for i in range(8)]
     loader = ps.DataLoader(
         dataset, batch_size=2, num_workers=1, device="cpu", multiprocessing_context="fork"
@@ -375,7 +354,7 @@ def workers(ps: Any) -> str:
     )
 
 
-def weights(ps: Any, stager: Any) -> str:
+def weights(ps, stager):
     module = torch.nn.BatchNorm1d(2)
     module.register_buffer("angles", torch.zeros(2), persistent=False)
     missing, _ = stager.load_weights(module, {"running_mean": torch.ones(2)}, strict=False)
@@ -386,21 +365,21 @@ def weights(ps: Any, stager: Any) -> str:
     return "loaded" if is_loaded else "lost"
 
 
-def outcome(ps: Any, attempt: Callable[..., str], *args: Any) -> str:
+def outcome(ps, attempt, *args):
     try:
         return attempt(ps, *args)
     except ps.errors.PinstageError as error:
         return f"refused: {error}"
 
 
-def like(ps: Any, stager: Any, tensor: torch.Tensor, value: torch.Tensor) -> str:
+def like(ps, stager, tensor, value):
     staged = stager.to_device({"x": tensor})["x"]
     if torch._is_functional_tensor(staged) if hasattr(torch, "_is_functional_tensor") else False:
         staged = torch._from_functional_tensor(staged)
     return "staged" if torch.equal(staged + 0, value) else "lost"
 
 
-def try_all() -> dict[str, Any]:
+def try_all():
     """Stage batches of all kinds; return the results."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -442,7 +421,7 @@ def try_all() -> dict[str, Any]:
     }
 
 
-def run(case: Case) -> dict[str, Any]:
+def run(case):
     """Try all in a separate process."""
     reading, writing = os.pipe()
     child = os.fork()

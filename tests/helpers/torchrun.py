@@ -24,13 +24,13 @@ import warm
 SRC = Path(__file__).parents[2] / "src"
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment(**variables):
     """Return this process's environment, with a path to pinstage."""
     path = os.pathsep.join(filter(None, [str(SRC), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path} | variables
 
 
-def torchrun(script: Path, *arguments: object, ranks: int = 2) -> str:
+def torchrun(script, *arguments, ranks=2):
     """Run a script in `ranks` processes on this host and return their output; fail if it fails.
 
     The processes find each other through a port that torchrun chooses itself.

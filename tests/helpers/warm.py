@@ -18,26 +18,25 @@ import socket
 import sys
 
 
-def command(*arguments: object) -> list[str]:
+def command(*arguments):
     """Return a command that does what Python does with these arguments: ``-c``, ``-m`` or a script
     come first.
     """
     return [sys.executable, "-I", "-S", __file__, str(_server()), *map(str, arguments)]
 
 
-def completed(code: str, **options):
+def completed(code, **options):
     """Run the code of a program to its end; return its status and, as text, its output.
 
     Options are those of `subprocess.run`.
     """
-    import subprocess
+    import processes
 
-    options = {"capture_output": True, "text": True} | options
-    return subprocess.run(command("-c", code), check=False, **options)
+    return processes.completed(command("-c", code), **options)
 
 
 @functools.cache
-def _server() -> int:
+def _server():
     """Start the process that forks; return the number in its address."""
     import subprocess
 
@@ -57,11 +56,11 @@ def _server() -> int:
     return os.getpid()
 
 
-def address(number: int) -> str:
+def address(number):
     return f"\0pinstage tests {number}"
 
 
-def ask(number: int, arguments: list[str]) -> int:
+def ask(number, arguments):
     """Let the server run a program; return its exit status."""
     ignores = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     request = marshal.dumps((arguments, dict(os.environ), os.getcwd(), ignores))  # noqa: PTH109 - pathlib is slow
@@ -72,7 +71,7 @@ def ask(number: int, arguments: list[str]) -> int:
         return int(connection.recv(16))
 
 
-def serve(listener: socket.socket, parent: int) -> list[str]:
+def serve(listener, parent):
     """Fork for each request; return in each fork, with the program's arguments.
 
     The process ends when its parent ends, however that happens. The end of a pipe would not tell:
@@ -117,7 +116,7 @@ def serve(listener: socket.socket, parent: int) -> list[str]:
                 signal.pidfd_send_signal(asking[one], signal.SIGKILL)
 
 
-def become(request: bytes, streams: list[int]) -> list[str]:
+def become(request, streams):
     """Let this process have the properties of the one that asked; return the program's
     arguments.
     """
@@ -128,7 +127,7 @@ def become(request: bytes, streams: list[int]) -> list[str]:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))
     signal.signal(
         signal.SIGINT, signal.SIG_IGN if ignores_interrupts else signal.default_int_handler
     )
@@ -136,7 +135,7 @@ def become(request: bytes, streams: list[int]) -> list[str]:
     return arguments
 
 
-def run(kind: str, *arguments: str) -> None:
+def run(kind, *arguments):
     """Run a program as the main module."""
     import runpy
     import types

@@ -54,11 +54,6 @@ def counted():
     return Counted(data.mixed, 24)
 
 
-@pytest.fixture(params=[0, 2], ids=["inline", "workers"])
-def workers(request):
-    return request.param
-
-
 @pytest.mark.parametrize("dataset", [mapped, streamed, counted])
 @pytest.mark.parametrize("taken", [1, 7])
 def test_a_state_is_that_of_what_was_yielded(dataset, taken, workers):

@@ -38,6 +38,7 @@ from doubles import (
     record_work,
     wait_until,
 )
+from host_processes import state_of
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
@@ -265,27 +266,6 @@ def test_an_error_is_the_original_one(workers, sample, options, kind, text):
     assert time.perf_counter() - began < 4  # seconds; torch's takes 5 for each worker
     if loader.stats().pool is not None:
         assert_all_back(loader)
-
-
-@pytest.mark.parametrize(
-    "sample", [data.ragged, lambda index: torch.zeros(2, dtype=torch.int64 if index else None)]
-)
-def test_what_torch_cannot_stack_fails_as_in_torch(sample):
-    def outcome(loader):
-        iterator = iter(loader)
-        try:
-            return list(iterator)
-        except Exception as error:  # noqa: BLE001 - compared
-            return type(error), str(error).strip().splitlines()[-1].split(" at ")[0]
-        finally:
-            for (
-                worker
-            ) in iterator._workers:  # torch's own may need five seconds to end after such an error
-                worker.terminate()
-
-    dataset = data.Mapped(sample, 4)
-    expected = outcome(torch.utils.data.DataLoader(dataset, 4, num_workers=1))
-    assert str(outcome(ps.DataLoader(dataset, 4, num_workers=1, device="cpu"))) == str(expected)
 
 
 def test_errors_come_in_order_and_are_survivable():
@@ -858,17 +838,13 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
 # -- other processes
 
 
+def environment():
+    return os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def run_script(script):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     script = f"import warnings\nwarnings.simplefilter('error')\n{textwrap.dedent(script)}"
-    return subprocess.run(
-        warm.command("-c", script),
-        check=False,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS * 2,
-    )
+    return warm.completed(script, env=environment(), timeout=PATIENCE_SECONDS * 2)
 
 
 def test_workers_end_when_the_main_process_is_killed():
@@ -884,15 +860,7 @@ def test_workers_end_when_the_main_process_is_killed():
     """
     result = run_script(script)  # returns when the worker has closed the output too
     assert result.returncode == -9, result.stderr
-    wait_until(
-        lambda: not Path(f"/proc/{int(result.stdout)}").exists() or is_zombie(int(result.stdout))
-    )
-
-
-def is_zombie(pid):
-    with contextlib.suppress(OSError):
-        return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-    return True
+    wait_until(lambda: state_of(int(result.stdout)) in ("", "Z"))
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -903,10 +871,9 @@ def test_interrupting_the_whole_group_ends_all_of_it():
         for batch in loader:
             print(int(batch), flush=True)
     """
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", textwrap.dedent(script)]
     with subprocess.Popen(
-        command, env=environment, stdout=-1, stderr=-1, text=True, start_new_session=True
+        command, env=environment(), stdout=-1, stderr=-1, text=True, start_new_session=True
     ) as process:
         # A worker sleeps, the loop waits.
         assert [int(process.stdout.readline()) for _ in range(3)] == [0, 1, 2]

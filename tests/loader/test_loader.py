@@ -9,6 +9,7 @@ import time
 import loader_data as data
 import pytest
 import torch
+from doubles import assert_idle
 from loader_data import same
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -38,11 +39,6 @@ def agree(dataset, passes=1, seed=None, depth=2, own_storage=True, **options):
     assert same(found, expected)
     assert torch.equal(state, expected_state)
     return loader.stats()
-
-
-@pytest.fixture(params=[0, 2], ids=["inline", "workers"])
-def workers(request):
-    return request.param
 
 
 SAMPLES = [data.tensors, data.scalar, data.mixed, data.key_order, data.channels_last]
@@ -207,9 +203,7 @@ def wrapped(dataset, batch_size, num_workers, drop_last=False, **options):
 @pytest.mark.parametrize("make", [ps.DataLoader, wrapped])
 def test_it_is_a_loader_of_torch(make, workers):
     loader = make(TENSORS, 4, num_workers=workers, drop_last=True, device="cpu", depth=2)
-    assert isinstance(
-        loader, StatefulDataLoader if make is wrapped else torch.utils.data.DataLoader
-    )
+    assert isinstance(loader, torch.utils.data.DataLoader)
     assert (len(loader), loader.batch_size, loader.drop_last, loader.num_workers) == (
         5,
         4,
@@ -221,17 +215,6 @@ def test_it_is_a_loader_of_torch(make, workers):
     for _ in range(2):
         assert (loader.dataset, loader.collate_fn) == (TENSORS, default_collate)
         assert len(list(loader)) == 5
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_has_a_cap_within_a_budget(workers):
-    budget = ps.HostBudget("8MiB", name=f"loader{workers}")
-    loader = ps.DataLoader(
-        torch.arange(8.0), 2, num_workers=workers, max_bytes="2MiB", budget=budget, device="cpu"
-    )
-    assert len(list(loader)) == 4
-    assert loader.stats().pool.max_bytes == 2 << 20
-    assert len(budget.usage()) == 1
 
 
 def test_later_passes_allocate_nothing():
@@ -261,18 +244,15 @@ def test_a_given_pool_is_shared_and_stays_open(workers):
         loader = ps.DataLoader(dataset, 4, num_workers=workers, pool=pool, device="cpu")
         other = torch.utils.data.DataLoader(dataset, 4, num_workers=workers)
         assert same(list(loader), expected)
-        misses = pool.stats().misses
-        assert misses > 0
+        assert pool.stats().misses > 0
         assert loader.stats().pool == pool.stats()
         assert loader.max_bytes == pool.max_bytes
         assert same(list(ps.wrap_loader(other, pool=pool, device="cpu")), expected)
         assert same(list(ps.Stager("cpu", pool=pool).prefetch(expected)), expected)
-        assert pool.stats().held_bytes > 0
         del loader, other
         gc.collect()
         assert not pool.closed
-        assert (pool.stats().leased_slabs, pool.stats().in_flight_slabs) == (0, 0)
-    assert pool.stats().held_bytes == 0
+        assert_idle(pool)
 
 
 @pytest.mark.parametrize("make", [ps.DataLoader, wrapped])

@@ -4,22 +4,17 @@ on.
 
 import ast
 import inspect
-import multiprocessing
-import select
 import textwrap
 import types
 
 import loader_data as data
 import pytest
 import torch
-from doubles import PATIENCE_SECONDS
 from torch.utils.data import dataloader
-from torch.utils.data._utils import collate
 
 import pinstage as ps
 from pinstage._compat import loader as torchs
 from pinstage._compat import probes
-from pinstage._loader._collate import collates_as_shipped
 from pinstage.errors import StagingWarning
 from pinstage.inspect._doctor import private_names
 
@@ -57,37 +52,6 @@ def test_a_profile_shows_torchs_range_for_each_batch(streamed):
     names = [event.name for event in profile.events()]
     # The last call finds the end.
     assert sum(name.startswith("enumerate(DataLoader)#") for name in names) == 5
-
-
-def test_default_collation_asks_the_map_for_tensors():
-    map_of_ours = {**collate.default_collate_fn_map, torch.Tensor: lambda batch, **_: len(batch)}
-    stacked = collate.collate([(torch.ones(2), 1), (torch.ones(2), 2)], collate_fn_map=map_of_ours)
-    assert stacked[0] == 2, "adapt collate_lazily in pinstage/_loader/_collate.py"
-    assert stacked[1].tolist() == [1, 2]
-
-
-def test_a_function_added_to_default_collation_is_noticed(monkeypatch):
-    assert collates_as_shipped(collate), (
-        "torch keeps its functions elsewhere: adapt collates_as_shipped"
-    )
-    monkeypatch.setitem(collate.default_collate_fn_map, data.Cloud, data.collate_clouds)
-    assert not collates_as_shipped(collate)
-
-
-def test_the_worker_queue_has_a_pollable_file():
-    source = multiprocessing.Queue()
-    where = "multiprocessing keeps the pipe elsewhere: adapt pinstage/_compat/loader.py"
-    assert hasattr(source, "_reader"), where
-    assert hasattr(source, "_writer"), where
-    poll = select.poll()
-    poll.register(source._reader, select.POLLIN)
-    assert not poll.poll(0)
-    source.put("a batch")
-    assert poll.poll(PATIENCE_SECONDS * 1e3)
-    assert source.get() == "a batch"
-    assert not poll.poll(0)
-    source.close()
-    source.join_thread()
 
 
 # -- private names, taken away one by one ----------------------------------------------------------

@@ -5,6 +5,7 @@ import mmap
 import os
 import signal
 import subprocess
+from ctypes import memset, string_at
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,6 @@ def plain_shared():
     return SharedMemory(register=False)
 
 
-def fill(ptr, nbytes, byte):
-    ctypes.memset(ptr, byte, nbytes)
-
-
-def read(ptr, nbytes):
-    return ctypes.string_at(ptr, nbytes)
-
-
 @pytest.fixture(params=[PageableMemory, plain_shared], ids=["pageable", "shared"])
 def memory(request):
     return request.param()
@@ -62,9 +55,9 @@ def test_a_block_is_aligned_zeroed_and_usable(memory):
     assert block.ptr % mmap.PAGESIZE == 0
     assert block.nbytes >= 100_001
     assert block.nbytes % memory.granularity == 0
-    assert read(block.ptr, block.nbytes) == bytes(block.nbytes)
-    fill(block.ptr, block.nbytes, 7)
-    assert read(block.ptr, block.nbytes) == b"\x07" * block.nbytes
+    assert string_at(block.ptr, block.nbytes) == bytes(block.nbytes)
+    memset(block.ptr, 7, block.nbytes)
+    assert string_at(block.ptr, block.nbytes) == b"\x07" * block.nbytes
     memory.deallocate(block)
     assert not is_mapped(block.ptr)
 
@@ -117,8 +110,8 @@ def block():
 
 
 def test_what_a_forked_child_writes_is_read_here(block):
-    assert in_child(lambda: fill(block.ptr, block.nbytes, 9) is None) == 0
-    assert read(block.ptr, block.nbytes) == b"\x09" * block.nbytes
+    assert in_child(lambda: memset(block.ptr, 9, block.nbytes)) == 0
+    assert string_at(block.ptr, block.nbytes) == b"\x09" * block.nbytes
 
 
 def test_another_process_s_writes_are_read_here(block):
@@ -131,7 +124,7 @@ with contextlib.closing(attach(0, {block.nbytes})) as mapping:
 {NO_CUDA}
 """
     subprocess.run(warm.command("-c", code), stdin=block.fd, check=True)
-    assert read(block.ptr, block.nbytes) == b"\x05" * block.nbytes
+    assert string_at(block.ptr, block.nbytes) == b"\x05" * block.nbytes
 
 
 def test_an_attached_mapping_outlives_its_descriptor(block):
@@ -139,8 +132,8 @@ def test_an_attached_mapping_outlives_its_descriptor(block):
     mapping = attach(fd, 4096)
     os.close(fd)
     assert mapping.ptr % mmap.PAGESIZE == 0
-    fill(mapping.ptr, 4096, 3)
-    assert read(block.ptr, 4096) == b"\x03" * 4096
+    memset(mapping.ptr, 3, 4096)
+    assert string_at(block.ptr, 4096) == b"\x03" * 4096
     mapping.close()
     mapping.close()
     assert not is_mapped(mapping.ptr)
@@ -190,7 +183,7 @@ def test_populated_pages_have_their_memory_and_are_zero(threads, nbytes):
     assert resident_pages(address, nbytes) == 0
     pages.populate(address, nbytes, threads=threads)
     assert resident_pages(address, nbytes) == nbytes // mmap.PAGESIZE
-    assert not any(read(address, nbytes))
+    assert not any(string_at(address, nbytes))
     pages.unmap(address, nbytes)
 
 

@@ -172,13 +172,12 @@ def test_a_failed_background_reservation_raises_in_synchronize(pool, memory):
     pool.acquire(960).release()
 
 
-def test_a_reservation_beyond_the_cap_allocates_nothing(pool, memory):
-    with pool.acquire(500):
-        before = pool.stats()
-        with pytest.raises(BudgetExceededError, match="2 slabs of 256 B are missing") as caught:
-            pool.reserve(250, count=2)
-        assert pool.stats() == before
-        assert memory.allocations == 1
+def test_a_reservation_beyond_the_cap_says_how_far(pool):
+    with (
+        pool.acquire(500),
+        pytest.raises(BudgetExceededError, match="2 slabs of 256 B are missing") as caught,
+    ):
+        pool.reserve(250, count=2)
     assert (caught.value.requested_bytes, caught.value.leased_bytes) == (512, 512)
 
 
@@ -225,17 +224,15 @@ def test_a_reservation_under_way_counts_and_wakes_waiters(pool, memory, backgrou
 # -- freeze
 
 
-def test_a_frozen_pool_without_a_large_slab_raises(pool, memory):
+def test_a_frozen_pool_without_a_large_slab_raises(pool):
     pool.acquire(200).release()
     pool.freeze()
     assert pool.frozen
-    before = pool.stats()
     with pytest.raises(
         PoolFrozenError, match=r"300 B, largest slab 208 B.*; reserve\(\) .* before freeze"
     ) as caught:
         pool.acquire(300)
     assert (caught.value.requested_bytes, caught.value.held_bytes) == (300, 208)
-    assert (pool.stats(), memory.allocations) == (before, 1)
 
 
 def test_freezing_ends_waits_that_need_an_allocation(pool, background):

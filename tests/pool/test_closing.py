@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import re
-import subprocess
 import warnings
 import weakref
 
@@ -285,9 +284,7 @@ def test_stager_stats_work_while_the_pool_frees(memory, background):
 
 def run_script(script):
     """Run a program; return its exit status and output."""
-    done = subprocess.run(
-        warm.command("-c", script), capture_output=True, text=True, check=False, timeout=60
-    )
+    done = warm.completed(script, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 

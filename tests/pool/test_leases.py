@@ -4,8 +4,6 @@ import ctypes
 import gc
 import itertools
 import logging
-import math
-import subprocess
 import sys
 import threading
 import weakref
@@ -17,10 +15,8 @@ import warm
 from doubles import ManualEvent, PinnedMemory, calls_of, outcome, wait_for_reaper
 from loader_data import same
 
-from pinstage import SlabPool
 from pinstage._pool import add_guard, guard_until_release, lease_in_flight
 from pinstage.errors import AcquireTimeoutError, LeaseError, UnreleasedLeaseWarning
-from pinstage.memory import PageableMemory
 
 VIEWS = {
     "tensor": lambda lease: lease.tensor(),
@@ -150,16 +146,14 @@ def test_a_lease_shows_its_sizes_and_state(pool):
 # -- how it ends
 
 
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [
-        *VIEWS.items(),
-        ("data_ptr", lambda lease: lease.data_ptr()),
-        ("guard", lambda lease: lease.guard(ManualEvent())),
-    ],
-    ids=[*VIEWS, "data_ptr", "guard"],
-)
-def test_a_released_lease_cannot_be_used(pool, name, use):
+USES = VIEWS | {
+    "data_ptr": lambda lease: lease.data_ptr(),
+    "guard": lambda lease: lease.guard(ManualEvent()),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_released_lease_cannot_be_used(pool, name):
     lease = pool.acquire(100)
     lease.release()
     verb = name.split()[0]
@@ -167,7 +161,7 @@ def test_a_released_lease_cannot_be_used(pool, name, use):
         LeaseError,
         match=rf"already released: {verb}\(\) on a lease of 100 bytes; acquire a new one",
     ):
-        use(lease)
+        USES[name](lease)
 
 
 def test_a_second_release_spares_the_next_holder(full_pool):
@@ -481,9 +475,8 @@ import pinstage as ps
 with ps.SlabPool("1MiB", memory=ps.memory.PageableMemory()) as pool:
     pool.acquire(100)
 """
-    done = subprocess.run(
-        warm.command("-c", program), capture_output=True, text=True, timeout=120, check=True
-    )
+    done = warm.completed(program, timeout=120)
+    done.check_returncode()
     assert "lease was never released: 100 bytes of 104" in done.stderr
 
 
@@ -497,8 +490,6 @@ def test_a_forgotten_lease_waits_for_guard_and_views(full_pool, view_goes_first)
         full_pool.stats()
     for end in (views.clear, event.finish) if view_goes_first else (event.finish, views.clear):
         assert states(full_pool) == IN_FLIGHT
-        with pytest.raises(AcquireTimeoutError):
-            full_pool.acquire(100, timeout=0)
         end()
     assert states(full_pool) == FREE
 
@@ -512,21 +503,6 @@ def test_release_replaces_the_event_for_interrupts(full_pool):
         guard_until_release(lease, ManualEvent())
 
 
-def test_a_lease_in_a_cycle_is_returned(full_pool):
-    holder = {"lease": full_pool.acquire(100)}
-    holder["view"] = holder["lease"].__buffer__(0)
-    holder["self"] = holder
-    gc.disable()  # otherwise it may collect the cycle too early
-    try:
-        del holder
-        gc.collect()
-        with pytest.warns(UnreleasedLeaseWarning):
-            full_pool.stats()
-    finally:
-        gc.enable()
-    assert states(full_pool) == FREE
-
-
 def test_collecting_leases_inside_a_call_doesn_t_deadlock(pool):
     class CollectingEvent(ManualEvent):
         def query(self):
@@ -536,7 +512,7 @@ def test_collecting_leases_inside_a_call_doesn_t_deadlock(pool):
     event = CollectingEvent()
     pool.acquire(100).release(after=event)
     holder = [pool.acquire(100), pool.acquire(100)]
-    holder += [holder[0].numpy(), holder[1].tensor(), holder]
+    holder += [holder[0].__buffer__(0), holder[1].tensor(), holder]
     del holder
     with pytest.warns(UnreleasedLeaseWarning) as warned:
         pool.stats()
@@ -563,13 +539,6 @@ def test_freeing_views_inside_a_call_doesn_t_deadlock(pool):
     pool.stats()
     assert states(pool) == {"leased": 0, "in flight": 1, "free": 4}
     event.finish()
-
-
-def test_views_of_odd_slabs_end_at_their_end():
-    with SlabPool(4097, memory=PageableMemory()) as pool, pool.acquire(4097) as lease:
-        lease.tensor().fill_(255)
-        assert lease.numpy().sum(dtype=np.int64) == 4097 * 255
-        assert lease.tensor(math.prod((64, 16)), torch.float32).nbytes == 4096
 
 
 def test_finalisers_can_use_memoryviews_of_the_same_garbage(make_pool):

@@ -4,7 +4,6 @@ A small part of the manual run, ``python tests/helpers/soak.py 100000``.
 """
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ gc.freeze()
 with paths.on_path({path!r}):
     print(json.dumps(soak.soak(600)))
 """
-    run = subprocess.run(warm.command("-c", program), capture_output=True, text=True, check=False)
+    run = warm.completed(program)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert (found["batches"], found["wrong"], found["left"]) == (600, 0, [])

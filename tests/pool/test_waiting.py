@@ -11,13 +11,6 @@ from doubles import ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_
 
 from pinstage.errors import AcquireTimeoutError, UnreleasedLeaseWarning
 
-
-@pytest.fixture
-def full_pool(make_pool):
-    """A pool with room for a single slab of 1000 bytes."""
-    return make_pool(1000)
-
-
 slow_polling = pytest.mark.usefixtures("no_polling")
 
 
@@ -25,14 +18,14 @@ slow_polling = pytest.mark.usefixtures("no_polling")
 
 
 @pytest.mark.parametrize("timeout", [0, 0.03])
-def test_a_timeout_is_exact_and_changes_nothing(full_pool, timeout):
+def test_a_timeout_is_exact_and_changes_nothing(pool, timeout):
     event = ManualEvent()
-    full_pool.acquire(300).release(after=event)
-    with full_pool.acquire(500):
-        before = full_pool.stats()
+    pool.acquire(300).release(after=event)
+    with pool.acquire(500):
+        before = pool.stats()
         with pytest.raises(AcquireTimeoutError) as caught:
-            full_pool.acquire(700, timeout=timeout)
-        after = full_pool.stats()
+            pool.acquire(700, timeout=timeout)
+        after = pool.stats()
     event.finish()
     assert timeout <= after.wait_seconds < 10
     waited = {"waits": 1, "wait_seconds": after.wait_seconds, "owners": after.owners}
@@ -49,31 +42,31 @@ def test_a_timeout_is_exact_and_changes_nothing(full_pool, timeout):
 
 
 @pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf])
-def test_a_negative_timeout_is_refused(full_pool, timeout):
+def test_a_negative_timeout_is_refused(pool, timeout):
     with pytest.raises(ValueError, match="timeout must not be negative"):
-        full_pool.acquire(1, timeout=timeout)
-    assert full_pool.stats().held_bytes == 0
+        pool.acquire(1, timeout=timeout)
+    assert pool.stats().held_bytes == 0
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e12])
-def test_an_infinite_timeout_works_anywhere_in_the_queue(full_pool, background, timeout):
-    lease = full_pool.acquire(1000)
+def test_an_infinite_timeout_works_anywhere_in_the_queue(pool, background, timeout):
+    lease = pool.acquire(1000)
     futures = []
     for count in (1, 2):
-        futures.append(background(full_pool.acquire, 1000, timeout=timeout))
-        wait_for_waiters(full_pool, count)
+        futures.append(background(pool.acquire, 1000, timeout=timeout))
+        wait_for_waiters(pool, count)
     lease.release()
     outcome(futures[0]).release()
     outcome(futures[1]).release()
 
 
 @slow_polling
-def test_a_waiter_that_gives_up_makes_room(full_pool, background):
-    lease = full_pool.acquire(512)
-    impatient = background(full_pool.acquire, 1000, timeout=0.5)
-    wait_for_waiters(full_pool, 1)
-    modest = background(full_pool.acquire, 400)
-    wait_for_waiters(full_pool, 2)
+def test_a_waiter_that_gives_up_makes_room(pool, background):
+    lease = pool.acquire(512)
+    impatient = background(pool.acquire, 1000, timeout=0.5)
+    wait_for_waiters(pool, 1)
+    modest = background(pool.acquire, 400)
+    wait_for_waiters(pool, 2)
     assert not modest.done()  # there is room for it, but it is not its turn
     with pytest.raises(AcquireTimeoutError):
         outcome(impatient)
@@ -85,10 +78,10 @@ def test_a_waiter_that_gives_up_makes_room(full_pool, background):
 
 
 @slow_polling
-def test_a_release_that_allows_trimming_ends_the_wait(full_pool, memory, background):
-    leases = [full_pool.acquire(320) for _ in range(3)]
-    waiter = background(full_pool.acquire, 600)
-    wait_for_waiters(full_pool, 1)
+def test_a_release_that_allows_trimming_ends_the_wait(pool, memory, background):
+    leases = [pool.acquire(320) for _ in range(3)]
+    waiter = background(pool.acquire, 600)
+    wait_for_waiters(pool, 1)
     leases[0].release()
     assert stays_blocked(waiter)
     leases[1].release()
@@ -97,21 +90,21 @@ def test_a_release_that_allows_trimming_ends_the_wait(full_pool, memory, backgro
     leases[2].release()
 
 
-def test_a_forgotten_lease_ends_the_wait(full_pool, background):
-    lease = full_pool.acquire(1000)
-    waiter = background(full_pool.acquire, 1000)
-    wait_for_waiters(full_pool, 1)
+def test_a_forgotten_lease_ends_the_wait(pool, background):
+    lease = pool.acquire(1000)
+    waiter = background(pool.acquire, 1000)
+    wait_for_waiters(pool, 1)
     del lease
     lease = outcome(waiter)
     lease.release()
     with pytest.warns(UnreleasedLeaseWarning):
-        full_pool.stats()
+        pool.stats()
 
 
-def test_waiting_polls_events_now_and_then(full_pool, background):
+def test_waiting_polls_events_now_and_then(pool, background):
     event = ManualEvent()
-    full_pool.acquire(1000).release(after=event)
-    waiter = background(full_pool.acquire, 1000)
+    pool.acquire(1000).release(after=event)
+    waiter = background(pool.acquire, 1000)
     wait_until(lambda: event.queries > 20)
     queries, start = event.queries, time.monotonic()
     assert stays_blocked(waiter)
@@ -125,15 +118,15 @@ def test_waiting_polls_events_now_and_then(full_pool, background):
 
 
 @slow_polling
-def test_small_requests_don_t_overtake_a_large_one(full_pool, background):
-    leases = [full_pool.acquire(480), full_pool.acquire(480)]
-    large = background(full_pool.acquire, 900)
-    wait_for_waiters(full_pool, 1)
-    small = background(full_pool.acquire, 100)
-    wait_for_waiters(full_pool, 2)
+def test_small_requests_don_t_overtake_a_large_one(pool, background):
+    leases = [pool.acquire(480), pool.acquire(480)]
+    large = background(pool.acquire, 900)
+    wait_for_waiters(pool, 1)
+    small = background(pool.acquire, 100)
+    wait_for_waiters(pool, 2)
     leases[0].release()
     with pytest.raises(AcquireTimeoutError, match=" 2 other waiters;"):  # nor by a new one
-        full_pool.acquire(100, timeout=0.01)
+        pool.acquire(480, timeout=0.01)  # for which there is an idle slab
     assert stays_blocked(small)
     assert not large.done()
     leases[1].release()
@@ -144,15 +137,15 @@ def test_small_requests_don_t_overtake_a_large_one(full_pool, background):
 
 
 @slow_polling
-def test_one_release_serves_all_waiters_that_fit(full_pool, background):
-    held, released = full_pool.acquire(320), full_pool.acquire(480)
-    large = background(full_pool.acquire, 640)
-    wait_for_waiters(full_pool, 1)
-    small = background(full_pool.acquire, 40)
-    wait_for_waiters(full_pool, 2)
+def test_one_release_serves_all_waiters_that_fit(pool, background):
+    held, released = pool.acquire(320), pool.acquire(480)
+    large = background(pool.acquire, 640)
+    wait_for_waiters(pool, 1)
+    small = background(pool.acquire, 40)
+    wait_for_waiters(pool, 2)
     released.release()
     leases = [outcome(large), outcome(small), held]
-    assert full_pool.stats().leased_bytes == 640 + 40 + 320
+    assert pool.stats().leased_bytes == 640 + 40 + 320
     for lease in leases:
         lease.release()
 
@@ -163,36 +156,36 @@ def test_one_release_serves_all_waiters_that_fit(full_pool, background):
 @slow_polling
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_an_interrupted_waiter_leaves_the_queue(full_pool, background, ahead):
+def test_an_interrupted_waiter_leaves_the_queue(pool, background, ahead):
     def interrupt():
-        wait_for_waiters(full_pool, ahead + 1)
+        wait_for_waiters(pool, ahead + 1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    lease = full_pool.acquire(1000)
-    others = [background(full_pool.acquire, 1000) for _ in range(ahead)]
-    wait_for_waiters(full_pool, ahead)
+    lease = pool.acquire(1000)
+    others = [background(pool.acquire, 1000) for _ in range(ahead)]
+    wait_for_waiters(pool, ahead)
     interruption = background(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        full_pool.acquire(1000)
+        pool.acquire(1000)
     outcome(interruption)
-    others.append(background(full_pool.acquire, 1000))
-    wait_for_waiters(full_pool, ahead + 2)
+    others.append(background(pool.acquire, 1000))
+    wait_for_waiters(pool, ahead + 2)
     lease.release()
     for other in others:
         outcome(other).release()
 
 
-def test_a_waiter_interrupted_at_an_event_leaves_nothing(full_pool, background):
+def test_a_waiter_interrupted_at_an_event_leaves_nothing(pool, background):
     event = ManualEvent()
-    full_pool.acquire(1000).release(after=event)
-    waiter = background(full_pool.acquire, 1000)
-    wait_for_waiters(full_pool, 1)
+    pool.acquire(1000).release(after=event)
+    waiter = background(pool.acquire, 1000)
+    wait_for_waiters(pool, 1)
     event.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         outcome(waiter)
     event.error = None
     event.finish()
-    lease = full_pool.acquire(1000, timeout=0)
+    lease = pool.acquire(1000, timeout=0)
     with pytest.raises(AcquireTimeoutError):
-        full_pool.acquire(1000, timeout=0)
+        pool.acquire(1000, timeout=0)
     lease.release()

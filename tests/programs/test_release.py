@@ -82,8 +82,7 @@ def clone(tmp_path):
     )
 
     def git(*arguments):
-        command = ["git", "-c", "user.name=x", "-c", "user.email=x@y", *arguments]
-        return output_of(command, cwd=tmp_path)
+        return output_of(["git", *arguments], cwd=tmp_path)
 
     git("init", "-q", "-b", "main")
     for key, value in {"user.name": "x", "user.email": "x@y", "commit.gpgsign": "false"}.items():

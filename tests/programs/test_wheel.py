@@ -6,7 +6,6 @@ import fcntl
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from processes import completed
+from processes import completed, output_of
 
 import pinstage
 
@@ -63,8 +62,7 @@ def source(tmp_path_factory):
     folder = tmp_path_factory.mktemp("source")
     with (ROOT / "setup.py").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # another process of pytest builds in the same folder
-        done = build(ROOT, "sdist", "--dist-dir", folder)
-    assert done.returncode == 0, done.stderr
+        build(ROOT, "sdist", "--dist-dir", folder)
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         files.extraction_filter = lambda member, path: member  # `filter=` came with 3.11.4
@@ -78,40 +76,34 @@ def installed(source):
     packages.
     """
     folder = source.parent / "wheel"
-    done = build(
-        source, "build", "--build-base", folder / "build", "bdist_wheel", "--dist-dir", folder
-    )
-    assert done.returncode == 0, done.stderr
+    build(source, "build", "--build-base", folder / "build", "bdist_wheel", "--dist-dir", folder)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
 
 
-def build(
-    source: Path, *arguments: str | Path, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def build(source, *arguments, run=output_of, **environment):
     command = [sys.executable, "-W", "ignore", "setup.py", "-q", *arguments]
-    return completed(command, cwd=source, env=os.environ | environment)
+    return run(command, cwd=source, env=os.environ | environment)
 
 
-def metadata_of(source: Path, folder: Path, **environment: str) -> str:
+def metadata_of(source, folder, **environment):
     """Build the package's metadata, which contain the README."""
-    done = build(source, "egg_info", "--egg-base", folder, **environment)
-    assert done.returncode == 0, done.stderr
+    build(source, "egg_info", "--egg-base", folder, **environment)
     return (folder / "pinstage.egg-info" / "PKG-INFO").read_text()
 
 
-def links_in(text: str) -> list[str]:
+def links_in(text):
     return re.findall(r"\]\(([^)]*)\)", text)
 
 
-def run(installed: Path, code: str) -> subprocess.CompletedProcess[str]:
+def run(installed, code, run=output_of):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return completed(warm.command("-c", REFUSING + code, installed), env=environment)
+    return run(warm.command("-c", REFUSING + code, installed), env=environment)
 
 
-def content(installed: Path) -> set[Path]:
+def content(installed):
     files = {
         path.relative_to(installed)
         for path in installed.rglob("*")
@@ -144,7 +136,7 @@ def test_it_is_for_python_3_11_on(installed):
     ids=["compiler", "headers"],
 )
 def test_what_compiling_needs_is_named_if_it_fails(source, tmp_path, environment, reason):
-    done = build(source, "build", "--build-base", tmp_path, **environment)
+    done = build(source, "build", "--build-base", tmp_path, run=completed, **environment)
     assert done.returncode != 0
     assert re.search(
         rf"pinstage's extension in C could not be compiled: .*{reason}.*; install a C compiler and the headers of "
@@ -181,7 +173,7 @@ def test_other_platforms_are_refused_at_installation(source, change, text):
 def test_without_the_extension_the_error_names_the_remedy(installed, tmp_path):
     shutil.copytree(installed, tmp_path, dirs_exist_ok=True)
     (tmp_path / EXTENSION).unlink()
-    done = run(tmp_path, "import pinstage")
+    done = run(tmp_path, "import pinstage", completed)
     assert done.returncode != 0
     assert (
         "ImportError: pinstage's extension in C cannot be loaded: No module named "
@@ -232,12 +224,9 @@ def test_its_doc_links_lead_to_the_site(source, tmp_path):
 
 
 def test_it_stages_with_core_dependencies_alone(installed):
-    done = run(installed, STAGE)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0]\n"
+    assert run(installed, STAGE) == f"{installed / 'pinstage' / '__init__.py'} [1.0, 1.0, 1.0]\n"
 
 
 def test_commands_need_no_extra(installed):
-    done = run(installed, "from pinstage._cli import main; main(['trace', '--example'])")
-    assert done.returncode == 0, done.stderr
-    assert "One slab would take" in done.stdout
+    code = "from pinstage._cli import main; main(['trace', '--example'])"
+    assert "One slab would take" in run(installed, code)

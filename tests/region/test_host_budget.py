@@ -47,12 +47,26 @@ def what(request):
     return request.param
 
 
-def test_memory_counts_while_a_forked_child_has_it(nodes, what):
-    parent, other = nodes.start(), nodes.start()
-    assert HOLD[what](parent)
-    child = parent.fork()
-    FREE[what](parent)
-    wait_until(lambda: not memory_of(parent.pid))
+@pytest.fixture
+def holder(nodes, what):
+    """A node that holds shared memory."""
+    node = nodes.start()
+    assert HOLD[what](node)
+    return node
+
+
+@pytest.fixture
+def sender(nodes):
+    """A node that holds a shared region."""
+    node = nodes.start()
+    assert HOLD["a region"](node)
+    return node
+
+
+def test_memory_counts_while_a_forked_child_has_it(nodes, what, holder):
+    other, child = nodes.start(), holder.fork()
+    FREE[what](holder)
+    wait_until(lambda: not memory_of(holder.pid))
     assert sum(memory_of(child.pid).values()) == counted() == 5 * MIB
     assert not other("region", "y", 4 * MIB, False)
     assert not other("acquire", "y", 4 * MIB, False)
@@ -60,91 +74,77 @@ def test_memory_counts_while_a_forked_child_has_it(nodes, what):
     assert other("region", "y", 4 * MIB, False)
 
 
-def test_memory_counts_when_only_a_grandchild_is_left(nodes, what):
-    parent = nodes.start()
-    assert HOLD[what](parent)
-    child = parent.fork()
+def test_memory_counts_when_only_a_grandchild_is_left(holder):
+    child = holder.fork()
     grandchild = child.fork()
     child.kill()
-    parent.kill()
+    holder.kill()
     assert counted() == 5 * MIB
     grandchild.kill()
     assert counted() == 0
 
 
-def test_a_killed_child_leaves_its_parent_the_memory(nodes, what):
-    parent = nodes.start()
-    assert HOLD[what](parent)
-    parent.fork().kill()
+def test_a_killed_child_leaves_its_parent_the_memory(what, holder):
+    holder.fork().kill()
     assert counted() == 5 * MIB
-    FREE[what](parent)
+    FREE[what](holder)
     wait_until(lambda: counted() == 0)
 
 
-def test_another_program_of_a_child_has_none(nodes, what):
-    parent = nodes.start()
-    assert HOLD[what](parent)
-    child = parent.fork()
+def test_another_program_of_a_child_has_none(what, holder):
+    child = holder.fork()
     child.become_another_program()
-    FREE[what](parent)
+    FREE[what](holder)
     wait_until(lambda: counted() == 0)
     child.kill()
 
 
-@pytest.mark.parametrize(
-    "hold", [("region", "x", 5 * MIB, False), ("acquire", "x", 5 * MIB, False)]
-)
-def test_private_memory_counts_for_its_process_alone(nodes, hold):
+@pytest.mark.parametrize("command", ["region", "acquire"])
+def test_private_memory_counts_for_its_process_alone(nodes, command):
     parent = nodes.start()
-    assert parent(*hold)
+    assert parent(command, "x", 5 * MIB, False)
     child = parent.fork()
     parent.kill()
     assert counted() == 0
     child.kill()
 
 
-def test_memory_counts_while_its_handle_is_unread(nodes):
-    parent, other = nodes.start(), nodes.start()
-    assert parent("region", "x", 5 * MIB, True)
-    parent("send", "x")  # and nobody reads it
-    parent("close", "x")
-    assert counted() == sum(memory_of(parent.pid).values()) == 5 * MIB
+def test_memory_counts_while_its_handle_is_unread(nodes, sender):
+    other = nodes.start()
+    sender("send", "x")  # and nobody reads it
+    sender("close", "x")
+    assert counted() == sum(memory_of(sender.pid).values()) == 5 * MIB
     assert not other("region", "y", 4 * MIB, False)
-    parent.kill()
+    sender.kill()
     assert other("region", "y", 4 * MIB, False)
 
 
-def test_memory_counts_once_wherever_its_handle_has_arrived(nodes):
-    parent, other = nodes.start(), nodes.start()
-    assert parent("region", "x", 5 * MIB, True)
-    sent = parent("send", "x")
-    parent("close", "x")
+def test_memory_counts_once_wherever_its_handle_has_arrived(nodes, sender):
+    other, sent = nodes.start(), sender("send", "x")
+    sender("close", "x")
     other("receive", "x", sent)
     assert counted() == 5 * MIB
-    parent.kill()
+    sender.kill()
     assert counted() == 5 * MIB
     other("close", "x")
     wait_until(lambda: counted() == 0)
 
 
-def test_another_program_of_a_receiver_has_none(nodes):
-    parent, other = nodes.start(), nodes.start()
-    assert parent("region", "x", 5 * MIB, True)
-    other("receive", "x", parent("send", "x"), True)
-    parent.kill()
+def test_another_program_of_a_receiver_has_none(nodes, sender):
+    other = nodes.start()
+    other("receive", "x", sender("send", "x"), True)
+    sender.kill()
     other.become_another_program()
     wait_until(lambda: counted() == 0)  # the kernel closes files a little later
     other.kill()
 
 
-def test_memory_counts_while_a_handle_keeps_it(nodes):
-    parent = nodes.start()
-    assert parent("region", "x", 5 * MIB, True)
-    parent("keep", "x")
-    parent("close", "x")
-    wait_until(lambda: "/memfd:pinstage" not in Path(f"/proc/{parent.pid}/maps").read_text())
+def test_memory_counts_while_a_handle_keeps_it(sender):
+    sender("keep", "x")
+    sender("close", "x")
+    wait_until(lambda: "/memfd:pinstage" not in Path(f"/proc/{sender.pid}/maps").read_text())
     assert counted() == 5 * MIB
-    parent("drop")
+    sender("drop")
     wait_until(lambda: counted() == 0)
 
 

@@ -74,18 +74,15 @@ def test_chunks_end_where_tensors_end():
     assert ends == (places[3].offset, places[6].offset)
 
 
-@pytest.mark.parametrize("row_bytes", [None, 3 * KIB])
-def test_a_large_tensor_without_rows_is_one_chunk(row_bytes):
+@pytest.mark.parametrize(
+    ("row_bytes", "cuts"),
+    [(None, (0, 200)), (3 * KIB, (0, 200)), (KIB, (0, 64, 128, 192))],
+    ids=["no rows", "other rows", "its rows"],
+)
+def test_large_tensors_are_cut_between_their_rows(row_bytes, cuts):
     tree = [torch.empty(10), torch.empty(200, 1024, dtype=torch.uint8), torch.empty(10)]
     ends, places = borders(tree, row_bytes=row_bytes)
-    assert ends == (places[1].offset, places[2].offset)
-
-
-def test_a_large_tensor_is_cut_between_its_rows():
-    tree = [torch.empty(10), torch.empty(200, 1024, dtype=torch.uint8), torch.empty(10)]
-    ends, places = borders(tree, row_bytes=KIB)
-    begin = places[1].offset
-    assert ends == (begin, begin + 64 * KIB, begin + 128 * KIB, begin + 192 * KIB)
+    assert ends == tuple(places[1].offset + row * KIB for row in cuts)
 
 
 def test_a_tensor_with_inner_rows_isn_t_cut():

@@ -1,8 +1,9 @@
-"""Programs as users write them: results keep types, mistakes are found. Checked by mypy and
-pyright, never run.
+"""Programs as users write them, five of them whole: results keep types, mistakes are found. Checked
+by mypy and pyright, never run.
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, assert_type
 
@@ -10,8 +11,11 @@ import numpy as np
 import torch
 
 import pinstage as ps
+from pinstage.checkpoint import CheckpointStager
 
+log = logging.getLogger(__name__)
 Array = np.ndarray[Any, np.dtype[np.float32]]
+Leaf = torch.Tensor | Array
 
 
 class Pair(NamedTuple):
@@ -40,7 +44,6 @@ def what_went_in_comes_back(stager: ps.Stager, tensor: torch.Tensor, sample: Sam
     assert_type(stager.to_device(Pair(tensor, tensor)), Pair)
     assert_type(stager.stage(sample), ps.Transfer[Sample])
     assert_type(stager.stage(sample).wait().image, torch.Tensor)
-    assert_type(stager.to_host({"loss": tensor}), dict[str, torch.Tensor])
 
 
 def arrays_become_tensors(stager: ps.Stager, array: Array) -> None:
@@ -111,3 +114,110 @@ def leases(lease: ps.Lease) -> None:
     lease.tensor((2, 3), torch.float32)
     lease.tensor(4, np.dtype("int64"))
     lease.numpy(4, "float32")
+
+
+# -- five whole programs ---------------------------------------------------------------------------
+
+
+def trains_on_what_an_environment_returns(steps: Iterator[Mapping[str, Leaf]]) -> None:
+    """A custom loop over observations, tensors and arrays."""
+    with ps.Stager("cuda:0", max_bytes="2GiB", keep_on_host=["['length']"]) as stager:
+        for step in steps:
+            batch = stager.to_device(step)
+            assert_type(batch, Mapping[str, torch.Tensor])
+            loss = batch["observation"].sum()
+            shown = stager.to_host({"loss": loss})
+            assert_type(shown, dict[str, torch.Tensor])
+        ahead = stager.prefetch(steps, depth=3)
+        assert_type(ahead, ps.Prefetcher[Mapping[str, torch.Tensor]])
+        assert_type([batch["reward"].mean() for batch in ahead], list[torch.Tensor])
+        pairs = stager.stage((np.zeros(3, np.float32), torch.zeros(3))).wait()
+        assert_type(pairs, tuple[torch.Tensor, ...])
+        mixed: list[Leaf] = [np.zeros(3, np.float32), torch.zeros(3)]
+        assert_type(stager.to_device(mixed), list[torch.Tensor])
+        table: dict[str, Leaf] = {"a": np.zeros(3, np.float32), "b": torch.zeros(3)}
+        assert_type(stager.to_device(table), dict[str, torch.Tensor])
+        log.info("%s, held %d", stager.stats(), stager.stats().pool.held_bytes)
+
+
+def trains_with_workers(budget: ps.HostBudget) -> None:
+    """torch's loader, replaced by ours."""
+    loader = ps.DataLoader(
+        Numbers(),
+        batch_size=4,
+        shuffle=True,
+        num_workers=2,
+        device="cuda",
+        budget=budget,
+        depth=3,
+        keep_on_host=lambda path, leaf: path.endswith(".name"),
+    )
+    for batch in loader:
+        assert_type(batch, Sample)
+        assert_type(batch.image, torch.Tensor)
+        batch.nmae  # type: ignore[attr-defined]  # noqa: B018
+    stats = loader.stats()
+    seconds = stats.batch_wait_seconds / stats.elapsed_seconds
+    assert_type(seconds, float)
+    assert_type(stats.packed_bytes + stats.fallback_batches, int)
+    log.info("%s: %s %.1f", loader.device.index, stats.bottleneck, seconds)
+    loader.close()
+
+
+def resumes_a_loader_of_another_class(
+    other: torch.utils.data.DataLoader[dict[str, torch.Tensor]],
+) -> dict[str, Any]:
+    """An existing loader, wrapped."""
+    loader = ps.wrap_loader(other, device="cuda", max_bytes="1GiB", own_storage=True, owner="train")
+    assert_type(loader, ps.WrappedLoader[dict[str, torch.Tensor]])
+    plain: torch.utils.data.DataLoader[dict[str, torch.Tensor]] = loader
+    with loader:
+        for batch in loader:
+            assert_type(batch, dict[str, torch.Tensor])
+        log.info("%d %s %d", loader.stats().batches, loader.device.type, len(plain))
+        state: dict[str, Any] = loader.state_dict()
+    loader.close()
+    ps.wrap_loader([1, 2])  # type: ignore[arg-type]
+    ps.wrap_loader(other, keep=["x"])  # type: ignore[call-arg]
+    return state
+
+
+def reads_frames_into_leases(
+    frames: Iterator[bytes], stager: ps.Stager, event: torch.cuda.Event
+) -> None:
+    """The pool by hand, with the offset table."""
+    pool = stager.pool
+    pool.set_quota("frames", min_bytes="64MiB")
+    layout = ps.Layout.of({"frame": torch.empty(512, 512)})
+    for slot in layout.slots:
+        assert_type(slot, ps.Slot)
+    for frame in frames:
+        with pool.acquire(layout.nbytes, timeout=1.0, owner="frames") as lease:
+            lease.numpy()[: len(frame)] = np.frombuffer(frame, np.uint8)
+            transfer = stager.stage_lease(lease, layout)
+            assert_type(transfer, ps.Transfer[Any])
+            fence: ps.Fence = event
+            lease.guard(fence)
+    ahead = stager.prefetch(torch.utils.data.DataLoader(Numbers()))
+    assert_type(ahead.source, Any)
+    ahead.dataset  # type: ignore[attr-defined]  # noqa: B018
+
+
+def saves_and_offloads(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Checkpoints, and an optimizer's state on the host, from one pool."""
+    pool = ps.SlabPool("8GiB", budget=ps.HostBudget("64GiB", name="job-7"))
+    stager = CheckpointStager(pool=pool)
+    with (
+        ps.offload.optimizer_state(optimizer, pool, min_bytes="4MiB") as state,
+        ps.inspect.step_times() as steps,
+    ):
+        assert_type(state, ps.offload.Offloaded)
+        with ps.offload.save_on_cpu(pool, keep_on_device=lambda tensor: tensor.dim() == 0):
+            model(torch.zeros(3)).sum().backward()
+        state.onload()
+    assert_type(steps.times["pack"].seconds, float)
+    stager.stage({"model": model.state_dict()}).result()
+    try:
+        pool.acquire("1TiB")
+    except ps.errors.BudgetExceededError as error:
+        log.info("%d bytes", error.requested_bytes)
