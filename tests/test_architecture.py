@@ -1,9 +1,11 @@
 """Allowed imports between the subpackages, checked in every module under ``src/pinstage``."""
 
 import ast
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -48,7 +50,7 @@ MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli"}
 MAY_SEE["__main__"] = {"_cli"}
 
 
-def imported_names(path: Path, package: str) -> Iterator[str]:
+def imported_names(path, package):
     """Yield the imports of a module, as absolute dotted names; ``from a import b`` is ``a.b``."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -60,7 +62,7 @@ def imported_names(path: Path, package: str) -> Iterator[str]:
             )
 
 
-def violations(src: Path) -> list[str]:
+def violations(src):
     """List the forbidden imports under ``src``, as ``module: imported name``."""
     found = []
     for path in sorted(src.rglob("*.py")):
@@ -106,13 +108,14 @@ def test_shared_modules_need_only_the_standard_library(room):
 # -- files -----------------------------------------------------------------------------------------
 
 
-def imports(src: Path) -> dict[str, set[str]]:
+def imports(src):
     """Return which files import which, as dotted names; imports for type checkers count too."""
     names = {
-        path: ".".join(["pinstage", *path.relative_to(src).with_suffix("").parts])
+        path: ".".join(["pinstage", *path.relative_to(src).with_suffix("").parts]).removesuffix(
+            ".__init__"
+        )
         for path in src.rglob("*.py")
     }
-    names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     found = {}
     for path, module in names.items():
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
@@ -127,24 +130,8 @@ def imports(src: Path) -> dict[str, set[str]]:
     return found
 
 
-def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return each group of files that all import each other, directly or not."""
-    reached = {}
-    for start in graph:
-        seen, todo = set(), [start]
-        while todo:
-            new = graph[todo.pop()] - seen
-            seen |= new
-            todo += new
-        reached[start] = seen
-    groups = {
-        tuple(sorted(b for b in reached[a] if a in reached[b])) for a in graph if a in reached[a]
-    }
-    return sorted(map(list, groups))
-
-
 def test_no_files_import_each_other():
-    assert cycles(imports(SRC)) == []
+    TopologicalSorter(imports(SRC)).prepare()  # raises an error that names them
 
 
 @pytest.mark.parametrize(
@@ -156,16 +143,18 @@ def test_no_files_import_each_other():
         "from ._c import C",
     ],
 )
-def test_the_checker_finds_files_that_import_each_other(tmp_path, back):
-    room = tmp_path / "_room"
-    room.mkdir()
-    (tmp_path / "__init__.py").write_text("from ._room import A")
-    (room / "__init__.py").write_text("from ._a import A")
-    (room / "_a.py").write_text("from ._b import B\nimport pinstage as ps")
-    (room / "_b.py").write_text(back)
-    (room / "_c.py").write_text("from pinstage._room._a import A")
-    both = ["pinstage._room._a", "pinstage._room._b"]
-    assert cycles(imports(tmp_path)) == [[*both, "pinstage._room._c"] if "_c" in back else both]
+def test_the_checker_finds_files_that_import_each_other(tree, back):
+    files = {
+        "__init__.py": "from ._room import A",
+        "_room/__init__.py": "from ._a import A",
+        "_room/_a.py": "from ._b import B\nimport pinstage as ps",
+        "_room/_b.py": back,
+        "_room/_c.py": "from pinstage._room._a import A",
+    }
+    with pytest.raises(CycleError) as caught:
+        TopologicalSorter(imports(tree(files))).prepare()
+    found = {name.removeprefix("pinstage._room._") for name in caught.value.args[1]}
+    assert found == {"a", "b", *("c" if "_c" in back else "")}
 
 
 # -- programs outside the package ------------------------------------------------------------------
@@ -177,17 +166,12 @@ INSIDE = {
 """Programs that measure or draw something without a public name."""
 
 
-def private_names_of_ours(folder: Path) -> dict[str, set[str]]:
+def private_names_of_ours(folder):
     """Return the private modules of pinstage that each program of a folder imports."""
     found = {}
-    for path in sorted(folder.rglob("*.py")):
-        private = set()
-        for name in imported_names(path, ""):
-            parts = name.split(".")
-            first = next((number for number, part in enumerate(parts) if is_private(part)), None)
-            if parts[0] == "pinstage" and first is not None:
-                private.add(".".join(parts[: first + 1]))
-        if private:
+    for path in folder.rglob("*.py"):
+        names = "\n".join(imported_names(path, ""))
+        if private := set(re.findall(r"^pinstage(?:\.\w+)*?\._(?!_)\w+", names, re.MULTILINE)):
             found[path.relative_to(folder.parent).as_posix()] = private
     return found
 
@@ -198,16 +182,14 @@ def test_examples_and_benchmarks_use_public_names(folder):
     assert private_names_of_ours(SRC.parents[1] / folder) == allowed
 
 
-def test_the_checker_finds_private_names_in_programs(tmp_path):
+def test_the_checker_finds_private_names_in_programs(tree):
     wrong = "from pinstage._host import cpus\nimport pinstage.inspect._trace.a\nimport torch._C"
     right = (
         "from pinstage import __version__\nfrom pinstage.inspect import audit\nfrom ._x import y"
     )
-    (tmp_path / "demo").mkdir()
-    (tmp_path / "demo" / "ways.py").write_text(wrong)
-    (tmp_path / "right.py").write_text(right)
-    found = {f"{tmp_path.name}/demo/ways.py": {"pinstage._host", "pinstage.inspect._trace"}}
-    assert private_names_of_ours(tmp_path) == found
+    folder = tree({"demo/ways.py": wrong, "demo/right.py": right}) / "demo"
+    found = {"demo/ways.py": {"pinstage._host", "pinstage.inspect._trace"}}
+    assert private_names_of_ours(folder) == found
 
 
 # -- private names of other packages ---------------------------------------------------------------
@@ -241,11 +223,11 @@ BESIDE_TORCH = {
 """Uses of such names outside `_compat`."""
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def defined_names(tree: ast.Module) -> Iterator[str]:
+def defined_names(tree):
     """Yield the names that a module defines, including attributes of its objects."""
     for node in ast.walk(tree):
         match node:
@@ -259,22 +241,23 @@ def defined_names(tree: ast.Module) -> Iterator[str]:
                 yield from (slot.value for slot in slots)
 
 
-def foreign_private_names(src: Path) -> dict[str, set[str]]:
+def foreign_private_names(src):
     """Return the private names of other packages that each module outside `_compat` uses."""
     trees = {
         path.relative_to(src): ast.parse(path.read_text(encoding="utf-8"))
         for path in src.rglob("*.py")
     }
-    ours: dict[str, set[str]] = {}  # by subpackage
+    ours = {}  # by subpackage
     for path, tree in trees.items():
         ours.setdefault(path.parts[0], set()).update(defined_names(tree))
     found = {}
     for path, tree in trees.items():
-        names = set()
-        for imported in imported_names(src / path, "pinstage"):
-            names |= {
-                name for name in imported.split(".")[1:] if not imported.startswith("pinstage")
-            }
+        names = {
+            name
+            for imported in imported_names(src / path, "pinstage")
+            if not imported.startswith("pinstage")
+            for name in imported.split(".")[1:]
+        }
         for node in ast.walk(tree):
             match node:
                 case ast.Attribute(value=ast.Name(id="self" | "cls")):
@@ -310,22 +293,17 @@ def test_private_names_are_confined_to_one_package():
         ("class Ours:\n    def _reset(self): self._batches._reset()", "_reset"),
     ],
 )
-def test_the_checker_finds_a_private_name_of_others(tmp_path, line, name):
-    (tmp_path / "_pool.py").write_text(line)
-    assert foreign_private_names(tmp_path) == {"_pool": {name}}
+def test_the_checker_finds_a_private_name_of_others(tree, line, name):
+    assert foreign_private_names(tree({"_pool.py": line})) == {"_pool": {name}}
 
 
-def test_the_checker_allows_private_names_of_our_own(tmp_path):
-    (tmp_path / "_pool").mkdir()
-    (tmp_path / "_compat").mkdir()
-    (tmp_path / "_compat" / "views.py").write_text("torch._C")
-    (tmp_path / "_pool" / "_a.py").write_text(
-        "class A:\n    __slots__ = ('_b',)\n    def _f(self): self._e = None"
-    )
-    (tmp_path / "_pool" / "_c.py").write_text(
-        "from pinstage._pool._a import A\n(A()._b, A()._f(), A()._e, d.__dict__)"
-    )
-    assert foreign_private_names(tmp_path) == {}
+def test_the_checker_allows_private_names_of_our_own(tree):
+    files = {
+        "_compat/views.py": "torch._C",
+        "_pool/_a.py": "class A:\n    __slots__ = ('_b',)\n    def _f(self): self._e = None",
+        "_pool/_c.py": "from pinstage._pool._a import A\n(A()._b, A()._f(), A()._e, d.__dict__)",
+    }
+    assert foreign_private_names(tree(files)) == {}
 
 
 @pytest.mark.parametrize(
@@ -345,14 +323,12 @@ def test_the_checker_allows_private_names_of_our_own(tmp_path):
         ("_unknown", "from pinstage.errors import PinstageError", "pinstage.errors.PinstageError"),
     ],
 )
-def test_the_checker_finds_a_wrong_arrow(tmp_path, module, line, name):
-    path = tmp_path / f"{module}.py"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(line)
-    assert violations(tmp_path) == [f"{module.replace('/', '.')}: {name}"]
+def test_the_checker_finds_a_wrong_arrow(tree, module, line, name):
+    root = tree({f"{module}.py": line})
+    assert violations(root) == [f"{module.replace('/', '.')}: {name}"]
 
 
-def test_the_checker_allows_the_right_arrows(tmp_path):
+def test_the_checker_allows_the_right_arrows(tree):
     right = {
         "__init__": "from pinstage._pool import SlabPool\nfrom pinstage.inspect import audit",
         "_memory/__init__": "from ._host import HostAllocMemory",
@@ -364,11 +340,7 @@ def test_the_checker_allows_the_right_arrows(tmp_path):
         "integrations/_train": "from pinstage import Stager\nfrom ._data import hours",
         "inspect/_doctor": "import pinstage as ps\nfrom .. import _host\nfrom .._sizes import format_bytes",
     }
-    for module, lines in right.items():
-        path = tmp_path / f"{module}.py"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(lines)
-    assert violations(tmp_path) == []
+    assert violations(tree({f"{module}.py": lines for module, lines in right.items()})) == []
 
 
 # -- the import ------------------------------------------------------------------------------------
@@ -422,18 +394,12 @@ def test_no_two_classes_share_a_name():
 
 def test_every_public_name_has_a_docstring():
     # ruff treats everything in a private module as private, and doesn't ask for docstrings there.
-    bare = []
+    described = {}
     for name in pinstage.__all__:
-        public = getattr(pinstage, name)
-        members = vars(public).items() if isinstance(public, type) else ()
-        described = {
-            name: public,
-            **{f"{name}.{key}": member for key, member in members if not key.startswith("_")},
-        }
-        bare += [
-            path
-            for path, thing in described.items()
-            if (callable(thing) or isinstance(thing, property | classmethod | staticmethod))
-            and not thing.__doc__
-        ]
-    assert bare == []
+        described[name] = public = getattr(pinstage, name)
+        members = vars(public) if isinstance(public, type) else {}
+        described |= {f"{name}.{key}": members[key] for key in members if key[0] != "_"}
+    kinds = Callable | property | classmethod | staticmethod
+    assert [
+        name for name, thing in described.items() if isinstance(thing, kinds) and not thing.__doc__
+    ] == []

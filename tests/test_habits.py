@@ -30,33 +30,48 @@ def test_an_index_without_a_gpu_is_unavailable(monkeypatch):
         ps.Stager(0)
 
 
-@pytest.mark.parametrize(
-    "make", [ps.SlabPool, partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu")]
-)
-def test_no_cap_at_all_is_refused(make):
-    with pytest.raises(
-        TypeError, match="max_bytes cannot be None: a pool always has a cap; pass 'auto'"
-    ):
-        make(max_bytes=None)
+STAGER = partial(ps.Stager, "cpu")
+LOADER = partial(ps.DataLoader, [1], device="cpu")
+TORCHS = torch.utils.data.DataLoader([torch.ones(2)] * 4, 2)
+TAKE_A_POOL = [
+    STAGER,
+    LOADER,
+    partial(ps.wrap_loader, TORCHS, device="cpu"),
+    CheckpointStager,
+    ps.offload.save_on_cpu,
+    partial(ps.offload.optimizer_state, torch.optim.SGD([torch.ones(1)])),
+]
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("name", "value", "makers", "text"),
     [
-        ps.SlabPool,
-        partial(ps.Stager, "cpu"),
-        partial(ps.DataLoader, [1], device="cpu"),
-        partial(ps.HostRegion, "1MiB", device="cpu"),
+        (
+            "max_bytes",
+            None,
+            [ps.SlabPool, STAGER, LOADER],
+            "cannot be None: a pool always has a cap; pass 'auto'",
+        ),
+        (
+            "budget",
+            "8GiB",
+            [ps.SlabPool, STAGER, LOADER, partial(ps.HostRegion, "1MiB", device="cpu")],
+            r"must be a HostBudget: '8GiB'; pass HostBudget\(",
+        ),
+        ("pool", "1GiB", TAKE_A_POOL, r"must be a SlabPool: '1GiB'; pass SlabPool\('1GiB'\)"),
+        *(
+            ("memory", value, [ps.SlabPool], "must be a MemoryResource: .*; pass one such as Page")
+            for value in ("1GiB", 5, ps.memory.PageableMemory)
+        ),
     ],
 )
-def test_a_budget_of_another_type_is_refused(make):
-    with pytest.raises(TypeError, match=r"budget must be a HostBudget: '8GiB'; pass HostBudget\("):
-        make(budget="8GiB")
+def test_another_thing_than_memory_is_refused(name, value, makers, text):
+    for make in makers:
+        with pytest.raises(TypeError, match=f"{name} {text}"):
+            make(**{name: value})
 
 
-@pytest.mark.parametrize(
-    "make", [partial(ps.Stager, "cpu"), partial(ps.DataLoader, [1], device="cpu"), CheckpointStager]
-)
+@pytest.mark.parametrize("make", [STAGER, LOADER, CheckpointStager])
 def test_a_pool_and_a_budget_exclude_each_other(make):
     budget = ps.HostBudget("1MiB", name="both")
     with (
@@ -75,9 +90,7 @@ def test_the_budget_remedy_can_be_pasted(stager):
         assert torch.equal(larger.to_device(batch), batch)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda stager, x: stager.stage(x), lambda stager, x: stager.fetch(x)]
-)
+@pytest.mark.parametrize("make", [ps.Stager.stage, ps.Stager.fetch])
 def test_a_transfer_used_as_a_batch_says_wait(stager, make):
     transfer = make(stager, {"x": torch.ones(3)})
     name = type(transfer).__name__
@@ -96,24 +109,37 @@ def test_a_transfer_used_as_a_batch_says_wait(stager, make):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("int16"), "uint8", bool, np.complex64])
-def test_a_lease_takes_numpy_s_dtypes(dtype):
-    with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool, pool.acquire(64) as lease:
+def test_a_lease_takes_numpy_s_dtypes(pool, dtype):
+    with pool.acquire(64) as lease:
         tensor = lease.tensor((2, 3), dtype)
         assert tensor.numpy().dtype == np.dtype(dtype)
         array = lease.numpy((2, 3), dtype)
         assert array.dtype == np.dtype(dtype)
         assert array.ctypes.data == tensor.data_ptr()
         del tensor, array
+
+
+def test_a_lease_takes_no_other_dtype(pool):
+    with pool.acquire(64) as lease:
         for view in (lease.tensor, lease.numpy):
             with pytest.raises(TypeError):
                 view(1, "datetime64[s]")
+        with pytest.raises(TypeError, match="no dtype: None; pass torch's or numpy's"):
+            lease.tensor(2, None)
 
 
 def test_objects_print_as_what_they_are(stager):
     stager.to_device({"x": torch.ones(MIB)})
     assert "<Stager cpu batches=1" in repr(stager)
-    loader = ps.DataLoader([torch.ones(2)] * 6, batch_size=3, device="cpu", max_bytes="4MiB")
+    samples, options = [torch.ones(2)], {"device": "cpu", "max_bytes": "4MiB"}
+    loader = ps.DataLoader(samples, batch_size=3, **options)
     assert repr(loader) == "<DataLoader to cpu: batch_size=3, no workers, max_bytes='4MiB'>"
+
+    class Own(torch.utils.data.DataLoader):
+        pass
+
+    wrapped = ps.wrap_loader(Own(samples, batch_size=3), **options)
+    assert repr(wrapped) == repr(loader).replace("DataLoader", "Own")
 
 
 def test_stats_print_one_line_for_a_log(stager):
@@ -132,16 +158,13 @@ def test_stats_print_one_line_for_a_log(stager):
 def test_the_loader_s_typed_arguments_are_torch_s():
     torchs = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
     tree = ast.parse(Path(_loader.__file__).read_text())
-    (ours,) = [
-        node
+    typed = next(
+        method.args
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name == "DataLoader"
-    ]
-    typed = next(
-        node
-        for node in ast.walk(ours)
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__"
-    ).args
+        for method in ast.walk(node)
+        if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+    )
     positional = [
         name for name, found in torchs.items() if found.kind is found.POSITIONAL_OR_KEYWORD
     ]
@@ -165,33 +188,33 @@ def test_the_loader_s_typed_arguments_are_torch_s():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
+    ("make", "options", "error", "text"),
     [
         (
+            STAGER,
             {"pack_threads": "2"},
             TypeError,
             "pack_threads is a number of CPU threads: '2'; pass an int, or 'auto'",
         ),
         (
+            STAGER,  # a loader's timeout is torch's
             {"timeout": "1"},
             TypeError,
             "timeout is a number of seconds: '1'; pass such a number, or None",
         ),
-        ({"owner": 3}, ValueError, "owner must be a name: 3; pass text"),
+        (STAGER, {"owner": 3}, ValueError, "owner must be a name: 3; pass text"),
+        (LOADER, {"owner": 3}, ValueError, "owner must be a name: 3; pass text"),
     ],
 )
-def test_arguments_of_other_types_are_refused(options, error, text):
-    for make in (ps.Stager, lambda device, **more: ps.DataLoader([1], device=device, **more)):
-        if make is ps.Stager or "owner" in options:  # a loader's timeout is torch's
-            with pytest.raises(error, match=text):
-                make("cpu", **options)
+def test_arguments_of_other_types_are_refused(make, options, error, text):
+    with pytest.raises(error, match=text):
+        make(**options)
 
 
-def test_a_pool_refuses_a_nonnumeric_timeout():
-    with ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool:
-        with pytest.raises(TypeError, match="timeout is a number of seconds: '1'"):
-            pool.acquire(1, timeout="1")
-        pool.acquire(1, timeout=np.float32(1)).release()
+def test_a_pool_refuses_a_nonnumeric_timeout(pool):
+    with pytest.raises(TypeError, match="timeout is a number of seconds: '1'"):
+        pool.acquire(1, timeout="1")
+    pool.acquire(1, timeout=np.float32(1)).release()
 
 
 @pytest.mark.parametrize("max_bytes", ["AUTO", " Auto "])
@@ -201,18 +224,6 @@ def test_the_automatic_cap_accepts_any_case(max_bytes, monkeypatch):
         assert pool.stats().max_bytes_reason.startswith("25%")
 
 
-def test_a_lease_takes_no_dtype_for_none():
-    with (
-        ps.SlabPool(MIB, memory=ps.memory.PageableMemory()) as pool,
-        pool.acquire(64) as lease,
-        pytest.raises(TypeError, match="no dtype: None; pass torch's or numpy's"),
-    ):
-        lease.tensor(2, None)
-
-
-TORCHS = torch.utils.data.DataLoader([torch.ones(2)] * 4, 2)
-
-
 @pytest.mark.parametrize(
     ("call", "text"),
     [
@@ -220,17 +231,13 @@ TORCHS = torch.utils.data.DataLoader([torch.ones(2)] * 4, 2)
             lambda stager: ps.DataLoader(TORCHS, device="cpu"),
             r"dataset is a DataLoader, .*: .* write pinstage\.wrap_loader\(loader, device=",
         ),
-        (
-            lambda stager: ps.DataLoader(ps.wrap_loader(TORCHS, device="cpu"), device="cpu"),
-            "cannot wrap this DataLoader: its batches arrive on cpu already; iterate over it",
-        ),
-        (
-            lambda stager: ps.wrap_loader(ps.wrap_loader(TORCHS, device="cpu"), device="cpu"),
-            "cannot wrap this DataLoader: its batches arrive on cpu already; iterate over it",
-        ),
-        (
-            lambda stager: ps.wrap_loader(ps.DataLoader([1], device="cpu")),
-            "cannot wrap this DataLoader: its batches arrive on cpu already; iterate over it",
+        *(
+            (call, "cannot wrap this DataLoader: its batches arrive on cpu already; iterate over")
+            for call in (
+                lambda stager: ps.DataLoader(ps.wrap_loader(TORCHS, device="cpu"), device="cpu"),
+                lambda stager: ps.wrap_loader(ps.wrap_loader(TORCHS, device="cpu"), device="cpu"),
+                lambda stager: ps.wrap_loader(LOADER()),
+            )
         ),
         (
             lambda stager: ps.wrap_loader([1, 2]),
@@ -244,17 +251,13 @@ TORCHS = torch.utils.data.DataLoader([torch.ones(2)] * 4, 2)
             lambda stager: stager.prefetch(UserDict(x=torch.ones(2))),
             r"cannot prefetch from a UserDict, .*: pass a batch to stager\.to_device\(batch\)",
         ),
-        (
-            lambda stager: stager.prefetch((TORCHS, TORCHS)),
-            r"cannot prefetch from a tuple of loaders: pass zip\(\.\.\.\) of them",
-        ),
-        (
-            lambda stager: stager.prefetch([stager.prefetch(TORCHS)]),
-            r"cannot prefetch from a list of loaders",
-        ),
-        (
-            lambda stager: stager.prefetch([iter(TORCHS)]),
-            r"cannot prefetch from a list of loaders: pass zip\(\.\.\.\) of them",
+        *(
+            (call, r"cannot prefetch from a \w+ of loaders: pass zip\(\.\.\.\) of them")
+            for call in (
+                lambda stager: stager.prefetch((TORCHS, TORCHS)),
+                lambda stager: stager.prefetch([stager.prefetch(TORCHS)]),
+                lambda stager: stager.prefetch([iter(TORCHS)]),
+            )
         ),
     ],
 )
@@ -275,14 +278,6 @@ def test_a_masked_array_has_one_remedy(stager):
     assert str(caught.value).endswith(
         ": a masked array would lose its mask; pass .filled(...) and .mask separately"
     )
-
-
-def test_a_wrapped_loader_prints_as_what_it_is():
-    class Own(torch.utils.data.DataLoader):
-        pass
-
-    loader = ps.wrap_loader(Own([torch.ones(2)], batch_size=3), device="cpu", max_bytes="4MiB")
-    assert repr(loader) == "<Own to cpu: batch_size=3, no workers, max_bytes='4MiB'>"
 
 
 def test_names_of_tests_have_fewer_than_nine_words():

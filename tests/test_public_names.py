@@ -1,11 +1,11 @@
 """The public API: names, their modules, and their signatures."""
 
 import difflib
-import subprocess
 
 import public_api
 import pytest
 import warm
+from processes import output_of
 
 import pinstage as ps
 
@@ -19,7 +19,7 @@ for name in {SUBMODULES}:
     assert name == "errors" or f"pinstage.{{name}}" not in sys.modules, name
     assert getattr(ps, name).__name__ == f"pinstage.{{name}}" and name in dir(ps)
 """
-    subprocess.run(warm.command("-c", program), check=True, timeout=120)
+    output_of(warm.command("-c", program))
 
 
 def test_unknown_names_are_attribute_errors():
@@ -58,4 +58,4 @@ assert "class Stager(" in pydoc.plaintext.document(ps)
 create_autospec(ps)
 assert "ps.Stager(" in rlcompleter.Completer({"ps": ps}).attr_matches("ps.")
 """
-    subprocess.run(warm.command("-c", program), check=True, timeout=120)
+    output_of(warm.command("-c", program))

@@ -32,21 +32,18 @@ def test_sizes_are_read_as_written(text, nbytes):
     assert type(parse_bytes(text)) is int
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "2G", "1e9", "1_000", "0x10", "1 GiB 2", "٣"])
-def test_invalid_text_is_refused_with_an_example(text):
-    with pytest.raises(ValueError, match="'512MiB'"):
-        parse_bytes(text)
-
-
-def test_a_negative_size_is_refused():
-    with pytest.raises(ValueError, match="negative: -4096"):
-        parse_bytes(-4096)
-
-
-@pytest.mark.parametrize("size", ["0.1 KiB", 1.5, float("nan"), float("inf")])
-def test_a_fraction_of_a_byte_is_refused(size):
-    with pytest.raises(ValueError, match="whole number of bytes"):
-        parse_bytes(size)
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("'512MiB'", ["", "GiB", "-1GiB", "2G", "1e9", "1_000", "0x10", "1 GiB 2", "٣"]),
+        ("negative: -4096", [-4096]),
+        ("whole number of bytes", ["0.1 KiB", 1.5, float("nan"), float("inf")]),
+    ],
+)
+def test_what_is_no_size_is_refused(text, sizes):
+    for size in sizes:
+        with pytest.raises(ValueError, match=text):
+            parse_bytes(size)
 
 
 @given(st.integers(0, 1 << 55))

@@ -36,18 +36,21 @@ def found():
         process.kill()
 
 
-@pytest.mark.parametrize("name", CASES)
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+@every_case
 def test_without_a_private_name_batches_arrive_intact(found, name):
     assert (found(name)["wrong"], found(name)["in use"]) == ([], 0)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_without_a_private_name_the_rest_works_clearly(found, name):
     for what, expected in (WORKS | CASES[name].instead).items():
         assert re.fullmatch(expected, found(name)["outcomes"][what]), what
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_a_slower_way_is_told_once(found, name):
     expected = CASES[name].told
     told = found(name)["told"]
@@ -55,7 +58,7 @@ def test_a_slower_way_is_told_once(found, name):
     assert all(re.match(expected, text) for text in told)
 
 
-@pytest.mark.parametrize("name", CASES)
+@every_case
 def test_the_doctor_names_each_missing_name(found, name):
     here, usually = found(name)["doctor"], found("nothing")["doctor"]
     assert ", ".join(sorted(set(here) - set(usually))) == (CASES[name].doctor or "")

@@ -28,6 +28,12 @@ class Clock:
     def step(self, batch):
         self.now += 0.001
 
+    def outcome(self, waits, *options, said="", **named):
+        """Time a loop whose steps take 1 ms; return its outcome."""
+        timer = LoopTimer(CPU, *options, **named)
+        timer.run(self.batches(*waits), self.step)
+        return timer.outcome(said)
+
 
 @pytest.fixture
 def clock(monkeypatch):
@@ -35,19 +41,12 @@ def clock(monkeypatch):
 
 
 def test_a_loop_with_two_peaks_has_its_mean(clock):
-    timer = LoopTimer(CPU, 8)
     waits = [0.0] * 7 + [0.080]  # the median step takes 1 ms
-
-    timer.run(clock.batches(*waits), clock.step)
-
-    (seconds,) = timer.outcome()["total"]
-    assert seconds == pytest.approx(0.001 + 0.080 / 8)
+    assert clock.outcome(waits, 8)["total"] == [pytest.approx(0.001 + 0.080 / 8)]
 
 
 def test_the_wait_for_the_first_timed_batch_counts(clock):
-    timer = LoopTimer(CPU, 0, fewest=4)
-    timer.run(clock.batches(0.004), clock.step)
-    outcome = timer.outcome("said")
+    outcome = clock.outcome([0.004], 0, fewest=4, said="said")
     assert outcome["total"] == [pytest.approx(0.005)]
     assert outcome["detail"] == "GPU idle 80.0% of 4 timed steps; said"
 
@@ -68,19 +67,13 @@ def test_more_is_timed_than_workers_hold_ready(clock):
 
 
 def test_without_workers_the_fewest_steps_are_timed(clock):
-    timer = LoopTimer(CPU, 0, fewest=50)
-    timer.run(clock.batches(0.001), clock.step)
-    assert "of 50 timed steps" in timer.outcome()["detail"]
+    assert "of 50 timed steps" in clock.outcome([0.001], 0, fewest=50)["detail"]
 
 
-def test_timing_ends_after_seconds_and_four_steps(clock):
-    timer = LoopTimer(CPU, 8, seconds=0.105)
-    timer.run(clock.batches(0.009), clock.step)
-    assert "of 11 timed steps" in timer.outcome()["detail"]
-
-    timer = LoopTimer(CPU, 8, seconds=0.0)
-    timer.run(clock.batches(0.009), clock.step)
-    assert "of 4 timed steps" in timer.outcome()["detail"]
+@pytest.mark.parametrize(("seconds", "steps"), [(0.105, 11), (0.0, 4)])
+def test_timing_ends_after_seconds_and_four_steps(clock, seconds, steps):
+    outcome = clock.outcome([0.009], 8, seconds=seconds)
+    assert f"of {steps} timed steps" in outcome["detail"]
 
 
 def test_the_first_seconds_are_untimed(clock):

@@ -11,10 +11,16 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import frozen
+import loader
+import loops
+import markdown
+import offload
 import pytest
+import rounding_waste
 import torch
 from processes import completed, output_of
-from result_files import check_schema
+from result_files import read
 from torch.autograd.graph import saved_tensors_hooks
 
 import pinstage as ps
@@ -25,27 +31,20 @@ from pinstage.errors import StagingWarning
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    """Make the modules of benchmarks/ importable for one test, and unload them afterwards."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield
-    for name in set(sys.modules) - before:
-        if BENCHMARKS in Path(getattr(sys.modules[name], "__file__", None) or "/").parents:
-            del sys.modules[name]
-
-
 def run(script, out, *arguments):
     options = ("--smoke", "--device", "cpu", "--out", out)
     output_of([sys.executable, BENCHMARKS / script, *options, *arguments])
-    return json.loads(out.read_text())
+    return read(out)
 
 
 LOOPS = [
     *("segmentation, 2 workers", "lidar, 2 workers", "columns, 2 workers", "tokens, 2 workers"),
     *("segmentation, no workers", "columns, no workers", "tokens, no workers"),
 ]
+
+
+def rows_of(result, variant):
+    return [row for row in result["rows"] if row["variant"] == variant]
 
 
 def has_every_loop(result):
@@ -60,15 +59,12 @@ def has_every_loop(result):
 def has_every_way_of_a_stack(result):
     accelerate = "ok" if importable("accelerate") else "not installed"
     diffusers = accelerate if importable("diffusers") else "not installed"
-    statuses = {row["variant"]: row["status"] for row in result["rows"] if row["case"] == "stack"}
+    stack = markdown.by_case(result)["stack"]
+    statuses = {name: row["status"] for name, row in stack.items()}
+    names = ("block", "block_recorded", "leaf", "leaf_recorded")
     assert statuses == {
-        "stack_bus": "ok",
-        "stack_blocks": "ok",
-        "stack_whole": "ok",
-        "diffusers_block": diffusers,
-        "diffusers_block_recorded": diffusers,
-        "diffusers_leaf": diffusers,
-        "diffusers_leaf_recorded": diffusers,
+        **dict.fromkeys(("stack_bus", "stack_blocks", "stack_whole"), "ok"),
+        **dict.fromkeys((f"diffusers_{name}" for name in names), diffusers),
         "accelerate": accelerate,
     }
 
@@ -82,13 +78,13 @@ def has_rows_of_readers(result):
     for way, package in packages.items():
         expected = ("ok", "") if importable(package) else ("not installed", package)
         for variant in (way, f"{way}_buffered"):
-            rows = [row for row in result["rows"] if row["variant"] == variant]
+            rows = rows_of(result, variant)
             assert [row["case"] for row in rows] == ["cold", "warm"]
             assert {(row["status"], row["detail"]) for row in rows} == {expected}
 
 
 def has_rows_of_torchtune(result):
-    rows = [row for row in result["rows"] if row["variant"] == "torchtune"]
+    rows = rows_of(result, "torchtune")
     assert [row["case"] for row in rows] == ["first step", "later steps"]
     has_it = importable("torchtune") and importable("torchao")
     expected = "needs CUDA" if has_it else "not installed"
@@ -96,15 +92,10 @@ def has_rows_of_torchtune(result):
 
 
 def becomes_its_table(result, name, page, expected, folder, monkeypatch):
-    import markdown
 
     table = markdown.TABLES[name](result)
     assert "none" not in table.lower()
-    # Short, and unfolded.
-    assert len([line for line in table.splitlines() if line.startswith(expected)]) in (
-        1,
-        2,
-    )
+    assert f"\n{table}".count(f"\n{expected}") in (1, 2)  # short, and unfolded
     for line in table.splitlines():
         assert not line.startswith("|") or line.count("|") >= 5
 
@@ -113,19 +104,18 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
     assert marker in text
     monkeypatch.setattr(markdown, "RESULTS", folder)
     on_page = f"{marker}\n<!-- end -->"
-    (folder / f"{name}.json").write_text(
-        json.dumps(result | {"machine": result["machine"] | {"gpu": "X"}})
-    )
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(result | {"machine": result["machine"] | {"gpu": "X"}}))
     assert expected in markdown.filled(on_page)
     gone = result["rows"][0]["variant"]
     killed = {"incomplete": "3 of 4 processes"}
     killed["rows"] = [row for row in result["rows"] if row["variant"] != gone]
-    (folder / f"{name}.json").write_text(json.dumps(result | killed))
+    file.write_text(json.dumps(result | killed))
     with pytest.raises(
         ValueError, match=rf"^{name}\.json is incomplete: 3 of 4 processes; run it to its end"
     ):
         markdown.filled(on_page)
-    (folder / f"{name}.json").unlink()
+    file.unlink()
     assert markdown.filled(on_page) == on_page  # pages stand without the file
 
 
@@ -146,12 +136,9 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
         ("loops", "performance.md", "| tokens, no workers | "),
     ],
 )
-def test_a_result_file_becomes_its_page_s_table(
-    tmp_path, scripts, monkeypatch, name, page, expected
-):
+def test_a_result_file_becomes_its_page_s_table(tmp_path, monkeypatch, name, page, expected):
     result = run(f"{name}.py", tmp_path / "rows.json")
 
-    check_schema(result)
     assert "ok" in {row["status"] for row in result["rows"]}
     has_rows = {
         "loops": has_every_loop,
@@ -166,9 +153,8 @@ def test_a_result_file_becomes_its_page_s_table(
 
 
 @pytest.fixture
-def measured_stack(scripts):
+def measured_stack():
     """Return a function that measures a way of running a small stack on the CPU."""
-    import frozen
 
     def measured(run):
         variant = Variant("way", lambda stack, _: nullcontext(partial(run, stack)), "a way")
@@ -200,8 +186,7 @@ def test_each_block_s_weights_count(measured_stack):
     assert measured_stack(shuffled)["status"] == "incorrect"
 
 
-def test_a_stack_has_the_bytes_of_its_case(scripts):
-    import frozen
+def test_a_stack_has_the_bytes_of_its_case():
 
     stack = frozen.make_stack(frozen.SMOKE_STACK)
     nbytes = sum(parameter.nbytes for parameter in stack.blocks.parameters())
@@ -209,15 +194,14 @@ def test_a_stack_has_the_bytes_of_its_case(scripts):
     assert frozen.STACK.nbytes == pytest.approx(3.6e9, rel=0.01)
 
 
-def test_the_table_of_frozen_modules_has_the_stack(scripts):
-    import markdown
+def test_the_table_of_frozen_modules_has_the_stack():
 
-    result = json.loads((BENCHMARKS / "results" / "frozen.json").read_text())
+    result = markdown.load("frozen")
     about = result["settings"]["variants"]
-    stack = [row["variant"] for row in result["rows"] if row["case"] == "stack"]
-    result["rows"] = [row for row in result["rows"] if row["variant"] not in stack]
-    for name in stack:
-        del about[name]
+    for row in result["rows"]:
+        if row["case"] == "stack":
+            del about[row["variant"]]
+    result["rows"] = [row for row in result["rows"] if row["variant"] in about]
     ways = {
         "stack_bus": ("ok", 64.0, "device peak 0.21 GB"),
         "stack_blocks": ("ok", 80.0, "device peak 0.52 GB"),
@@ -241,27 +225,18 @@ def test_the_table_of_frozen_modules_has_the_stack(scripts):
 def test_the_loader_benchmark_has_all_rows(tmp_path):
     result = run("loader.py", tmp_path / "loader.json", "--only", "torch_to,spdl,pinstage")
 
-    check_schema(result)
-    statuses = {}
-    for row in result["rows"]:
-        statuses.setdefault(row["variant"], []).append(row["status"])
-    assert statuses["torch_to"] == statuses["pinstage"] == ["ok", "ok", "ok"]
-    assert len(statuses["spdl"]) == 3
-    assert "ok" not in statuses["spdl"]  # it needs CUDA
-    assert [row["case"].partition(":")[0] for row in result["rows"][:3]] == [
-        "ready",
-        "step",
-        "decode",
-    ]
+    parts = ["ready", "step", "decode"]
+    for way in ("torch_to", "pinstage", "spdl"):
+        rows = rows_of(result, way)
+        assert [row["case"].partition(":")[0] for row in rows] == parts
+        assert {row["status"] == "ok" for row in rows} == {way != "spdl"}  # which needs CUDA
     assert "GPU idle" in result["rows"][1]["detail"]
 
 
-def test_the_loader_benchmark_has_refused_memory(tmp_path, scripts):
-    import markdown
+def test_the_loader_benchmark_has_refused_memory(tmp_path):
 
     result = run("loader.py", tmp_path / "loader.json", "--refused")
 
-    check_schema(result)
     assert result["benchmark"] == "loader_refused"
     rows = {row["variant"]: row for row in result["rows"]}
     assert rows.pop("torch_pin")["status"] == "needs CUDA"
@@ -275,8 +250,7 @@ def test_the_loader_benchmark_has_refused_memory(tmp_path, scripts):
     assert table[6].startswith("| the same where CUDA refuses to register memory | **")
 
 
-def test_registering_is_refused_as_by_a_platform(cuda, scripts, monkeypatch):
-    import loader
+def test_registering_is_refused_as_by_a_platform(cuda, monkeypatch):
     from cuda.bindings import runtime
 
     monkeypatch.setattr(runtime, "cudaHostRegister", runtime.cudaHostRegister)  # restores it
@@ -304,8 +278,7 @@ ONE_STEP = SimpleNamespace(device="cpu", repeats=1, seconds=0.0, smoke=True)
         ),
     ],
 )
-def test_offloading_that_changes_gradients_is_incorrect(scripts, is_changed, wrong):
-    import offload
+def test_offloading_that_changes_gradients_is_incorrect(is_changed, wrong):
 
     @contextmanager
     def changed(training, case):
@@ -322,8 +295,7 @@ def test_offloading_that_changes_gradients_is_incorrect(scripts, is_changed, wro
     assert not wrong or later["detail"] == f"other gradients than {wrong}"
 
 
-def test_later_steps_after_a_failure_are_errors(scripts):
-    import offload
+def test_later_steps_after_a_failure_are_errors():
 
     @contextmanager
     def fails_with_attention(training, case):
@@ -339,61 +311,39 @@ def test_later_steps_after_a_failure_are_errors(scripts):
     assert (outcome["status"], outcome["detail"]) == ("error", "an earlier part failed")
 
 
-def test_memory_that_grows_is_an_error(scripts):
-    import loader
+def test_memory_that_grows_is_an_error():
 
-    class Pool:
-        pinned_bytes = 0
-
-        @property
-        def held_bytes(self):
-            return len(taken) << 24
-
-    class Loader:
-        def stats(self):
-            return SimpleNamespace(pool=Pool())
+    def stats():
+        return SimpleNamespace(pool=SimpleNamespace(pinned_bytes=0, held_bytes=len(taken) << 24))
 
     taken = []
     batches = (taken.append(number) for number in range(100))
     (case,) = loader.SMOKE_REFUSED_CASES
-    found = loader.watched(Loader(), batches, case, torch.device("cpu"))
+    growing = SimpleNamespace(stats=stats)
+    found = loader.watched(growing, batches, case, torch.device("cpu"))
     assert found["status"] == "error"
     assert len(taken) == case.watched
 
 
-def test_the_table_of_loops_has_spread_and_utilisation(scripts):
-    import markdown
+def test_the_table_of_loops_has_spread_and_utilisation():
 
+    result = markdown.load("loops")
     ways = {
-        "torch_pin": 16.0,
-        "torch_to": 20.0,
-        "thread": 12.0,
-        "prefetch": 10.0,
-        "pinstage": 8.0,
-        "model": 7.0,
+        "torch_pin": 16,
+        "torch_to": 20,
+        "thread": 12,
+        "prefetch": 10,
+        "pinstage": 8,
+        "model": 7,
     }
-    rows = [
-        {
-            "case": "tokens, no workers",
-            "variant": name,
-            "status": "ok",
-            "ours": name in ("prefetch", "pinstage"),
-            "repeats": 3,
-            "median": median,
-            "minimum": median * 0.75,
-            "maximum": median * 1.125,
-            "detail": "GPU idle 60.0% of 160 timed steps",
-        }
-        for name, median in ways.items()
+    result["rows"] = [
+        row
+        | {"median": median, "minimum": median * 0.75, "maximum": median * 1.125, "repeats": 3}
+        | {"detail": "GPU idle 60.0% of 160 timed steps"}
+        for row in result["rows"]
+        if row["case"] == "tokens, no workers" and (median := ways.get(row["variant"]))
     ]
-    result = {
-        "rows": rows,
-        "settings": {"variants": {name: f"way {name}" for name in ways}},
-        "machine": {"gpu": "X", "driver": "1", "cores": 2, "cpu": "Y"},
-        "versions": {"torch": "2", "python": "3"},
-        "commit": "abc",
-        "date": "2026-11-22",
-    }
+    result["settings"]["variants"] = {name: f"way {name}" for name in ways}
     table = markdown.loops(result).splitlines()
     assert table[2] == "| tokens, no workers | 16 | 20 | **8** | **10** | 7 |"
     assert "| way thread | 12 (9 to 13.5), busy 40% |" in table
@@ -404,8 +354,7 @@ def test_the_table_of_loops_has_spread_and_utilisation(scripts):
     assert "- `tokens`: 2 tensors of 16 x 4,096 integers." in table
 
 
-def test_a_killed_run_with_every_way_is_shown(scripts, tmp_path, monkeypatch):
-    import markdown
+def test_a_killed_run_with_every_way_is_shown(tmp_path, monkeypatch):
 
     result = markdown.load("loops") | {"incomplete": "3 of 9 processes"}
     monkeypatch.setattr(markdown, "RESULTS", tmp_path)
@@ -417,31 +366,25 @@ def test_a_killed_run_with_every_way_is_shown(scripts, tmp_path, monkeypatch):
     )
 
 
-def test_frameworks_say_which_way_failed(scripts):
-    import markdown
+def test_frameworks_say_which_way_failed():
 
     result = markdown.load("frameworks")
     for row in result["rows"]:
         row |= {"status": "ok", "median": 1.0, "repeats": 1}
     assert "Losses are the same" in markdown.frameworks(result)
-    result["rows"][0] |= {
-        "status": "error",
-        "median": None,
-        "detail": "E: workers (pid(s) 12, 34) exited",
-    }
+    detail = "E: workers (pid(s) 12, 34) exited"
+    result["rows"][0] |= {"status": "error", "median": None, "detail": detail}
     text = markdown.frameworks(result)
     assert "failed: E: workers exited." in text
     assert "Losses" not in text
     assert "A single pass of at least 160 steps." in text
 
 
-def test_the_picture_has_loops_with_workers(scripts, monkeypatch):
-    import loops
-    import markdown
+def test_the_picture_has_loops_with_workers(monkeypatch):
 
     names = [case.id for case in loops.CASES]
-    result = json.loads((BENCHMARKS / "results" / "loops.json").read_text())
-    rows = [row for row in result["rows"] if row["case"] == "tokens, 4 workers"]
+    result = markdown.load("loops")
+    rows = markdown.by_case(result)["tokens, 4 workers"].values()
     result["rows"] = [row | {"case": name} for name in names for row in rows]
     monkeypatch.setattr(markdown, "load", lambda name: result)
     picture = markdown.loops_picture()
@@ -452,8 +395,7 @@ def test_the_picture_has_loops_with_workers(scripts, monkeypatch):
         assert markdown.LOOP_BATCHES[name] in picture
 
 
-def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, scripts, monkeypatch):
-    import markdown
+def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, monkeypatch):
 
     drawn = []
     monkeypatch.setattr(markdown, "BANDWIDTH", tmp_path / "bandwidth.png")
@@ -470,8 +412,7 @@ def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, scripts, monkeypatch)
     assert last.bytes_per_second == pytest.approx(55.1e9)
 
 
-def test_of_the_demo_s_batches_little_is_waste(scripts):
-    import rounding_waste
+def test_of_the_demo_s_batches_little_is_waste():
 
     (variant,) = (variant for variant in rounding_waste.VARIANTS if variant.id == "pinstage")
     in_all, of_batches = rounding_waste.shares(variant, torch.device("cpu"), 200)
@@ -489,44 +430,31 @@ def test_a_mistyped_variant_is_named_without_a_traceback():
     assert done.stderr.startswith("no such variant: pol; known: ")
 
 
-def test_the_staging_table_accepts_files_without_newer_rivals(scripts):
-    import markdown
-
-    older = markdown.load("staging")
+def test_the_staging_table_accepts_files_without_newer_rivals():
+    result = markdown.load("staging")
     in_place = "1x512MiB-in-place"
-    added = ("multi_tensor_copier", "multi_tensor_copier_openmp", "pinstage_ring", "pinstage_lease")
-    older["rows"] = [
-        row for row in older["rows"] if row["variant"] not in added and row["case"] != in_place
+    result["settings"]["table"] = ["64x1KiB", "1000x256B", in_place]
+    medians = {"to": 1.0, "pinstage": 0.25, "multi_tensor_copier": 0.125, "pinstage_lease": 9.75}
+    result["rows"] = [
+        row
+        | {"median": medians[row["variant"]], "busy_median": 100.0}
+        | {"vs_best_rival": 0.985 if row["case"] == in_place else 0.5}
+        for row in result["rows"]
+        if row["variant"] in medians
+        and (row["case"] == in_place) == (row["variant"] == "pinstage_lease")
     ]
-    for row in older["rows"]:
-        row.pop("busy_median", None)
-    newer = json.loads(json.dumps(older))
-    newer["settings"]["table"] = ["64x1KiB", "1000x256B", in_place]
-    lease = newer["rows"][0] | {
-        "case": in_place,
-        "variant": "pinstage_lease",
-        "median": 9.75,
-        "vs_best_rival": 0.985,
-    }
-    newer["rows"].append(lease)
-    figures = {"variant": "multi_tensor_copier", "median": 0.125, "vs_best_rival": None}
-    newer["rows"] += [row | figures for row in newer["rows"] if row["variant"] == "pinstage"]
-    for row in newer["rows"]:
-        if row["variant"] == "pinstage":
-            row |= {"median": 0.25, "vs_best_rival": 0.5}
 
-    assert markdown.BESIDE_KERNELS not in markdown.staging(newer)
-    for row in newer["rows"]:
-        row["busy_median"] = 100.0
-    beside = markdown.staging(newer).partition(markdown.BESIDE_KERNELS)[2].splitlines()
+    beside = markdown.staging(result).partition(markdown.BESIDE_KERNELS)[2].splitlines()
     assert beside[2].startswith("| call beside a busy GPU | `.to()` each |")
     assert beside[3].count("---") == beside[2].count("|") - 1
     assert "| 100 |" in beside[4]
-    for row in newer["rows"]:
+    for row in result["rows"]:
         del row["busy_median"]
 
-    lines = markdown.staging(newer).splitlines()
+    table = markdown.staging(result)
 
+    assert markdown.BESIDE_KERNELS not in table
+    lines = table.splitlines()
     assert lines[0] == "| tensors x bytes of each | **pinstage** | best rival | ratio |"
     assert [line.partition(" |")[0] for line in lines[2:4]] == ["| 64 x 1KiB", "| 1000 x 256B"]
     assert all("| **0.25** |" in line for line in lines[2:4])

@@ -11,3 +11,13 @@ def blocks(path, language):
     """
     text = SKIPPED.sub("", path.read_text())
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def check_printed(shown, printed):
+    """Fail unless a program printed what a page shows around its "...". Times differ between
+    runs.
+    """
+    shown, printed = (re.sub(r"[\d.]+ (us|ms)", "TIME", text) for text in (shown, printed))
+    head, tail = shown.split("...\n")
+    assert head in printed
+    assert tail in printed

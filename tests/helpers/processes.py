@@ -1,6 +1,9 @@
-"""Runs other programs to their end."""
+"""Runs other programs."""
 
+import os
+import pty
 import subprocess
+from contextlib import contextmanager
 
 
 def completed(command, **options):
@@ -16,3 +19,18 @@ def output_of(command, **options):
     done = completed(command, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+@contextmanager
+def terminal(command, **environment):
+    """Run a command in a terminal; give what reads the terminal, and the process."""
+    main, child = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"} | environment
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), child)
+    with subprocess.Popen(command, env=environment, **streams) as process:
+        os.close(child)
+        try:
+            yield main, process
+        finally:
+            process.kill()
+    os.close(main)

@@ -80,9 +80,7 @@ def definitions_of(thing):
     ]
     found = []
     for kind in kinds if hasattr(thing, "__qualname__") else []:
-        file = sys.modules[kind.__module__].__file__
-        assert file is not None
-        nodes = parsed(Path(file)).body
+        nodes = parsed(Path(sys.modules[kind.__module__].__file__)).body
         found += [node for node in nodes if getattr(node, "name", None) == kind.__qualname__]
     return found
 
@@ -102,15 +100,9 @@ def described(name, nodes, names):
         members = list(members_of(node, names))
         yield from (f"    {text}" for member, text in members if member not in seen)
         seen |= {member for member, _ in members}
-    inits = [
-        part for node in nodes for part in node.body if getattr(part, "name", "") == "__init__"
-    ][:1]
-    yield from (
-        f"    {attribute}"
-        for init in inits
-        for attribute in attributes_of(init)
-        if attribute not in seen
-    )
+    parts = (part for node in nodes for part in node.body)
+    init = next((part for part in parts if getattr(part, "name", "") == "__init__"), None)
+    yield from (f"    {name}" for name in attributes_of(init) if name not in seen)
 
 
 def seen_by_type_checkers(nodes):
@@ -133,28 +125,21 @@ def members_of(node, names):
                 name == "__init__" or name[0] != "_"
             ):
                 marks = [f"@{ast.unparse(mark)} " for mark in part.decorator_list]
-                yield (
-                    name,
-                    "".join(mark for mark in marks if mark != "@overload ")
-                    + signature(part, name, names),
-                )
+                marked = "".join(mark for mark in marks if mark != "@overload ")
+                yield name, marked + signature(part, name, names)
             case ast.AnnAssign(target=ast.Name(id=name), annotation=kind) if name[0] != "_":
-                default = (
-                    "" if part.value is None else f" = {ast.unparse(resolved(part.value, names))}"
-                )
+                default = f" = {ast.unparse(resolved(part.value, names))}" if part.value else ""
                 yield name, f"{name}: {ast.unparse(kind)}{default}"
 
 
 def attributes_of(init):
-    """Return the public attributes that ``__init__`` sets."""
-    names = (
-        word.attr
-        for word in ast.walk(init)
-        if isinstance(word, ast.Attribute)
-        and isinstance(word.ctx, ast.Store)
-        and ast.unparse(word.value) == "self"
-    )
-    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
+    """Return the public attributes that ``__init__`` sets, if there is one."""
+    found = {}
+    for word in ast.walk(init) if init else ():
+        match word:
+            case ast.Attribute(ast.Name("self"), name, ast.Store()) if name[0] != "_":
+                found[name] = None
+    return list(found)
 
 
 def signature(node, name, names):
@@ -169,11 +154,8 @@ def signature(node, name, names):
 
 def resolved(value, names):
     """Return a default's value instead of the name of a constant."""
-    return (
-        ast.Constant(names[value.id])
-        if isinstance(value, ast.Name) and value.id in names
-        else value
-    )
+    is_constant = isinstance(value, ast.Name) and value.id in names
+    return ast.Constant(names[value.id]) if is_constant else value
 
 
 def hidden_types():
@@ -182,18 +164,10 @@ def hidden_types():
     for module, name, thing in public_things():
         names = vars(sys.modules[thing.__module__])
         for node in definitions_of(thing):
-            words = (
-                word.id
-                for kind in annotations_of(node)
-                for word in ast.walk(kind)
-                if isinstance(word, ast.Name)
-            )
-            kinds = (names.get(word) for word in words)
-            found |= {
-                f"{module}.{name}: {kind}"
-                for kind in kinds
-                if isinstance(kind, type) and is_hidden(kind)
-            }
+            words = (word for annotation in annotations_of(node) for word in ast.walk(annotation))
+            kinds = (names.get(word.id) for word in words if isinstance(word, ast.Name))
+            hidden = (kind for kind in kinds if isinstance(kind, type) and is_hidden(kind))
+            found |= {f"{module}.{name}: {kind}" for kind in hidden}
     return sorted(found)
 
 
@@ -206,8 +180,8 @@ def annotations_of(node):
         if isinstance(part, ast.FunctionDef) and (
             is_made if part.name == "__init__" else part.name[0] != "_"
         ):
-            kinds = [word.annotation for word in ast.walk(part.args) if isinstance(word, ast.arg)]
-            yield from (kind for kind in (*kinds, part.returns) if kind is not None)
+            kinds = [getattr(word, "annotation", None) for word in ast.walk(part.args)]
+            yield from filter(None, (*kinds, part.returns))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Checks for every result file of a benchmark."""
 
+import json
 from dataclasses import fields
 
 from comparison.record import SCHEMA, STATUSES, Row
@@ -21,3 +22,10 @@ def check_schema(result):
             assert 0 < row["p10"] <= row["median"] <= row["p90"]
         else:
             assert row["median"] is None
+
+
+def read(path):
+    """Return the checked contents of a result file."""
+    result = json.loads(path.read_text())
+    check_schema(result)
+    return result

@@ -1,5 +1,7 @@
 """Sets of times agree with counting single moments."""
 
+from itertools import groupby, pairwise
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -68,15 +70,11 @@ def test_weights_count_from_start_to_before_end(moments, end):
 def test_the_runs_that_contain_a_moment_are_kept(one, moments):
     timeline = timeline_of(one, moments)
     runs = spread(timeline, timeline.runs_at(timeline.cover(one), moments))
-    expected = np.zeros(LENGTH, dtype=bool)
-    for at in moments:
-        first = end = at
-        while first > 0 and counted(one)[first - 1]:
-            first -= 1
-        while end < LENGTH and counted(one)[end]:
-            end += 1
-        if counted(one)[at]:
-            expected[first:end] = True
+    expected = counted(one)
+    for _, run in groupby(range(LENGTH), counted(one).__getitem__):
+        cells = list(run)
+        if not set(cells) & set(moments):
+            expected[cells] = False
     assert (runs == expected).all()
 
 
@@ -84,11 +82,10 @@ def test_the_runs_that_contain_a_moment_are_kept(one, moments):
 @example(np.array([[0.0, 1.0], [4.0, 5.0]]))
 def test_short_gaps_are_filled(one):
     timeline = timeline_of(one)
-    expected, before = counted(one), None
-    for at in np.flatnonzero(counted(one)):
-        if before is not None and at - before - 1 <= 3:
-            expected[before:at] = True
-        before = at
+    expected = counted(one)
+    for start, end in pairwise(np.flatnonzero(expected)):
+        if end - start - 1 <= 3:
+            expected[start:end] = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_analysis, "_GAP", 3)
         bridged = timeline.bridge(timeline.cover(one))

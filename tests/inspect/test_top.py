@@ -2,16 +2,16 @@
 
 import json
 import os
-import pty
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
+from processes import terminal
 
 import pinstage as ps
 from pinstage.inspect import _checks, _top
+from pinstage.inspect._doctor import diagnose
 
 
 @pytest.fixture(autouse=True)
@@ -22,14 +22,10 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def two_pools():
     job, own = ps.HostBudget("8MiB", name="job7"), ps.HostBudget("1GiB", name="eval")
-    with (
-        ps.SlabPool(budget=job, memory=ps.memory.PageableMemory()) as first,
-        ps.SlabPool(budget=own, memory=ps.memory.PageableMemory()) as _,
-    ):
-        first.acquire("1MiB").release()
-        with first.acquire("2MiB", owner="eval"), first.acquire("3MiB", owner="checkpoint"):
-            with pytest.raises(ps.errors.AcquireTimeoutError):
-                first.acquire("4MiB", owner="eval", timeout=0.01)
+    memory = ps.memory.PageableMemory()
+    with ps.SlabPool(budget=job, memory=memory) as first, ps.SlabPool(budget=own, memory=memory):
+        first.reserve("1MiB")
+        with first.acquire("5MiB"):
             yield
 
 
@@ -57,22 +53,12 @@ def test_without_a_budget_it_says_so(capsys):
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_terminal_is_drawn_anew_until_an_interrupt(two_pools):
-    main, child = pty.openpty()
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"}
-    command = [sys.executable, "-m", "pinstage", "top"]
     shown = b""
-    with subprocess.Popen(
-        command, stdout=child, stderr=child, stdin=child, env=environment
-    ) as process:
-        os.close(child)
+    with terminal([sys.executable, "-m", "pinstage", "top"]) as (main, process):
         while shown.count(b"job7") < 2:
             shown += os.read(main, 1 << 16)
         process.send_signal(signal.SIGINT)
-        try:
-            assert process.wait(60) == 0
-        finally:
-            process.kill()
-    os.close(main)
+        assert process.wait(60) == 0
     text = shown.decode(errors="replace")
     assert "─" in text or "+--" in text  # as the locale's encoding allows
 
@@ -92,8 +78,6 @@ def test_doctor_judges_budgets(pools, status, words):
 
 
 def test_doctor_sums_them_up(two_pools):
-    from pinstage.inspect._doctor import diagnose
-
     (check,) = (check for check in diagnose(measuring=False).checks if check.name == "host budgets")
     assert "job7: 6.00 MiB of 8.00 MiB" in check.found
 

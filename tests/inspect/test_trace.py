@@ -50,17 +50,16 @@ def test_copies_are_told_apart_by_direction_and_kind(analysis):
         .copy(70, 5, 512, way="DtoD")
         .add("gpu_memcpy", "of another kind", 80, 5)
     )
-    found = {(group["direction"], group["kind"]): group for group in analysis(trace).groups}
+    groups = analysis(trace).groups
     # Copies to the device come first.
-    assert list(found) == [
-        ("HtoD", "pageable"), ("HtoD", "pinned"), ("DtoH", "pageable"), ("DtoD", "device"),
-        ("other", "unknown"),
+    assert [(group["direction"], group["kind"], group["copies"]) for group in groups] == [
+        ("HtoD", "pageable", 2), ("HtoD", "pinned", 1), ("DtoH", "pageable", 1),
+        ("DtoD", "device", 1), ("other", "unknown", 1),
     ]  # fmt: skip
-    pageable = found["HtoD", "pageable"]
-    assert (pageable["copies"], pageable["nbytes"]) == (2, 4000)
+    pageable = groups[0]
+    assert pageable["nbytes"] == 4000
     assert pageable["seconds"] == approx(20 * US)
     assert pageable["bytes_per_second"] == approx(4000 / (20 * US))
-    assert found["HtoD", "pinned"]["copies"] == 1
 
 
 @pytest.mark.parametrize(
@@ -121,71 +120,61 @@ def one_step():
     return TraceMaker().step(1, 0, 100).kernel(90, 10)
 
 
-@pytest.mark.parametrize(
-    ("trace", "figures"),
-    [
-        pytest.param(
-            one_step().op("aten::to", 10, 30).op("aten::copy_", 12, 25).copy(20, 2, 64, asked=15),
-            {"staging": 30, "stall": 30},
-            id="the operator around a copy to the device is staging",
-        ),
-        pytest.param(
-            one_step()
-            .op("aten::to", 10, 30)
-            .op("aten::copy_", 50, 20)
-            .copy(55, 2, 64, way="DtoH", asked=52),
-            {"staging": 0, "copy": 2},
-            id="an operator without one isn't",
-        ),
-        pytest.param(
-            one_step().op("aten::pin_memory", 8, 30).call("cudaHostAlloc", 10, 20),
-            {"staging": 30},
-            id="pinning in the loop is staging",
-        ),
-        pytest.param(
-            one_step().call("cudaHostAlloc", 10, 20, tid=THREAD + 1),
-            {"staging": 0},
-            id="pinning in another thread isn't",
-        ),
-        pytest.param(
-            one_step()
-            .op("aten::to", 0, 30)
-            .copy(5, 2, 64, asked=2)
-            .call("cudaStreamSynchronize", 10, 10)
-            .call("cudaStreamSynchronize", 50, 10),
-            {"synchronise": 10},
-            id="waiting for the device outside staging is synchronisation",
-        ),
-        pytest.param(
-            one_step()
-            .add("user_annotation", "pinstage.pack", 10, 15)
-            .add("user_annotation", "pinstage.loader.wait", 50, 7),
-            {"staging": 15, "wait": 7},
-            id="pinstage's ranges are staging and waits",
-        ),
-        pytest.param(
-            one_step().op("aten::to", 0, 40).copy(30, 20, 64, asked=10).kernel(0, 35),
-            # The operator until 40, the copy until 50.
-            {"kernel": 45, "staging": 50, "stall": 15, "copy": 20},
-            id="a stall is staging without a kernel",
-        ),
-        pytest.param(
-            TraceMaker().step(1, 0, 100).kernel(0, 20).kernel(22, 20).kernel(60, 20),
-            {"kernel": 62},
-            id="a short gap between kernels can't be saved",
-        ),
-        pytest.param(
-            one_step().add("gpu_user_annotation", "ProfilerStep#1", 5, 99, pid=0, tid=7),
-            {"kernel": 10},
-            id="an annotation of the device isn't a step",
-        ),
-        pytest.param(
-            one_step().kernel(0, 50, device=3),
-            {"kernel": 50},
-            id="the figures are those of the busiest device",
-        ),
-    ],
-)
+STEPS = {
+    "the operator around a copy to the device is staging": (
+        one_step().op("aten::to", 10, 30).op("aten::copy_", 12, 25).copy(20, 2, 64, asked=15),
+        {"staging": 30, "stall": 30},
+    ),
+    "an operator without one isn't": (
+        one_step()
+        .op("aten::to", 10, 30)
+        .op("aten::copy_", 50, 20)
+        .copy(55, 2, 64, way="DtoH", asked=52),
+        {"staging": 0, "copy": 2},
+    ),
+    "pinning in the loop is staging": (
+        one_step().op("aten::pin_memory", 8, 30).call("cudaHostAlloc", 10, 20),
+        {"staging": 30},
+    ),
+    "pinning in another thread isn't": (
+        one_step().call("cudaHostAlloc", 10, 20, tid=THREAD + 1),
+        {"staging": 0},
+    ),
+    "waiting for the device outside staging is synchronisation": (
+        one_step()
+        .op("aten::to", 0, 30)
+        .copy(5, 2, 64, asked=2)
+        .call("cudaStreamSynchronize", 10, 10)
+        .call("cudaStreamSynchronize", 50, 10),
+        {"synchronise": 10},
+    ),
+    "pinstage's ranges are staging and waits": (
+        one_step()
+        .add("user_annotation", "pinstage.pack", 10, 15)
+        .add("user_annotation", "pinstage.loader.wait", 50, 7),
+        {"staging": 15, "wait": 7},
+    ),
+    "a stall is staging without a kernel": (
+        one_step().op("aten::to", 0, 40).copy(30, 20, 64, asked=10).kernel(0, 35),
+        # The operator until 40, the copy until 50.
+        {"kernel": 45, "staging": 50, "stall": 15, "copy": 20},
+    ),
+    "a short gap between kernels can't be saved": (
+        TraceMaker().step(1, 0, 100).kernel(0, 20).kernel(22, 20).kernel(60, 20),
+        {"kernel": 62},
+    ),
+    "an annotation of the device isn't a step": (
+        one_step().add("gpu_user_annotation", "ProfilerStep#1", 5, 99, pid=0, tid=7),
+        {"kernel": 10},
+    ),
+    "the figures are those of the busiest device": (
+        one_step().kernel(0, 50, device=3),
+        {"kernel": 50},
+    ),
+}
+
+
+@pytest.mark.parametrize(("trace", "figures"), STEPS.values(), ids=STEPS)
 def test_a_step_has_the_figures_of_its_events(analysis, trace, figures):
     (step,) = analysis(trace).steps
     found = {name: step[f"{name}_seconds"] for name in figures}
@@ -202,11 +191,9 @@ def test_a_copy_belongs_to_the_requesting_step(analysis):
 def test_steps_are_ordered_by_time_with_their_numbers(analysis):
     trace = TraceMaker().step(8, 100, 50).step(7, 0, 100).kernel(0, 1).wait(20, 30)
     found = analysis(trace)
-    assert [(step["number"], step["seconds"]) for step in found.steps] == [
-        (7, approx(100 * US)),
-        (8, approx(50 * US)),
-    ]
-    assert found.steps[0]["wait_seconds"] == approx(30 * US)
+    names = "number", "seconds", "wait_seconds"
+    steps = [[step[name] for name in names] for step in found.steps]
+    assert steps == [[7, approx(100 * US), approx(30 * US)], [8, approx(50 * US), 0]]
     assert found.annotated
 
 
@@ -232,11 +219,12 @@ def test_many_small_calls_are_profiler_cost(report):
     """For example, 100 leaves of 20 us, with 15 us of them spent by the profiler on thirty
     operators.
     """
-    few, many = naive_loop(leaves=100), naive_loop(leaves=100)
+    trace = naive_loop(leaves=100)
+    few = report(trace).packing
     for step in range(6):
         for index in range(100 * 30):
-            many.op("aten::empty", step * 4000 + index * 2000 / 3000, 0.1)
-    few, many = (report(trace).packing for trace in (few, many))
+            trace.op("aten::empty", step * 4000 + index * 2000 / 3000, 0.1)
+    many = report(trace).packing
     assert few.saved_seconds > 1.3e-3
     assert many.saved_seconds < few.saved_seconds - 1.2e-3
 
@@ -265,18 +253,13 @@ def test_unexplained_cost_of_a_step_is_the_host(report):
 
 
 def test_the_trace_measures_the_profiler_s_cost(report):
-    def trace(unit_us):
-        found = TraceMaker()
-        for start in found.steps(4, 3000):
-            found.kernel(start + 2000, 1000)
-            for leaf in range(100):
-                at = start + leaf * 20
-                found.op("aten::to", at, 20).op("aten::_to_copy", at + unit_us, 18).copy(
-                    at + 9, 2, 64, asked=at + 8
-                )
-        return report(found)
+    def traced(unit_us):
+        trace = naive_loop(leaves=100)
+        for event in [event for event in trace.events if event["name"] == "aten::to"]:
+            trace.op("aten::_to_copy", event["ts"] - BASE_US + unit_us, 18)
+        return report(trace)
 
-    quick, slow = trace(0.2), trace(0.8)
+    quick, slow = traced(0.2), traced(0.8)
     assert slow.analysis.event_seconds == approx(_analysis.EVENT_UNITS * 0.8 * US, rel=0.01)
     assert quick.analysis.event_seconds == approx(_analysis.EVENT_UNITS * 0.2 * US, rel=0.01)
     assert slow.packing.real_seconds < quick.packing.real_seconds
@@ -295,11 +278,16 @@ def loop_ahead(*, host_us, kernel_us):
 
 
 def test_a_model_bound_loop_has_no_gain(report):
-    worst = report(loop_ahead(host_us=3000, kernel_us=9999))
-    assert not worst.packing.waits_for_device
-    assert worst.packing.most_saved_seconds < 10e-6
-    assert worst.verdict.startswith("The GPU is at work for 100% of a step: staging can save")
-    assert "wouldn't help" in worst.verdict
+    found = report(loop_ahead(host_us=3000, kernel_us=9999))
+    assert not found.packing.waits_for_device
+    assert found.packing.most_saved_seconds < 10e-6
+    assert found.verdict.startswith("The GPU is at work for 100% of a step: staging can save")
+    assert (
+        "The GPU waits for staging for only 0% of a step: 100 host-to-device copies per step"
+        in found.verdict
+    )
+    assert "100% of it behind kernels" in found.verdict
+    assert found.verdict.endswith("Packing them into one slab wouldn't help.")
 
 
 def test_overlapped_copies_can_save_their_host_part(report):
@@ -389,31 +377,6 @@ def test_a_waiting_loop_saves_its_staging_time(report):
     assert 9e-3 < least < packing.saved_seconds < most < 12.2e-3
 
 
-def test_a_loop_with_hidden_copies_has_no_gain(report):
-    trace = TraceMaker()
-    for start in trace.steps(4, 1000):
-        trace.kernel(start, 999).copy(start + 100, 50, 64, kind="Pinned", asked=start + 20)
-    verdict = report(trace).verdict
-    assert verdict.startswith("The GPU is at work for 100% of a step: staging can save 0 at most")
-    assert (
-        "The GPU waits for staging for only 0% of a step: 1 host-to-device copy per step" in verdict
-    )
-    assert "100% of it behind kernels" in verdict
-    assert verdict.endswith("Packing them into one slab wouldn't help.")
-
-
-def test_a_loader_bound_loop_is_named_so(report):
-    trace = TraceMaker()
-    for start in trace.steps(4, 1000):
-        trace.wait(start, 700).kernel(start + 800, 200).copy(start + 750, 5, 64)
-    worst = report(trace)
-    assert worst.verdict.startswith(
-        "The loop waits 70% of the time for its loader, whose workers or pinning thread set its "
-        "pace"
-    )
-    assert (worst.packing.least_saved_seconds, worst.packing.saved_seconds) == (0, 0)
-
-
 def test_unpickling_ready_batches_isn_t_waiting_for_workers(report):
     def trace(opens):
         found = TraceMaker()
@@ -428,7 +391,11 @@ def test_unpickling_ready_batches_isn_t_waiting_for_workers(report):
     busy, idle = (report(trace(opens)) for opens in (20, 600))
     assert (busy.packing.waits_for_loader, idle.packing.waits_for_loader) == (False, True)
     assert busy.packing.saved_seconds > 0.5e-3
-    assert idle.verdict.startswith("The loop waits 30% of the time for its loader, whose workers")
+    assert (idle.packing.least_saved_seconds, idle.packing.saved_seconds) == (0, 0)
+    assert idle.verdict.startswith(
+        "The loop waits 30% of the time for its loader, whose workers or pinning thread set its "
+        "pace"
+    )
 
 
 def test_a_trace_without_copies_is_told_so(report):
@@ -439,9 +406,7 @@ def test_a_trace_without_copies_is_told_so(report):
 
 
 def test_copies_of_unknown_size_are_not_small(report):
-    trace = TraceMaker().add(
-        "gpu_memcpy", "Memcpy HtoD (Host -> Device)", 0, 22, correlation=1, kind="HtoD"
-    )
+    trace = TraceMaker().add("gpu_memcpy", "Memcpy HtoD (Host -> Device)", 0, 22, kind="HtoD")
     assert (
         "1 host-to-device copy per trace (the trace does not record their bytes)"
         in report(trace).verdict
@@ -511,12 +476,9 @@ def test_a_terminal_of_eighty_columns_cuts_no_number(report):
     words = set(capture.get().split())
     for table in found:
         if isinstance(table, TextTable):
-            for column, cells in zip(table.columns, zip(*table.rows, strict=True), strict=True):
-                if column.startswith(">"):
-                    assert {word for cell in cells for word in cell.split()} <= words, (
-                        table.title,
-                        column,
-                    )
+            for row in table.rows:
+                for column, cell in zip(table.columns, row, strict=True):
+                    assert column[0] != ">" or set(cell.split()) <= words, (table.title, column)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -526,13 +488,12 @@ def test_a_terminal_of_eighty_columns_cuts_no_number(report):
 def test_events_don_t_depend_on_window_boundaries(tmp_path, monkeypatch, window):
     trace = naive_loop(steps=2, leaves=3, schemaVersion=1234567)
     trace.add("cpu_op", 'a "quoted" ] } { [ \u00e9\u20ac\U0001f600 \\ name', 1, 2)
-    path = trace.write(tmp_path / "t.json.gz")
-    path.write_bytes(
-        gzip.compress(json.dumps(json.loads(trace.text()), ensure_ascii=False).encode())
-    )
+    written = json.loads(trace.text())
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(written, ensure_ascii=False).encode()))
     monkeypatch.setattr(_events, "_WINDOW", window)
     file = _events.TraceFile(path)
-    assert list(file) == json.loads(trace.text())["traceEvents"]
+    assert list(file) == written["traceEvents"]
     assert file.header["schemaVersion"] == 1234567
     assert file.header["traceName"] == "t"
 
@@ -555,11 +516,11 @@ def test_only_complete_events_count(analysis):
     [
         (b"", "isn't a profiler trace: empty file"),
         (b"[project]\nname = 3\n", "isn't a profiler trace"),
-        (b'{"a": 1, "b": 2}', "JSON without traceEvents (its keys: a, b)"),
+        (b'{"a": 1, "b": 2}', r"JSON without traceEvents \(its keys: a, b\)"),
         (b'{"traceEvents": []}', "holds no event of a GPU"),
         (
             b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "x"}]}',
-            "event 1 (kernel) has no usable 'ts'",
+            r"event 1 \(kernel\) has no usable 'ts'",
         ),
         (b'{"traceEvents": [{"ph": "M"}, {"ph": "X", "na', "broken or cut off after 1 events"),
         (b'{"traceEvents": [{"ph": "M"}', "broken or cut off"),
@@ -576,27 +537,24 @@ def test_only_complete_events_count(analysis):
             "broken or cut off after 1 events: maximum recursion",
         ),
         (b'{"schemaVersion": ' + b"9" * 5000 + b"}", "isn't a profiler trace: Exceeds the limit"),
-        (b'{"\x1b]0;title\x07": 1}', "JSON without traceEvents (its keys: \ufffd]0;title\ufffd)"),
+        (b'{"\x1b]0;title\x07": 1}', "without traceEvents .its keys: \ufffd]0;title\ufffd"),
     ],
 )
 def test_files_that_aren_t_traces_are_refused(tmp_path, content, message):
     path = tmp_path / "t.json"
     path.write_bytes(content)
-    with pytest.raises(
-        TraceError, match=message if "|" in message else re.escape(message)
-    ) as caught:
+    with pytest.raises(TraceError, match=message) as caught:
         trace_report(path)
     assert str(caught.value).count("t.json") == 1
 
 
 NUMBERS = "ts", "dur", "device", "bytes", "correlation"
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        *product(NUMBERS, ("x", [], NAN, INF, -INF, 2**70, 10**400)),
+        *product(NUMBERS, ("x", [], *map(float, ("nan", "inf", "-inf")), 2**70, 10**400)),
         *product(NUMBERS[1:], (-2,)),
         ("device", 2**40),
         *product(("name", "args"), (5, ["a"])),
@@ -631,9 +589,8 @@ def test_names_reach_no_terminal_as_control_sequences(report):
         trace.call(f"cudaMemcpy{name}", 0, 1).copy(0, 1, 8, kind=name)
     found = report(trace, name="t\x1b[2J.json")
     for text in (as_text(found.sections()), json.dumps(found.to_dict(), ensure_ascii=False)):
-        assert text.replace("\n", "").isprintable()
-        assert "\ufffd]52;c;zxzpba==\ufffd" in text or "\ufffd]52;c;ZXZpbA==\ufffd" in text
-        text.encode()
+        assert text.replace("\n", "").isprintable()  # so it can be encoded, too
+        assert "\ufffd]52;c;zxzpba==\ufffd" in text.lower()
 
 
 def test_a_broken_event_isn_t_searched_endlessly(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from html import unescape
 from html.parser import HTMLParser
@@ -22,6 +21,7 @@ from processes import output_of
 
 ROOT = Path(__file__).parents[2]
 IMAGES = sorted((ROOT / "docs" / "images").glob("*.svg"))
+BROWSERS = "chromium", "chromium-browser", "google-chrome"
 DARK = "--blink-settings=preferredColorScheme=0"
 
 
@@ -31,15 +31,14 @@ def missing(what):
     pytest.skip(what)
 
 
-def the_browser():
-    browser = (
-        shutil.which("chromium")
-        or shutil.which("chromium-browser")
-        or shutil.which("google-chrome")
-    )
-    if browser is None:
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """The command of a browser without a window."""
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
         missing("there is no Chromium on the path")
-    return browser
+    profile = tmp_path_factory.mktemp("profile")
+    return [found, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +53,27 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture
-def screenshot(tmp_path):
+def screenshot(browser, tmp_path):
     """A function that returns the pixels, ``[height, width, 3]``, of a file as a browser shows
     it.
     """
-    browser = the_browser()
     pillow = pytest.importorskip("PIL.Image")
 
     def shoot(path, *options, width=900, height=1400):
         target = tmp_path / "screen.png"
         command = [
-            browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-            "--virtual-time-budget=3000", f"--user-data-dir={tmp_path / 'profile'}",
+            *browser, "--hide-scrollbars", "--virtual-time-budget=3000",
             f"--window-size={width},{height}", f"--screenshot={target}", *options, path.as_uri(),
         ]  # fmt: skip
-        subprocess.run(command, capture_output=True, check=True)
+        output_of(command)
         return np.asarray(pillow.open(io.BytesIO(target.read_bytes())).convert("RGB"))
 
     return shoot
+
+
+def share_that_stands_out(pixels, least):
+    """Return the share of pixels, of text and lines, that differ from the background."""
+    return (np.abs(pixels - np.median(pixels, axis=(0, 1))).max(axis=2) > least).mean()
 
 
 MEASURE = """
@@ -125,18 +127,14 @@ except folded parts and printed text, and words of tables that are on two lines.
 
 
 @pytest.fixture(scope="module")
-def measured(site, tmp_path_factory):
+def measured(site, browser):
     """What `MEASURE` found: page, width, width of the page, headings, scrolling tables and code,
     pictures, broken words.
     """
     pages = sorted(page.relative_to(site).as_posix() for page in site.rglob("index.html"))
     (site / "measure.html").write_text(MEASURE.replace("PAGES", json.dumps(pages)))
-    command = [
-        the_browser(), "--headless", "--no-sandbox", "--disable-gpu",
-        "--allow-file-access-from-files", "--dump-dom", "--virtual-time-budget=90000",
-        f"--user-data-dir={tmp_path_factory.mktemp('profile')}", (site / "measure.html").as_uri(),
-    ]  # fmt: skip
-    dom = output_of(command)
+    options = "--allow-file-access-from-files", "--dump-dom", "--virtual-time-budget=90000"
+    dom = output_of([*browser, *options, (site / "measure.html").as_uri()])
     (site / "measure.html").unlink()
     found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', dom, re.DOTALL)[1]))
     assert len(found) == 2 * len(pages)
@@ -194,23 +192,22 @@ def test_examples_of_docstrings_are_shown_as_code(site):
 )
 def test_a_page_is_readable_in_light_and_dark(site, screenshot, page):
     path = site / page / "index.html"
-    light, dark = screenshot(path), screenshot(path, DARK)
-    below_the_header = np.s_[100:, :]
-    assert np.median(light[below_the_header]) > 240
-    assert np.median(dark[below_the_header]) < 60
+    light, dark = (screenshot(path, *options)[100:] for options in ((), (DARK,)))  # no header
+    assert np.median(light) > 240
+    assert np.median(dark) < 60
     for pixels in (light, dark):
-        background = np.median(pixels[below_the_header], axis=(0, 1))
-        written = np.abs(pixels[below_the_header] - background).max(axis=2) > 80
-        assert 0.01 < written.mean() < 0.5
+        assert 0.01 < share_that_stands_out(pixels, 80) < 0.5
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
 def test_a_picture_is_readable_in_light_and_dark(screenshot, image):
     size = re.search(r'width="(\d+)" height="(\d+)"', image.read_text())
     width, height = map(int, size.groups())
-    light = screenshot(image, width=width, height=height + 100)[:height]
-    dark = screenshot(image, DARK, width=width, height=height + 100)[:height]
+    light, dark = (
+        screenshot(image, *options, width=width, height=height + 100)[:height]
+        for options in ((), (DARK,))
+    )
     assert np.median(light) > 200
     assert np.median(dark) < 80
-    for pixels in (light, dark):  # text and lines stand out from the background
-        assert (np.abs(pixels - np.median(pixels, axis=(0, 1))).max(axis=2) > 100).mean() > 0.02
+    for pixels in (light, dark):
+        assert share_that_stands_out(pixels, 100) > 0.02

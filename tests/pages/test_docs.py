@@ -1,7 +1,6 @@
 """The snippets of the documentation run unchanged, and its names exist."""
 
 import ast
-import importlib.util
 import operator
 import os
 import re
@@ -10,6 +9,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import markdown
 import pytest
 import torch
 import torch.distributed
@@ -30,16 +30,13 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 RUN_ELSEWHERE = {
-    "index.md": "test_the_lines_of_use_run",
-    "audit.md": "test_inspect_docs.py",
-    "cases/frame_bandwidth.md": "test_examples.py",
-    "cases/weather_batch.md": "test_examples.py",
-    "guides/several_gpus.md": "test_the_guide_to_several_gpus_runs",
-    "trace.md": "test_inspect_recording.py",
-}
-RUN_ELSEWHERE |= {
-    f"frameworks/{path.name}": "frameworks/test_pages.py"
-    for path in (DOCS / "frameworks").glob("*.md")
+    "index.md",  # test_the_lines_of_use_run
+    "audit.md",  # test_trace_page.py
+    "cases/frame_bandwidth.md",  # test_examples.py
+    "cases/weather_batch.md",
+    "guides/several_gpus.md",  # test_the_guide_to_several_gpus_runs
+    "trace.md",  # inspect/test_recording.py
+    *(f"frameworks/{path.name}" for path in (DOCS / "frameworks").glob("*.md")),
 }
 GUIDES = {path.relative_to(DOCS).as_posix() for path in (DOCS / "guides").glob("*.md")}
 REFERENCE = sorted(path for path in (DOCS / "reference").glob("*.md") if path.stem != "index")
@@ -49,7 +46,7 @@ RUN_FROM_TOP_TO_BOTTOM = [
     "concepts.md",
     "metrics.md",
     "performance.md",
-    *sorted(GUIDES - RUN_ELSEWHERE.keys()),
+    *sorted(GUIDES - RUN_ELSEWHERE),
     *(f"reference/{path.name}" for path in REFERENCE),
 ]
 
@@ -215,15 +212,14 @@ def test_every_error_has_its_section():
 
 BESIDE = {
     *(f"memory.{name}" for name in pinstage.memory.__all__),
-    *("metrics.PoolCollector", "metrics.TorchHostCollector", "inspect"),
-    *("inspect.step_times", "inspect.StepTimes", "inspect.StepTime"),
-    *("checkpoint.CheckpointStager", "offload.save_on_cpu", "offload.OffloadStats"),
-    *(
-        "offload.optimizer_state",
-        "offload.frozen_module",
-        "offload.Offloaded",
-        "offload.OffloadedStats",
-    ),
+    "metrics.PoolCollector",
+    "metrics.TorchHostCollector",
+    "inspect",
+    "inspect.step_times",
+    "inspect.StepTimes",
+    "inspect.StepTime",
+    "checkpoint.CheckpointStager",
+    *(f"offload.{name}" for name in pinstage.offload.__all__),
 }
 """Public names that are not in `pinstage.__all__`."""
 MADE_BY_CALLS = {
@@ -260,14 +256,9 @@ def names_of(page):
 def test_every_public_name_is_in_the_reference_once():
     shown = [name for page in REFERENCE for name in names_of(page)]
     assert len(shown) == len(set(shown))
-    elsewhere = {
-        name for name in shown if name.startswith("_")
-    }  # types of the calls that are public
-    assert set(shown) - elsewhere == {
-        *pinstage.__all__,
-        *(f"errors.{name}" for name in error_names()),
-        *BESIDE,
-    }
+    elsewhere = {name for name in shown if name[0] == "_"}  # types of the calls that are public
+    errors = {f"errors.{name}" for name in error_names()}
+    assert set(shown) - elsewhere == {*pinstage.__all__} | errors | BESIDE
     assert all(isinstance(operator.attrgetter(name)(pinstage), type) for name in elsewhere)
 
 
@@ -278,9 +269,8 @@ def test_every_public_name_is_in_the_reference_once():
     ),
 )
 def test_every_public_name_has_a_page_and_example(name):
-    [page] = [
-        page for page in REFERENCE if page.read_text().startswith(f"# {name.rpartition('.')[2]}\n")
-    ]
+    title = f"# {name.rpartition('.')[2]}\n"
+    [page] = [page for page in REFERENCE if page.read_text().startswith(title)]
     assert names_of(page)[0] == name
     [example] = blocks(page, "python")
     assert name in example or name in MADE_BY_CALLS
@@ -296,18 +286,7 @@ def test_the_reference_overview_and_menu_are_complete():
         assert f"reference/{page.name}" in menu, page
 
 
-@pytest.fixture(scope="module")
-def markdown():
-    """The script that writes the tables."""
-    script = importlib.util.spec_from_file_location(
-        "markdown_tables", ROOT / "benchmarks" / "markdown.py"
-    )
-    module = importlib.util.module_from_spec(script)
-    script.loader.exec_module(module)
-    return module
-
-
-def test_every_table_is_what_the_result_files_say(markdown):
+def test_every_table_is_what_the_result_files_say():
     tables = set()
     for page in markdown.PAGES:
         text = page.read_text()
@@ -320,7 +299,7 @@ def test_every_table_is_what_the_result_files_say(markdown):
     )
 
 
-def test_the_picture_of_loops_matches_its_result_file(markdown):
+def test_the_picture_of_loops_matches_its_result_file():
     assert markdown.LOOPS.read_text() == markdown.loops_picture()
 
 

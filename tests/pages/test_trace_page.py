@@ -1,25 +1,21 @@
 """The pages on audit, doctor and trace show the real output."""
 
-import re
 import sys
 import types
 from pathlib import Path
 
 import pytest
-from fences import blocks
+from fences import blocks, check_printed
 
 from pinstage import _cli
+from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._doctor import host_checks
+from pinstage.inspect._trace import _analysis, _model
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 DEFINITION = 'python title="weather.py"'
-
-
-def without_times(text):
-    """Remove the times, which differ between runs."""
-    return re.sub(r"[\d.]+ (us|ms)", "TIME", text)
 
 
 @pytest.fixture
@@ -35,11 +31,8 @@ def test_the_audit_page_shows_what_the_command_prints(weather, capsys):
     (command,) = blocks(DOCS / "audit.md", "console")
     with pytest.raises(SystemExit):
         _cli.main(command.split()[2:])
-    printed = without_times(capsys.readouterr().out)
     (shown,) = blocks(DOCS / "audit.md", "text")
-    head, tail = without_times(shown).split("...\n")
-    assert head in printed
-    assert tail in printed
+    check_printed(shown, capsys.readouterr().out)
 
 
 def test_the_audit_page_s_program_runs(monkeypatch, capsys):
@@ -65,9 +58,6 @@ def test_the_trace_page_shows_the_example_s_output(capsys):
 
 
 def test_the_model_s_figures_match_the_page():
-    from pinstage.inspect._bus import REFERENCE
-    from pinstage.inspect._trace import _analysis, _model
-
     page = " ".join((DOCS / "trace.md").read_text().split())
     assert (
         f"{REFERENCE.fixed_seconds * 1e6:.0f} us, {REFERENCE.leaf_seconds * 1e6:.1f} us for each "

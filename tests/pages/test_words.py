@@ -1,10 +1,10 @@
 """The README and the docs are short, and name no figure that no result file has."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from words import NOT_COUNTED, PAGES, words
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -29,38 +29,25 @@ NO_RESULTS = re.compile(
 """Names of result files, commits and CPU instructions."""
 
 
-@pytest.fixture(scope="module")
-def words():
-    """The script that counts words."""
-    script = importlib.util.spec_from_file_location("words", ROOT / "scripts" / "words.py")
-    module = importlib.util.module_from_spec(script)
-    script.loader.exec_module(module)
-    return module
-
-
-def prose(words, page):
-    return words.NOT_COUNTED.sub(" ", page.read_text())
-
-
-def test_code_tables_and_generated_parts_do_not_count(words, tmp_path):
+def test_code_tables_and_generated_parts_do_not_count(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# A title\n\nFive words, and a [link](page.md).\n\n```python\nx = 1\n```\n\n| a | b |\n|---|---|\n\n"
         "<!-- table: staging -->\nGenerated.\n\n| a |\n<!-- end -->\n\n  ```sh\n  make\n  ```\n"
     )
-    assert words.words(page) == 7
+    assert words(page) == 7
 
 
-def test_pages_are_half_as_long_as_before(words):
-    counts = {page.relative_to(ROOT).as_posix(): words.words(page) for page in words.PAGES}
+def test_pages_are_half_as_long_as_before():
+    counts = {page.relative_to(ROOT).as_posix(): words(page) for page in PAGES}
     assert {"README.md", "docs/concepts.md", "docs/guides/loaders.md"} < counts.keys()
     assert not any(page.startswith("docs/reference/") for page in counts)
     assert sum(counts.values()) <= MOST_WORDS
 
 
 @pytest.mark.parametrize(("page", "most"), MOST_WORDS_OF.items())
-def test_a_page_is_short(words, page, most):
-    assert words.words(DOCS / f"{page}.md") <= most
+def test_a_page_is_short(page, most):
+    assert words(DOCS / f"{page}.md") <= most
 
 
 def test_figures_are_told_from_sizes_and_shapes():
@@ -84,9 +71,11 @@ def test_measured_figures_are_in_generated_parts_only():
     assert {figure for _, figure in found} == CONSTANTS
 
 
-def test_pages_name_no_files_commits_or_instructions(words):
-    texts = {page: re.sub(r"`[^`]*`", "", prose(words, page)) for page in words.PAGES}
-    named = {
-        page: [found[0] for found in NO_RESULTS.finditer(text)] for page, text in texts.items()
-    }
-    assert {page: names for page, names in named.items() if names} == {}
+def test_pages_name_no_files_commits_or_instructions():
+    texts = {page: NOT_COUNTED.sub(" ", page.read_text()) for page in PAGES}
+    named = [
+        (page, found[0])
+        for page, text in texts.items()
+        for found in NO_RESULTS.finditer(re.sub(r"`[^`]*`", "", text))
+    ]
+    assert named == []
