@@ -347,6 +347,15 @@ def test_an_unsuitable_slab_is_refused_and_not_written(batch, make, reason):
         layout.unpack(slab)
 
 
+def test_a_lease_is_not_a_slab(batch, pool):
+    layout = Layout.of(batch)
+    with pool.acquire(layout.nbytes) as lease:
+        with pytest.raises(ValueError, match=r"dst must be .*: Lease; pass lease.tensor\(\)"):
+            layout.pack(batch, lease)
+        with pytest.raises(ValueError, match=r"src must be .*: Lease; pass lease.tensor\(\)"):
+            layout.unpack(lease)
+
+
 @pytest.mark.parametrize("nbytes", [0, 12], ids=["freed", "shorter than the shape"])
 def test_a_slab_without_its_storage_is_refused(batch, nbytes):
     layout = Layout.of(batch)

@@ -150,9 +150,11 @@ class Layout:
             or slab.ndim != 1
             or not slab.is_contiguous()
         ):
+            is_tensor = isinstance(slab, torch.Tensor)
+            given = f" {slab.dtype} {list(slab.shape)}" if is_tensor else ""
             raise ValueError(
-                f"{name} must be a contiguous uint8 tensor of one dimension: {type(slab).__name__} "
-                f"{slab.dtype} {list(slab.shape)}; pass lease.tensor(), or "
+                f"{name} must be a contiguous uint8 tensor of one dimension: {type(slab).__name__}"
+                f"{given}; pass lease.tensor(), or "
                 "torch.empty(layout.nbytes, dtype=torch.uint8)"
             )
         if slab.numel() < self.nbytes:
