@@ -578,10 +578,13 @@ def test_a_callable_returns_one_batch_or_many(module, spelling, name, paths):
         ("no_such_file.py:x", "cannot import no_such_file.py, from .*No such file"),
         ("syntax.py:x", "cannot import syntax.py, from .*: SyntaxError"),
         ("imports.py:x", "cannot import imports.py, from .*: No module named 'not_there'"),
+        ("sys:exit", "sys:exit raised SystemExit"),
+        ("script.py:x", "cannot import script.py, from .*: SystemExit: 0"),
     ],
 )
 def test_an_unusable_target_is_a_message(module, tmp_path, target, message):
     (tmp_path / "syntax.py").write_text("def (:")
     (tmp_path / "imports.py").write_text("import not_there")
+    (tmp_path / "script.py").write_text("raise SystemExit(0)")
     with pytest.raises(TargetError, match=message):
         first_batch(target)

@@ -58,7 +58,7 @@ def first_batch(target: str) -> Any:
         made = thing() if callable(thing) and not isinstance(thing, DataLoader) else thing
         for batch in _batches_of(made):
             return batch
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
     if made is None:
         raise TargetError(
@@ -108,7 +108,7 @@ def _import(name: str) -> ModuleType:
         sys.path.insert(0, str(path.parent.resolve()))
         spec.loader.exec_module(module)
         return module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(
             f"cannot import {name}, from {here}: {type(error).__name__}: {error}"
         ) from error
