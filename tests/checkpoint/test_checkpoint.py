@@ -259,3 +259,5 @@ def test_its_own_pool_is_shared_and_closed():
     with CheckpointStager(max_bytes="1MiB") as stager:
         assert stager.pool.memory.is_shared
     assert stager.pool.closed
+    with pytest.raises(ps.errors.PoolClosedError, match="make a new CheckpointStager"):
+        stager.stage({"weight": torch.ones(3)})

@@ -13,7 +13,16 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._memory import SharedMemory
-from .._pool import Fence, HostBudget, Lease, SlabPool, check_pool, check_timeout, descriptor_of
+from .._pool import (
+    Fence,
+    HostBudget,
+    Lease,
+    SlabPool,
+    check_pool,
+    check_timeout,
+    close_for,
+    descriptor_of,
+)
 from .._sizes import Size, format_bytes
 from .._stage import (
     Fetcher,
@@ -165,7 +174,7 @@ class CheckpointStager(AsyncStager):
             self.wait_before_change()
             self._hook.remove()
         if self._owns_pool:
-            self._pool.close()
+            close_for(self._pool, "CheckpointStager")
 
     def _wait_for_last(self) -> float | None:
         """Wait for the previous save; return how long to wait for a slab."""
