@@ -1066,6 +1066,14 @@ def test_close_without_workers_keeps_a_given_pool():
         assert numbers(loader) == list(range(40))
 
 
+def test_close_in_another_thread_is_named():
+    loader = make(lambda index: time.sleep(0.2) or torch.tensor(index))
+    iterator = iter(loader)
+    threading.Timer(0.5, loader.close).start()
+    with pytest.raises(PinstageError, match="its loader was closed; begin another one"):
+        list(iterator)
+
+
 def test_slabs_are_returned_with_the_last_batch():
     loader = make()
     iterator = iter(loader)

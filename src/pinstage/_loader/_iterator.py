@@ -82,10 +82,7 @@ class LoaderIterator:
             PinstageError: the loader was closed during this pass.
         """
         target = self._slabs.target
-        if self._is_closed_by_loader:
-            raise PinstageError(
-                "cannot go on with this pass: its loader was closed; begin another one"
-            )
+        self._check_open()
         try:
             self._run_ahead.bound(target.record(target.consumer(None)))
             batch = self._next_batch()
@@ -94,12 +91,20 @@ class LoaderIterator:
             if self._counters.fallback_batches >= _ENOUGH_FALLBACKS:
                 self._warn_if_all_fell_back()
             return batch
-        except StopIteration:
-            self._end()
-            self._warn_if_all_fell_back()
+        except Exception as error:
+            self._check_open()  # another thread may have closed the loader meanwhile
+            if isinstance(error, StopIteration):
+                self._end()
+                self._warn_if_all_fell_back()
             raise
         finally:
             self._since = time.perf_counter()
+
+    def _check_open(self) -> None:
+        if self._is_closed_by_loader:
+            raise PinstageError(
+                "cannot go on with this pass: its loader was closed; begin another one"
+            ) from None
 
     def _next_batch(self) -> Any:
         fetched = self._fetch()
