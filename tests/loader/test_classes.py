@@ -88,9 +88,32 @@ def test_a_state_can_precede_the_first_batch(workers):
 def test_a_loader_is_changed_before_workers():
     loader = torch.utils.data.DataLoader(mapped(), num_workers=1, persistent_workers=True)
     iterator = iter(loader)
-    with pytest.raises(TypeError, match="has workers already"):
+    with pytest.raises(TypeError, match="has an iterator already"):
         ps.wrap_loader(loader, device="cpu")
     del iterator
+
+
+def test_a_loader_that_iterates_in_its_constructor(workers):
+    def endless(base):
+        class Endless(base):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
+                sampler = itertools.cycle(list(self.batch_sampler))
+                object.__setattr__(self, "batch_sampler", sampler)
+                self.kept = super().__iter__()
+
+            def __iter__(self):
+                return itertools.islice(self.kept, 6)
+
+        return Endless
+
+    torchs = endless(torch.utils.data.DataLoader)(mapped(), 4, num_workers=workers)
+    with pytest.raises(TypeError, match="if its constructor iterates, derive its class from"):
+        ps.wrap_loader(torchs, device="cpu")  # its batches would stay on the host
+    with endless(ps.DataLoader)(mapped(), 4, num_workers=workers, device="cpu") as ours:
+        for number in (1, 2):
+            assert same(list(ours), list(torchs))
+            assert ours.stats().batches >= 6 * number
 
 
 def test_a_wrapped_class_may_have_own_settings():

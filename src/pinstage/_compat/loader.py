@@ -28,7 +28,8 @@ _LOADER_HAS = (
     "_utils.collate.collate", "_utils.collate.collate_tensor_fn",
     "_utils.collate.default_collate_fn_map", "_utils.signal_handling._remove_worker_pids",
     "_utils.signal_handling._set_worker_pids", "_utils.worker._ResumeIteration",
-    "dataloader._DatasetKind.Map", "dataloader._MultiProcessingDataLoaderIter",
+    "dataloader._BaseDataLoaderIter", "dataloader._DatasetKind.Map",
+    "dataloader._MultiProcessingDataLoaderIter",
 )  # fmt: skip
 """Names of `torch.utils.data` that are used here."""
 
@@ -81,6 +82,16 @@ def why_loader_cannot_be_taken_over(batches: Any) -> str | None:
     if source is not batches._worker_result_queue or not hasattr(source, "_reader"):
         return in_this_torch("reads its workers' results in another way")
     return why_loader_is_unknown()
+
+
+def has_begun(loader: Any) -> bool:
+    """Return whether a loader keeps an iterator of torch's: its own attribute for persistent
+    workers, or one of a class that begins in its constructor and never ends.
+    """
+    if loader._iterator is not None or why_loader_is_unknown() is not None:
+        return loader._iterator is not None
+    kind = _data.dataloader._BaseDataLoaderIter
+    return any(isinstance(value, kind) for value in vars(loader).values())
 
 
 def returns_unseen(batches: Any) -> bool:

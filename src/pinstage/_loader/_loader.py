@@ -12,7 +12,12 @@ import torch.utils.data
 
 from .._batch import OwnStorage
 from .._compat import prepared
-from .._compat.loader import end_workers, returns_unseen, why_loader_cannot_be_taken_over
+from .._compat.loader import (
+    end_workers,
+    has_begun,
+    returns_unseen,
+    why_loader_cannot_be_taken_over,
+)
 from .._compat.probes import warn_once
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
@@ -359,7 +364,8 @@ def wrap_loader(
         owner: as for `DataLoader`.
 
     Raises:
-        TypeError: `loader` is of another class, stages its batches already, or has workers already.
+        TypeError: `loader` is of another class, stages its batches already, or has an
+            iterator already.
         ValueError, CudaUnavailableError: as `DataLoader`.
     """
     given: Any = loader
@@ -397,12 +403,12 @@ def _random_states(*generators: Any) -> list[tuple[Any, Any]]:
 
 
 def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
-    begun = loader._iterator
-    if begun is not None and not hasattr(loader, "load_state_dict"):
+    if has_begun(loader) and not hasattr(loader, "load_state_dict"):
         raise TypeError(
-            f"cannot wrap this {type(loader).__name__}: it has workers already; wrap it before "
-            "iterating"
+            f"cannot wrap this {type(loader).__name__}: it has an iterator already; wrap it before "
+            "iterating, or, if its constructor iterates, derive its class from pinstage.DataLoader"
         )
+    begun = loader._iterator
     made = _wrapped(type(loader), settings, vars(loader) | {"_iterator": None})
     slabs = made._slabs  # made now, where the device may be touched
     # Its state was requested: the pass goes on, since its seed is drawn already.

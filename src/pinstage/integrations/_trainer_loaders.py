@@ -94,7 +94,7 @@ class TrainerLoaders:
             options = {**self._wrapping, "device": stager.device, "owner": owner}
             try:
                 wrapped: Any = ps.wrap_loader(loader, **options)
-            except TypeError:  # it has workers already: the options were checked
+            except TypeError:  # it has an iterator already: the options were checked
                 pass
             else:
                 self._counters.append(getattr(wrapped, "base_dataloader", wrapped)._slabs.counters)
