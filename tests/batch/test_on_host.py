@@ -124,6 +124,21 @@ def test_paths_are_checked_in_the_first_batch_only(make_stager):
     assert stager.to_device({"b": torch.ones(1)})["b"].tolist() == [1]
 
 
+@ps.register_tensor
+class Marked(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("keep", ["['x']", lambda path, leaf: leaf.numel() == 2], ids=type)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_tensors_of_a_registered_class_stay(make_stager, keep, requires_grad):
+    marked = torch.ones(2).as_subclass(Marked).requires_grad_(requires_grad)
+    batch = {"x": marked, "other": ps.on_host("text")}
+    for _ in range(2):
+        kept = make_stager(keep_on_host=keep).to_device(batch)["x"]
+        assert (type(kept), kept.data_ptr()) == (Marked, marked.data_ptr())
+
+
 @pytest.mark.parametrize("keep", [3, [3]])
 def test_other_values_of_keep_on_host_are_refused(keep):
     with pytest.raises(

@@ -44,7 +44,7 @@ def test_one_pool_feeds_two_devices_from_two_threads(two_devices, background):
             working.result()
         stats = pool.stats()
         assert stats.leased_bytes == 0
-        assert stats.hits + stats.misses == 400
+        assert stats.hits + stats.misses >= 400
         assert stats.peak_held_bytes <= MIB
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 import weakref
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from doubles import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import TensorSubclass, bits
+from strategies import TensorSubclass, bits, raises_at
+from torch.nn.utils.rnn import pack_sequence
 
 import pinstage as ps
 from pinstage._sizes import round_up
@@ -396,6 +398,20 @@ def test_an_unwritable_destination_is_refused_by_path(stager, method, source, ou
         getattr(stager, method)({"x": source}, out=out)
     assert caught.value.path == "['x']" or "structure" in says
     assert stager.stats().batches == stager.stats().fetches == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "out"),
+    [
+        (OrderedDict(a=BUFFER, b=BUFFER), OrderedDict(b=torch.zeros(12), a=torch.zeros(12))),
+        (pack_sequence([torch.ones(2)]), pack_sequence([torch.ones(1), torch.ones(1)])),
+    ],
+    ids=["order", "context"],
+)
+def test_structures_that_look_alike_have_their_difference_named(stager, batch, out):
+    says = "keys of a container are in another order, or its context differs; pass a nest"
+    with raises_at("", match=says):
+        stager.to_device(batch, out=out)
 
 
 COMPLEX = torch.zeros(6, dtype=torch.complex64)

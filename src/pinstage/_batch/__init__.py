@@ -37,7 +37,16 @@ from ._describe import (
 )
 from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, as_integers, duplicate, flat, gather
 from ._layout import Layout, Slot, check_content, content_of
-from ._leaves import ATOM_TYPES, WRAPPERS, Whole, as_tensor, is_atom, on_host, tensors_in
+from ._leaves import (
+    ATOM_TYPES,
+    WRAPPERS,
+    Whole,
+    as_tensor,
+    is_atom,
+    on_host,
+    tensors_in,
+    unwrapped,
+)
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
 from ._pack import (
     Borrowed,

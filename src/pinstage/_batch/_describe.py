@@ -18,7 +18,7 @@ from .. import _native
 from .._compat.views import check_is_plain, has_no_memory, is_dual, range_of
 from .._steps import step
 from ..errors import LayoutError
-from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom
+from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom, unwrapped
 from ._nodes import is_container, moves_as_a_whole
 from ._refusals import (
     check_yields_no_batches,
@@ -71,10 +71,13 @@ class Keeping:
             paths, kept = self._look(structure, is_first=known is None)
             self._last = structure, paths, kept
         if self.says is not None:
-            kept = [index for index, path in enumerate(paths) if self.says(path, leaves[index])]
+            kept = [
+                index
+                for index, leaf in enumerate(leaves)
+                if type(leaf) is not OnHost and self.says(paths[index], unwrapped(leaf))
+            ]
         for index in kept:
-            if type(leaves[index]) is not OnHost:
-                leaves[index] = OnHost(leaves[index])
+            leaves[index] = OnHost(unwrapped(leaves[index]))
 
     def _look(self, structure: Structure, *, is_first: bool) -> tuple[list[str], list[int]]:
         """Return the paths of a structure's leaves, and the leaves at the given paths."""

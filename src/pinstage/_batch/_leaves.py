@@ -71,6 +71,10 @@ WRAPPERS = frozenset({OnHost, Whole})
 """Wrappers of leaves: their ``obj`` is used in their place."""
 
 
+def unwrapped(leaf: Any) -> Any:
+    return leaf.obj if type(leaf) in WRAPPERS else leaf
+
+
 _ATOMS: tuple[type, ...] = (
     str, bytes, bytearray, int, float, complex, bool, type(None), type, range, slice, enum.Enum,
     np.generic, np.dtype, torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,

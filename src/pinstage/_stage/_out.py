@@ -24,7 +24,6 @@ import torch
 from .._batch import (
     COPIED_AS_THEY_ARE,
     PACKED,
-    WRAPPERS,
     Match,
     Parts,
     RowKind,
@@ -36,6 +35,7 @@ from .._batch import (
     dense_stride,
     describe,
     match,
+    unwrapped,
     walk,
 )
 from .._compat.calls import copy_each
@@ -259,24 +259,23 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
         LayoutError: `out` has another structure.
     """
     leaves, its_own = walk(out)
-    if its_own == structure:
+    if its_own.matches(structure):  # leaves are in the order of sorted keys
         return leaves
     paths, theirs = structure.paths(), its_own.paths()
-    if not its_own.matches(structure) or sorted(paths) != sorted(theirs):
-        missing = [path for path in paths if path not in theirs]
-        unknown = [path for path in theirs if path not in paths]
-        which = ""
-        if missing:
-            which = f"; batch{missing[0]} is not in out"
-        elif unknown:
-            which = f"; out{unknown[0]} is not in the batch"
-        raise LayoutError(
-            f"out's structure differs from the batch's: {its_own} instead of {structure}{which}; "
-            "pass a nest of the same containers and keys, such as an earlier result of to_device",
-            (missing + unknown + [""])[0],
-        )
-    by_path = dict(zip(theirs, leaves, strict=True))
-    return [by_path[path] for path in paths]
+    missing = [path for path in paths if path not in theirs]
+    unknown = [path for path in theirs if path not in paths]
+    which = ""
+    if missing:
+        which = f"; batch{missing[0]} is not in out"
+    elif unknown:
+        which = f"; out{unknown[0]} is not in the batch"
+    elif str(its_own) == str(structure):
+        which = "; the keys of a container are in another order, or its context differs"
+    raise LayoutError(
+        f"out's structure differs from the batch's: {its_own} instead of {structure}{which}; "
+        "pass a nest of the same containers and keys, such as an earlier result of to_device",
+        (missing + unknown + [""])[0],
+    )
 
 
 def tensors_of(table: Table) -> list[int]:
@@ -293,10 +292,6 @@ def _results(parts: Parts, existing: list[Any]) -> list[Any]:
     for index in tensors_of(parts.table):
         leaves[index] = existing[index]
     return leaves
-
-
-def unwrapped(leaf: Any) -> Any:
-    return leaf.obj if type(leaf) in WRAPPERS else leaf
 
 
 def _check(parts: Parts, index: int, destination: Any, device: torch.device) -> None:

@@ -39,6 +39,7 @@ from .._batch import (
     flat,
     gather,
     make_blocks,
+    unwrapped,
     walk,
 )
 from .._compat.views import check_is_plain
@@ -48,7 +49,7 @@ from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
-from ._out import Destinations, note_written, overlap, readable, unwrapped, with_own_copies
+from ._out import Destinations, note_written, overlap, readable, with_own_copies
 from ._transfer import keep_until, move
 
 DIRECT_FROM_BYTES = 64 * 1024
