@@ -7,6 +7,7 @@ only the variant's own rows. A benchmark calls `collect` in the parent, which st
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -286,6 +287,9 @@ def work(
             outcome = {"status": "error", "detail": with_causes(error)[:300]}
         sys.stdout.write(MARK + json.dumps({"case": case.id, **outcome}) + "\n")
         sys.stdout.flush()
+        # A trainer's cycles keep CUDA events. If a worker that the next case forks collected them,
+        # it would call CUDA there.
+        gc.collect()
         between()
 
 
