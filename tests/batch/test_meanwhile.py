@@ -9,6 +9,7 @@ import weakref
 from functools import partial
 
 import pytest
+from doubles import switching_often
 
 from pinstage import _native
 from pinstage._batch import _structure, walk
@@ -128,11 +129,7 @@ def test_threads_with_many_structures_stay_independent(background):
             for size in (*sizes[start:], *sizes[:start]):
                 assert walk([size] * size)[0] == [size] * size
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with switching_often():
         for walking in [background(walk_all, start) for start in sizes[:: len(sizes) // threads]]:
             walking.result()
-    finally:
-        sys.setswitchinterval(interval)
     assert len(_structure._last) <= _structure._MOST_REMEMBERED

@@ -90,9 +90,9 @@ SHARED = {"a": 1, "b": 2}
 def test_what_came_before_does_not_show(before, batch):
     _structure._last.clear()
     for _ in range(OFTEN):
-        assert_same(before, again(before), "cpu", copied=False)
-    assert_same(batch, again(batch), "cpu", copied=False)
-    assert_same(before, again(before), "cpu", copied=False)
+        assert_same(before, again(before), copied=False)
+    assert_same(batch, again(batch), copied=False)
+    assert_same(before, again(before), copied=False)
 
 
 @given(batches())
@@ -130,7 +130,7 @@ def test_equal_structures_rebuild_alike(one, other):
     numbers = list(range(first.num_leaves))
     if first == second:
         assert hash(first) == hash(second)
-        assert_same(first.rebuild(numbers), second.rebuild(numbers), "cpu")
+        assert_same(first.rebuild(numbers), second.rebuild(numbers))
     elif first.matches(second):  # except for the order of keys, or their types
         assert repr(first.rebuild(numbers)) != repr(second.rebuild(numbers))
 
@@ -140,7 +140,7 @@ def test_a_structure_that_was_pickled_rebuilds_the_batch(batch):
     leaves, structure = walk(batch)
     copy = pickle.loads(pickle.dumps(structure))
     assert copy == structure
-    assert_same(batch, copy.rebuild(leaves), "cpu", copied=False)
+    assert_same(batch, copy.rebuild(leaves), copied=False)
 
 
 class Told:
@@ -285,7 +285,7 @@ def refuse(*arguments, **keywords):
 def test_a_similar_batch_is_compared_with_the_last(batch, monkeypatch):
     again(batch)
     monkeypatch.setattr(_structure, "forget_classes", refuse)
-    assert_same(batch, again(batch), "cpu", copied=False)
+    assert_same(batch, again(batch), copied=False)
 
 
 def test_alternating_structures_are_compared_with_their_own_last(monkeypatch):
@@ -329,7 +329,7 @@ LEAF = Unspeakable()
 def test_a_different_batch_isn_t_written(other):
     """The properties above have other differences."""
     again({"a": [LEAF, LEAF], "b": (LEAF, None)})
-    assert_same(other, again(other), "cpu", copied=False)
+    assert_same(other, again(other), copied=False)
 
 
 def test_a_class_registered_later_becomes_a_container():

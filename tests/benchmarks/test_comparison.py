@@ -98,20 +98,25 @@ def test_a_rival_may_need_several_packages():
     assert absent.obstacle(CPU) == "not installed"
 
 
-def test_the_c_rival_is_waited_for(tmp_path, monkeypatch):
-    package = tmp_path / "accvlab" / "multi_tensor_copier"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text(
-        "class start_copy:\n    def __init__(self, data, device):\n        self.data, self.device "
-        "= data, device\n    def get(self):\n        move = lambda v: "
-        "{k: move(x) for k, x in v.items()} if isinstance(v, dict) else v.to(self.device)\n       "
-        " return move(self.data)\n"
-    )
+RIVAL = """
+class start_copy:
+    def __init__(self, data, device):
+        self.data, self.device = data, device
+
+    def get(self):
+        def move(v):
+            return {k: move(x) for k, x in v.items()} if isinstance(v, dict) else v.to(self.device)
+
+        return move(self.data)
+"""
+
+
+def test_the_c_rival_is_waited_for(tree, monkeypatch):
     (variant,) = harness.chosen("multi_tensor_copier", rivals.VARIANTS, "variant")
     if variant.obstacle(CPU) is None:
         pytest.skip("the real one is installed, and the smoke run stages with it")
 
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(tree({"accvlab/multi_tensor_copier/__init__.py": RIVAL}))
 
     assert variant.obstacle(CPU) is None
     outcome = staging.measure(variant, CPU, 2, 0.0, BatchShape(9, 64))
@@ -394,33 +399,27 @@ def test_a_commit_is_of_the_file_s_repository(tmp_path, monkeypatch):
         (["--from", "other.json", "--out", "new.json"], "--out writes what was measured"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(tmp_path, monkeypatch, capsys, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    Path("file").write_text("not JSON")
-    Path("other.json").write_text('{"benchmark": "loader", "rows": []}')
+def test_a_mistake_is_one_line_and_status_2(tree, monkeypatch, capsys, arguments, message):
+    files = {"file": "not JSON", "other.json": '{"benchmark": "loader", "rows": []}'}
+    monkeypatch.chdir(tree(files))
     assert main(["--smoke", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"comparison: {message}")
     assert error.count("\n") == 1
 
 
-def test_without_matplotlib_nothing_is_measured_for_a_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("comparison.run.find_spec", lambda name: None)
-    assert main(["--smoke", "--plot", str(tmp_path / "p.png")]) == 2
-    assert (
-        capsys.readouterr().err
-        == "comparison: matplotlib is not installed; run: pip install -e . --group bench\n"
-    )
-
-
-def test_without_rich_the_remedy_is_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("package", "module", "arguments"),
+    [("matplotlib", "matplotlib", ["--plot", "p.png"]), ("rich", "rich.console", [])],
+)
+def test_without_a_package_nothing_is_measured(monkeypatch, capsys, package, module, arguments):
     monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
     # The import system reads None as "not installed".
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    assert main(["--smoke", "--only", "to"]) == 2
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["--smoke", "--only", "to", *arguments]) == 2
     assert (
         capsys.readouterr().err
-        == "comparison: rich is not installed; run: pip install -e . --group bench\n"
+        == f"comparison: {package} is not installed; run: pip install -e . --group bench\n"
     )
 
 
@@ -433,13 +432,12 @@ def test_a_number_that_makes_no_run_is_refused(capsys, option):
 
 
 @pytest.mark.parametrize("accv_lab", [None, "elsewhere"])
-def test_the_rival_s_build_says_what_it_needs(tmp_path, accv_lab):
-    environment = {name: value for name, value in os.environ.items() if name != "ACCV_LAB"}
+def test_the_rival_s_build_says_what_it_needs(tmp_path, monkeypatch, accv_lab):
+    monkeypatch.delenv("ACCV_LAB", raising=False)
     if accv_lab:
-        environment["ACCV_LAB"] = accv_lab
-    environment["RIVAL_SITE"] = str(tmp_path / "rival")
-    script = ROOT / "scripts" / "build_rival.sh"
-    done = completed([script], env=environment)
+        monkeypatch.setenv("ACCV_LAB", accv_lab)
+    monkeypatch.setenv("RIVAL_SITE", str(tmp_path / "rival"))
+    done = completed([ROOT / "scripts" / "build_rival.sh"])
     assert done.returncode != 0
     assert "a checkout of" in done.stderr
     assert not (tmp_path / "rival").exists()

@@ -66,13 +66,12 @@ def test_more_is_timed_than_workers_hold_ready(clock):
     assert timer.outcome()["total"] == [pytest.approx(0.001)]
 
 
-def test_without_workers_the_fewest_steps_are_timed(clock):
-    assert "of 50 timed steps" in clock.outcome([0.001], 0, fewest=50)["detail"]
-
-
-@pytest.mark.parametrize(("seconds", "steps"), [(0.105, 11), (0.0, 4)])
-def test_timing_ends_after_seconds_and_four_steps(clock, seconds, steps):
-    outcome = clock.outcome([0.009], 8, seconds=seconds)
+@pytest.mark.parametrize(
+    ("workers", "limits", "steps"),
+    [(8, {"seconds": 0.105}, 11), (8, {"seconds": 0.0}, 4), (0, {"fewest": 50}, 50)],
+)
+def test_timing_ends_after_seconds_and_steps(clock, workers, limits, steps):
+    outcome = clock.outcome([0.009], workers, **limits)
     assert f"of {steps} timed steps" in outcome["detail"]
 
 

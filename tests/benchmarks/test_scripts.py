@@ -92,7 +92,6 @@ def has_rows_of_torchtune(result):
 
 
 def becomes_its_table(result, name, page, expected, folder, monkeypatch):
-
     table = markdown.TABLES[name](result)
     assert "none" not in table.lower()
     assert f"\n{table}".count(f"\n{expected}") in (1, 2)  # short, and unfolded
@@ -187,7 +186,6 @@ def test_each_block_s_weights_count(measured_stack):
 
 
 def test_a_stack_has_the_bytes_of_its_case():
-
     stack = frozen.make_stack(frozen.SMOKE_STACK)
     nbytes = sum(parameter.nbytes for parameter in stack.blocks.parameters())
     assert nbytes == frozen.SMOKE_STACK.nbytes
@@ -195,7 +193,6 @@ def test_a_stack_has_the_bytes_of_its_case():
 
 
 def test_the_table_of_frozen_modules_has_the_stack():
-
     result = markdown.load("frozen")
     about = result["settings"]["variants"]
     for row in result["rows"]:
@@ -234,7 +231,6 @@ def test_the_loader_benchmark_has_all_rows(tmp_path):
 
 
 def test_the_loader_benchmark_has_refused_memory(tmp_path):
-
     result = run("loader.py", tmp_path / "loader.json", "--refused")
 
     assert result["benchmark"] == "loader_refused"
@@ -279,7 +275,6 @@ ONE_STEP = SimpleNamespace(device="cpu", repeats=1, seconds=0.0, smoke=True)
     ],
 )
 def test_offloading_that_changes_gradients_is_incorrect(is_changed, wrong):
-
     @contextmanager
     def changed(training, case):
         def pack(tensor):
@@ -296,7 +291,6 @@ def test_offloading_that_changes_gradients_is_incorrect(is_changed, wrong):
 
 
 def test_later_steps_after_a_failure_are_errors():
-
     @contextmanager
     def fails_with_attention(training, case):
         if case.attends:
@@ -312,7 +306,6 @@ def test_later_steps_after_a_failure_are_errors():
 
 
 def test_memory_that_grows_is_an_error():
-
     def stats():
         return SimpleNamespace(pool=SimpleNamespace(pinned_bytes=0, held_bytes=len(taken) << 24))
 
@@ -326,7 +319,6 @@ def test_memory_that_grows_is_an_error():
 
 
 def test_the_table_of_loops_has_spread_and_utilisation():
-
     result = markdown.load("loops")
     ways = {
         "torch_pin": 16,
@@ -355,7 +347,6 @@ def test_the_table_of_loops_has_spread_and_utilisation():
 
 
 def test_a_killed_run_with_every_way_is_shown(tmp_path, monkeypatch):
-
     result = markdown.load("loops") | {"incomplete": "3 of 9 processes"}
     monkeypatch.setattr(markdown, "RESULTS", tmp_path)
     for row in result["rows"]:
@@ -367,7 +358,6 @@ def test_a_killed_run_with_every_way_is_shown(tmp_path, monkeypatch):
 
 
 def test_frameworks_say_which_way_failed():
-
     result = markdown.load("frameworks")
     for row in result["rows"]:
         row |= {"status": "ok", "median": 1.0, "repeats": 1}
@@ -381,7 +371,6 @@ def test_frameworks_say_which_way_failed():
 
 
 def test_the_picture_has_loops_with_workers(monkeypatch):
-
     names = [case.id for case in loops.CASES]
     result = markdown.load("loops")
     rows = markdown.by_case(result)["tokens, 4 workers"].values()
@@ -396,7 +385,6 @@ def test_the_picture_has_loops_with_workers(monkeypatch):
 
 
 def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, monkeypatch):
-
     drawn = []
     monkeypatch.setattr(markdown, "BANDWIDTH", tmp_path / "bandwidth.png")
     monkeypatch.setattr(
@@ -413,7 +401,6 @@ def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, monkeypatch):
 
 
 def test_of_the_demo_s_batches_little_is_waste():
-
     (variant,) = (variant for variant in rounding_waste.VARIANTS if variant.id == "pinstage")
     in_all, of_batches = rounding_waste.shares(variant, torch.device("cpu"), 200)
 

@@ -458,10 +458,18 @@ def outcome(future):
     """Return what a call in the background returned, or raise what it raised; fail if it never
     returns.
     """
-    assert concurrent.futures.wait([future], timeout=PATIENCE_SECONDS).done, (
-        "the call did not return"
-    )
-    return future.result()
+    return future.result(PATIENCE_SECONDS)
+
+
+@contextlib.contextmanager
+def switching_often():
+    """Let Python switch between threads as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def use_target(stager, target):
@@ -545,30 +553,30 @@ class Background(threading.Thread):
         return self._outcome.result(0)
 
 
+@dataclasses.dataclass(eq=False)
 class _QueuedCopy:
     """A copy of a `QueuedTarget`, and the event after it."""
 
-    def __init__(self, target, queue, after, copy):
-        self._target = target
-        self._queue = queue
-        self._after = after
-        self._copy = copy
+    target: "QueuedTarget"
+    queue: list
+    after: object
+    copy: object
 
     def query(self):
-        return self._copy is None
+        return self.copy is None
 
     def synchronize(self):
-        self._target.run(self)
+        self.target.run(self)
 
     def wait(self, stream):
         raise AssertionError("the target waits for its events")
 
     def run(self):
-        if self._after is not None:
-            self._target.run(self._after)
-        if self._copy is not None:
-            self._copy()
-        self._copy = self._after = None  # only now: another thread may look
+        if self.after is not None:
+            self.target.run(self.after)
+        if self.copy is not None:
+            self.copy()
+        self.copy = self.after = None  # only now: another thread may look
 
 
 class QueuedTarget(Target):
@@ -614,7 +622,7 @@ class QueuedTarget(Target):
     def run(self, event):
         """Do the copies of a queue, up to and including one."""
         with self._lock:
-            queue = event._queue
+            queue = event.queue
             while event in queue:
                 queue.pop(0).run()
 

@@ -47,7 +47,7 @@ class Mapped(Dataset):
 class Streamed(IterableDataset):
     """Each worker yields its share."""
 
-    def __init__(self, sample, size=23, declares_length=False):
+    def __init__(self, sample, size=23):
         self.sample = sample
         self.size = size
 

@@ -21,7 +21,7 @@ import threading
 import time
 
 import torch
-from doubles import budget_files, region_bytes
+from doubles import budget_files, region_bytes, wait_until
 
 import pinstage as ps
 
@@ -166,15 +166,10 @@ class ThreadStorm:
 def left_in(pool):
     """Return what is wrong with a pool that is no longer used."""
     gc.collect()  # an interrupt keeps frames and their locals in a cycle
-    wrong = []
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        stats = pool.stats()
-        if stats.leased_slabs == stats.in_flight_slabs == 0:
-            break
-        time.sleep(0.01)
-    if stats.leased_slabs or stats.in_flight_slabs or stats.held_bytes != stats.free_bytes:
-        wrong.append(str(stats))
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: pool.stats().free_bytes == pool.stats().held_bytes)
+    stats = pool.stats()
+    wrong = [] if stats.free_bytes == stats.held_bytes else [str(stats)]
     served = threading.Event()
 
     def use():

@@ -374,7 +374,7 @@ def outcome(ps, attempt, *args):
 
 def like(ps, stager, tensor, value):
     staged = stager.to_device({"x": tensor})["x"]
-    if torch._is_functional_tensor(staged) if hasattr(torch, "_is_functional_tensor") else False:
+    if getattr(torch, "_is_functional_tensor", lambda _: False)(staged):
         staged = torch._from_functional_tensor(staged)
     return "staged" if torch.equal(staged + 0, value) else "lost"
 

@@ -42,8 +42,6 @@ def torchrun(script, *arguments, ranks=2):
         "--standalone",
         "--local-addr",
         "127.0.0.1",
-    ]
-    command += [
         "--nproc-per-node",
         str(ranks),
         "--no-python",

@@ -73,6 +73,14 @@ class Held:
         self._may_return.release(count)
 
 
+class HeldWithState(Held):
+    def state_dict(self):
+        return self.calls
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
 # -- when ------------------------------------------------------------------------------------------
 
 
@@ -135,26 +143,29 @@ def test_auto_uses_a_thread_where_next_draws_nothing(stager, kind):
     assert stager.prefetch(make(), background=False)._background is False
 
 
-def test_a_thread_needs_a_depth(stager):
-    with pytest.raises(
-        ValueError, match="background=True needs a depth of 1 or more: 0 stages nothing ahead"
-    ):
-        stager.prefetch([], depth=0, background=True)
-
-
-def test_a_prepared_loader_is_never_read_in_background(stager):
-    with pytest.raises(
-        ValueError, match=r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare"
-    ):
-        stager.prefetch(Prepared(), background=True)
-
-
-@pytest.mark.parametrize("background", [None, 1, 0, "yes", 2.5])
-def test_background_is_auto_or_a_bool(stager, background):
-    with pytest.raises(
-        ValueError, match=f"background must be 'auto', True or False: {background!r}"
-    ):
-        stager.prefetch([], background=background)
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ([], {"depth": -1}, "depth must not be negative: -1; 0 sends nothing ahead"),
+        (
+            [],
+            {"depth": 0, "background": True},
+            "background=True needs a depth of 1 or more: 0 stages nothing ahead",
+        ),
+        (
+            Prepared(),
+            {"background": True},
+            r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare",
+        ),
+        *(
+            ([], {"background": wrong}, f"background must be 'auto', True or False: {wrong!r}")
+            for wrong in (None, 1, 0, "yes", 2.5)
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(stager, source, options, says):
+    with pytest.raises(ValueError, match=says):
+        stager.prefetch(source, **options)
 
 
 def test_the_first_batch_is_read_in_the_caller(stager):
@@ -275,14 +286,7 @@ def test_any_error_has_the_traceback_of_the_source(stager, kind):
 
 
 def test_the_state_before_any_batch_is_the_beginning(stager):
-    class Source(Held):
-        def state_dict(self):
-            return self.calls
-
-        def load_state_dict(self, state):
-            raise AssertionError
-
-    source = Source()
+    source = HeldWithState()
     batches = stager.prefetch(source, background=True)
     iterator = iter(batches)
     source.calls = 7
@@ -480,20 +484,13 @@ def test_a_new_pass_waits_for_the_source(stager, background):
 
 @pytest.mark.parametrize("what", ["a pass", "a state that is loaded"])
 def test_a_stuck_source_is_named_with_its_place(stager, monkeypatch, what):
-    class Source(Held):
-        def state_dict(self):
-            return None
-
-        def load_state_dict(self, state):
-            raise AssertionError
-
     monkeypatch.setattr(_background, "_WAIT_SECONDS", 0.05)
-    source = Source()
+    source = HeldWithState()
     batches = stager.prefetch(source, background=True)
     leave_by_break(batches, in_the_second(source))
     with pytest.raises(
         PinstageError,
-        match=r"cannot read the Source: .* after 0\.05 s, in .*wait .*threading\.py, line",
+        match=r"cannot read the HeldWithState: .* after 0\.05 s, in .*wait .*threading\.py, line",
     ):
         iter(batches) if what == "a pass" else batches.load_state_dict(None)
     source.go_on()

@@ -167,6 +167,7 @@ def test_leaves_in_blocks_are_saved_with_their_block():
 # -- changes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("own_storage", ["auto", True, False])
 @pytest.mark.parametrize("make", [few, samples])
 def test_changing_a_leaf_changes_no_other(make, own_storage):
@@ -238,21 +239,6 @@ def test_other_values_of_own_storage_are_refused(make, wrong):
 
 
 # -- how far the host runs ahead -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "text"),
-    [
-        (0, ValueError, "run_ahead must be at least 1: 0; None sets no bound"),
-        (-3, ValueError, "run_ahead must be at least 1: -3; None sets no bound"),
-        (True, TypeError, "run_ahead must be an int or None: True; it is a number of batches"),
-        (2.0, TypeError, "run_ahead must be an int or None: 2.0; it is a number of batches"),
-        ("3", TypeError, "run_ahead must be an int or None: '3'; it is a number of batches"),
-    ],
-)
-def test_other_values_of_run_ahead_are_refused(wrong, error, text):
-    with pytest.raises(error, match=text):
-        ps.Stager("cpu", run_ahead=wrong)
 
 
 LARGE = 2 * SMALL_BYTES
@@ -372,7 +358,7 @@ def test_staged_leaves_respect_modes_like_to(stager, mode, make):
 @pytest.mark.parametrize("method", ["to_device", "stage"])
 def test_a_closed_pool_refuses_what_it_packs(stager, method, make):
     stager.close()
-    with pytest.raises(ps.errors.PoolClosedError, match="stager is closed"):
+    with pytest.raises(ps.errors.PoolClosedError):
         getattr(stager, method)(make())
     assert stager.stats().batches == 0
 

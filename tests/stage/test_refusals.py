@@ -2,7 +2,6 @@
 is wrong.
 """
 
-import contextlib
 import random
 import signal
 import warnings
@@ -60,8 +59,7 @@ def walled(make_pool):
 @pytest.fixture
 def walled_stager(walled):
     """Make a stager with a pool over memory with a limit."""
-    with contextlib.ExitStack() as closing:
-        yield lambda wall: closing.enter_context(Stager("cpu", pool=walled(wall)[1]))
+    return lambda wall: Stager("cpu", pool=walled(wall)[1])
 
 
 def test_a_handler_may_end_a_wait(make_pool, monkeypatch):
@@ -188,10 +186,8 @@ def test_pageable_memory_serves_where_all_is_refused(walled_stager):
 def test_pageable_memory_is_said_once_in_a_process(walled_stager, monkeypatch):
     monkeypatch.setattr("pinstage._compat.probes._warned", set())
     stager = walled_stager(0)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            stager.to_device(torch.ones(1000))
+    with pytest.warns(StagingWarning) as told:
+        list(map(stager.to_device, [torch.ones(1000)] * 3))
     assert [str(one.message).partition(":")[0] for one in told] == [
         "page-locking of 3.91 KiB was refused, the batch is sent in parts through a smaller slab",
         "a stager falls back to pageable memory, which is slow",

@@ -113,15 +113,6 @@ def test_the_default_device_plays_no_part(stager):
     assert_same(empty, staged_empty)
 
 
-@pytest.mark.parametrize("batch", [None, {}, [], "text", 3, {"a": [None, (), "b"]}], ids=repr)
-def test_a_batch_without_tensors_passes_without_a_slab(stager, batch):
-    transfer = stager.stage(batch)
-    assert_same(batch, transfer.wait())
-    assert transfer.copies == 0
-    stats = stager.stats()
-    assert (stats.batches, stats.copies, stats.packed_leaves, stats.pool.misses) == (1, 0, 0, 0)
-
-
 # -- what is not packed ----------------------------------------------------------------------------
 
 
@@ -170,13 +161,6 @@ def test_a_small_batch_never_waits_for_a_slab(make_stager):
     stager.pool.freeze()
     assert_same(some_batch(), stager.to_device(some_batch()))
     assert stager.to_device(torch.ones(10_000)).sum() == 10_000  # more than the cap
-
-
-def test_a_small_batch_uses_the_current_stream(queue):
-    for stage in (queue.to_device, queue.stage):
-        stage(torch.ones(3))
-        assert queue._target.log == [("copy", "current"), ("event", "current")]
-        queue._target.log.clear()
 
 
 def test_the_copying_stream_has_nothing_to_wait_for(queue):
@@ -405,11 +389,6 @@ def test_prefetch_bounds_how_far_the_loop_runs(prefetch, monkeypatch):
     assert number == 14
 
 
-def test_a_negative_depth_is_refused_at_once(stager):
-    with pytest.raises(ValueError, match="depth must not be negative: -1; 0 sends nothing ahead"):
-        stager.prefetch([], depth=-1)
-
-
 def test_an_error_of_the_iterable_comes_in_order(prefetch):
     seen = []
     with pytest.raises(ZeroDivisionError):
@@ -427,20 +406,35 @@ def test_the_made_pool_has_the_given_cap(device):
         assert isinstance(stager.pool.memory, PageableMemory)
 
 
-def test_a_cap_beside_a_pool_is_refused():
-    with (
-        SlabPool("1MiB", memory=PageableMemory()) as pool,
-        pytest.raises(ValueError, match="exclude each other: max_bytes='2MiB'; give"),
-    ):
-        Stager("cpu", pool=pool, max_bytes="2MiB")
-
-
-@pytest.mark.parametrize("device", ["mps", "meta", "xpu:0"])
-def test_other_devices_are_refused(device):
-    with pytest.raises(
-        ValueError, match=f"cannot stage to {device}: only CUDA devices and the CPU"
-    ):
-        Stager(device)
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        *(
+            ({"device": device}, ValueError, f"cannot stage to {device}: only CUDA devices and")
+            for device in ("mps", "meta", "xpu:0")
+        ),
+        *(
+            ({"pack_threads": count}, ValueError, f"threads must be at least 1: {count}; 1 packs")
+            for count in (0, -1)
+        ),
+        *(
+            ({"run_ahead": count}, ValueError, f"run_ahead must be at least 1: {count}; None sets")
+            for count in (0, -3)
+        ),
+        *(
+            ({"run_ahead": wrong}, TypeError, f"run_ahead must be an int or None: {wrong!r}; it is")
+            for wrong in (True, 2.0, "3")
+        ),
+        (
+            {"pool": SlabPool("1MiB", memory=PageableMemory()), "max_bytes": "2MiB"},
+            ValueError,
+            "exclude each other: max_bytes='2MiB'; give",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(options, error, says):
+    with pytest.raises(error, match=says):
+        Stager(**({"device": "cpu"} | options))
 
 
 @without_cuda
@@ -457,11 +451,6 @@ def test_without_cuda_batches_go_to_the_cpu():
     with Stager(max_bytes="1MiB") as stager:
         assert stager.device == torch.device("cpu")
         assert_same(some_batch(), stager.to_device(some_batch()))
-
-
-def test_less_than_one_thread_is_refused():
-    with pytest.raises(ValueError, match="threads must be at least 1: 0"):
-        Stager("cpu", pack_threads=0)
 
 
 def test_after_close_staged_batches_stay_valid():
