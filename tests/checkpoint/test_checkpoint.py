@@ -12,6 +12,8 @@ import pytest
 import torch
 from checkpoint_states import adam_state, difference
 from doubles import outcome, stays_blocked
+from hypothesis import HealthCheck, given, settings
+from strategies import bits, passthroughs, tensors
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
@@ -85,29 +87,19 @@ def test_a_tensor_that_comes_twice_is_one_tensor(stager, pool):
     assert pool.stats().in_flight_bytes < 4 * (1000 + 2 * 500 * 500)
 
 
-def test_parameters_become_ordinary_tensors(stager):
+def test_a_parameter_may_be_a_key_too(stager):
     parameter = torch.nn.Parameter(torch.ones(3))
     staged = stager.stage({"p": parameter, "by": {parameter: 1}}).result()
-    assert type(staged["p"]) is torch.Tensor
-    assert not staged["p"].requires_grad
     assert next(iter(staged["by"])) is staged["p"]
 
 
-def test_attributes_and_classes_of_tensors_are_kept(stager):
-    class Marked(torch.Tensor):
-        pass
-
+def test_attributes_of_tensors_are_kept(stager):
     tensor = torch.arange(4.0)
     tensor.note = {"axes": [1, 2]}
-    marked = torch.arange(3.0).as_subclass(Marked)
-    staged = stager.stage(
-        {"noted": tensor, "again": tensor, "marked": marked, "bare": tensor[:2]}
-    ).result()
+    staged = stager.stage({"noted": tensor, "again": tensor, "bare": tensor[:2]}).result()
     assert staged["noted"].note == tensor.note
     assert staged["noted"].note is not tensor.note
     assert staged["noted"] is staged["again"]
-    assert type(staged["marked"]) is Marked
-    assert torch.equal(staged["marked"], marked)
 
 
 def test_objects_are_copied_as_deepcopy_does(stager):
@@ -132,27 +124,17 @@ def test_an_uncopyable_object_fails_without_a_slab(stager, pool):
     assert in_use(pool) == 0
 
 
-# Packing is tested with the batch.
-ODD = {
-    "empty": torch.empty(0, 3),
-    "float8": torch.randn(9).to(torch.float8_e4m3fn),
-    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
-    "negative": torch.randn(3, dtype=torch.complex64).conj().imag,
-    "permuted": torch.randn(2, 3, 4).permute(2, 0, 1),
-    "strided": torch.randn(8)[::2],
-    "expanded": torch.randn(3, 1).expand(3, 4),
-    "sparse": torch.randn(4, 4).relu().to_sparse(),
-    "large": torch.randn(600_000),
-    "requires grad": torch.ones(3, requires_grad=True),
-    "part of a graph": torch.ones(3, requires_grad=True) * 2,
-}
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_tensors_of_all_kinds_get_their_own_memory(stager, name):
-    tensor = ODD[name]
-    staged = stager.stage({"tensor": tensor}).result()["tensor"]
-    torch.testing.assert_close(staged, tensor.detach(), rtol=0, atol=0)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tensor=tensors() | passthroughs())
+def test_tensors_of_all_kinds_get_their_own_memory(pool, tensor):
+    stager = CheckpointStager(pool=pool, timeout=0)
+    staged, tensor = stager.stage({"tensor": tensor}).result()["tensor"], tensor.detach()
+    assert (type(staged), staged.dtype, staged.layout) == (
+        type(tensor),
+        tensor.dtype,
+        tensor.layout,
+    )
+    assert torch.equal(bits(staged.to_dense()), bits(tensor.to_dense()))
     assert not staged.requires_grad
     if tensor.layout is torch.strided and tensor.numel():
         assert staged.data_ptr() != tensor.data_ptr()

@@ -44,6 +44,11 @@ def device(request):
     return torch.device(request.param, 0 if request.param == "cuda" else None)
 
 
+@pytest.fixture(params=[0, 2], ids=["inline", "workers"])
+def workers(request):
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def no_accelerator():
     """Hide the accelerators of other tests, which Accelerate keeps in classes."""

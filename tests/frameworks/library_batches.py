@@ -42,28 +42,17 @@ def plain_td(number):
     return TensorDict(source, [2 + number % 3])
 
 
-def named_td(number):
-    return TensorDict({"obs": values(number, 3)}, [2 + number % 3, 3], names=["time", None])
-
-
 def locked_td(number):
-    return TensorDict(
-        {"obs": values(number, 3), "next": {"obs": values(number, 3)}}, [2 + number % 3]
-    ).lock_()
-
-
-def td_with_a_device(number):
-    return TensorDict({"obs": values(number, 3), "next": {"obs": values(number)}}, [], device="cpu")
+    """With names and a device, too."""
+    source = {"obs": values(number, 3), "next": {"obs": values(number, 3)}}
+    sizes = [2 + number % 3, 3]
+    return TensorDict(source, sizes, names=["time", None], device="cpu", lock=True)
 
 
 def td_with_objects(number):
     td = TensorDict({"obs": values(number)}, [2 + number % 3])
     td["meta"] = NonTensorData({"number": number}, batch_size=[2 + number % 3])
     return td
-
-
-def empty_td(number):
-    return [TensorDict({}, [number]), values(number)]
 
 
 def lazy_stack(number):
@@ -137,6 +126,7 @@ def hetero_graph(number):
     data = HeteroData()
     data["paper"].x = values(number, 4)
     data["author"].x = values(number + 1, 2)
+    data["author"].batch_size = number
     data["author", "writes", "paper"].edge_index = edges(number)
     data.year = 2000 + number
     data.weight = values(number)
@@ -156,16 +146,10 @@ def temporal(number):
     return TemporalData(src=count, dst=count + 1, t=count * 2, msg=values(number, 5))
 
 
-def temporal_batch(number):
-    from torch_geometric.data import Batch
-
-    return Batch.from_data_list([temporal(number), temporal(number + 1)])
-
-
 # -- torchrec --------------------------------------------------------------------------------------
 
 
-def kjt(number, *, weights=True):
+def kjt(number):
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     lengths = torch.tensor([number % 3, 2, 1, 0, 3, number % 2])
@@ -173,7 +157,7 @@ def kjt(number, *, weights=True):
     return KeyedJaggedTensor(
         keys=["f", "g"],
         values=torch.arange(total) + number,
-        weights=torch.arange(total) / 2 if weights else None,
+        weights=torch.arange(total) / 2,
         lengths=lengths,
     )
 

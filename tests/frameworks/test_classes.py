@@ -1,15 +1,13 @@
 """Classes of other libraries are supported out of the box, also in workers."""
 
-import copy
-import gc
 import itertools
-import pickle
 import sys
 
 import library_batches as made
 import pytest
 import torch
-from class_trips import Case, assert_alike, check, check_loader
+from class_trips import Case, check, check_loader
+from tensordict import LazyStackedTensorDict, TensorDict
 from torch.utils._pytree import tree_map
 
 import pinstage as ps
@@ -79,9 +77,7 @@ CASES = {
     "pydantic": [Case(made.model, model_to), Case(made.frozen_model, frozen_to)],
     "tensordict": [
         Case(made.plain_td),
-        Case(made.named_td),
         Case(made.locked_td),
-        Case(made.td_with_a_device),
         Case(made.td_with_objects),
         Case(made.lazy_stack),
         Case(made.decorated_tensorclass),
@@ -100,10 +96,8 @@ CASES = {
         Case(made.hetero_graph),
         Case(made.hetero_batch, stays=True),
         Case(made.temporal),
-        Case(made.temporal_batch, stays=True),
     ],
     "torchrec": [
-        Case(made.kjt, made.kjt_to),
         Case(made.kjt_with_caches, made.kjt_to),
         Case(made.kjt_of_variable_strides, made.kjt_to, stays=True),
         Case(made.jagged),
@@ -135,18 +129,6 @@ def test_worker_batches_arrive_as_by_to(library, method, device):
     check_loader(cases, device, num_workers=1, multiprocessing_context=method)
 
 
-@pytest.fixture
-def stager(device):
-    with ps.Stager(device, max_bytes="1MiB") as stager:
-        yield stager
-
-
-@pytest.fixture
-def cpu_stager():
-    with ps.Stager("cpu", max_bytes="1MiB") as stager:
-        yield stager
-
-
 # -- pydantic --------------------------------------------------------------------------------------
 
 
@@ -163,67 +145,32 @@ def test_a_staged_model_has_its_own_field_marks(stager):
 # -- tensordict ------------------------------------------------------------------------------------
 
 
-def test_parts_without_tensors_don_t_decide_the_device(cpu_stager):
-    from tensordict import LazyStackedTensorDict, TensorDict
-
+def test_parts_without_tensors_don_t_decide_the_device(stager):
     empty = TensorDict({"deep": TensorDict({}, [2], device="meta")}, [2], device="meta")
     lazy = LazyStackedTensorDict(
         TensorDict({"x": torch.ones(3)}, []), TensorDict({"x": torch.ones(3)}, [])
     )
     for part in (TensorDict({"x": torch.ones(2)}, [2]), lazy):
-        staged = cpu_stager.to_device(TensorDict({"part": part, "empty": empty}, [2]))
+        staged = stager.to_device(TensorDict({"part": part, "empty": empty}, [2]))
         assert str(staged.device) == "cpu"
 
 
 def test_an_empty_td_is_staged_as_it_is(stager):
-    empty, _ = stager.to_device(made.empty_td(3))
+    empty, _ = stager.to_device([TensorDict({}, [3]), torch.ones(1)])
     assert (empty.batch_size, list(empty.keys())) == ((3,), [])
 
 
 # -- tensors of other classes ----------------------------------------------------------------------
 
 
-def test_all_34_leaves_of_a_detection_are_packed(cpu_stager):
-    cpu_stager.to_device(made.detection(2))
-    stats = cpu_stager.stats()
+def test_all_34_leaves_of_a_detection_are_packed(stager):
+    stager.to_device(made.detection(2))
+    stats = stager.stats()
     assert (stats.packed_leaves, stats.passthrough_leaves) == (34, 0)
     assert stats.copies <= stats.blocks < 10
 
 
-def test_boxes_requiring_grad_move_by_to(stager, device):
-    boxes = made.tv_tensors().BoundingBoxes(
-        torch.ones(2, 4), format="XYXY", canvas_size=(4, 4), requires_grad=True
-    )
-    staged, _ = stager.to_device([boxes, torch.ones(1)])
-    assert stager.stats().passthrough_leaves == 1
-    assert_alike(staged, boxes.to(device))
-    assert staged.requires_grad
-
-
-def test_a_repeated_image_is_packed_once(stager):
-    image = made.detection(1)["images"][0]
-    staged = stager.to_device({"a": image, "b": [image]})
-    assert stager.stats().packed_leaves == 1
-    assert staged["a"] is staged["b"][0]
-
-
-def test_a_path_leads_to_the_tensor_itself():
-    slots = ps.Layout.of(made.detection(1)).slots
-    assert {"['images'][0]", "['targets'][3]['boxes']"} <= {slot.path for slot in slots}
-
-
 # -- PyG -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [made.graph_batch, made.hetero_batch, made.temporal])
-def test_stores_belong_to_the_new_object(stager, make):
-    original = make(2)
-    staged = stager.to_device(original)
-    assert all(store._parent() is staged for store in staged.stores)
-    del original
-    gc.collect()
-    assert all(store._parent() is staged for store in staged.stores)
-    assert type(copy.copy(staged)) is type(staged)
 
 
 def test_a_layout_cuts_two_graphs_from_two_slabs():
@@ -236,11 +183,11 @@ def test_a_layout_cuts_two_graphs_from_two_slabs():
     assert torch.equal(first["paper"].x, graph["paper"].x)
 
 
-def test_a_batch_splits_into_its_graphs_again(cpu_stager):
+def test_a_batch_splits_into_its_graphs_again(stager):
     batch = made.graph_batch(1)
-    staged = cpu_stager.to_device(batch)
+    staged = stager.to_device(batch)
     # x, edge_index, batch and ptr, x_batch and x_ptr; slices stay on the host as they are.
-    assert cpu_stager.stats().packed_leaves == 6
+    assert stager.stats().packed_leaves == 6
     assert staged._slice_dict["x"] is batch._slice_dict["x"]
     assert staged.num_graphs == 3
     for mine, theirs in zip(staged.to_data_list(), batch.to_data_list(), strict=True):
@@ -249,18 +196,13 @@ def test_a_batch_splits_into_its_graphs_again(cpu_stager):
         assert mine.text == theirs.text
 
 
-def test_a_layout_of_a_batch_can_be_pickled():
-    layout = ps.Layout.of(made.hetero_batch(1))
-    assert pickle.loads(pickle.dumps(layout)) == layout
-
-
 # -- transformers ----------------------------------------------------------------------------------
 
 
-def test_a_staged_cache_goes_on(stager, device):
-    staged = stager.to_device(made.dynamic_cache(1))
+def test_a_staged_cache_goes_on(device):
+    with ps.Stager(device, max_bytes="1MiB") as stager:
+        staged = stager.to_device(made.dynamic_cache(1))
     assert staged.layers[0].device == staged.layers[0].keys.device == device
     token = torch.ones(3, 4, 1, 2, device=device)
     keys, _ = staged.update(token, token, 0)
     assert keys.shape == (3, 4, 4, 2)
-    assert_alike(made.dynamic_cache(1).layers[0].keys, made.values(1, 4, 3, 2))

@@ -16,12 +16,11 @@ from pinstage.errors import StagingWarning
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # PyG's own imports call torch.jit.script
-    from torch_geometric.data import Data, HeteroData
+    from torch_geometric.data import Data
     from torch_geometric.loader import NodeLoader
-    from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, SamplerOutput
+    from torch_geometric.sampler import BaseSampler, SamplerOutput
 
 NODES, TAKEN = 60, 3
-WRITES = ("user", "writes", "note")
 
 
 def neighbours(edges, nodes):
@@ -50,8 +49,6 @@ class OneHop(BaseSampler):
         self.data = data
 
     def sample_from_nodes(self, index, **_):
-        if isinstance(self.data, HeteroData):
-            return self._of_kinds(index)
         edges = self.data.edge_index
         taken = neighbours(edges, index.node)
         node, places = numbered(torch.cat([index.node, edges[0, taken], edges[1, taken]]))
@@ -59,23 +56,6 @@ class OneHop(BaseSampler):
         counts = [len(index.node), len(node) - len(index.node)], [len(taken)]
         return SamplerOutput(
             node, row, col, taken, None, *counts, metadata=(index.input_id, index.time)
-        )
-
-    def _of_kinds(self, index):
-        edges = self.data[WRITES].edge_index
-        taken = neighbours(edges, index.node)
-        user, row = numbered(edges[0, taken])
-        note, places = numbered(torch.cat([index.node, edges[1, taken]]))
-        col = places[len(index.node) :]
-        return HeteroSamplerOutput(
-            {"user": user, "note": note},
-            {WRITES: row},
-            {WRITES: col},
-            {WRITES: taken},
-            None,
-            {"user": [0, len(user)], "note": [len(note), 0]},
-            {WRITES: [len(taken)]},
-            metadata=(index.input_id, index.time),
         )
 
     def sample_from_edges(self, *_, **__):
@@ -91,33 +71,23 @@ def graph():
     edges = torch.randint(NODES, (2, 400), generator=generator)
     return Data(
         x=torch.randn(NODES, 5, generator=generator), edge_index=edges, y=torch.arange(NODES)
-    ), None
-
-
-def graph_of_kinds():
-    generator = torch.Generator().manual_seed(3)
-    data = HeteroData()
-    data["user"].x = torch.randn(NODES, 5, generator=generator)
-    data["note"].x = torch.randn(NODES, 7, generator=generator)
-    data[WRITES].edge_index = torch.randint(NODES, (2, 400), generator=generator)
-    data[WRITES].edge_attr = torch.randn(400, 2, generator=generator)
-    return data, ("note", torch.arange(NODES))
-
-
-def loader_of(make, workers, **options):
-    data, nodes = make()
-    return NodeLoader(
-        data, OneHop(data), nodes, batch_size=8, shuffle=True, num_workers=workers, **options
     )
 
 
-def seeded(make, workers, **options):
+def loader_of(workers, **options):
+    data = graph()
+    return NodeLoader(
+        data, OneHop(data), batch_size=8, shuffle=True, num_workers=workers, **options
+    )
+
+
+def seeded(workers, **options):
     """Return the batches of two passes over a loader, and the loader with the same seed again."""
     torch.manual_seed(5)
-    loader = loader_of(make, workers, **options)
+    loader = loader_of(workers, **options)
     batches = [*loader, *loader]
     torch.manual_seed(5)
-    return batches, loader_of(make, workers, **options)
+    return batches, loader_of(workers, **options)
 
 
 def assert_all_alike(found, expected, device):
@@ -125,29 +95,24 @@ def assert_all_alike(found, expected, device):
         assert_alike(batch, plain.to(device))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [graph, graph_of_kinds])
-def test_sampled_neighbourhoods_arrive_as_the_loader_makes_them(make, workers, device):
-    expected, plain = seeded(make, workers)
+def test_sampled_neighbourhoods_arrive_as_the_loader_makes_them(workers, device):
+    expected, plain = seeded(workers)
     loader = ps.wrap_loader(plain, device=device, max_bytes="16MiB")
     assert_all_alike([*loader, *loader], expected, device)
     stats = loader.stats()
     assert (stats.batches, stats.fallback_batches, stats.passthrough_leaves) == (16, 0, 0)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [graph, graph_of_kinds])
-def test_batches_joined_in_the_main_process_are_staged(make, workers, device):
-    expected, plain = seeded(make, workers, filter_per_worker=False)
+def test_batches_joined_in_the_main_process_are_staged(workers, device):
+    expected, plain = seeded(workers, filter_per_worker=False)
     with ps.Stager(device, max_bytes="16MiB") as stager:
         batches = stager.prefetch(plain, depth=0)
         assert_all_alike([*batches, *batches], expected, device)
         assert stager.stats().passthrough_leaves == 0
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_wrapped_joining_loader_yields_the_same(workers):
-    expected, plain = seeded(graph, workers, filter_per_worker=False)
+    expected, plain = seeded(workers, filter_per_worker=False)
     loader = ps.wrap_loader(plain, device="cpu", max_bytes="16MiB")
     says = r"which is slower: its iterator is a .*\.DataLoaderIterator, .*; with filter_per_worker=True"
     with pytest.warns(StagingWarning, match=says) if workers else nullcontext():

@@ -43,7 +43,6 @@ def web_loader(urls, workers):
     return wds.WebLoader(web_data(urls), batch_size=None, num_workers=workers)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_workers_pack_what_a_web_dataset_yields(urls, workers):
     with ps.DataLoader(
         web_data(urls), batch_size=None, num_workers=workers, max_bytes="64MiB"
@@ -54,7 +53,6 @@ def test_workers_pack_what_a_web_dataset_yields(urls, workers):
         assert loader.stats().batches == 2 * len(expected) == 8
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_web_loader_ending_in_prefetch_yields_everything(stager, urls, workers):
     loader = web_loader(urls, workers).compose(stager.prefetch)
     expected = [batch["index"].tolist() for batch in web_loader(urls, workers)]
@@ -68,21 +66,3 @@ def test_a_web_loader_s_epoch_can_be_repeated(stager, urls):
     loader = web_loader(urls, 1).repeat(3).compose(stager.prefetch).with_epoch(6)
     for _ in range(2):
         assert len(list(loader)) == 6
-
-
-def test_reshuffled_web_batches_are_staged_afterwards(stager, urls):
-    data = (
-        wds.WebDataset(urls, shardshuffle=False, empty_check=False)
-        .decode()
-        .to_tuple("index.cls", "codes.npy")
-    )
-    loader = (
-        wds.WebLoader(data.batched(4), batch_size=None, num_workers=1)
-        .unbatched()
-        .shuffle(8)
-        .batched(2)
-    )
-    batches = list(loader.compose(stager.prefetch))
-    assert sorted(index for indices, _ in batches for index in indices.tolist()) == list(range(16))
-    assert all(codes.shape == (2, 6) for _, codes in batches)
-    assert stager.stats().batches == len(batches) == 8

@@ -2,7 +2,6 @@
 stopped.
 """
 
-import itertools
 import sys
 import types
 from functools import partial
@@ -56,16 +55,10 @@ class Streamed(IterableDataset):
     ids=str,
 )
 def test_a_prepared_loader_trains_as_unstaged(stager, options, depth):
-    steps, gathered, _ = train(lambda loader: loader, **options)
-    found_steps, found_gathered, _ = train(
-        lambda loader: stager.prefetch(loader, depth=depth), **options
-    )
-    assert len(steps) == (4 if "skipped" in options else 6)
-    assert all(map(torch.equal, itertools.chain(*found_steps), itertools.chain(*steps)))
-    assert len(found_steps) == len(steps)
-    for (ours, end), (theirs, expected_end) in zip(found_gathered, gathered, strict=True):
-        assert torch.equal(ours, theirs)
-        assert end == expected_end
+    *expected, _ = train(lambda loader: loader, **options)
+    *found, _ = train(lambda loader: stager.prefetch(loader, depth=depth), **options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert len(expected[0]) == (4 if "skipped" in options else 6)
 
 
 def test_validation_within_an_epoch_doesn_t_end_it(stager):
@@ -178,7 +171,6 @@ def written(streaming, tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_streaming_loader_s_state_counts_yielded_samples(stager, streaming, written, workers):
     def make():
         dataset = streaming.StreamingDataset(local=written, shuffle=False, batch_size=4)

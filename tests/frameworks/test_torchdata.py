@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from loader_data import Opaque
 from programs import reports
 from torchdata.nodes import Batcher, IterableWrapper, Loader, Mapper, ParallelMapper, Prefetcher
 
@@ -47,18 +48,12 @@ def test_the_state_is_that_of_yielded_batches(stager, depth, yielded):
     assert firsts(again) == list(range(4 * yielded, 32, 4))
 
 
-def test_each_pass_yields_every_batch(stager):
-    loader = pipeline(stager)
-    assert firsts(loader) == firsts(loader) == list(range(0, 32, 4))
-    assert stager.stats().batches == 16
-
-
 def test_an_abandoned_pass_starts_over(stager):
     loader = pipeline(stager)
     for batch in loader:
         if int(batch[0]) == 8:
             break
-    assert firsts(loader) == list(range(0, 32, 4))
+    assert firsts(loader) == firsts(loader) == list(range(0, 32, 4))
 
 
 def test_it_may_feed_a_prefetcher(stager):
@@ -71,15 +66,11 @@ def test_an_error_comes_after_the_batches_before_it(stager):
         yield from range(8)
         raise OSError("gone")
 
-    class Bad:
-        def __init__(self):
-            self.tensor = torch.ones(2)
-
     seen = []
     node = Stage(Mapper(Batcher(IterableWrapper(fails()), 4), torch.tensor), stager)
     with pytest.raises(OSError, match="gone"):
         seen.extend(Loader(node))
-    node = Stage(IterableWrapper([torch.ones(1), Bad()]), stager)
+    node = Stage(IterableWrapper([torch.ones(1), Opaque(torch.ones(2))]), stager)
     with pytest.raises(LayoutError):
         seen.extend(Loader(node))
     assert len(seen) == 3

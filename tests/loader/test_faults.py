@@ -47,7 +47,6 @@ from pinstage._compat import loader as torchs_loader
 from pinstage._loader._broker import LEAKED
 from pinstage._loader._collate import SlabCollate
 from pinstage._loader._messages import BROKERS, receive
-from pinstage._loader._sending import SendingQueue
 from pinstage._loader._worker import WorkerSlabs
 from pinstage._reaper import running
 from pinstage._stage._run_ahead import RUN_AHEAD
@@ -138,7 +137,6 @@ def numbers(loader):
     return [int(number) for batch in loader for number in batch[:, 0]]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_batches_outlive_iterators_and_those_their_loader(workers):
     iterator = iter(make(num_workers=workers))
     gc.collect()
@@ -730,7 +728,6 @@ def test_the_end_of_the_program_is_no_fault(monkeypatch, reason):
     assert len(warned) == ("shutdown" not in reason)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("cap", ["128KiB", "8MiB"])
 @pytest.mark.filterwarnings(
     "ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning"
@@ -847,20 +844,42 @@ def run_script(script):
     return warm.completed(script, env=environment(), timeout=PATIENCE_SECONDS * 2)
 
 
-def test_workers_end_when_the_main_process_is_killed():
-    script = """
-        import os, sys, loader_data as data, pinstage as ps
-        loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, max_bytes=212_992, device="cpu", depth=0)
-        iterator = iter(loader)
-        next(iterator)
-        while not iterator._broker._starved:
-            pass
-        print(iterator._workers[0].pid, flush=True)
-        os.kill(os.getpid(), 9)
-    """
-    result = run_script(script)  # returns when the worker has closed the output too
+WAITING_FOR_A_SLAB = """
+loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, max_bytes=212_992, device="cpu", depth=0)
+iterator = iter(loader)
+next(iterator)
+while not iterator._broker._starved:
+    pass
+"""
+
+# A normal exit waits for the queue's feeder thread, and that waits for a reader: the reading end
+# stays open in the other worker. Without slabs, batches go through the queue.
+WITH_A_FULL_QUEUE = """
+import torch
+from pinstage._loader._sending import SendingQueue
+torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.1
+silent, _ = os.pipe()
+SendingQueue.fileno = lambda queue: silent
+loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=2, prefetch_factor=1, max_bytes="64KiB", device="cpu")
+iterator = iter(loader)
+for worker in iterator._workers:
+    while len(os.listdir(f"/proc/{worker.pid}/task")) == 1:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "script", [WAITING_FOR_A_SLAB, WITH_A_FULL_QUEUE], ids=["waiting for a slab", "a full queue"]
+)
+def test_workers_end_when_the_main_process_is_killed(script):
+    begin = "import os, loader_data as data, pinstage as ps"
+    end = (
+        "print(*[worker.pid for worker in iterator._workers], flush=True); os.kill(os.getpid(), 9)"
+    )
+    # Returns when the workers have closed the output too.
+    result = run_script("\n".join([begin, script, end]))
     assert result.returncode == -9, result.stderr
-    wait_until(lambda: state_of(int(result.stdout)) in ("", "Z"))
+    wait_until(lambda: all(state_of(int(pid)) in ("", "Z") for pid in result.stdout.split()))
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -887,23 +906,21 @@ def test_interrupting_the_whole_group_ends_all_of_it():
 @contextlib.contextmanager
 def held_by_another_thread(*locks):
     """Hold locks, as a thread does that begins a pass while another one forks."""
-    held, ended = threading.Event(), threading.Event()
+    gate = Gate()
 
     def hold():
         with contextlib.ExitStack() as stack:
             for lock in locks:
                 stack.enter_context(lock)
-            held.set()
-            ended.wait(2 * PATIENCE_SECONDS)
+            gate.pass_through()
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(PATIENCE_SECONDS)
+    thread = Background(hold)
+    gate.wait_for_arrival()
     try:
         yield
     finally:
-        ended.set()
-        thread.join(PATIENCE_SECONDS)
+        gate.open()
+        thread.result()
 
 
 def test_a_forked_child_can_drop_everything_anytime():
@@ -916,35 +933,6 @@ def test_a_forked_child_can_drop_everything_anytime():
     with held_by_another_thread(iterator[0]._broker._lending):
         claim_in_child(drop)
     assert len(list(iterator[0])) == 19
-
-
-def test_a_full_queue_keeps_no_orphaned_worker_alive(monkeypatch):
-    """A normal exit waits for the queue's feeder thread, and that waits for a reader: the reading
-    end stays open in the other worker.
-    """
-    monkeypatch.setattr("torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL", 0.1)
-    silent, pids = multiprocessing.Pipe(duplex=False), multiprocessing.Pipe(duplex=False)
-    monkeypatch.setattr(SendingQueue, "fileno", lambda queue: silent[0].fileno())
-    child = os.fork()
-    if child == 0:
-        iterator = iter(make(max_bytes="64KiB"))  # so that batches go through the queue
-        workers = [worker.pid for worker in iterator._workers]
-        has_feeder = [Path(f"/proc/{pid}/task") for pid in workers]
-        wait_until(lambda: all(len(list(tasks.iterdir())) > 1 for tasks in has_feeder))
-        pids[1].send(workers)
-        os._exit(0)
-    workers = []
-    with contextlib.suppress(ProcessLookupError):
-        workers.extend(map(os.pidfd_open, pids[0].recv()))
-    assert os.waitpid(child, 0)[1] == 0
-    left = [worker for worker in workers if not wait([worker], PATIENCE_SECONDS)]
-    for worker in workers:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(worker, signal.SIGKILL)
-        os.close(worker)
-    for end in (*silent, *pids):
-        end.close()
-    assert not left
 
 
 def test_a_forked_worker_can_read_the_loader():

@@ -60,23 +60,6 @@ def stacked(monkeypatch):
     return made
 
 
-@pytest.fixture
-def refusing(monkeypatch):
-    """Return a pool whose memory refuses larger slabs than this."""
-    take = ps.memory.SharedMemory._take
-
-    def of(most):
-        def take_some(memory, nbytes, device):
-            if nbytes > most:
-                raise OSError("none left")
-            return take(memory, nbytes, device)
-
-        monkeypatch.setattr("pinstage.memory.SharedMemory._take", take_some)
-        return ps.SlabPool("64MiB", memory=ps.memory.SharedMemory(register=False))
-
-    return of
-
-
 def by_value(path, leaf):
     """Keep small numbers on the host; fail for new memory."""
     assert isinstance(leaf, str) or leaf.max() < 100, path
@@ -122,10 +105,18 @@ def test_each_way_reads_no_unfilled_memory(samples, options, stacks, stacked):
 @pytest.mark.usefixtures("garbage")
 @pytest.mark.filterwarnings("ignore:page-locking of", "ignore:a stager falls back to pageable")
 @pytest.mark.parametrize(("most", "stacks"), [(1 << 21, 2), (0, 0)], ids=["in parts", "pageable"])
-def test_refused_slabs_change_no_byte(most, stacks, stacked, refusing):
+def test_refused_slabs_change_no_byte(most, stacks, stacked, monkeypatch):
+    take = ps.memory.SharedMemory._take
+
+    def take_some(memory, nbytes, device):
+        if nbytes > most:
+            raise OSError("none left")
+        return take(memory, nbytes, device)
+
+    monkeypatch.setattr("pinstage.memory.SharedMemory._take", take_some)
     expected = list(DataLoader(Samples(LARGE), 4))
     stacked.clear()
-    with refusing(most) as pool:
+    with ps.SlabPool("64MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         found = list(on_cpu(Samples(LARGE), pool=pool))
     assert len(stacked) == stacks * BATCHES
     assert same(found, expected)
@@ -238,19 +229,9 @@ def test_an_interrupt_anywhere_leaves_nothing(nbytes):
     assert countdown > 30
 
 
-class Doubled:
-    """An iterator that computes with each batch."""
-
-    def __init__(self, batches):
-        self.batches = batches
-
-    def __next__(self):
-        return next(self.batches) * 2
-
-
 class LooksAtBatches(DataLoader):
     def _get_iterator(self):
-        return Doubled(super()._get_iterator())
+        return (batch * 2 for batch in super()._get_iterator())
 
 
 @pytest.mark.usefixtures("garbage")

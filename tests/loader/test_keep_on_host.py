@@ -48,7 +48,6 @@ def test_what_a_loader_keeps_stays_on_the_host(keep_on_host, workers, method):
     check(keeping(keep_on_host=keep_on_host, num_workers=workers, multiprocessing_context=method))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 def test_a_wrapped_loader_and_copies_of_it_keep(workers):
     loader = ps.wrap_loader(
         make(num_workers=workers), device="cpu", max_bytes="8MiB", keep_on_host=iter(KEPT_PATHS)
