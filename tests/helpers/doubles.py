@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
+import itertools
 import os
 import signal
 import sys
@@ -425,6 +426,18 @@ class Interrupts:
             finally:
                 sys.setprofile(None)
             return False
+
+
+def interrupts(*files, step=1, at_least=1):
+    """Yield what does work with an interrupt at each possible point in turn; fail if there are
+    hardly any points.
+    """
+    for number in itertools.count(1, step):
+        interrupt = Interrupts(number, *files)
+        yield interrupt.during
+        if interrupt.countdown > 0:
+            break
+    assert number >= at_least
 
 
 def wait_until(condition):

@@ -24,11 +24,42 @@ def cgroup(folder, **sizes):
     return files | {"proc/self/cgroup": "0::/slice/job\n"}
 
 
-def test_the_cap_is_a_quarter_of_available_memory(host):
-    assert auto_max_bytes(root=host({})) == (
-        10 * GIB,
-        "25% of 40.00 GiB available (memory available on this machine)",
-    )
+AVAILABLE = "40.00 GiB available (memory available on this machine)"
+
+
+@pytest.mark.parametrize(
+    ("files", "cap", "reason"),
+    [
+        ({}, 10 * GIB, AVAILABLE),
+        (
+            cgroup("slice/job", max=60 * GIB, high="max", current=GIB)
+            | cgroup("slice", max=16 * GIB, current=4 * GIB),
+            3 * GIB,
+            "12.00 GiB available (cgroup headroom)",
+        ),
+        (
+            cgroup("slice/job", max=GIB, current=GIB + 4096),
+            1 << 20,
+            "0 B available (cgroup headroom), raised to the least useful 1.00 MiB",
+        ),
+        (
+            {
+                "proc/self/limits": "Limit Soft Limit Hard Limit Units\nMax locked memory         "
+                "67108864             67108864      bytes\n"
+            },
+            10 * GIB,
+            AVAILABLE,
+        ),
+        (
+            {"proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2\n"},
+            GIB // 4,
+            "1.00 GiB available (limit of WSL2)",
+        ),
+    ],
+    ids=["memory", "least headroom", "a full cgroup", "a limit that doesn't bind CUDA", "WSL"],
+)
+def test_the_cap_is_a_quarter_of_available_memory(host, files, cap, reason):
+    assert auto_max_bytes(root=host(files)) == (cap, f"25% of {reason}")
 
 
 def test_ranks_of_this_host_share_the_cap(host, monkeypatch):
@@ -36,32 +67,6 @@ def test_ranks_of_this_host_share_the_cap(host, monkeypatch):
     cap, reason = auto_max_bytes(root=host({}))
     assert cap == 10 * GIB // 4
     assert reason.endswith(", divided by 4 local ranks")
-
-
-def test_the_cgroup_with_the_least_headroom_decides(host):
-    host(cgroup("slice/job", max=60 * GIB, high="max", current=GIB))
-    root = host(cgroup("slice", max=16 * GIB, current=4 * GIB))
-    assert auto_max_bytes(root=root) == (3 * GIB, "25% of 12.00 GiB available (cgroup headroom)")
-
-
-def test_a_full_cgroup_leaves_the_least_useful_cap(host):
-    root = host(cgroup("slice/job", max=GIB, current=GIB + 4096))
-    cap, reason = auto_max_bytes(root=root)
-    assert cap == 1 << 20
-    assert reason == "25% of 0 B available (cgroup headroom), raised to the least useful 1.00 MiB"
-
-
-def test_the_locked_memory_limit_does_not_bind_cuda(host):
-    limits = (
-        "Limit Soft Limit Hard Limit Units\nMax locked memory         67108864             "
-        "67108864      bytes\n"
-    )
-    assert auto_max_bytes(host({"proc/self/limits": limits}))[0] == 10 * GIB
-
-
-def test_wsl_has_a_limit_of_its_own(host):
-    root = host({"proc/sys/kernel/osrelease": "5.15.167.4-microsoft-standard-WSL2\n"})
-    assert auto_max_bytes(root=root) == (GIB // 4, "25% of 1.00 GiB available (limit of WSL2)")
 
 
 def test_without_readable_limits_a_stated_amount_is_assumed(tmp_path):

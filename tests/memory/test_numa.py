@@ -33,23 +33,6 @@ def host(tree):
     return make
 
 
-@pytest.fixture
-def affinity(monkeypatch):
-    """The CPUs that the process seems to have: 0 to 7."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-
-
-@pytest.fixture
-def policy(monkeypatch):
-    """Return a function that sets what the system says of the process's memory policy."""
-
-    def set_policy(number):
-        monkeypatch.setattr(pages, "memory_policy", lambda: number)
-
-    set_policy(0)
-    return set_policy
-
-
 TWO = {0: "0-3", 1: "4-7,16-19"}
 OTHERS = {0: "0-7", 1: "8-15"}
 GRACE = {0: "0-7", **dict.fromkeys(range(1, 9), "")}
@@ -63,7 +46,6 @@ def placed(host, nodes, gpu, asked="auto"):
     return _numa.placement(asked, lambda: gpu, host(nodes))
 
 
-@pytest.mark.usefixtures("affinity")
 @pytest.mark.parametrize(
     ("number", "nodes", "gpu", "asked", "expected"),
     [
@@ -89,8 +71,11 @@ def placed(host, nodes, gpu, asked="auto"):
         "no CPUs, as asked",
     ],
 )
-def test_pages_are_near_the_device_if_possible(host, policy, number, nodes, gpu, asked, expected):
-    policy(number)
+def test_pages_are_near_the_device_if_possible(
+    host, monkeypatch, number, nodes, gpu, asked, expected
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(pages, "memory_policy", lambda: number)
     assert placed(host, nodes, gpu, asked) == expected
 
 
@@ -186,15 +171,10 @@ def test_touching_threads_move_but_the_caller_stays(monkeypatch):
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    """Let registered memory be made without CUDA; return the order of operations on it."""
+def registered(cuda, monkeypatch):
+    """Return the order of operations on registered memory."""
     log = []
-    monkeypatch.setattr(_cuda, "require", lambda _: None)
-    monkeypatch.setattr(_cuda, "device_index", lambda _: 3)
-    monkeypatch.setattr(_cuda, "is_usable", lambda: True)
-    monkeypatch.setattr(_cuda, "can_register", lambda _: True)
-    monkeypatch.setattr(_cuda, "register", lambda *_: log.append("register"))
-    monkeypatch.setattr(_cuda, "unregister", lambda *_: None)
+    cuda.before["cudaHostRegister"] = lambda: log.append("register")
     monkeypatch.setattr(
         pages, "prefer", lambda _address, _nbytes, node: log.append(f"prefer {node}") or True
     )
@@ -236,7 +216,7 @@ def test_pages_are_placed_then_touched_then_registered(registered, monkeypatch, 
 
 
 def test_without_a_node_the_system_isn_t_asked(registered, kind):
-    memory = kind(numa_node=None)
+    memory = kind(3, numa_node=None)
     memory.deallocate(memory.allocate(5000))
     assert registered == ["touch on []", "register"]
     assert memory.numa == "no NUMA node was asked for"
@@ -247,5 +227,5 @@ def test_a_wrong_node_maps_nothing(registered, monkeypatch, host, kind):
     placement = _numa.placement
     monkeypatch.setattr(_numa, "placement", lambda asked, find: placement(asked, find, root))
     with pytest.raises(ValueError, match="no node 9"):
-        kind(numa_node=9).allocate(5000)
+        kind(3, numa_node=9).allocate(5000)
     assert registered == []

@@ -4,7 +4,7 @@ import contextlib
 import threading
 
 import pytest
-from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
+from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
 
 from pinstage import SlabPool, _reaper
 from pinstage.errors import (
@@ -29,7 +29,7 @@ slow_polling = pytest.mark.usefixtures("no_polling")
 
 
 @slow_polling
-def test_freed_room_is_kept_for_its_request(pool, memory, background):
+def test_freed_room_is_kept_for_its_request(pool, memory, background, waiting):
     idle_in_order(pool, 400, 400)
     memory.deallocate_gate, memory.allocate_gate = Gate(), Gate()
     large = background(pool.acquire, 700)
@@ -42,8 +42,7 @@ def test_freed_room_is_kept_for_its_request(pool, memory, background):
     assert (memory.freed, pool.stats().held_bytes) == ([416, 416], 0)
     with pytest.raises(BudgetExceededError):
         pool.reserve(320)
-    small = background(pool.acquire, 320)
-    wait_for_waiters(pool, 2)
+    small = waiting(pool, 320)
     memory.allocate_gate.open()
     outcome(large).release()
     outcome(small).release()
@@ -51,13 +50,12 @@ def test_freed_room_is_kept_for_its_request(pool, memory, background):
 
 
 @slow_polling
-def test_the_cap_holds_during_a_trim(pool, memory, background):
+def test_the_cap_holds_during_a_trim(pool, memory, background, waiting):
     idle_in_order(pool, 448, 448)
     memory.deallocate_gate = Gate()
     trim = background(pool.trim)
     memory.deallocate_gate.wait_for_arrival()
-    lease = background(pool.acquire, 448)
-    wait_for_waiters(pool, 1)
+    lease = waiting(pool, 448)
     assert stays_blocked(lease)
     memory.deallocate_gate.open()
     assert outcome(trim) == 896
@@ -141,12 +139,6 @@ def test_a_kept_fence_keeps_no_pool(memory):
     assert fence.query()
 
 
-def test_nothing_missing_is_reserved_at_once(pool, memory):
-    pool.reserve(200)
-    pool.reserve(200, background=True).synchronize()
-    assert memory.allocations == 1
-
-
 @pytest.mark.parametrize(
     ("verb", "error"),
     [
@@ -207,14 +199,13 @@ def test_the_cap_holds_while_reservations_are_rolled_back(pool, memory, backgrou
 
 
 @slow_polling
-def test_a_reservation_under_way_counts_and_wakes_waiters(pool, memory, background):
+def test_a_reservation_under_way_counts_and_wakes_waiters(pool, memory, background, waiting):
     pool.reserve(512)
     memory.allocate_gate = Gate()
     reservation = background(pool.reserve, 160, count=3)
     memory.allocate_gate.wait_for_arrival()
     with pool.acquire(512, timeout=0):  # growing doesn't hold up others
-        waiter = background(pool.acquire, 160)
-        wait_for_waiters(pool, 1)
+        waiter = waiting(pool, 160)
         memory.allocate_gate.open()
         outcome(reservation)
         outcome(waiter).release()
@@ -235,10 +226,9 @@ def test_a_frozen_pool_without_a_large_slab_raises(pool):
     assert (caught.value.requested_bytes, caught.value.held_bytes) == (300, 208)
 
 
-def test_freezing_ends_waits_that_need_an_allocation(pool, background):
+def test_freezing_ends_waits_that_need_an_allocation(pool, waiting):
     leases = [pool.acquire(500), pool.acquire(480)]
-    waiter = background(pool.acquire, 600)
-    wait_for_waiters(pool, 1)
+    waiter = waiting(pool, 600)
     pool.freeze()
     with pytest.raises(PoolFrozenError):
         outcome(waiter)
@@ -251,13 +241,12 @@ def test_freezing_ends_waits_that_need_an_allocation(pool, background):
 
 @slow_polling
 @pytest.mark.filterwarnings("ignore:pool cannot grow by")
-def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background):
+def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background, waiting):
     memory.allocate_gate = Gate()
     memory.fail_allocate(MemoryError("no pages"))
     failing = background(pool.acquire, 1000)
     memory.allocate_gate.wait_for_arrival()
-    waiter = background(pool.acquire, 1000)
-    wait_for_waiters(pool, 1)
+    waiter = waiting(pool, 1000)
     memory.allocate_gate.open()
     outcome(waiter).release()
     # Unless the other request was faster: then there is a slab to wait for.

@@ -14,7 +14,6 @@ from doubles import (
     outcome,
     stays_blocked,
     wait_for_reaper,
-    wait_for_waiters,
     wait_until,
 )
 
@@ -68,12 +67,9 @@ def test_a_pool_shows_its_state(pool):
     assert repr(pool).startswith("<SlabPool frozen ")
 
 
-def test_closing_wakes_all_waiters_with_an_error(pool, background):
+def test_closing_wakes_all_waiters_with_an_error(pool, waiting):
     lease = pool.acquire(1000)
-    futures = []
-    for count in range(4):
-        futures.append(background(pool.acquire, 1000 - count, timeout=None if count % 2 else 60))
-        wait_for_waiters(pool, count + 1)
+    futures = [waiting(pool, 1000, timeout=timeout) for timeout in (60, None, 60, None)]
     pool.close()
     for future in futures:
         with pytest.raises(PoolClosedError):
@@ -379,20 +375,14 @@ class Thing:
     """Something that a caller holds."""
 
 
-def closed(pool):
-    pool.close()
-
-
-def frozen(pool):
-    pool.freeze()
-
-
-def full(pool):
-    return pool.acquire(pool.max_bytes)
-
-
 @pytest.mark.parametrize(
-    ("prepare", "nbytes"), [(closed, 1), (frozen, 1), (full, 1), (lambda pool: None, 1 << 40)]
+    ("prepare", "nbytes"),
+    [
+        (SlabPool.close, 1),
+        (SlabPool.freeze, 1),
+        (lambda pool: pool.acquire(pool.max_bytes), 1),
+        (lambda pool: None, 1 << 40),
+    ],
 )
 def test_a_refusal_keeps_none_of_its_callers_alive(pool, prepare, nbytes):
     """A frame that has the error as a local is a cycle: all that called it lives until the next

@@ -5,7 +5,7 @@ import os
 import warnings
 
 import pytest
-from doubles import Gate, ManualEvent, claim_in_child, outcome
+from doubles import ManualEvent, claim_in_child
 
 from pinstage import SlabPool
 from pinstage.errors import ForkedPoolError
@@ -62,7 +62,7 @@ def test_closing_in_the_child_does_nothing(pool, memory):
     event.finish()
 
 
-def test_a_child_forked_mid_call_doesn_t_hang(pool, background):
+def test_a_child_forked_mid_call_doesn_t_hang(pool):
     lease = pool.acquire(100)
 
     class ForkingEvent(ManualEvent):
@@ -85,20 +85,6 @@ def test_a_child_forked_mid_call_doesn_t_hang(pool, background):
     assert event.queries
     event.finish()
     lease.release()
-
-
-def test_forking_beside_growth_leaves_the_parent_unchanged(pool, memory, background):
-    memory.allocate_gate = Gate()
-    growing = background(pool.acquire, 100)
-    memory.allocate_gate.wait_for_arrival()
-
-    def claim():
-        with pytest.raises(ForkedPoolError):
-            pool.acquire(10)
-
-    claim_in_child(claim)
-    memory.allocate_gate.open()
-    outcome(growing).release()
 
 
 def test_a_grandchild_is_refused_the_child_s_pool(pool):

@@ -5,7 +5,6 @@ stopped.
 import _thread
 import contextlib
 import errno
-import fcntl
 import gc
 import itertools
 import json
@@ -23,10 +22,9 @@ import torch
 from budget_nodes import Node, Nodes
 from doubles import (
     CountingMemory,
-    Interrupts,
+    interrupts,
     outcome,
     stays_blocked,
-    wait_for_waiters,
     wait_until,
 )
 from host_processes import MIB, crowd
@@ -59,9 +57,11 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def process():
-    """Another process, which shares the budget."""
+    """Another process, which holds 6 MiB of the budget."""
     nodes = Nodes(1)
-    yield nodes.start()
+    node = nodes.start()
+    assert node("acquire", "x", 6 * MIB, False)
+    yield node
     nodes.end()
 
 
@@ -71,6 +71,11 @@ def budget(size="8MiB", name="nodes"):
 
 def plain_pool():
     return ps.SlabPool(memory=ps.memory.PageableMemory(), budget=budget())
+
+
+def lease_all(pool):
+    """Lease the whole budget, for which other processes may have to end."""
+    pool.acquire("8MiB", timeout=5).release()
 
 
 def held():
@@ -108,7 +113,6 @@ def test_the_watcher_sees_separate_caps(tmp_path):
 
 
 def test_errors_name_the_holders_and_a_larger_budget(process, pools):
-    assert process("acquire", "x", 6 * MIB, False)
     pool = pools()
     with pytest.raises(AcquireTimeoutError) as caught:
         pool.acquire("3MiB", timeout=0.4)
@@ -126,7 +130,7 @@ def test_errors_name_the_holders_and_a_larger_budget(process, pools):
     ):
         pool.reserve("3MiB")
     process.kill()
-    pool.acquire("8MiB", timeout=5).release()
+    lease_all(pool)
     with pytest.raises(
         BudgetExceededError,
         match=r"name='nodes'\)\), leased 0 B, .*; pass budget=HostBudget\(.11MiB., ",
@@ -145,7 +149,6 @@ def test_budgets_of_different_names_are_independent(pools):
 
 
 def test_two_caps_for_one_name_are_refused(process, pools):
-    assert process("acquire", "x", MIB, False)
     with pytest.raises(
         ValueError,
         match=rf"9437184 bytes here, and 8388608 bytes in process {process.pid} \([^)]+\); give",
@@ -222,18 +225,14 @@ def test_interrupts_lose_nothing_of_the_budget(pools):
             pass
         first.trim()
 
-    countdown, was_interrupted = 1, True
-    while was_interrupted:
+    for during in interrupts("_pool/_pool.py", "_waiting.py", step=3, at_least=58):
         first.trim()
         with second.acquire("5MiB", timeout=5):
             pass
         second.trim()
-        was_interrupted = Interrupts(countdown, "_pool/_pool.py", "_waiting.py").during(work)
-        countdown += 3
-    assert countdown > 60
+        during(work)
     first.trim()
-    with second.acquire("8MiB", timeout=5):
-        pass
+    lease_all(second)
 
 
 def test_a_pool_s_cap_binds_within_the_budget(pools):
@@ -258,7 +257,6 @@ def test_a_pool_s_cap_binds_within_the_budget(pools):
     "end", [lambda process: process("release", "x"), Node.kill], ids=["a trim", "death"]
 )
 def test_what_another_process_had_serves_waiting_requests(process, pools, background, end):
-    assert process("acquire", "x", 6 * MIB, False)
     waiting = background(pools().acquire, "8MiB")
     assert stays_blocked(waiting)
     end(process)
@@ -358,14 +356,12 @@ def test_a_process_killed_at_any_line_loses_nothing(pools, folder, tmp_path):
 
 
 def test_a_stopped_process_leaves_the_rest_to_others(process, pools):
-    assert process("acquire", "x", 6 * MIB, False)
     os.kill(process.pid, signal.SIGSTOP)
     pool = pools()
     with pool.acquire("2MiB", timeout=0), pytest.raises(AcquireTimeoutError):
         pool.acquire("1MiB", timeout=0.3)
     process.kill()
-    with pool.acquire("8MiB", timeout=5):
-        pass
+    lease_all(pool)
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -537,8 +533,7 @@ def test_a_full_disk_keeps_no_new_file(pools, folder, written):
                 pools(budget(name="other"))
             kept.append(caught.value)  # as `sys.last_value` is
     assert [path.name for path in folder.iterdir()] == [pool._state.memory._row.name]
-    with pool.acquire("8MiB", timeout=5):
-        pass
+    lease_all(pool)
 
 
 @pytest.mark.parametrize("written", [0, 100])
@@ -553,8 +548,7 @@ def test_a_full_disk_keeps_a_row_s_numbers(pools, memory, written):
         pool.trim()  # frees its slabs anyway
         assert memory.live_bytes == 0
         assert held() == [0, 2 * MIB]
-    with other.acquire("8MiB", timeout=5):
-        pass
+    lease_all(other)
 
 
 def test_a_disk_full_amid_rows_takes_no_slab(pools, monkeypatch):
@@ -603,8 +597,7 @@ def test_a_removed_folder_is_made_again(pools, folder):
         second.acquire("3MiB", timeout=0)
     lease.release()
     first.trim()
-    with second.acquire("8MiB", timeout=5):
-        pass
+    lease_all(second)
 
 
 def test_a_locked_folder_fails_only_the_request(pools, folder, monkeypatch):
@@ -616,8 +609,7 @@ def test_a_locked_folder_fails_only_the_request(pools, folder, monkeypatch):
         ):
             pool.acquire("4MiB")
         pool.trim()  # frees its slabs anyway
-    with pool.acquire("8MiB", timeout=5):
-        pass
+    lease_all(pool)
 
 
 def test_too_many_open_files_end_no_other_pool(pools, monkeypatch):
@@ -696,18 +688,6 @@ def test_only_growing_freeing_and_waiting_open_the_folder(pools, monkeypatch):
         assert 2 <= len(looks) <= 12  # every 50 ms
 
 
-def is_locked(folder):
-    """Return whether the folder's lock is held, by this process or another."""
-    other = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(other)
-    return False
-
-
 @contextlib.contextmanager
 def held_lock(folder):
     """Hold the folder's lock, as another process would."""
@@ -735,28 +715,23 @@ def test_interrupts_leave_the_folder_unlocked(pools, folder, use):
         with contextlib.suppress(AcquireTimeoutError):
             second.acquire("3MiB", timeout=0.06)
 
-    countdown, was_interrupted = 1, True
     files = ("_pool/_host_budget.py", "_pool/_pool.py", "_reaper.py", "contextlib.py")
     with first.acquire("6MiB"):
-        while was_interrupted:
-            was_interrupted = Interrupts(countdown, *files).during(
-                budget().usage if use == "usage" else wait
-            )
-            wait_until(lambda: not is_locked(folder))
-            countdown += 2
-    assert countdown > 15
+        for during in interrupts(*files, step=2, at_least=15):
+            during(budget().usage if use == "usage" else wait)
+            with held_lock(folder):
+                pass
 
 
-def test_a_passing_error_ends_no_waiting_request(pools, folder, background, monkeypatch):
+def test_a_passing_error_ends_no_waiting_request(pools, folder, waiting, monkeypatch):
     first, second = pools(), pools()
     lease = first.acquire("6MiB")
-    waiting = background(second.acquire, "3MiB", timeout=20)
-    wait_for_waiters(second, 1)
+    request = waiting(second, "3MiB", timeout=20)
     with locked(folder, monkeypatch):
-        assert stays_blocked(waiting)
+        assert stays_blocked(request)
     lease.release()
     first.trim()
-    outcome(waiting).release()
+    outcome(request).release()
 
 
 def test_closing_while_growing_says_so(pools, monkeypatch):

@@ -74,7 +74,6 @@ class Clock:
 def clock(tmp_path, monkeypatch):
     monkeypatch.setenv(_rows.VARIABLE, str(tmp_path / "folder"))
     monkeypatch.setattr(_host_budget, "time", Host.clock)
-    return Host.clock
 
 
 which_of = st.integers(0, 3)
@@ -157,7 +156,7 @@ class Host(RuleBasedStateMachine):
                 process.memory._row.close()
 
 
-def test_no_interleaving_exceeds_the_cap_or_starves(clock):
+def test_no_interleaving_exceeds_the_cap_or_starves():
     examples = settings.default.max_examples // 2
     run_state_machine_as_test(
         Host, settings=settings(max_examples=examples, stateful_step_count=40)

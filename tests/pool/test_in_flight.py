@@ -3,7 +3,7 @@ event.
 """
 
 import pytest
-from doubles import ManualEvent, wait_for_waiters
+from doubles import ManualEvent, outcome
 
 from pinstage._pool import lease_in_flight
 from pinstage.errors import AcquireTimeoutError
@@ -62,10 +62,9 @@ def test_what_an_owner_has_is_counted_once(pool):
     pool.acquire(200, owner="offload").release()
 
 
-def test_while_somebody_waits_it_is_not_given(pool, background):
+def test_while_somebody_waits_it_is_not_given(pool, waiting):
     event = in_flight(pool, nbytes=900)
-    waiter = background(lambda: pool.acquire(900, owner="loader", timeout=20).release())
-    wait_for_waiters(pool, 1)
+    waiter = waiting(pool, 900, owner="loader")
     assert lease_in_flight(pool, 900, owner="offload") is None
     event.finish()
-    waiter.result(20)
+    outcome(waiter).release()

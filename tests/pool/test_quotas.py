@@ -12,8 +12,6 @@ from doubles import (
     Gate,
     ManualEvent,
     outcome,
-    stays_blocked,
-    wait_for_waiters,
     wait_until,
 )
 from hypothesis import HealthCheck, settings
@@ -28,16 +26,15 @@ from pinstage.errors import (
 )
 from pinstage.memory import PageableMemory, SharedMemory
 
-slow_polling = pytest.mark.usefixtures("no_polling")
+pytestmark = pytest.mark.usefixtures("no_polling")
 
 
 # -- bytes by owner
 
 
-def test_waits_are_counted_for_who_waited(pool, background):
+def test_waits_are_counted_for_who_waited(pool, waiting):
     with pool.acquire(1000, owner="train"):
-        waiter = background(pool.acquire, 100, owner="eval")
-        wait_for_waiters(pool, 1)
+        waiter = waiting(pool, 100, owner="eval")
     outcome(waiter).release()
     owners = pool.stats().owners
     assert (owners["eval"].waits, owners["train"].waits) == (1, 0)
@@ -86,46 +83,7 @@ def test_a_bound_counts_what_is_being_allocated(pool, memory, background):
     outcome(first).release()
 
 
-@slow_polling
-def test_a_release_wakes_requests_behind_limited_ones(pool, background):
-    pool.set_quota("checkpoint", max_bytes=300)
-    lease, other = pool.acquire(300, owner="checkpoint"), pool.acquire(640, owner="loader")
-    held_back = background(pool.acquire, 300, owner="checkpoint")
-    wait_for_waiters(pool, 1)
-    waiter = background(pool.acquire, 500, owner="loader")
-    wait_for_waiters(pool, 2)
-    other.release()
-    outcome(waiter).release()
-    assert stays_blocked(held_back)
-    lease.release()
-    outcome(held_back).release()
-
-
 # -- guarantees
-
-
-@slow_polling
-def test_a_quota_that_leaves_no_room_ends_waits(pool, background):
-    with pool.acquire(900):
-        waiter = background(pool.acquire, 500, owner="eval")
-        wait_for_waiters(pool, 1)
-        pool.set_quota("loader", min_bytes=600)
-        with pytest.raises(
-            BudgetExceededError,
-            match=r"requested 500 B, quotas leave 'eval' at most 400 B.*set_quota",
-        ):
-            outcome(waiter)
-
-
-@slow_polling
-def test_a_wider_quota_ends_the_wait(pool, background):
-    pool.set_quota("checkpoint", max_bytes=300)
-    with pool.acquire(300, owner="checkpoint"):
-        waiter = background(pool.acquire, 300, owner="checkpoint")
-        wait_for_waiters(pool, 1)
-        pool.set_quota("checkpoint")
-        outcome(waiter).release()
-    assert pool.stats().owners["checkpoint"].max_bytes is None
 
 
 def test_quotas_of_a_frozen_pool_divide_its_slabs(pool, background):
@@ -239,9 +197,16 @@ class QuotasMachine(RuleBasedStateMachine):
     def used(self, owner):
         return sum(asked.capacity for asked in self.busy if asked.owner == owner)
 
-    def can_ever(self, owner, nbytes):
+    def most(self, owner):
         others = sum(least for name, (least, _) in self.quotas.items() if name != owner)
-        return nbytes <= min(self.quotas[owner][1], CAP - others)
+        return min(self.quotas[owner][1], CAP - others)
+
+    def check_refused(self, owner, nbytes, future):
+        message = (
+            f"requested {nbytes} B, quotas leave '{owner}' at most {self.most(owner)} B.*set_quota"
+        )
+        with pytest.raises(BudgetExceededError, match=message):
+            outcome(future)
 
     def can_now(self, owner, nbytes, ahead):
         used, (least, most) = self.used(owner), self.quotas[owner]
@@ -256,9 +221,8 @@ class QuotasMachine(RuleBasedStateMachine):
     def settle(self):
         """Check that exactly the requests that must be served or refused are."""
         for asked in list(self.waiting):
-            if not self.can_ever(asked.owner, asked.nbytes):
-                with pytest.raises(BudgetExceededError):
-                    outcome(asked.future)
+            if asked.nbytes > self.most(asked.owner):
+                self.check_refused(asked.owner, asked.nbytes, asked.future)
                 self.waiting.remove(asked)
         while True:
             due = [
@@ -282,15 +246,15 @@ class QuotasMachine(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS), nbytes=SIZES)
     def ask(self, owner, nbytes):
         before = self.pool.stats().waits
-        immediate = self.can_ever(owner, nbytes) and self.can_now(owner, nbytes, self.waiting)
+        can_ever = nbytes <= self.most(owner)
+        immediate = can_ever and self.can_now(owner, nbytes, self.waiting)
         future = self.executor.submit(self.pool.acquire, nbytes, owner=owner)
-        if self.can_ever(owner, nbytes):
+        if can_ever:
             self.waiting.append(Asked(owner, nbytes, future))
             if not immediate:
                 wait_until(lambda: self.pool.stats().waits == before + 1 or future.done())
         else:
-            with pytest.raises(BudgetExceededError):
-                outcome(future)
+            self.check_refused(owner, nbytes, future)
         self.settle()
 
     @rule(owner=st.sampled_from(OWNERS), nbytes=SIZES)
@@ -299,7 +263,7 @@ class QuotasMachine(RuleBasedStateMachine):
         try:
             lease = self.pool.acquire(nbytes, owner=owner, timeout=0)
         except BudgetExceededError:
-            assert not self.can_ever(owner, nbytes)
+            assert nbytes > self.most(owner)
         except AcquireTimeoutError:
             assert not expected
         else:
@@ -326,8 +290,12 @@ class QuotasMachine(RuleBasedStateMachine):
             st.sampled_from([asked for asked in self.busy if asked.event is not None])
         )
         self.busy.remove(asked)
+        self.finish_event(asked)
+
+    def finish_event(self, asked):
         asked.event.finish()
-        self.settle()
+        # Events wake no thread, and nothing polls; this wakes all.
+        self.set_quota("eval", *self.quotas["eval"])
 
     @rule(
         owner=st.sampled_from(OWNERS),
@@ -363,10 +331,10 @@ class QuotasMachine(RuleBasedStateMachine):
             while self.busy:
                 asked = self.busy.pop()
                 if asked.event is not None:
-                    asked.event.finish()
+                    self.finish_event(asked)
                 else:
                     asked.lease.release()
-                self.settle()
+                    self.settle()
             assert not self.waiting
         finally:
             self.pool.close()  # ends all waiting requests

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from doubles import ManualEvent, outcome, wait_for_waiters
+from doubles import ManualEvent, outcome
 
 from pinstage import OwnerStats, PoolStats, PoolUsage
 from pinstage.errors import AcquireTimeoutError
@@ -15,7 +15,7 @@ def test_a_new_pool_has_counted_nothing(pool):
     assert dataclasses.asdict(pool.stats()) == expected
 
 
-def test_totals_and_peaks_follow_the_life_of_slabs(pool, background):
+def test_totals_and_peaks_follow_the_life_of_slabs(pool, waiting):
     event = ManualEvent()
     pool.reserve(100, count=2)
     one, two, three = (pool.acquire(nbytes) for nbytes in (99, 100, 300))
@@ -27,8 +27,7 @@ def test_totals_and_peaks_follow_the_life_of_slabs(pool, background):
     assert (stats.free_bytes, stats.in_flight_bytes, stats.in_flight_slabs) == (104, 424, 2)
     with pytest.raises(AcquireTimeoutError):
         pool.acquire(900, timeout=0)
-    waiter = background(pool.acquire, 900)
-    wait_for_waiters(pool, 2)
+    waiter = waiting(pool, 900)
     event.finish()
     del view
     outcome(waiter).release()

@@ -8,9 +8,9 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import loader_data as data
@@ -18,6 +18,7 @@ import pytest
 import torch
 import warm
 from doubles import outcome, wait_until
+from processes import completed
 
 import pinstage as ps
 from pinstage._loader._broker import LEAKED
@@ -27,28 +28,22 @@ pytestmark = pytest.mark.usefixtures("slabs_for_all")
 EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
 """Step between the lines at which a worker is killed: with 1 the test takes a minute or two."""
 
+USES = ["pool", "stager", "fetch", "loader"]
 INSIDE = str(Path(ps.__file__).parent)
 STORM = Path(__file__).parents[1] / "helpers" / "storm.py"
 
 
 def storm(*arguments):
     """Run a storm in a process whose parent ignores SIGINT; return its stdout and stderr."""
-
-    def ignore_interrupts():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    done = subprocess.run(
+    done = completed(
         warm.command(STORM, *arguments),
-        check=False,
-        capture_output=True,
-        text=True,
-        preexec_fn=ignore_interrupts,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_IGN),
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.parametrize("what", ["pool", "stager", "fetch", "loader", "region", "budget"])
+@pytest.mark.parametrize("what", [*USES, "region", "budget"])
 def test_everything_is_returned_after_interrupts_without_output(what):
     found, told = storm(what, 150)
     assert found["interrupted"] > 100
@@ -57,7 +52,7 @@ def test_everything_is_returned_after_interrupts_without_output(what):
     assert (found["wrong"], others) == ([], [])
 
 
-@pytest.mark.parametrize("what", ["pool", "stager", "fetch", "loader"])
+@pytest.mark.parametrize("what", USES)
 def test_after_interrupts_of_other_threads_all_is_back(what):
     found, _ = storm(what, 50, "threads")
     assert found["interrupted"] >= 50
@@ -175,7 +170,6 @@ def house():
     found.assert_all_back()
 
 
-USES = ["pool", "stager", "fetch", "loader"]
 THRESHOLDS = gc.get_threshold()
 
 

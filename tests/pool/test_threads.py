@@ -8,15 +8,13 @@ import random
 import sys
 import threading
 import time
-from collections import deque
 
 import pytest
-import torch
 from doubles import ManualEvent, outcome, wait_until
 
 from pinstage import _reaper
 from pinstage._pool import _growth
-from pinstage.errors import PoolClosedError, UnreleasedLeaseWarning
+from pinstage.errors import PoolClosedError
 
 THREADS = 16
 QUOTA = 100
@@ -35,41 +33,38 @@ class Device:
     """Finishes work in order, in its own thread, and checks that its input was not overwritten."""
 
     def __init__(self):
-        self._work = deque()
-        self._woken = threading.Semaphore(0)
+        self._work = queue.SimpleQueue()
 
-    def read_later(self, address, nbytes, byte):
+    def read_later(self, lease, byte, view=None):
+        """Return the event of a read; the device releases a lease of which it gets a view."""
         event = ManualEvent()
-        self._work.append((event, address, nbytes, byte))
-        self._woken.release()
+        address, ended_there = lease.data_ptr(), None if view is None else lease
+        self._work.put((event, address, lease.nbytes, byte, ended_there, view))
         return event
 
     def end(self):
-        self._work.append(None)
-        self._woken.release()
+        self._work.put(None)
 
     def run(self):
         read = 0
-        while True:
-            self._woken.acquire()
-            if (item := self._work.popleft()) is None:
-                return read
-            event, address, nbytes, byte = item
+        while (item := self._work.get()) is not None:
+            event, address, nbytes, byte, lease, view = item
             time.sleep(random.Random(read).choice([0, 0, 0.001]))  # work takes time
+            if lease is not None:
+                lease.release()
             assert ctypes.string_at(address, nbytes) == bytes([byte]) * nbytes, (
                 "overwritten before the event"
             )
             read += 1
             event.finish()
+            del item, lease, view
+        return read
 
 
 class Worker:
-    """Acquires slabs of random size, fills them, and returns them in one of four ways."""
+    """Acquires slabs of random size, fills them, and returns or forgets them."""
 
     def __init__(self, number, pool, device, start, largest):
-        self.number = number
-        self.longest_wait = 0.0
-        self.served = 0
         self._random = random.Random(number)
         self._pool = pool
         self._device = device
@@ -86,11 +81,11 @@ class Worker:
     def _use_one(self):
         nbytes = self._random.randint(1, self._largest)
         byte = self._random.randrange(256)
-        ending = self._random.choice(["plain", "event", "view", "view and event"])
+        ending = self._random.choice(
+            ["plain", "event", "view", "view and event", "in another thread", "forgotten"]
+        )
         self._drop_kept()  # held while waiting, they might cause a deadlock
-        before = time.monotonic()
         lease = self._pool.acquire(nbytes, timeout=LONGEST_WAIT_SECONDS)
-        self.longest_wait = max(self.longest_wait, time.monotonic() - before)
         ctypes.memset(lease.data_ptr(), byte, lease.capacity)
         if self._random.random() < 0.5:
             time.sleep(0)  # let others run while it is held
@@ -98,10 +93,11 @@ class Worker:
         if "view" in ending:
             self._kept = lease.tensor(), byte
         if "event" in ending:
-            lease.release(after=self._device.read_later(lease.data_ptr(), nbytes, byte))
-        else:
+            lease.release(after=self._device.read_later(lease, byte))
+        elif ending == "in another thread":
+            self._device.read_later(lease, byte, lease.tensor())
+        elif ending != "forgotten":
             lease.release()
-        self.served += 1
 
     def _drop_kept(self):
         if self._kept is not None:
@@ -110,6 +106,7 @@ class Worker:
             self._kept = view = None
 
 
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 @pytest.mark.parametrize(
     ("max_bytes", "largest"),
     [(40_000, 9_000), (6_000, 6_000), (200_000, 3_000)],
@@ -133,8 +130,6 @@ def test_threads_neither_deadlock_nor_starve_nor_share_slabs(
     finally:
         device.end()
     assert outcome(device_work) > 0
-    assert [worker.served for worker in workers] == [QUOTA] * THREADS
-    assert max(worker.longest_wait for worker in workers) < LONGEST_WAIT_SECONDS
     assert memory.peak_live_bytes <= max_bytes
     stats = pool.stats()
     assert stats.hits + stats.misses == THREADS * QUOTA
@@ -142,51 +137,6 @@ def test_threads_neither_deadlock_nor_starve_nor_share_slabs(
     assert stats.held_bytes == stats.free_bytes == memory.live_bytes
     assert stats.peak_held_bytes <= max_bytes
     assert stats.waits > 0 or max_bytes > 100_000
-
-
-def test_leases_and_views_may_end_in_any_thread(make_pool, memory, background):
-    pool = make_pool(20_000)
-    parcels = queue.Queue(maxsize=30)
-
-    def make():
-        for step in range(150):
-            lease = pool.acquire(100 + step, timeout=LONGEST_WAIT_SECONDS)
-            view = lease.tensor()
-            view.fill_(step)
-            parcels.put((lease, view, step), timeout=LONGEST_WAIT_SECONDS)
-
-    def end():
-        for _ in range(150):
-            lease, view, step = parcels.get(timeout=LONGEST_WAIT_SECONDS)
-            lease.release()
-            assert torch.equal(view, torch.full_like(view, step))
-            del view, lease
-
-    for future in [background(function) for function in (make, end, make, end)]:
-        outcome(future)
-    stats = pool.stats()
-    assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 0)
-    assert stats.held_bytes == memory.live_bytes
-
-
-def test_forgotten_leases_of_many_threads_all_come_back(make_pool, background):
-    pool = make_pool(50_000)
-
-    def forget():
-        for step in range(40):
-            lease = pool.acquire(1 + step * 20, timeout=LONGEST_WAIT_SECONDS)
-            lease.numpy()[:] = step
-            del lease
-
-    def forget_at_once():
-        for future in [background(forget) for _ in range(8)]:
-            outcome(future)
-        pool.stats()
-
-    with pytest.warns(UnreleasedLeaseWarning):
-        forget_at_once()
-    stats = pool.stats()
-    assert (stats.leased_slabs, stats.in_flight_slabs, stats.hits + stats.misses) == (0, 0, 320)
 
 
 def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):

@@ -9,7 +9,7 @@ import time
 import pytest
 from doubles import ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
 
-from pinstage.errors import AcquireTimeoutError, UnreleasedLeaseWarning
+from pinstage.errors import AcquireTimeoutError
 
 slow_polling = pytest.mark.usefixtures("no_polling")
 
@@ -49,24 +49,18 @@ def test_a_negative_timeout_is_refused(pool, timeout):
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e12])
-def test_an_infinite_timeout_works_anywhere_in_the_queue(pool, background, timeout):
-    lease = pool.acquire(1000)
-    futures = []
-    for count in (1, 2):
-        futures.append(background(pool.acquire, 1000, timeout=timeout))
-        wait_for_waiters(pool, count)
-    lease.release()
-    outcome(futures[0]).release()
-    outcome(futures[1]).release()
+def test_an_infinite_timeout_works_anywhere_in_the_queue(pool, waiting, timeout):
+    with pool.acquire(1000):
+        waiters = [waiting(pool, 1000, timeout=timeout) for _ in range(2)]
+    for waiter in waiters:
+        outcome(waiter).release()
 
 
 @slow_polling
-def test_a_waiter_that_gives_up_makes_room(pool, background):
+def test_a_waiter_that_gives_up_makes_room(pool, waiting):
     lease = pool.acquire(512)
-    impatient = background(pool.acquire, 1000, timeout=0.5)
-    wait_for_waiters(pool, 1)
-    modest = background(pool.acquire, 400)
-    wait_for_waiters(pool, 2)
+    impatient = waiting(pool, 1000, timeout=0.5)
+    modest = waiting(pool, 400)
     assert not modest.done()  # there is room for it, but it is not its turn
     with pytest.raises(AcquireTimeoutError):
         outcome(impatient)
@@ -75,30 +69,6 @@ def test_a_waiter_that_gives_up_makes_room(pool, background):
 
 
 # -- what ends the wait
-
-
-@slow_polling
-def test_a_release_that_allows_trimming_ends_the_wait(pool, memory, background):
-    leases = [pool.acquire(320) for _ in range(3)]
-    waiter = background(pool.acquire, 600)
-    wait_for_waiters(pool, 1)
-    leases[0].release()
-    assert stays_blocked(waiter)
-    leases[1].release()
-    outcome(waiter).release()
-    assert memory.freed == [320, 320]
-    leases[2].release()
-
-
-def test_a_forgotten_lease_ends_the_wait(pool, background):
-    lease = pool.acquire(1000)
-    waiter = background(pool.acquire, 1000)
-    wait_for_waiters(pool, 1)
-    del lease
-    lease = outcome(waiter)
-    lease.release()
-    with pytest.warns(UnreleasedLeaseWarning):
-        pool.stats()
 
 
 def test_waiting_polls_events_now_and_then(pool, background):
@@ -118,12 +88,10 @@ def test_waiting_polls_events_now_and_then(pool, background):
 
 
 @slow_polling
-def test_small_requests_don_t_overtake_a_large_one(pool, background):
+def test_small_requests_don_t_overtake_a_large_one(pool, waiting):
     leases = [pool.acquire(480), pool.acquire(480)]
-    large = background(pool.acquire, 900)
-    wait_for_waiters(pool, 1)
-    small = background(pool.acquire, 100)
-    wait_for_waiters(pool, 2)
+    large = waiting(pool, 900)
+    small = waiting(pool, 100)
     leases[0].release()
     with pytest.raises(AcquireTimeoutError, match=" 2 other waiters;"):  # nor by a new one
         pool.acquire(480, timeout=0.01)  # for which there is an idle slab
@@ -136,50 +104,33 @@ def test_small_requests_don_t_overtake_a_large_one(pool, background):
     outcome(small).release()
 
 
-@slow_polling
-def test_one_release_serves_all_waiters_that_fit(pool, background):
-    held, released = pool.acquire(320), pool.acquire(480)
-    large = background(pool.acquire, 640)
-    wait_for_waiters(pool, 1)
-    small = background(pool.acquire, 40)
-    wait_for_waiters(pool, 2)
-    released.release()
-    leases = [outcome(large), outcome(small), held]
-    assert pool.stats().leased_bytes == 640 + 40 + 320
-    for lease in leases:
-        lease.release()
-
-
 # -- interrupted
 
 
 @slow_polling
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_an_interrupted_waiter_leaves_the_queue(pool, background, ahead):
+def test_an_interrupted_waiter_leaves_the_queue(pool, background, waiting, ahead):
     def interrupt():
         wait_for_waiters(pool, ahead + 1)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     lease = pool.acquire(1000)
-    others = [background(pool.acquire, 1000) for _ in range(ahead)]
-    wait_for_waiters(pool, ahead)
+    others = [waiting(pool, 1000) for _ in range(ahead)]
     interruption = background(interrupt)
     with pytest.raises(KeyboardInterrupt):
         pool.acquire(1000)
     outcome(interruption)
-    others.append(background(pool.acquire, 1000))
-    wait_for_waiters(pool, ahead + 2)
+    others.append(waiting(pool, 1000))
     lease.release()
     for other in others:
         outcome(other).release()
 
 
-def test_a_waiter_interrupted_at_an_event_leaves_nothing(pool, background):
+def test_a_waiter_interrupted_at_an_event_leaves_nothing(pool, waiting):
     event = ManualEvent()
     pool.acquire(1000).release(after=event)
-    waiter = background(pool.acquire, 1000)
-    wait_for_waiters(pool, 1)
+    waiter = waiting(pool, 1000)
     event.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         outcome(waiter)

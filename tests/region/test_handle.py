@@ -2,9 +2,7 @@
 
 import gc
 import multiprocessing
-import os
 import pickle
-import signal
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -13,16 +11,12 @@ from doubles import shared_files, wait_until
 from region_processes import MIB, use, use_by_rank
 
 import pinstage as ps
-from pinstage._pool import held_bytes
 from pinstage.errors import PinningError
 
 
 @pytest.fixture(params=["fork", "spawn", "forkserver"])
 def context(request):
     return multiprocessing.get_context(request.param)
-
-
-BUDGET = ps.HostBudget(6 * MIB, name="region")
 
 
 def make(**options):
@@ -34,39 +28,24 @@ def make(**options):
     return ps.HostRegion.empty_like(tree, shared=True, chunk_bytes=MIB, device="cpu", **options)
 
 
-class Peer:
-    """Another process that has the region, until it is asked to end."""
-
-    def __init__(self, context, region):
-        self._end, theirs = context.Pipe()
-        self.process = context.Process(target=use, args=(region.handle(), theirs))
-        self.process.start()
-        theirs.close()
-        assert self._end.poll(60), "the process said nothing"
-        self.said = self._end.recv()
-
-    def end(self):
-        self._end.send("end")
-        self.process.join(60)
-        assert self.process.exitcode == 0
-
-    def kill(self):
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join(60)
-
-
 def test_another_process_has_the_same_bytes(context):
-    with make(budget=BUDGET) as region:
+    ours, theirs = context.Pipe()
+    with make(budget=ps.HostBudget(6 * MIB, name="region")) as region:
         region.tree()["cache"][5] = 77
-        peer = Peer(context, region)
-        assert peer.said == {
+        process = context.Process(target=use, args=(region.handle(), theirs))
+        process.start()
+        theirs.close()
+        assert ours.poll(60), "the process said nothing"
+        assert ours.recv() == {
             "seen": 77,
             "ends": region._chunks.ends,
             "name": "x",
             "nbytes": region.nbytes,
         }
         assert region.tree()["table"][1] == 99
-        peer.end()
+        ours.send("end")
+        process.join(60)
+        assert process.exitcode == 0
 
 
 def test_a_pickled_handle_is_good_once():
@@ -75,26 +54,6 @@ def test_a_pickled_handle_is_good_once():
         pickle.loads(pickled)
         with pytest.raises(PinningError, match="unpickle each pickle once"):
             pickle.loads(pickled)
-
-
-def test_memory_of_two_processes_is_counted_once():
-    def held():
-        return [usage.held_bytes for usage in BUDGET.usage()]
-
-    region = make(budget=BUDGET)
-    size = region._chunks.memory.nbytes
-    peer = Peer(multiprocessing.get_context("spawn"), region)
-    assert held() == [size, size]
-    assert held_bytes(BUDGET.usage()) == size
-    with ps.HostRegion(6 * MIB - size, budget=BUDGET, device="cpu"):
-        pass
-    peer.kill()
-    wait_until(lambda: held() == [size])
-    assert region.tree()["table"][1] == 99
-    region.close()
-    del region
-    gc.collect()
-    wait_until(lambda: not held())
 
 
 def test_torchs_spawn_takes_a_handle():
@@ -117,14 +76,6 @@ def test_both_mappings_are_registered_alike(cuda):
     del region, again, one
     gc.collect()
     wait_until(lambda: not cuda.registered)
-
-
-def test_only_shared_regions_have_handles():
-    with (
-        ps.HostRegion(100, device="cpu") as region,
-        pytest.raises(ValueError, match="made with shared=True"),
-    ):
-        region.handle()
 
 
 def test_a_handle_keeps_the_memory_and_no_descriptor():

@@ -35,78 +35,12 @@ def nodes():
     made.end()
 
 
-HOLD = {
-    "a region": lambda node: node("region", "x", 5 * MIB, True),
-    "a slab": lambda node: node("acquire", "x", 5 * MIB, True),
-}
-FREE = {"a region": lambda node: node("close", "x"), "a slab": lambda node: node("release", "x")}
-
-
-@pytest.fixture(params=HOLD)
-def what(request):
-    return request.param
-
-
-@pytest.fixture
-def holder(nodes, what):
-    """A node that holds shared memory."""
-    node = nodes.start()
-    assert HOLD[what](node)
-    return node
-
-
 @pytest.fixture
 def sender(nodes):
     """A node that holds a shared region."""
     node = nodes.start()
-    assert HOLD["a region"](node)
+    assert node("region", "x", 5 * MIB, True)
     return node
-
-
-def test_memory_counts_while_a_forked_child_has_it(nodes, what, holder):
-    other, child = nodes.start(), holder.fork()
-    FREE[what](holder)
-    wait_until(lambda: not memory_of(holder.pid))
-    assert sum(memory_of(child.pid).values()) == counted() == 5 * MIB
-    assert not other("region", "y", 4 * MIB, False)
-    assert not other("acquire", "y", 4 * MIB, False)
-    child.kill()
-    assert other("region", "y", 4 * MIB, False)
-
-
-def test_memory_counts_when_only_a_grandchild_is_left(holder):
-    child = holder.fork()
-    grandchild = child.fork()
-    child.kill()
-    holder.kill()
-    assert counted() == 5 * MIB
-    grandchild.kill()
-    assert counted() == 0
-
-
-def test_a_killed_child_leaves_its_parent_the_memory(what, holder):
-    holder.fork().kill()
-    assert counted() == 5 * MIB
-    FREE[what](holder)
-    wait_until(lambda: counted() == 0)
-
-
-def test_another_program_of_a_child_has_none(what, holder):
-    child = holder.fork()
-    child.become_another_program()
-    FREE[what](holder)
-    wait_until(lambda: counted() == 0)
-    child.kill()
-
-
-@pytest.mark.parametrize("command", ["region", "acquire"])
-def test_private_memory_counts_for_its_process_alone(nodes, command):
-    parent = nodes.start()
-    assert parent(command, "x", 5 * MIB, False)
-    child = parent.fork()
-    parent.kill()
-    assert counted() == 0
-    child.kill()
 
 
 def test_memory_counts_while_its_handle_is_unread(nodes, sender):
@@ -161,6 +95,7 @@ def test_errors_name_children_that_keep_slabs(nodes):
 
 
 MOST = 16  # processes of an example
+which_of = st.integers(0, 4)
 
 
 class Memory:
@@ -201,15 +136,15 @@ class Host(RuleBasedStateMachine):
         if fits:
             self.memories[key] = Memory(nbytes, is_shared, node)
 
-    @rule(which=st.integers(0, 4), size=st.integers(1, 3), is_shared=st.booleans())
+    @rule(which=which_of, size=st.integers(1, 3), is_shared=st.booleans())
     def make_a_region(self, which, size, is_shared):
         self.take(self.pick(which), "region", size * MIB, is_shared)
 
-    @rule(which=st.integers(0, 4), size=st.integers(1, 3), is_shared=st.booleans())
+    @rule(which=which_of, size=st.integers(1, 3), is_shared=st.booleans())
     def lease_a_slab(self, which, size, is_shared):
         self.take(self.pick(which), "acquire", size * MIB, is_shared)
 
-    @rule(which=st.integers(0, 4), turn=st.integers(0, 9))
+    @rule(which=which_of, turn=st.integers(0, 9))
     def give_back(self, which, turn):
         node = self.pick(which)
         own = [key for key, memory in self.memories.items() if node in memory.holders]
@@ -219,7 +154,7 @@ class Host(RuleBasedStateMachine):
             self.memories[key].holders.discard(node)
 
     @precondition(lambda self: len(self.living) < 5 and len(self.nodes.nodes) < MOST)
-    @rule(which=st.integers(0, 4))
+    @rule(which=which_of)
     def fork(self, which):
         node = self.pick(which)
         child = node.fork()
@@ -228,9 +163,7 @@ class Host(RuleBasedStateMachine):
             if memory.is_shared and node in memory.holders | memory.kept_by:
                 memory.kept_by.add(child)
 
-    @rule(
-        which=st.integers(0, 4), to=st.integers(0, 4), turn=st.integers(0, 9), arrives=st.booleans()
-    )
+    @rule(which=which_of, to=which_of, turn=st.integers(0, 9), arrives=st.booleans())
     def send_a_handle(self, which, to, turn, arrives):
         node, other = self.pick(which), self.pick(to)
         own = [
@@ -251,7 +184,7 @@ class Host(RuleBasedStateMachine):
             memory.kept_by.add(node)
 
     @precondition(lambda self: len(self.living) > 1)
-    @rule(which=st.integers(0, 4), dies=st.booleans())
+    @rule(which=which_of, dies=st.booleans())
     def end(self, which, dies):
         node = self.pick(which)
         if dies:

@@ -3,11 +3,10 @@ stays behind.
 """
 
 import gc
-import itertools
 import os
 
 import pytest
-from doubles import Interrupts, budget_files, region_bytes, wait_until
+from doubles import budget_files, interrupts, region_bytes, wait_until
 
 import pinstage as ps
 
@@ -48,25 +47,18 @@ def pool_of_shared_memory(budget):
         pool.acquire(MIB).release()
 
 
-def usage(budget):
-    budget.usage()
-
-
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 @pytest.mark.parametrize(
-    "work", [shared_region, region_on_a_device, pool, pool_of_shared_memory, usage]
+    "work", [shared_region, region_on_a_device, pool, pool_of_shared_memory, ps.HostBudget.usage]
 )
 def test_nothing_stays_behind_after_an_interrupt(budget, cuda, work):
-    for number in itertools.count(1, STEP):
-        interrupted = Interrupts(number, *FILES).during(lambda: work(budget))
+    for during in interrupts(*FILES, step=STEP, at_least=6):
+        during(lambda: work(budget))
         gc.collect()
         wait_until(lambda: not region_bytes())
         wait_until(lambda: not budget_files())
         assert not cuda.registered
         assert sum(used.held_bytes for used in budget.usage()) == 0
-        if not interrupted:
-            break
-    assert number > 5
 
 
 def test_an_error_that_is_kept_keeps_no_memory(budget, monkeypatch):

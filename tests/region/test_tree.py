@@ -133,11 +133,3 @@ def test_what_has_no_place_is_refused(leaf, text):
 def test_a_tree_without_elements_is_refused():
     with pytest.raises(ValueError, match="the tree has no tensor with elements"):
         make({"a": 1, "b": torch.empty(0)})
-
-
-def test_a_region_of_a_size_has_no_tree():
-    with (
-        ps.HostRegion(100, device="cpu") as region,
-        pytest.raises(ValueError, match="the region has no tree"),
-    ):
-        region.tree()
