@@ -5,7 +5,6 @@ deterministic.
 import gc
 import os
 import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from pinstage._reaper import reaper
 from pinstage._region._chunks import Chunks
 
 
-def _need(devices: int) -> None:
+def _need(devices):
     """Skip the test if there are fewer devices; fail it if PINSTAGE_REQUIRE_GPU asks for as
     many.
     """
@@ -33,7 +32,7 @@ def _need(devices: int) -> None:
 
 
 @pytest.fixture
-def cuda_device() -> Iterator[torch.device]:
+def cuda_device():
     """The first CUDA device; without one the test is skipped, or fails where
     PINSTAGE_REQUIRE_GPU=1.
     """
@@ -44,7 +43,7 @@ def cuda_device() -> Iterator[torch.device]:
 
 
 @pytest.fixture
-def two_devices() -> Iterator[tuple[torch.device, torch.device]]:
+def two_devices():
     """The first two CUDA devices; without them the test is skipped, or fails where
     PINSTAGE_REQUIRE_GPU=2.
     """
@@ -54,7 +53,7 @@ def two_devices() -> Iterator[tuple[torch.device, torch.device]]:
     _wait_until_all_is_freed()
 
 
-def _wait_until_all_is_freed() -> None:
+def _wait_until_all_is_freed():
     """Wait for threads that free page-locked memory: freeing would hang while the next test holds a
     stream.
     """
@@ -71,7 +70,7 @@ def _wait_until_all_is_freed() -> None:
 
 
 @pytest.fixture
-def latch(cuda_device: torch.device) -> Iterator[Latch]:
+def latch(cuda_device):
     """A latch that opens at the end of the test at the latest."""
     latch = Latch(cuda_device)
     yield latch
@@ -80,7 +79,7 @@ def latch(cuda_device: torch.device) -> Iterator[Latch]:
 
 
 @pytest.fixture
-def stager(cuda_device: torch.device, latch: Latch) -> Iterator[ps.Stager]:
+def stager(cuda_device, latch):
     """A stager to the device. The latch opens before it closes, since that would wait for held
     streams.
     """
@@ -89,7 +88,7 @@ def stager(cuda_device: torch.device, latch: Latch) -> Iterator[ps.Stager]:
 
 
 @pytest.fixture
-def borrowing(cuda_device: torch.device, latch: Latch) -> Iterator[ps.Stager]:
+def borrowing(cuda_device, latch):
     """As `stager`, but page-locked leaves are not packed."""
     with ps.Stager(cuda_device, max_bytes="64MiB", borrow_pinned=True) as stager, latch:
         yield stager

@@ -5,8 +5,6 @@ memory, and the first use of a kernel. So a test opens the latch before it close
 its kernels once beforehand.
 """
 
-from types import TracebackType
-
 import torch
 from cuda.bindings import driver
 
@@ -14,12 +12,12 @@ from cuda.bindings import driver
 class Latch:
     """A word in page-locked memory that streams wait for."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device):
         torch.zeros(1, device=device)  # a context
         self._device = device
         self._word = torch.zeros(1, dtype=torch.int32).pin_memory()
 
-    def hold(self, stream: torch.cuda.Stream) -> None:
+    def hold(self, stream):
         """Keep later work on the stream from starting before `open`."""
         with torch.cuda.device(self._device):
             (result,) = driver.cuStreamWaitValue32(
@@ -30,17 +28,12 @@ class Latch:
             )
         assert result == driver.CUresult.CUDA_SUCCESS, result
 
-    def open(self) -> None:
+    def open(self):
         """Let the held streams continue."""
         self._word[0] = 1
 
-    def __enter__(self) -> "Latch":
+    def __enter__(self):
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised):
         self.open()

@@ -7,7 +7,6 @@ this is the harder case, and the case of a program that only writes ``device="cu
 import json
 import sys
 import threading
-from collections.abc import Callable
 
 import torch
 from cuda.bindings import driver
@@ -19,7 +18,7 @@ SLEEP_CYCLES = 200_000_000
 """About 0.1 s: long enough that an event after it isn't done when another thread queries it."""
 
 
-def contexts() -> list[bool]:
+def contexts():
     states = []
     for index in range(2):
         result, device = driver.cuDeviceGet(index)
@@ -30,26 +29,26 @@ def contexts() -> list[bool]:
     return states
 
 
-def in_a_fresh_thread(work: Callable[[], object]) -> None:
+def in_a_fresh_thread(work):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
 
 
-def hold_copies(stager: ps.Stager) -> None:
+def hold_copies(stager):
     """Delay the next copies, without a context on cuda:0."""
     with torch.cuda.device(DEVICE), torch.cuda.stream(stager._target.stream):
         torch.cuda._sleep(SLEEP_CYCLES)
 
 
-def stages(stager: ps.Stager) -> None:
+def stages(stager):
     batch = {"x": torch.arange(1000), "y": [torch.ones(3)]}
     for staged in (stager.to_device(batch), *stager.prefetch([batch] * 3)):
         assert staged["x"].device == DEVICE
         assert torch.equal(staged["x"].cpu(), batch["x"])
 
 
-def fetches(stager: ps.Stager) -> None:
+def fetches(stager):
     there = {"x": torch.ones(1000, device=DEVICE), "y": torch.ones(1 << 20, device=DEVICE)}
     transfer = stager.fetch(there)
     in_a_fresh_thread(transfer.query)
@@ -57,7 +56,7 @@ def fetches(stager: ps.Stager) -> None:
     assert all((tensor == 1).all() for tensor in transfer.wait().values())
 
 
-def asked_by_other_threads(stager: ps.Stager) -> None:
+def asked_by_other_threads(stager):
     hold_copies(stager)
     transfer = stager.stage({"x": torch.ones(1 << 20)})
     in_a_fresh_thread(stager.stats)
@@ -65,7 +64,7 @@ def asked_by_other_threads(stager: ps.Stager) -> None:
     in_a_fresh_thread(transfer.synchronize)
 
 
-def pool_of_nobodys_device() -> None:
+def pool_of_nobodys_device():
     with ps.SlabPool(max_bytes="16MiB") as pool, ps.Stager(DEVICE, pool=pool) as stager:
         fetches(stager)
         stages(stager)
@@ -73,7 +72,7 @@ def pool_of_nobodys_device() -> None:
         in_a_fresh_thread(pool.trim)
 
 
-def leases_by_hand(memory: ps.memory.MemoryResource) -> None:
+def leases_by_hand(memory):
     with ps.SlabPool("16MiB", memory=memory) as pool:
         there = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
         with pool.acquire("1MiB") as lease:
@@ -83,17 +82,17 @@ def leases_by_hand(memory: ps.memory.MemoryResource) -> None:
         assert (there == 7).all()
 
 
-def loads(workers: int) -> None:
+def loads(workers):
     loader = ps.DataLoader(
         torch.arange(64.0), batch_size=4, num_workers=workers, device=DEVICE, max_bytes="16MiB"
     )
     assert torch.equal(torch.cat([batch.cpu() for batch in loader]), torch.arange(64.0))
 
 
-def main() -> None:
+def main():
     seen = {}
 
-    def note(way: str) -> None:
+    def note(way):
         assert torch.cuda.current_device() == 0, way
         seen[way] = contexts()
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 
 
-def pinned(value: int, nbytes: int = MIB) -> torch.Tensor:
+def pinned(value, nbytes=MIB):
     return torch.full((nbytes,), value, dtype=torch.uint8).pin_memory()
 
 

@@ -25,7 +25,7 @@ LARGE, SMALL = 1 << 20, 100
 class Job:
     """Parameters of both sizes and an optimizer, whose kernels have run before."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device):
         self.parameters = [
             torch.nn.Parameter(torch.ones(n, device=device)) for n in (LARGE, LARGE, SMALL, SMALL)
         ]
@@ -35,18 +35,18 @@ class Job:
         self.step()
         torch.cuda.synchronize(device)
 
-    def step(self) -> None:
+    def step(self):
         self.optimizer.step()
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self):
         return {str(i): parameter.detach() for i, parameter in enumerate(self.parameters)}
 
 
-def copies_of(stager: CheckpointStager, device: torch.device) -> torch.cuda.Stream:
+def copies_of(stager, device):
     return stager._targets.of(device).out_stream  # for the tests that hold this stream
 
 
-def event_here() -> torch.cuda.Event:
+def event_here():
     event = torch.cuda.Event()
     event.record()
     return event

@@ -21,17 +21,15 @@ stager's stream.
 """
 
 
-def filled(elements: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+def filled(elements, value, dtype=torch.int32):
     return torch.full((elements,), value, dtype=dtype)
 
 
-def on(
-    device: torch.device, elements: int, value: int = 0, dtype: torch.dtype = torch.int32
-) -> torch.Tensor:
+def on(device, elements, value=0, dtype=torch.int32):
     return torch.full((elements,), value, dtype=dtype, device=device)
 
 
-def places_of(kind: str, device: torch.device, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+def places_of(kind, device, sources):
     """Make destinations: separate, adjacent, strided, or of another dtype."""
     if kind == "neighbours":
         sizes = [source.numel() for source in sources]
@@ -93,7 +91,7 @@ def test_replays_take_the_memory_of_four_batches(cuda_device):
         static = stager.to_device(batches[0])
         work = torch.rand(2048, 2048, device=cuda_device)
 
-        def step() -> torch.Tensor:
+        def step():
             total = static[0].sum()
             for _ in range(20):
                 torch.mm(work, work)
@@ -174,7 +172,7 @@ def test_a_batch_crosses_the_bus_behind_the_graph(cuda_device, stager, latch):
         assert (place == 2).all()
 
 
-def half_registered(stack: ExitStack, elements: int) -> torch.Tensor:
+def half_registered(stack, elements):
     """Make a tensor whose first half is page-locked."""
     memory = filled(elements + 2048, 0)
     begin = -(-memory.data_ptr() // 4096) * 4096
@@ -187,7 +185,7 @@ def half_registered(stack: ExitStack, elements: int) -> torch.Tensor:
     return tensor
 
 
-def lent(stack: ExitStack, elements: int) -> torch.Tensor:
+def lent(stack, elements):
     pool = stack.enter_context(ps.SlabPool("64MiB", memory=ps.memory.RegisteredMemory("cuda")))
     return stack.enter_context(pool.acquire(4 * elements)).tensor((elements,), torch.int32)
 
@@ -316,7 +314,7 @@ def test_replayed_training_steps_equal_the_eager_loop(cuda_device):
 
 @pytest.mark.parametrize("elements", [SMALL, LARGE])
 def test_a_captured_inference_step_sees_each_new_batch(cuda_device, elements):
-    def batch(value: int) -> list[torch.Tensor]:
+    def batch(value):
         return [filled(elements, value) for _ in range(12)]
 
     with ps.Stager(cuda_device, max_bytes="256MiB") as stager, torch.inference_mode():

@@ -177,7 +177,7 @@ def test_page_locked_leaves_can_change_after_the_call(cuda_device, stager, latch
 def test_large_leaves_take_a_slab_unless_idle(cuda_device, stager, latch):
     plain = of_bytes(500 * KIB)
 
-    def slabs() -> int:
+    def slabs():
         pool = stager.pool.stats()
         return pool.hits + pool.misses
 
@@ -279,17 +279,17 @@ STEP_CYCLES = 20_000_000
 """Cycles of a kernel that takes some 10 ms."""
 
 
-def one_large(step: int) -> list[torch.Tensor]:
+def one_large(step):
     return [torch.full((37 * MIB // 4,), float(step))]
 
 
-def ragged(step: int) -> list[torch.Tensor]:
+def ragged(step):
     generator = torch.Generator().manual_seed(step)
     elements = torch.randint(MIB // 4, MIB // 2, (32,), generator=generator).tolist()
     return [torch.full((count,), float(step)) for count in elements]
 
 
-def small(step: int) -> list[torch.Tensor]:
+def small(step):
     return [torch.full((100 * KIB // 4,), float(step)) for _ in range(9)]
 
 

@@ -2,8 +2,6 @@
 uses it.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from latch import Latch
@@ -18,7 +16,7 @@ PATIENCE_SECONDS = 20
 
 
 @pytest.fixture
-def pool(cuda_device: torch.device) -> Iterator[ps.SlabPool]:
+def pool(cuda_device):
     """A pool with room for a single slab, already allocated: freeing it would wait for a held
     stream.
     """
@@ -28,7 +26,7 @@ def pool(cuda_device: torch.device) -> Iterator[ps.SlabPool]:
 
 
 @pytest.fixture
-def there(cuda_device: torch.device) -> torch.Tensor:
+def there(cuda_device):
     """A device tensor that slabs are copied to. The kernel that compares it with a number is
     loaded.
     """
@@ -37,17 +35,17 @@ def there(cuda_device: torch.device) -> torch.Tensor:
     return there
 
 
-def holds(there: torch.Tensor, number: int) -> bool:
+def holds(there, number):
     torch.cuda.synchronize(there.device)
     return bool((there == number).all())
 
 
-def assert_is_out(pool: ps.SlabPool) -> None:
+def assert_is_out(pool):
     with pytest.raises(AcquireTimeoutError):
         pool.acquire(MIB, timeout=0)
 
 
-def overwrite(pool: ps.SlabPool) -> None:
+def overwrite(pool):
     """Write to the slab as soon as it is leased."""
     with pool.acquire(MIB, timeout=PATIENCE_SECONDS) as lease:
         lease.tensor().fill_(9)
@@ -68,7 +66,7 @@ def test_slabs_wait_for_copies_begun_in_the_block(cuda_device, pool, there, latc
 
 
 def test_slabs_wait_for_copies_of_failed_blocks(cuda_device, pool, there, latch):
-    def copy_and_fail() -> None:
+    def copy_and_fail():
         with pool.acquire(MIB) as lease:
             there.copy_(lease.tensor().fill_(7), non_blocking=True)
             raise KeyError
@@ -143,7 +141,7 @@ def test_a_block_ending_in_capture_keeps_its_slab(cuda_device, pool, there):
 def test_an_error_in_a_capture_is_not_masked(cuda_device, pool, there):
     lease, done = pool.acquire(MIB), []
 
-    def capture() -> None:
+    def capture():
         with lease:
             there.copy_(lease.tensor(), non_blocking=True)
             raise KeyError
@@ -178,7 +176,7 @@ def test_copies_to_two_devices_are_both_waited_for(two_devices, pool):
 @pytest.mark.parametrize(
     "kind", [ps.memory.RegisteredMemory, ps.memory.SharedMemory, ps.memory.HostAllocMemory]
 )
-def test_a_large_slab_is_pinned_in_the_background(cuda_device: torch.device, kind) -> None:
+def test_a_large_slab_is_pinned_in_the_background(cuda_device, kind):
     nbytes = 320 * MIB
     with ps.SlabPool("1GiB", memory=kind(cuda_device)) as pool:
         fence = pool.reserve(nbytes, background=True)

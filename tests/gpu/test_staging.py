@@ -22,9 +22,7 @@ pytestmark = pytest.mark.gpu
 MIB = 1 << 20
 
 
-def nested_batch(
-    leaves: int = 1000, elements: int = 64, seed: int = 0
-) -> dict[str, list[dict[str, torch.Tensor]]]:
+def nested_batch(leaves=1000, elements=64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
         "samples": [
@@ -37,11 +35,11 @@ def nested_batch(
     }
 
 
-def copy_stream(stager: ps.Stager) -> torch.cuda.Stream:
+def copy_stream(stager):
     return stager._target.stream  # for the tests that hold this stream
 
 
-def sending_stream(stager: ps.Stager, nbytes: int) -> torch.cuda.Stream:
+def sending_stream(stager, nbytes):
     return torch.cuda.current_stream() if nbytes <= AT_ONCE_BYTES else copy_stream(stager)
 
 
@@ -136,7 +134,7 @@ def test_stage_returns_while_the_copy_stream_is_held(stager, latch):
     strategies.assert_same(batch, staged, stager.device)
 
 
-def stage_and_overwrite(stager: ps.Stager, latch) -> tuple[torch.Tensor, torch.Tensor]:
+def stage_and_overwrite(stager, latch):
     """The scenario that matters most: try to get and overwrite a slab whose copy has not
     started.
     """

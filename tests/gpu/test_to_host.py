@@ -29,13 +29,13 @@ def small_tree(device, leaves=1000, elements=64):
     }
 
 
-def host_stream(stager: ps.Stager) -> torch.cuda.Stream:
+def host_stream(stager):
     return stager._fetcher.targets.of(
         stager.device
     ).out_stream  # for the tests that hold this stream
 
 
-def there(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def there(tensor, device):
     """Move a tensor bit for bit: some dtypes have no copy."""
     if tensor.dtype.itemsize == 16:
         return tensor.to(device)
