@@ -44,9 +44,6 @@ SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()}
     "multi_tensor_copier_openmp": "C++, OpenMP",
 }
 OURS = {"pinstage": "**pinstage**"}
-BESIDE_KERNELS = (
-    "Milliseconds until the call returns while the GPU has 100 ms of kernels to run first:"
-)
 
 
 def folded(short: list[str], whole: list[str], said: list[str]) -> str:
@@ -158,8 +155,8 @@ def staging(result: dict[str, Any] | None = None) -> str:
         beside.append(f"| {title} | {' | '.join(busy)} |")
         rival = f"{figure(best['median'])}, {SHORT_NAMES[best['variant']]}"
         short.append(f"| {title} | {' | '.join(medians)} | {rival} | {ratios[0]:.2f} |")
-    if any(row.get("busy_median") for row in rows):
-        whole += ["", BESIDE_KERNELS, "", *beside]
+    said = "Milliseconds until the call returns while the GPU has 100 ms of kernels to run first:"
+    whole += ["", said, "", *beside]
     return folded(short, whole, [*in_place, source(result)])
 
 

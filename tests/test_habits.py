@@ -170,17 +170,7 @@ def test_the_loader_s_typed_arguments_are_torch_s():
     ]
     by_name = [name for name, found in torchs.items() if found.kind is found.KEYWORD_ONLY]
     assert [argument.arg for argument in typed.args] == positional
-    assert [argument.arg for argument in typed.kwonlyargs] == [
-        *by_name,
-        "device",
-        "pool",
-        "max_bytes",
-        "budget",
-        "depth",
-        "keep_on_host",
-        "own_storage",
-        "owner",
-    ]
+    assert [argument.arg for argument in typed.kwonlyargs] == [*by_name, *_loader.Settings._fields]
     defaults = [ast.literal_eval(default) for default in [*typed.defaults, *typed.kw_defaults]]
     assert defaults[: len(positional) + len(by_name) - 2] == [
         found.default for found in torchs.values() if found.default is not found.empty

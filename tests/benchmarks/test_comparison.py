@@ -34,8 +34,9 @@ CPU = torch.device("cpu")
 def compare(*arguments):
     """Run the comparison as a program; return what it printed."""
     done = completed([sys.executable, ROOT / "benchmarks" / "comparison", *arguments])
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed
+    return printed
 
 
 def a_row(variant, case, median, *, ours=False, leaves=10, nbytes=2560):

@@ -189,7 +189,6 @@ def test_a_stack_has_the_bytes_of_its_case():
     stack = frozen.make_stack(frozen.SMOKE_STACK)
     nbytes = sum(parameter.nbytes for parameter in stack.blocks.parameters())
     assert nbytes == frozen.SMOKE_STACK.nbytes
-    assert frozen.STACK.nbytes == pytest.approx(3.6e9, rel=0.01)
 
 
 def test_the_table_of_frozen_modules_has_the_stack():
@@ -362,8 +361,8 @@ def test_frameworks_say_which_way_failed():
     for row in result["rows"]:
         row |= {"status": "ok", "median": 1.0, "repeats": 1}
     assert "Losses are the same" in markdown.frameworks(result)
-    detail = "E: workers (pid(s) 12, 34) exited"
-    result["rows"][0] |= {"status": "error", "median": None, "detail": detail}
+    failed = {"status": "error", "median": None, "detail": "E: workers (pid(s) 12, 34) exited"}
+    result["rows"][0] |= failed
     text = markdown.frameworks(result)
     assert "failed: E: workers exited." in text
     assert "Losses" not in text
@@ -387,17 +386,14 @@ def test_the_picture_has_loops_with_workers(monkeypatch):
 def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(markdown, "BANDWIDTH", tmp_path / "bandwidth.png")
-    monkeypatch.setattr(
-        markdown, "save_plot", lambda points, path, **said: drawn.append((points, path, said))
-    )
+    monkeypatch.setattr(markdown, "save_plot", lambda *given, **said: drawn.append((*given, said)))
     markdown.draw_bandwidth()
     ((points, path, said),) = drawn
     assert path == tmp_path / "bandwidth-dark.png"
-    assert said == {"title": "NVIDIA H200", "link_rate": 63e9}
+    assert said == {"title": "NVIDIA H100", "link_rate": 63e9}
     assert len(points) == 2 * 7 * 3
-    last = points[-1]
-    assert (last.direction, last.kind, last.nbytes) == ("device to host", "registered", 256 << 20)
-    assert last.bytes_per_second == pytest.approx(55.1e9)
+    seconds = pytest.approx((256 << 20) / 55.1e9)
+    assert points[-1] == ("device to host", "registered", 256 << 20, seconds)
 
 
 def test_of_the_demo_s_batches_little_is_waste():
@@ -415,41 +411,3 @@ def test_a_mistyped_variant_is_named_without_a_traceback():
     done = completed([sys.executable, script, "--smoke", "--only", "pol"])
     assert done.returncode == 1
     assert done.stderr.startswith("no such variant: pol; known: ")
-
-
-def test_the_staging_table_accepts_files_without_newer_rivals():
-    result = markdown.load("staging")
-    in_place = "1x512MiB-in-place"
-    result["settings"]["table"] = ["64x1KiB", "1000x256B", in_place]
-    medians = {"to": 1.0, "pinstage": 0.25, "multi_tensor_copier": 0.125, "pinstage_lease": 9.75}
-    result["rows"] = [
-        row
-        | {"median": medians[row["variant"]], "busy_median": 100.0}
-        | {"vs_best_rival": 0.985 if row["case"] == in_place else 0.5}
-        for row in result["rows"]
-        if row["variant"] in medians
-        and (row["case"] == in_place) == (row["variant"] == "pinstage_lease")
-    ]
-
-    beside = markdown.staging(result).partition(markdown.BESIDE_KERNELS)[2].splitlines()
-    assert beside[2].startswith("| call beside a busy GPU | `.to()` each |")
-    assert beside[3].count("---") == beside[2].count("|") - 1
-    assert "| 100 |" in beside[4]
-    for row in result["rows"]:
-        del row["busy_median"]
-
-    table = markdown.staging(result)
-
-    assert markdown.BESIDE_KERNELS not in table
-    lines = table.splitlines()
-    assert lines[0] == "| tensors x bytes of each | **pinstage** | best rival | ratio |"
-    assert [line.partition(" |")[0] for line in lines[2:4]] == ["| 64 x 1KiB", "| 1000 x 256B"]
-    assert all("| **0.25** |" in line for line in lines[2:4])
-    assert "0.125, C++ |" in lines[2]  # the best rival, by its short name
-    whole = lines[8:]
-    assert "multi_tensor_copier (C++)" in whole[0]
-    assert all(line.endswith("| **0.25** | 0.50 x |") for line in whole[2:4])
-    assert (
-        whole[7]
-        == "1 x 512MiB written in place into a lease: copied from there 9.75 ms, 98% of the bus."
-    )
