@@ -576,8 +576,8 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
     if not failed:
         said += " Losses are the same in every way that moves batches, bit for bit."
     for row in failed:
-        why = re.sub(r" \(pid\(s\) [\d, ]+\)", "", row["detail"])
-        said += f" `{row['case']}` with {ways[row['variant']]} failed: {why}."
+        why = re.sub(r" \(pid\(s\) [\d, ]+\)|, from .*", "", row["detail"])
+        said += f" `{row['case']}`, {ways[row['variant']]}, failed: {why}."
     if any(row["variant"] == "model" for row in rows):
         said += " The model alone has one batch, on the device before the loop begins."
     cases = {row["case"] for row in rows}
