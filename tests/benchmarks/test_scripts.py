@@ -19,7 +19,7 @@ import offload
 import pytest
 import rounding_waste
 import torch
-from processes import completed, output_of
+from processes import output_of
 from result_files import read
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -361,8 +361,11 @@ def test_frameworks_say_which_way_failed():
     for row in result["rows"]:
         row |= {"status": "ok", "median": 1.0, "repeats": 1}
     assert "Losses are the same" in markdown.frameworks(result)
-    failed = {"status": "error", "median": None, "detail": "E: workers (pid(s) 12, 34) exited"}
-    result["rows"][0] |= failed
+    result["rows"][0] |= {
+        "status": "error",
+        "median": None,
+        "detail": "E: workers (pid(s) 12, 34) exited",
+    }
     text = markdown.frameworks(result)
     assert "failed: E: workers exited." in text
     assert "Losses" not in text
@@ -400,14 +403,6 @@ def test_of_the_demo_s_batches_little_is_waste():
     (variant,) = (variant for variant in rounding_waste.VARIANTS if variant.id == "pinstage")
     in_all, of_batches = rounding_waste.shares(variant, torch.device("cpu"), 200)
 
-    assert len(of_batches) == 200
     assert in_all <= 0.06
     assert sum(of_batches) / len(of_batches) <= 0.06
     assert max(of_batches) <= 0.125
-
-
-def test_a_mistyped_variant_is_named_without_a_traceback():
-    script = BENCHMARKS / "pool_latency.py"
-    done = completed([sys.executable, script, "--smoke", "--only", "pol"])
-    assert done.returncode == 1
-    assert done.stderr.startswith("no such variant: pol; known: ")

@@ -149,6 +149,14 @@ def test_every_batch_comes_once_and_none_too_early(data, depth, in_order):
     assert sorted(loop.sent) == everything
 
 
+def test_an_unpickling_error_doesn_t_stop_later_batches():
+    loop = Loop(1)
+    loop.arrive(ValueError("no number"), loop.batch(0))
+    with pytest.raises(ValueError, match="no number"):
+        loop.queue.get(timeout=0)
+    assert loop.ready() == [0]
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_sending_error_keeps_its_place(stateful):
     loop = Loop(1)
