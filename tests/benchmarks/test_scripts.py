@@ -394,7 +394,7 @@ def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, monkeypatch):
     ((points, path, said),) = drawn
     assert path == tmp_path / "bandwidth-dark.png"
     assert said == {"title": "NVIDIA H100", "link_rate": 63e9}
-    assert len(points) == 2 * 7 * 3
+    assert len(points) == 42  # two directions, seven sizes, three kinds
     seconds = pytest.approx((256 << 20) / 55.1e9)
     assert points[-1] == ("device to host", "registered", 256 << 20, seconds)
 
