@@ -230,9 +230,8 @@ def through_places(leaves, threads, held):
             travelled[start:end] = slab[places[-1] : places[-1] + end - start]
             if chunk >= held:
                 gone = chunk - held
-                slab[places[gone] : places[gone] + starts[gone + 1] - starts[gone]] = (
-                    0xDD  # no longer needed
-                )
+                # No longer needed.
+                slab[places[gone] : places[gone] + starts[gone + 1] - starts[gone]] = 0xDD
                 job.reuse(gone)
     return travelled, places, starts
 

@@ -30,9 +30,8 @@ def small_tree(device, leaves=1000, elements=64):
 
 
 def host_stream(stager):
-    return stager._fetcher.targets.of(
-        stager.device
-    ).out_stream  # for the tests that hold this stream
+    # For the tests that hold this stream.
+    return stager._fetcher.targets.of(stager.device).out_stream
 
 
 def there(tensor, device):

@@ -242,9 +242,8 @@ def test_many_refusals_lose_nothing(kind, cuda, monkeypatch):
             times = chance.choice([0, 1, 2, 12, 200])
             cuda.refuse(call, chance.choice([1, 2]), times)
             for _ in range(1 + times // 4):
-                assert (
-                    stager.to_device(batch).numpy() == batch.numpy()
-                ).all()  # torch would wake its threads for it
+                # Torch would wake its threads for it.
+                assert (stager.to_device(batch).numpy() == batch.numpy()).all()
                 if chance.random() < 0.5:
                     pool.trim()
             refusals += times - cuda.refuse(call, 0, 0)
