@@ -144,18 +144,12 @@ class Layout:
         return parts
 
     def _check_slab(self, slab: torch.Tensor, name: str) -> None:
-        if (
-            type(slab) is not torch.Tensor
-            or slab.dtype is not torch.uint8
-            or slab.ndim != 1
-            or not slab.is_contiguous()
-        ):
+        if not _holds_bytes(slab):
             is_tensor = isinstance(slab, torch.Tensor)
             given = f" {slab.dtype} {list(slab.shape)}" if is_tensor else ""
             raise ValueError(
                 f"{name} must be a contiguous uint8 tensor of one dimension: {type(slab).__name__}"
-                f"{given}; pass lease.tensor(), or "
-                "torch.empty(layout.nbytes, dtype=torch.uint8)"
+                f"{given}; pass lease.tensor(), or torch.empty(layout.nbytes, dtype=torch.uint8)"
             )
         if slab.numel() < self.nbytes:
             raise ValueError(
@@ -260,6 +254,15 @@ def check_content(structure: Any, table: Any) -> None:
 def _restore(structure: Structure, table: Table) -> Layout:
     check_content(structure, table)
     return Layout(structure, table)
+
+
+def _holds_bytes(slab: Any) -> bool:
+    return (
+        type(slab) is torch.Tensor
+        and slab.dtype is torch.uint8
+        and slab.ndim == 1
+        and slab.is_contiguous()
+    )
 
 
 def _in_words(entry: tuple[Any, ...]) -> str:

@@ -88,10 +88,11 @@ def has_begun(loader: Any) -> bool:
     """Return whether a loader keeps an iterator of torch's: its own attribute for persistent
     workers, or one of a class that begins in its constructor and never ends.
     """
-    if loader._iterator is not None or why_loader_is_unknown() is not None:
-        return loader._iterator is not None
-    kind = _data.dataloader._BaseDataLoaderIter
-    return any(isinstance(value, kind) for value in vars(loader).values())
+    if loader._iterator is not None:
+        return True
+    return why_loader_is_unknown() is None and any(
+        isinstance(value, _data.dataloader._BaseDataLoaderIter) for value in vars(loader).values()
+    )
 
 
 def returns_unseen(batches: Any) -> bool:

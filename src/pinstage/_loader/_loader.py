@@ -364,8 +364,8 @@ def wrap_loader(
         owner: as for `DataLoader`.
 
     Raises:
-        TypeError: `loader` is of another class, stages its batches already, or has an
-            iterator already.
+        TypeError: `loader` is of another class, stages its batches already, or has an iterator
+            already.
         ValueError, CudaUnavailableError: as `DataLoader`.
     """
     given: Any = loader
