@@ -170,19 +170,19 @@ static bool use_slab(Block *block, PyObject *slab, int64_t nbytes) {
     return true;
 }
 
-/* Find where the bytes of a host slab go. `host` is a table with the places of the leaves in
- * that slab. */
-static bool find_runs(Blocks *self, const Table *host) {
-    Run *runs = malloc(sizeof(Run) * (size_t)(host->packed + 1));
+/* Find where the bytes of the host slab go. */
+static bool find_runs(Blocks *self) {
+    const Table *table = &self->table;
+    Run *runs = malloc(sizeof(Run) * (size_t)(table->packed + 1));
     if (runs == NULL) return no_memory();
     int64_t count = 0;
-    for (int64_t i = 0; i < host->packed; i++) {
-        int64_t index = host->order[i], number = self->block_of[index];
-        const Row *there = row_at(host->header, index), *here = row_at(self->table.header, index);
-        if (there->nbytes == 0) continue;
-        const Block *block = &self->blocks[number];
-        Run next = {there->offset, there->offset + there->nbytes,
-                    block->address + (here->offset - block->start), number};
+    for (int64_t i = 0; i < table->packed; i++) {
+        int64_t number = self->block_of[table->order[i]];
+        const Row *row = row_at(table->header, table->order[i]);
+        if (row->nbytes == 0 || row->kind == LOCKED) continue;
+        Run next = {row->offset, row->offset + row->nbytes,
+                    self->blocks[number].address + (row->offset - self->blocks[number].start),
+                    number};
         Run *run = count == 0 ? NULL : &runs[count - 1];
         bool is_behind = run != NULL && run->block == number && next.start >= run->end &&
                          next.start - run->end < ALIGNMENT;
@@ -192,7 +192,6 @@ static bool find_runs(Blocks *self, const Table *host) {
             runs[count++] = next;
         }
     }
-    free(self->runs);
     self->runs = runs;
     self->run_count = count;
     return true;
@@ -238,7 +237,7 @@ static PyObject *blocks_with(PyObject *type, PyObject *table, int sharing, int d
                   : make != NULL ? use_tensor(block, Py_XNewRef(slab))
                                  : use_slab(block, slab, self->table.header->nbytes);
     }
-    if (is_good && find_runs(self, &self->table)) return (PyObject *)self;
+    if (is_good && find_runs(self)) return (PyObject *)self;
     Py_DECREF(self);
     return NULL;
 }
@@ -267,24 +266,6 @@ static PyObject *blocks_of(PyObject *type, PyObject *args) {
     if (cut == NULL)
         return PyErr_Format(PyExc_RuntimeError, "torch's C shim makes no tensors here");
     return blocks_with(type, table, sharing, device_type, device_index, slab, make, cut);
-}
-
-/* packed_as(table): use the places of another host slab, which may lack some of the leaves. */
-static PyObject *blocks_packed_as(PyObject *object, PyObject *table) {
-    Blocks *self = (Blocks *)object;
-    Table host;
-    if (!table_begin(&host, table)) return NULL;
-    bool is_alike = host.header->rows == self->table.header->rows;
-    for (int64_t i = 0; is_alike && i < host.packed; i++) {
-        const Row *there = row_at(host.header, host.order[i]),
-                  *here = row_at(self->table.header, host.order[i]);
-        is_alike = is_packed(here) && there->nbytes == here->nbytes;
-    }
-    bool is_done = is_alike ? find_runs(self, &host)
-                            : fail(PyExc_ValueError, "the offset table is of another batch");
-    table_end(&host);
-    if (!is_done) return NULL;
-    Py_RETURN_NONE;
 }
 
 /* -- copies ------------------------------------------------------------------------------------ */
@@ -323,36 +304,45 @@ static PyObject *blocks_copy(PyObject *object, PyObject *args) {
                      (void *)(uintptr_t)stream, is_page_locked);
 }
 
-/* Add the copy of a part of a leaf, (row, start, end, address); false with an error. */
-static bool add_part(const Blocks *self, Copies *copies, PyObject *part) {
-    long long index, start, end;
-    unsigned long long address;
-    if (!PyArg_ParseTuple(part, "LLLK", &index, &start, &end, &address)) return false;
-    const Row *row =
-        index >= 0 && index < self->table.header->rows ? row_at(self->table.header, index) : NULL;
-    if (row == NULL || !is_packed(row) || start < 0 || start > end || end > row->nbytes)
-        return fail(PyExc_ValueError, "these are not bytes of a packed leaf");
-    const Block *block = &self->blocks[self->block_of[index]];
-    const char *to = block->address + (row->offset - block->start) + start;
-    if (start < end) copies_add(copies, to, (const char *)(uintptr_t)address, end - start);
+/* Add a piece of a LOCKED leaf; false with an error. */
+static bool add_locked(const Blocks *self, Copies *copies, const LockedPiece *piece,
+                       const char *sources) {
+    const Header *table = self->table.header;
+    const Row *row = piece->row >= 0 && piece->row < table->rows ? row_at(table, piece->row) : NULL;
+    if (row == NULL || row->kind != LOCKED || piece->start < 0 || piece->end > row->nbytes)
+        return fail(PyExc_ValueError, "these are not bytes of a page-locked leaf");
+    const char *source =
+        *(const char *const *)(sources + source_bytes(table->width) * (size_t)piece->row);
+    const Block *block = &self->blocks[self->block_of[piece->row]];
+    copies_add(copies, block->address + (row->offset - block->start) + piece->start,
+               source + piece->start, piece->end - piece->start);
     return true;
 }
 
-/* copy_leaves([(row, start, end, address)...], stream): send bytes of leaves from their own
- * page-locked memory; the address is that of the first byte. Returns what `copy` returns. */
-static PyObject *blocks_copy_leaves(PyObject *object, PyObject *args) {
+/* copy_locked(sources, pieces, stream, at_once): send the LOCKED leaves from where they are, by
+ * one call of the driver. `pieces`: as `describe` returned them. `at_once`: whether their bytes
+ * have been read when the call returns, which then waits for all earlier work of the stream.
+ * Returns the number of copies, or -1 if the driver refuses the call, so that nothing was sent. */
+static PyObject *blocks_copy_locked(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
-    PyObject *leaves, *result = NULL;
+    const char *sources, *pieces;
+    Py_ssize_t length, size;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!K:copy_leaves", &PyList_Type, &leaves, &stream)) return NULL;
+    int at_once;
+    if (!PyArg_ParseTuple(args, "y#y#Kp:copy_locked", &sources, &length, &pieces, &size, &stream,
+                          &at_once))
+        return NULL;
+    const Header *table = self->table.header;
+    if ((size_t)length != source_bytes(table->width) * (size_t)table->rows)
+        return PyErr_Format(PyExc_ValueError, "the sources are another table's");
+    int64_t count = (int64_t)((size_t)size / sizeof(LockedPiece));
     Copies copies;
-    Py_ssize_t count = PyList_Size(leaves);
     bool is_good = copies_new(&copies, count);
-    for (Py_ssize_t i = 0; i < count && is_good; i++)
-        is_good = add_part(self, &copies, PyList_GetItem(leaves, i));
-    if (is_good) result = copies_send(&copies, self->is_cuda, (void *)(uintptr_t)stream, true);
+    for (int64_t i = 0; i < count && is_good; i++)
+        is_good = add_locked(self, &copies, (const LockedPiece *)pieces + i, sources);
+    bool is_sent = is_good && copies_send_locked(&copies, (void *)(uintptr_t)stream, at_once != 0);
     free(copies.to);
-    return result;
+    return is_good ? PyLong_FromLongLong(is_sent ? count : -1) : NULL;
 }
 
 /* fill(sources, stream): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory,
@@ -461,12 +451,10 @@ static Py_ssize_t blocks_length(PyObject *object) { return (Py_ssize_t)((Blocks 
 static PyMethodDef blocks_type_methods[] = {
     {"of", blocks_of, METH_VARARGS | METH_CLASS,
      "of(table, sharing, device_type, device_index[, slab[, make, view]])"},
-    {"packed_as", blocks_packed_as, METH_O,
-     "packed_as(table): use another table's places of leaves in the host slab."},
     {"copy", blocks_copy, METH_VARARGS,
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
-    {"copy_leaves", blocks_copy_leaves, METH_VARARGS,
-     "copy_leaves([(row, start, end, address)...], stream): from page-locked memory of their own"},
+    {"copy_locked", blocks_copy_locked, METH_VARARGS,
+     "copy_locked(sources, pieces, stream, at_once): from page-locked memory of their own"},
     {"fill", blocks_fill, METH_VARARGS,
      "fill(sources, stream): pack into ordinary memory, and copy from there"},
     {"leaves", blocks_leaves, METH_O,

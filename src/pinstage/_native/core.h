@@ -23,7 +23,7 @@
 enum { ALIGNMENT = 16 };
 enum { MOST_DTYPES = 63 };
 
-enum { OTHER, RAW, STRIDED, MOVED, ALIAS }; /* kinds of rows */
+enum { OTHER, RAW, STRIDED, MOVED, ALIAS, LOCKED }; /* kinds of rows */
 
 typedef struct {
     int64_t magic, rows, width, nbytes;
@@ -53,7 +53,11 @@ static inline Row *row_at(const Header *table, int64_t index) {
 /* Bytes of a leaf's source: its address, and its strides if it is STRIDED. */
 static inline size_t source_bytes(int64_t width) { return sizeof(int64_t) * (size_t)(1 + width); }
 
-static inline bool is_packed(const Row *row) { return row->kind == RAW || row->kind == STRIDED; }
+/* Whether a leaf has a place: in the host slab, or behind it if it is LOCKED, and sent from where
+ * it is. */
+static inline bool is_packed(const Row *row) {
+    return row->kind == RAW || row->kind == STRIDED || row->kind == LOCKED;
+}
 
 /* Sums of a table's rows: bytes of packed leaves, and leaves of each kind. */
 typedef struct {
@@ -105,6 +109,14 @@ typedef struct {
 /* Take a table from Python; false with an error, and nothing to end. It may be ended twice. */
 bool table_begin(Table *self, PyObject *data);
 void table_end(Table *self);
+
+/* Bytes of the host slab. */
+int64_t slab_bytes(const Header *table);
+
+/* Bytes of a LOCKED leaf that are in one allocation or registration. */
+typedef struct {
+    int64_t row, start, end;
+} LockedPiece;
 
 /* -- torch, as found when the extension was set up --------------------------------------------- */
 
@@ -262,6 +274,7 @@ PyObject *describe(PyObject *module, PyObject *args);
 PyObject *alike(PyObject *module, PyObject *args);
 PyObject *pack(PyObject *module, PyObject *args);
 PyObject *find_driver(PyObject *module, PyObject *nothing);
+PyObject *has_context(PyObject *module, PyObject *nothing);
 PyObject *match(PyObject *module, PyObject *args);
 PyObject *move_few(PyObject *module, PyObject *args);
 

@@ -1,5 +1,6 @@
 /* Describing leaves, which makes the offset table. */
 #include "core.h"
+#include "driver.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -260,14 +261,16 @@ static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
 }
 
 typedef struct {
-    PyObject *leaves, *atoms, *plainly; /* see `pinstage._batch._describe` */
-    int device_type, device_id, arrays;
+    PyObject *leaves, *atoms, *plainly, *cut; /* see `pinstage._batch._describe` */
+    int device_type, device_id, arrays, each;
     bool are_plain; /* whether tensors have no tangents of forward-mode AD */
     Py_ssize_t count;
     Growing made;
     Met met;
     PyObject *kept;
     Figures sum;
+    LockedPiece *locked; /* the pieces of LOCKED leaves */
+    int64_t locked_count, locked_room;
 } Describing;
 
 /* Whether a leaf stays as it is, by its type alone; -1 with an error. */
@@ -331,22 +334,89 @@ static bool add_leaf(Describing *self, Py_ssize_t index) {
     return true;
 }
 
+/* -- page-locked leaves --------------------------------------------------------------------------
+ *
+ * Those of LOCKED_FROM bytes and more are sent from where they are; packing a smaller one takes
+ * less time than another copy, unless the batch has few leaves. */
+
+enum { LOCKED_FROM = 32 * 1024, LOCKED_FROM_OF_FEW = 16 * 1024 };
+
+/* Unless each leaf is to be asked: if none of so many is page-locked, no other is asked. */
+enum { ASKED = 3 };
+
+static bool add_piece(Describing *self, int64_t row, int64_t start, int64_t end) {
+    if (self->locked_count == self->locked_room) {
+        int64_t room = 2 * self->locked_room + 16;
+        LockedPiece *more = realloc(self->locked, sizeof *more * (size_t)room);
+        if (more == NULL) return no_memory();
+        self->locked = more;
+        self->locked_room = room;
+    }
+    self->locked[self->locked_count++] = (LockedPiece){row, start, end};
+    return true;
+}
+
+/* Let Python cut a leaf where registrations end, and add the pieces, if there are any. */
+static bool add_pieces(Describing *self, int64_t index, const char *data, int64_t nbytes) {
+    PyObject *pieces = PyObject_CallFunction(self->cut, "KL", (unsigned long long)(uintptr_t)data,
+                                             (long long)nbytes);
+    Py_ssize_t count = pieces == NULL ? -1 : PySequence_Size(pieces);
+    bool is_good = count >= 0;
+    for (Py_ssize_t i = 0; i < count && is_good; i++) {
+        long long start, end;
+        PyObject *piece = PySequence_GetItem(pieces, i);
+        is_good = piece != NULL && PyArg_ParseTuple(piece, "LL", &start, &end) &&
+                  add_piece(self, index, start, end);
+        Py_XDECREF(piece);
+    }
+    Py_XDECREF(pieces);
+    return is_good;
+}
+
+/* Find the leaves that are sent from where they are; false with an error. */
+static bool find_locked(Describing *self) {
+    const Header *table = self->made.table;
+    int64_t least =
+        self->sum.packed + self->sum.moved <= MOST_FEW ? LOCKED_FROM_OF_FEW : LOCKED_FROM;
+    bool may_have = self->cut != Py_None && sends_locked() && self->sum.payload > AT_ONCE_BYTES;
+    int64_t asked = 0;
+    for (int64_t i = 0; i < self->count && may_have; i++) {
+        Row *row = row_at(table, i);
+        if (row->kind != RAW || row->nbytes < least) continue;
+        const char *data = (const char *)(uintptr_t)*source_at(&self->made, i);
+        Locked where = where_is(data, row->nbytes);
+        int64_t before = self->locked_count;
+        if (where == IN_ONE && !add_piece(self, i, 0, row->nbytes)) return false;
+        if (where == IN_PIECES && !add_pieces(self, i, data, row->nbytes)) return false;
+        if (self->locked_count > before) row->kind = LOCKED;
+        may_have = self->each || ++asked < ASKED || self->locked_count > 0;
+    }
+    return true;
+}
+
 /* Place all rows; return what `describe` returns. */
 static PyObject *place_leaves(Describing *self) {
     int64_t *order = malloc(sizeof(int64_t) * (size_t)(self->sum.packed + 1));
     if (order == NULL) return PyErr_NoMemory();
+    if (!find_locked(self)) {
+        free(order);
+        return NULL;
+    }
     place_rows(self->made.table, order);
     free(order);
     PyObject *figures = figures_of(self->made.data, self->made.table, &self->sum);
-    return Py_BuildValue("(NOO)", figures, self->made.addresses, self->kept);
+    return Py_BuildValue("(NOOy#)", figures, self->made.addresses, self->kept,
+                         self->locked == NULL ? "" : (const char *)self->locked,
+                         (Py_ssize_t)(sizeof *self->locked * (size_t)self->locked_count));
 }
 
-/* describe(leaves, atoms, plainly, (device_type, device_id), arrays): see
+/* describe(leaves, atoms, plainly, (device_type, device_id), arrays, cut, each): see
  * `pinstage._batch._describe`. */
 PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     Describing self = {NULL};
-    if (!PyArg_ParseTuple(args, "O!OO(ii)p:describe", &PyList_Type, &self.leaves, &self.atoms,
-                          &self.plainly, &self.device_type, &self.device_id, &self.arrays))
+    if (!PyArg_ParseTuple(args, "O!OO(ii)pOp:describe", &PyList_Type, &self.leaves, &self.atoms,
+                          &self.plainly, &self.device_type, &self.device_id, &self.arrays,
+                          &self.cut, &self.each))
         return NULL;
     self.are_plain = !may_be_dual();
     self.count = PyList_Size(self.leaves);
@@ -360,6 +430,7 @@ PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     PyObject *result = is_good ? place_leaves(&self) : NULL;
     Py_XDECREF(self.kept);
     free(self.met.places);
+    free(self.locked);
     growing_end(&self.made);
     return result;
 }

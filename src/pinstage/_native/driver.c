@@ -15,11 +15,12 @@ typedef struct {
     unsigned flags;
 } Attributes; /* CUmemcpyAttributes */
 
-enum { IN_STREAM_ORDER = 1 }; /* CU_MEMCPY_SRC_ACCESS_ORDER_STREAM */
+enum { IN_STREAM_ORDER = 1, DURING_CALL = 2 }; /* CUmemcpySrcAccessOrder */
 
 static struct {
     int (*copy)(unsigned long long to, const void *from, size_t nbytes, void *stream);
     int (*query)(void *stream);
+    int (*context)(void **context);
     int (*attributes)(unsigned count, int *attributes, void **values, unsigned long long address);
     int (*batch)(unsigned long long *to, unsigned long long *from, size_t *nbytes, size_t count,
                  Attributes *attributes, size_t *attributes_from, size_t kinds,
@@ -38,12 +39,39 @@ PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
     if (library == NULL) Py_RETURN_FALSE;
     *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
     *(void **)&driver.query = dlsym(library, "cuStreamQuery");
+    *(void **)&driver.context = dlsym(library, "cuCtxGetCurrent");
     *(void **)&driver.attributes = dlsym(library, "cuPointerGetAttributes");
     *(void **)&driver.batch = dlsym(library, "cuMemcpyBatchAsync_v2");
     *(void **)&driver.batch_12 = dlsym(library, "cuMemcpyBatchAsync");
-    return PyBool_FromLong(driver.copy != NULL && driver.query != NULL &&
+    return PyBool_FromLong(driver.copy != NULL && driver.query != NULL && driver.context != NULL &&
                            driver.attributes != NULL);
 }
+
+/* has_context(): whether the calling thread has a current context, which `where_is` needs. */
+PyObject *has_context(UNUSED PyObject *module, UNUSED PyObject *nothing) {
+    void *context = NULL;
+    return PyBool_FromLong(driver.context(&context) == 0 && context != NULL);
+}
+
+/* The number that CUDA has for the allocation or registration of a byte of host memory; 0 if it
+ * isn't page-locked, or is managed memory, which the driver moves. */
+static unsigned long long allocation_of(const char *address) {
+    int attributes[] = {2 /* MEMORY_TYPE */, 8 /* IS_MANAGED */, 7 /* BUFFER_ID */};
+    int type = 0;
+    unsigned managed = 0; /* CUDA writes a byte, or an int */
+    unsigned long long number = 0;
+    void *values[] = {&type, &managed, &number};
+    bool is_known = driver.attributes(3, attributes, values, (uintptr_t)address) == 0;
+    return is_known && type == 1 /* CU_MEMORYTYPE_HOST */ && managed == 0 ? number : 0;
+}
+
+Locked where_is(const char *data, int64_t nbytes) {
+    unsigned long long first = allocation_of(data), last = allocation_of(data + nbytes - 1);
+    if (first == 0 || last == 0) return ELSEWHERE;
+    return first == last ? IN_ONE : IN_PIECES;
+}
+
+bool sends_locked(void) { return driver.batch != NULL || driver.batch_12 != NULL; }
 
 /* Whether CUDA knows the byte at an address. `cuPointerGetAttribute` would make an error of
  * ordinary memory, and take 1 us instead of 0.2. */
@@ -81,10 +109,10 @@ int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream) {
 /* Send page-locked ranges in one call; return whether that was done. The driver refuses it on
  * the legacy default stream, and while a graph is captured. */
 static bool send_batch(size_t count, unsigned long long *to, unsigned long long *from,
-                       size_t *nbytes, void *stream) {
-    Attributes attributes = {.order = IN_STREAM_ORDER};
+                       size_t *nbytes, void *stream, int order) {
+    Attributes attributes = {.order = order};
     size_t attributes_from = 0, failed = 0;
-    if (count < 2 || (uintptr_t)stream <= 1) return false;
+    if (count == 0 || (uintptr_t)stream <= 1) return false;
     if (driver.batch != NULL)
         return driver.batch(to, from, nbytes, count, &attributes, &attributes_from, 1, stream) == 0;
     if (driver.batch_12 == NULL) return false;
@@ -115,8 +143,9 @@ PyObject *copies_send(Copies *copies, bool is_cuda, void *stream, bool is_page_l
             memcpy((void *)(uintptr_t)copies->to[i], (const void *)(uintptr_t)copies->from[i],
                    copies->nbytes[i]);
         }
-    } else if (!is_page_locked ||
-               !send_batch(copies->count, copies->to, copies->from, copies->nbytes, stream)) {
+    } else if (!is_page_locked || copies->count < 2 ||
+               !send_batch(copies->count, copies->to, copies->from, copies->nbytes, stream,
+                           IN_STREAM_ORDER)) {
         for (size_t i = 0; i < copies->count && code == 0; i++) {
             code = driver.copy(copies->to[i], (const void *)(uintptr_t)copies->from[i],
                                copies->nbytes[i], stream);
@@ -124,4 +153,12 @@ PyObject *copies_send(Copies *copies, bool is_cuda, void *stream, bool is_page_l
     }
     if (state != NULL) PyEval_RestoreThread(state);
     return PyLong_FromLongLong(code == 0 ? (long long)copies->count : -(long long)code);
+}
+
+bool copies_send_locked(const Copies *copies, void *stream, bool at_once) {
+    PyThreadState *state = PyEval_SaveThread();
+    bool is_sent = send_batch(copies->count, copies->to, copies->from, copies->nbytes, stream,
+                              at_once ? DURING_CALL : IN_STREAM_ORDER);
+    PyEval_RestoreThread(state);
+    return is_sent;
 }

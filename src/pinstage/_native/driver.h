@@ -19,6 +19,16 @@ bool are_read_at_once(const Found *leaves, int count, void *stream);
  * would be read too late. Copying a few KiB takes no longer than finding out where they are. */
 int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream);
 
+/* Where CUDA knows memory to be: page-locked as a whole; page-locked at both ends, which belong to
+ * different allocations or registrations; or anything else. */
+typedef enum { ELSEWHERE, IN_PIECES, IN_ONE } Locked;
+
+/* Ask CUDA about a leaf's memory, with a current context. */
+Locked where_is(const char *data, int64_t nbytes);
+
+/* Whether `copies_send_locked` can send anything. */
+bool sends_locked(void);
+
 /* Copies to be sent together. All three arrays are in the memory of `to`. */
 typedef struct {
     unsigned long long *to, *from;
@@ -33,5 +43,9 @@ void copies_add(Copies *copies, const char *to, const char *from, int64_t nbytes
 /* Send them; return the number of copies, or CUDA's error as a negative number. May release the
  * interpreter lock. */
 PyObject *copies_send(Copies *copies, bool is_cuda, void *stream, bool is_page_locked);
+
+/* Send them from page-locked memory, by one call; false if the driver refuses it. `at_once`:
+ * whether the memory has been read when the call returns. Releases the interpreter lock. */
+bool copies_send_locked(const Copies *copies, void *stream, bool at_once);
 
 #endif

@@ -166,10 +166,10 @@ static PyMethodDef functions[] = {
      "facts(tensor): bytes of its storage, offset, dtype, requires_grad, is_neg, is_conj; for a "
      "probe."},
     {"figures", figures, METH_O,
-     "figures(table): the table, and nbytes, payload, packed, moved, others, if its rows are "
-     "valid."},
+     "figures(table): the table, and nbytes, payload, packed, moved, others, slab_bytes, if its "
+     "rows are valid."},
     {"describe", describe, METH_VARARGS,
-     "describe(leaves, atoms, plainly, (device_type, device_id), arrays): a table"},
+     "describe(leaves, atoms, plainly, (device_type, device_id), arrays, cut, each): a table"},
     {"alike", alike, METH_VARARGS,
      "alike(samples, usual): a stack for `pack` or `Job`, or None if they differ or are not "
      "plain, or if `usual` and they have other strides than new tensors."},
@@ -178,6 +178,8 @@ static PyMethodDef functions[] = {
      "stacks, by row, one after the other."},
     {"find_driver", find_driver, METH_NOARGS,
      "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
+    {"has_context", has_context, METH_NOARGS,
+     "has_context(): whether this thread has a current context of CUDA."},
     {"match", match, METH_VARARGS,
      "match(table, tensors, device_type, device_index): which existing tensors can take leaves "
      "byte by byte."},

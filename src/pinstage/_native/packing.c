@@ -50,11 +50,10 @@ static bool take_leaves(Work *work, const Table *table, PyObject *sources, PyObj
     const Header *header = table->header;
     char *start;
     Py_ssize_t length;
-    work->nbytes = header->nbytes;
+    work->nbytes = slab_bytes(header);
     work->sources = Py_NewRef(sources);
     if (PyBytes_AsStringAndSize(sources, &start, &length) != 0) return false;
-    if (header->nbytes > room ||
-        (size_t)length != source_bytes(header->width) * (size_t)header->rows)
+    if (work->nbytes > room || (size_t)length != source_bytes(header->width) * (size_t)header->rows)
         return fail(PyExc_ValueError,
                     "the slab is smaller than the offset table says, or the sources are another's");
     int64_t samples = count_samples(stacks), used = 0;
@@ -64,6 +63,7 @@ static bool take_leaves(Work *work, const Table *table, PyObject *sources, PyObj
     for (int64_t i = 0; i < table->packed; i++) {
         int64_t index = table->order[i];
         const Row *row = row_at(header, index);
+        if (row->kind == LOCKED) continue;
         const Stack *stack = stack_at(stacks, index);
         if (stack != NULL && add_samples(work, row, stack)) {
             used += stack->count;

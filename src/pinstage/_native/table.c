@@ -97,9 +97,13 @@ static int group_of(const Row *row) {
     return row->nbytes < MEDIUM_FROM ? SMALL : row->nbytes < LARGE_FROM ? MEDIUM : LARGE;
 }
 
-enum { KEYS = GROUPS * MOST_DTYPES };
+enum { KEYS = 2 * GROUPS * MOST_DTYPES };
 
-static int key_of(const Row *row) { return group_of(row) * MOST_DTYPES + row->dtype; }
+/* LOCKED leaves come last: the host slab ends where they begin. */
+static int key_of(const Row *row) {
+    int group = row->kind == LOCKED ? GROUPS + group_of(row) : group_of(row);
+    return group * MOST_DTYPES + row->dtype;
+}
 
 /* Write the packed rows to `order`, by size group and dtype; return their number. */
 static int64_t rows_by_key(const Header *table, int64_t *order) {
@@ -197,6 +201,16 @@ bool table_begin(Table *self, PyObject *data) {
            NULL;
 }
 
+int64_t slab_bytes(const Header *table) {
+    int64_t end = 0;
+    for (int64_t i = 0; i < table->rows; i++) {
+        const Row *row = row_at(table, i);
+        if (row->kind == LOCKED || !is_packed(row)) continue;
+        if (row->offset + row->nbytes > end) end = row->offset + row->nbytes;
+    }
+    return (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
 void table_end(Table *self) {
     free(self->order);
     Py_XDECREF(self->data);
@@ -204,8 +218,9 @@ void table_end(Table *self) {
 }
 
 PyObject *figures_of(PyObject *data, const Header *table, const Figures *sum) {
-    return Py_BuildValue("(OLLLLL)", data, (long long)table->nbytes, (long long)sum->payload,
-                         (long long)sum->packed, (long long)sum->moved, (long long)sum->others);
+    return Py_BuildValue("(OLLLLLL)", data, (long long)table->nbytes, (long long)sum->payload,
+                         (long long)sum->packed, (long long)sum->moved, (long long)sum->others,
+                         (long long)slab_bytes(table));
 }
 
 PyObject *figures(UNUSED PyObject *module, PyObject *data) {
