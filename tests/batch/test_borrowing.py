@@ -1,12 +1,15 @@
 """Batches that are already page-locked: leaves are copied in place, and leases are sent unchanged.
 
-Nothing is page-locked without a GPU, so a double reports some tensors as page-locked; the copies
-are real.
+Nothing is page-locked without a GPU, so a driver made for the tests says what is, and copies; the
+extension asks it as it asks CUDA's.
 """
 
+import ctypes
 import gc
+import subprocess
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,30 +17,102 @@ import torch
 from doubles import HeldTarget, ManualEvent, claim_in_child, use_target, wait_until
 from strategies import assert_same, tensor_of
 
-from pinstage import Layout, Stager
+from pinstage import HostRegion, Layout, Stager
+from pinstage._batch import FindLocked
+from pinstage._native import _core
 from pinstage._pool import size_class
 from pinstage._reaper import reaper
+from pinstage._region import pieces_at
+from pinstage._stage._device import Target
 from pinstage.errors import LeaseError
 
-LARGE = 256 * 1024
+KIB = 1024
+LARGE = 32 * KIB
+"""From this size on, page-locked leaves aren't packed."""
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    path = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    source = Path(__file__).parents[1] / "native" / "fake_driver.c"
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(path)]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    assert _core.find_driver()
+    return library
+
+
+class Driver:
+    """The driver, and memory that counts as page-locked."""
+
+    def __init__(self, library):
+        self._library = library
+        self._numbers = 0
+
+    def lock(self, *leaves):
+        """Count leaves as page-locked, each as an allocation of its own."""
+        for leaf in leaves:
+            address = leaf.ctypes.data if isinstance(leaf, np.ndarray) else leaf.data_ptr()
+            self.lock_range(address, leaf.nbytes)
+        return leaves
+
+    def lock_range(self, address, nbytes):
+        self._numbers += 1
+        self._library.fake_lock(
+            ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes), ctypes.c_ulonglong(self._numbers)
+        )
+
+    def refuse(self):
+        self._library.fake_refuse(1)
+
+    def go_on(self):
+        """Read what wasn't read during a call."""
+        self._library.fake_go_on()
+
+    @property
+    def questions(self):
+        return self._library.fake_questions()
 
 
 @pytest.fixture
-def page_locked(monkeypatch):
-    """Report some tensors as page-locked, by the addresses of their first bytes."""
-    found = set()
+def driver(library):
+    library.fake_reset()
+    yield Driver(library)
+    library.fake_reset()
 
-    def pieces_of(tensor):
-        return [(0, tensor.nbytes)] if tensor.data_ptr() in found else []
 
-    monkeypatch.setattr("pinstage._stage._sender.pieces_of", pieces_of)
-    return found
+class Locking(Target):
+    """A device whose driver copies page-locked leaves."""
+
+    def __init__(self):
+        self.event = ManualEvent()
+        self.calls = []
+        self.streams = []
+
+    def find_locked(self, *, each):
+        return FindLocked(pieces_at, each)
+
+    def copy_locked(self, blocks, parts, stream, *, at_once):
+        copies = blocks.copy_locked(parts.sources, parts.locked, 2, at_once)
+        self.calls.append((copies, at_once))
+        return copies
+
+    def record(self, stream):
+        return self.event
+
+
+@pytest.fixture(params=[False, True], ids=["read at the call", "borrowed"])
+def locking(request, driver):
+    """A stager, which borrows or not."""
+    with Stager("cpu", max_bytes="64MiB", borrow_pinned=request.param) as stager:
+        use_target(stager, Locking()).event.finish()
+        yield stager
 
 
 @pytest.fixture
-def borrowing(page_locked):
-    """A stager that copies large page-locked leaves from where they are."""
+def borrowing(driver):
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
+        use_target(stager, Locking())
         yield stager
 
 
@@ -45,9 +120,16 @@ def large(seed, dtype=torch.float32):
     return tensor_of(dtype, (LARGE // dtype.itemsize + 5,), seed)
 
 
-@pytest.mark.usefixtures("both_paths")
-@pytest.mark.parametrize("which", [(), (0,), (1,), (3,), (0, 1), (1, 3), (0, 1, 3)])
-def test_borrowed_and_packed_leaves_arrive_in_place(page_locked, borrowing, which):
+def staged(stager, driver, batch):
+    """Stage a batch; return its transfer and the result."""
+    transfer = stager.stage(batch)
+    driver.go_on()
+    return transfer, transfer.wait()
+
+
+@pytest.mark.parametrize("own_storage", ["auto", True, False])
+@pytest.mark.parametrize("which", [(0,), (1,), (3,), (0, 1), (1, 3), (0, 1, 3)])
+def test_page_locked_and_packed_leaves_arrive_in_place(driver, which, own_storage):
     batch = [
         large(1),
         large(2, torch.int16),
@@ -55,65 +137,150 @@ def test_borrowed_and_packed_leaves_arrive_in_place(page_locked, borrowing, whic
         large(4),
         tensor_of(torch.bool, (3,), 5),
     ]
-    page_locked.update(batch[i].data_ptr() for i in which)
-    transfer = borrowing.stage(batch)
-    assert_same(batch, transfer.wait())
-    stats = borrowing.stats()
-    rest = [leaf for i, leaf in enumerate(batch) if i not in which]
-    assert stats.pool.held_bytes == size_class(
-        Layout.of(rest).nbytes, borrowing.pool.memory.granularity
-    )
-    assert transfer.nbytes == Layout.of(batch).nbytes
-    assert stats.copies == transfer.copies >= len(which) + 1
+    driver.lock(*(batch[i] for i in which))
+    for borrows in (False, True):
+        with Stager(
+            "cpu", max_bytes="64MiB", borrow_pinned=borrows, own_storage=own_storage
+        ) as stager:
+            target = use_target(stager, Locking())
+            target.event.finish()
+            transfer, result = staged(stager, driver, batch)
+            assert target.calls == [(len(which), not borrows)]
+            assert_same(batch, result)
+            stats = stager.stats()
+            rest = [leaf for i, leaf in enumerate(batch) if i not in which]
+            granularity = stager.pool.memory.granularity
+            assert stats.pool.held_bytes == size_class(Layout.of(rest).nbytes, granularity)
+            assert transfer.nbytes == Layout.of(batch).nbytes
+            assert stats.copies == transfer.copies >= len(which) + 1
 
 
-def test_large_leaves_around_borrowed_ones_travel_in_chunks(page_locked):
+def test_large_leaves_around_page_locked_ones_are_packed_in_chunks(driver, locking):
     batch = [
         tensor_of(torch.uint8, (3 << 20,), 1),
         large(2),
         tensor_of(torch.uint8, (5 << 20,), 3),
         large(4),
     ]
-    page_locked.update(batch[i].data_ptr() for i in (1, 3))
-    with Stager("cpu", max_bytes="64MiB", borrow_pinned=True, pack_threads=2) as stager:
-        assert_same(batch, stager.to_device(batch))
+    driver.lock(batch[1], batch[3])
+    locking._sender.borrows or driver.lock(batch[0])  # the first three are asked
+    assert_same(batch, staged(locking, driver, batch)[1])
 
 
-def test_a_fully_page_locked_batch_needs_no_slab(page_locked, borrowing):
+def test_a_fully_page_locked_batch_needs_no_slab(driver, locking):
     batch = {"x": large(1), "y": [large(2)]}
-    page_locked.update((batch["x"].data_ptr(), batch["y"][0].data_ptr()))
-    transfer = borrowing.stage(batch)
+    driver.lock(batch["x"], batch["y"][0])
+    transfer, result = staged(locking, driver, batch)
     assert transfer.copies == 2
-    assert_same(batch, transfer.wait())
+    assert_same(batch, result)
+    assert locking.stats().pool.hits + locking.stats().pool.misses == 0
+
+
+def test_leaves_are_read_at_the_call_unless_they_are_borrowed(driver, locking):
+    batch = [*(large(i, torch.int32) for i in (1, 2)), tensor_of(torch.uint8, (9,), 3)]
+    driver.lock(*batch[:2])
+    before = [leaf.clone() for leaf in batch]
+    transfer = locking.stage(batch)
+    for leaf in batch:
+        leaf.zero_()
+    driver.go_on()
+    is_read = [torch.equal(a, b) for a, b in zip(before, transfer.wait(), strict=True)]
+    borrows = locking._sender.borrows
+    assert is_read == [not borrows, not borrows, True]
+
+
+def test_few_page_locked_leaves_are_moved_without_a_table(driver, borrowing):
+    batch = [large(1), tensor_of(torch.int64, (3,), 2), "name", large(3)]
+    driver.lock(batch[0], batch[3])
+    target = borrowing._target
+    result = borrowing.to_device(batch)
+    assert not target.calls
+    assert_same(batch, result)
+    many = [tensor_of(torch.uint8, (1 << 20,), i) for i in range(8)]
+    driver.lock(*many)
+    assert_same(many, borrowing.to_device(many))
+    assert not target.calls
+    assert borrowing.stats().copies == 3 + 8
     assert borrowing.stats().pool.hits + borrowing.stats().pool.misses == 0
 
 
-def test_small_strided_and_unwanted_leaves_are_packed(page_locked, borrowing, stager):
-    small, strided = (
-        tensor_of(torch.uint8, (LARGE - 1,), 1),
-        tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0],
-    )
+def test_small_and_strided_leaves_are_packed(driver, locking):
+    small = [tensor_of(torch.uint8, (LARGE - 1,), i) for i in range(9)]
+    strided = tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0]
     conjugated = tensor_of(torch.complex64, (LARGE,), 4).conj()
-    batch = [small, strided, conjugated]
-    page_locked.update(leaf.data_ptr() for leaf in batch)
-    assert_same(batch, borrowing.to_device(batch))
-    assert borrowing.stats().pool.held_bytes >= 2 * LARGE - 16 + conjugated.nbytes
-    whole = large(3)
-    page_locked.add(whole.data_ptr())
-    stager.stage([whole])
-    assert stager.stats().pool.held_bytes > LARGE
+    batch = [*small, strided, conjugated]
+    driver.lock(*batch)
+    assert_same(batch, staged(locking, driver, batch)[1])
+    assert not locking._target.calls
 
 
-def test_arrays_permuted_tensors_and_aliases_are_borrowed(page_locked, borrowing):
+def test_arrays_permuted_tensors_and_aliases_are_sent_from_where_they_are(driver, locking):
     array = np.arange(LARGE, dtype=np.int32)
     permuted = tensor_of(torch.float32, (64, 32, 64), 1).permute(2, 0, 1)
-    page_locked.update((array.ctypes.data, permuted.data_ptr()))
+    driver.lock(array, permuted)
     batch = [array, permuted, permuted]
-    transfer = borrowing.stage(batch)
-    staged = transfer.wait()
+    transfer, result = staged(locking, driver, batch)
     assert transfer.copies == 2
-    assert_same(batch, staged)
-    assert staged[1] is staged[2]
+    assert_same(batch, result)
+    assert result[1] is result[2]
+
+
+def test_a_leaf_with_a_hole_is_packed(driver, locking):
+    batch = [large(1), tensor_of(torch.uint8, (1 << 20,), 2), large(3)]
+    driver.lock(batch[0])
+    driver.lock_range(batch[1].data_ptr(), 4096)
+    driver.lock_range(batch[1].data_ptr() + (1 << 20) - 4096, 4096)
+    driver.lock_range(batch[2].data_ptr(), batch[2].nbytes - 1)
+    assert_same(batch, staged(locking, driver, batch)[1])
+    assert [copies for copies, _ in locking._target.calls] == [1]
+
+
+def test_leaves_across_chunks_of_a_region_are_sent_in_pieces(driver, locking, monkeypatch):
+    with HostRegion("1MiB", device="cpu", chunk_bytes="256KiB", row_bytes=1) as region:
+        region.synchronize()
+        leaf = region.tensor((700 * KIB,), torch.uint8, offset=100 * KIB)
+        leaf.copy_(tensor_of(torch.uint8, (700 * KIB,), 1))
+        start = region.tensor().data_ptr()
+        for at in range(0, 1024, 256):
+            driver.lock_range(start + at * KIB, 256 * KIB)
+        chunks = [
+            (0, 156 * KIB),
+            (156 * KIB, 412 * KIB),
+            (412 * KIB, 668 * KIB),
+            (668 * KIB, 700 * KIB),
+        ]
+        monkeypatch.setattr(
+            locking._target,
+            "find_locked",
+            lambda *, each: FindLocked(lambda *_: chunks, each),
+            raising=False,
+        )
+        batch = [leaf, large(2)]
+        transfer, result = staged(locking, driver, batch)
+        assert [copies for copies, _ in locking._target.calls] == [4]
+        assert_same(batch, result)
+        del leaf, batch, transfer, result
+
+
+def test_a_refused_call_packs_its_leaves(driver, locking):
+    batch = [large(1), tensor_of(torch.uint8, (2 << 20,), 2), large(3)]
+    driver.lock(*batch)
+    driver.refuse()
+    transfer = locking.stage(batch)
+    assert [copies for copies, _ in locking._target.calls] == [-1]
+    assert_same(batch, transfer.wait())
+    assert transfer.nbytes == Layout.of(batch).nbytes
+    assert locking.stats().pool.misses == 1
+
+
+def test_only_three_leaves_are_asked_if_none_is_page_locked(driver, locking):
+    batch = [large(i) for i in range(20)]
+    locking.stage(batch)
+    asked = driver.questions
+    assert asked == (2 * 20 if locking._sender.borrows else 2 * 3)
+    driver.lock(batch[2], batch[19])
+    assert_same(batch, staged(locking, driver, batch)[1])
+    assert locking._target.calls[-1][0] == 2
 
 
 # -- leases that are sent unchanged ----------------------------------------------------------------
@@ -173,17 +340,17 @@ def test_an_unsendable_lease_stays_the_caller_s(stager):
         stager.stage_lease(lease, layout, ["text"])
 
 
-def test_lenders_are_kept_until_their_copy_is_done(page_locked, borrowing):
-    tensor = large(1)
-    page_locked.add(tensor.data_ptr())
-    died = weakref.ref(tensor)
-    target = use_target(borrowing, HeldTarget())
-    borrowing.to_device([tensor])
-    del tensor
-    gc.collect()
-    assert died() is not None
-    target.stream.finish()
-    wait_until(lambda: died() is None)
+def test_lenders_are_kept_until_their_copy_is_done(driver, borrowing):
+    for count in (1, 12):
+        batch = driver.lock(*(large(i) for i in range(count)))
+        died = weakref.ref(batch[-1])
+        event = borrowing._target.event = ManualEvent()
+        borrowing.to_device(list(batch))
+        del batch
+        gc.collect()
+        assert died() is not None
+        event.finish()
+        wait_until(lambda died=died: died() is None)
 
 
 def test_a_forked_child_ends_no_waiting_copy():

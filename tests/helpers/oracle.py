@@ -27,6 +27,9 @@ from pinstage._batch._table import INTEGERS, MOST_DIMS, row_type
 HEADER = struct.Struct("=4q")  # magic, rows, width, nbytes
 MAGIC = 0x70696E7374616705
 
+PLACED = (*PACKED, RowKind.LOCKED)
+"""Kinds with places."""
+
 GROUPS_FROM = (64 * 1024, 4 * 1024 * 1024)
 """Leaf sizes at which the second and the third group begin; the leaves of a block are in one
 group.
@@ -129,6 +132,7 @@ def table_of(rows, nbytes):
         sum(kind in PACKED for kind in kinds),
         kinds.count(RowKind.MOVED),
         kinds.count(RowKind.OTHER),
+        nbytes,
     )
     return Table(HEADER.pack(MAGIC, len(rows), width, nbytes) + array.tobytes(), *figures)
 
@@ -165,7 +169,7 @@ def copy_elements(found, target):
 
 
 def figures_of(data):
-    """Return the totals of an untrusted table: ``nbytes`` to ``others``.
+    """Return the totals of an untrusted table: ``nbytes`` to ``slab_bytes``.
 
     Raises:
         ValueError: it isn't a table, or its bytes overflow an int64.
@@ -179,7 +183,7 @@ def figures_of(data):
         or len(data) != HEADER.size + count * row_type(width).itemsize
     ):
         raise ValueError("its header or its length is wrong")
-    table = Table(data, *[0] * 5)
+    table = Table(data, *[0] * 6)
     rows = list(table.entries())
     wrong = next(
         (index for index, row in enumerate(rows) if not is_possible(row, index, nbytes)), None
@@ -192,14 +196,17 @@ def figures_of(data):
             f"or leads outside of its {nbytes} bytes"
         )
     kinds = [row[2] for row in rows]
-    packed = [row[1] for row in rows if row[2] in PACKED]
-    return nbytes, sum(packed), len(packed), kinds.count(RowKind.MOVED), kinds.count(RowKind.OTHER)
+    placed = [row[1] for row in rows if row[2] in PLACED]
+    ends = [row[0] + row[1] for row in rows if row[2] in PACKED]
+    slab = -(-max(ends, default=0) // ALIGNMENT) * ALIGNMENT if RowKind.LOCKED in kinds else nbytes
+    others = kinds.count(RowKind.MOVED), kinds.count(RowKind.OTHER)
+    return nbytes, sum(placed), len(placed), *others, slab
 
 
 def is_possible(row, index, nbytes):
     """Return whether a table whose slab has `nbytes` bytes may have such a row."""
     offset, _, kind = row[:3]
-    if kind in PACKED:
+    if kind in PLACED:
         return lies_in_slab(row, nbytes)
     return 0 <= offset < index if kind == RowKind.ALIAS else kind in (RowKind.MOVED, RowKind.OTHER)
 
@@ -210,7 +217,7 @@ def first_overlap(rows):
     """
     end = 0
     for offset, size, index in sorted(
-        (row[0], row[1], index) for index, row in enumerate(rows) if row[2] in PACKED
+        (row[0], row[1], index) for index, row in enumerate(rows) if row[2] in PLACED
     ):
         if offset < end:
             return index

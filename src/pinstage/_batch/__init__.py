@@ -25,6 +25,7 @@ from ._blocks import (
     sharing_of,
 )
 from ._describe import (
+    FindLocked,
     IsContainer,
     Keeping,
     Parts,
@@ -49,8 +50,6 @@ from ._leaves import (
 )
 from ._nodes import StagingNode, moves_in_silence, register_node, register_tensor
 from ._pack import (
-    Borrowed,
-    borrow,
     most_threads,
     pack,
     pack_by_threads,

@@ -8,7 +8,7 @@ tensor), and calls it for all others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,6 +139,17 @@ class Stack(NamedTuple):
     """Where the samples are, as ``_native.core.alike`` returned it."""
 
 
+class FindLocked(NamedTuple):
+    """Leaves that are page-locked are to be found."""
+
+    cut: Callable[[int, int], Sequence[tuple[int, int]]]
+    """Cuts memory, given as address and bytes, where chunks of a region end; returns the offsets at
+    which pieces begin and end. None if it isn't in a region."""
+    each: bool
+    """Whether each large leaf is asked. If not, and none of the first three is page-locked, no
+    other is."""
+
+
 class Parts(NamedTuple):
     """A batch taken apart."""
 
@@ -158,6 +169,16 @@ class Parts(NamedTuple):
     """By row, the packed leaves that `pack` and `start_packing` read from their samples. Anything
     else that reads leaves or `sources` needs `stack_samples` first.
     """
+    locked: bytes = b""
+    """The pieces of `RowKind.LOCKED` leaves, as the extension writes them."""
+
+    def lenders(self) -> list[Any]:
+        """Return the leaves that are copied from where they are."""
+        return [self.leaves[i] for i in self.table.positions(RowKind.LOCKED)]
+
+    def unlocked(self) -> Parts:
+        """Return the same batch with all of these leaves packed."""
+        return describe(self.leaves, self.structure, _CPU)._replace(stacks=self.stacks)
 
     def others(self) -> list[Any]:
         """Return the leaves that aren't in the slab: those that aren't tensors, and those moved by
@@ -181,6 +202,7 @@ def take_apart(
     keeping: Keeping | None = None,
     walked: tuple[list[Any], Structure] | None = None,
     stacks: Mapping[int, Stack] | None = None,
+    locked: FindLocked | None = None,
 ) -> Parts:
     """Take a tree apart and describe its leaves.
 
@@ -191,6 +213,7 @@ def take_apart(
         walked: the result of `walk` for the tree, if it is known.
         stacks: leaves of the tree that aren't stacked yet, by the ids of their stand-ins. Those
             that aren't packed are stacked here.
+        locked: how page-locked leaves are found; None packs them.
 
     Raises:
         LayoutError: an object that holds tensors isn't a known container, an array cannot become a
@@ -206,14 +229,19 @@ def take_apart(
             keeping.apply(leaves, structure)
         try:
             with step("describe"):
-                parts = describe(leaves, structure, device)
+                parts = describe(leaves, structure, device, locked=locked)
                 return _with_stacks(parts, stacks) if stacks else parts
         except IsContainer:
             walked = None  # a class was registered after its objects were met as leaves
 
 
 def describe(
-    leaves: list[Any], structure: Structure, device: torch.device, *, arrays: bool = True
+    leaves: list[Any],
+    structure: Structure,
+    device: torch.device,
+    *,
+    arrays: bool = True,
+    locked: FindLocked | None = None,
 ) -> Parts:
     """Describe the leaves of a tree; see `take_apart`.
 
@@ -222,6 +250,7 @@ def describe(
         structure: of the tree.
         device: tensors on this device can be packed.
         arrays: whether numpy arrays count as tensors; else they don't.
+        locked: how page-locked leaves are found; None packs them.
 
     Raises:
         IsContainer: a leaf has become a container; walk again.
@@ -236,14 +265,15 @@ def describe(
             computed[id(leaf)] = source
         return described
 
-    figures, sources, kept = _native.core.describe(
-        leaves, ATOM_TYPES, plainly, dlpack_device(device), arrays
+    cut, each = (None, False) if locked is None else locked
+    figures, sources, kept, pieces = _native.core.describe(
+        leaves, ATOM_TYPES, plainly, dlpack_device(device), arrays, cut, each
     )
     if computed:
         leaves[:] = [computed.get(id(leaf), leaf) for leaf in leaves]
     # `tuple.__new__` is faster than the constructors of these classes, which are Python functions.
     table = tuple.__new__(Table, figures)
-    return tuple.__new__(Parts, (structure, leaves, table, sources, kept, {}))
+    return tuple.__new__(Parts, (structure, leaves, table, sources, kept, {}, pieces))
 
 
 def _with_stacks(parts: Parts, stacks: Mapping[int, Stack]) -> Parts:

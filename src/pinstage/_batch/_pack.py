@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
 
 from .. import _native
@@ -13,7 +12,7 @@ from .._host import usable_cpus
 from ._describe import Parts, take_apart
 from ._gather import flat
 from ._leaves import as_tensor
-from ._table import RowKind, lay_out
+from ._table import RowKind
 
 
 class HostSlab(Protocol):
@@ -32,7 +31,7 @@ def pack(parts: Parts, slab: HostSlab) -> None:
 
     Args:
         parts: a batch, whose leaves have not changed since it was taken apart.
-        slab: at least ``parts.table.nbytes`` bytes.
+        slab: at least ``parts.table.slab_bytes`` bytes.
     """
     _native.core.pack(
         parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, _found_samples(parts)
@@ -89,7 +88,7 @@ def reuses_places(parts: Parts) -> bool:
     can move a line to its last cache (CLDEMOTE): the bus reads slowly from the near caches of a
     dozen CPUs.
     """
-    return parts.table.nbytes >= REUSE_FROM_BYTES and bool(_native.core.demotes)
+    return parts.table.slab_bytes >= REUSE_FROM_BYTES and bool(_native.core.demotes)
 
 
 def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = False) -> Any:
@@ -98,7 +97,7 @@ def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = 
 
     Args:
         parts: the batch.
-        slab: at least ``parts.table.nbytes`` bytes.
+        slab: at least ``parts.table.slab_bytes`` bytes.
         threads: their number at most, the calling one included; see `most_threads`.
         reuses: whether places are reused; see `reuses_places`.
 
@@ -110,7 +109,7 @@ def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = 
         Ctrl-C meanwhile. Then ``place(chunk)`` returns where the chunk begins in the slab: at its
         place in the batch, or at that of an earlier chunk, for which ``reuse(chunk)`` was called.
     """
-    if parts.table.nbytes < PARALLEL_FROM_BYTES:
+    if parts.table.slab_bytes < PARALLEL_FROM_BYTES:
         pack(parts, slab)
         return None
     owner = parts, slab
@@ -175,51 +174,3 @@ def _dense_bytes(parts: Parts, index: int) -> torch.Tensor:
         pack(alone, memory)
         return memory[: alone.table.payload_bytes]
     return flat(as_tensor(leaf)).view(torch.uint8)
-
-
-BORROW_FROM_BYTES = 256 * 1024
-"""Below this size, packing a leaf takes less time than checking whether it is page-locked and
-copying it by itself.
-"""
-
-
-class Borrowed(NamedTuple):
-    """A batch with leaves that are not packed, but copied from where they are."""
-
-    leaves: list[tuple[int, int, int, int]]
-    """Byte ranges of these leaves: row, start and end in the leaf, and the address of the first
-    byte.
-    """
-    lenders: list[Any]
-    """The tensors of these leaves, to be kept alive until the copies are done."""
-    rest: Parts
-    """The packed leaves, with their places in a host slab that has no room for the others."""
-
-
-def borrow(
-    parts: Parts, pieces_of: Callable[[torch.Tensor], list[tuple[int, int]]]
-) -> Borrowed | None:
-    """Find the leaves of a batch that need no packing; None if there are none.
-
-    These leaves are dense, page-locked, and have at least `BORROW_FROM_BYTES`.
-
-    Args:
-        parts: the batch.
-        pieces_of: returns the ranges in which a tensor's memory can be copied; none if it isn't
-            page-locked.
-    """
-    table = parts.table
-    rows, leaves, lenders = table.rows.copy(), [], {}
-    is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= BORROW_FROM_BYTES)
-    for index in np.flatnonzero(is_large).tolist():
-        tensor = as_tensor(parts.leaves[index])
-        if pieces := pieces_of(tensor):
-            address = tensor.data_ptr()
-            leaves += [(index, start, end, address + start) for start, end in pieces]
-            lenders[index] = tensor
-    if not lenders:
-        return None
-    rows["kind"][list(lenders)] = RowKind.MOVED
-    end = lay_out(rows, [index for index in table.by_offset() if index not in lenders])
-    rest = parts._replace(table=table.moved_to(rows, end))
-    return Borrowed(leaves, list(lenders.values()), rest)

@@ -92,6 +92,9 @@ class RowKind(IntEnum):
     """It can't be packed, and is moved by its own ``.to()``."""
     ALIAS = 4
     """It is the same object as an earlier row, whose number is stored in place of the offset."""
+    LOCKED = 5
+    """Its memory is page-locked, and is copied unchanged from where it is. It has a place behind
+    the slab."""
 
 
 PACKED = (RowKind.RAW, RowKind.STRIDED)
@@ -153,15 +156,19 @@ class Table(NamedTuple):
     data: bytes
     """The buffer; the other fields can be read from it."""
     nbytes: int
-    """Bytes of the slab that are used, padding included; a multiple of `ALIGNMENT`."""
+    """Bytes from the first place to the end of the last one, padding included; a multiple of
+    `ALIGNMENT`.
+    """
     payload_bytes: int
-    """Bytes of the packed leaves alone."""
+    """Bytes of the leaves with places alone."""
     packed: int
-    """Leaves that are in the slab; repeated ones count once."""
+    """Leaves with places; repeated ones count once."""
     moved: int
     """Tensors that are moved by their own ``.to()``."""
     others: int
     """Leaves that aren't tensors."""
+    slab_bytes: int
+    """Bytes of the host slab: `nbytes`, unless leaves are copied from where they are."""
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Table:
@@ -224,7 +231,9 @@ class Table(NamedTuple):
         """
         magic, count, width, _ = _HEADER.unpack_from(self.data)
         return self._replace(
-            data=_HEADER.pack(magic, count, width, nbytes) + rows.tobytes(), nbytes=nbytes
+            data=_HEADER.pack(magic, count, width, nbytes) + rows.tobytes(),
+            nbytes=nbytes,
+            slab_bytes=nbytes,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

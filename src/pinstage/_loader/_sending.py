@@ -13,7 +13,7 @@ import torch
 
 from .._compat.loader import close_writing_end, has_lost_a_worker, is_resumption, queue_file
 from .._pool import is_page_locked
-from .._stage import HandOver, HostBytes, Packed, Transfer, copy_event_of, keep_until, send_packed
+from .._stage import HandOver, HostBytes, Packed, Transfer, copy_event_of, kept, send_packed
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 
@@ -42,7 +42,7 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
         raise
     finally:
         batch.give_back(event)
-        keep_until(event, [batch.raw])  # some devices read ordinary memory later
+        kept.until(event, [batch.raw])  # some devices read ordinary memory later
     slabs.counters.count(transfer, fallback=batch.raw is not None, slab_wait_seconds=batch.waited)
     return transfer
 

@@ -275,6 +275,7 @@ PyObject *alike(PyObject *module, PyObject *args);
 PyObject *pack(PyObject *module, PyObject *args);
 PyObject *find_driver(PyObject *module, PyObject *nothing);
 PyObject *has_context(PyObject *module, PyObject *nothing);
+PyObject *make_stream(PyObject *module, PyObject *nothing);
 PyObject *match(PyObject *module, PyObject *args);
 PyObject *move_few(PyObject *module, PyObject *args);
 

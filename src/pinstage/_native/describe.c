@@ -413,8 +413,8 @@ static PyObject *place_leaves(Describing *self) {
 /* describe(leaves, atoms, plainly, (device_type, device_id), arrays, cut, each): see
  * `pinstage._batch._describe`. */
 PyObject *describe(UNUSED PyObject *module, PyObject *args) {
-    Describing self = {NULL};
-    if (!PyArg_ParseTuple(args, "O!OO(ii)pOp:describe", &PyList_Type, &self.leaves, &self.atoms,
+    Describing self = {.cut = Py_None};
+    if (!PyArg_ParseTuple(args, "O!OO(ii)p|Op:describe", &PyList_Type, &self.leaves, &self.atoms,
                           &self.plainly, &self.device_type, &self.device_id, &self.arrays,
                           &self.cut, &self.each))
         return NULL;

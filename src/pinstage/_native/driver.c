@@ -21,6 +21,7 @@ static struct {
     int (*copy)(unsigned long long to, const void *from, size_t nbytes, void *stream);
     int (*query)(void *stream);
     int (*context)(void **context);
+    int (*make_stream)(void **stream, unsigned flags);
     int (*attributes)(unsigned count, int *attributes, void **values, unsigned long long address);
     int (*batch)(unsigned long long *to, unsigned long long *from, size_t *nbytes, size_t count,
                  Attributes *attributes, size_t *attributes_from, size_t kinds,
@@ -40,17 +41,26 @@ PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
     *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
     *(void **)&driver.query = dlsym(library, "cuStreamQuery");
     *(void **)&driver.context = dlsym(library, "cuCtxGetCurrent");
+    *(void **)&driver.make_stream = dlsym(library, "cuStreamCreate");
     *(void **)&driver.attributes = dlsym(library, "cuPointerGetAttributes");
     *(void **)&driver.batch = dlsym(library, "cuMemcpyBatchAsync_v2");
     *(void **)&driver.batch_12 = dlsym(library, "cuMemcpyBatchAsync");
     return PyBool_FromLong(driver.copy != NULL && driver.query != NULL && driver.context != NULL &&
-                           driver.attributes != NULL);
+                           driver.make_stream != NULL && driver.attributes != NULL);
 }
 
 /* has_context(): whether the calling thread has a current context, which `where_is` needs. */
 PyObject *has_context(UNUSED PyObject *module, UNUSED PyObject *nothing) {
     void *context = NULL;
     return PyBool_FromLong(driver.context(&context) == 0 && context != NULL);
+}
+
+/* make_stream(): make a stream of the current context that doesn't wait for the legacy default
+ * stream; return its handle, or CUDA's error as a negative number. */
+PyObject *make_stream(UNUSED PyObject *module, UNUSED PyObject *nothing) {
+    void *stream = NULL;
+    int code = driver.make_stream(&stream, 1 /* CU_STREAM_NON_BLOCKING */);
+    return PyLong_FromLongLong(code == 0 ? (long long)(intptr_t)stream : -(long long)code);
 }
 
 /* The number that CUDA has for the allocation or registration of a byte of host memory; 0 if it
@@ -104,6 +114,10 @@ int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream) {
         leaf->nbytes > AT_ONCE_BYTES || (leaf->nbytes > AT_ONCE_BYTES / 4 && is_pageable(leaf));
     if (!is_direct) memcpy(buffer, leaf->data, size);
     return driver.copy((uintptr_t)to, is_direct ? leaf->data : buffer, size, stream);
+}
+
+int copy_later(char *to, const Found *leaf, void *stream) {
+    return driver.copy((uintptr_t)to, leaf->data, (size_t)leaf->nbytes, stream);
 }
 
 /* Send page-locked ranges in one call; return whether that was done. The driver refuses it on

@@ -19,6 +19,9 @@ bool are_read_at_once(const Found *leaves, int count, void *stream);
  * would be read too late. Copying a few KiB takes no longer than finding out where they are. */
 int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream);
 
+/* Copy a page-locked leaf, which is read when the stream comes to the copy; return CUDA's error. */
+int copy_later(char *to, const Found *leaf, void *stream);
+
 /* Where CUDA knows memory to be: page-locked as a whole; page-locked at both ends, which belong to
  * different allocations or registrations; or anything else. */
 typedef enum { ELSEWHERE, IN_PIECES, IN_ONE } Locked;

@@ -1,23 +1,29 @@
-/* A few small leaves, each copied to a tensor of its own, without a slab. */
+/* A few leaves, each copied to a tensor of its own, without a slab. */
 #include "blocks.h"
 #include "driver.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* More bytes are moved as quickly from one slab. */
+/* More bytes are moved as quickly from one slab, or by another stream if they are page-locked. */
 enum { MOST_FEW_BYTES = 1024 * 1024 };
+
+/* A smaller leaf is copied through a buffer in less time than CUDA takes to say where it is. */
+enum { ASK_FROM_BYTES = 16 * 1024 };
 
 typedef struct {
     PyObject *leaves;           /* of the batch */
     PyObject *atoms, *wrappers; /* see `move_few` */
     bool is_cuda;
+    int borrows; /* whether page-locked leaves may be read after the call */
     int device_index;
     void *stream;
-    int count; /* tensors and arrays among the leaves */
-    int made;  /* those that have a destination */
+    int count;  /* tensors and arrays among the leaves */
+    int locked; /* those that are read after the call */
+    int made;   /* those that have a destination */
     int64_t nbytes;
     Found sources[MOST_FEW];
+    bool is_locked[MOST_FEW];    /* of each source */
     Py_ssize_t index[MOST_FEW];  /* of each source in the leaves */
     PyObject *tensors[MOST_FEW]; /* the destinations, held */
     char *to[MOST_FEW];          /* their memory */
@@ -38,8 +44,13 @@ static int add_source(Few *few, PyObject *leaf, Py_ssize_t index) {
     int result = is_tensor ? find_tensor(leaf, DL_CPU, 0, source) : find_array(leaf, source);
     if (result != 0) return result;
     few->nbytes += source->nbytes;
-    bool is_small = few->nbytes <= MOST_FEW_BYTES;
+    bool is_small = few->borrows || few->nbytes <= MOST_FEW_BYTES;
     if (!is_small || source->kind != RAW || torch.scalar[source->dtype] < 0) return NOT_PLAIN;
+    bool is_locked = few->borrows && source->nbytes >= ASK_FROM_BYTES &&
+                     where_is(source->data, source->nbytes) == IN_ONE;
+    if (few->borrows && !is_locked && source->nbytes > AT_ONCE_BYTES) return NOT_PLAIN;
+    few->is_locked[few->count] = is_locked;
+    few->locked += is_locked;
     few->index[few->count++] = index;
     return 0;
 }
@@ -63,7 +74,8 @@ static int find_sources(Few *few) {
         result = is_data ? add_source(few, leaf, i) : check_stays(few, (PyObject *)type);
     }
     if (result != 0) return result;
-    bool is_read = !few->is_cuda || are_read_at_once(few->sources, few->count, few->stream);
+    bool is_read =
+        !few->is_cuda || few->borrows || are_read_at_once(few->sources, few->count, few->stream);
     return few->count > 0 && is_read ? 0 : NOT_PLAIN;
 }
 
@@ -80,41 +92,16 @@ static bool make_tensors(Few *few) {
     return true;
 }
 
-/* Whether no two destinations share a byte. */
-static bool are_disjoint(const Few *few) {
-    for (int i = 0; i < few->count; i++) {
-        for (int j = 0; j < i; j++) {
-            bool starts_before = few->to[i] < few->to[j] + few->sources[j].nbytes;
-            if (starts_before && few->to[j] < few->to[i] + few->sources[i].nbytes) return false;
-        }
-    }
-    return true;
-}
-
-/* Take existing tensors as the destinations; false if one of them is large or doesn't fit, or
- * two overlap. */
-static bool take_existing(Few *few, PyObject *existing) {
-    int device_type = few->is_cuda ? DL_CUDA : DL_CPU;
-    for (; few->made < few->count; few->made++) {
-        const Found *leaf = &few->sources[few->made];
-        Bytes like = {leaf->dtype, leaf->ndim, leaf->nbytes, leaf->shape, leaf->stride};
-        PyObject *tensor = PyList_GetItem(existing, few->index[few->made]);
-        char **to = &few->to[few->made];
-        if (leaf->nbytes > AT_ONCE_BYTES ||
-            !is_plain_place(tensor, device_type, few->device_index, &like, to))
-            return false;
-        few->tensors[few->made] = Py_XNewRef(tensor);
-    }
-    return are_disjoint(few);
-}
-
 /* Copy the sources to a device; return CUDA's error. `buffer`: see `copy_at_once`. */
 static int copy_to_device(const Few *few, char *buffer) {
     int code = 0;
     PyThreadState *state = PyEval_SaveThread();
     for (int i = 0; i < few->count && code == 0; i++) {
-        if (few->sources[i].nbytes > 0)
+        if (few->is_locked[i]) {
+            code = copy_later(few->to[i], &few->sources[i], few->stream);
+        } else if (few->sources[i].nbytes > 0) {
             code = copy_at_once(few->to[i], &few->sources[i], buffer, few->stream);
+        }
     }
     PyEval_RestoreThread(state);
     return code;
@@ -137,9 +124,9 @@ static PyObject *moved(const Few *few) {
         if (PyList_SetItem(leaves, few->index[i], Py_XNewRef(few->tensors[i])) != 0)
             Py_CLEAR(leaves);
     }
-    return leaves == NULL
-               ? NULL
-               : Py_BuildValue("(NiLl)", leaves, few->count, (long long)few->nbytes, copies);
+    return leaves == NULL ? NULL
+                          : Py_BuildValue("(NiLli)", leaves, few->count, (long long)few->nbytes,
+                                          copies, few->locked);
 }
 
 /* Copy, and return what `move_few` returns. */
@@ -155,41 +142,36 @@ static PyObject *copy_few(const Few *few) {
     return code != 0 ? PyLong_FromLong(-(long)code) : moved(few);
 }
 
-/* Whether anything can be moved here, whatever the leaves are. */
-static bool is_possible(const Few *few, PyObject *existing) {
-    if (!makes_views() || (few->is_cuda && !has_driver())) return false;
-    return existing == NULL ||
-           (PyList_Check(existing) && PyList_Size(existing) == PyList_Size(few->leaves));
-}
-
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves
- * as `.to()` would, on torch's current stream, which is not captured. All leaves have been read
- * when it returns, without waiting for earlier work.
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, borrows, most_bytes):
+ * move leaves as `.to()` would, on torch's current stream, which is not captured. All leaves have
+ * been read when it returns, without waiting for earlier work, but for page-locked leaves of at
+ * least 16 KiB if it `borrows`.
  *
- * existing: the tensors to copy to, at the places of their leaves; None makes new tensors.
- * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new
- * leaves, how many were moved, their bytes, and the number of copies. Returns None if the leaves
- * are not few, small and plain, would not be read at once, or there is no memory; returns CUDA's
- * error as a negative number. */
+ * atoms: types of leaves that stay as they are, except those of wrappers. most_bytes: if leaves
+ * that can be borrowed have more bytes together, their number is returned, and nothing is moved.
+ * Returns the new leaves, how many were moved, their bytes, the number of copies, and how many
+ * leaves are read after the call. Returns None if the leaves are not few, small and plain, would
+ * not be read at once, or there is no memory; returns CUDA's error as a negative number. */
 PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     Few few; /* not all zeros: that would take as long as a small copy */
-    few.count = few.made = 0;
+    few.count = few.made = few.locked = 0;
     few.nbytes = 0;
-    PyObject *existing;
     int device_type;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiKO:move_few", &PyList_Type, &few.leaves, &few.atoms,
-                          &few.wrappers, &device_type, &few.device_index, &stream, &existing))
+    long long most_bytes;
+    if (!PyArg_ParseTuple(args, "O!(OO)iiKpL:move_few", &PyList_Type, &few.leaves, &few.atoms,
+                          &few.wrappers, &device_type, &few.device_index, &stream, &few.borrows,
+                          &most_bytes))
         return NULL;
     few.is_cuda = device_type == 1;
+    few.borrows = few.borrows && sends_locked();
     few.stream = (void *)(uintptr_t)stream;
-    if (existing == Py_None) existing = NULL;
-    if (!is_possible(&few, existing)) Py_RETURN_NONE;
+    if (!makes_views() || (few.is_cuda && !has_driver())) Py_RETURN_NONE;
     int result = find_sources(&few);
     if (result == -1) return NULL;
     if (result == NOT_PLAIN) Py_RETURN_NONE;
-    bool is_ready = existing == NULL ? make_tensors(&few) : take_existing(&few, existing);
-    PyObject *answer = is_ready ? copy_few(&few) : Py_NewRef(Py_None);
+    if (few.borrows && few.nbytes > most_bytes) return PyLong_FromLongLong(few.nbytes);
+    PyObject *answer = make_tensors(&few) ? copy_few(&few) : Py_NewRef(Py_None);
     for (int i = 0; i < few.made; i++) Py_DECREF(few.tensors[i]);
     return answer;
 }

@@ -169,7 +169,7 @@ static PyMethodDef functions[] = {
      "figures(table): the table, and nbytes, payload, packed, moved, others, slab_bytes, if its "
      "rows are valid."},
     {"describe", describe, METH_VARARGS,
-     "describe(leaves, atoms, plainly, (device_type, device_id), arrays, cut, each): a table"},
+     "describe(leaves, atoms, plainly, (device_type, device_id), arrays[, cut, each]): a table"},
     {"alike", alike, METH_VARARGS,
      "alike(samples, usual): a stack for `pack` or `Job`, or None if they differ or are not "
      "plain, or if `usual` and they have other strides than new tensors."},
@@ -180,6 +180,8 @@ static PyMethodDef functions[] = {
      "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
     {"has_context", has_context, METH_NOARGS,
      "has_context(): whether this thread has a current context of CUDA."},
+    {"make_stream", make_stream, METH_NOARGS,
+     "make_stream(): the handle of another non-blocking stream, or -error of CUDA"},
     {"match", match, METH_VARARGS,
      "match(table, tensors, device_type, device_index): which existing tensors can take leaves "
      "byte by byte."},

@@ -203,12 +203,14 @@ bool table_begin(Table *self, PyObject *data) {
 
 int64_t slab_bytes(const Header *table) {
     int64_t end = 0;
+    bool has_locked = false;
     for (int64_t i = 0; i < table->rows; i++) {
         const Row *row = row_at(table, i);
-        if (row->kind == LOCKED || !is_packed(row)) continue;
-        if (row->offset + row->nbytes > end) end = row->offset + row->nbytes;
+        bool is_locked = row->kind == LOCKED, is_in_slab = is_packed(row) && !is_locked;
+        has_locked = has_locked || is_locked;
+        if (is_in_slab && row->offset + row->nbytes > end) end = row->offset + row->nbytes;
     }
-    return (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    return has_locked ? (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : table->nbytes;
 }
 
 void table_end(Table *self) {

@@ -7,5 +7,5 @@ background, so that neither this process nor its neighbours on the GPU are stopp
 end; `_region` has the public classes.
 """
 
-from ._chunks import pieces_of
+from ._chunks import pieces_at, pieces_of
 from ._region import HostRegion, RegionHandle

@@ -267,18 +267,23 @@ class Chunks:
         return is_free
 
 
-def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Return the ranges in which CUDA can copy a dense tensor's memory without the host; empty if
-    it can't.
+def pieces_at(address: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return the ranges in which CUDA can copy memory of a region without the host.
 
-    In a region, the ranges end where chunks do, and this call waits until they are ready.
+    They end where chunks do. This call waits until the chunks are ready.
 
     Returns:
-        Offsets in bytes from the tensor's beginning: where each range begins and ends.
+        Offsets in bytes from the address: where each range begins and ends. Empty if the memory is
+        pageable or in no region.
     """
-    address, nbytes = tensor.data_ptr(), tensor.nbytes
     for chunks in list(_living.values()):
         start = address - chunks.memory.address
         if 0 <= start < chunks.memory.nbytes:
             return [(a - start, b - start) for a, b in chunks.pieces(start, start + nbytes)]
-    return [(0, nbytes)] if tensor.is_pinned() else []
+    return []
+
+
+def pieces_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Do the same for a dense tensor, which may be page-locked outside of any region."""
+    pieces = pieces_at(tensor.data_ptr(), tensor.nbytes)
+    return pieces or ([(0, tensor.nbytes)] if tensor.is_pinned() else [])

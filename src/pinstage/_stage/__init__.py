@@ -30,5 +30,5 @@ from ._run_ahead import RunAhead, check_depth
 from ._stager import Stager, sender_of
 from ._stats import StagerStats
 from ._to_host import Fetcher, HostTransfer, duplicate_rest, event_of, landings
-from ._transfer import Kept, Packed, Transfer, copy_event_of, keep_until, send_packed, table_of
+from ._transfer import Packed, Transfer, copy_event_of, kept, send_packed, table_of
 from ._weights import IncompatibleKeys

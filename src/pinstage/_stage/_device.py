@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections import deque
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
@@ -17,6 +18,7 @@ from .._batch import (
     ATOM_TYPES,
     WRAPPERS,
     Blocks,
+    FindLocked,
     Gathering,
     Parts,
     Sharing,
@@ -33,6 +35,7 @@ from .._memory import (
     reads_pageable_memory,
 )
 from .._pool import Fence
+from .._region import pieces_at
 from .._steps import NOTHING
 from ..errors import CudaUnavailableError
 
@@ -185,6 +188,19 @@ class HostBytes(NamedTuple):
     """Whether they are page-locked."""
 
 
+class Few(NamedTuple):
+    """A few leaves that were moved without a slab."""
+
+    leaves: list[Any]
+    """The leaves of the result."""
+    count: int
+    """The number of copied leaves."""
+    nbytes: int
+    copies: int
+    locked: int
+    """The number of leaves that are read after the call."""
+
+
 class HostCopy(NamedTuple):
     """A copy to the host."""
 
@@ -245,7 +261,7 @@ class Target:
         return NOTHING
 
     def use_own_stream(self) -> None:
-        """Make `stream` current for all further work of this thread on the device."""
+        """Make a stream of its own current for all further work of this thread on the device."""
 
     def consumer(self, stream: Any) -> Any:  # noqa: ARG002
         """Return the given stream, or the current one for None; None for a device without
@@ -276,6 +292,15 @@ class Target:
 
     # -- to the device
 
+    def find_locked(self, *, each: bool) -> FindLocked | None:  # noqa: ARG002
+        """Return how page-locked leaves are found, to be sent by `copy_locked`; None if they are
+        packed.
+
+        Args:
+            each: whether each large leaf is asked; see `FindLocked`.
+        """
+        return None
+
     def blocks(self, table: Table, sharing: Sharing, stream: Any) -> Blocks:  # noqa: ARG002
         """Make the tensors of a batch, whose memory belongs to a stream. The device must be
         `selected`.
@@ -287,22 +312,23 @@ class Target:
         """
         return make_blocks(table, sharing, self.device)
 
-    def move_few(
-        self, leaves: list[Any], existing: list[Any] | None = None
-    ) -> tuple[list[Any], int, int, int] | None:
-        """Copy a few small leaves, each to its own tensor, on the current stream. Returns when they
-        have been read.
+    def move_few(self, leaves: list[Any], *, borrows: bool, most_bytes: int) -> Few | int | None:
+        """Copy a few leaves, each to its own tensor, on the current stream.
+
+        Returns when small and pageable leaves have been read.
 
         Args:
             leaves: the leaves of a batch.
-            existing: the destination of each leaf, in the same order; None makes new tensors.
+            borrows: whether page-locked leaves may be read later.
+            most_bytes: what such leaves may have together.
 
         Returns:
-            The leaves of the result, the number of copied leaves, their bytes, and the number of
-            copies. None if the leaves are too many, too large, or not plain, if the stream is
-            captured, or if the copies would wait for the device.
+            None if the leaves are too many, too large, or not plain, if the stream is captured, or
+            if the copies would wait for the device. The bytes of page-locked leaves that have more
+            than `most_bytes`.
         """
-        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, existing)  # type: ignore[no-any-return]
+        few = _native.core.move_few(leaves, _TYPES, 0, 0, 0, borrows, most_bytes)
+        return tuple.__new__(Few, few) if isinstance(few, tuple) else few
 
     def copy(self, blocks: Blocks, host: HostBytes, start: int, end: int, stream: Any) -> int:
         """Copy bytes of a host slab to their places; return the number of copies. The device must
@@ -322,15 +348,19 @@ class Target:
         copies = blocks.copy(*args)
         return copies if copies >= 0 else self._again(copies, blocks.copy, *args)
 
-    def copy_leaves(
-        self, blocks: Blocks, leaves: list[tuple[int, int, int, int]], stream: Any
-    ) -> int:
-        """Copy ranges of leaves, given as in `Borrowed.leaves`, from page-locked memory; otherwise
-        as `copy`.
+    def copy_locked(self, blocks: Blocks, parts: Parts, stream: Any, *, at_once: bool) -> int:
+        """Copy page-locked leaves from where they are, in one call; return the number of copies, or
+        -1 if the driver refused the call and nothing was copied.
+
+        Args:
+            blocks: the batch's blocks.
+            parts: the batch.
+            stream: our stream.
+            at_once: whether the leaves have been read when the call returns. Then it waits for all
+                earlier work of the stream.
         """
-        args = leaves, getattr(stream, "cuda_stream", 0)
-        copies = blocks.copy_leaves(*args)
-        return copies if copies >= 0 else self._again(copies, blocks.copy_leaves, *args)
+        handle = getattr(stream, "cuda_stream", 0)
+        return blocks.copy_locked(parts.sources, parts.locked, handle, at_once)  # type: ignore[no-any-return]
 
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
         """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when
@@ -429,9 +459,15 @@ class CudaTarget(Target):
     Device slabs are made on the copy stream. Memory made on the consumer's stream may still be in
     use by earlier work there, so the copy would have to wait for that work, and nothing would
     overlap.
+
+    Args:
+        device: the GPU.
+        stages: whether `stream` is for a stager. Such a stream carries copies to the device only,
+            and waits for no other, since `copy_locked` waits for its earlier work. torch's streams
+            are shared with the program: there are 32 of them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, stages: bool = False) -> None:
         if not torch.cuda.is_available():
             raise CudaUnavailableError(
                 f"CUDA is not available: cannot stage to {device}; use device='cpu', or see "
@@ -446,6 +482,8 @@ class CudaTarget(Target):
                 f"CUDA's driver has no functions that copy to {device}: libcuda.so.1 is not "
                 "loaded; use device='cpu', or move batches by .to()"
             )
+        if stages:
+            self.stream = _stream_for_copies(self)
         # Attributes instead of methods, which saves a call. None refers to `self`: a forked child
         # whose garbage collector frees the events of a cycle would be ended.
         self.is_capturing = torch.cuda.is_current_stream_capturing  # type: ignore[method-assign]
@@ -456,6 +494,7 @@ class CudaTarget(Target):
         self._reads_late = reads_pageable_memory(self.device.index)
         if self._reads_late:  # small batches take slabs too, which are kept until their events
             self.has_room = lambda: False  # type: ignore[method-assign]
+        self._find, self._find_each = (FindLocked(pieces_at, each) for each in (False, True))
         self._last_consumer: tuple[Any, torch.cuda.Stream] = ids_of(self.stream), self.stream
 
     def selected(self) -> AbstractContextManager[Any]:
@@ -478,7 +517,8 @@ class CudaTarget(Target):
     def use_own_stream(self) -> None:
         """See `Target`."""
         with self.selected():
-            self._cuda.set_stream(*ids_of(self.stream))
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            self._cuda.set_stream(*ids_of(stream))
 
     def consumer(self, stream: torch.cuda.Stream | None) -> torch.cuda.Stream:
         """See `Target`. Keeps the last current stream, since making a new object for it is ten
@@ -512,14 +552,18 @@ class CudaTarget(Target):
             if tensor.is_cuda:
                 tensor.record_stream(consumer)
 
+    def find_locked(self, *, each: bool) -> FindLocked | None:
+        """See `Target`."""
+        if not _native.core.has_context():
+            make_current(self.device.index)
+        return self._find_each if each else self._find
+
     def blocks(self, table: Table, sharing: Sharing, stream: torch.cuda.Stream) -> Blocks:
         """See `Target`."""
         with _OnStream(stream) if stream is self.stream else NOTHING:
             return make_blocks(table, sharing, self.device)
 
-    def move_few(
-        self, leaves: list[Any], existing: list[Any] | None = None
-    ) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any], *, borrows: bool, most_bytes: int) -> Few | int | None:
         """See `Target`."""
         index = self.device.index
         stream = self._cuda.raw_stream(index)
@@ -528,14 +572,19 @@ class CudaTarget(Target):
             return None
         if self._reads_late or (self._marks and not self.has_room()):
             return None  # has_room queries events, which would break a capture
-        args = leaves, _TYPES, 1, index, stream, existing
+        if borrows and not _native.core.has_context():
+            make_current(index)
+        args = leaves, _TYPES, 1, index, stream, borrows, most_bytes
         moved = _native.core.move_few(*args)
-        if isinstance(moved, int):
+        if isinstance(moved, int) and moved < 0:
             moved = self._again(moved, _native.core.move_few, *args)
-        if moved is not None:
-            _, _, nbytes, copies = moved  # the driver may hold the last piece of a larger copy
-            self.sent_at_once(copies, min(nbytes, copies * AT_ONCE_BYTES))
-        return moved  # type: ignore[no-any-return]
+        if not isinstance(moved, tuple):
+            return moved  # type: ignore[no-any-return]
+        few: Few = tuple.__new__(Few, moved)
+        copies = few.copies - few.locked
+        # The driver may hold the last piece of a larger copy.
+        self.sent_at_once(copies, min(few.nbytes, copies * AT_ONCE_BYTES))
+        return few
 
     def to_host(
         self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None
@@ -575,6 +624,29 @@ class CudaTarget(Target):
         except BaseException:  # an interrupt, perhaps: the copy may be under way
             there.record_stream(self.stream)
             raise
+
+
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""Streams of stagers that are gone. Later stagers use them again, since torch's allocator keeps
+memory for each stream."""
+
+
+def _stream_for_copies(target: CudaTarget) -> torch.cuda.Stream:
+    """Return a stream that no other code has until the target is gone. The driver makes it, and it
+    is kept for the life of the process.
+    """
+    idle = _idle_streams[target.device]
+    try:
+        stream = idle.pop()
+    except IndexError:
+        with target.selected():
+            make_current(target.device.index)
+            handle = _native.core.make_stream()
+        if handle < 0:
+            raise copy_error(-handle) from None
+        stream = torch.cuda.ExternalStream(handle, target.device)
+    weakref.finalize(target, idle.append, stream).atexit = False
+    return stream
 
 
 class Targets:
@@ -625,7 +697,7 @@ def target_for(device: torch.device | str | int | None) -> Target:
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"not a device: {device!r}; write 'cuda', 'cuda:0' or 'cpu'") from error
     if device.type == "cuda":
-        return CudaTarget(device)
+        return CudaTarget(device, stages=True)
     if device.type == "cpu":
         return Target()
     raise ValueError(f"cannot stage to {device}: only CUDA devices and the CPU are supported")

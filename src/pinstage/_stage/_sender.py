@@ -4,11 +4,12 @@
 
     a few small leaves    from ordinary memory, a copy for each        `Target.move_few`
     up to 64 KiB          from ordinary memory, a copy for each block  `Target.fill`
+    page-locked leaves    from where they are, in one call             `Target.copy_locked`
     everything else       through a host slab, in chunks               `Sender._copy_in_chunks`
-      page-locked leaves  straight from where they are                 `Target.copy_leaves`
       slab refused        in parts, through a smaller slab             `Sender._copy_in_parts`
 
-The first two ways use the current stream, the others our own one.
+The first two ways use the current stream, the others our own one. With ``borrow_pinned``, a few
+page-locked leaves go the first way, too.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
+import torch
+
 from .._batch import (
     ALIGNMENT,
     Blocks,
-    Borrowed,
     Keeping,
     OwnStorage,
     Parts,
     Stack,
-    borrow,
     pack_by_threads,
     reuses_places,
     sharing_of,
@@ -37,13 +38,12 @@ from .._batch import (
     windows,
 )
 from .._pool import Fence, Lease, guard_until_release, is_page_locked
-from .._region import pieces_of
 from .._steps import step
-from ._device import AT_ONCE_BYTES, HostBytes, Target
+from ._device import AT_ONCE_BYTES, Few, HostBytes, Target
 from ._host_slabs import HostSlabs
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
-from ._transfer import Sent, Transfer, keep_until, move_others, table_of
+from ._transfer import Sent, Transfer, kept, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024
 """`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy
@@ -63,10 +63,8 @@ class PendingSend:
     parts: Parts
     stream: Any
     """The stream of its copies."""
-    borrowed: Borrowed | None = None
-    """Its page-locked leaves, which are copied from where they are."""
     slab: Lease | None = None
-    """For the other packed leaves; None: they go from ordinary memory."""
+    """For the packed leaves; None: there are none, or they go from ordinary memory."""
     reuses: bool = False
     """Whether chunks are packed in the places of earlier ones."""
     job: Any = None
@@ -74,25 +72,20 @@ class PendingSend:
     batch.
     """
 
-    @property
-    def packed(self) -> Parts:
-        """The leaves that aren't borrowed."""
-        return self.parts if self.borrowed is None else self.borrowed.rest
-
     def pack_into(self, slab: Lease, threads: int) -> None:
         """Pack a small batch, or let threads begin."""
-        job = start_packing(self.packed, slab, threads, reuses=self.reuses)
+        job = start_packing(self.parts, slab, threads, reuses=self.reuses)
         if job is not None:
             self.job = job.__enter__()
 
     def close(self, event: Fence | None) -> None:
-        """Stop packing. Give the slab back, and keep the borrowed leaves, until the event."""
+        """Stop packing. Give the slab back, and keep the page-locked leaves, until the event."""
         if self.job is not None:
             self.job.__exit__()
         if self.slab is not None:
             self.slab.release(after=event)
-        if self.borrowed is not None:
-            keep_until(event, self.borrowed.lenders)
+        if self.parts.locked:
+            kept.until(event, self.parts.lenders())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +99,8 @@ class Sender:
         keeping: says which leaves stay on the host.
         own_storage: see `Stager`.
         threads: number of threads that may pack.
-        borrows: whether page-locked leaves are copied without packing.
+        borrows: whether page-locked leaves may be read after the call; else the call waits until
+            they have been.
         run_ahead: bounds how far the host is ahead of each consumer's stream; None for a caller
             that does that itself.
     """
@@ -125,11 +119,11 @@ class Sender:
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            few, tally = (None, ()) if self.own_storage is False else self.move_few(leaves)
+            few = None if self.own_storage is False else self.move_few(leaves)
             if few is not None:
-                self.counters.add(*tally)
-                return structure.rebuild(few)
-            parts = take_apart(batch, keeping=self.keeping, walked=walked)
+                self.counters.add(few.copies, few.count, few.nbytes, few.nbytes, few.count, 0)
+                return structure.rebuild(few.leaves)
+            parts = self._take_apart(batch, walked=walked)
             transfer = self.transfer(parts, SMALL_BYTES)
         return transfer.wait()
 
@@ -138,26 +132,42 @@ class Sender:
         returns.
         """
         with step("stage"):
-            parts = take_apart(batch, keeping=self.keeping, stacks=stacks)
-            return self.transfer(parts, AT_ONCE_BYTES)
+            return self.transfer(self._take_apart(batch, stacks=stacks), AT_ONCE_BYTES)
+
+    def _take_apart(self, batch: Any, **known: Any) -> Parts:
+        locked = self.target.find_locked(each=self.borrows)
+        return take_apart(batch, keeping=self.keeping, locked=locked, **known)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             "a stager cannot be copied or pickled; make another Stager, or pass this one on"
         )
 
-    def move_few(self, leaves: list[Any]) -> tuple[list[Any] | None, tuple[int, ...]]:
-        """Move a few small leaves without a slab.
+    def move_few(self, leaves: list[Any]) -> Few | None:
+        """Move a few leaves without a slab; return None if they aren't small, few and plain.
 
-        Returns:
-            The leaves on the device, and what to count; None if they aren't small, few and plain.
+        Page-locked leaves of more than `SMALL_BYTES` together go on our stream.
         """
-        is_possible = self.keeping is None and self.slabs.is_open()
-        few = self.target.move_few(leaves) if is_possible else None
-        if few is None:
-            return None, ()
-        moved, count, nbytes, copies = few
-        return moved, (copies, count, nbytes, nbytes, count, 0)
+        if self.keeping is not None or not self.slabs.is_open():
+            return None
+        target = self.target
+        consumer = stream = None
+        few = target.move_few(leaves, borrows=self.borrows, most_bytes=SMALL_BYTES)
+        if isinstance(few, int):
+            consumer, stream = target.consumer(None), target.stream
+            if self.run_ahead is not None:
+                self.run_ahead.bound(target.record(consumer), consumer)
+            with target.on(stream):
+                few = target.move_few(leaves, borrows=True, most_bytes=few)
+        if not isinstance(few, Few):
+            return None
+        if few.locked:
+            event = target.record(target.consumer(stream))
+            kept.until(event, leaves)
+            if stream is not None:
+                made = [leaf for leaf in few.leaves if isinstance(leaf, torch.Tensor)]
+                target.hand_over(event, made, consumer)
+        return few
 
     def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:
         """Send a batch; see `start`."""
@@ -170,9 +180,9 @@ class Sender:
 
         1. up to 64 KiB, while the driver has room for them: from ordinary memory, on the current
            stream. A slab and a second stream would take longer than packing and copying;
-        2. below `inline_bytes`: through a slab, on the current stream;
+        2. below `inline_bytes`, without page-locked leaves: through a slab, on the current stream;
         3. everything else, and every batch while the current stream is captured: through a slab, on
-           our stream.
+           our stream; page-locked leaves from where they are.
 
         The host waits for earlier batches only in the second and third case, and not while the
         stream is captured, since a capture allows no events of other work.
@@ -199,23 +209,21 @@ class Sender:
                 return PendingSend(parts, consumer)
             if self.run_ahead is not None:
                 self.run_ahead.bound(target.record(consumer), consumer)
-            return self._start_packing(
-                parts, consumer if nbytes < inline_bytes else target.stream, timeout
-            )
+            is_inline = nbytes < inline_bytes and not parts.locked
+            return self._start_packing(parts, consumer if is_inline else target.stream, timeout)
 
     def _start_packing(self, parts: Parts, stream: Any, timeout: float | None) -> PendingSend:
-        """Lease a slab for the leaves that aren't borrowed, and let threads begin to pack, if it
-        has room for all.
+        """Lease a slab for the packed leaves, and let threads begin to pack, if it has room for
+        all.
         """
-        borrowed = borrow(parts, pieces_of) if self.borrows and parts.table.nbytes else None
-        pending = PendingSend(parts, stream, borrowed)
-        nbytes = pending.packed.table.nbytes
+        pending = PendingSend(parts, stream)
+        nbytes = parts.table.slab_bytes
         if not nbytes:
             return pending
         pending.slab = slab = self.slabs.lease(nbytes, timeout)
         guard_until_release(slab, stream)  # an interrupt may come before the release
         if slab.nbytes >= nbytes:
-            pending.reuses = reuses_places(pending.packed) and not self.target.is_capturing()
+            pending.reuses = reuses_places(parts) and not self.target.is_capturing()
             try:
                 with step("pack"):
                     pending.pack_into(slab, self.threads)
@@ -227,12 +235,12 @@ class Sender:
     def finish(self, pending: PendingSend) -> Transfer[Any]:
         """Start the copies of a batch: of its packed leaves as `start` decided, of others by their
         own ``.to()``.
+
+        If the driver refuses to copy page-locked leaves from where they are, all are packed.
         """
-        parts, target = pending.parts, self.target
-        with target.selected():
-            sent = self._send(pending)
-        moved = move_others(target, parts.structure, parts.table, parts.others())
-        transfer: Transfer[Any] = Transfer(target, parts.structure, parts.table, sent, moved)
+        transfer = self._send(pending)
+        if transfer is None:
+            return self.finish(self.start(pending.parts.unlocked(), 0))
         self.count(transfer)
         return transfer
 
@@ -240,34 +248,58 @@ class Sender:
         """Count a staged batch."""
         self.counters.add(transfer.copies, transfer.blocks, *table_of(transfer)[1:5])
 
-    def _send(self, pending: PendingSend) -> Sent:
-        """Make the destinations of the packed leaves, and start their copies."""
-        target, stream, table = self.target, pending.stream, pending.parts.table
-        event, copies = None, 0
-        try:
-            blocks = target.blocks(table, sharing_of(self.own_storage, table.packed), stream)
-            if pending.borrowed is not None:
-                with step("copy"):
-                    copies = target.copy_leaves(blocks, pending.borrowed.leaves, stream)
-                blocks.packed_as(pending.packed.table.data)
-            copies += self._copy_packed(pending, blocks)
-        finally:
-            if table.nbytes:
-                event = target.record(stream)
-            pending.close(event)
-        return Sent(blocks, event, copies, stream)
+    def _send(self, pending: PendingSend) -> Transfer[Any] | None:
+        """Make the destinations of the leaves, and start their copies; return None if the driver
+        refuses one.
+
+        Page-locked leaves cross the bus first if they may be read later, and last if the call waits
+        for them.
+        """
+        parts, target, stream, table = (
+            pending.parts,
+            self.target,
+            pending.stream,
+            pending.parts.table,
+        )
+        event, copies, locked = None, 0, 0
+        with target.selected():
+            try:
+                blocks = target.blocks(table, sharing_of(self.own_storage, table.packed), stream)
+                if self.borrows:
+                    locked = self._copy_locked(parts, blocks, stream)
+                copies = self._copy_packed(pending, blocks) if locked >= 0 else 0
+                moved = move_others(target, parts.structure, table, parts.others())
+                with step("views"):
+                    leaves = blocks.leaves(moved.others)
+                if not self.borrows:
+                    locked = self._copy_locked(parts, blocks, stream)
+            finally:
+                if table.nbytes:
+                    event = target.record(stream)
+                pending.close(event)
+        if locked < 0:
+            return None
+        sent = Sent(blocks, event, copies + locked, stream)
+        return Transfer(target, parts.structure, table, sent, moved, leaves)
+
+    def _copy_locked(self, parts: Parts, blocks: Blocks, stream: Any) -> int:
+        """Copy page-locked leaves; return the number of copies, or -1 if the driver refused."""
+        if not parts.locked:
+            return 0
+        with step("copy"):
+            return self.target.copy_locked(blocks, parts, stream, at_once=not self.borrows)
 
     def _copy_packed(self, pending: PendingSend, blocks: Blocks) -> int:
-        """Start the copies of the leaves that aren't borrowed; return their number."""
-        nbytes = pending.packed.table.nbytes
+        """Start the copies of the packed leaves; return their number."""
+        nbytes = pending.parts.table.slab_bytes
         if not nbytes:
             return 0
         if pending.slab is None:
             self.slabs.check_open()
             with step("pack"):
-                return self.target.fill(blocks, pending.packed, pending.stream)
+                return self.target.fill(blocks, pending.parts, pending.stream)
         if pending.slab.nbytes < nbytes:
-            return self._copy_in_parts(pending.packed, pending.slab, blocks, pending.stream)
+            return self._copy_in_parts(pending.parts, pending.slab, blocks, pending.stream)
         if pending.job is None:
             return self._copy(blocks, pending.slab, 0, (0, nbytes), pending.stream)
         return self._copy_in_chunks(pending, pending.slab, blocks)

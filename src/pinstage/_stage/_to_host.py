@@ -50,7 +50,7 @@ from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
 from ._out import Destinations, note_written, overlap, readable, with_own_copies
-from ._transfer import keep_until, move
+from ._transfer import kept, move
 
 DIRECT_FROM_BYTES = 64 * 1024
 """The device writes page-locked destinations of this size itself."""
@@ -287,7 +287,7 @@ class Fetcher:
         plan = _Plan(self._gatherings(tables), parts, direct, self.hold)
         copied = self._copy(plan)
         destinations.leave_out(direct)
-        keep_until(copied.event, list(direct.values()))
+        kept.until(copied.event, list(direct.values()))
         return HostTransferInto(left, plan.tables(), copied, destinations)
 
     def _taken_apart(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import deque
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -66,22 +67,44 @@ _NOTHING_MOVED = Moved([], [], None)
 
 
 class Kept:
-    """A task for the reaper that keeps objects alive until an event is done."""
+    """Objects that are kept alive until events are done. Only the reaper's thread drops them.
 
-    def __init__(self, event: Fence, things: list[Any]) -> None:
-        self._event = event
-        self._things = things
+    It looks every 20 ms while there are any, so a call wakes it only if there were none.
+    """
+
+    def __init__(self) -> None:
+        self.things: deque[tuple[Fence, list[Any]]] = deque()
+        self.look: Look | None = None  # the task that looks again
+
+    def until(self, event: Fence | None, things: list[Any]) -> None:
+        """Keep objects alive until an event is done. Finalisers may call this."""
+        if event is not None and things:
+            self.things.append((event, things))
+            if self.look is None:
+                reaper.tasks.put(Look(self))
+
+
+class Look:
+    """A task for the reaper: drop kept objects whose events are done."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
 
     def reap(self) -> bool:
-        """Return whether the event is done."""
-        return self._event.query()
+        """Return whether this task is finished: nothing is kept, or another task looks again."""
+        kept = self._kept
+        for _ in range(len(kept.things)):
+            event, things = kept.things.popleft()
+            if not event.query():
+                kept.things.append((event, things))
+        if kept.look is None or kept.look is self:
+            kept.look = None  # before the check, since `until` adds before it asks
+            kept.look = self if kept.things else None
+        return kept.look is not self
 
 
-def keep_until(event: Fence | None, things: list[Any]) -> None:
-    """Keep objects alive until an event is done."""
-    if event is not None and things:
-        reaper.start()
-        reaper.tasks.put(Kept(event, things))
+kept = Kept()
+"""Of this process."""
 
 
 class Transfer(NotABatch, Generic[B_co]):
@@ -104,14 +127,20 @@ class Transfer(NotABatch, Generic[B_co]):
     )
 
     def __init__(
-        self, target: Target, structure: Structure, table: Table, sent: Sent, moved: Moved
+        self,
+        target: Target,
+        structure: Structure,
+        table: Table,
+        sent: Sent,
+        moved: Moved,
+        leaves: list[Any],
     ) -> None:
         self._target = target
         self._structure = structure
         self._table = table
         self._sent = sent
         self._moved = moved
-        self._leaves: list[Any] | None = None  # between `_cut` and `wait`
+        self._leaves: list[Any] | None = leaves  # until `wait`
         self._batch: Any = _NOT_YET
         self.copies = sent.copies
         """Host-to-device copies of the packed leaves: one per block, and several for a large
@@ -169,9 +198,8 @@ class Transfer(NotABatch, Generic[B_co]):
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
             if self._batch is _NOT_YET:
-                leaves = self._cut()
                 with step("unflatten"):
-                    self._batch = self._structure.rebuild(leaves)
+                    self._batch = self._structure.rebuild(self._leaves)
                 self._leaves = None
                 if self._moved.others:
                     self._moved = self._moved._replace(others=[])
@@ -187,13 +215,6 @@ class Transfer(NotABatch, Generic[B_co]):
             tensors = [tensor for thing in self._moved.moved for tensor in tensors_in(thing)]
             memory = [part for tensor in tensors for part in memory_of(tensor)]
             self._target.hand_over(self._moved.event, memory, consumer)
-
-    def _cut(self) -> list[Any]:
-        """Return the leaves that `wait` puts together."""
-        if self._leaves is None:
-            with step("views"):
-                self._leaves = self._sent.blocks.leaves(self._moved.others)
-        return self._leaves
 
     def __repr__(self) -> str:
         done = " done" if self.query() else ""
@@ -374,6 +395,6 @@ def send_packed(
                 event = target.record(stream)
     sent = Sent(blocks, event, copies, stream)
     moved = move_others(target, structure, table, others)
-    transfer: Transfer[Any] = Transfer(target, structure, table, sent, moved)
-    transfer._cut()
-    return transfer
+    with step("views"):
+        leaves = blocks.leaves(moved.others)
+    return Transfer(target, structure, table, sent, moved, leaves)

@@ -10,8 +10,7 @@ import torch
 
 from .._compat.views import range_of, view_of
 from .._pool import Fence, Lease, SlabPool, lease_in_flight
-from .._reaper import reaper
-from .._stage import Arrival, EventGroup, HostCopy, Kept, Target
+from .._stage import Arrival, EventGroup, HostCopy, Target, kept
 from ..errors import AcquireTimeoutError, ForkedPoolError, PoolClosedError
 
 OWNER = "offload"
@@ -62,11 +61,8 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
 
 
 def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
-    """Keep memory alive that a copy on our stream reads or writes. One C call, except for its
-    arguments.
-    """
-    if event is not None:
-        reaper.tasks.put(Kept(event, [memory]))
+    """Keep memory alive that a copy on our stream reads or writes."""
+    kept.until(event, [memory])
 
 
 def drop_arrival(target: Target, arrival: Arrival) -> None:
