@@ -48,6 +48,14 @@ int cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t nbytes, void *stre
     return 0;
 }
 
+int cuMemcpyDtoHAsync_v2(void *to, Address from, size_t nbytes, void *stream) {
+    (void)stream;
+    memcpy(to, (const void *)from, nbytes);
+    return 0;
+}
+
+int cuStreamSynchronize(void *stream) { return stream == NULL ? 0 : 0; }
+
 int cuStreamQuery(void *stream) { return stream == NULL ? 0 : 0; }
 
 int cuStreamCreate(void **stream, unsigned flags) {

@@ -278,6 +278,7 @@ PyObject *has_context(PyObject *module, PyObject *nothing);
 PyObject *make_stream(PyObject *module, PyObject *nothing);
 PyObject *match(PyObject *module, PyObject *args);
 PyObject *move_few(PyObject *module, PyObject *args);
+PyObject *fetch_few(PyObject *module, PyObject *args);
 
 extern PyType_Spec structure_spec, job_spec, blocks_spec;
 

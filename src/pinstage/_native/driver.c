@@ -19,7 +19,9 @@ enum { IN_STREAM_ORDER = 1, DURING_CALL = 2 }; /* CUmemcpySrcAccessOrder */
 
 static struct {
     int (*copy)(unsigned long long to, const void *from, size_t nbytes, void *stream);
+    int (*to_host)(void *to, unsigned long long from, size_t nbytes, void *stream);
     int (*query)(void *stream);
+    int (*wait)(void *stream);
     int (*context)(void **context);
     int (*make_stream)(void **stream, unsigned flags);
     int (*attributes)(unsigned count, int *attributes, void **values, unsigned long long address);
@@ -39,13 +41,16 @@ PyObject *find_driver(UNUSED PyObject *module, UNUSED PyObject *nothing) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (library == NULL) Py_RETURN_FALSE;
     *(void **)&driver.copy = dlsym(library, "cuMemcpyHtoDAsync_v2");
+    *(void **)&driver.to_host = dlsym(library, "cuMemcpyDtoHAsync_v2");
+    *(void **)&driver.wait = dlsym(library, "cuStreamSynchronize");
     *(void **)&driver.query = dlsym(library, "cuStreamQuery");
     *(void **)&driver.context = dlsym(library, "cuCtxGetCurrent");
     *(void **)&driver.make_stream = dlsym(library, "cuStreamCreate");
     *(void **)&driver.attributes = dlsym(library, "cuPointerGetAttributes");
     *(void **)&driver.batch = dlsym(library, "cuMemcpyBatchAsync_v2");
     *(void **)&driver.batch_12 = dlsym(library, "cuMemcpyBatchAsync");
-    return PyBool_FromLong(driver.copy != NULL && driver.query != NULL && driver.context != NULL &&
+    return PyBool_FromLong(driver.copy != NULL && driver.to_host != NULL && driver.query != NULL &&
+                           driver.wait != NULL && driver.context != NULL &&
                            driver.make_stream != NULL && driver.attributes != NULL);
 }
 
@@ -119,6 +124,12 @@ int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream) {
 int copy_later(char *to, const Found *leaf, void *stream) {
     return driver.copy((uintptr_t)to, leaf->data, (size_t)leaf->nbytes, stream);
 }
+
+int copy_to_host(char *to, const Found *leaf, void *stream) {
+    return driver.to_host(to, (uintptr_t)leaf->data, (size_t)leaf->nbytes, stream);
+}
+
+int wait_for_stream(void *stream) { return driver.wait(stream); }
 
 /* Send page-locked ranges in one call; return whether that was done. The driver refuses it on
  * the legacy default stream, and while a graph is captured. */

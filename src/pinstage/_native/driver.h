@@ -22,6 +22,12 @@ int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream);
 /* Copy a page-locked leaf, which is read when the stream comes to the copy; return CUDA's error. */
 int copy_later(char *to, const Found *leaf, void *stream);
 
+/* Copy a leaf of a device to page-locked memory, behind earlier work; return CUDA's error. */
+int copy_to_host(char *to, const Found *leaf, void *stream);
+
+/* Wait for all work of a stream; return CUDA's error. */
+int wait_for_stream(void *stream);
+
 /* Where CUDA knows memory to be: page-locked as a whole; page-locked at both ends, which belong to
  * different allocations or registrations; or anything else. */
 typedef enum { ELSEWHERE, IN_PIECES, IN_ONE } Locked;

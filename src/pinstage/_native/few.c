@@ -175,3 +175,82 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     for (int i = 0; i < few.made; i++) Py_DECREF(few.tensors[i]);
     return answer;
 }
+
+/* -- to the host ------------------------------------------------------------------------------- */
+
+/* Add a tensor of the device. Returns what `add_source` returns. */
+static int add_fetched(Few *few, PyObject *leaf, Py_ssize_t index, int64_t room) {
+    if (few->count == MOST_FEW || is_repeated(few, leaf)) return NOT_PLAIN;
+    Found *source = &few->sources[few->count];
+    int result = find_tensor(leaf, DL_CUDA, few->device_index, source);
+    if (result != 0) return result;
+    int64_t start = (few->nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    if (source->nbytes > room - start || source->kind != RAW || torch.scalar[source->dtype] < 0)
+        return NOT_PLAIN;
+    few->nbytes = start + source->nbytes;
+    few->index[few->count++] = index;
+    return 0;
+}
+
+/* Copy the sources to a slab, one behind the other, and wait; return CUDA's error. */
+static int copy_to_slab(const Few *few, char *slab) {
+    int code = 0;
+    int64_t end = 0;
+    PyThreadState *state = PyEval_SaveThread();
+    for (int i = 0; i < few->count && code == 0; i++) {
+        int64_t start = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        end = start + few->sources[i].nbytes;
+        if (start < end) code = copy_to_host(slab + start, &few->sources[i], few->stream);
+    }
+    if (code == 0 && end > 0) code = wait_for_stream(few->stream);
+    PyEval_RestoreThread(state);
+    return code;
+}
+
+/* Fill new tensors from the slab. */
+static void fill_tensors(const Few *few, const char *slab) {
+    int64_t end = 0;
+    for (int i = 0; i < few->count; i++) {
+        int64_t start = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        end = start + few->sources[i].nbytes;
+        if (start < end) memcpy(few->to[i], slab + start, (size_t)(end - start));
+    }
+}
+
+/* fetch_few(leaves, (atoms, wrappers), device_index, stream, slab, room): copy tensors of a device
+ * to the host, through page-locked memory of `room` bytes, behind the stream's earlier work. Waits
+ * for the stream. Otherwise as `move_few`. */
+PyObject *fetch_few(UNUSED PyObject *module, PyObject *args) {
+    Few few; /* not all zeros, as in `move_few` */
+    few.count = few.made = few.locked = 0;
+    few.nbytes = 0;
+    few.is_cuda = false; /* the destinations */
+    unsigned long long stream, address;
+    long long room;
+    if (!PyArg_ParseTuple(args, "O!(OO)iKKL:fetch_few", &PyList_Type, &few.leaves, &few.atoms,
+                          &few.wrappers, &few.device_index, &stream, &address, &room))
+        return NULL;
+    char *slab = (char *)(uintptr_t)address;
+    few.stream = (void *)(uintptr_t)stream;
+    int result = makes_views() && has_driver() && !may_be_dual() ? 0 : NOT_PLAIN;
+    for (Py_ssize_t i = 0; i < PyList_Size(few.leaves) && result == 0; i++) {
+        PyObject *leaf = PyList_GetItem(few.leaves, i);
+        PyTypeObject *type = Py_TYPE(leaf);
+        result = type == torch.tensor ? add_fetched(&few, leaf, i, room)
+                                      : check_stays(&few, (PyObject *)type);
+    }
+    if (result == -1) return NULL;
+    if (result == NOT_PLAIN || few.count == 0) Py_RETURN_NONE;
+    PyObject *answer;
+    int code = copy_to_slab(&few, slab);
+    if (code != 0) {
+        answer = PyLong_FromLong(-(long)code);
+    } else if (make_tensors(&few)) {
+        fill_tensors(&few, slab);
+        answer = moved(&few);
+    } else {
+        answer = Py_NewRef(Py_None);
+    }
+    for (int i = 0; i < few.made; i++) Py_DECREF(few.tensors[i]);
+    return answer;
+}

@@ -186,7 +186,9 @@ static PyMethodDef functions[] = {
      "match(table, tensors, device_type, device_index): which existing tensors can take leaves "
      "byte by byte."},
     {"move_few", move_few, METH_VARARGS,
-     "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
+     "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, borrows, most_bytes)"},
+    {"fetch_few", fetch_few, METH_VARARGS,
+     "fetch_few(leaves, (atoms, wrappers), device_index, stream, slab, room)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -266,6 +266,11 @@ static void move_piece(const Job *job, const Piece *piece) {
     char *slab = job->slab + (place & ~BEGUN); /* of the chunk */
     for (int64_t i = piece->first; i < piece->last; i++) {
         const Leaf *leaf = &job->leaves[i];
+        if (leaf->to != NULL) { /* new memory, whose pages this thread has in its caches */
+            move_part(leaf, piece->from, piece->to, leaf->to + piece->from * unit_of(leaf), 0,
+                      CACHED);
+            continue;
+        }
         char *at = slab + (leaf->offset + piece->from * unit_of(leaf) - chunk->start);
         move_part(leaf, piece->from, piece->to, at,
                   padding_behind(job->leaves, job->count, i, job->nbytes), job->stores);

@@ -22,6 +22,7 @@ typedef struct {
     const int64_t *strides; /* of a strided leaf, in elements; NULL to copy its bytes */
     int32_t ndim;
     int32_t itemsize;
+    char *to; /* where it is moved to; NULL: to its place in the slab */
 } Leaf;
 
 typedef struct Job Job;
