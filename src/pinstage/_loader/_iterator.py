@@ -19,6 +19,7 @@ import torch
 
 from .._batch import pack, take_apart
 from .._compat.loader import Workers, end_workers, next_batch
+from .._memory import refuse_capture
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer, sender_of
@@ -79,9 +80,11 @@ class LoaderIterator:
         batches is queued there.
 
         Raises:
-            PinstageError: the loader was closed during this pass.
+            PinstageError: the loader was closed during this pass; or the current stream captures a
+                CUDA graph. No batch is lost then.
         """
         target = self._slabs.target
+        refuse_capture(target.device.index)
         self._check_open()
         try:
             self._run_ahead.bound(target.record(target.consumer(None)))

@@ -11,7 +11,13 @@ import warnings
 from functools import partial
 from typing import NoReturn, SupportsIndex
 
-from .._memory import REFUSALS, MemoryResource, default_memory
+from .._memory import (
+    REFUSALS,
+    MemoryResource,
+    capturing_device,
+    default_memory,
+    refuse_capture,
+)
 from .._reaper import remarks
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
@@ -123,7 +129,9 @@ class SlabPool:
     the cap, by any larger idle slab; by freeing idle slabs, least recently used first; by waiting,
     first come, first served.
 
-    All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
+    All methods may be called from any thread. After ``fork`` the child's copy refuses to work. In a
+    thread whose current stream captures a CUDA graph, `acquire`, `reserve`, `trim` and `stats`
+    raise `PinstageError`, because they allocate or query events.
     """
 
     def __init__(
@@ -201,6 +209,7 @@ class SlabPool:
             )
         if timeout is not None and (type(timeout) is not float or timeout < 0):
             check_timeout(timeout)
+        refuse_capture()
         state = self._state
         if state.is_entered() or state.forgotten:
             self._check_entry()
@@ -273,6 +282,7 @@ class SlabPool:
                 f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count "
                 ">= 0"
             )
+        refuse_capture()
         self._check_entry()
         state = self._state
         missing = partial(state.reserve, nbytes, count)
@@ -299,6 +309,7 @@ class SlabPool:
             ForkedPoolError: called in a forked child.
         """
         target = parse_bytes(to_bytes)
+        refuse_capture()
         self._check_entry()
         freed = self._state.trim(target)
         self._warn_of_forgotten()
@@ -317,6 +328,7 @@ class SlabPool:
 
         Waiting callers get `PoolClosedError`. A slab that is still leased is freed when its lease
         is released; a slab with live views, by a later `close` or `stats`. May be called again. In
+        a thread that captures a CUDA graph, it leaves the waiting and freeing to another thread. In
         a forked child it does nothing.
         """
         state = self._state
@@ -324,8 +336,9 @@ class SlabPool:
             return
         state.closed = True
         state.wake_all()
-        # A finaliser in the middle of a call of this thread: the reaper does the rest.
-        if state.is_entered():
+        # In a capture, or a finaliser in the middle of a call of this thread: the reaper does the
+        # rest.
+        if state.is_entered() or capturing_device() is not None:
             state.tidy_later()
         else:
             for event in state.pending():
@@ -337,6 +350,7 @@ class SlabPool:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
         the pool is open.
         """
+        refuse_capture()
         state = self._state
         self._check_entry()
         with state.lock:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .._compat.calls import ownership
-from .._memory import Block, record_current_streams
+from .._memory import Block, capturing_device, record_current_streams
 from .._reaper import reaper
 from ._adaptor import ResourceAdaptor
 from ._refusals import Figures, Refusal
@@ -52,15 +52,15 @@ guard_numbers = itertools.count()
 
 
 def add_guard(guards: dict[int, Fence], event: Fence) -> None:
-    """Add an event to the guards of a slab or a region, and drop the events that are done. Any
-    thread may call this.
+    """Add an event to the guards of a slab or a region, and drop the events that are done, unless
+    this thread captures a graph. Any thread may call this.
 
     Raises:
         TypeError: as `check_fence`.
     """
     check_fence(event)
     # Not ``list(guards.items())``: its tuples may start the collector of Python 3.11.
-    before = guards.copy()
+    before = guards.copy() if capturing_device() is None else {}
     guards[next(guard_numbers)] = event  # first, because a query may fail
     for number, guard in before.items():
         if guard is event or guard.query():

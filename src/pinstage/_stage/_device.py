@@ -240,12 +240,6 @@ class Target:
 
     # -- streams
 
-    def is_capturing(self) -> bool:
-        """Return whether a graph is being captured on the caller's current stream. Don't query
-        events then.
-        """
-        return False
-
     def selected(self) -> AbstractContextManager[Any]:
         """Make the device current in this thread."""
         return NOTHING
@@ -323,9 +317,8 @@ class Target:
             most_bytes: what such leaves may have together.
 
         Returns:
-            None if the leaves are too many, too large, or not plain, if the stream is captured, or
-            if the copies would wait for the device. The bytes of page-locked leaves that have more
-            than `most_bytes`.
+            None if the leaves are too many, too large, or not plain, or if the copies would wait for
+            the device. The bytes of page-locked leaves that have more than `most_bytes`.
         """
         few = _native.core.move_few(leaves, _TYPES, 0, 0, 0, borrows, most_bytes)
         return tuple.__new__(Few, few) if isinstance(few, tuple) else few
@@ -366,7 +359,7 @@ class Target:
         """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when
         the call returns.
 
-        The stream must not be captured. Otherwise as `copy`.
+        Otherwise as `copy`.
         """
         args = parts.sources, getattr(stream, "cuda_stream", 0)
         copies = blocks.fill(*args)
@@ -486,7 +479,6 @@ class CudaTarget(Target):
             self.stream = _stream_for_copies(self)
         # Attributes instead of methods, which saves a call. None refers to `self`: a forked child
         # whose garbage collector frees the events of a cycle would be ended.
-        self.is_capturing = torch.cuda.is_current_stream_capturing  # type: ignore[method-assign]
         self.record = record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
         at_once = AtOnce(lambda: record(torch.cuda.current_stream()))
         self.has_room, self.sent_at_once = at_once.has_room, at_once.add  # type: ignore[method-assign]
@@ -566,15 +558,13 @@ class CudaTarget(Target):
     def move_few(self, leaves: list[Any], *, borrows: bool, most_bytes: int) -> Few | int | None:
         """See `Target`."""
         index = self.device.index
-        stream = self._cuda.raw_stream(index)
-        # 0 is never captured.
-        if self._cuda.device() != index or (stream and torch.cuda.is_current_stream_capturing()):
+        if self._cuda.device() != index or self._reads_late:
             return None
-        if self._reads_late or (self._marks and not self.has_room()):
-            return None  # has_room queries events, which would break a capture
+        if self._marks and not self.has_room():
+            return None
         if borrows and not _native.core.has_context():
             make_current(index)
-        args = leaves, _TYPES, 1, index, stream, borrows, most_bytes
+        args = leaves, _TYPES, 1, index, self._cuda.raw_stream(index), borrows, most_bytes
         moved = _native.core.move_few(*args)
         if isinstance(moved, int) and moved < 0:
             moved = self._again(moved, _native.core.move_few, *args)

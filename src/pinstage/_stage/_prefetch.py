@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from .._batch import SOURCES
 from .._compat import prepared
 from .._compat.probes import warn_once
+from .._memory import refuse_capture
 from ._background import Exhausted, Reading, stop_reading, surroundings_of
 from ._device import Target
 from ._own_work import OwnWork
@@ -53,6 +54,20 @@ class _Position:
         self.consumer = consumer
         """The stream on which the pass began. Pipelines, such as torchrec's, request batches on
         another stream, and use them on this one: both have to wait for the copy."""
+
+
+class Pass(Iterator[T]):
+    """The batches of one pass. A request in a thread that captures a graph is refused, and the pass
+    can go on afterwards. A generator that raises is at its end.
+    """
+
+    def __init__(self, batches: Generator[T], target: Target) -> None:
+        self._batches, self._target = batches, target
+        self.close = batches.close
+
+    def __next__(self) -> T:
+        refuse_capture(self._target.device.index)
+        return next(self._batches)
 
 
 class Prefetcher(Generic[T]):
@@ -112,8 +127,10 @@ class Prefetcher(Generic[T]):
 
         Raises:
             PinstageError: that thread still reads after the loader's ``timeout``, or after a
-                minute.
+                minute; or the current stream captures a CUDA graph. A request for a batch is
+                refused then, too, and loses none.
         """
+        refuse_capture(self._target.device.index)
         stop_reading(self._source)
         active = prepared.active_loader()
         read: Callable[[], Any] = partial(self._read, iter(self._source))
@@ -124,7 +141,7 @@ class Prefetcher(Generic[T]):
         self._position = position = _Position(self._target.consumer(None), _Said(self._state(), {}))
         call = surroundings_of(self._target) if self._background else None
         reading = Reading(self._source, read, stage, self._depth)
-        return self._pass(reading, position, active, call, work)
+        return Pass(self._pass(reading, position, active, call, work), self._target)
 
     def _pass(
         self,
@@ -133,7 +150,7 @@ class Prefetcher(Generic[T]):
         active: object,
         call: Callable[..., None] | None,
         work: OwnWork,
-    ) -> Iterator[T]:
+    ) -> Generator[T]:
         run_ahead, target = RunAhead(), self._target
         try:
             goes_on = reading.read_here()

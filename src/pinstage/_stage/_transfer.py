@@ -24,11 +24,12 @@ from .._batch import (
 )
 from .._compat.calls import memory_of
 from .._compat.probes import warn_once
+from .._memory import capturing_device, refuse_capture
 from .._pool import Fence
 from .._reaper import reaper
 from .._sizes import format_bytes
 from .._steps import step
-from ..errors import PinstageError, StagingWarning
+from ..errors import StagingWarning
 from ._device import HostBytes, Target
 from ._not_a_batch import B_co, NotABatch
 from ._out import Destinations
@@ -111,7 +112,8 @@ class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, whose copy may still be under way. Made by `Stager.stage`.
 
     You may change or free packed tensors as soon as `stage` returns. Don't use a transfer in
-    several threads at once.
+    several threads at once. In a thread whose current stream captures a CUDA graph, all methods
+    raise `PinstageError`.
     """
 
     __slots__ = (
@@ -163,6 +165,7 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
+        refuse_capture(self._target.device.index)
         return all(
             event is None or event.query() for event in (self._sent.event, self._moved.event)
         )
@@ -171,6 +174,7 @@ class Transfer(NotABatch, Generic[B_co]):
         """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the
         stream waits.
         """
+        refuse_capture(self._target.device.index)
         for event in (self._sent.event, self._moved.event):
             if event is not None:
                 event.synchronize()
@@ -191,10 +195,8 @@ class Transfer(NotABatch, Generic[B_co]):
         Returns:
             A batch of the same types. Tensors and arrays are tensors on the device. The stager's
             `own_storage` says which of them share memory.
-
-        Raises:
-            PinstageError: with ``out=``, while the stream is captured.
         """
+        refuse_capture(self._target.device.index)
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
             if self._batch is _NOT_YET:
@@ -217,10 +219,9 @@ class Transfer(NotABatch, Generic[B_co]):
             self._target.hand_over(self._moved.event, memory, consumer)
 
     def __repr__(self) -> str:
-        done = " done" if self.query() else ""
-        return (
-            f"<Transfer nbytes={self.nbytes} copies={self.copies} to {self._target.device}{done}>"
-        )
+        device = self._target.device
+        done = " done" if capturing_device(device.index) is None and self.query() else ""
+        return f"<Transfer nbytes={self.nbytes} copies={self.copies} to {device}{done}>"
 
 
 class TransferInto(Transfer[B_co]):
@@ -239,6 +240,7 @@ class TransferInto(Transfer[B_co]):
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """See `Transfer.wait`."""
+        refuse_capture(self._target.device.index)
         if self._batch is _NOT_YET:
             self._destinations.check_again()
         return self.wait_now(stream)
@@ -247,7 +249,6 @@ class TransferInto(Transfer[B_co]):
         """Do what `wait` does, right after staging: `out` can't have changed."""
         target, consumer = self._target, self._target.consumer(stream)
         with step("hand_over"), target.on(consumer):
-            refuse_capture(target)
             if self._batch is not _NOT_YET:
                 target.hand_over(self._sent.event, [], consumer)
             else:
@@ -281,19 +282,6 @@ class TransferInto(Transfer[B_co]):
                 StagingWarning,
                 stacklevel=2,
             )
-
-
-def refuse_capture(target: Target) -> None:
-    """Check that the current stream isn't captured.
-
-    Raises:
-        PinstageError: it is.
-    """
-    if target.is_capturing():
-        raise PinstageError(
-            "out= cannot be used while a CUDA graph is captured: the graph would copy the same "
-            "batch each time; call it before or after graph.replay(), outside of the capture"
-        )
 
 
 def table_of(transfer: Transfer[Any]) -> Table:

@@ -14,6 +14,7 @@ import torch
 
 from .._compat.storages import Changes, version_of
 from .._compat.views import range_of, view_of
+from .._memory import refuse_capture
 from .._pool import Fence, Lease
 from .._stage import Arrival, Target
 from ._block import ALIGNMENT, Load, OffloadedBlock
@@ -256,7 +257,12 @@ class OffloadScheduler:
     def bring(self, saved: Saved) -> torch.Tensor:
         """Return a saved tensor, for the current stream, and start copying back the tensors saved
         before it.
+
+        Raises:
+            PinstageError: the current stream captures a graph, which would wait for copies made
+                before it.
         """
+        refuse_capture(self.target.device.index)
         block = saved.block
         with self._lock:
             self._count_dropped()
