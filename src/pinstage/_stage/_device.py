@@ -281,22 +281,19 @@ class Target:
         """
         return make_blocks(table, sharing, self.device)
 
-    def move_few(
-        self, leaves: list[Any], existing: list[Any] | None = None
-    ) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """Copy a few small leaves, each to its own tensor, on the current stream. Returns when they
         have been read.
 
         Args:
             leaves: the leaves of a batch.
-            existing: the destination of each leaf, in the same order; None makes new tensors.
 
         Returns:
             The leaves of the result, the number of copied leaves, their bytes, and the number of
             copies. None if the leaves are too many, too large, or not plain, or if the copies would
             wait for the device.
         """
-        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, existing)  # type: ignore[no-any-return]
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
 
     def copy(self, blocks: Blocks, host: HostBytes, start: int, end: int, stream: Any) -> int:
         """Copy bytes of a host slab to their places; return the number of copies. The device must
@@ -510,16 +507,14 @@ class CudaTarget(Target):
         with _OnStream(stream) if stream is self.stream else NOTHING:
             return make_blocks(table, sharing, self.device)
 
-    def move_few(
-        self, leaves: list[Any], existing: list[Any] | None = None
-    ) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
         index = self.device.index
         if self._cuda.device() != index or self._reads_late:
             return None
         if self._marks and not self.has_room():
             return None
-        args = leaves, _TYPES, 1, index, self._cuda.raw_stream(index), existing
+        args = leaves, _TYPES, 1, index, self._cuda.raw_stream(index)
         moved = _native.core.move_few(*args)
         if isinstance(moved, int):
             moved = self._again(moved, _native.core.move_few, *args)
