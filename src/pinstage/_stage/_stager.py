@@ -429,6 +429,7 @@ class Stager:
         if out is None:
             return self.fetch(tree).wait()
         with step("fetch"), self._target.selected():
+            result: B
             result, copied, nbytes = self._fetcher.fetch_into(tree, out)
         self._sender.counters.add_fetch(copied, nbytes)
         return result

@@ -278,7 +278,6 @@ class Fetcher:
     def _fill(self, destinations: Destinations, left: list[Any], plan: _Plan) -> int:
         """Copy into destinations; return the number of copies to the host."""
         copied = self._copy(plan)
-        copied = self._copy(plan)
         transfer = HostTransfer(
             plan.parts.structure, left, plan.tables(), copied, copy=False, device=self.home
         )
@@ -447,8 +446,8 @@ def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
 
 
 def _direct(existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]:
-    """Return the destinations that the device writes, by leaf: large page-locked tensors whose bytes
-    are as in a slab.
+    """Return the destinations that the device writes, by leaf: large page-locked tensors whose
+    bytes are as in a slab.
     """
     direct = {}
     for table in tables:
