@@ -489,9 +489,6 @@ def use_target(stager, target):
     """Let a stager send to another device; return that device."""
     stager._target = target
     stager._sender = dataclasses.replace(stager._sender, target=target)
-    stager._writer = dataclasses.replace(
-        stager._writer, sender=dataclasses.replace(stager._sender, own_storage=False)
-    )
     return target
 
 
@@ -509,8 +506,7 @@ def guarded(nbytes):
 
 def nothing_at_once(monkeypatch, at_once_bytes=0):
     """Let small batches take a slab, instead of being copied from ordinary memory."""
-    for module in ("_sender", "_writer"):
-        monkeypatch.setattr(f"pinstage._stage.{module}.AT_ONCE_BYTES", at_once_bytes)
+    monkeypatch.setattr("pinstage._stage._sender.AT_ONCE_BYTES", at_once_bytes)
 
 
 def record_work(monkeypatch):

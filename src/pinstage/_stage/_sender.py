@@ -41,14 +41,17 @@ from .._pool import Fence, Lease, guard_until_release, is_page_locked
 from .._steps import step
 from ._device import AT_ONCE_BYTES, Few, HostBytes, Target
 from ._host_slabs import HostSlabs
+from ._out import Destinations, detached, in_order, with_own_copies
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
-from ._transfer import Sent, Transfer, kept, move_others, table_of
+from ._transfer import Sent, Transfer, kept, leaves_of, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024
 """`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy
 overlaps with nothing, and memory of a second stream would have to be recorded on the current one (5
 us per tensor)."""
+
+_CPU = torch.device("cpu")
 
 _PARTS = 2
 """Number of parts of a slab that is smaller than its batch. One part is packed while the other is
@@ -119,13 +122,26 @@ class Sender:
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            few = None if self.own_storage is False else self.move_few(leaves)
+            few = self._move_few(leaves)
             if few is not None:
-                self.counters.add(few.copies, few.count, few.nbytes, few.nbytes, few.count, 0)
-                return structure.rebuild(few.leaves)
+                return structure.rebuild(few)
             parts = self._take_apart(batch, walked=walked)
             transfer = self.transfer(parts, SMALL_BYTES)
         return transfer.wait()
+
+    def move_into(self, batch: Any, out: Any) -> Any:
+        """Move a batch as `move` does, and copy it into existing tensors, on the current stream."""
+        with step("stage"):
+            parts = detached(self._take_apart(batch), _CPU)
+            device = self.target.device
+            with step("check"):
+                destinations = Destinations(parts, in_order(parts.structure, out), device)
+            leaves = self._move_few(parts.leaves)
+            if leaves is None:
+                leaves = leaves_of(self.transfer(with_own_copies(parts, device), SMALL_BYTES))
+            with step("unpack"):
+                destinations.fill(leaves)
+            return destinations.result()
 
     def begin(self, batch: Any, stacks: Mapping[int, Stack] | None = None) -> Transfer[Any]:
         """See `Stager.stage`; for `stacks`, see `take_apart`. All samples have been read when it
@@ -143,12 +159,12 @@ class Sender:
             "a stager cannot be copied or pickled; make another Stager, or pass this one on"
         )
 
-    def move_few(self, leaves: list[Any]) -> Few | None:
+    def _move_few(self, leaves: list[Any]) -> list[Any] | None:
         """Move a few leaves without a slab; return None if they aren't small, few and plain.
 
         Page-locked leaves of more than `SMALL_BYTES` together go on our stream.
         """
-        if self.keeping is not None or not self.slabs.is_open():
+        if self.keeping is not None or self.own_storage is False or not self.slabs.is_open():
             return None
         target = self.target
         consumer = stream = None
@@ -167,7 +183,8 @@ class Sender:
             if stream is not None:
                 made = [leaf for leaf in few.leaves if isinstance(leaf, torch.Tensor)]
                 target.hand_over(event, made, consumer)
-        return few
+        self.counters.add(few.copies, few.count, few.nbytes, few.nbytes, few.count, 0)
+        return few.leaves
 
     def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:
         """Send a batch; see `start`."""

@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, NamedTuple
 
-import numpy as np
 import torch
 
 from .._batch import (
@@ -39,6 +37,7 @@ from .._batch import (
     flat,
     gather,
     make_blocks,
+    match,
     unwrapped,
     walk,
 )
@@ -50,7 +49,7 @@ from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._not_a_batch import B_co, NotABatch
-from ._out import Destinations, note_written, overlap, readable, with_own_copies
+from ._out import Destinations, detached, in_order, with_own_copies
 from ._transfer import kept, move
 
 DIRECT_FROM_BYTES = 64 * 1024
@@ -142,38 +141,14 @@ class HostTransfer(NotABatch, Generic[B_co]):
             A tree of the same types. Tensors that were copied have memory of their own. With
             ``copy=False`` they are views of one page-locked slab. The slab returns to the pool when
             the last view and this transfer, which keeps its result, are freed. Objects on the host
-            are returned unchanged. With `out`, the tensors are the existing ones, which the first
-            call fills.
+            are returned unchanged.
         """
         refuse_capture(self._device.index)
         fetched: B_co
         if self._leaves is None:
             fetched = self._fetched
             return fetched
-        with step("views"):
-            leaves = self._cut(self._leaves)  # before the wait, while the copy is under way
-        self.synchronize()
-        leaves = self._finished(leaves)
-        with step("unflatten"):
-            self._fetched = fetched = self._structure.rebuild(leaves)
-        self._leaves = None
-        self._copied = self._copied._replace(host=_NO_BYTES)
-        return fetched
-
-    def _cut(self, leaves: list[Any]) -> list[Any]:
-        """Cut the slab into the leaves. Their bytes are valid only after `synchronize`."""
-        start = 0
-        for table in self._tables:
-            others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
-            slab = self._copied.host[start : start + table.nbytes] if table.nbytes else None
-            leaves = make_blocks(table, Sharing.ONE, _CPU, slab).leaves(others)
-            start += table.nbytes
-        return leaves
-
-    def _finished(self, leaves: list[Any]) -> list[Any]:
-        """Return the leaves of the result; with ``copy=True``, those in the slab get memory of
-        their own.
-        """
+        leaves = leaves_of(self)
         if self._is_copied_again:
             for table in self._tables:
                 for index in table.positions(*PACKED):
@@ -181,7 +156,11 @@ class HostTransfer(NotABatch, Generic[B_co]):
                 first = table.rows["offset"]
                 for index in table.positions(RowKind.ALIAS):
                     leaves[index] = leaves[int(first[index])]
-        return leaves
+        with step("unflatten"):
+            self._fetched = fetched = self._structure.rebuild(leaves)
+        self._leaves = None
+        self._copied = self._copied._replace(host=_NO_BYTES)
+        return fetched
 
     def __repr__(self) -> str:
         is_done = capturing_device(self._device.index) is None and self.query()
@@ -189,27 +168,18 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{done}>"
 
 
-class HostTransferInto(HostTransfer[B_co]):
-    """Tensors on their way to existing host tensors. Made by ``Stager.fetch(out=)``."""
-
-    __slots__ = ("_destinations",)
-
-    def __init__(
-        self,
-        left: list[Any],
-        tables: list[Table],
-        copied: Copied,
-        destinations: Destinations,
-        device: torch.device,
-    ) -> None:
-        super().__init__(destinations.structure, left, tables, copied, copy=False, device=device)
-        self._destinations = destinations
-
-    def _finished(self, leaves: list[Any]) -> list[Any]:
-        self._destinations.check_again()
-        with step("unpack"):
-            self._destinations.fill(lambda: leaves)
-        return self._destinations.leaves
+def leaves_of(transfer: HostTransfer[Any]) -> list[Any]:
+    """Return the leaves of a tree, those in the slab as views of it, when their bytes are there."""
+    leaves, start = transfer._leaves, 0
+    assert leaves is not None
+    with step("views"):  # before the wait, while the copy is under way
+        for table in transfer._tables:
+            others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
+            slab = transfer._copied.host[start : start + table.nbytes] if table.nbytes else None
+            leaves = make_blocks(table, Sharing.ONE, _CPU, slab).leaves(others)
+            start += table.nbytes
+    transfer.synchronize()
+    return leaves
 
 
 def landings(transfer: HostTransfer) -> list[Any]:
@@ -267,7 +237,7 @@ class Fetcher:
             tree: what to fetch.
             copy: whether to return ordinary tensors, instead of views of the slab.
         """
-        parts, tables = self._taken_apart(tree, lambda parts: parts)
+        parts, tables = self._taken_apart(tree)
         left = _left(parts, list(tables.values()))
         # The caller doesn't keep tensors that `describe` computed.
         hold = self.hold or bool(parts.kept)
@@ -277,45 +247,54 @@ class Fetcher:
             parts.structure, left, plan.tables(), copied, copy=copy, device=self.home
         )
 
-    def fetch_into(self, tree: Any, out: Any) -> HostTransferInto[Any]:
-        """Start the copies of a tree's tensors into existing host tensors; see `Stager.fetch`.
+    def fetch_into(self, tree: Any, out: Any) -> tuple[Any, int, int]:
+        """Copy a tree's tensors into existing host tensors, and wait; see `Stager.to_host`.
 
-        The device writes page-locked tensors whose bytes are as in a slab. `HostTransfer.wait`
-        fills the others, from the slab, or from what their own ``.to()`` returned.
+        The device writes large page-locked tensors itself. Torch copies all others, from a slab.
 
         Args:
             tree: what to fetch.
             out: existing host tensors.
+
+        Returns:
+            The result, the number of copies, and the bytes that went through a slab.
         """
-        read = partial(readable, device=self.home, arrays=False)
-        parts, tables = self._taken_apart(tree, read)
+        parts, tables = self._taken_apart(tree, detach=True)
         with step("check"):
-            elsewhere = [table for device, table in tables.items() if device != self.home]
-            destinations = Destinations(parts, out, _CPU, elsewhere)
-            direct = _direct(parts, list(tables.values()), destinations)
+            existing = in_order(parts.structure, out)
+            destinations = Destinations(parts, existing, _CPU)
+            direct = _direct(existing, list(tables.values()))
         left = _left(with_own_copies(parts, _CPU), list(tables.values()))
-        packed = [index for table in tables.values() for index in table.positions(*PACKED)]
-        by_torch = [index for index in packed if destinations.is_opaque(index)]
-        for index in by_torch:  # they take no slab
-            source = parts.leaves[index]
-            on_host = _on_host(source, parts, index)
-            left[index] = source.clone() if on_host is source else on_host
-        tables = {device: _without(table, [*direct, *by_torch]) for device, table in tables.items()}
+        tables = {device: _without(table, [*direct]) for device, table in tables.items()}
         plan = _Plan(self._gatherings(tables), parts, direct, self.hold)
+        try:
+            copies = self._fill(destinations, left, plan)
+        except BaseException as error:
+            kept.until(self._streams(plan), list(direct.values()))  # the device may be writing
+            clear_own_frames(error)
+            raise
+        return destinations.result(), copies, sum(table.nbytes for table in plan.tables())
+
+    def _fill(self, destinations: Destinations, left: list[Any], plan: _Plan) -> int:
+        """Copy into destinations; return the number of copies to the host."""
         copied = self._copy(plan)
-        destinations.leave_out(direct)
-        kept.until(copied.event, list(direct.values()))
-        return HostTransferInto(left, plan.tables(), copied, destinations, self.home)
+        transfer = HostTransfer(
+            plan.parts.structure, left, plan.tables(), copied, copy=False, device=self.home
+        )
+        leaves = leaves_of(transfer)
+        with step("unpack"):
+            destinations.fill(leaves, besides=plan.direct)
+        return copied.copies
 
     def _taken_apart(
-        self, tree: Any, read: Callable[[Parts], Parts]
+        self, tree: Any, *, detach: bool = False
     ) -> tuple[Parts, dict[torch.device, Table]]:
         """Describe a tree for the home device, and then for each other GPU that has some of its
         tensors.
 
         Args:
             tree: what to fetch.
-            read: changes the description for the home device.
+            detach: whether tensors that require grad are detached, so that they can be packed.
 
         Returns:
             The description for the home device, and the tables for all devices, the home device's
@@ -325,7 +304,8 @@ class Fetcher:
             with step("walk"):
                 leaves, structure = walk(tree)
             with suppress(IsContainer), step("describe"):  # see `take_apart`
-                parts = read(describe(leaves, structure, self.home, arrays=False))
+                parts = describe(leaves, structure, self.home, arrays=False)
+                parts = detached(parts, self.home, arrays=False) if detach else parts
                 leaves, tables = parts.leaves, {self.home: parts.table}
                 for device in _gpus(leaves) - {self.home} if parts.table.moved else ():
                     tables[device] = describe(leaves, structure, device, arrays=False).table
@@ -357,25 +337,16 @@ class Fetcher:
         events: list[Fence] = []
         copies = start = 0
         torch.autograd.graph.increment_version(list(plan.direct.values()))
-        try:
-            for device, gathering in plan.gatherings.items():
-                here = host[start : start + gathering.table.nbytes]
-                check_is_plain(here)
-                start += gathering.table.nbytes
-                pieces = plan.pieces(device, here)
-                if pieces:
-                    with step("copy"):
-                        event = self.targets.of(device).to_host(pieces, hold=plan.hold)
-                    events += [] if event is None else [event]
-                    copies += len(pieces)
-        except BaseException as error:
-            if plan.direct:
-                with suppress(Exception):  # the device may have failed
-                    self._streams(plan).synchronize()
-                note_written(
-                    error, [f"out{plan.parts.structure.path(index)}" for index in plan.direct]
-                )
-            raise
+        for device, gathering in plan.gatherings.items():
+            here = host[start : start + gathering.table.nbytes]
+            check_is_plain(here)
+            start += gathering.table.nbytes
+            pieces = plan.pieces(device, here)
+            if pieces:
+                with step("copy"):
+                    event = self.targets.of(device).to_host(pieces, hold=plan.hold)
+                events += [] if event is None else [event]
+                copies += len(pieces)
         if len(events) > 1:
             return Copied(host, EventGroup(events), copies)
         return Copied(host, events[0] if events else None, copies)
@@ -474,26 +445,24 @@ def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
     return move(leaf, _CPU, parts.structure, index)
 
 
-def _direct(
-    parts: Parts, tables: list[Table], destinations: Destinations
-) -> dict[int, torch.Tensor]:
-    """Return the destinations that the device can write, by leaf: large page-locked ones, in no
-    source's memory.
+def _direct(existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]:
+    """Return the destinations that the device writes, by leaf: large page-locked tensors whose
+    bytes are as in a slab.
     """
-    large: set[int] = set()
-    repeated: set[int] = set()
+    direct = {}
     for table in tables:
         rows = table.rows
         is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
-        large.update(np.flatnonzero(is_large).tolist())
-        repeated.update(rows["offset"][rows["kind"] == RowKind.ALIAS].tolist())
-    whole = large.difference(repeated).intersection(destinations.as_they_are)
-    there = {index: destinations.leaves[index] for index in sorted(whole)}
-    locked = {index: tensor for index, tensor in there.items() if pieces_of(tensor)}
-    tensors = [leaf for leaf in parts.leaves if locked and isinstance(leaf, torch.Tensor)]
-    sources = [tensor for tensor in tensors if tensor.device == _CPU]
-    is_source = overlap(list(locked.values()), sources)
-    return {index: locked[index] for index, used in zip(locked, is_source, strict=True) if not used}
+        is_large[rows["offset"][rows["kind"] == RowKind.ALIAS]] = False  # others need its bytes
+        alike, _ = match(table, existing, _CPU) if is_large.any() else ({}, [])
+        for (code, its), group in alike.items():
+            for index in group if code == its else ():
+                tensor = existing[index]
+                # Torch refuses to write inference tensors outside of the mode.
+                may_write = torch.is_inference_mode_enabled() or not tensor.is_inference()
+                if is_large[index] and may_write and pieces_of(tensor):
+                    direct[index] = tensor
+    return direct
 
 
 def _without(table: Table, leaves: list[int]) -> Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import deque
 from typing import Any, Generic, NamedTuple
 
@@ -13,13 +11,10 @@ from .._batch import (
     Blocks,
     OwnStorage,
     RowKind,
-    Sharing,
     Structure,
     Table,
-    make_blocks,
     moves_in_silence,
     sharing_of,
-    take_apart,
     tensors_in,
 )
 from .._compat.calls import memory_of
@@ -27,12 +22,9 @@ from .._compat.probes import warn_once
 from .._memory import capturing_device, refuse_capture
 from .._pool import Fence
 from .._reaper import reaper
-from .._sizes import format_bytes
 from .._steps import step
-from ..errors import StagingWarning
 from ._device import HostBytes, Target
 from ._not_a_batch import B_co, NotABatch
-from ._out import Destinations
 
 _NOT_YET: Any = object()
 """In place of a batch that hasn't been put together."""
@@ -61,10 +53,6 @@ class Moved(NamedTuple):
     """Those that were moved."""
     event: Fence | None
     """Behind the moves; None if there were none."""
-
-
-_NO_BLOCKS = make_blocks(take_apart([]).table, Sharing.ONE, torch.device("cpu"))
-_NOTHING_MOVED = Moved([], [], None)
 
 
 class Kept:
@@ -185,10 +173,6 @@ class Transfer(NotABatch, Generic[B_co]):
         Does not block: the stream waits for the copy, the host does not. To use the batch on
         another stream too, call `wait` again with that stream; it returns the same batch.
 
-        With ``out=``, the first call copies the staged bytes into `out`, on that stream, behind its
-        earlier work, and returns the staged memory to torch's allocator. If it is interrupted, call
-        it again. Later calls copy nothing; their stream waits for that copy.
-
         Args:
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
 
@@ -224,64 +208,12 @@ class Transfer(NotABatch, Generic[B_co]):
         return f"<Transfer nbytes={self.nbytes} copies={self.copies} to {device}{done}>"
 
 
-class TransferInto(Transfer[B_co]):
-    """A staged batch that the first `wait` copies into existing tensors. Made by
-    ``Stager.stage(out=)``.
-    """
-
-    __slots__ = ("_destinations", "is_handed_out")
-
-    def __init__(self, staged: Transfer[Any], destinations: Destinations) -> None:
-        self.is_handed_out = False  # to a caller who may forget to wait for it
-        super().__init__(
-            staged._target, staged._structure, staged._table, staged._sent, staged._moved
-        )
-        self._destinations = destinations
-
-    def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
-        """See `Transfer.wait`."""
-        refuse_capture(self._target.device.index)
-        if self._batch is _NOT_YET:
-            self._destinations.check_again()
-        return self.wait_now(stream)
-
-    def wait_now(self, stream: torch.cuda.Stream | None = None) -> B_co:
-        """Do what `wait` does, right after staging: `out` can't have changed."""
-        target, consumer = self._target, self._target.consumer(stream)
-        with step("hand_over"), target.on(consumer):
-            if self._batch is not _NOT_YET:
-                target.hand_over(self._sent.event, [], consumer)
-            else:
-                self._hand_over(consumer)
-                with step("unpack"):
-                    blocks, others = self._sent.blocks, self._moved.others
-                    slab = blocks.tensors[0] if len(blocks) else None
-                    self._destinations.fill(lambda: blocks.leaves(others), slab)
-                self._end(target.record(consumer))
-            batch: B_co = self._batch
-            return batch
-
-    def _end(self, event: Fence | None) -> None:
-        """Drop the staged memory, and keep the destinations until the copy's event, if they may be
-        another stream's.
-        """
-        leaves = self._destinations.leaves
-        if self.is_handed_out:
-            keep_until(event, leaves)
-        sent = Sent(_NO_BLOCKS, event, self.copies, None)
-        batch = self._structure.rebuild(leaves)
-        # No interrupt is seen between assignments. After one before them, `wait` can copy again.
-        self._sent, self._moved, self._batch = sent, _NOTHING_MOVED, batch
-
-    def __del__(self) -> None:
-        is_expected = getattr(self, "is_handed_out", False) and self._batch is _NOT_YET
-        if is_expected and not sys.is_finalizing():
-            warnings.warn(
-                f"out= was not written: a transfer of {format_bytes(self.nbytes)} was dropped "
-                "before wait(); call transfer.wait(), or to_device(batch, out=...)",
-                StagingWarning,
-                stacklevel=2,
-            )
+def leaves_of(transfer: Transfer[Any]) -> list[Any]:
+    """Return the leaves of a batch, safe to use on the current stream."""
+    with step("hand_over"):
+        transfer._hand_over(transfer._target.consumer(None))
+        assert transfer._leaves is not None
+        return transfer._leaves
 
 
 def table_of(transfer: Transfer[Any]) -> Table:
