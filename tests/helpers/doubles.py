@@ -264,7 +264,7 @@ class HeldTarget(Target):
     def consumer(self, _):
         return self.stream
 
-    def move_few(self, *_):
+    def move_few(self, *_, **__):
         return None
 
     def copy(self, *args, **kwargs):
@@ -283,7 +283,7 @@ class LoggedTarget(Target):
     def __init__(self):
         self.log, self.events = [], []
 
-    def move_few(self, *_):
+    def move_few(self, *_, **__):
         return None
 
     def consumer(self, stream):

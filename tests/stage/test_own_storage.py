@@ -300,8 +300,8 @@ def moved_directly(monkeypatch):
     found = []
     whole = Target.move_few
 
-    def move_few(target, leaves):
-        moved = whole(target, leaves)
+    def move_few(target, leaves, **how):
+        moved = whole(target, leaves, **how)
         found.append(moved is not None)
         return moved
 

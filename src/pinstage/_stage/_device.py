@@ -193,7 +193,7 @@ class Few(NamedTuple):
 
     leaves: list[Any]
     """The leaves of the result."""
-    count: int
+    tensors: int
     """The number of copied leaves."""
     nbytes: int
     copies: int
@@ -317,8 +317,8 @@ class Target:
             most_bytes: what such leaves may have together.
 
         Returns:
-            None if the leaves are too many, too large, or not plain, or if the copies would wait for
-            the device. The bytes of page-locked leaves that have more than `most_bytes`.
+            None if the leaves are too many, too large, or not plain, or if the copies would wait
+            for the device. The bytes of page-locked leaves that have more than `most_bytes`.
         """
         few = _native.core.move_few(leaves, _TYPES, 0, 0, 0, borrows, most_bytes)
         return tuple.__new__(Few, few) if isinstance(few, tuple) else few
@@ -353,7 +353,7 @@ class Target:
                 earlier work of the stream.
         """
         handle = getattr(stream, "cuda_stream", 0)
-        return blocks.copy_locked(parts.sources, parts.locked, handle, at_once)  # type: ignore[no-any-return]
+        return blocks.copy_locked(parts.sources, parts.locked, handle, at_once)
 
     def fill(self, blocks: Blocks, parts: Parts, stream: Any) -> int:
         """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when
@@ -634,7 +634,7 @@ def _stream_for_copies(target: CudaTarget) -> torch.cuda.Stream:
             handle = _native.core.make_stream()
         if handle < 0:
             raise copy_error(-handle) from None
-        stream = torch.cuda.ExternalStream(handle, target.device)
+        stream = torch.cuda.ExternalStream(handle, target.device)  # type: ignore[no-untyped-call]
     weakref.finalize(target, idle.append, stream).atexit = False
     return stream
 

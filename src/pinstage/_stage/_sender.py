@@ -183,7 +183,7 @@ class Sender:
             if stream is not None:
                 made = [leaf for leaf in few.leaves if isinstance(leaf, torch.Tensor)]
                 target.hand_over(event, made, consumer)
-        self.counters.add(few.copies, few.count, few.nbytes, few.nbytes, few.count, 0)
+        self.counters.add(few.copies, few.tensors, few.nbytes, few.nbytes, few.tensors, 0)
         return few.leaves
 
     def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:

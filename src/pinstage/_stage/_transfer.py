@@ -184,6 +184,7 @@ class Transfer(NotABatch, Generic[B_co]):
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
             if self._batch is _NOT_YET:
+                assert self._leaves is not None
                 with step("unflatten"):
                     self._batch = self._structure.rebuild(self._leaves)
                 self._leaves = None
