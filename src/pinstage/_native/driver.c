@@ -104,10 +104,10 @@ static bool is_pageable(const Found *leaf) {
 }
 
 bool are_read_at_once(const Found *leaves, int count, void *stream) {
-    bool is_idle = false;
+    bool is_known_idle = false;
     for (int i = 0; i < count; i++) {
         if (leaves[i].nbytes <= AT_ONCE_BYTES) continue;
-        if (!is_pageable(&leaves[i]) || !(is_idle || (is_idle = driver.query(stream) == 0)))
+        if (!is_pageable(&leaves[i]) || !(is_known_idle || (is_known_idle = is_idle(stream))))
             return false;
     }
     return true;
@@ -120,6 +120,8 @@ int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream) {
     if (!is_direct) memcpy(buffer, leaf->data, size);
     return driver.copy((uintptr_t)to, is_direct ? leaf->data : buffer, size, stream);
 }
+
+bool is_idle(void *stream) { return driver.query(stream) == 0; }
 
 int copy_later(char *to, const Found *leaf, void *stream) {
     return driver.copy((uintptr_t)to, leaf->data, (size_t)leaf->nbytes, stream);

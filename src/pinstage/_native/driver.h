@@ -19,6 +19,9 @@ bool are_read_at_once(const Found *leaves, int count, void *stream);
  * would be read too late. Copying a few KiB takes no longer than finding out where they are. */
 int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream);
 
+/* Whether a stream has nothing left to do. */
+bool is_idle(void *stream);
+
 /* Copy a page-locked leaf, which is read when the stream comes to the copy; return CUDA's error. */
 int copy_later(char *to, const Found *leaf, void *stream);
 

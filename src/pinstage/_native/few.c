@@ -148,7 +148,8 @@ static PyObject *copy_few(const Few *few) {
  * least 16 KiB if it `borrows`.
  *
  * atoms: types of leaves that stay as they are, except those of wrappers. most_bytes: if leaves
- * that can be borrowed have more bytes together, their number is returned, and nothing is moved.
+ * that can be borrowed have more bytes together, and the stream is busy, their number is returned,
+ * and nothing is moved.
  * Returns the new leaves, how many were moved, their bytes, the number of copies, and how many
  * leaves are read after the call. Returns None if the leaves are not few, small and plain, would
  * not be read at once, or there is no memory; returns CUDA's error as a negative number. */
@@ -170,7 +171,8 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     int result = find_sources(&few);
     if (result == -1) return NULL;
     if (result == NOT_PLAIN) Py_RETURN_NONE;
-    if (few.borrows && few.nbytes > most_bytes) return PyLong_FromLongLong(few.nbytes);
+    if (few.borrows && few.nbytes > most_bytes && few.is_cuda && !is_idle(few.stream))
+        return PyLong_FromLongLong(few.nbytes);
     PyObject *answer = make_tensors(&few) ? copy_few(&few) : Py_NewRef(Py_None);
     for (int i = 0; i < few.made; i++) Py_DECREF(few.tensors[i]);
     return answer;

@@ -162,7 +162,8 @@ class Sender:
     def _move_few(self, leaves: list[Any]) -> list[Any] | None:
         """Move a few leaves without a slab; return None if they aren't small, few and plain.
 
-        Page-locked leaves of more than `SMALL_BYTES` together go on our stream.
+        Page-locked leaves of more than `SMALL_BYTES` together go on our stream, unless the current
+        one is idle.
         """
         if self.keeping is not None or self.own_storage is False or not self.slabs.is_open():
             return None

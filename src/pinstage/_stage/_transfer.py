@@ -58,7 +58,8 @@ class Moved(NamedTuple):
 class Kept:
     """Objects that are kept alive until events are done. Only the reaper's thread drops them.
 
-    It looks every 20 ms while there are any, so a call wakes it only if there were none.
+    It looks every 20 ms while there are any, so a call wakes it only if there were none for that
+    long. Waking it takes as long as a small copy.
     """
 
     def __init__(self) -> None:
@@ -82,11 +83,14 @@ class Look:
     def reap(self) -> bool:
         """Return whether this task is finished: nothing is kept, or another task looks again."""
         kept = self._kept
+        if kept.look is None:
+            kept.look = self  # from the next time on
+            return False
         for _ in range(len(kept.things)):
             event, things = kept.things.popleft()
             if not event.query():
                 kept.things.append((event, things))
-        if kept.look is None or kept.look is self:
+        if kept.look is self:
             kept.look = None  # before the check, since `until` adds before it asks
             kept.look = self if kept.things else None
         return kept.look is not self
