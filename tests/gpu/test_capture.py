@@ -231,11 +231,21 @@ def test_the_pool_neither_grows_nor_asks(cuda_device, pool, capture, is_warm, mo
         refuse(pool.acquire, MIB, timeout=0)
         refuse(pool.acquire, 2 * MIB)
         refuse(pool.reserve, MIB, count=2)
-        refuse(pool.trim)
-        refuse(pool.stats)
+        for call in (pool.trim, pool.stats) if is_warm else ():
+            refuse(call)
     assert pool.stats().held_slabs == is_warm
     with pool.acquire(MIB):
         assert pool.stats().held_slabs == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_idle_slab_is_leased_in_a_capture(pool, capture, mode):
+    pool.reserve(MIB)
+    with capture(mode):
+        lease = pool.acquire(MIB, timeout=0)
+        assert pool.stats().leased_slabs == 1
+        refuse(pool.acquire, MIB)
+    lease.release()
 
 
 @pytest.mark.parametrize("mode", MODES)

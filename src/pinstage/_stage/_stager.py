@@ -115,8 +115,8 @@ class Stager:
     batches, and for the pool only at its cap. A forked child cannot stage.
 
     Nothing is staged in a thread whose current stream, of the stager's device or of the current
-    one, captures a CUDA graph: methods, transfers and passes of `prefetch` raise `PinstageError`,
-    and the capture stays valid. Stage before the capture, and pass `out` before each replay.
+    one, captures a CUDA graph: calls, transfers and passes of `prefetch` raise `PinstageError`, and
+    the capture stays valid. Stage before the capture, and pass `out` before each replay.
     """
 
     def __init__(
