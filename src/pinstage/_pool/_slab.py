@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from .._compat.calls import ownership
 from .._memory import Block, capturing_device, record_current_streams, refuse_capture
@@ -117,7 +118,8 @@ class Slab:
         if views is not None and views() is not None:
             return False
         event = self.event
-        if event is not None or self.guards:
+        # The first question saves a call without CUDA.
+        if (event is not None or self.guards) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             refuse_capture()
         if event is not None:
             if not event.query():

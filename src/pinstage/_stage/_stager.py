@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .._batch import Keeping, Layout, OwnStorage, check_own_storage, content_of, most_threads
-from .._memory import default_memory, refuse_capture
+from .._memory import default_memory
 from .._pool import (
     HostBudget,
     Lease,
@@ -236,7 +236,7 @@ class Stager:
             AcquireTimeoutError: no host slab became free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         if out is None:
             return self._sender.begin(batch)
         return self._writer.begin_into(batch, out)
@@ -263,7 +263,7 @@ class Stager:
             LeaseError: the lease was released.
             PinstageError: the current stream captures a CUDA graph.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         with step("stage"):
             structure, table = content_of(layout)
             if lease.nbytes < table.nbytes:
@@ -331,7 +331,7 @@ class Stager:
         Raises:
             LayoutError, BudgetExceededError, AcquireTimeoutError, PinstageError: as `stage`.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         if out is None:
             return self._sender.move(batch)
         return self._writer.write_batch(batch, out)
@@ -382,7 +382,7 @@ class Stager:
                 hook, extra state), or `tensors` is something else, such as a path.
             PinstageError: the current stream captures a CUDA graph.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         destination = Destination(module_or_dict, self.device, strict=strict)
         return load_weights(self._writer.write_all, destination, tensors)
 
@@ -429,7 +429,7 @@ class Stager:
                 "copy=False returns views of a slab, and out= names tensors that exist; pass one "
                 "of them"
             )
-        self._refuse_capture()
+        self._target.refuse_capture()
         # `selected`, since a pool that belongs to no device page-locks on the current one.
         with step("fetch"), self._target.selected():
             if out is None:
@@ -566,9 +566,6 @@ class Stager:
         pinned = is_read_as_torch_does(source) and source.pin_memory
         sender = replace(self._sender, borrows=pinned or self._sender.borrows, run_ahead=None)
         return prefetcher_of(sender.begin, self._target, source, depth, background)
-
-    def _refuse_capture(self) -> None:
-        refuse_capture(self.device.index)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""

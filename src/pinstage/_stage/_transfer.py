@@ -23,7 +23,7 @@ from .._batch import (
 )
 from .._compat.calls import memory_of
 from .._compat.probes import warn_once
-from .._memory import capturing_device, refuse_capture
+from .._memory import capturing_device
 from .._pool import Fence
 from .._reaper import reaper
 from .._sizes import format_bytes
@@ -136,7 +136,7 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         return all(
             event is None or event.query() for event in (self._sent.event, self._moved.event)
         )
@@ -145,7 +145,7 @@ class Transfer(NotABatch, Generic[B_co]):
         """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the
         stream waits.
         """
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         for event in (self._sent.event, self._moved.event):
             if event is not None:
                 event.synchronize()
@@ -167,7 +167,7 @@ class Transfer(NotABatch, Generic[B_co]):
             A batch of the same types. Tensors and arrays are tensors on the device. The stager's
             `own_storage` says which of them share memory.
         """
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
             if self._batch is _NOT_YET:
@@ -219,7 +219,7 @@ class TransferInto(Transfer[B_co]):
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """See `Transfer.wait`."""
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         if self._batch is _NOT_YET:
             self._destinations.check_again()
         return self.wait_now(stream)
