@@ -812,7 +812,7 @@ def test_blocks_of_two_modules_overlap(pool):
 # -- beside a capture ------------------------------------------------------------------------------
 
 
-def test_a_module_stays_where_it_is_in_a_capture(pool, capture):
+def test_modules_stay_where_they_are_in_a_capture(pool, capture):
     def enter():
         with handle:
             raise AssertionError("the block began")

@@ -19,7 +19,6 @@ import torch
 
 from .._batch import pack, take_apart
 from .._compat.loader import Workers, end_workers, next_batch
-from .._memory import refuse_capture
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer, sender_of
@@ -84,7 +83,7 @@ class LoaderIterator:
                 CUDA graph. No batch is lost then.
         """
         target = self._slabs.target
-        refuse_capture(target.device.index)
+        target.refuse_capture()
         self._check_open()
         try:
             self._run_ahead.bound(target.record(target.consumer(None)))

@@ -19,7 +19,6 @@ from .._compat.loader import (
     why_loader_cannot_be_taken_over,
 )
 from .._compat.probes import warn_once
-from .._memory import refuse_capture
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._sizes import Size, count
@@ -69,7 +68,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         nothing.
         """
         slabs = self._slabs
-        refuse_capture(slabs.target.device.index)
+        slabs.target.refuse_capture()
         for iterator in list(slabs.iterators):
             iterator.close()
         if slabs.pool is not None and slabs.settings.pool is None:
@@ -104,7 +103,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         }
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
-        refuse_capture(self._staging_settings.device.index)
+        self._slabs.target.refuse_capture()
         kept: Any = vars(self).get("_iterator")
         if isinstance(kept, WorkersIterator):
             kept.close_if_it_cannot_begin_again()

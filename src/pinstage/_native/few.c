@@ -128,8 +128,8 @@ static PyObject *copy_few(const Few *few) {
 }
 
 /* move_few(leaves, (atoms, wrappers), device_type, device_index, stream): move leaves as `.to()`
- * would, on torch's current stream, which is not captured. All leaves have been read when it
- * returns, without waiting for earlier work.
+ * would, on torch's current stream. All leaves have been read when it returns, without waiting for
+ * earlier work.
  *
  * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new
  * leaves, how many were moved, their bytes, and the number of copies. Returns None if the leaves

@@ -130,8 +130,8 @@ class SlabPool:
     first come, first served.
 
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work. In a
-    thread whose current stream captures a CUDA graph, `acquire`, `reserve`, `trim` and `stats`
-    raise `PinstageError`, because they allocate or query events.
+    thread whose current stream captures a CUDA graph, a call that would allocate or query an event
+    raises `PinstageError`.
     """
 
     def __init__(
@@ -209,7 +209,6 @@ class SlabPool:
             )
         if timeout is not None and (type(timeout) is not float or timeout < 0):
             check_timeout(timeout)
-        refuse_capture()
         state = self._state
         if state.is_entered() or state.forgotten:
             self._check_entry()
@@ -282,12 +281,13 @@ class SlabPool:
                 f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count "
                 ">= 0"
             )
-        refuse_capture()
         self._check_entry()
         state = self._state
         missing = partial(state.reserve, nbytes, count)
         with state.lock:
-            missing()  # an error is raised in the caller's thread
+            plan = missing()  # an error is raised in the caller's thread
+        if plan is not None:
+            refuse_capture()
         growth = Growth(state, missing)
         if background:
             _thread.start_new_thread(growth.run, ())
@@ -309,7 +309,6 @@ class SlabPool:
             ForkedPoolError: called in a forked child.
         """
         target = parse_bytes(to_bytes)
-        refuse_capture()
         self._check_entry()
         freed = self._state.trim(target)
         self._warn_of_forgotten()
@@ -350,7 +349,6 @@ class SlabPool:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
         the pool is open.
         """
-        refuse_capture()
         state = self._state
         self._check_entry()
         with state.lock:
@@ -406,6 +404,7 @@ class SlabPool:
         """Grow, and return the lease; None if there is none, and the request has to be decided
         again.
         """
+        refuse_capture()
         began = time.monotonic()
         try:
             lease = growth.result()

@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from .._compat.calls import ownership
-from .._memory import Block, capturing_device, record_current_streams
+from .._memory import Block, capturing_device, record_current_streams, refuse_capture
 from .._reaper import reaper
 from ._adaptor import ResourceAdaptor
 from ._refusals import Figures, Refusal
@@ -107,6 +108,9 @@ class Slab:
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
         lock.
+
+        Raises:
+            PinstageError: it has events, and the current stream captures a graph.
         """
         if self.lease is not None or self.doomed:
             return False
@@ -114,6 +118,9 @@ class Slab:
         if views is not None and views() is not None:
             return False
         event = self.event
+        # The first question saves a call without CUDA.
+        if (event is not None or self.guards) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            refuse_capture()
         if event is not None:
             if not event.query():
                 return False

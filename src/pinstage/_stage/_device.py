@@ -31,6 +31,7 @@ from .._memory import (
     disregard_captures,
     make_current,
     reads_pageable_memory,
+    refuse_capture,
 )
 from .._pool import Fence
 from .._steps import NOTHING
@@ -223,6 +224,16 @@ class Target:
     """Our stream for copies from the device: the bus carries both directions at once."""
 
     # -- streams
+
+    def refuse_capture(self) -> None:
+        """Refuse to stage in a thread that captures a graph, on the current stream of this device
+        or of the current one.
+
+        Raises:
+            PinstageError: it does.
+        """
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            refuse_capture(self.device.index)
 
     def selected(self) -> AbstractContextManager[Any]:
         """Make the device current in this thread."""

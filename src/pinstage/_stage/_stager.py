@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .._batch import Keeping, Layout, OwnStorage, check_own_storage, content_of, most_threads
-from .._memory import default_memory, refuse_capture
+from .._memory import default_memory
 from .._pool import (
     HostBudget,
     Lease,
@@ -114,8 +114,8 @@ class Stager:
     batches, and for the pool only at its cap. A forked child cannot stage.
 
     Nothing is staged in a thread whose current stream, of the stager's device or of the current
-    one, captures a CUDA graph: methods, transfers and passes of `prefetch` raise `PinstageError`,
-    and the capture stays valid. Stage before the capture, and pass `out` before each replay.
+    one, captures a CUDA graph: calls, transfers and passes of `prefetch` raise `PinstageError`, and
+    the capture stays valid. Stage before the capture, and pass `out` before each replay.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class Stager:
             AcquireTimeoutError: no host slab became free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         return self._sender.begin(batch)
 
     def stage_lease(
@@ -235,7 +235,7 @@ class Stager:
             LeaseError: the lease was released.
             PinstageError: the current stream captures a CUDA graph.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         with step("stage"):
             structure, table = content_of(layout)
             if lease.nbytes < table.nbytes:
@@ -308,7 +308,7 @@ class Stager:
             BudgetExceededError, AcquireTimeoutError: as `stage`.
             Exception: torch can't copy the batch into `out`, which may be written in part.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         if out is None:
             return self._sender.move(batch)
         return self._sender.move_into(batch, out)
@@ -360,7 +360,7 @@ class Stager:
                 hook, extra state), or `tensors` is something else, such as a path.
             PinstageError: the current stream captures a CUDA graph.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         destination = Destination(module_or_dict, self.device, strict=strict)
         return load_weights(replace(self._sender, own_storage=False), destination, tensors)
 
@@ -396,7 +396,7 @@ class Stager:
             BudgetExceededError: the tensors that go through a slab are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         # `selected`, since a pool that belongs to no device page-locks on the current one.
         with step("fetch"), self._target.selected():
             transfer = self._fetcher.fetch(tree, copy=copy)
@@ -425,7 +425,7 @@ class Stager:
             AcquireTimeoutError, BudgetExceededError: as `fetch`.
             Exception: torch can't copy a tensor into `out`, which may be written in part.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         if out is None:
             return self.fetch(tree).wait()
         with step("fetch"), self._target.selected():
@@ -543,9 +543,6 @@ class Stager:
         pinned = is_read_as_torch_does(source) and source.pin_memory
         sender = replace(self._sender, borrows=pinned or self._sender.borrows, run_ahead=None)
         return prefetcher_of(sender.begin, self._target, source, depth, background)
-
-    def _refuse_capture(self) -> None:
-        refuse_capture(self.device.index)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""

@@ -187,7 +187,7 @@ class StagedSave(Future[dict[str, Any]]):
 
     def _bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: StagedBytes | None) -> None:
         try:
-            disregard_captures()  # or the wait would break one that has begun in another thread
+            disregard_captures()  # or the wait would invalidate a capture in another thread
             content = Content(snapshot.message, landings(transfer), snapshot.kept)
             transfer.synchronize()  # until then, the snapshot keeps the tensors that copies read
             staged = StagedState(content, slab)

@@ -27,7 +27,6 @@ import torch
 from .._compat.registered import Registered, entries_of
 from .._compat.storages import version_of
 from .._compat.views import range_of, tensor_over, view_of
-from .._memory import refuse_capture
 from .._pool import SlabPool, check_pool
 from .._sizes import format_bytes, round_up
 from .._stage import Arrival, HostCopy, Target, shared_targets, target_for
@@ -175,7 +174,7 @@ class FrozenModule(Offloaded):
             torch.OutOfMemoryError: the device has too little memory; the module is unchanged.
             PinstageError: the current stream captures a CUDA graph.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         if self._arrivals:
             return
         moved = self._moved_outside()
@@ -196,7 +195,7 @@ class FrozenModule(Offloaded):
             raise
 
     def __enter__(self) -> Self:
-        self._refuse_capture()
+        self._target.refuse_capture()
         if self._before is not None:
             raise RuntimeError(f"{self!r} is on the device already; leave its other block first")
         if self._arrivals and (self._moved_outside() or self._written()):
@@ -230,7 +229,7 @@ class FrozenModule(Offloaded):
             PinstageError: the current stream captures a CUDA graph. The module stays on the device
                 until `offload` is called behind the capture.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         if self._before is None:
             self._drop()
             return
@@ -263,9 +262,6 @@ class FrozenModule(Offloaded):
         for key in self._keys:
             _holders.pop(key, None)
         self._tensors, self._held, self._slabs = {}, [], []
-
-    def _refuse_capture(self) -> None:
-        refuse_capture(self._target.device.index)
 
     # -- changes
 
@@ -531,5 +527,5 @@ def frozen_module(
         raise TypeError(f"module must be a torch.nn.Module: {module!r}")
     check_pool(pool)
     target = shared_targets.of(target_for(device).device)
-    refuse_capture(target.device.index)
+    target.refuse_capture()
     return FrozenModule(module, pool, target)
