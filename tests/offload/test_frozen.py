@@ -741,7 +741,7 @@ def test_a_small_pool_leaves_the_module_alone(make_pool, monkeypatch):
     assert module.weight.data_ptr() == before
 
 
-def test_a_pool_filled_by_modules_refuses_another_at_once_until_one_is_dropped(make_pool):
+def test_a_pool_full_of_modules_refuses_another(make_pool):
     pool = make_pool(38 * KIB)
     modules = [torch.nn.Linear(64, 64, bias=False).requires_grad_(False) for _ in range(3)]
     handles = [frozen_module(module, pool) for module in modules[:2]]

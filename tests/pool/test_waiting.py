@@ -155,7 +155,7 @@ def held_for_good(pool, nbytes, **options):
     return view
 
 
-def test_a_request_that_does_not_fit_beside_slabs_held_for_good_fails_at_once(pool):
+def test_a_request_fails_beside_slabs_held_for_good(pool):
     views = [held_for_good(pool, 512), held_for_good(pool, 128)]
     stats = pool.stats()
     assert (stats.held_for_good_bytes, stats.in_flight_bytes) == (640, 640)
@@ -173,7 +173,7 @@ def test_a_request_that_does_not_fit_beside_slabs_held_for_good_fails_at_once(po
     pool.acquire(900).release()
 
 
-def test_a_request_that_fits_beside_slabs_held_for_good_waits(pool, waiting):
+def test_a_request_that_fits_beside_them_waits(pool, waiting):
     views = [held_for_good(pool, 640)]
     lease = pool.acquire(320)
     waiter = waiting(pool, 360)
@@ -182,7 +182,7 @@ def test_a_request_that_fits_beside_slabs_held_for_good_waits(pool, waiting):
     views.clear()
 
 
-def test_a_request_that_waits_fails_when_its_bytes_are_held_for_good(pool, waiting):
+def test_a_waiter_fails_once_its_bytes_are_held(pool, waiting):
     lease = pool.acquire(512)
     waiter = waiting(pool, 900)
     hold_for_good(lease)
@@ -192,7 +192,7 @@ def test_a_request_that_waits_fails_when_its_bytes_are_held_for_good(pool, waiti
     pool.acquire(900).release()
 
 
-def test_no_request_waits_for_a_slab_held_for_good(make_pool, memory):
+def test_nothing_waits_for_a_slab_held_for_good(make_pool, memory):
     """A pool that can't grow: frozen, or refused by the platform."""
     pool = make_pool(4096)
     views = [held_for_good(pool, 1024)]
@@ -208,7 +208,7 @@ def test_no_request_waits_for_a_slab_held_for_good(make_pool, memory):
     pool.acquire(1000).release()
 
 
-def test_slabs_held_for_good_count_for_their_owner_s_quota(pool):
+def test_slabs_held_for_good_count_for_quotas(pool):
     pool.set_quota("offload", min_bytes=500)
     views = [held_for_good(pool, 256, owner="offload")]
     pool.acquire(500, owner="others").release()

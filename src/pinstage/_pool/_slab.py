@@ -271,11 +271,11 @@ class Holdings:
         leased, in_flight, free = self.parts()
         viewed = [slab for slab in in_flight if slab.has_views()]
         parts = [*leased, *in_flight, *free], leased, in_flight, viewed, self.held_for_good()
-        sizes = [sum(slab.capacity for slab in slabs) for slabs in parts]
+        held, lent, flying, seen, kept = (sum(slab.capacity for slab in slabs) for slabs in parts)
         most = self.max_bytes
         is_own = most < self.memory.allowed  # else the memory resource has the tighter limit
         cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
-        return Figures(*sizes, most, self.reason, cap)
+        return Figures(held, lent, flying, seen, kept, most, self.reason, cap)
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
