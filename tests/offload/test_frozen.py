@@ -731,7 +731,7 @@ def test_a_small_pool_leaves_the_module_alone(make_pool, monkeypatch):
     module = linear(64)
     before = module.weight.data_ptr()
     with pytest.raises(
-        BudgetExceededError, match=r"the module doesn't fit the pool: 16\.50 KiB of max_bytes 16"
+        BudgetExceededError, match=r"the module doesn't fit the pool: .* requested 16\.50 KiB"
     ):
         frozen_module(module, pool)
     monkeypatch.setattr(_frozen, "ACQUIRE_SECONDS", 0.0)
@@ -746,7 +746,7 @@ def test_a_pool_full_of_modules_refuses_another(make_pool):
     modules = [torch.nn.Linear(64, 64, bias=False).requires_grad_(False) for _ in range(3)]
     handles = [frozen_module(module, pool) for module in modules[:2]]
     assert pool.stats().held_for_good_bytes == 32 * KIB
-    with pytest.raises(BudgetExceededError, match=r"32\.00 KiB held for good by other modules"):
+    with pytest.raises(BudgetExceededError, match=r"32\.00 KiB of these held for good"):
         frozen_module(modules[2], pool)
     assert pool.stats().waits == 0
     handles.pop().close()

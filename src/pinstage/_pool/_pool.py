@@ -68,6 +68,14 @@ def close_for(pool: SlabPool, user: str) -> None:
     pool.close()
 
 
+def is_first_refusal(pool: SlabPool) -> bool:
+    """Return whether no refusal of memory was warned of yet; then the caller has to warn, and
+    nobody else does.
+    """
+    has_told, pool._has_told = pool._has_told, True
+    return not has_told
+
+
 def state_of(pool: SlabPool) -> PoolState:
     """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would
     refuse a lease.
@@ -410,8 +418,7 @@ class SlabPool:
 
     def _tell(self, nbytes: int, reason: str) -> None:
         """Warn, once, that the platform has refused memory."""
-        if not self._has_told:
-            self._has_told = True
+        if is_first_refusal(self):
             warnings.warn(
                 f"pool cannot grow by {format_bytes(nbytes)}, and goes on with the slabs that it "
                 f"has: {self._state.figures()}; {reason}; this warning is shown once",
