@@ -7,12 +7,12 @@ users together.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Sequence
 
 from .._compat.probes import warn_once
@@ -35,9 +35,6 @@ _CALLER = 6
 """Stack level of the warning of a refusal: the line that called `Stager.to_device`, or a frame near
 it.
 """
-
-_pageable: weakref.WeakKeyDictionary[SlabPool, SlabPool] = weakref.WeakKeyDictionary()
-"""The pools of pageable slabs, by the pools whose memory was refused."""
 
 _making = threading.Lock()
 
@@ -112,7 +109,7 @@ class HostSlabs:
                     "a stager falls back to pageable memory, which is slow: nothing can be "
                     "page-locked; see `pinstage doctor`"
                 )
-                return self._acquire_pageable(nbytes, self._timeout)
+                return self._acquire_pageable(nbytes, self._timeout, None)
 
     def lease_whole(self, nbytes: int) -> Lease:
         """Lease a slab of `nbytes`, pageable if page-locking is refused. Blocks while the pool is
@@ -126,8 +123,7 @@ class HostSlabs:
         except (PoolError, TimeoutError):
             raise
         except REFUSALS as error:
-            self._note_refusal(nbytes, error, "pageable memory is used, which is slow")
-        return self._acquire_pageable(nbytes, self._timeout)
+            return self._acquire_pageable(nbytes, self._timeout, error)
 
     def lease_now(self, nbytes: int) -> Lease | None:
         """Lease a slab of `nbytes`, pageable if page-locking is refused. Doesn't wait for room.
@@ -141,13 +137,13 @@ class HostSlabs:
         try:
             return self.pool.acquire(nbytes, timeout=0, owner=self._owner)
         except AcquireTimeoutError:
-            if self._state.refusal is None:
-                return None
+            # If the pool was refused memory, it has warned of that.
+            is_at_cap = self._state.refusal is None or nbytes > self.room()
+            return None if is_at_cap else self._pageable_now(nbytes)
         except (PoolError, TimeoutError):
             raise
         except REFUSALS as error:
-            self._note_refusal(nbytes, error, "pageable memory is used, which is slow")
-        return self._pageable_now(nbytes) if nbytes <= self.room() else None
+            return self._pageable_now(nbytes, error) if nbytes <= self.room() else None
 
     def lease_all(self, sizes: Sequence[int], timeout: float | None = None) -> list[Lease] | None:
         """Lease several slabs, all or none. Blocks while the pool is at its cap, without holding a
@@ -171,8 +167,10 @@ class HostSlabs:
         if len(sizes) == 1:
             lease = self._lease_single(sizes[0], timeout)
             return None if lease is None else [lease]
+        self.check_open()
         state, total = self._state, sum(sizes)
-        never = state.why_never(state.accounts[self._owner], total)
+        with state.lock:
+            never = state.why_never(state.accounts[self._owner], total)
         if isinstance(never, BudgetExceededError):
             try:
                 raise never
@@ -190,14 +188,14 @@ class HostSlabs:
         Call it after a request.
         """
         room = self.pool.stats().owners[self._owner].available_bytes
-        if (pageable := _pageable.get(self.pool)) is not None:
+        if (pageable := self._state.pageable) is not None:
             stats = pageable.stats()
             room -= stats.leased_bytes + stats.in_flight_bytes
         return room
 
     def close(self) -> None:
         """Free the pageable slabs that are idle."""
-        if (pageable := _pageable.get(self.pool)) is not None:
+        if (pageable := self._state.pageable) is not None:
             pageable.trim()
 
     def _lease_single(self, nbytes: int, timeout: float | None) -> Lease | None:
@@ -218,8 +216,7 @@ class HostSlabs:
                     f"slabs of at most {format_bytes(most)} are used, or pageable memory",
                 )
                 return None
-            self._note_refusal(nbytes, error, "pageable memory is used, which is slow")
-        return self._acquire_pageable(nbytes, timeout)
+            return self._acquire_pageable(nbytes, timeout, error)
 
     def _all_now(self, sizes: Sequence[int]) -> list[Lease] | None:
         """Lease slabs without waiting: all, or none."""
@@ -257,21 +254,29 @@ class HostSlabs:
             )
             raise
 
-    def _pageable_now(self, nbytes: int) -> Lease | None:
+    def _pageable_now(self, nbytes: int, refusal: Exception | None = None) -> Lease | None:
         """Lease a pageable slab without waiting; None if all are in use."""
-        try:
-            return self._acquire_pageable(nbytes, 0)
-        except AcquireTimeoutError:
-            return None
+        with contextlib.suppress(AcquireTimeoutError):
+            return self._acquire_pageable(nbytes, 0, refusal)
+        return None
 
-    def _acquire_pageable(self, nbytes: int, timeout: float | None) -> Lease:
+    def _acquire_pageable(
+        self, nbytes: int, timeout: float | None, refusal: Exception | None
+    ) -> Lease:
+        """Lease a pageable slab, and report the refusal that was its reason, if there is one."""
         with _making:
-            pool = _pageable.get(self.pool)
-            if pool is None:
+            if self._state.pageable is None:
                 is_shared = self.pool.memory.is_shared
                 memory = SharedMemory(register=False) if is_shared else PageableMemory()
-                _pageable[self.pool] = pool = SlabPool(self.pool.max_bytes, memory=memory)
-        return pool.acquire(nbytes, timeout=timeout, owner=self._owner)
+                self._state.pageable = SlabPool(self.pool.max_bytes, memory=memory)
+        lease: Lease = self._state.pageable.acquire(nbytes, timeout=timeout, owner=self._owner)
+        if refusal is not None:
+            try:
+                self._note_refusal(nbytes, refusal, "pageable memory is used, which is slow")
+            except BaseException:
+                lease.release()
+                raise
+        return lease
 
     def _note_refusal(self, nbytes: int, error: Exception, consequence: str) -> None:
         """Count a refusal, and report the pool's first one."""

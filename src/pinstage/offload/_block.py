@@ -53,12 +53,12 @@ def lease_now(slabs: HostSlabs, nbytes: int) -> tuple[Lease, Fence | None] | Non
             return leased
         lease.release(after=after)  # `after` is a stream, because a copy had failed
     try:
-        lease = slabs.lease_now(nbytes)
+        own = slabs.lease_now(nbytes)
     except (PoolClosedError, ForkedPoolError, TimeoutError, torch.AcceleratorError):
         raise
     except (MemoryError, OSError, RuntimeError):  # frozen, too small, or out of memory
         return None
-    return None if lease is None else (lease, None)
+    return None if own is None else (own, None)
 
 
 def keep_until(event: Fence | None, memory: torch.Tensor) -> None:
