@@ -17,7 +17,7 @@ from strategies import TensorSubclass
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pinstage as ps
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PinningError, StagingWarning
 from pinstage.offload import _frozen, frozen_module
 
 KIB = 1 << 10
@@ -756,6 +756,27 @@ def test_a_pool_full_of_modules_refuses_another(make_pool):
         pass
     handles.clear()
     modules.clear()
+
+
+@pytest.mark.parametrize("limit", [16 * KIB, 0])
+def test_where_page_locking_is_refused_slabs_are_pageable(make_pool, memory, monkeypatch, limit):
+    def allocate(nbytes, allocate=memory.allocate):
+        if nbytes > limit:
+            raise PinningError("refused", call="cudaHostRegister", nbytes=nbytes)
+        return allocate(nbytes)
+
+    monkeypatch.setattr(_frozen, "SLAB_BYTES", 16 * KIB)
+    memory.allocate = allocate
+    pool = make_pool(256 * KIB)
+    module = torch.nn.ModuleList(linear(size) for size in (32, 32, 128, 32))
+    expected = content_of(module)
+    with pytest.warns(StagingWarning, match="refused") as told:
+        handle = frozen_module(module, pool)
+    assert len(told) == 1
+    with handle:
+        assert_same(module, expected)
+    assert pool.stats().held_slabs == (2 if limit else 0)
+    assert handle.stats().host_bytes == sum(slab.numel() for slab in handle._slabs)
 
 
 # -- slabs -----------------------------------------------------------------------------------------
