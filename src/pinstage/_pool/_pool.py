@@ -69,8 +69,8 @@ def close_for(pool: SlabPool, user: str) -> None:
 
 
 def is_first_refusal(pool: SlabPool) -> bool:
-    """Return whether no refusal of memory was warned of yet; then the caller has to warn, and
-    nobody else does.
+    """Return whether the caller has to warn of a refusal of memory: a pool and its users do that
+    once.
     """
     has_told, pool._has_told = pool._has_told, True
     return not has_told

@@ -1,8 +1,7 @@
 """Host slabs for one user of a pool; what happens where page-locking is refused.
 
-This is the only place that decides that. All users may get pageable memory of the same kind: shared
-if the pool's is. There is one such pool beside each `SlabPool`, so that the cap limits it for all
-users together.
+Each user may get pageable memory of the same kind: shared if the pool's is. It is in a pool of its
+own, one for each `SlabPool`, so that the cap limits it for all users together.
 """
 
 from __future__ import annotations
