@@ -185,9 +185,10 @@ class DataLoader(Staging[T_co]):
     has no effect.
 
     Workers write each batch into a slab that the main process has page-locked; default collation
-    stacks the samples there. Asynchronous copies then send the batch. Without workers, several
-    threads stack the samples of a large batch there, after the last one was loaded. All samples
-    have been read when the batch is yielded. For a loader that exists, use `wrap_loader`.
+    stacks the samples there. Asynchronous copies then send the batch. Slabs that can't be
+    page-locked are ordinary shared memory, and a `StagingWarning` says so once. Without workers,
+    several threads stack the samples of a large batch there, after the last one was loaded. All
+    samples have been read when the batch is yielded. For a loader that exists, use `wrap_loader`.
 
     Args:
         dataset: as torch's.

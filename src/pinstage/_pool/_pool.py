@@ -74,6 +74,14 @@ def close_for(pool: SlabPool, user: str) -> None:
     pool.close()
 
 
+def is_first_refusal(pool: SlabPool) -> bool:
+    """Return whether the caller has to warn of a refusal of memory: a pool and its users do that
+    once.
+    """
+    has_told, pool._has_told = pool._has_told, True
+    return not has_told
+
+
 def state_of(pool: SlabPool) -> PoolState:
     """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would
     refuse a lease.
@@ -194,8 +202,9 @@ class SlabPool:
                 slab that is large enough. If the pool has one, the request waits for it, and a
                 `StagingWarning` says so once. The pool tries to grow that far again after a minute,
                 or by `reserve`.
-            BudgetExceededError: the request exceeds `max_bytes`, or what quotas leave to the owner;
-                it can never fit.
+            BudgetExceededError: the request exceeds `max_bytes`, or the part that quotas and slabs
+                held for good (`PoolStats.held_for_good_bytes`) leave to the owner; waiting
+                wouldn't help.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab that is large enough.
             PoolClosedError: the pool is closed, or was closed while this call waited.
@@ -344,6 +353,8 @@ class SlabPool:
                 event.synchronize()
             self.trim()
         state.memory.end()
+        if state.pageable is not None:
+            state.pageable.close()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
@@ -422,8 +433,7 @@ class SlabPool:
 
     def _tell(self, nbytes: int, reason: str) -> None:
         """Warn, once, that the platform has refused memory."""
-        if not self._has_told:
-            self._has_told = True
+        if is_first_refusal(self):
             warnings.warn(
                 f"pool cannot grow by {format_bytes(nbytes)}, and goes on with the slabs that it "
                 f"has: {self._state.figures()}; {reason}; this warning is shown once",

@@ -648,6 +648,8 @@ def wait_here(event: Fence | None) -> None:
     """Make the current stream of each device wait for its part of an event. The host doesn't
     wait.
     """
-    for part in event.parts if isinstance(event, EventGroup) else [event]:
-        if isinstance(part, DeviceEvent):
-            part.wait(torch.cuda.current_stream(part.index))
+    if isinstance(event, EventGroup):
+        for part in event.parts:
+            wait_here(part)
+    elif isinstance(event, DeviceEvent):
+        event.wait(torch.cuda.current_stream(event.index))

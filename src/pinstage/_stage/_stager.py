@@ -156,7 +156,7 @@ class Stager:
             borrows=borrow_pinned,
             run_ahead=None if run_ahead is None else RunAhead(run_ahead),
         )
-        self._fetcher = Fetcher(self.device, self._slabs.lease_whole, Targets(self._target))
+        self._fetcher = Fetcher(self.device, self._slabs, Targets(self._target))
 
     @property
     def device(self) -> torch.device:

@@ -48,6 +48,7 @@ from .._region import pieces_of
 from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
+from ._host_slabs import HostSlabs
 from ._not_a_batch import B_co, NotABatch
 from ._out import Destinations, detached, in_order, with_own_copies
 from ._transfer import keep_until, move
@@ -224,8 +225,7 @@ class Fetcher:
     """The device of its user. CPU tensors are fetched, rather than left as they are, if it is the
     CPU.
     """
-    acquire: Callable[[int], Lease]
-    """Leases a host slab of a number of bytes."""
+    slabs: HostSlabs
     targets: Targets
     hold: bool = True
     """See `Target.to_host`."""
@@ -237,14 +237,28 @@ class Fetcher:
             tree: what to fetch.
             copy: whether to return ordinary tensors, instead of views of the slab.
         """
+        plan = self.plan(tree)
+        return self.begin(plan, self._lease_for(plan), copy=copy)
+
+    def plan(self, tree: Any) -> FetchPlan:
+        """Arrange a tree's tensors in a slab."""
         parts, tables = self._taken_apart(tree)
         left = _left(parts, list(tables.values()))
         # The caller doesn't keep tensors that `describe` computed.
         hold = self.hold or bool(parts.kept)
-        plan = _Plan(self._gatherings(tables), parts, {}, hold)
-        copied = self._copy(plan)
+        return FetchPlan(self._gatherings(tables), parts, left, {}, hold)
+
+    def begin(self, plan: FetchPlan, lease: Lease | None, *, copy: bool) -> HostTransfer[Any]:
+        """Start the copies of a plan, and release the lease of its slab.
+
+        Args:
+            plan: what `plan` returned.
+            lease: a slab of its bytes; None if it needs none.
+            copy: see `fetch`.
+        """
+        copied = self._copy(plan, lease)
         return HostTransfer(
-            parts.structure, left, plan.tables(), copied, copy=copy, device=self.home
+            plan.parts.structure, plan.left, plan.tables(), copied, copy=copy, device=self.home
         )
 
     def fetch_into(self, tree: Any, out: Any) -> tuple[Any, int, int]:
@@ -266,25 +280,22 @@ class Fetcher:
             direct = _direct(existing, list(tables.values()))
         left = _left(with_own_copies(parts, _CPU), list(tables.values()))
         tables = {device: _without(table, [*direct]) for device, table in tables.items()}
-        plan = _Plan(self._gatherings(tables), parts, direct, self.hold)
+        plan = FetchPlan(self._gatherings(tables), parts, left, direct, self.hold)
         try:
-            copies = self._fill(destinations, left, plan)
+            copies = self._fill(destinations, plan)
         except BaseException as error:
             keep_until(self._streams(plan), list(direct.values()))  # the device may be writing
             clear_own_frames(error)
             raise
         return destinations.result(), copies, sum(table.nbytes for table in plan.tables())
 
-    def _fill(self, destinations: Destinations, left: list[Any], plan: _Plan) -> int:
+    def _fill(self, destinations: Destinations, plan: FetchPlan) -> int:
         """Copy into destinations; return the number of copies to the host."""
-        copied = self._copy(plan)
-        transfer = HostTransfer(
-            plan.parts.structure, left, plan.tables(), copied, copy=False, device=self.home
-        )
+        transfer = self.begin(plan, self._lease_for(plan), copy=False)
         leaves = leaves_of(transfer)
         with step("unpack"):
             destinations.fill(leaves, besides=plan.direct)
-        return copied.copies
+        return transfer.copies
 
     def _taken_apart(
         self, tree: Any, *, detach: bool = False
@@ -311,12 +322,13 @@ class Fetcher:
                     tables[device] = describe(leaves, structure, device, arrays=False).table
                 return parts, tables
 
-    def _copy(self, plan: _Plan) -> Copied:
-        """Start the copies of all devices. If it can't have a slab, nothing has been written."""
-        nbytes = sum(table.nbytes for table in plan.tables())
-        if not nbytes:
+    def _lease_for(self, plan: FetchPlan) -> Lease | None:
+        return self.slabs.lease_whole(plan.nbytes) if plan.nbytes else None
+
+    def _copy(self, plan: FetchPlan, lease: Lease | None) -> Copied:
+        """Start the copies of all devices."""
+        if lease is None:
             return self._begin(plan, _NO_BYTES) if plan.direct else Copied(_NO_BYTES, None, 0)
-        lease = self.acquire(nbytes)
         after: Fence | None = self._streams(plan)
         # An interrupt may come before the release, and before a copy's event.
         guard_until_release(lease, after)
@@ -330,7 +342,7 @@ class Fetcher:
         finally:
             lease.release(after=after)
 
-    def _begin(self, plan: _Plan, host: torch.Tensor) -> Copied:
+    def _begin(self, plan: FetchPlan, host: torch.Tensor) -> Copied:
         """Start the copies of all devices into a slab, uint8 ``[n]``, and to the destinations
         outside of it.
         """
@@ -351,7 +363,7 @@ class Fetcher:
             return Copied(host, EventGroup(events), copies)
         return Copied(host, events[0] if events else None, copies)
 
-    def _streams(self, plan: _Plan) -> EventGroup:
+    def _streams(self, plan: FetchPlan) -> EventGroup:
         """Return the streams that copy, as an event behind all their work."""
         streams = [self.targets.of(device).out_stream for device in plan.gatherings]
         return EventGroup([stream for stream in streams if stream is not None])
@@ -375,16 +387,23 @@ def _gpus(leaves: list[Any]) -> set[torch.device]:
     return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
-class _Plan(NamedTuple):
+class FetchPlan(NamedTuple):
     """How a tree is copied to the host."""
 
     gatherings: dict[torch.device, Gathering]
     """How each device's leaves get into its part of the slab."""
     parts: Parts
+    left: list[Any]
+    """The leaves that don't go through the slab; see `_left`."""
     direct: dict[int, torch.Tensor]
     """Destinations that are written without a slab, by leaf."""
     hold: bool
     """See `Target.to_host`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slab."""
+        return sum(table.nbytes for table in self.tables())
 
     def tables(self) -> list[Table]:
         """Return the tables of all devices, with places in the slab."""
