@@ -803,8 +803,8 @@ def out(result: dict[str, Any] | None = None) -> str:
         lines.append(f"| {case} | {' | '.join(cells)} |")
     said = (
         "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. "
-        "The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors, with "
-        "`borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
+        "The weights go by `load_weights`, through a cap of 256 MiB; `pinned`: of page-locked "
+        "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
         "loop with `non_blocking=True`, at the end from memory that `pin_memory()` made before."
     )
     return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
