@@ -381,12 +381,12 @@ class Stager:
 
         Args:
             tree: containers that `Layout` knows, with anything in them.
-            copy: True: `HostTransfer.wait` copies once more, into ordinary tensors, each with its
+            copy: True: `HostTransfer.result` copies once more, into ordinary tensors, each with its
                 own memory, and returns the slab. False: the tensors are views of the slab, which
                 stays leased until the last view is freed.
 
         Returns:
-            The transfer. Its `HostTransfer.wait` waits for the copies, and returns the tensors.
+            The transfer. Its `HostTransfer.result` waits for the copies, and returns the tensors.
 
         Raises:
             LayoutError: an object in the tree holds tensors and is not a known container.
@@ -404,7 +404,7 @@ class Stager:
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
-        """Copy a nested tree of tensors to the host: ``fetch(tree).wait()``.
+        """Copy a nested tree of tensors to the host: ``fetch(tree).result()``.
 
         Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own,
         outside of the pool, or is one of `out`. Everything else is as in `fetch`.
@@ -427,11 +427,11 @@ class Stager:
         """
         self._target.refuse_capture()
         if out is None:
-            return self.fetch(tree).wait()
+            return self.fetch(tree).result()
         with step("fetch"), self._target.selected():
             result: B
-            result, copied, nbytes = self._fetcher.fetch_into(tree, out)
-        self._sender.counters.add_fetch(copied, nbytes)
+            result, copies, nbytes = self._fetcher.fetch_into(tree, out)
+        self._sender.counters.add_fetch(copies, nbytes)
         return result
 
     @overload
