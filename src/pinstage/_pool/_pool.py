@@ -12,7 +12,6 @@ from functools import partial
 from typing import NoReturn, SupportsIndex
 
 from .._memory import REFUSALS, MemoryResource, default_memory
-from .._reaper import remarks
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
 from ..errors import StagingWarning, UnreleasedLeaseWarning
@@ -26,9 +25,6 @@ from ._slab import Fence
 from ._state import PoolState
 from ._stats import PoolStats
 from ._waiting import GIVE_UP_SECONDS, Waiter, check_timeout, this_thread
-
-_LOGGED: list[str] = []
-"""The logged line about the first forgotten lease of this process."""
 
 
 def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None = None) -> None:
@@ -452,18 +448,13 @@ class SlabPool:
         forgotten = self._state.forgotten
         while forgotten:
             nbytes, capacity = forgotten.pop()
-            text = (
+            warnings.warn(
                 f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage "
-                "collection; use `with pool.acquire(...)` or call release()"
+                "collection; use `with pool.acquire(...)` or call release(). If an interrupt ended "
+                "a call, that was its lease, and nothing is wrong",
+                UnreleasedLeaseWarning,
+                stacklevel=stacklevel,
             )
-            if not _LOGGED:  # Python hides the warning by default
-                _LOGGED.append(text)
-                remarks.add(
-                    f"{text}. If an interrupt ended a call, that was its lease, and nothing is "
-                    "wrong. This is logged once: `python -W default` shows each "
-                    "UnreleasedLeaseWarning"
-                )
-            warnings.warn(text, UnreleasedLeaseWarning, stacklevel=stacklevel)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
