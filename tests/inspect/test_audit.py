@@ -205,7 +205,7 @@ def sharing_batches(draw):
 
 
 @given(st.one_of(sharing_batches(), batches()))
-def test_leaves_pinned_by_torch_are_those_of_its_own_function(batch):
+def test_pinned_leaves_are_those_that_torch_pins(batch):
     located = list(find_leaves(batch))
     # Counter.update adds the pinned tensors to the others.
     assume(
@@ -226,7 +226,7 @@ def test_leaves_pinned_by_torch_are_those_of_its_own_function(batch):
     assert found.pinning.error is None
 
 
-def test_a_shared_tensor_is_pinned_only_where_torch_reaches_it():
+def test_shared_tensors_are_pinned_where_torch_reaches_them():
     x = torch.zeros(6)
     batch = AttributeDict({"r": Record(x, [x]), "x": x, "view": x[1:]}, x)
     assert [leaf.path for leaf in ps.audit(batch).left_pageable] == [
@@ -237,7 +237,7 @@ def test_a_shared_tensor_is_pinned_only_where_torch_reaches_it():
     assert "would pin 2 of 5 leaves" in str(ps.audit(batch))
 
 
-def test_a_shared_tensor_counts_as_often_as_its_pin_memory_method_pins_it():
+def test_a_method_pins_the_first_of_shared_tensors():
     x = torch.zeros(6)
     batch = Pinnable(x)
     batch.other = x
@@ -247,7 +247,7 @@ def test_a_shared_tensor_counts_as_often_as_its_pin_memory_method_pins_it():
         ]  # fmt: skip
 
 
-def test_views_and_arrays_of_pinned_memory_are_left_pageable():
+def test_views_and_arrays_of_pinned_tensors_stay_pageable():
     x = torch.zeros(6)
     batch = {"x": x, "r": Record(x.view(2, 3), [x.detach()]), "a": x.numpy()}
     batch["again"] = batch["a"]
@@ -255,7 +255,7 @@ def test_views_and_arrays_of_pinned_memory_are_left_pageable():
     assert left == ["['r'].a", "['r'].b[0]", "['a']", "['again']"]
 
 
-def test_items_that_are_made_when_they_are_read_are_pinned():
+def test_items_made_when_they_are_read_are_pinned():
     class Rows(collections.abc.Sequence):
         def __init__(self, items=(0, 1)):
             self.items = items

@@ -19,7 +19,7 @@ from . import _refusals
 from ._adaptor import RefusedForNow
 from ._classes import reuse_limit
 from ._growth import Growth, GrowthPlan
-from ._host_budget import HostBudget, adaptor_for, cap_of
+from ._host_budget import HostBudget, adaptor_for, cap_of, given_bytes
 from ._lease import Lease
 from ._slab import Fence
 from ._state import PoolState
@@ -109,8 +109,9 @@ class SlabPool:
     Raises:
         TypeError: `max_bytes` is not a size, `budget` is not a `HostBudget`, or `memory` is not a
             memory resource.
-        ValueError: `max_bytes` is not positive, or another pool of this host has a `HostBudget` of
-            this name with another cap.
+        ValueError: `max_bytes` is less than the memory's granularity (a page, where it is
+            page-locked), or text for less than a page; or another pool of this host has a
+            `HostBudget` of this name with another cap.
         HostBudgetError: the folder of host budgets cannot be used.
 
     Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to
@@ -129,12 +130,12 @@ class SlabPool:
         budget: HostBudget | None = None,
         memory: MemoryResource | None = None,
     ) -> None:
-        cap, reason = cap_of(max_bytes, budget)
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
             raise TypeError(
                 f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()"
             )
         resource = default_memory() if memory is None else memory
+        cap, reason = cap_of(max_bytes, budget, resource.granularity)
         self._state = PoolState(adaptor_for(resource, budget), cap, reason)
         self._has_told = False
 
@@ -195,7 +196,7 @@ class SlabPool:
             raise ValueError(
                 f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab"
             )
-        if timeout is not None and (type(timeout) is not float or timeout < 0):
+        if timeout is not None and (type(timeout) is not float or not timeout >= 0):
             check_timeout(timeout)
         state = self._state
         if state.is_entered() or state.forgotten:
@@ -228,12 +229,14 @@ class SlabPool:
             max_bytes: bytes that it may have; None for no limit but the cap.
 
         Raises:
-            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is 0, or guarantees together
-                are above the cap.
+            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is less than the memory's
+                granularity, or guarantees together are above the cap.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        least, most = parse_bytes(min_bytes), None if max_bytes is None else parse_bytes(max_bytes)
+        least, most = parse_bytes(min_bytes), None
+        if max_bytes is not None:
+            most = given_bytes(max_bytes, self._state.granularity)
         self._check_entry()
         with self._state.lock:
             self._state.check_open()

@@ -41,7 +41,7 @@ from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
 from ._to_host import Fetcher, HostTransfer
 from ._transfer import Packed, Transfer, copy_event_of, refuse_capture, send_packed
-from ._weights import Destination, IncompatibleKeys, load_weights
+from ._weights import Destination, IncompatibleKeys, check_cap, load_weights
 from ._writer import Writer
 
 if TYPE_CHECKING:
@@ -371,10 +371,13 @@ class Stager:
                 overwritten before it was packed (its first, middle and last 64 bytes are compared);
                 or a tensor would stay on meta. A mapping or ``safe_open`` is checked before
                 anything is written. The names of an iterable are checked as they are read.
+            ValueError: the pool's cap is below 64 KiB.
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a
                 hook, extra state), or `tensors` is something else, such as a path.
         """
-        destination = Destination(module_or_dict, self.device, strict=strict)
+        check_cap(self.pool.max_bytes)
+        metadata = getattr(tensors, "_metadata", None) or {}
+        destination = Destination(module_or_dict, self.device, metadata, strict=strict)
         return load_weights(self._writer.write_all, destination, tensors)
 
     def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
