@@ -243,6 +243,13 @@ def test_the_automatic_cap_accepts_any_case(max_bytes, monkeypatch):
             r"cannot prefetch from a UserDict, .*: pass a batch to stager\.to_device\(batch\)",
         ),
         *(
+            (call, r"cannot prefetch from a (Parameter|Module)Dict, which is a mapping")
+            for call in (
+                lambda stager: stager.prefetch(torch.nn.ParameterDict({"a": torch.ones(2)})),
+                lambda stager: stager.prefetch(torch.nn.ModuleDict()),
+            )
+        ),
+        *(
             (call, r"cannot prefetch from a \w+ of loaders: pass zip\(\.\.\.\) of them")
             for call in (
                 lambda stager: stager.prefetch((TORCHS, TORCHS)),

@@ -138,5 +138,5 @@ class StagingWarning(RuntimeWarning):
     """
 
 
-class UnreleasedLeaseWarning(ResourceWarning):
+class UnreleasedLeaseWarning(RuntimeWarning):
     """A lease was garbage-collected without a release; its slab went back to the pool."""

@@ -42,9 +42,9 @@ def test_a_timeout_is_exact_and_changes_nothing(pool, timeout):
     )
 
 
-@pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf])
-def test_a_negative_timeout_is_refused(pool, timeout):
-    with pytest.raises(ValueError, match="timeout must not be negative"):
+@pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf, math.nan])
+def test_a_negative_timeout_or_nan_is_refused(pool, timeout):
+    with pytest.raises(ValueError, match="timeout must be 0 or more"):
         pool.acquire(1, timeout=timeout)
     assert pool.stats().held_bytes == 0
 

@@ -289,7 +289,7 @@ def test_crawling_huge_pages_give_way_to_ordinary_ones(make, monkeypatch):
     [
         ({"nbytes": 0}, "nbytes must be more than 0 bytes: 0"),
         ({"nbytes": "much"}, "not a size: 'much'"),
-        ({"chunk_bytes": "0B"}, "chunk_bytes must be more than 0"),
+        ({"chunk_bytes": "4095"}, "chunk_bytes is less than a page: '4095'. Pass 4,096"),
         ({"row_bytes": 0}, "row_bytes must be more than 0"),
         ({"huge_pages": "4KiB"}, "huge_pages must be 'auto', '2MiB' or '1GiB': '4KiB'"),
         ({"numa_node": -1}, "numa_node must be a node's number"),

@@ -179,6 +179,9 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 class DataLoader(Staging[T_co]):
     """torch's `DataLoader`, whose batches arrive on a device.
 
+    With Accelerate, use ``pinstage.integrations.accelerate.prepare``:
+    ``accelerator.prepare(ps.DataLoader(...))`` rebuilds the loader and stages nothing.
+
     Takes all of torch's arguments, and yields the same batches in the same order, from the same
     seeds, with the same types and structure. As with `Stager`, tensors and numeric numpy arrays
     become tensors on the device, and everything else stays as it was. `pin_memory` is accepted and

@@ -18,7 +18,6 @@ from .._memory import (
     default_memory,
     refuse_capture,
 )
-from .._reaper import remarks
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
 from ..errors import StagingWarning, UnreleasedLeaseWarning
@@ -26,15 +25,12 @@ from . import _refusals
 from ._adaptor import RefusedForNow
 from ._classes import reuse_limit
 from ._growth import Growth, GrowthPlan
-from ._host_budget import HostBudget, adaptor_for, cap_of
+from ._host_budget import HostBudget, adaptor_for, cap_of, given_bytes
 from ._lease import Lease
 from ._slab import Fence
 from ._state import PoolState
 from ._stats import PoolStats
 from ._waiting import GIVE_UP_SECONDS, Waiter, check_timeout, this_thread
-
-_LOGGED: list[str] = []
-"""The logged line about the first forgotten lease of this process."""
 
 
 def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None = None) -> None:
@@ -127,8 +123,9 @@ class SlabPool:
     Raises:
         TypeError: `max_bytes` is not a size, `budget` is not a `HostBudget`, or `memory` is not a
             memory resource.
-        ValueError: `max_bytes` is not positive, or another pool of this host has a `HostBudget` of
-            this name with another cap.
+        ValueError: `max_bytes` is less than the memory's granularity (a page, where it is
+            page-locked), or text for less than a page; or another pool of this host has a
+            `HostBudget` of this name with another cap.
         HostBudgetError: the folder of host budgets cannot be used.
 
     Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to
@@ -149,12 +146,12 @@ class SlabPool:
         budget: HostBudget | None = None,
         memory: MemoryResource | None = None,
     ) -> None:
-        cap, reason = cap_of(max_bytes, budget)
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
             raise TypeError(
                 f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()"
             )
         resource = default_memory() if memory is None else memory
+        cap, reason = cap_of(max_bytes, budget, resource.granularity)
         self._state = PoolState(adaptor_for(resource, budget), cap, reason)
         self._has_told = False
 
@@ -216,7 +213,7 @@ class SlabPool:
             raise ValueError(
                 f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab"
             )
-        if timeout is not None and (type(timeout) is not float or timeout < 0):
+        if timeout is not None and (type(timeout) is not float or not timeout >= 0):
             check_timeout(timeout)
         state = self._state
         if state.is_entered() or state.forgotten:
@@ -249,12 +246,14 @@ class SlabPool:
             max_bytes: bytes that it may have; None for no limit but the cap.
 
         Raises:
-            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is 0, or guarantees together
-                are above the cap.
+            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is less than the memory's
+                granularity, or guarantees together are above the cap.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        least, most = parse_bytes(min_bytes), None if max_bytes is None else parse_bytes(max_bytes)
+        least, most = parse_bytes(min_bytes), None
+        if max_bytes is not None:
+            most = given_bytes(max_bytes, self._state.granularity)
         self._check_entry()
         with self._state.lock:
             self._state.check_open()
@@ -475,18 +474,13 @@ class SlabPool:
         forgotten = self._state.forgotten
         while forgotten:
             nbytes, capacity = forgotten.pop()
-            text = (
+            warnings.warn(
                 f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage "
-                "collection; use `with pool.acquire(...)` or call release()"
+                "collection; use `with pool.acquire(...)` or call release(). If an interrupt ended "
+                "a call, that was its lease, and nothing is wrong",
+                UnreleasedLeaseWarning,
+                stacklevel=stacklevel,
             )
-            if not _LOGGED:  # Python hides the warning by default
-                _LOGGED.append(text)
-                remarks.add(
-                    f"{text}. If an interrupt ended a call, that was its lease, and nothing is "
-                    "wrong. This is logged once: `python -W default` shows each "
-                    "UnreleasedLeaseWarning"
-                )
-            warnings.warn(text, UnreleasedLeaseWarning, stacklevel=stacklevel)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(

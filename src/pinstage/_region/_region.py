@@ -17,7 +17,7 @@ import torch
 
 from .._batch import Place, contiguous_stride
 from .._compat.views import checked_sizes, tensor_over
-from .._memory import HostRange
+from .._memory import PAGE_BYTES, HostRange
 from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout, close_files
 from .._reaper import reaper, uninterrupted
 from .._sizes import Size, format_bytes, parse_bytes
@@ -86,7 +86,8 @@ class HostRegion:
             are reserved.
         BudgetExceededError: the budget is smaller than the region.
         AcquireTimeoutError: the rest of the budget is in use.
-        ValueError: a size is 0 or can't be read, or another argument has an invalid value.
+        ValueError: a size is 0 or can't be read, `chunk_bytes` is less than a page, or another
+            argument has an invalid value.
         TypeError: `budget` is not a `HostBudget`.
 
     Where CUDA refuses to register memory (confidential computing, some containers), a region that
@@ -310,7 +311,7 @@ class HostRegion:
             PinningError: a later chunk was refused, so the region is pageable.
             ClosedError: the region is closed.
             TimeoutError: it isn't ready in time.
-            ValueError: the region has fewer bytes, or `timeout` is negative.
+            ValueError: the region has fewer bytes, or `timeout` is negative or NaN.
         """
         self._check()
         if timeout is not None:
@@ -457,7 +458,13 @@ def _plan_of(
     nbytes = _positive("nbytes", given if nest is None else nest.nbytes)
     row = None if row_bytes is None else _positive("row_bytes", row_bytes)
     page = 0 if huge_pages == "auto" else parse_bytes(huge_pages)
-    return RegionPlan(nbytes, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
+    chunk = parse_bytes(chunk_bytes)
+    if chunk < PAGE_BYTES:
+        raise ValueError(
+            f"chunk_bytes is less than a page: {chunk_bytes!r}. Pass {PAGE_BYTES:,} or more; each "
+            "chunk is a registration of its own"
+        )
+    return RegionPlan(nbytes, chunk, row, page, budget, nest)
 
 
 def _pieces(plan: RegionPlan) -> list[tuple[int, int, int]]:

@@ -290,7 +290,8 @@ def _check_source(source: object) -> None:
         TypeError: see above.
     """
     name = type(source).__name__
-    if isinstance(source, Mapping):
+    # A ParameterDict isn't a Mapping, and yields keys, too.
+    if isinstance(source, Mapping) or hasattr(type(source), "keys"):
         raise TypeError(
             f"cannot prefetch from a {name}, which is a mapping: pass a batch to "
             "stager.to_device(batch), and prefetch from each loader by itself"

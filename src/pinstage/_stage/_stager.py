@@ -41,7 +41,7 @@ from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
 from ._to_host import Fetcher, HostTransfer
 from ._transfer import Packed, Transfer, copy_event_of, send_packed
-from ._weights import Destination, IncompatibleKeys, load_weights
+from ._weights import Destination, IncompatibleKeys, check_cap, load_weights
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -356,12 +356,15 @@ class Stager:
                 or a tensor would stay on meta. Names of a mapping or ``safe_open``, and shapes of a
                 dict or ``safe_open``, are checked before anything is written, the rest as it is
                 read.
+            ValueError: the pool's cap is below 64 KiB.
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a
                 hook, extra state), or `tensors` is something else, such as a path.
             PinstageError: the current stream captures a CUDA graph.
         """
         self._target.refuse_capture()
-        destination = Destination(module_or_dict, self.device, strict=strict)
+        check_cap(self.pool.max_bytes)
+        metadata = getattr(tensors, "_metadata", None) or {}
+        destination = Destination(module_or_dict, self.device, metadata, strict=strict)
         return load_weights(replace(self._sender, own_storage=False), destination, tensors)
 
     def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:

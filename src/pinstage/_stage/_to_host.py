@@ -16,7 +16,6 @@ the copies are done and the last view is gone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple

@@ -26,12 +26,13 @@ from .._batch import ALIGNMENT, Whole, take_apart
 from .._compat.calls import (
     changes_its_loading,
     check_checkpoints_are_known,
+    may_lack_counter,
     modules_by_path,
     tensors_of,
 )
 from .._compat.views import range_of
 from .._pool import Fence
-from .._sizes import round_up
+from .._sizes import format_bytes, round_up, size_to_paste
 from ..errors import AcquireTimeoutError
 from ._out import Destinations, detached, with_own_copies
 from ._sender import SMALL_BYTES, PendingSend, Sender
@@ -41,6 +42,9 @@ GROUP_BYTES = 64 << 20
 """The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting
 a group.
 """
+
+_LEAST_CAP = 64 << 10
+"""The smallest cap: a group has half of it, and starting a group takes as long as copying this."""
 
 SAMPLE_BYTES = 64
 """Bytes at the start, in the middle and at the end of a tensor that `Destination.check_unchanged`
@@ -127,17 +131,27 @@ class Write(NamedTuple):
 class Destination:
     """The tensors of a module or dict, and which of them were read.
 
+    Args:
+        target: the module or dict.
+        device: where its tensors are, or are made.
+        metadata: the checkpoint's versions by path of a module, as in torch's state dicts.
+        strict: whether missing and unexpected names are errors.
+
     Attributes:
         tensors: the tensors that a checkpoint has, by name, in the order of `load_state_dict`.
         keys: a key for each name, equal for names that share a tensor or its memory.
         unexpected: names of the checkpoint that aren't here.
     """
 
-    def __init__(self, target: Any, device: torch.device, *, strict: bool) -> None:
+    def __init__(
+        self, target: Any, device: torch.device, metadata: Mapping[str, Any], *, strict: bool
+    ) -> None:
         self._target, self._device, self._strict = target, device, strict
+        self._metadata = metadata
         self.tensors: dict[str, Any] = {}
         self._all: dict[str, Any] = {}
         self._removed: tuple[str, ...] = ()
+        self._counters: set[str] = set()  # that the checkpoint may lack
         if isinstance(target, torch.nn.Module):
             self._read_module(target)
         elif isinstance(target, dict):
@@ -174,6 +188,8 @@ class Destination:
                     "a _load_from_state_dict of its own, a load hook or extra state. Use "
                     "load_state_dict, or pass a dict of its tensors"
                 )
+            if may_lack_counter(module, self._metadata.get(path, {})):
+                self._counters.add(f"{prefix}num_batches_tracked")
             for name, tensor, is_persistent in tensors_of(module):
                 self._all[prefix + name] = tensor
                 if is_persistent:
@@ -296,6 +312,9 @@ class Destination:
         `load_state_dict`.
         """
         self._check(self._last_read.keys(), [])
+        for name in self._counters & self.tensors.keys():
+            if self._all[name].is_meta:
+                self.local(name).zero_()
         return IncompatibleKeys(self._missing(self._last_read.keys()), self.unexpected)
 
     def _is_unexpected(self, name: str) -> bool:
@@ -359,11 +378,17 @@ class Destination:
             self._refuse([*lines, *problems])
 
     def _missing(self, loaded: Collection[Any]) -> list[str]:
-        return [name for name in self.tensors if self.keys[name] not in loaded]
+        return [
+            name
+            for name in self.tensors
+            if self.keys[name] not in loaded and name not in self._counters
+        ]
 
     def _left_on_meta(self, named: Collection[Any]) -> list[str]:
         names = [name for name, tensor in self._all.items() if tensor.is_meta]
-        return [name for name in names if self.keys[name] not in named]
+        return [
+            name for name in names if self.keys[name] not in named and name not in self._counters
+        ]
 
     def _refuse(self, problems: list[str]) -> NoReturn:
         lines = "\n\t".join(problems)
@@ -421,6 +446,19 @@ class Destination:
             else:
                 self._target[other] = made
         return part
+
+
+def check_cap(max_bytes: int) -> None:
+    """Check that weights can be loaded through a pool with this cap.
+
+    Raises:
+        ValueError: it is too small.
+    """
+    if max_bytes < _LEAST_CAP:
+        raise ValueError(
+            f"the pool is too small to load weights: its cap is {format_bytes(max_bytes)}. Pass "
+            f'max_bytes="{size_to_paste(_LEAST_CAP)}" or more'
+        )
 
 
 # -- groups ----------------------------------------------------------------------------------------
