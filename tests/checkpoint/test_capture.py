@@ -22,7 +22,7 @@ def test_a_refused_save_can_be_repeated(capture):
         assert stager.stage(state).result()["weight"].eq(1).all()
 
 
-def test_a_step_that_has_to_wait_for_copies_is_refused(capture):
+def test_a_step_that_must_wait_is_refused(capture):
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.SGD([parameter], lr=1.0)

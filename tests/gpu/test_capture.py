@@ -90,7 +90,7 @@ def test_all_calls_are_refused_in_one_capture(cuda_device, capture, leaves, is_w
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("nbytes", [8, 60_000, 2 * MIB])
-def test_a_call_of_any_size_leaves_the_capture_valid(cuda_device, stager, capture, call, nbytes):
+def test_no_call_of_any_size_breaks_it(cuda_device, stager, capture, call, nbytes):
     def of(value, device="cpu"):
         return [torch.full((nbytes,), value, dtype=torch.uint8, device=device) for _ in range(3)]
 
@@ -169,9 +169,7 @@ def test_the_null_stream_is_never_asked(cuda_device):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("leaves", [2, 12])
-def test_a_refused_request_to_a_prefetcher_loses_no_batch(
-    stager, capture, leaves, background, mode
-):
+def test_a_refused_prefetcher_loses_no_batch(stager, capture, leaves, background, mode):
     source = (filled(leaves, float(number)) for number in range(8))
     batches = iter(stager.prefetch(source, depth=2, background=background))
     found = []
@@ -190,7 +188,7 @@ def test_a_refused_request_to_a_prefetcher_loses_no_batch(
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_refused_request_to_a_loader_loses_no_batch(cuda_device, capture, workers, mode):
+def test_a_refused_loader_loses_no_batch(cuda_device, capture, workers, mode):
     dataset = data.Mapped(data.large, 16)
     expected = list(torch.utils.data.DataLoader(dataset, 2))
     context = "fork" if workers else None
@@ -233,11 +231,21 @@ def test_the_pool_neither_grows_nor_asks(cuda_device, pool, capture, is_warm, mo
         refuse(pool.acquire, MIB, timeout=0)
         refuse(pool.acquire, 2 * MIB)
         refuse(pool.reserve, MIB, count=2)
-        refuse(pool.trim)
-        refuse(pool.stats)
+        for call in (pool.trim, pool.stats) if is_warm else ():
+            refuse(call)
     assert pool.stats().held_slabs == is_warm
     with pool.acquire(MIB):
         assert pool.stats().held_slabs == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_idle_slab_is_leased_in_a_capture(pool, capture, mode):
+    pool.reserve(MIB)
+    with capture(mode):
+        lease = pool.acquire(MIB, timeout=0)
+        assert pool.stats().leased_slabs == 1
+        refuse(pool.acquire, MIB)
+    lease.release()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -288,7 +296,7 @@ def test_a_refused_checkpoint_is_complete_afterwards(cuda_device, capture, hold,
         del saved, saving
 
 
-def test_a_graph_can_be_captured_while_a_save_arrives(cuda_device, capture, monkeypatch):
+def test_a_graph_is_captured_while_saving(cuda_device, capture, monkeypatch):
     begun = threading.Event()
 
     def late(transfer):

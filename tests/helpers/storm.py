@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 
 import torch
 from doubles import budget_files, region_bytes, wait_until
@@ -234,7 +235,7 @@ def over_fetch(storm):
 
     def work():
         stager.to_host(there)
-        stager.fetch(there, copy=False).wait()
+        stager.fetch(there, copy=False).result()
         stager.fetch(there)
 
     interrupted = storm.over(work)
@@ -323,6 +324,7 @@ if __name__ == "__main__":
     faulthandler.enable()
     faulthandler.dump_traceback_later(300, exit=True)  # a run takes seconds
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", ps.errors.UnreleasedLeaseWarning)  # of interrupted calls
     storm = (ThreadStorm if threads else Storm)(int(count))
     interrupted, wrong = globals()[f"over_{what}"](storm)
     print(json.dumps({"interrupted": interrupted, "wrong": wrong}))

@@ -71,8 +71,9 @@ def test_a_path_to_nothing_fails_the_first_batch(workers):
     "ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning"
 )
 def test_a_batch_above_the_cap_keeps_too():
-    loader = keeping(max_bytes=64, keep_on_host=KEPT_PATHS)
+    samples = Mapped(sample_of_which_some_stays, 100)
+    loader = ps.DataLoader(samples, 100, device="cpu", max_bytes=4096, keep_on_host=KEPT_PATHS)
     batch = next(iter(loader))
-    assert same(batch, next(iter(make())))
+    assert same(batch, next(iter(DataLoader(samples, 100))))
     assert loader.stats().fallback_batches == 1
     assert len(set(storages(batch)[:3])) == 3

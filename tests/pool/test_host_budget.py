@@ -637,7 +637,8 @@ def test_too_many_open_files_end_no_other_pool(pools, monkeypatch):
     [
         ("much", "nonsense", "not a size: 'much'"),
         ("auto", "nonsense", "not a size: 'auto'"),
-        (0, "nonsense", "a budget must be positive: 0"),
+        (0, "nonsense", "max_bytes is too small: 0"),
+        ("64", "nonsense", "max_bytes is too small: '64'"),
         (1.5, "nonsense", "not a whole number of bytes"),
         ("1GiB", "", "a budget's name must be text: ''"),
         ("1GiB", 7, "a budget's name must be text: 7"),

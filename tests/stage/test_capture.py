@@ -20,7 +20,6 @@ CALLS = {
         {"weight": torch.zeros(3)}, {"weight": torch.ones(3)}
     ),
     "prefetch": lambda stager: iter(stager.prefetch([torch.ones(3)])),
-    "stats": lambda stager: stager.stats(),
 }
 
 

@@ -173,7 +173,7 @@ def test_sources_are_read_before_any_destination_is_written(shared_stager, way, 
 
 
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
-def test_torch_is_called_once_for_each_pair_of_dtypes(stager, monkeypatch, method):
+def test_each_pair_of_dtypes_is_one_call(stager, monkeypatch, method):
     copied = []
     monkeypatch.setattr(_out, "copy_each", lambda places, sources: copied.append(len(places)))
     sources = [torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.int64) * 20]
@@ -503,9 +503,7 @@ def test_page_locked_destinations_need_no_slab(stager, monkeypatch):
     assert (stager.stats().fetch_copies, place._version) == (1, 1)
 
 
-def test_page_locked_destinations_are_kept_until_the_event_after_an_interrupt(
-    stager, held, monkeypatch
-):
+def test_page_locked_destinations_are_kept_after_an_interrupt(stager, held, monkeypatch):
     monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
     source, kept = torch.ones(30_000), 0
     for number in itertools.count(1):

@@ -180,7 +180,7 @@ def test_a_parameter_on_another_device_is_named():
     with pytest.raises(
         RuntimeError, match=r"conv\.weight is on cpu, the stager is for cuda:1; move it"
     ):
-        Destination(Tied(), torch.device("cuda", 1), strict=True).plan(shapes)
+        Destination(Tied(), torch.device("cuda", 1), {}, strict=True).plan([*shapes], shapes)
 
 
 class OwnLoading(torch.nn.Linear):
@@ -224,6 +224,58 @@ def test_modules_that_take_part_in_loading_are_refused(stager, make):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), make())
     with pytest.raises(TypeError, match=r"load_weights can't load 1: .* Use load_state_dict"):
         stager.load_weights(module, {})
+
+
+def norms(device=None):
+    return torch.nn.Sequential(
+        torch.nn.BatchNorm1d(3, device=device),
+        torch.nn.Sequential(torch.nn.InstanceNorm2d(3, track_running_stats=True, device=device)),
+        torch.nn.BatchNorm2d(3, track_running_stats=False, device=device),
+    )
+
+
+@pytest.mark.parametrize("versions", ["none", "old", "new", "one new"])
+@pytest.mark.parametrize("strict", [True, False])
+def test_counters_of_norms_may_be_missing(stager, versions, strict):
+    ours, theirs, state = norms(), norms(), norms().state_dict()
+    for module in ours, theirs:
+        module[0].num_batches_tracked += 7
+        module[1][0].num_batches_tracked += 8
+    left_out = [name for name in state if name.endswith("num_batches_tracked")]
+    for name in left_out:
+        del state[name]
+    if versions == "none":
+        del state._metadata
+    for path in {"old": ["0", "1.0"], "one new": ["0"]}.get(versions, []):
+        state._metadata[path]["version"] = 1
+    missing = {"new": left_out, "one new": left_out[1:]}.get(versions, [])
+    if missing and strict:
+        with pytest.raises(RuntimeError, match=f'Missing key.*"{missing[0]}"'):
+            stager.load_weights(ours, state)
+        return
+    assert stager.load_weights(ours, state, strict=strict) == (missing, [])
+    assert theirs.load_state_dict(state, strict=strict) == (missing, [])
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_missing_counters_on_meta_begin_at_zero(stager, kind):
+    state = {name: tensor for name, tensor in norms().state_dict().items() if tensor.dim()}
+    module = norms("meta")
+    stager.load_weights(module, SOURCES[kind](state))
+    assert module[0].num_batches_tracked.tolist() == 0
+    assert module[1][0].num_batches_tracked.tolist() == 0
+    assert module.state_dict().keys() == norms().state_dict().keys()
+
+
+def test_a_cap_too_small_for_weights_is_refused():
+    module = torch.nn.Linear(2, 2)
+    message = r'too small to load weights: .*1 B\. Pass max_bytes="64KiB" or more'
+    with ps.Stager("cpu", max_bytes=1) as stager, pytest.raises(ValueError, match=message):
+        stager.load_weights(module, module.state_dict())
+    with ps.Stager("cpu", max_bytes="64KiB") as stager:
+        assert stager.load_weights(module, module.state_dict()) == ([], [])
 
 
 ONE = {"a": torch.ones(1)}

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 from .._pool import Fence, Lease, descriptor_of, size_class
 from .._reaper import running, warn
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
+from .._stage import HostSlabs
+from ..errors import BudgetExceededError, LayoutError, PoolClosedError
 from ._messages import BEGIN_AGAIN, BROKERS, STRUCTURES_KEPT, send_descriptor, shut_down
 from ._sending import SendingQueue
 from ._slabs import Slabs
@@ -75,7 +76,7 @@ class SlabBroker:
         self._slabs: Slabs | None = slabs
         self._target = slabs.target
         self._pool = slabs.shared()
-        self._owner = owner
+        self._host_slabs = HostSlabs(self._pool, owner, 0)
         self._channels = channels
         self._open = {channel.fileno(): worker for worker, channel in enumerate(channels)}
         self._numbers = itertools.count()
@@ -337,18 +338,18 @@ class SlabBroker:
 
     def _lease(self, worker: int, nbytes: int) -> Lease | None:
         """Lease a slab for a worker; return None if there is no room, or if a worker without slabs
-        will need it.
+        will need it. Where registering is refused, the slab is pageable.
         """
         rounded = size_class(nbytes, self._pool.memory.granularity)
         size = rounded if rounded <= self._pool.max_bytes else nbytes
         supplied = {loan.worker for loan in list(self._loans.values())}
         if worker in supplied:
-            room = self._pool.stats().owners[self._owner].available_bytes - size
+            room = self._host_slabs.room() - size
             if room < size * len(set(self._open.values()) - supplied):
                 return None
         try:
-            return self._pool.acquire(size, timeout=0, owner=self._owner)
-        except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
+            return self._host_slabs.lease_now(size)
+        except (BudgetExceededError, PoolClosedError):
             return None  # the worker does without a slab
         except Exception as error:  # noqa: BLE001 - the system refused: the same, and a warning gives the reason
             self._warn(size, repr(error))

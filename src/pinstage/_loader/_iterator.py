@@ -19,12 +19,11 @@ import torch
 
 from .._batch import pack, take_apart
 from .._compat.loader import Workers, end_workers, next_batch
-from .._memory import refuse_capture
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer, sender_of
 from .._steps import step
-from ..errors import BudgetExceededError, PinstageError, StagingWarning
+from ..errors import BudgetExceededError, ClosedError, StagingWarning
 from ._broker import SlabBroker
 from ._collate import Collated
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
@@ -80,11 +79,11 @@ class LoaderIterator:
         batches is queued there.
 
         Raises:
-            PinstageError: the loader was closed during this pass; or the current stream captures a
-                CUDA graph. No batch is lost then.
+            ClosedError: the loader was closed during this pass.
+            PinstageError: the current stream captures a CUDA graph. No batch is lost then.
         """
         target = self._slabs.target
-        refuse_capture(target.device.index)
+        target.refuse_capture()
         self._check_open()
         try:
             self._run_ahead.bound(target.record(target.consumer(None)))
@@ -105,7 +104,7 @@ class LoaderIterator:
 
     def _check_open(self) -> None:
         if self._is_closed_by_loader:
-            raise PinstageError(
+            raise ClosedError(
                 "cannot go on with this pass: its loader was closed; begin another one"
             ) from None
 

@@ -19,7 +19,6 @@ from .._compat.loader import (
     why_loader_cannot_be_taken_over,
 )
 from .._compat.probes import warn_once
-from .._memory import refuse_capture
 from .._pool import HostBudget, SlabPool
 from .._reaper import reaper
 from .._sizes import Size, count
@@ -69,7 +68,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         nothing.
         """
         slabs = self._slabs
-        refuse_capture(slabs.target.device.index)
+        slabs.target.refuse_capture()
         for iterator in list(slabs.iterators):
             iterator.close()
         if slabs.pool is not None and slabs.settings.pool is None:
@@ -104,7 +103,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         }
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
-        refuse_capture(self._staging_settings.device.index)
+        self._slabs.target.refuse_capture()
         kept: Any = vars(self).get("_iterator")
         if isinstance(kept, WorkersIterator):
             kept.close_if_it_cannot_begin_again()
@@ -180,15 +179,19 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 class DataLoader(Staging[T_co]):
     """torch's `DataLoader`, whose batches arrive on a device.
 
+    With Accelerate, use ``pinstage.integrations.accelerate.prepare``:
+    ``accelerator.prepare(ps.DataLoader(...))`` rebuilds the loader and stages nothing.
+
     Takes all of torch's arguments, and yields the same batches in the same order, from the same
     seeds, with the same types and structure. As with `Stager`, tensors and numeric numpy arrays
     become tensors on the device, and everything else stays as it was. `pin_memory` is accepted and
     has no effect.
 
     Workers write each batch into a slab that the main process has page-locked; default collation
-    stacks the samples there. Asynchronous copies then send the batch. Without workers, several
-    threads stack the samples of a large batch there, after the last one was loaded. All samples
-    have been read when the batch is yielded. For a loader that exists, use `wrap_loader`.
+    stacks the samples there. Asynchronous copies then send the batch. Slabs that can't be
+    page-locked are ordinary shared memory, and a `StagingWarning` says so once. Without workers,
+    several threads stack the samples of a large batch there, after the last one was loaded. All
+    samples have been read when the batch is yielded. For a loader that exists, use `wrap_loader`.
 
     Args:
         dataset: as torch's.

@@ -8,7 +8,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from .._batch import Keeping, OwnStorage, check_own_storage
-from .._memory import SharedMemory, default_memory
+from .._memory import PAGE_BYTES, SharedMemory, default_memory
 from .._pool import HostBudget, SlabPool, cap_of, check_owner, check_pool
 from .._sizes import Size
 from .._stage import Stager, check_depth, target_for
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
         check_own_storage(self.own_storage)
         pool, max_bytes, kept = self.pool, self.max_bytes, self.keep_on_host
         if pool is None:
-            cap_of(max_bytes, self.budget)
+            cap_of(max_bytes, self.budget, PAGE_BYTES)
         else:
             check_pool(pool, max_bytes, self.budget)
             max_bytes = pool.max_bytes

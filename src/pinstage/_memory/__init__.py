@@ -32,8 +32,8 @@ from ._kinds import (
     SharedMemory,
     attach,
 )
-from ._limits import cap_bytes, remedy
-from ._pages import memory_policy
+from ._limits import auto_max_bytes, remedy
+from ._pages import PAGE_BYTES, memory_policy
 from ._ranges import HostRange
 from ._resource import Block, MemoryResource
 from ._streams import (

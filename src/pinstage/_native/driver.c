@@ -134,7 +134,7 @@ int copy_to_host(char *to, const Found *leaf, void *stream) {
 int wait_for_stream(void *stream) { return driver.wait(stream); }
 
 /* Send page-locked ranges in one call; return whether that was done. The driver refuses it on
- * the legacy default stream, and while a graph is captured. */
+ * the legacy default stream. */
 static bool send_batch(size_t count, unsigned long long *to, unsigned long long *from,
                        size_t *nbytes, void *stream, int order) {
     Attributes attributes = {.order = order};

@@ -143,9 +143,9 @@ static PyObject *copy_few(const Few *few) {
 }
 
 /* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, borrows, most_bytes):
- * move leaves as `.to()` would, on torch's current stream, which is not captured. All leaves have
- * been read when it returns, without waiting for earlier work, but for page-locked leaves of at
- * least 16 KiB if it `borrows`.
+ * move leaves as `.to()` would, on torch's current stream. All leaves have been read when it
+ * returns, without waiting for earlier work, but for page-locked leaves of at least 16 KiB if it
+ * `borrows`.
  *
  * atoms: types of leaves that stay as they are, except those of wrappers. most_bytes: if leaves
  * that can be borrowed have more bytes together, and the stream is busy, their number is returned,

@@ -18,7 +18,6 @@ from .._memory import (
     default_memory,
     refuse_capture,
 )
-from .._reaper import remarks
 from .._sizes import Size, format_bytes, parse_bytes
 from .._steps import step
 from ..errors import StagingWarning, UnreleasedLeaseWarning
@@ -26,15 +25,12 @@ from . import _refusals
 from ._adaptor import RefusedForNow
 from ._classes import reuse_limit
 from ._growth import Growth, GrowthPlan
-from ._host_budget import HostBudget, adaptor_for, cap_of
+from ._host_budget import HostBudget, adaptor_for, cap_of, given_bytes
 from ._lease import Lease
 from ._slab import Fence
 from ._state import PoolState
 from ._stats import PoolStats
 from ._waiting import GIVE_UP_SECONDS, Waiter, check_timeout, this_thread
-
-_LOGGED: list[str] = []
-"""The logged line about the first forgotten lease of this process."""
 
 
 def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None = None) -> None:
@@ -72,6 +68,14 @@ def close_for(pool: SlabPool, user: str) -> None:
     """
     pool._state.user = user
     pool.close()
+
+
+def is_first_refusal(pool: SlabPool) -> bool:
+    """Return whether the caller has to warn of a refusal of memory: a pool and its users do that
+    once.
+    """
+    has_told, pool._has_told = pool._has_told, True
+    return not has_told
 
 
 def state_of(pool: SlabPool) -> PoolState:
@@ -119,8 +123,9 @@ class SlabPool:
     Raises:
         TypeError: `max_bytes` is not a size, `budget` is not a `HostBudget`, or `memory` is not a
             memory resource.
-        ValueError: `max_bytes` is not positive, or another pool of this host has a `HostBudget` of
-            this name with another cap.
+        ValueError: `max_bytes` is less than the memory's granularity (a page, where it is
+            page-locked), or text for less than a page; or another pool of this host has a
+            `HostBudget` of this name with another cap.
         HostBudgetError: the folder of host budgets cannot be used.
 
     Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to
@@ -130,8 +135,8 @@ class SlabPool:
     first come, first served.
 
     All methods may be called from any thread. After ``fork`` the child's copy refuses to work. In a
-    thread whose current stream captures a CUDA graph, `acquire`, `reserve`, `trim` and `stats`
-    raise `PinstageError`, because they allocate or query events.
+    thread whose current stream captures a CUDA graph, a call that would allocate or query an event
+    raises `PinstageError`.
     """
 
     def __init__(
@@ -141,12 +146,12 @@ class SlabPool:
         budget: HostBudget | None = None,
         memory: MemoryResource | None = None,
     ) -> None:
-        cap, reason = cap_of(max_bytes, budget)
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
             raise TypeError(
                 f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()"
             )
         resource = default_memory() if memory is None else memory
+        cap, reason = cap_of(max_bytes, budget, resource.granularity)
         self._state = PoolState(adaptor_for(resource, budget), cap, reason)
         self._has_told = False
 
@@ -194,8 +199,9 @@ class SlabPool:
                 slab that is large enough. If the pool has one, the request waits for it, and a
                 `StagingWarning` says so once. The pool tries to grow that far again after a minute,
                 or by `reserve`.
-            BudgetExceededError: the request exceeds `max_bytes`, or what quotas leave to the owner;
-                it can never fit.
+            BudgetExceededError: the request exceeds `max_bytes`, or the part that quotas and slabs
+                held for good (`PoolStats.held_for_good_bytes`) leave to the owner; waiting
+                wouldn't help.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab that is large enough.
             PoolClosedError: the pool is closed, or was closed while this call waited.
@@ -207,9 +213,8 @@ class SlabPool:
             raise ValueError(
                 f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab"
             )
-        if timeout is not None and (type(timeout) is not float or timeout < 0):
+        if timeout is not None and (type(timeout) is not float or not timeout >= 0):
             check_timeout(timeout)
-        refuse_capture()
         state = self._state
         if state.is_entered() or state.forgotten:
             self._check_entry()
@@ -241,12 +246,14 @@ class SlabPool:
             max_bytes: bytes that it may have; None for no limit but the cap.
 
         Raises:
-            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is 0, or guarantees together
-                are above the cap.
+            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is less than the memory's
+                granularity, or guarantees together are above the cap.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        least, most = parse_bytes(min_bytes), None if max_bytes is None else parse_bytes(max_bytes)
+        least, most = parse_bytes(min_bytes), None
+        if max_bytes is not None:
+            most = given_bytes(max_bytes, self._state.granularity)
         self._check_entry()
         with self._state.lock:
             self._state.check_open()
@@ -282,12 +289,13 @@ class SlabPool:
                 f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count "
                 ">= 0"
             )
-        refuse_capture()
         self._check_entry()
         state = self._state
         missing = partial(state.reserve, nbytes, count)
         with state.lock:
-            missing()  # an error is raised in the caller's thread
+            plan = missing()  # an error is raised in the caller's thread
+        if plan is not None:
+            refuse_capture()
         growth = Growth(state, missing)
         if background:
             _thread.start_new_thread(growth.run, ())
@@ -309,7 +317,6 @@ class SlabPool:
             ForkedPoolError: called in a forked child.
         """
         target = parse_bytes(to_bytes)
-        refuse_capture()
         self._check_entry()
         freed = self._state.trim(target)
         self._warn_of_forgotten()
@@ -345,12 +352,13 @@ class SlabPool:
                 event.synchronize()
             self.trim()
         state.memory.end()
+        if state.pageable is not None:
+            state.pageable.close()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
         the pool is open.
         """
-        refuse_capture()
         state = self._state
         self._check_entry()
         with state.lock:
@@ -406,6 +414,7 @@ class SlabPool:
         """Grow, and return the lease; None if there is none, and the request has to be decided
         again.
         """
+        refuse_capture()
         began = time.monotonic()
         try:
             lease = growth.result()
@@ -423,8 +432,7 @@ class SlabPool:
 
     def _tell(self, nbytes: int, reason: str) -> None:
         """Warn, once, that the platform has refused memory."""
-        if not self._has_told:
-            self._has_told = True
+        if is_first_refusal(self):
             warnings.warn(
                 f"pool cannot grow by {format_bytes(nbytes)}, and goes on with the slabs that it "
                 f"has: {self._state.figures()}; {reason}; this warning is shown once",
@@ -466,18 +474,13 @@ class SlabPool:
         forgotten = self._state.forgotten
         while forgotten:
             nbytes, capacity = forgotten.pop()
-            text = (
+            warnings.warn(
                 f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage "
-                "collection; use `with pool.acquire(...)` or call release()"
+                "collection; use `with pool.acquire(...)` or call release(). If an interrupt ended "
+                "a call, that was its lease, and nothing is wrong",
+                UnreleasedLeaseWarning,
+                stacklevel=stacklevel,
             )
-            if not _LOGGED:  # Python hides the warning by default
-                _LOGGED.append(text)
-                remarks.add(
-                    f"{text}. If an interrupt ended a call, that was its lease, and nothing is "
-                    "wrong. This is logged once: `python -W default` shows each "
-                    "UnreleasedLeaseWarning"
-                )
-            warnings.warn(text, UnreleasedLeaseWarning, stacklevel=stacklevel)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(

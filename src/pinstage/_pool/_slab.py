@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from .._compat.calls import ownership
-from .._memory import Block, capturing_device, record_current_streams
+from .._memory import Block, capturing_device, record_current_streams, refuse_capture
 from .._reaper import reaper
 from ._adaptor import ResourceAdaptor
 from ._refusals import Figures, Refusal
@@ -90,6 +91,7 @@ class Slab:
             then.
         guards: other pending work, by unique numbers.
         doomed: whether a thread is about to free it.
+        for_good: whether no release is expected of the current or last lease and its views.
     """
 
     def __init__(self, block: Block, stacks: dict[int, dict[Slab, Any]], used_at: int) -> None:
@@ -102,11 +104,14 @@ class Slab:
         self.views: weakref.ref[Any] | None = None
         self.event: Fence | None = None
         self.guards: dict[int, Fence] = {}
-        self.doomed = False
+        self.doomed = self.for_good = False
 
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
         lock.
+
+        Raises:
+            PinstageError: it has events, and the current stream captures a graph.
         """
         if self.lease is not None or self.doomed:
             return False
@@ -114,6 +119,9 @@ class Slab:
         if views is not None and views() is not None:
             return False
         event = self.event
+        # The first question saves a call without CUDA.
+        if (event is not None or self.guards) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            refuse_capture()
         if event is not None:
             if not event.query():
                 return False
@@ -133,6 +141,10 @@ class Slab:
 
     def has_views(self) -> bool:
         return self.views is not None and self.views() is not None
+
+    def is_held_for_good(self) -> bool:
+        """Return whether waiting for the slab is useless."""
+        return self.for_good and (self.lease is not None or self.has_views())
 
     def fences(self) -> list[Fence]:
         """Return all pending work that is known."""
@@ -170,6 +182,8 @@ class Holdings:
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
         sizes: the capacities of slabs, sorted.
+        pageable: the pool of pageable slabs, which users make when page-locking is refused; None
+            before. It is closed with this one.
         reap: frees slabs that were returned to a closed pool; for the reaper.
     """
 
@@ -182,6 +196,7 @@ class Holdings:
         self.granularity = memory.resource.granularity
         self.closed = self.frozen = self.is_forked = False
         self.user: str | None = None
+        self.pageable: Any = None
         self.lock = threading.RLock()
         self.is_entered = has_lock = ownership(self.lock)
         if (is_in_memory := memory.is_entered) is not None:
@@ -249,6 +264,9 @@ class Holdings:
                 in_flight.append(slab)
         return parts
 
+    def held_for_good(self) -> list[Slab]:
+        return [slab for slab in list(self.slabs) if slab.is_held_for_good()]
+
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
         _, in_flight, _ = self.parts()
@@ -260,11 +278,14 @@ class Holdings:
         return self._reason + self.memory.holders()
 
     def figures(self) -> Figures:
-        leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self.parts())
-        held, most = leased + in_flight + free, self.max_bytes
+        leased, in_flight, free = self.parts()
+        viewed = [slab for slab in in_flight if slab.has_views()]
+        parts = [*leased, *in_flight, *free], leased, in_flight, viewed, self.held_for_good()
+        held, lent, flying, seen, kept = (sum(slab.capacity for slab in slabs) for slabs in parts)
+        most = self.max_bytes
         is_own = most < self.memory.allowed  # else the memory resource has the tighter limit
         cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
-        return Figures(held, leased, in_flight, most, self.reason, cap)
+        return Figures(held, lent, flying, seen, kept, most, self.reason, cap)
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:

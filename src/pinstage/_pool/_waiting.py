@@ -115,13 +115,12 @@ class Accounts(dict[str, Account]):
         """Set an owner's quota, which replaces an earlier one.
 
         Raises:
-            ValueError: not a name, a guarantee above the limit, a limit of 0, or guarantees above
-                the cap.
+            ValueError: not a name, a guarantee above the limit, or guarantees above the cap.
         """
-        if max_bytes is not None and not max(1, min_bytes) <= max_bytes:
+        if max_bytes is not None and min_bytes > max_bytes:
             raise ValueError(
                 f"quota of {name!r} is impossible: min_bytes={min_bytes}, max_bytes={max_bytes}; "
-                "pass min_bytes <= max_bytes, and max_bytes >= 1"
+                "pass min_bytes <= max_bytes"
             )
         min_bytes = round_up(min_bytes, self._granularity)
         guaranteed = min_bytes + sum(a.min_bytes for a in self.values() if a.name != name)
@@ -197,14 +196,14 @@ def check_timeout(timeout: object) -> None:
 
     Raises:
         TypeError: it isn't a number.
-        ValueError: it is negative.
+        ValueError: it is negative or NaN.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(
             f"timeout is a number of seconds: {timeout!r}; pass such a number, or None to wait "
             "forever"
         )
-    if timeout < 0:
+    if not timeout >= 0:  # nor NaN
         raise ValueError(
-            f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever"
+            f"timeout must be 0 or more: {timeout}; 0 does not wait, None waits forever"
         )

@@ -33,6 +33,7 @@ from .._memory import (
     disregard_captures,
     make_current,
     reads_pageable_memory,
+    refuse_capture,
 )
 from .._pool import Fence
 from .._region import pieces_at
@@ -239,6 +240,16 @@ class Target:
     """Our stream for copies from the device: the bus carries both directions at once."""
 
     # -- streams
+
+    def refuse_capture(self) -> None:
+        """Refuse to stage in a thread that captures a graph, on the current stream of this device
+        or of the current one.
+
+        Raises:
+            PinstageError: it does.
+        """
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            refuse_capture(self.device.index)
 
     def selected(self) -> AbstractContextManager[Any]:
         """Make the device current in this thread."""
@@ -713,6 +724,8 @@ def wait_here(event: Fence | None) -> None:
     """Make the current stream of each device wait for its part of an event. The host doesn't
     wait.
     """
-    for part in event.parts if isinstance(event, EventGroup) else [event]:
-        if isinstance(part, DeviceEvent):
-            part.wait(torch.cuda.current_stream(part.index))
+    if isinstance(event, EventGroup):
+        for part in event.parts:
+            wait_here(part)
+    elif isinstance(event, DeviceEvent):
+        event.wait(torch.cuda.current_stream(event.index))

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from .._batch import SOURCES
 from .._compat import prepared
 from .._compat.probes import warn_once
-from .._memory import refuse_capture
 from ._background import Exhausted, Reading, stop_reading, surroundings_of
 from ._device import Target
 from ._own_work import OwnWork
@@ -66,7 +65,7 @@ class Pass(Iterator[T]):
         self.close = batches.close
 
     def __next__(self) -> T:
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         return next(self._batches)
 
 
@@ -130,7 +129,7 @@ class Prefetcher(Generic[T]):
                 minute; or the current stream captures a CUDA graph. A request for a batch is
                 refused then, too, and loses none.
         """
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         stop_reading(self._source)
         active = prepared.active_loader()
         read: Callable[[], Any] = partial(self._read, iter(self._source))
@@ -172,6 +171,7 @@ class Prefetcher(Generic[T]):
                 f"the main process: {work_of_pass}. Let its workers pack: iterate over "
                 f'pinstage.wrap_loader(loader, device="{target.device}") instead',
                 about="wrap_loader",
+                stacklevel=4,
             )
 
     def _read(self, batches: Iterator[T]) -> tuple[T, _Said] | None:
@@ -290,7 +290,8 @@ def _check_source(source: object) -> None:
         TypeError: see above.
     """
     name = type(source).__name__
-    if isinstance(source, Mapping):
+    # A ParameterDict isn't a Mapping, and yields keys, too.
+    if isinstance(source, Mapping) or hasattr(type(source), "keys"):
         raise TypeError(
             f"cannot prefetch from a {name}, which is a mapping: pass a batch to "
             "stager.to_device(batch), and prefetch from each loader by itself"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .._batch import Keeping, Layout, OwnStorage, check_own_storage, content_of, most_threads
-from .._memory import default_memory, refuse_capture
+from .._memory import default_memory
 from .._pool import (
     HostBudget,
     Lease,
@@ -41,7 +41,7 @@ from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
 from ._to_host import Fetcher, HostTransfer
 from ._transfer import Packed, Transfer, copy_event_of, send_packed
-from ._weights import Destination, IncompatibleKeys, load_weights
+from ._weights import Destination, IncompatibleKeys, check_cap, load_weights
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -114,8 +114,8 @@ class Stager:
     batches, and for the pool only at its cap. A forked child cannot stage.
 
     Nothing is staged in a thread whose current stream, of the stager's device or of the current
-    one, captures a CUDA graph: methods, transfers and passes of `prefetch` raise `PinstageError`,
-    and the capture stays valid. Stage before the capture, and pass `out` before each replay.
+    one, captures a CUDA graph: calls, transfers and passes of `prefetch` raise `PinstageError`, and
+    the capture stays valid. Stage before the capture, and pass `out` before each replay.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Stager:
             borrows=borrow_pinned,
             run_ahead=None if run_ahead is None else RunAhead(run_ahead),
         )
-        self._fetcher = Fetcher(self.device, self._slabs.lease_whole, Targets(self._target))
+        self._fetcher = Fetcher(self.device, self._slabs, Targets(self._target))
 
     @property
     def device(self) -> torch.device:
@@ -210,7 +210,7 @@ class Stager:
             AcquireTimeoutError: no host slab became free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         return self._sender.begin(batch)
 
     def stage_lease(
@@ -235,7 +235,7 @@ class Stager:
             LeaseError: the lease was released.
             PinstageError: the current stream captures a CUDA graph.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         with step("stage"):
             structure, table = content_of(layout)
             if lease.nbytes < table.nbytes:
@@ -308,7 +308,7 @@ class Stager:
             BudgetExceededError, AcquireTimeoutError: as `stage`.
             Exception: torch can't copy the batch into `out`, which may be written in part.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         if out is None:
             return self._sender.move(batch)
         return self._sender.move_into(batch, out)
@@ -356,12 +356,15 @@ class Stager:
                 or a tensor would stay on meta. Names of a mapping or ``safe_open``, and shapes of a
                 dict or ``safe_open``, are checked before anything is written, the rest as it is
                 read.
+            ValueError: the pool's cap is below 64 KiB.
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a
                 hook, extra state), or `tensors` is something else, such as a path.
             PinstageError: the current stream captures a CUDA graph.
         """
-        self._refuse_capture()
-        destination = Destination(module_or_dict, self.device, strict=strict)
+        self._target.refuse_capture()
+        check_cap(self.pool.max_bytes)
+        metadata = getattr(tensors, "_metadata", None) or {}
+        destination = Destination(module_or_dict, self.device, metadata, strict=strict)
         return load_weights(replace(self._sender, own_storage=False), destination, tensors)
 
     def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
@@ -381,12 +384,12 @@ class Stager:
 
         Args:
             tree: containers that `Layout` knows, with anything in them.
-            copy: True: `HostTransfer.wait` copies once more, into ordinary tensors, each with its
+            copy: True: `HostTransfer.result` copies once more, into ordinary tensors, each with its
                 own memory, and returns the slab. False: the tensors are views of the slab, which
                 stays leased until the last view is freed.
 
         Returns:
-            The transfer. Its `HostTransfer.wait` waits for the copies, and returns the tensors.
+            The transfer. Its `HostTransfer.result` waits for the copies, and returns the tensors.
 
         Raises:
             LayoutError: an object in the tree holds tensors and is not a known container.
@@ -396,7 +399,7 @@ class Stager:
             BudgetExceededError: the tensors that go through a slab are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         # `selected`, since a pool that belongs to no device page-locks on the current one.
         with step("fetch"), self._target.selected():
             transfer = self._fetcher.fetch(tree, copy=copy)
@@ -404,7 +407,7 @@ class Stager:
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
-        """Copy a nested tree of tensors to the host: ``fetch(tree).wait()``.
+        """Copy a nested tree of tensors to the host: ``fetch(tree).result()``.
 
         Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own,
         outside of the pool, or is one of `out`. Everything else is as in `fetch`.
@@ -425,13 +428,13 @@ class Stager:
             AcquireTimeoutError, BudgetExceededError: as `fetch`.
             Exception: torch can't copy a tensor into `out`, which may be written in part.
         """
-        self._refuse_capture()
+        self._target.refuse_capture()
         if out is None:
-            return self.fetch(tree).wait()
+            return self.fetch(tree).result()
         with step("fetch"), self._target.selected():
             result: B
-            result, copied, nbytes = self._fetcher.fetch_into(tree, out)
-        self._sender.counters.add_fetch(copied, nbytes)
+            result, copies, nbytes = self._fetcher.fetch_into(tree, out)
+        self._sender.counters.add_fetch(copies, nbytes)
         return result
 
     @overload
@@ -543,9 +546,6 @@ class Stager:
         pinned = is_read_as_torch_does(source) and source.pin_memory
         sender = replace(self._sender, borrows=pinned or self._sender.borrows, run_ahead=None)
         return prefetcher_of(sender.begin, self._target, source, depth, background)
-
-    def _refuse_capture(self) -> None:
-        refuse_capture(self.device.index)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""

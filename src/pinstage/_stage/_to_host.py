@@ -5,7 +5,7 @@
     tree --take apart--> leaves of each device
       small, or strided  --gather, on the current stream--> device slab --one copy-->  |
       large and dense    ---------------------------------------------a copy each-->  host slab
-                                                                                       | wait()
+                                                                                       | result()
                                                                                        v
                                                                                       views
 
@@ -15,7 +15,7 @@ the copies are done and the last view is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
@@ -43,11 +43,13 @@ from .._batch import (
 )
 from .._compat.views import check_is_plain
 from .._memory import capturing_device, refuse_capture
-from .._pool import Fence, Lease, guard_until_release
+from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
+from .._sizes import count, format_bytes
 from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
+from ._host_slabs import HostSlabs
 from ._not_a_batch import B_co, NotABatch
 from ._out import Destinations, detached, in_order, with_own_copies
 from ._transfer import kept, move
@@ -56,6 +58,10 @@ DIRECT_FROM_BYTES = 64 * 1024
 """The device writes page-locked destinations of this size itself."""
 
 _MOST_GATHERINGS = 16
+
+_POLL_SECONDS = 1e-4
+"""Poll interval of `HostTransfer.result` with a timeout."""
+
 _CPU = torch.device("cpu")
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -73,10 +79,12 @@ class Copied(NamedTuple):
 class HostTransfer(NotABatch, Generic[B_co]):
     """Tensors on their way to the host. Made by `Stager.fetch`.
 
-    Only `wait` returns the tensors, when their bytes are there. Don't use a transfer in several
+    Only `result` returns the tensors, when their bytes are there. Don't use a transfer in several
     threads at once. In a thread whose current stream captures a CUDA graph, all methods raise
     `PinstageError`.
     """
+
+    _call = "result()"
 
     __slots__ = (
         "_copied",
@@ -117,7 +125,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return sum(table.nbytes for table in self._tables)
 
     def query(self) -> bool:
-        """Return whether the bytes are on the host, so that `wait` will not block. Does not
+        """Return whether the bytes are on the host, so that `result` will not block. Does not
         block.
         """
         refuse_capture(self._device.index)
@@ -132,23 +140,29 @@ class HostTransfer(NotABatch, Generic[B_co]):
             with step("wait"):
                 self._copied.event.synchronize()
 
-    def wait(self) -> B_co:
+    def result(self, timeout: float | None = None) -> B_co:
         """Wait until the bytes are on the host, and return them.
 
         Blocks as `synchronize` does. Later calls return the same object.
+
+        Args:
+            timeout: the most seconds to wait; None waits until the bytes are there.
 
         Returns:
             A tree of the same types. Tensors that were copied have memory of their own. With
             ``copy=False`` they are views of one page-locked slab. The slab returns to the pool when
             the last view and this transfer, which keeps its result, are freed. Objects on the host
             are returned unchanged.
+
+        Raises:
+            TimeoutError: the bytes aren't there in time. You may call again.
         """
         refuse_capture(self._device.index)
         fetched: B_co
         if self._leaves is None:
             fetched = self._fetched
             return fetched
-        leaves = leaves_of(self)
+        leaves = leaves_of(self, timeout)
         if self._is_copied_again:
             for table in self._tables:
                 for index in table.positions(*PACKED):
@@ -168,8 +182,10 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{done}>"
 
 
-def leaves_of(transfer: HostTransfer[Any]) -> list[Any]:
+def leaves_of(transfer: HostTransfer[Any], timeout: float | None = None) -> list[Any]:
     """Return the leaves of a tree, those in the slab as views of it, when their bytes are there."""
+    if timeout is not None:
+        _wait(transfer, timeout)
     leaves, start = transfer._leaves, 0
     assert leaves is not None
     with step("views"):  # before the wait, while the copy is under way
@@ -182,9 +198,23 @@ def leaves_of(transfer: HostTransfer[Any]) -> list[Any]:
     return leaves
 
 
+def _wait(transfer: HostTransfer[Any], timeout: float) -> None:
+    check_timeout(timeout)
+    deadline = time.monotonic() + timeout
+    with step("wait"):
+        while not transfer.query():
+            if time.monotonic() >= deadline:
+                copies = count(transfer.copies, "copy", "copies")
+                raise TimeoutError(
+                    f"results aren't on the host after {timeout} s: {copies} of "
+                    f"{format_bytes(transfer.nbytes)}; call result() again, or wait longer"
+                )
+            time.sleep(_POLL_SECONDS)
+
+
 def landings(transfer: HostTransfer) -> list[Any]:
     """Return the `Place` of each leaf in the slab, or the leaf itself if it isn't there. Call it
-    before `wait`.
+    before `result`.
     """
     assert transfer._leaves is not None
     landed, start = list(transfer._leaves), 0
@@ -207,7 +237,7 @@ def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
     packed.
 
     Args:
-        transfer: a transfer, before its `wait`.
+        transfer: a transfer, before its `result`.
         leaves: the list of tensors that it was made from.
     """
     assert transfer._leaves is not None
@@ -224,8 +254,7 @@ class Fetcher:
     """The device of its user. CPU tensors are fetched, rather than left as they are, if it is the
     CPU.
     """
-    acquire: Callable[[int], Lease]
-    """Leases a host slab of a number of bytes."""
+    slabs: HostSlabs
     targets: Targets
     hold: bool = True
     """See `Target.to_host`."""
@@ -237,14 +266,28 @@ class Fetcher:
             tree: what to fetch.
             copy: whether to return ordinary tensors, instead of views of the slab.
         """
+        plan = self.plan(tree)
+        return self.begin(plan, self._lease_for(plan), copy=copy)
+
+    def plan(self, tree: Any) -> FetchPlan:
+        """Arrange a tree's tensors in a slab."""
         parts, tables = self._taken_apart(tree)
         left = _left(parts, list(tables.values()))
         # The caller doesn't keep tensors that `describe` computed.
         hold = self.hold or bool(parts.kept)
-        plan = _Plan(self._gatherings(tables), parts, {}, hold)
-        copied = self._copy(plan)
+        return FetchPlan(self._gatherings(tables), parts, left, {}, hold)
+
+    def begin(self, plan: FetchPlan, lease: Lease | None, *, copy: bool) -> HostTransfer[Any]:
+        """Start the copies of a plan, and release the lease of its slab.
+
+        Args:
+            plan: what `plan` returned.
+            lease: a slab of its bytes; None if it needs none.
+            copy: see `fetch`.
+        """
+        copied = self._copy(plan, lease)
         return HostTransfer(
-            parts.structure, left, plan.tables(), copied, copy=copy, device=self.home
+            plan.parts.structure, plan.left, plan.tables(), copied, copy=copy, device=self.home
         )
 
     def fetch_into(self, tree: Any, out: Any) -> tuple[Any, int, int]:
@@ -266,25 +309,22 @@ class Fetcher:
             direct = _direct(existing, list(tables.values()))
         left = _left(with_own_copies(parts, _CPU), list(tables.values()))
         tables = {device: _without(table, [*direct]) for device, table in tables.items()}
-        plan = _Plan(self._gatherings(tables), parts, direct, self.hold)
+        plan = FetchPlan(self._gatherings(tables), parts, left, direct, self.hold)
         try:
-            copies = self._fill(destinations, left, plan)
+            copies = self._fill(destinations, plan)
         except BaseException as error:
             kept.until(self._streams(plan), list(direct.values()))  # the device may be writing
             clear_own_frames(error)
             raise
         return destinations.result(), copies, sum(table.nbytes for table in plan.tables())
 
-    def _fill(self, destinations: Destinations, left: list[Any], plan: _Plan) -> int:
+    def _fill(self, destinations: Destinations, plan: FetchPlan) -> int:
         """Copy into destinations; return the number of copies to the host."""
-        copied = self._copy(plan)
-        transfer = HostTransfer(
-            plan.parts.structure, left, plan.tables(), copied, copy=False, device=self.home
-        )
+        transfer = self.begin(plan, self._lease_for(plan), copy=False)
         leaves = leaves_of(transfer)
         with step("unpack"):
             destinations.fill(leaves, besides=plan.direct)
-        return copied.copies
+        return transfer.copies
 
     def _taken_apart(
         self, tree: Any, *, detach: bool = False
@@ -311,12 +351,13 @@ class Fetcher:
                     tables[device] = describe(leaves, structure, device, arrays=False).table
                 return parts, tables
 
-    def _copy(self, plan: _Plan) -> Copied:
-        """Start the copies of all devices. If it can't have a slab, nothing has been written."""
-        nbytes = sum(table.nbytes for table in plan.tables())
-        if not nbytes:
+    def _lease_for(self, plan: FetchPlan) -> Lease | None:
+        return self.slabs.lease_whole(plan.nbytes) if plan.nbytes else None
+
+    def _copy(self, plan: FetchPlan, lease: Lease | None) -> Copied:
+        """Start the copies of all devices."""
+        if lease is None:
             return self._begin(plan, _NO_BYTES) if plan.direct else Copied(_NO_BYTES, None, 0)
-        lease = self.acquire(nbytes)
         after: Fence | None = self._streams(plan)
         # An interrupt may come before the release, and before a copy's event.
         guard_until_release(lease, after)
@@ -330,7 +371,7 @@ class Fetcher:
         finally:
             lease.release(after=after)
 
-    def _begin(self, plan: _Plan, host: torch.Tensor) -> Copied:
+    def _begin(self, plan: FetchPlan, host: torch.Tensor) -> Copied:
         """Start the copies of all devices into a slab, uint8 ``[n]``, and to the destinations
         outside of it.
         """
@@ -351,7 +392,7 @@ class Fetcher:
             return Copied(host, EventGroup(events), copies)
         return Copied(host, events[0] if events else None, copies)
 
-    def _streams(self, plan: _Plan) -> EventGroup:
+    def _streams(self, plan: FetchPlan) -> EventGroup:
         """Return the streams that copy, as an event behind all their work."""
         streams = [self.targets.of(device).out_stream for device in plan.gatherings]
         return EventGroup([stream for stream in streams if stream is not None])
@@ -375,16 +416,23 @@ def _gpus(leaves: list[Any]) -> set[torch.device]:
     return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
-class _Plan(NamedTuple):
+class FetchPlan(NamedTuple):
     """How a tree is copied to the host."""
 
     gatherings: dict[torch.device, Gathering]
     """How each device's leaves get into its part of the slab."""
     parts: Parts
+    left: list[Any]
+    """The leaves that don't go through the slab; see `_left`."""
     direct: dict[int, torch.Tensor]
     """Destinations that are written without a slab, by leaf."""
     hold: bool
     """See `Target.to_host`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slab."""
+        return sum(table.nbytes for table in self.tables())
 
     def tables(self) -> list[Table]:
         """Return the tables of all devices, with places in the slab."""
@@ -446,8 +494,8 @@ def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
 
 
 def _direct(existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]:
-    """Return the destinations that the device writes, by leaf: large page-locked tensors whose
-    bytes are as in a slab.
+    """Return the destinations that the device writes, by leaf: large page-locked ones, with bytes
+    as in a slab.
     """
     direct = {}
     for table in tables:

@@ -19,7 +19,7 @@ from .._batch import (
 )
 from .._compat.calls import memory_of
 from .._compat.probes import warn_once
-from .._memory import capturing_device, refuse_capture
+from .._memory import capturing_device
 from .._pool import Fence
 from .._reaper import reaper
 from .._steps import step
@@ -157,7 +157,7 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         return all(
             event is None or event.query() for event in (self._sent.event, self._moved.event)
         )
@@ -166,7 +166,7 @@ class Transfer(NotABatch, Generic[B_co]):
         """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the
         stream waits.
         """
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         for event in (self._sent.event, self._moved.event):
             if event is not None:
                 event.synchronize()
@@ -184,7 +184,7 @@ class Transfer(NotABatch, Generic[B_co]):
             A batch of the same types. Tensors and arrays are tensors on the device. The stager's
             `own_storage` says which of them share memory.
         """
-        refuse_capture(self._target.device.index)
+        self._target.refuse_capture()
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
             if self._batch is _NOT_YET:

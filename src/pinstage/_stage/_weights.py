@@ -26,12 +26,13 @@ from .._batch import ALIGNMENT, Whole, take_apart
 from .._compat.calls import (
     changes_its_loading,
     check_checkpoints_are_known,
+    may_lack_counter,
     modules_by_path,
     tensors_of,
 )
 from .._compat.views import range_of
 from .._pool import Fence
-from .._sizes import round_up
+from .._sizes import format_bytes, round_up, size_to_paste
 from ..errors import AcquireTimeoutError
 from ._out import Destinations, detached, with_own_copies
 from ._sender import SMALL_BYTES, PendingSend, Sender
@@ -41,6 +42,9 @@ GROUP_BYTES = 64 << 20
 """The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting
 a group.
 """
+
+_LEAST_CAP = 64 << 10
+"""The smallest cap: a group has half of it, and starting a group takes as long as copying this."""
 
 SAMPLE_BYTES = 64
 """Bytes at the start, in the middle and at the end of a tensor that `Destination.check_unchanged`
@@ -63,13 +67,11 @@ Shape: TypeAlias = tuple[int, ...] | None
 """None for values that aren't tensors."""
 
 
-_UNREAD: Any = object()
-"""In place of the shape of a tensor that is read later."""
-
-
 class _Checkpoint(NamedTuple):
-    shapes: dict[str, Shape] | None
-    """Shapes by name; None if not even the names are known before everything is read."""
+    names: Collection[str] | None
+    """None if the names aren't known before everything is read."""
+    shapes: Mapping[str, Shape]
+    """Shapes that are known before."""
     read: Callable[[Iterable[str]], Iterable[tuple[str, Any]]]
     """Reads tensors by name; all, if the names aren't known."""
     may_reuse_memory: bool
@@ -78,19 +80,23 @@ class _Checkpoint(NamedTuple):
 
 def _opened(tensors: Any) -> _Checkpoint:
     if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
-        shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        names = tensors.keys()
+        shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         return _Checkpoint(
-            shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names), False
+            names, shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names), False
         )
     if isinstance(tensors, Mapping):
         # It has all its tensors, unless its class makes them when they are read.
         has_all = type(tensors) in (dict, OrderedDict)
-        shapes = {name: _shape_of(tensors[name]) if has_all else _UNREAD for name in tensors}
+        shapes = {name: _shape_of(tensors[name]) for name in tensors} if has_all else {}
         return _Checkpoint(
-            shapes, lambda names: ((name, tensors[name]) for name in names), not has_all
+            list(tensors),
+            shapes,
+            lambda names: ((name, tensors[name]) for name in names),
+            not has_all,
         )
     if isinstance(tensors, Iterable) and not isinstance(tensors, str | bytes | torch.Tensor):
-        return _Checkpoint(None, lambda _: map(_pair, tensors), True)
+        return _Checkpoint(None, {}, lambda _: map(_pair, tensors), True)
     raise _not_a_checkpoint(tensors, f"a {type(tensors).__name__}")
 
 
@@ -125,17 +131,27 @@ class Write(NamedTuple):
 class Destination:
     """The tensors of a module or dict, and which of them were read.
 
+    Args:
+        target: the module or dict.
+        device: where its tensors are, or are made.
+        metadata: the checkpoint's versions by path of a module, as in torch's state dicts.
+        strict: whether missing and unexpected names are errors.
+
     Attributes:
         tensors: the tensors that a checkpoint has, by name, in the order of `load_state_dict`.
         keys: a key for each name, equal for names that share a tensor or its memory.
         unexpected: names of the checkpoint that aren't here.
     """
 
-    def __init__(self, target: Any, device: torch.device, *, strict: bool) -> None:
+    def __init__(
+        self, target: Any, device: torch.device, metadata: Mapping[str, Any], *, strict: bool
+    ) -> None:
         self._target, self._device, self._strict = target, device, strict
+        self._metadata = metadata
         self.tensors: dict[str, Any] = {}
         self._all: dict[str, Any] = {}
         self._removed: tuple[str, ...] = ()
+        self._counters: set[str] = set()  # that the checkpoint may lack
         if isinstance(target, torch.nn.Module):
             self._read_module(target)
         elif isinstance(target, dict):
@@ -172,6 +188,8 @@ class Destination:
                     "a _load_from_state_dict of its own, a load hook or extra state. Use "
                     "load_state_dict, or pass a dict of its tensors"
                 )
+            if may_lack_counter(module, self._metadata.get(path, {})):
+                self._counters.add(f"{prefix}num_batches_tracked")
             for name, tensor, is_persistent in tensors_of(module):
                 self._all[prefix + name] = tensor
                 if is_persistent:
@@ -191,19 +209,24 @@ class Destination:
             if self.keys[name] in shared
         }
 
-    def plan(self, shapes: dict[str, Shape] | None) -> list[str]:
+    def plan(self, names: Collection[str] | None, shapes: Mapping[str, Shape]) -> list[str]:
         """Check a checkpoint's names, and return those to read, in this order.
 
         Args:
-            shapes: None if names and shapes aren't known before the tensors are read; then only the
-                module is checked.
+            names: None if they aren't known before the tensors are read; then only the module is
+                checked.
+            shapes: those that are known.
         """
-        if shapes is None:
+        if names is None:
             self._check({self.keys[name] for name in self.tensors}, [])
             return []
-        self.unexpected = [name for name in shapes if self._is_unexpected(name)]
-        known = [name for name in shapes if name in self.tensors]
-        problems = [problem for name in known if (problem := self._problem_of(name, shapes[name]))]
+        self.unexpected = [name for name in names if self._is_unexpected(name)]
+        known = [name for name in names if name in self.tensors]
+        problems = [
+            problem
+            for name in known
+            if (problem := self._problem_of(name, shapes.get(name, self.tensors[name].shape)))
+        ]
         self._check({self.keys[name] for name in known}, problems)
         return self._in_order(known)
 
@@ -289,6 +312,9 @@ class Destination:
         `load_state_dict`.
         """
         self._check(self._last_read.keys(), [])
+        for name in self._counters & self.tensors.keys():
+            if self._all[name].is_meta:
+                self.local(name).zero_()
         return IncompatibleKeys(self._missing(self._last_read.keys()), self.unexpected)
 
     def _is_unexpected(self, name: str) -> bool:
@@ -309,7 +335,7 @@ class Destination:
         if shape is None:
             return f"{name} in state_dict isn't a tensor."
         is_scalar = not tensor.dim() and shape == (1,)  # torch 0.3 had no 0-d tensors
-        if shape is not _UNREAD and tuple(tensor.shape) != shape and not is_scalar:
+        if tensor.shape != shape and not is_scalar:
             return (
                 f"size mismatch for {name}: copying a param with shape {torch.Size(shape)} from "
                 f"checkpoint, the shape in current model is {tensor.shape}."
@@ -352,11 +378,17 @@ class Destination:
             self._refuse([*lines, *problems])
 
     def _missing(self, loaded: Collection[Any]) -> list[str]:
-        return [name for name in self.tensors if self.keys[name] not in loaded]
+        return [
+            name
+            for name in self.tensors
+            if self.keys[name] not in loaded and name not in self._counters
+        ]
 
     def _left_on_meta(self, named: Collection[Any]) -> list[str]:
         names = [name for name, tensor in self._all.items() if tensor.is_meta]
-        return [name for name in names if self.keys[name] not in named]
+        return [
+            name for name in names if self.keys[name] not in named and name not in self._counters
+        ]
 
     def _refuse(self, problems: list[str]) -> NoReturn:
         lines = "\n\t".join(problems)
@@ -416,6 +448,19 @@ class Destination:
         return part
 
 
+def check_cap(max_bytes: int) -> None:
+    """Check that weights can be loaded through a pool with this cap.
+
+    Raises:
+        ValueError: it is too small.
+    """
+    if max_bytes < _LEAST_CAP:
+        raise ValueError(
+            f"the pool is too small to load weights: its cap is {format_bytes(max_bytes)}. Pass "
+            f'max_bytes="{size_to_paste(_LEAST_CAP)}" or more'
+        )
+
+
 # -- groups ----------------------------------------------------------------------------------------
 
 
@@ -428,8 +473,9 @@ def load_weights(sender: Sender, destination: Destination, tensors: Any) -> Inco
         destination: where they are copied.
         tensors: see `Stager.load_weights`.
     """
-    shapes, read, may_reuse_memory = _opened(tensors)
-    parts = destination.parts(read(destination.plan(shapes)), may_reuse_memory=may_reuse_memory)
+    names, shapes, read, may_reuse_memory = _opened(tensors)
+    pairs = read(destination.plan(names, shapes))
+    parts = destination.parts(pairs, may_reuse_memory=may_reuse_memory)
     groups = _Groups(sender, destination.check_unchanged if may_reuse_memory else None)
     try:
         writes = (destination.write(name, part) for name, part in parts)

@@ -13,8 +13,8 @@ from .._compat.views import range_of, view_of
 from .._memory import refuse_capture
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
-from .._stage import shared_targets
-from ._block import Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now
+from .._stage import HostSlabs, shared_targets
+from ._block import OWNER, Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now
 from ._offloaded import Offloaded, OffloadedStats
 
 
@@ -22,7 +22,7 @@ class OffloadedOptimizer(Offloaded):
     """An optimizer's state on the host between steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: SlabPool, min_bytes: int) -> None:
-        self._pool = pool
+        self._slabs = HostSlabs(pool, OWNER, None)
         self._min_bytes = min_bytes
         self._optimizer = weakref.ref(optimizer)
         self._blocks: dict[torch.Tensor, OffloadedBlock] = {}  # by the placeholder
@@ -81,7 +81,7 @@ class OffloadedOptimizer(Offloaded):
             block.drop_arrival()
         self._stayed_at_cap_bytes = 0
         for state, key, value in self._own_values():
-            leased = lease_now(self._pool, value.nbytes)
+            leased = lease_now(self._slabs, value.nbytes)
             if leased is None:
                 self._stayed_at_cap_bytes += value.nbytes
                 continue
@@ -128,7 +128,7 @@ class OffloadedOptimizer(Offloaded):
         assert optimizer is not None
         users = _users_of_storages(optimizer)
         for state, key, value in self._values():
-            if not can_leave(value, self._pool) or value.requires_grad:
+            if not can_leave(value, self._slabs.pool) or value.requires_grad:
                 continue
             storage = value.untyped_storage()
             is_whole = range_of(value) == (0, storage.nbytes()) == (0, value.nbytes)
@@ -174,7 +174,8 @@ def optimizer_state(
     Between steps, ``optimizer.state`` has tensors on ``"meta"`` instead, so that reading them
     fails. Each step has new tensors: later steps don't change a tensor of the state that you keep.
     These stay on the device: tensors of less than `min_bytes`, subclasses (``DTensor``), tensors
-    that share memory or repeat elements, and tensors for which the pool has no room.
+    that share memory or repeat elements, and tensors for which the pool has no room. Where
+    page-locking is refused, slabs are pageable, and a `StagingWarning` says so once.
 
     Args:
         optimizer: any optimizer whose state is in ``optimizer.state[parameter]``, like all of

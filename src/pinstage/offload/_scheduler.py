@@ -14,7 +14,6 @@ import torch
 
 from .._compat.storages import Changes, version_of
 from .._compat.views import range_of, view_of
-from .._memory import refuse_capture
 from .._pool import Fence, Lease
 from .._stage import Arrival, Target
 from ._block import ALIGNMENT, Load, OffloadedBlock
@@ -262,7 +261,7 @@ class OffloadScheduler:
             PinstageError: the current stream captures a graph, which would wait for copies made
                 before it.
         """
-        refuse_capture(self.target.device.index)
+        self.target.refuse_capture()
         block = saved.block
         with self._lock:
             self._count_dropped()
