@@ -34,7 +34,7 @@ from ._describe import (
     stack_samples,
     take_apart,
 )
-from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, as_integers, duplicate, flat, gather
+from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, as_integers, flat, gather
 from ._layout import Layout, Slot, check_content, content_of
 from ._leaves import (
     ATOM_TYPES,
@@ -53,6 +53,7 @@ from ._pack import (
     pack_by_threads,
     reuses_places,
     start_packing,
+    unpack,
     windows,
 )
 from ._refusals import SOURCES

@@ -17,6 +17,9 @@ DIRECT_BYTES = 1024 * 1024
 copy call costs 8 us, in which the bus carries 0.4 MB, and a gathering kernel moves a megabyte in a
 microsecond."""
 
+FEW_LEAVES, FEW_BYTES = 8, 64 * 1024
+"""Up to these, leaves are copied from where they are."""
+
 _ROW_GROUP = 4
 """From this number on, leaves that share dtype and trailing shape are joined as they are. Fewer are
 flattened and joined with other leaves of their dtype, since a kernel costs more than a few views.
@@ -58,12 +61,13 @@ class Gathering(NamedTuple):
 
 def arrange(table: Table) -> Gathering:
     """Give leaves places so that few kernels gather them: those of one kind side by side, large
-    ones last.
+    ones last. A few small ones aren't gathered: as many copies start sooner than a kernel.
     """
     rows, places = table.rows.copy(), dict(table.places())
     raw, strided = table.positions(RowKind.RAW), table.positions(RowKind.STRIDED)
     groups, end = [], 0
-    small = {index: places[index] for index in raw if places[index].nbytes < DIRECT_BYTES}
+    most = 0 if table.packed <= FEW_LEAVES and table.nbytes <= FEW_BYTES else DIRECT_BYTES
+    small = {index: places[index] for index in raw if places[index].nbytes < most}
     for (dtype, trailing), members in _joined(small).items():
         start = end
         for index in members:
@@ -125,13 +129,6 @@ def _join(pieces: list[torch.Tensor], rows: torch.Tensor) -> None:
         rows.copy_(pieces[0])
     else:
         torch.cat(pieces, out=rows)
-
-
-def duplicate(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a bit-exact copy of a dense tensor, with memory of its own."""
-    if tensor.dtype in COPIED_AS_THEY_ARE:
-        return tensor.clone()
-    return as_integers(tensor).clone().view(tensor.dtype)
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

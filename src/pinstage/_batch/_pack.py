@@ -9,6 +9,7 @@ import torch
 
 from .. import _native
 from .._host import usable_cpus
+from ._blocks import Blocks
 from ._describe import Parts, take_apart
 from ._gather import flat
 from ._leaves import as_tensor
@@ -132,6 +133,19 @@ def pack_by_threads(parts: Parts, slab: HostSlab, threads: int) -> None:
         with job:
             for chunk in range(len(job.ends)):
                 job.wait(chunk)
+
+
+def unpack(blocks: Blocks, host: int, extent: tuple[int, int], threads: int) -> None:
+    """Copy bytes of a host slab to the tensors of blocks on the CPU.
+
+    Args:
+        blocks: the tensors.
+        host: the address of the slab's first byte, or where it would be.
+        extent: the first byte, and the byte behind the last one.
+        threads: the number of threads at most, the calling one included.
+    """
+    start, end = extent
+    blocks.unpack(host, start, end, threads if end - start >= PARALLEL_FROM_BYTES else 1)
 
 
 def windows(parts: Parts, most: int) -> Iterator[tuple[int, list[Any]]]:

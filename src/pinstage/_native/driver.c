@@ -189,3 +189,32 @@ bool copies_send_locked(const Copies *copies, void *stream, bool at_once) {
     PyEval_RestoreThread(state);
     return is_sent;
 }
+
+/* copy_out([(to, from, nbytes)...], stream): copy from a device to the host, behind the stream's
+ * earlier work; return the number of copies, or CUDA's error as a negative number. */
+PyObject *copy_out(UNUSED PyObject *module, PyObject *args) {
+    PyObject *pieces;
+    unsigned long long stream;
+    if (!PyArg_ParseTuple(args, "O!K:copy_out", &PyList_Type, &pieces, &stream)) return NULL;
+    Py_ssize_t count = PyList_Size(pieces);
+    Copies copies;
+    bool is_good = copies_new(&copies, count);
+    for (Py_ssize_t i = 0; i < count && is_good; i++) {
+        unsigned long long to, from;
+        long long nbytes;
+        is_good = PyArg_ParseTuple(PyList_GetItem(pieces, i), "KKL", &to, &from, &nbytes);
+        if (is_good)
+            copies_add(&copies, (const char *)(uintptr_t)to, (const char *)(uintptr_t)from, nbytes);
+    }
+    int code = 0;
+    if (is_good) {
+        PyThreadState *state = PyEval_SaveThread();
+        for (size_t i = 0; i < copies.count && code == 0; i++) {
+            code = driver.to_host((void *)(uintptr_t)copies.to[i], copies.from[i], copies.nbytes[i],
+                                  (void *)(uintptr_t)stream);
+        }
+        PyEval_RestoreThread(state);
+    }
+    free(copies.to);
+    return is_good ? PyLong_FromLongLong(code == 0 ? (long long)count : -(long long)code) : NULL;
+}

@@ -187,6 +187,9 @@ static PyMethodDef functions[] = {
      "call for each pair of dtypes, by these, and the other rows that have a tensor."},
     {"move_few", move_few, METH_VARARGS,
      "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, borrows, most_bytes)"},
+    {"copy_out", copy_out, METH_VARARGS,
+     "copy_out([(to, from, nbytes)...], stream): copy from a device to the host; the number of "
+     "copies, or -error of CUDA"},
     {"fetch_few", fetch_few, METH_VARARGS,
      "fetch_few(leaves, (atoms, wrappers), device_index, stream, slab, room)"},
     {NULL, NULL, 0, NULL},

@@ -35,7 +35,7 @@ from .._memory import (
     reads_pageable_memory,
     refuse_capture,
 )
-from .._pool import Fence
+from .._pool import Fence, Lease
 from .._region import pieces_at
 from .._steps import NOTHING
 from ..errors import CudaUnavailableError
@@ -211,6 +211,10 @@ class HostCopy(NamedTuple):
     """uint8 ``[n]`` on the host."""
     owned: bool
     """Whether only the copy uses `there`. If not, it is the caller's own tensor."""
+
+    def memory(self) -> tuple[int, int, int]:
+        """Return the addresses on the host and on the device, and the number of bytes."""
+        return self.here.data_ptr(), self.there.data_ptr(), self.here.numel()
 
 
 class Arrival(NamedTuple):
@@ -422,8 +426,31 @@ class Target:
             The event behind the copies; None if they are done when the call returns. If the call
             raises, it has waited for the copies that it had started.
         """
-        for there, here, _ in copies:  # not torch's ``copy_``, as in `copy`
-            ctypes.memmove(here.data_ptr(), there.data_ptr(), here.numel())
+        self.copy_out([copy.memory() for copy in copies], None)
+        return None
+
+    def copy_out(self, pieces: list[tuple[int, int, int]], stream: Any) -> None:  # noqa: ARG002
+        """Copy to the host, behind a stream's earlier work.
+
+        Args:
+            pieces: addresses on the host and on the device, and numbers of bytes. The host memory
+                is page-locked, or the call blocks.
+            stream: the stream that copies.
+        """
+        for to, there, nbytes in pieces:  # not torch's ``copy_``, as in `copy`
+            ctypes.memmove(to, there, nbytes)
+
+    def fetch_few(self, leaves: list[Any], slab: Lease) -> Few | None:  # noqa: ARG002
+        """Copy a few small tensors of the device to new ones on the host, behind the current
+        stream's earlier work, and wait for them.
+
+        Args:
+            leaves: the leaves of a tree.
+            slab: host memory for them.
+
+        Returns:
+            None if they are too many, too large, or not plain.
+        """
         return None
 
     def bring_back(self, here: torch.Tensor, after: Any) -> Arrival:  # noqa: ARG002
@@ -596,12 +623,10 @@ class CudaTarget(Target):
         if after is not None:
             after.wait(stream)
         try:
-            with on_stream(stream):
-                for there, here, owned in copies:
-                    here.copy_(there, non_blocking=True)
-                    # Freed when this call returns; the allocator has to wait for the copy.
-                    if owned:
-                        there.record_stream(stream)
+            self.copy_out([copy.memory() for copy in copies], stream)
+            for there, _, owned in copies:
+                if owned:  # freed when this call returns; the allocator has to wait for the copy
+                    there.record_stream(stream)
             event = self.record(stream)
         except BaseException:
             stream.synchronize()
@@ -609,6 +634,25 @@ class CudaTarget(Target):
         if hold and not all(copy.owned for copy in copies):
             self.wait(event, consumer)
         return event
+
+    def copy_out(self, pieces: list[tuple[int, int, int]], stream: torch.cuda.Stream) -> None:
+        """See `Target`."""
+        args = pieces, stream.cuda_stream
+        with self.selected():
+            code = _native.core.copy_out(*args)
+            if code < 0:
+                self._again(code, _native.core.copy_out, *args)
+
+    def fetch_few(self, leaves: list[Any], slab: Lease) -> Few | None:
+        """See `Target`."""
+        index = self.device.index
+        if self._cuda.device() != index:
+            return None
+        args = leaves, _TYPES, index, self._cuda.raw_stream(index), slab.data_ptr(), slab.nbytes
+        few = _native.core.fetch_few(*args)
+        if isinstance(few, int):
+            few = self._again(few, _native.core.fetch_few, *args)
+        return None if few is None else tuple.__new__(Few, few)
 
     def bring_back(self, here: torch.Tensor, after: Any) -> Arrival:
         """See `Target`."""

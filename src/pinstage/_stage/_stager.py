@@ -156,7 +156,7 @@ class Stager:
             borrows=borrow_pinned,
             run_ahead=None if run_ahead is None else RunAhead(run_ahead),
         )
-        self._fetcher = Fetcher(self.device, self._slabs, Targets(self._target))
+        self._fetcher = Fetcher(self.device, self._slabs, Targets(self._target), threads)
 
     @property
     def device(self) -> torch.device:
@@ -429,11 +429,12 @@ class Stager:
             Exception: torch can't copy a tensor into `out`, which may be written in part.
         """
         self._target.refuse_capture()
-        if out is None:
-            return self.fetch(tree).result()
         with step("fetch"), self._target.selected():
             result: B
-            result, copies, nbytes = self._fetcher.fetch_into(tree, out)
+            if out is None:
+                result, copies, nbytes = self._fetcher.to_host(tree)
+            else:
+                result, copies, nbytes = self._fetcher.fetch_into(tree, out)
         self._sender.counters.add_fetch(copies, nbytes)
         return result
 

@@ -1,21 +1,24 @@
-"""Copies to the host: many tensors of one or more devices into one host slab.
+"""Copies to the host: many tensors of one or more devices, through a host slab.
 
 ::
 
     tree --take apart--> leaves of each device
       small, or strided  --gather, on the current stream--> device slab --one copy-->  |
       large and dense    ---------------------------------------------a copy each-->  host slab
-                                                                                       | result()
-                                                                                       v
-                                                                                      views
+                                                                                       |
+                                                               new tensors, or views <-'
 
-The lease is released at once, with the copies' events: the pool doesn't lend the slab again until
-the copies are done and the last view is gone.
+`Fetcher.fetch` starts all copies. Its lease is released at once, with the copies' events: the pool
+doesn't lend the slab again until the copies are done and the last view is gone. `Fetcher.to_host`
+waits: a few small tensors go in one call, others in chunks, which threads copy out of the slab
+while later ones cross the bus.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple
@@ -23,7 +26,9 @@ from typing import Any, Generic, NamedTuple
 import torch
 
 from .._batch import (
+    ALIGNMENT,
     PACKED,
+    Blocks,
     Gathering,
     IsContainer,
     Parts,
@@ -33,11 +38,11 @@ from .._batch import (
     Table,
     arrange,
     describe,
-    duplicate,
     flat,
     gather,
     make_blocks,
     match,
+    unpack,
     unwrapped,
     walk,
 )
@@ -47,7 +52,7 @@ from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
 from .._sizes import count, format_bytes
 from .._steps import step
-from ._device import EventGroup, HostCopy, Targets
+from ._device import AT_ONCE_BYTES, MOST_FEW, EventGroup, Few, HostCopy, Targets
 from ._frames import clear_own_frames
 from ._host_slabs import HostSlabs
 from ._not_a_batch import B_co, NotABatch
@@ -56,6 +61,12 @@ from ._transfer import kept, move
 
 DIRECT_FROM_BYTES = 64 * 1024
 """The device writes page-locked destinations of this size itself."""
+
+_MOST_SLAB_BYTES = 64 << 20
+"""The most bytes of a slab through which `Stager.to_host` copies."""
+
+_LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 4 << 20, 16 << 20
+"""Bytes of a chunk of `Stager.to_host`. Waking the threads that copy it out takes 0.05 ms."""
 
 _MOST_GATHERINGS = 16
 
@@ -90,10 +101,10 @@ class HostTransfer(NotABatch, Generic[B_co]):
         "_copied",
         "_device",
         "_fetched",
-        "_is_copied_again",
         "_leaves",
         "_structure",
         "_tables",
+        "_threads",
         "copies",
     )
 
@@ -104,14 +115,14 @@ class HostTransfer(NotABatch, Generic[B_co]):
         tables: list[Table],
         copied: Copied,
         *,
-        copy: bool,
+        threads: int,
         device: torch.device,
     ) -> None:
         self._structure = structure
         self._leaves: list[Any] | None = leaves  # those that aren't in the slab
         self._tables = tables
         self._copied = copied
-        self._is_copied_again = copy
+        self._threads = threads  # that copy out of the slab; 0: the result has views of it
         self._device = device
         self._fetched: Any = None
         self.copies = copied.copies
@@ -163,13 +174,6 @@ class HostTransfer(NotABatch, Generic[B_co]):
             fetched = self._fetched
             return fetched
         leaves = leaves_of(self, timeout)
-        if self._is_copied_again:
-            for table in self._tables:
-                for index in table.positions(*PACKED):
-                    leaves[index] = duplicate(leaves[index])
-                first = table.rows["offset"]
-                for index in table.positions(RowKind.ALIAS):
-                    leaves[index] = leaves[int(first[index])]
         with step("unflatten"):
             self._fetched = fetched = self._structure.rebuild(leaves)
         self._leaves = None
@@ -188,14 +192,26 @@ def leaves_of(transfer: HostTransfer[Any], timeout: float | None = None) -> list
         _wait(transfer, timeout)
     leaves, start = transfer._leaves, 0
     assert leaves is not None
+    threads, host = transfer._threads, transfer._copied.host
+    copied_out = []
     with step("views"):  # before the wait, while the copy is under way
         for table in transfer._tables:
-            others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
-            slab = transfer._copied.host[start : start + table.nbytes] if table.nbytes else None
-            leaves = make_blocks(table, Sharing.ONE, _CPU, slab).leaves(others)
+            slab = host[start : start + table.nbytes] if table.nbytes and not threads else None
+            blocks = make_blocks(table, Sharing.EACH if threads else Sharing.ONE, _CPU, slab)
+            leaves = _with_others(blocks, table, leaves)
+            copied_out.append((blocks, start, table.nbytes))
             start += table.nbytes
     transfer.synchronize()
+    if threads:
+        with step("unpack"):
+            for blocks, start, nbytes in copied_out:
+                unpack(blocks, host.data_ptr() + start, (0, nbytes), threads)
     return leaves
+
+
+def _with_others(blocks: Blocks, table: Table, leaves: list[Any]) -> list[Any]:
+    """Return the leaves of a tree: those in the slab from blocks, the others from a list."""
+    return blocks.leaves([leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)])
 
 
 def _wait(transfer: HostTransfer[Any], timeout: float) -> None:
@@ -256,8 +272,97 @@ class Fetcher:
     """
     slabs: HostSlabs
     targets: Targets
+    threads: int = 1
+    """The number of threads that may copy out of a slab, including the calling one."""
     hold: bool = True
     """See `Target.to_host`."""
+
+    def to_host(self, tree: Any) -> tuple[Any, int, int]:
+        """Copy a tree's tensors to new tensors on the host, and wait; see `Stager.to_host`.
+
+        Returns:
+            The result, the number of copies, and the bytes that went through a slab.
+        """
+        with step("walk"):
+            leaves, structure = walk(tree)
+        few = self._few(leaves)
+        if few is not None:
+            return structure.rebuild(few.leaves), few.copies, few.nbytes
+        plan = self.plan(tree)
+        leaves, copies = plan.left, 0
+        for device, gathering in plan.gatherings.items():
+            blocks = make_blocks(gathering.table, Sharing.EACH, _CPU)
+            if gathering.table.nbytes:
+                with self.targets.of(device).selected():
+                    copies += self._bring(device, gathering, plan.parts.leaves, blocks)
+            with step("views"):
+                leaves = _with_others(blocks, gathering.table, leaves)
+        with step("unflatten"):
+            return plan.parts.structure.rebuild(leaves), copies, plan.nbytes
+
+    def _few(self, leaves: list[Any]) -> Few | None:
+        """Copy a few small tensors in one call; None if they aren't few, small and plain."""
+        target = self.targets.of(self.home)
+        if target.out_stream is None or len(leaves) > MOST_FEW:
+            return None
+        lease = self.slabs.lease_whole(min(AT_ONCE_BYTES, self.slabs.pool.max_bytes))
+        consumer = target.consumer(None)
+        guard_until_release(lease, consumer)  # after an error, the device may still write
+        after = consumer
+        try:
+            few = target.fetch_few(leaves, lease)
+            after = None
+            return few
+        finally:
+            lease.release(after=after)
+
+    def _bring(
+        self, device: torch.device, gathering: Gathering, leaves: list[Any], blocks: Blocks
+    ) -> int:
+        """Copy a device's leaves to new tensors; return the number of copies.
+
+        They cross the bus in chunks, through a slab that needn't hold all of them. While later
+        chunks cross, threads copy earlier ones out of the slab. All copies are queued on the
+        device's current stream, so its memory is safe if the call is interrupted.
+        """
+        target, nbytes = self.targets.of(device), gathering.table.nbytes
+        half = max(self.slabs.pool.max_bytes // 2 // ALIGNMENT, 1) * ALIGNMENT
+        size = min(nbytes, _MOST_SLAB_BYTES, half)
+        step_bytes = min(size, _chunk_bytes(nbytes))
+        stream = after = target.consumer(None)
+        lease = self.slabs.lease_whole(size)
+        if stream is not None:
+            guard_until_release(lease, stream)
+        try:
+            pieces = list(_sources(device, gathering, leaves))
+            places = [lease.data_ptr() + at for at in range(0, size - step_bytes + 1, step_bytes)]
+            on_the_way: deque[tuple[tuple[int, int], int, Fence | None]] = deque()
+            copies = 0
+            for number, extent in enumerate(_extents(nbytes, step_bytes)):
+                if len(on_the_way) == len(places):
+                    self._take(blocks, *on_the_way.popleft())
+                place = places[number % len(places)] - extent[0]  # of the slab's first byte
+                with step("copy"):
+                    parts = [*_within(pieces, extent, place)]
+                    target.copy_out(parts, stream)
+                copies += len(parts)
+                on_the_way.append((extent, place, target.record(stream)))
+            while on_the_way:
+                self._take(blocks, *on_the_way.popleft())
+            after = None
+            return copies
+        finally:
+            lease.release(after=after)
+
+    def _take(
+        self, blocks: Blocks, extent: tuple[int, int], host: int, event: Fence | None
+    ) -> None:
+        """Copy a chunk out of the slab when it is there."""
+        if event is not None:
+            with step("wait"):
+                event.synchronize()
+        with step("unpack"):
+            unpack(blocks, host, extent, self.threads)
 
     def fetch(self, tree: Any, *, copy: bool) -> HostTransfer[Any]:
         """Start the copies of a tree's tensors into a slab; see `Stager.fetch`.
@@ -287,7 +392,12 @@ class Fetcher:
         """
         copied = self._copy(plan, lease)
         return HostTransfer(
-            plan.parts.structure, plan.left, plan.tables(), copied, copy=copy, device=self.home
+            plan.parts.structure,
+            plan.left,
+            plan.tables(),
+            copied,
+            threads=self.threads if copy else 0,
+            device=self.home,
         )
 
     def fetch_into(self, tree: Any, out: Any) -> tuple[Any, int, int]:
@@ -459,6 +569,40 @@ class FetchPlan(NamedTuple):
                 for a, b in pieces_of(self.direct[index])
             ]
         return pieces
+
+
+def _chunk_bytes(nbytes: int) -> int:
+    """Return the bytes of a chunk: a 16th of the tree, if that is worth waking threads for."""
+    return min(max(nbytes // 16, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES) // ALIGNMENT * ALIGNMENT
+
+
+def _extents(nbytes: int, step_bytes: int) -> Iterator[tuple[int, int]]:
+    return ((at, min(at + step_bytes, nbytes)) for at in range(0, nbytes, step_bytes))
+
+
+def _sources(
+    device: torch.device, gathering: Gathering, leaves: list[Any]
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Gather the small leaves of a device. Yield where each range of the slab comes from: its first
+    byte, its size, and the tensor that has the bytes.
+    """
+    if gathering.gathered_bytes:
+        slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
+        with step("gather"):
+            gather(gathering, leaves, slab)
+        yield 0, gathering.gathered_bytes, slab
+    for index, offset, nbytes in gathering.direct:
+        yield offset, nbytes, leaves[index]
+
+
+def _within(
+    sources: list[tuple[int, int, torch.Tensor]], extent: tuple[int, int], host: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the copies of the bytes of an extent; see `Target.copy_out`."""
+    for offset, nbytes, tensor in sources:
+        start, end = max(offset, extent[0]), min(offset + nbytes, extent[1])
+        if start < end:
+            yield host + start, tensor.data_ptr() + start - offset, end - start
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
