@@ -74,9 +74,9 @@ PyObject *match(UNUSED PyObject *module, PyObject *args) {
                         ? plain_dtype(PyList_GetItem(tensors, (Py_ssize_t)i), device_type,
                                       device_index, row, row->sizes + header->width)
                         : -1;
-        is_good = number != NULL &&
-                  (dtype < 0 ? PyList_Append(others, number) == 0
-                             : add_to_group(groups, row->dtype, dtype, number));
+        is_good = number != NULL;
+        if (is_good && dtype < 0) is_good = PyList_Append(others, number) == 0;
+        if (is_good && dtype >= 0) is_good = add_to_group(groups, row->dtype, dtype, number);
         Py_XDECREF(number);
     }
     table_end(&table);

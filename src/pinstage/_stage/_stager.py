@@ -418,8 +418,9 @@ class Stager:
             return self.fetch(tree).wait()
         with step("fetch"), self._target.selected():
             refuse_capture(self._target)
-            result, copied, nbytes = self._fetcher.fetch_into(tree, out)
-        self._sender.counters.add_fetch(copied, nbytes)
+            result: B
+            result, copies, nbytes = self._fetcher.fetch_into(tree, out)
+        self._sender.counters.add_fetch(copies, nbytes)
         return result
 
     @overload

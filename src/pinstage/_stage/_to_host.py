@@ -432,8 +432,8 @@ def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
 
 
 def _direct(existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]:
-    """Return the destinations that the device writes, by leaf: large page-locked tensors whose bytes
-    are as in a slab.
+    """Return the destinations that the device writes, by leaf: large page-locked ones, with bytes
+    as in a slab.
     """
     direct = {}
     for table in tables:
