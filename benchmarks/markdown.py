@@ -1140,7 +1140,7 @@ CAPTIONS = {
         "Milliseconds until everything is on the host. `frames`: ten frames of 3 x 3840 x 2160 "
         "floats, to the device and back. `cpu_each`: `.cpu()` on each tensor. `pinned_each`: into "
         "pinned memory that is kept. `by_hand`: gathered and copied by hand. `bus`: the copies "
-        "alone. `pinstage`: `fetch(tensors, copy=False).wait()`. `pinstage_copy`: "
+        "alone. `pinstage`: `fetch(tensors, copy=False).result()`. `pinstage_copy`: "
         "`to_host(tensors)`."
     ),
     "waste": (

@@ -234,7 +234,7 @@ def over_fetch(storm):
 
     def work():
         stager.to_host(there)
-        stager.fetch(there, copy=False).wait()
+        stager.fetch(there, copy=False).result()
         stager.fetch(there)
 
     interrupted = storm.over(work)

@@ -372,12 +372,12 @@ class Stager:
 
         Args:
             tree: containers that `Layout` knows, with anything in them.
-            copy: True: `HostTransfer.wait` copies once more, into ordinary tensors, each with its
+            copy: True: `HostTransfer.result` copies once more, into ordinary tensors, each with its
                 own memory, and returns the slab. False: the tensors are views of the slab, which
                 stays leased until the last view is freed.
 
         Returns:
-            The transfer. Its `HostTransfer.wait` waits for the copies, and returns the tensors.
+            The transfer. Its `HostTransfer.result` waits for the copies, and returns the tensors.
 
         Raises:
             LayoutError: an object in the tree holds tensors and is not a known container.
@@ -393,7 +393,7 @@ class Stager:
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
-        """Copy a nested tree of tensors to the host: ``fetch(tree).wait()``.
+        """Copy a nested tree of tensors to the host: ``fetch(tree).result()``.
 
         Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own,
         outside of the pool, or is one of `out`. Everything else is as in `fetch`.
@@ -415,7 +415,7 @@ class Stager:
             Exception: torch can't copy a tensor into `out`, which may be written in part.
         """
         if out is None:
-            return self.fetch(tree).wait()
+            return self.fetch(tree).result()
         with step("fetch"), self._target.selected():
             refuse_capture(self._target)
             result: B

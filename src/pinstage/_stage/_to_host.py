@@ -5,7 +5,7 @@
     tree --take apart--> leaves of each device
       small, or strided  --gather, on the current stream--> device slab --one copy-->  |
       large and dense    ---------------------------------------------a copy each-->  host slab
-                                                                                       | wait()
+                                                                                       | result()
                                                                                        v
                                                                                       views
 
@@ -15,6 +15,7 @@ the copies are done and the last view is gone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,8 +43,9 @@ from .._batch import (
     walk,
 )
 from .._compat.views import check_is_plain
-from .._pool import Fence, Lease, guard_until_release
+from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
+from .._sizes import count, format_bytes
 from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
@@ -55,6 +57,10 @@ DIRECT_FROM_BYTES = 64 * 1024
 """The device writes page-locked destinations of this size itself."""
 
 _MOST_GATHERINGS = 16
+
+_POLL_SECONDS = 1e-4
+"""Poll interval of `HostTransfer.result` with a timeout."""
+
 _CPU = torch.device("cpu")
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -72,9 +78,11 @@ class Copied(NamedTuple):
 class HostTransfer(NotABatch, Generic[B_co]):
     """Tensors on their way to the host. Made by `Stager.fetch`.
 
-    Only `wait` returns the tensors, when their bytes are there. Don't use a transfer in several
+    Only `result` returns the tensors, when their bytes are there. Don't use a transfer in several
     threads at once.
     """
+
+    _call = "result()"
 
     __slots__ = (
         "_copied",
@@ -112,7 +120,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return sum(table.nbytes for table in self._tables)
 
     def query(self) -> bool:
-        """Return whether the bytes are on the host, so that `wait` will not block. Does not
+        """Return whether the bytes are on the host, so that `result` will not block. Does not
         block.
         """
         return self._copied.event is None or self._copied.event.query()
@@ -125,22 +133,28 @@ class HostTransfer(NotABatch, Generic[B_co]):
             with step("wait"):
                 self._copied.event.synchronize()
 
-    def wait(self) -> B_co:
+    def result(self, timeout: float | None = None) -> B_co:
         """Wait until the bytes are on the host, and return them.
 
         Blocks as `synchronize` does. Later calls return the same object.
+
+        Args:
+            timeout: the most seconds to wait; None waits until the bytes are there.
 
         Returns:
             A tree of the same types. Tensors that were copied have memory of their own. With
             ``copy=False`` they are views of one page-locked slab. The slab returns to the pool when
             the last view and this transfer, which keeps its result, are freed. Objects on the host
             are returned unchanged.
+
+        Raises:
+            TimeoutError: the bytes aren't there in time. You may call again.
         """
         fetched: B_co
         if self._leaves is None:
             fetched = self._fetched
             return fetched
-        leaves = leaves_of(self)
+        leaves = leaves_of(self, timeout)
         if self._is_copied_again:
             for table in self._tables:
                 for index in table.positions(*PACKED):
@@ -159,8 +173,10 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{done}>"
 
 
-def leaves_of(transfer: HostTransfer[Any]) -> list[Any]:
+def leaves_of(transfer: HostTransfer[Any], timeout: float | None = None) -> list[Any]:
     """Return the leaves of a tree, those in the slab as views of it, when their bytes are there."""
+    if timeout is not None:
+        _wait(transfer, timeout)
     leaves, start = transfer._leaves, 0
     assert leaves is not None
     with step("views"):  # before the wait, while the copy is under way
@@ -173,9 +189,23 @@ def leaves_of(transfer: HostTransfer[Any]) -> list[Any]:
     return leaves
 
 
+def _wait(transfer: HostTransfer[Any], timeout: float) -> None:
+    check_timeout(timeout)
+    deadline = time.monotonic() + timeout
+    with step("wait"):
+        while not transfer.query():
+            if time.monotonic() >= deadline:
+                copies = count(transfer.copies, "copy", "copies")
+                raise TimeoutError(
+                    f"results aren't on the host after {timeout} s: {copies} of "
+                    f"{format_bytes(transfer.nbytes)}; call result() again, or wait longer"
+                )
+            time.sleep(_POLL_SECONDS)
+
+
 def landings(transfer: HostTransfer) -> list[Any]:
     """Return the `Place` of each leaf in the slab, or the leaf itself if it isn't there. Call it
-    before `wait`.
+    before `result`.
     """
     assert transfer._leaves is not None
     landed, start = list(transfer._leaves), 0
@@ -198,7 +228,7 @@ def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
     packed.
 
     Args:
-        transfer: a transfer, before its `wait`.
+        transfer: a transfer, before its `result`.
         leaves: the list of tensors that it was made from.
     """
     assert transfer._leaves is not None
