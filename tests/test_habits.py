@@ -91,7 +91,7 @@ def test_the_budget_remedy_can_be_pasted(stager):
 
 
 @pytest.mark.parametrize(("make", "call"), [(ps.Stager.stage, "wait"), (ps.Stager.fetch, "result")])
-def test_a_transfer_used_as_a_batch_names_the_call(stager, make, call):
+def test_a_transfer_as_a_batch_names_the_call(stager, make, call):
     transfer = make(stager, {"x": torch.ones(3)})
     name = type(transfer).__name__
     for use in (lambda: transfer["x"], lambda: list(transfer), lambda: dict(**transfer)):

@@ -12,6 +12,10 @@ class PinstageError(Exception):
     """Base of the errors in this module."""
 
 
+class ClosedError(PinstageError, RuntimeError):
+    """A stager, loader, `HostRegion` or `CheckpointStager` was closed. A `RuntimeError`."""
+
+
 class PoolError(PinstageError):
     """The pool refuses a request. Carries the pool's counters at that moment.
 
@@ -54,8 +58,8 @@ class PoolFrozenError(PoolError, RuntimeError):
     """Serving the request would need an allocation, and the pool is frozen. A `RuntimeError`."""
 
 
-class PoolClosedError(PoolError, RuntimeError):
-    """The pool was closed. A `RuntimeError`."""
+class PoolClosedError(PoolError, ClosedError):
+    """The pool was closed, or the stager that it belongs to. A `ClosedError`."""
 
 
 class ForkedPoolError(PoolError, RuntimeError):
@@ -65,8 +69,8 @@ class ForkedPoolError(PoolError, RuntimeError):
 
 
 class PinningError(PinstageError, RuntimeError):
-    """Memory can't be page-locked or freed, or a `HostRegion` is closed or another process owns it.
-    A `RuntimeError`.
+    """Memory can't be page-locked or freed, or another process owns a `HostRegion`. A
+    `RuntimeError`.
 
     Also a `MemoryError` if there is too little memory. A failed call leaves nothing behind.
 

@@ -50,7 +50,7 @@ from pinstage._loader._messages import BROKERS, receive
 from pinstage._loader._worker import WorkerSlabs
 from pinstage._reaper import running
 from pinstage._stage._run_ahead import RUN_AHEAD
-from pinstage.errors import LayoutError, PinstageError, StagingWarning
+from pinstage.errors import ClosedError, LayoutError, PinstageError, StagingWarning
 
 SLAB = 212_992
 """Size class of a batch of two `data.large`."""
@@ -1033,7 +1033,7 @@ def test_close_ends_workers_and_returns_slabs(persistent):
     assert not any(worker.is_alive() for worker in workers)
     assert all_back(loader)
     assert loader.stats().pool.held_bytes == 0
-    with pytest.raises(PinstageError, match="its loader was closed; begin another one"):
+    with pytest.raises(ClosedError, match="its loader was closed; begin another one"):
         next(iterator)
     assert numbers(loader) == list(range(40))
     for _ in range(2):
@@ -1049,7 +1049,7 @@ def test_close_without_workers_keeps_a_given_pool():
         held = pool.stats().held_bytes
         loader.close()
         assert (pool.closed, pool.stats().held_bytes) == (False, held)
-        with pytest.raises(PinstageError, match="its loader was closed"):
+        with pytest.raises(ClosedError, match="its loader was closed"):
             next(iterator)
         assert numbers(loader) == list(range(40))
 
@@ -1058,7 +1058,7 @@ def test_close_in_another_thread_is_named():
     loader = make(lambda index: time.sleep(0.2) or torch.tensor(index))
     iterator = iter(loader)
     threading.Timer(0.5, loader.close).start()
-    with pytest.raises(PinstageError, match="its loader was closed; begin another one"):
+    with pytest.raises(ClosedError, match="its loader was closed; begin another one"):
         list(iterator)
 
 

@@ -61,7 +61,7 @@ class SlabCollate:
 
         Raises:
             LayoutError: the batch holds an object that cannot be staged.
-            ClosedError: the iterator is being shut down.
+            ShutDownError: the iterator is being shut down.
             Exception: the collate function failed, or an unpacked leaf can't be pickled.
         """
         slabs = self._slabs if self._slabs is not None else self._begin()

@@ -23,7 +23,7 @@ from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer, sender_of
 from .._steps import step
-from ..errors import BudgetExceededError, PinstageError, StagingWarning
+from ..errors import BudgetExceededError, ClosedError, StagingWarning
 from ._broker import SlabBroker
 from ._collate import Collated
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
@@ -79,7 +79,7 @@ class LoaderIterator:
         batches is queued there.
 
         Raises:
-            PinstageError: the loader was closed during this pass.
+            ClosedError: the loader was closed during this pass.
         """
         target = self._slabs.target
         self._check_open()
@@ -102,7 +102,7 @@ class LoaderIterator:
 
     def _check_open(self) -> None:
         if self._is_closed_by_loader:
-            raise PinstageError(
+            raise ClosedError(
                 "cannot go on with this pass: its loader was closed; begin another one"
             ) from None
 

@@ -27,7 +27,7 @@ ASK_AGAIN_AFTER = 32
 """Number of batches after a refusal for which a worker makes do with its slabs."""
 
 
-class ClosedError(RuntimeError):
+class ShutDownError(RuntimeError):
     """The iterator is being shut down. Ends the worker's batch; never seen by users."""
 
 
@@ -83,7 +83,7 @@ class WorkerSlabs:
         the worker if the main process ends.
 
         Raises:
-            ClosedError: the iterator is being shut down.
+            ShutDownError: the iterator is being shut down.
         """
         self._patience -= 1
         while self._channel.poll():
@@ -169,7 +169,7 @@ class WorkerSlabs:
         try:
             kind, *details = self._channel.recv()
         except (EOFError, OSError):
-            raise ClosedError from None
+            raise ShutDownError from None
         if kind == "free":
             slab = self._slabs.get(details[0])
             if slab is not None:
@@ -188,7 +188,7 @@ class WorkerSlabs:
             finally:
                 os.close(fd)
         except EOFError:
-            raise ClosedError from None
+            raise ShutDownError from None
         except (OSError, ValueError, MemoryError) as error:
             # Too many open files, no memory: the worker does without.
             self._send(("unmapped", number, f"a worker cannot map it: {error!r}"))
@@ -200,7 +200,7 @@ class WorkerSlabs:
         try:
             self._channel.send(message)
         except OSError:
-            raise ClosedError from None
+            raise ShutDownError from None
 
 
 def _exit() -> NoReturn:

@@ -21,7 +21,7 @@ from .._memory import HostRange
 from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout, close_files
 from .._reaper import reaper, uninterrupted
 from .._sizes import Size, format_bytes, parse_bytes
-from ..errors import PinningError
+from ..errors import ClosedError, PinningError
 from ._chunks import Chunks
 from ._places import Nest, arrange, check_is_whole, ends_of_chunks, unit_of
 
@@ -256,7 +256,8 @@ class HostRegion:
         Raises:
             ValueError: it doesn't fit the region, or it crosses the end of a chunk (see the class).
             TypeError: `dtype` isn't torch's, or it is quantised.
-            PinningError: the region is closed, or this is a forked child without the memory.
+            ClosedError: the region is closed.
+            PinningError: this is a forked child without the memory.
         """
         self._check(inherits=True)
         sizes = checked_sizes(shape, dtype, offset, self._plan.nbytes)
@@ -274,7 +275,7 @@ class HostRegion:
 
         Raises:
             ValueError: the region was made without a tree.
-            PinningError: as `tensor`.
+            ClosedError, PinningError: as `tensor`.
         """
         if self._plan.nest is None:
             raise ValueError(
@@ -306,7 +307,8 @@ class HostRegion:
             timeout: seconds; None waits as long as it takes.
 
         Raises:
-            PinningError: a later chunk was refused, so the region is pageable; or it is closed.
+            PinningError: a later chunk was refused, so the region is pageable.
+            ClosedError: the region is closed.
             TimeoutError: it isn't ready in time.
             ValueError: the region has fewer bytes, or `timeout` is negative.
         """
@@ -334,7 +336,8 @@ class HostRegion:
 
         Raises:
             TypeError: `event` has no ``query()`` or no ``synchronize()``.
-            PinningError: the region is closed, or this is a forked child.
+            ClosedError: the region is closed.
+            PinningError: this is a forked child.
         """
         self._check()
         add_guard(self._chunks.guards, event)
@@ -344,7 +347,8 @@ class HostRegion:
 
         Raises:
             ValueError: the region wasn't made with ``shared=True``.
-            PinningError: the region is closed, or this is a forked child.
+            ClosedError: the region is closed.
+            PinningError: this is a forked child.
         """
         exporter = self._check()
         chunks = self._chunks
@@ -368,7 +372,7 @@ class HostRegion:
 
     def _check(self, *, inherits: bool = False) -> Any:
         if self._exporter is None:
-            raise PinningError("the region is closed; make another one")
+            raise ClosedError("the region is closed; make another one")
         if os.getpid() != self._chunks.pid and not (inherits and self._chunks.memory.is_shared):
             raise PinningError(
                 "the region belongs to the parent of this forked process; make it with "
