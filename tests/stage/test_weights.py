@@ -180,7 +180,7 @@ def test_a_parameter_on_another_device_is_named():
     with pytest.raises(
         RuntimeError, match=r"conv\.weight is on cpu, the stager is for cuda:1; move it"
     ):
-        Destination(Tied(), torch.device("cuda", 1), strict=True).plan(shapes)
+        Destination(Tied(), torch.device("cuda", 1), strict=True).plan([*shapes], shapes)
 
 
 class OwnLoading(torch.nn.Linear):

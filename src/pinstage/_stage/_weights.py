@@ -63,13 +63,11 @@ Shape: TypeAlias = tuple[int, ...] | None
 """None for values that aren't tensors."""
 
 
-_UNREAD: Any = object()
-"""In place of the shape of a tensor that is read later."""
-
-
 class _Checkpoint(NamedTuple):
-    shapes: dict[str, Shape] | None
-    """Shapes by name; None if not even the names are known before everything is read."""
+    names: Collection[str] | None
+    """None if the names aren't known before everything is read."""
+    shapes: Mapping[str, Shape]
+    """Shapes that are known before."""
     read: Callable[[Iterable[str]], Iterable[tuple[str, Any]]]
     """Reads tensors by name; all, if the names aren't known."""
     may_reuse_memory: bool
@@ -78,19 +76,23 @@ class _Checkpoint(NamedTuple):
 
 def _opened(tensors: Any) -> _Checkpoint:
     if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
-        shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        names = tensors.keys()
+        shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
         return _Checkpoint(
-            shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names), False
+            names, shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names), False
         )
     if isinstance(tensors, Mapping):
         # It has all its tensors, unless its class makes them when they are read.
         has_all = type(tensors) in (dict, OrderedDict)
-        shapes = {name: _shape_of(tensors[name]) if has_all else _UNREAD for name in tensors}
+        shapes = {name: _shape_of(tensors[name]) for name in tensors} if has_all else {}
         return _Checkpoint(
-            shapes, lambda names: ((name, tensors[name]) for name in names), not has_all
+            list(tensors),
+            shapes,
+            lambda names: ((name, tensors[name]) for name in names),
+            not has_all,
         )
     if isinstance(tensors, Iterable) and not isinstance(tensors, str | bytes | torch.Tensor):
-        return _Checkpoint(None, lambda _: map(_pair, tensors), True)
+        return _Checkpoint(None, {}, lambda _: map(_pair, tensors), True)
     raise _not_a_checkpoint(tensors, f"a {type(tensors).__name__}")
 
 
@@ -191,19 +193,24 @@ class Destination:
             if self.keys[name] in shared
         }
 
-    def plan(self, shapes: dict[str, Shape] | None) -> list[str]:
+    def plan(self, names: Collection[str] | None, shapes: Mapping[str, Shape]) -> list[str]:
         """Check a checkpoint's names, and return those to read, in this order.
 
         Args:
-            shapes: None if names and shapes aren't known before the tensors are read; then only the
-                module is checked.
+            names: None if they aren't known before the tensors are read; then only the module is
+                checked.
+            shapes: those that are known.
         """
-        if shapes is None:
+        if names is None:
             self._check({self.keys[name] for name in self.tensors}, [])
             return []
-        self.unexpected = [name for name in shapes if self._is_unexpected(name)]
-        known = [name for name in shapes if name in self.tensors]
-        problems = [problem for name in known if (problem := self._problem_of(name, shapes[name]))]
+        self.unexpected = [name for name in names if self._is_unexpected(name)]
+        known = [name for name in names if name in self.tensors]
+        problems = [
+            problem
+            for name in known
+            if (problem := self._problem_of(name, shapes.get(name, self.tensors[name].shape)))
+        ]
         self._check({self.keys[name] for name in known}, problems)
         return self._in_order(known)
 
@@ -309,7 +316,7 @@ class Destination:
         if shape is None:
             return f"{name} in state_dict isn't a tensor."
         is_scalar = not tensor.dim() and shape == (1,)  # torch 0.3 had no 0-d tensors
-        if shape is not _UNREAD and tuple(tensor.shape) != shape and not is_scalar:
+        if tensor.shape != shape and not is_scalar:
             return (
                 f"size mismatch for {name}: copying a param with shape {torch.Size(shape)} from "
                 f"checkpoint, the shape in current model is {tensor.shape}."
@@ -429,8 +436,9 @@ def load_weights(sender: Sender, destination: Destination, tensors: Any) -> Inco
         tensors: see `Stager.load_weights`.
     """
     refuse_capture(sender.target)
-    shapes, read, may_reuse_memory = _opened(tensors)
-    parts = destination.parts(read(destination.plan(shapes)), may_reuse_memory=may_reuse_memory)
+    names, shapes, read, may_reuse_memory = _opened(tensors)
+    pairs = read(destination.plan(names, shapes))
+    parts = destination.parts(pairs, may_reuse_memory=may_reuse_memory)
     groups = _Groups(sender, destination.check_unchanged if may_reuse_memory else None)
     try:
         writes = (destination.write(name, part) for name, part in parts)
