@@ -96,7 +96,7 @@ def test_a_refused_state_has_several_slabs(make_limited):
 
 
 @quietly
-def test_slabs_are_as_large_as_the_pool_s_largest(make_limited):
+def test_slabs_may_have_the_size_of_the_largest(make_limited):
     pool, state = make_limited(), state_of()
     pool.acquire(96 * KIB).release()
     assert_staged(CheckpointStager(pool=pool).stage(state), state)
@@ -149,7 +149,7 @@ def test_a_writer_process_maps_all_slabs(make_limited, tmp_path, monkeypatch):
 
 
 @quietly
-def test_a_save_is_over_when_all_slabs_are_back(make_limited):
+def test_a_save_ends_when_all_slabs_are_back(make_limited):
     stager = CheckpointStager(pool=make_limited(), timeout=0)
     state = state_of()
     staged = stager.stage(state).result()

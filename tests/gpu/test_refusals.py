@@ -48,7 +48,7 @@ class LimitedMemory(SharedMemory):
 
 @pytest.mark.parametrize("blocks", [1 << 40, 2], ids=["one limit", "two limits"])
 @pytest.mark.parametrize("hold", ["stream", "step"])
-def test_a_refused_checkpoint_has_the_bytes_of_the_call(monkeypatch, blocks, hold):
+def test_a_refused_checkpoint_has_the_right_bytes(monkeypatch, blocks, hold):
     monkeypatch.setattr("pinstage._stage._host_slabs.SLAB_BYTES", 4 * MIB)
     memory = LimitedMemory("cuda:0", 6 * MIB, blocks)
     parameters = [torch.full((MIB // 4,), float(i), device="cuda:0") for i in range(40)]

@@ -64,8 +64,14 @@ class Unasked(Target):
         return False
 
 
-@pytest.mark.parametrize("method", ["wait", "query", "synchronize"])
-@pytest.mark.parametrize("way", ["stage", "fetch"])
+@pytest.mark.parametrize(
+    ("way", "method"),
+    [
+        (way, method)
+        for way, result in (("stage", "wait"), ("fetch", "result"))
+        for method in (result, "query", "synchronize")
+    ],
+)
 def test_transfers_are_refused_and_go_on(stager, capture, way, method):
     target = use_target(stager, Unasked())
     stager._fetcher.targets._made[target.device] = target
@@ -78,7 +84,8 @@ def test_transfers_are_refused_and_go_on(stager, capture, way, method):
         assert target.event.queries == asked
     assert " done" in repr(transfer)
     getattr(transfer, method)()
-    assert transfer.wait()[0].eq(1).all()
+    result = transfer.wait() if way == "stage" else transfer.result()
+    assert result[0].eq(1).all()
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -265,11 +265,11 @@ def test_the_cap_limits_pageable_slabs_too(walled):
     assert pool.stats().leased_bytes == 0
 
 
-def test_a_pool_frees_pageable_slabs_when_it_is_closed(walled):
+def test_a_closed_pool_frees_pageable_slabs(walled):
     _, pool = walled(0)
     with pytest.warns(StagingWarning, match="page-locking of 400 B was refused, pageable memory"):
         lease = HostSlabs(pool, "one", None).lease_now(400)
-    pageable = state_of(pool).pageable
+    (pageable,) = state_of(pool).pageable.values()
     lease.release()
     pool.close()
     assert pageable.closed

@@ -152,7 +152,7 @@ def test_a_result_may_be_asked_for_again(stager, held, copy):
     for timeout in (0, 0.01):
         with pytest.raises(TimeoutError, match="1 copy of 16 B; call result"):
             transfer.result(timeout=timeout)
-    with pytest.raises(ValueError, match="must not be negative: -1"):
+    with pytest.raises(ValueError, match="must be 0 or more: -1"):
         transfer.result(timeout=-1)
     held.finish()
     result = transfer.result(timeout=0)

@@ -76,7 +76,7 @@ class SlabBroker:
         self._slabs: Slabs | None = slabs
         self._target = slabs.target
         self._pool = slabs.shared()
-        self._host_slabs = HostSlabs(self._pool, owner, 0)
+        self._host_slabs = HostSlabs(self._pool, owner, 0, shares=True)
         self._channels = channels
         self._open = {channel.fileno(): worker for worker, channel in enumerate(channels)}
         self._numbers = itertools.count()

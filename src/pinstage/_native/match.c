@@ -35,18 +35,17 @@ static int plain_dtype(PyObject *object, int device_type, int device_index, cons
     return has_memory ? dtype : -1;
 }
 
-/* Append a row to the group of its dtypes, which is made if there is none; false with an error. */
-static bool add_to_group(PyObject *groups, int source, int destination, PyObject *row) {
-    PyObject *key = Py_BuildValue("(ii)", source, destination);
-    if (key == NULL) return false;
-    PyObject *group = PyDict_GetItemWithError(groups, key);
-    bool is_good = group != NULL;
-    if (!is_good && PyErr_Occurred() == NULL && (group = PyList_New(0)) != NULL) {
-        is_good = PyDict_SetItem(groups, key, group) == 0;
+/* The list of rows with these dtypes, which is made if there is none; NULL with an error. */
+static PyObject *group_of(PyObject *groups, int source, int destination) {
+    PyObject *key = Py_BuildValue("(ii)", source, destination), *group = NULL;
+    if (key != NULL) group = PyDict_GetItemWithError(groups, key);
+    if (key != NULL && group == NULL && !PyErr_Occurred() && (group = PyList_New(0)) != NULL) {
+        int status = PyDict_SetItem(groups, key, group);
         Py_DECREF(group); /* the dict holds it */
+        if (status != 0) group = NULL;
     }
-    Py_DECREF(key);
-    return is_good && PyList_Append(group, row) == 0;
+    Py_XDECREF(key);
+    return group;
 }
 
 /* match(table, tensors, device_type, device_index): see `pinstage._batch._blocks.match`. The
@@ -60,7 +59,8 @@ PyObject *match(UNUSED PyObject *module, PyObject *args) {
         return NULL;
     if (!table_begin(&table, data)) return NULL;
     const Header *header = table.header;
-    PyObject *groups = PyDict_New(), *others = PyList_New(0);
+    PyObject *groups = PyDict_New(), *others = PyList_New(0), *group = NULL;
+    int last_source = -1, last = -1; /* dtypes of the group: neighbours are mostly alike */
     bool is_good =
         groups != NULL && others != NULL &&
         (PyList_Size(tensors) == header->rows ||
@@ -74,9 +74,12 @@ PyObject *match(UNUSED PyObject *module, PyObject *args) {
                         ? plain_dtype(PyList_GetItem(tensors, (Py_ssize_t)i), device_type,
                                       device_index, row, row->sizes + header->width)
                         : -1;
-        is_good = number != NULL;
-        if (is_good && dtype < 0) is_good = PyList_Append(others, number) == 0;
-        if (is_good && dtype >= 0) is_good = add_to_group(groups, row->dtype, dtype, number);
+        if (dtype >= 0 && (row->dtype != last_source || dtype != last)) {
+            group = group_of(groups, row->dtype, dtype);
+            last_source = row->dtype, last = dtype;
+        }
+        PyObject *list = dtype < 0 ? others : group;
+        is_good = number != NULL && list != NULL && PyList_Append(list, number) == 0;
         Py_XDECREF(number);
     }
     table_end(&table);

@@ -352,8 +352,8 @@ class SlabPool:
                 event.synchronize()
             self.trim()
         state.memory.end()
-        if state.pageable is not None:
-            state.pageable.close()
+        for pool in list(state.pageable.values()):
+            pool.close()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while

@@ -182,8 +182,8 @@ class Holdings:
         growths: slow work under way, written by growths.
         stacks: slabs that may be free, by capacity.
         sizes: the capacities of slabs, sorted.
-        pageable: the pool of pageable slabs, which users make when page-locking is refused; None
-            before. It is closed with this one.
+        pageable: pools of pageable slabs, private and shared ones, which users make when
+            page-locking is refused; by whether they are shared. They are closed with this one.
         reap: frees slabs that were returned to a closed pool; for the reaper.
     """
 
@@ -196,7 +196,7 @@ class Holdings:
         self.granularity = memory.resource.granularity
         self.closed = self.frozen = self.is_forked = False
         self.user: str | None = None
-        self.pageable: Any = None
+        self.pageable: dict[bool, Any] = {}
         self.lock = threading.RLock()
         self.is_entered = has_lock = ownership(self.lock)
         if (is_in_memory := memory.is_entered) is not None:

@@ -1,7 +1,7 @@
 """Host slabs for one user of a pool; what happens where page-locking is refused.
 
-Each user may get pageable memory of the same kind: shared if the pool's is. It is in a pool of its
-own, one for each `SlabPool`, so that the cap limits it for all users together.
+Pageable slabs are in pools of their own, which belong to a `SlabPool`, so that the cap limits them
+for all users together. They are shared for users that send them to other processes.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class HostSlabs:
         owner: the name under which slabs are leased.
         timeout: the most seconds to wait for a slab; None forever.
         most: initial value of `most`.
+        shares: whether other processes map the slabs, if the pool's memory is shared.
 
     Attributes:
         pool: the pool.
@@ -58,13 +59,20 @@ class HostSlabs:
     """
 
     def __init__(
-        self, pool: SlabPool, owner: str, timeout: float | None, most: int = sys.maxsize
+        self,
+        pool: SlabPool,
+        owner: str,
+        timeout: float | None,
+        *,
+        most: int = sys.maxsize,
+        shares: bool = False,
     ) -> None:
         self.pool = pool
         self.most = most
         self.refusals = 0
         self._owner = owner
         self._timeout = timeout
+        self._shares = shares and pool.memory.is_shared
         self._state = state_of(pool)
         self._lock = threading.Lock()
 
@@ -187,14 +195,14 @@ class HostSlabs:
         Call it after a request.
         """
         room = self.pool.stats().owners[self._owner].available_bytes
-        if (pageable := self._state.pageable) is not None:
+        for pageable in list(self._state.pageable.values()):
             stats = pageable.stats()
             room -= stats.leased_bytes + stats.in_flight_bytes
         return room
 
     def close(self) -> None:
         """Free the pageable slabs that are idle."""
-        if (pageable := self._state.pageable) is not None:
+        for pageable in list(self._state.pageable.values()):
             pageable.trim()
 
     def _lease_single(self, nbytes: int, timeout: float | None) -> Lease | None:
@@ -264,11 +272,12 @@ class HostSlabs:
     ) -> Lease:
         """Lease a pageable slab, and report the refusal that was its reason, if there is one."""
         with _making:
-            if self._state.pageable is None:
-                is_shared = self.pool.memory.is_shared
-                memory = SharedMemory(register=False) if is_shared else PageableMemory()
-                self._state.pageable = SlabPool(self.pool.max_bytes, memory=memory)
-        lease: Lease = self._state.pageable.acquire(nbytes, timeout=timeout, owner=self._owner)
+            pool = self._state.pageable.get(self._shares)
+            if pool is None:
+                memory = SharedMemory(register=False) if self._shares else PageableMemory()
+                pool = SlabPool(self.pool.max_bytes, memory=memory)
+                self._state.pageable[self._shares] = pool
+        lease: Lease = pool.acquire(nbytes, timeout=timeout, owner=self._owner)
         if refusal is not None:
             try:
                 self._note_refusal(nbytes, refusal, "pageable memory is used, which is slow")

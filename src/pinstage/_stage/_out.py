@@ -66,7 +66,8 @@ class Destinations:
             rows = [index for index in group if index not in besides] if besides else group
             if not rows:
                 continue
-            places, sources = ([some[index] for index in rows] for some in (self._existing, leaves))
+            places = [self._existing[index] for index in rows]
+            sources = [leaves[index] for index in rows]
             # Bits that torch would not copy as they are.
             if code == its and DTYPES[code] not in COPIED_AS_THEY_ARE:
                 places, sources = [*map(as_integers, places)], [*map(as_integers, sources)]

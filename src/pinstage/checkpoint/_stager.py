@@ -115,7 +115,7 @@ class CheckpointStager(AsyncStager):
             SlabPool(max_bytes, budget=budget, memory=SharedMemory()) if pool is None else pool
         )
         self._timeout = timeout
-        self._slabs = HostSlabs(self._pool, _OWNER, timeout)
+        self._slabs = HostSlabs(self._pool, _OWNER, timeout, shares=True)
         self._targets = Targets()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None

@@ -41,7 +41,7 @@ class LocatedLeaf(NamedTuple):
     parents: tuple[Any, ...]
     """The objects it was reached through, the batch itself first."""
     steps: tuple[str, ...]
-    """What each of the parents adds to the path."""
+    """The part of the path that each of the parents adds."""
 
 
 def find_leaves(batch: Any) -> Iterator[LocatedLeaf]:
@@ -146,7 +146,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _Answer(NamedTuple):
-    """What torch's function does with an object."""
+    """The effect of torch's function on an object."""
 
     is_entered: bool
     """Whether it pins something in the object, or makes another one."""

@@ -439,7 +439,7 @@ def _arrange(parts: list[UsedPart]) -> list[int]:
 def _acquire(sizes: list[int], pool: SlabPool) -> list[torch.Tensor]:
     """Return slabs, uint8 ``[n]``. Each is returned to the pool when its views are freed."""
     try:
-        leases = HostSlabs(pool, OWNER, ACQUIRE_SECONDS, SLAB_BYTES).lease_all(sizes)
+        leases = HostSlabs(pool, OWNER, ACQUIRE_SECONDS, most=SLAB_BYTES).lease_all(sizes)
     except BudgetExceededError as error:
         raise BudgetExceededError(
             f"the module doesn't fit the pool: {error}", **vars(error)
