@@ -203,7 +203,7 @@ def check_timeout(timeout: object) -> None:
             f"timeout is a number of seconds: {timeout!r}; pass such a number, or None to wait "
             "forever"
         )
-    if not timeout >= 0:  # nor NaN
+    if timeout < 0 or math.isnan(timeout):
         raise ValueError(
             f"timeout must be 0 or more: {timeout}; 0 does not wait, None waits forever"
         )
