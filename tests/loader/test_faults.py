@@ -758,7 +758,7 @@ def starving():
 
 def test_a_slow_consumer_makes_workers_wait():
     loader, iterator = starving()
-    assert "0 are being copied" in iterator._broker.waiting()
+    assert "0 are being copied" in iterator._broker.waiting([0])
     assert numbers(iterator) == list(range(2, 60))
     assert loader.stats().fallback_batches == 0
     assert loader.stats().slab_wait_seconds > 0
@@ -789,6 +789,49 @@ def test_a_timeout_says_who_holds_the_slabs(copies):
     del iterator
     # One more may have been sent.
     wait_until(lambda: [event.finish() for event in copies] and all_back(loader))
+
+
+def test_a_timeout_names_the_late_worker():
+    """And not the one that waits for a slab because that batch is late."""
+    stuck = multiprocessing.Event()
+
+    def sample(index):
+        assert index // 2 != 1 or stuck.wait(PATIENCE_SECONDS)  # the second batch
+        return data.large(index)
+
+    iterator = iter(make(sample, max_bytes=2 * SLAB, depth=0, timeout=2.0))
+    next(iterator)
+    wait_until(lambda: 0 in iterator._broker._starved)
+    with pytest.raises(RuntimeError, match="timed out") as raised:
+        next(iterator)
+    assert "; worker 1 has not sent its batch, and waits for no slab" in str(raised.value)
+    assert "worker 0" not in str(raised.value)
+    stuck.set()
+    assert numbers(iterator) == list(range(2, 40))
+
+
+def test_an_answer_on_its_way_ends_a_wait(monkeypatch):
+    """A worker says that it waits, while a slab is being granted."""
+    take = WorkerSlabs.take
+
+    def take_and_note(slabs, nbytes):
+        slab = take(slabs, nbytes)
+        slabs._send(("starved", nbytes, slabs._received - 1))
+        return slab
+
+    monkeypatch.setattr(WorkerSlabs, "take", take_and_note)
+    _, iterator = begin(num_workers=1, depth=0)
+    wait_until(lambda: len(iterator._data_queue._held) == 2)
+    assert "waits for no slab" in iterator._broker.waiting([0])
+
+
+def test_a_datasets_own_timeout_is_its_own():
+    def sample(_):
+        raise RuntimeError("the server timed out after 3 seconds")
+
+    with pytest.raises(RuntimeError, match="the server timed out") as raised:
+        next(iter(make(sample)))
+    assert "slab" not in str(raised.value)
 
 
 def test_workers_that_wait_end_with_the_iterator():
@@ -830,6 +873,44 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
             kept.append(caught)
     assert numbers(iterator) == list(range(12, 40))
     assert_all_back(loader)  # although the errors are kept
+
+
+REGISTERED_IN_THE_BLOCK = """
+import sys
+import torch
+import pinstage as ps
+
+class Pair:
+    def __init__(self, left):
+        self.left = left
+
+def collate(samples):
+    return Pair(torch.stack(samples))
+
+if __name__ == "__main__":
+    ps.register_node(Pair)
+    method = sys.argv[1]
+    options = {"num_workers": 1, "multiprocessing_context": method, "device": "cpu"}
+    for batch in ps.DataLoader(torch.zeros(4, 2), 2, collate_fn=collate, **options):
+        print(batch.left.shape)
+"""
+
+
+def test_registering_below_the_main_block_is_explained(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(REGISTERED_IN_THE_BLOCK)
+
+    def run(method):
+        command = [sys.executable, program, method]
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment(), check=False
+        )
+
+    forked, spawned = run("fork"), run("spawn")
+    assert forked.returncode == 0, forked.stderr
+    assert "LayoutError: batch holds tensors and isn't a known container" in spawned.stderr
+    remedy = "register it at module level: the worker imports the module as `__mp_main__`"
+    assert f"{remedy} and doesn't run that block" in spawned.stderr
 
 
 # -- other processes

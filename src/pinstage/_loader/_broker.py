@@ -12,7 +12,7 @@ import pickle
 import select
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -82,6 +82,8 @@ class SlabBroker:
         self._loans: dict[int, Loan] = {}  # requests add to it
         self._copying: deque[tuple[int, Fence | None]] = deque()  # any thread appends to it
         self._starved: dict[int, int] = {}  # bytes that each worker waits for
+        self._asking: dict[int, int] = {}  # bytes that each worker has asked for
+        self._messages = [0] * len(channels)  # how many each worker was sent
         # So that workers get slabs one after the other, and none after the end.
         self._lending = threading.Lock()
         self._writing = threading.Lock()  # so that a descriptor is right behind its message
@@ -143,23 +145,30 @@ class SlabBroker:
         with contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
             os.write(self._wake_write.fileno(), b"w")
 
-    def waiting(self) -> str:
-        """Return a text that says which workers wait for slabs, and why. Empty if none waits."""
-        copying = {number for number, _ in list(self._copying)}
-        workers = []
-        for worker, nbytes in self._starved.copy().items():
-            own = [number for number, loan in self._loans.copy().items() if loan.worker == worker]
-            busy = len(copying.intersection(own))
-            workers.append(
-                f"worker {worker} waits for a slab of {format_bytes(nbytes)}: of its {len(own)}, "
-                f"{busy} are being copied to the device and {len(own) - busy} hold batches that "
-                "the loop has not taken"
+    def waiting(self, workers: Collection[int]) -> str:
+        """Return a text that says what each of these workers, whose batches are late, waits for."""
+        return "; ".join(self._waiting(worker) for worker in workers)
+
+    def _waiting(self, worker: int) -> str:
+        nbytes = self._starved.get(worker)
+        if nbytes is None:
+            asked = self._asking.get(worker)
+            if asked is not None:
+                return f"worker {worker} waits until a slab of {format_bytes(asked)} is made"
+            return (
+                f"worker {worker} has not sent its batch, and waits for no slab: its dataset or "
+                "its collate function takes longer; raise timeout, or look there"
             )
-        if not workers:
-            return ""
+        copying = {number for number, _ in list(self._copying)}
+        own = [number for number, loan in self._loans.copy().items() if loan.worker == worker]
+        busy = len(copying.intersection(own))
         stats = self._pool.stats()
         held, cap = format_bytes(stats.leased_bytes), format_bytes(stats.max_bytes)
-        return f"{'; '.join(workers)}; all workers hold {held} of {cap}; raise max_bytes"
+        return (
+            f"worker {worker} waits for a slab of {format_bytes(nbytes)}: of its {len(own)}, "
+            f"{busy} are being copied to the device and {len(own) - busy} hold batches that "
+            f"the loop has not taken; all workers hold {held} of {cap}; raise max_bytes"
+        )
 
     def close(self) -> None:
         """Stop answering workers; those that wait for a slab fail. Releases nothing: workers may
@@ -251,19 +260,23 @@ class SlabBroker:
         except (EOFError, OSError):  # the worker ended, or was killed; torch notices by itself
             del self._open[channel.fileno()]
             self._starved.pop(worker, None)
+            self._asking.pop(worker, None)
             return False
         match message:
             case ("ask", int(nbytes), int(wanted), [*given_up]):
                 self._take_back(worker, given_up)
+                self._asking[worker] = wanted
                 try:
                     _thread.start_new_thread(self._lend, (worker, nbytes, wanted))
                 except RuntimeError as error:
                     # No thread could be started: the worker does without a slab.
                     self._warn(wanted, repr(error))
                     self._grant(worker, None)
-            case ("starved", int(nbytes)):
-                if any(loan.worker == worker for loan in list(self._loans.values())):
-                    self._starved[worker] = nbytes
+            case ("starved", int(nbytes), int(received)):
+                with self._writing:
+                    # If not, a message is on its way to the worker, which then looks again.
+                    if received == self._messages[worker] and worker in self._supplied():
+                        self._starved[worker] = nbytes
             case ("unmapped", number, why):
                 self._warn(self.loan_of(worker, number).lease.nbytes, why)
                 self._take_back(worker, [number])
@@ -275,7 +288,7 @@ class SlabBroker:
 
     def _grant(self, worker: int, loan: Loan | None) -> None:
         """Send a worker the slab that was leased for it, or a refusal."""
-        self._starved.pop(worker, None)
+        self._asking.pop(worker, None)
         if loan is None:
             self._send(worker, ("refused",))
         else:
@@ -301,7 +314,6 @@ class SlabBroker:
             number, _ = self._copying.popleft()
             loan = self._loans.get(number)
             if loan is not None:
-                self._starved.pop(loan.worker, None)
                 self._send(loan.worker, ("free", number))
 
     def _send(self, worker: int, message: tuple[Any, ...], fd: int | None = None) -> None:
@@ -309,6 +321,8 @@ class SlabBroker:
         # Messages have a few bytes, and a worker never has more unread ones than slabs, so sending
         # doesn't block.
         with contextlib.suppress(OSError), self._writing:  # the worker ended
+            self._messages[worker] += 1
+            self._starved.pop(worker, None)
             channel.send(message)
             # Right behind the message: the worker reads no further before it has the descriptor.
             if fd is not None:
@@ -341,7 +355,7 @@ class SlabBroker:
         """
         rounded = size_class(nbytes, self._pool.memory.granularity)
         size = rounded if rounded <= self._pool.max_bytes else nbytes
-        supplied = {loan.worker for loan in list(self._loans.values())}
+        supplied = self._supplied()
         if worker in supplied:
             room = self._pool.stats().owners[self._owner].available_bytes - size
             if room < size * len(set(self._open.values()) - supplied):
@@ -353,6 +367,10 @@ class SlabBroker:
         except Exception as error:  # noqa: BLE001 - the system refused: the same, and a warning gives the reason
             self._warn(size, repr(error))
             return None
+
+    def _supplied(self) -> set[int]:
+        """Return the workers that have slabs."""
+        return {loan.worker for loan in list(self._loans.values())}
 
     # -- the end
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._batch import pack, take_apart
-from .._compat.loader import Workers, end_workers, next_batch
+from .._compat.loader import Workers, awaited_workers, end_workers, is_timeout, next_batch
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
 from .._stage import RunAhead, Transfer, sender_of
@@ -316,11 +316,8 @@ class WorkersIterator(LoaderIterator):
         except StopIteration:
             raise
         except Exception as error:
-            text = (
-                self._broker.waiting()
-                if isinstance(error, RuntimeError) and "timed out" in str(error)
-                else ""
-            )
+            late = awaited_workers(self._batches) if is_timeout(error) else []
+            text = self._broker.waiting(late)
             self._close_if_a_worker_is_lost()
             if text:
                 raise RuntimeError(f"{error}; {text}") from error

@@ -65,6 +65,7 @@ class WorkerSlabs:
         self._patience = 0
         self._largest = 0
         self._is_asking = self._was_granted = False
+        self._received = 0
         self.waited_seconds = 0.0
         """Seconds that `take` waited since the caller set this to 0."""
         try:
@@ -90,7 +91,7 @@ class WorkerSlabs:
             self._receive()
         while (slab := self._smallest_free(nbytes)) is None:
             if self._has_to_wait(nbytes):
-                self._send(("starved", nbytes))
+                self._send(("starved", nbytes, self._received))
                 self._wait()
             elif not self._gets_another(nbytes):
                 return None
@@ -170,6 +171,7 @@ class WorkerSlabs:
             kind, *details = self._channel.recv()
         except (EOFError, OSError):
             raise ClosedError from None
+        self._received += 1
         if kind == "free":
             slab = self._slabs.get(details[0])
             if slab is not None:
