@@ -170,6 +170,18 @@ def awaited_workers(batches: Any) -> list[int]:
     return sorted({worker for worker, *_ in filter(None, awaited)})
 
 
+def was_last(batches: Any) -> bool:
+    """Return whether the batch that torch's iterator has just returned is known to be the last of
+    its pass.
+    """
+    if hasattr(batches, "_send_idx"):
+        return bool(batches._rcvd_idx == batches._send_idx)
+    try:
+        return bool(batches._num_yielded == len(batches))
+    except (AttributeError, TypeError, NotImplementedError):  # only the end shows
+        return False
+
+
 def has_lost_a_worker(batches: Any) -> bool:
     """Return whether a worker that torch's iterator still counts on has ended."""
     workers = zip(batches._workers_status, batches._workers, strict=True)

@@ -201,7 +201,8 @@ class DataLoader(Staging[T_co]):
         budget: a second cap, shared by the pools of several processes; see `HostBudget`.
         depth: how many of the batches that have arrived are sent ahead of the yielded one; 0 for
             none. Without workers, no batch is sent ahead.
-        keep_on_host: leaves that stay on the host, as for `Stager`. A function is called in the
+        keep_on_host: leaves that stay on the host, as for `Stager`, but batches may lack them; a
+            path that leads to nothing in a whole pass is a warning. A function is called in the
             workers, so it must be picklable if they are not forked. Tensors that stay are sent
             through torch's shared memory.
         own_storage: which tensors of a batch have memory of their own, and which share blocks, as
