@@ -348,7 +348,7 @@ class WorkersIterator(LoaderIterator):
             raise
         except Exception as error:
             late = awaited_workers(self._batches) if is_timeout(error) else []
-            text = self._broker.waiting(late)
+            text = self._broker.loans.waiting(late)
             self._close_if_a_worker_is_lost()
             if text:
                 raise RuntimeError(f"{error}; {text}") from error
