@@ -29,22 +29,11 @@ BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The `SlabBroker` of each iterator of this process, by its token, until the broker has ended."""
 
 
-class _Small:
-    """A message that is pickled as its class and its fields: in half the time that a dataclass with
-    slots takes by itself.
-    """
-
-    __slots__: tuple[str, ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(getattr(self, name) for name in self.__slots__)
-
-
 # -- from a worker to the broker -------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Ask(_Small):
+class Ask:
     """The worker wants another slab. `Granted` or `Refused` answers."""
 
     nbytes: int
@@ -56,7 +45,7 @@ class Ask(_Small):
 
 
 @dataclass(slots=True)
-class Waiting(_Small):
+class Waiting:
     """The worker waits until one of its slabs is free."""
 
     nbytes: int
@@ -66,7 +55,7 @@ class Waiting(_Small):
 
 
 @dataclass(slots=True)
-class Unmapped(_Small):
+class Unmapped:
     """The worker can't map a slab that was granted, and gives it up."""
 
     number: int
@@ -77,7 +66,7 @@ class Unmapped(_Small):
 
 
 @dataclass(slots=True)
-class Granted(_Small):
+class Granted:
     """The worker has another slab. Its descriptor follows."""
 
     number: int
@@ -85,15 +74,18 @@ class Granted(_Small):
 
 
 @dataclass(slots=True)
-class Refused(_Small):
+class Refused:
     """The worker gets no other slab."""
 
 
 @dataclass(slots=True)
-class Freed(_Small):
+class Freed:
     """The worker may write a slab again."""
 
     number: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Freed, (self.number,)  # one per batch: half the time of a dataclass's own pickle
 
 
 # -- batches, through the queue of torch's loader --------------------------------------------------
