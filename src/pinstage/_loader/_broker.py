@@ -260,7 +260,8 @@ class SlabBroker:
         # Messages have a few bytes, and a worker never has more unread ones than slabs, so sending
         # doesn't block.
         with contextlib.suppress(OSError):  # the worker ended
-            channel.send(message)
+            # `send` would make a pickler of multiprocessing's, which takes longer.
+            channel.send_bytes(pickle.dumps(message))
             # Right behind the message: the worker reads no further before it has the descriptor.
             if fd is not None:
                 send_descriptor(channel, fd)
