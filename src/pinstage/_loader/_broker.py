@@ -66,14 +66,13 @@ class SlabBroker:
     Args:
         slabs: the loader's slabs.
         channels: the main process's ends, one for each worker. The broker closes them.
-        owner: the name under which slabs are leased.
     """
 
-    def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
+    def __init__(self, slabs: Slabs, channels: Sequence[Connection]) -> None:
         self.token = next(_tokens)
         self.structure_of = lru_cache(STRUCTURES_KEPT)(pickle.loads)
         """Unpickles a structure that a worker has sent."""
-        self.loans = Loans(slabs.shared(), owner, len(channels))
+        self.loans = Loans(slabs.shared(), slabs.settings.owner, len(channels))
         self.closing = False
         """Whether it answers no worker any more."""
         self._slabs = slabs

@@ -273,7 +273,6 @@ class WorkersIterator(LoaderIterator):
         broker: the workers' broker.
         ending: ends the workers.
         slabs: the loader's slabs.
-        depth: the number of batches sent ahead.
         most_slabs: the number of slabs that all workers together may have.
     """
 
@@ -283,14 +282,13 @@ class WorkersIterator(LoaderIterator):
         broker: SlabBroker,
         ending: Ending,
         slabs: Slabs,
-        depth: int,
         most_slabs: int,
     ) -> None:
         super().__init__(batches, slabs, most_slabs)
         self._broker = broker
         self._ending = ending
         self._sending = SendingQueue(
-            batches._data_queue, batches, partial(send, slabs), depth, broker.wake
+            batches._data_queue, batches, partial(send, slabs), slabs.settings.depth, broker.wake
         )
         batches._data_queue = self._sending
         # A loop that knows the length, such as Lightning's, may stop at the last batch. Its slabs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,15 @@ class Settings(NamedTuple):
     keep_on_host: Any
     own_storage: OwnStorage
     owner: str
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Return the settings among a function's arguments, checked.
+
+        Raises:
+            TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
+        """
+        return cls(**{name: arguments[name] for name in cls._fields}).checked()
 
     def checked(self) -> Settings:
         """Check the settings; return them with a `torch.device`, and with paths as a tuple.
