@@ -73,7 +73,7 @@ class Loans:
 
     def give_back(self, number: int, event: Fence | None) -> bool:
         """Give a slab back to its worker when `event` is done (None: no copy reads it). Return
-        whether somebody may wait for it. Finalisers may call this.
+        whether a worker may wait for it. Finalisers may call this.
         """
         if number not in self._loans:  # everything has ended
             return False
@@ -150,7 +150,7 @@ class Loans:
             del self._loans[number]
 
     def begin_wait(self, worker: int, nbytes: int, received: int) -> None:
-        """Note that a worker waits until it is told that a slab is free.
+        """Note that a worker waits for one of its slabs.
 
         Args:
             worker: the worker.
