@@ -255,7 +255,7 @@ def over_loader(storm):
         )
         for workers, more in ((1, {"persistent_workers": storm.persistent}), (0, {}), (1, {}))
     ]
-    storm.prepare(loaders[1]._slabs.stager().pool)
+    storm.prepare(loaders[1]._slabs.sender().slabs.pool)
     turns = iter(range(10**9))
 
     def work():
