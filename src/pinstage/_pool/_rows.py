@@ -196,7 +196,8 @@ def close_files(descriptors: list[int]) -> bool:
     """
     with turn:  # else a child that is forked in between would keep a descriptor
         while descriptors:
-            os.close(descriptors.pop())
+            with contextlib.suppress(OSError):  # it is closed nevertheless
+                os.close(descriptors.pop())
     return True
 
 
