@@ -43,7 +43,9 @@ class PoolError(PinstageError):
 
 
 class BudgetExceededError(PoolError, MemoryError):
-    """The request can never fit under ``max_bytes``; waiting would not help. A `MemoryError`."""
+    """The request can't fit under ``max_bytes``, or beside slabs held for good; waiting would not
+    help. A `MemoryError`.
+    """
 
 
 class AcquireTimeoutError(PoolError, TimeoutError):

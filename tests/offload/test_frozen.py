@@ -741,6 +741,23 @@ def test_a_small_pool_leaves_the_module_alone(make_pool, monkeypatch):
     assert module.weight.data_ptr() == before
 
 
+def test_a_pool_full_of_modules_refuses_another(make_pool):
+    pool = make_pool(38 * KIB)
+    modules = [torch.nn.Linear(64, 64, bias=False).requires_grad_(False) for _ in range(3)]
+    handles = [frozen_module(module, pool) for module in modules[:2]]
+    assert pool.stats().held_for_good_bytes == 32 * KIB
+    with pytest.raises(BudgetExceededError, match=r"32\.00 KiB held for good by other modules"):
+        frozen_module(modules[2], pool)
+    assert pool.stats().waits == 0
+    handles.pop().close()
+    del modules[1]
+    gc.collect()
+    with frozen_module(modules[1], pool):
+        pass
+    handles.clear()
+    modules.clear()
+
+
 # -- slabs -----------------------------------------------------------------------------------------
 
 

@@ -60,6 +60,7 @@ class Lease:
         self._capacity = slab.capacity
         self._exporter: Any = None
         slab.views = None
+        slab.for_good = False
         slab.account = account
         slab.requested = nbytes
         slab.used_at = next(state.clock)
@@ -285,6 +286,15 @@ def guard_until_release(lease: Lease, event: Fence | None) -> int:
     slab = lease._held("guard()")
     slab.event = event
     return slab.ptr
+
+
+def hold_for_good(lease: Lease) -> None:
+    """Expect no release of a lease and its views: let requests for its bytes fail at once.
+
+    Raises:
+        LeaseError: the lease was released.
+    """
+    lease._held("hold_for_good()").for_good = True
 
 
 def event_of(lease: Lease) -> Fence:

@@ -186,8 +186,9 @@ class SlabPool:
                 slab that is large enough. If the pool has one, the request waits for it, and a
                 `StagingWarning` says so once. The pool tries to grow that far again after a minute,
                 or by `reserve`.
-            BudgetExceededError: the request exceeds `max_bytes`, or what quotas leave to the owner;
-                it can never fit.
+            BudgetExceededError: the request exceeds `max_bytes`, or the part that quotas and slabs
+                held for good (`PoolStats.held_for_good_bytes`) leave to the owner; waiting
+                wouldn't help.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab that is large enough.
             PoolClosedError: the pool is closed, or was closed while this call waited.

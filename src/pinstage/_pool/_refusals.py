@@ -26,16 +26,22 @@ class Figures(NamedTuple):
     held_bytes: int
     leased_bytes: int
     in_flight_bytes: int
+    viewed_bytes: int
+    """The bytes in flight that have live views."""
+    held_for_good_bytes: int
     max_bytes: int
     reason: str
     cap: Callable[[int], str]
     """Returns the argument for a cap under which this pool may hold some bytes."""
 
     def __str__(self) -> str:
+        viewed, for_good = format_bytes(self.viewed_bytes), format_bytes(self.held_for_good_bytes)
         return (
             f"held {format_bytes(self.held_bytes)} of max_bytes {format_bytes(self.max_bytes)} "
             f"({self.reason}), leased {format_bytes(self.leased_bytes)}, in flight "
             f"{format_bytes(self.in_flight_bytes)}"
+            + (f" ({viewed} in live views)" if self.viewed_bytes else "")
+            + (f", {for_good} of these held for good" if self.held_for_good_bytes else "")
         )
 
     def error(self, kind: type[E], nbytes: int, text: str) -> E:
@@ -63,6 +69,15 @@ def never_fits(
         quotas = f"quotas leave {account.name!r} at most {format_bytes(largest)}, "
         remedy = "raise max_bytes, change set_quota(), or ask for less"
     text = f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{{}}; {remedy}"
+    return figures.error(BudgetExceededError, nbytes, text)
+
+
+def never_free(figures: Figures, nbytes: int) -> BudgetExceededError:
+    text = (
+        f"request doesn't fit beside slabs held for good: requested {format_bytes(nbytes)}, {{}}; "
+        "close handles of frozen modules and drop these modules, or pass "
+        f"{figures.cap(figures.held_for_good_bytes + nbytes * 9 // 8)} or more"
+    )
     return figures.error(BudgetExceededError, nbytes, text)
 
 

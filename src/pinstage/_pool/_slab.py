@@ -90,6 +90,7 @@ class Slab:
             then.
         guards: other pending work, by unique numbers.
         doomed: whether a thread is about to free it.
+        for_good: whether no release is expected of the current or last lease and its views.
     """
 
     def __init__(self, block: Block, stacks: dict[int, dict[Slab, Any]], used_at: int) -> None:
@@ -102,7 +103,7 @@ class Slab:
         self.views: weakref.ref[Any] | None = None
         self.event: Fence | None = None
         self.guards: dict[int, Fence] = {}
-        self.doomed = False
+        self.doomed = self.for_good = False
 
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
@@ -133,6 +134,10 @@ class Slab:
 
     def has_views(self) -> bool:
         return self.views is not None and self.views() is not None
+
+    def is_held_for_good(self) -> bool:
+        """Return whether waiting for the slab is useless."""
+        return self.for_good and (self.lease is not None or self.has_views())
 
     def fences(self) -> list[Fence]:
         """Return all pending work that is known."""
@@ -249,6 +254,9 @@ class Holdings:
                 in_flight.append(slab)
         return parts
 
+    def held_for_good(self) -> list[Slab]:
+        return [slab for slab in list(self.slabs) if slab.is_held_for_good()]
+
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
         _, in_flight, _ = self.parts()
@@ -260,11 +268,14 @@ class Holdings:
         return self._reason + self.memory.holders()
 
     def figures(self) -> Figures:
-        leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self.parts())
-        held, most = leased + in_flight + free, self.max_bytes
+        leased, in_flight, free = self.parts()
+        viewed = [slab for slab in in_flight if slab.has_views()]
+        parts = [*leased, *in_flight, *free], leased, in_flight, viewed, self.held_for_good()
+        held, lent, flying, seen, kept = (sum(slab.capacity for slab in slabs) for slabs in parts)
+        most = self.max_bytes
         is_own = most < self.memory.allowed  # else the memory resource has the tighter limit
         cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
-        return Figures(held, leased, in_flight, most, self.reason, cap)
+        return Figures(held, lent, flying, seen, kept, most, self.reason, cap)
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:

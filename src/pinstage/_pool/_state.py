@@ -153,9 +153,12 @@ class PoolState(Holdings):
 
         1. the pool is closed;
         2. the request is larger than the part of the cap that quotas leave to its owner;
-        3. no slab is large enough, and the pool is frozen;
-        4. no slab is large enough, and the platform refused to let the pool grow that far,
+        3. it is larger than the part of it that isn't held for good;
+        4. no slab is large enough, and the pool is frozen;
+        5. no slab is large enough, and the platform refused to let the pool grow that far,
            `just_now` or recently.
+
+        Slabs held for good aren't counted as large enough.
         """
         if self.closed:
             return _refusals.closed(self.figures(), self.user)
@@ -164,8 +167,13 @@ class PoolState(Holdings):
             return _refusals.never_fits(
                 self.figures(), nbytes, account if self.accounts.have_quotas else None, largest
             )
-        largest = self.accounts.room(account, self._whole())
-        held = max((size for size in self.sizes if size <= largest), default=0)
+        for_good = self.held_for_good()
+        busy = _by_owner(for_good)
+        if nbytes > self.accounts.room(account, self.max_bytes, busy):
+            return _refusals.never_free(self.figures(), nbytes)
+        largest = self.accounts.room(account, self._whole(), busy)
+        usable = [slab.capacity for slab in list(self.slabs) if slab not in for_good]
+        held = max((size for size in usable if size <= largest), default=0)
         if nbytes <= held:
             return None
         if self.frozen:
@@ -174,7 +182,7 @@ class PoolState(Holdings):
         capacity = min(size_class(nbytes, self.granularity), largest)
         if (
             refusal is None
-            or capacity <= refusal.held
+            or capacity + busy.total() <= refusal.held
             or self.promised() + capacity < refusal.total
         ):
             return None
@@ -232,7 +240,7 @@ class PoolState(Holdings):
         """Return the size of the largest slab that an owner may take now, after a `scan`."""
         if ahead or self.accounts.have_quotas:
             return self.accounts.room(account, self._whole(), self._busy(), ahead)
-        return self.accounts.room(account, self.max_bytes)
+        return self.accounts.room(account, self.max_bytes, _by_owner(self.held_for_good()))
 
     def _whole(self) -> int:
         return self.held_bytes if self.frozen else self.max_bytes
@@ -257,6 +265,7 @@ class PoolState(Holdings):
             **_sums("leased", leased),
             **_sums("in_flight", in_flight),
             **_sums("free", free),
+            held_for_good_bytes=sum(slab.capacity for slab in self.held_for_good()),
             **{
                 name: getattr(self, name)
                 for name in ("max_bytes", "hits", "misses", "trims", *_HELD)

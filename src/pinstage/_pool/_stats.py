@@ -55,6 +55,10 @@ class PoolStats:
     """Bytes of released slabs whose event is not done, or which still have live views."""
     free_bytes: int
     """Bytes of idle slabs."""
+    held_for_good_bytes: int
+    """Bytes of slabs whose release isn't expected: slabs of frozen modules, until their handles are
+    closed and the modules are freed. A request that doesn't fit beside them fails at once.
+    """
     max_bytes: int
     """The cap."""
     max_bytes_reason: str

@@ -27,7 +27,7 @@ import torch
 from .._compat.registered import Registered, entries_of
 from .._compat.storages import version_of
 from .._compat.views import range_of, tensor_over, view_of
-from .._pool import SlabPool, check_pool
+from .._pool import SlabPool, check_pool, hold_for_good
 from .._sizes import format_bytes, round_up
 from .._stage import Arrival, HostCopy, Target, shared_targets, target_for
 from ..errors import BudgetExceededError
@@ -428,17 +428,22 @@ def _arrange(parts: list[UsedPart]) -> list[int]:
 
 def _acquire(sizes: list[int], pool: SlabPool) -> list[torch.Tensor]:
     """Return slabs, uint8 ``[n]``. Each is returned to the pool when its views are freed."""
-    if sum(sizes) > pool.max_bytes:
+    needed, stats = sum(sizes), pool.stats()
+    if needed > stats.max_bytes - stats.held_for_good_bytes:
         raise BudgetExceededError(
-            f"the module doesn't fit the pool: {format_bytes(sum(sizes))} of max_bytes "
-            f"{format_bytes(pool.max_bytes)}; pass a larger max_bytes to SlabPool",
-            requested_bytes=sum(sizes),
-            max_bytes=pool.max_bytes,
+            f"the module doesn't fit the pool: {format_bytes(needed)} of max_bytes "
+            f"{format_bytes(stats.max_bytes)}, {format_bytes(stats.held_for_good_bytes)} held for "
+            "good by other modules; close their handles and drop these modules, or pass a larger "
+            "max_bytes to SlabPool",
+            requested_bytes=needed,
+            held_bytes=stats.held_bytes,
+            max_bytes=stats.max_bytes,
         )
     slabs = []
     for nbytes in sizes:
         lease = pool.acquire(nbytes, timeout=ACQUIRE_SECONDS, owner=OWNER)
         slabs.append(torch.from_numpy(lease.numpy()))
+        hold_for_good(lease)
         lease.release()  # the view keeps the slab
     return slabs
 
