@@ -31,11 +31,18 @@ event, and a function that records the current streams when the block of a lease
 can be tested without a GPU.
 """
 
-from ._classes import size_class
+from .._sizes import size_class
 from ._host_budget import Claim, HostBudget, cap_of, usage_of_host
-from ._lease import Lease, descriptor_of, guard_until_release, hold_for_good, is_page_locked
 from ._pool import SlabPool, check_open, check_pool, close_for, lease_in_flight, state_of
 from ._rows import PoolUsage, close_files, held_bytes
-from ._slab import Fence, add_guard
+from ._slab import (
+    Fence,
+    Lease,
+    add_guard,
+    descriptor_of,
+    guard_until_release,
+    hold_for_good,
+    is_page_locked,
+)
 from ._stats import OwnerStats, PoolStats
 from ._waiting import check_owner, check_timeout, give_up_waiting_if

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .._sizes import count, format_bytes
+from ._slab import PoolState, Slab, by_owner, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +98,48 @@ class PoolStats:
             f"{count(self.trims, 'trim')}, waited {self.wait_seconds:.3f} s in "
             f"{count(self.waits, 'request')}"
         )
+
+
+def snapshot(state: PoolState) -> PoolStats:
+    """Check all slabs, and return the counters. Call it under the pool's lock."""
+    state.scan()
+    leased, in_flight, free = state.parts()
+    held, accounts = [*leased, *in_flight, *free], list(state.accounts.values())
+    whole, busy = state.whole(), state.busy()
+    leased_by, in_flight_by = by_owner(leased), by_owner(in_flight)
+    return PoolStats(
+        **_sums("held", held),
+        **_sums("leased", leased),
+        **_sums("in_flight", in_flight),
+        **_sums("free", free),
+        **{name: getattr(state, name) for name in _COUNTERS},
+        held_for_good_bytes=total(state.held_for_good()),
+        max_bytes_reason=state.reason,
+        pinned_bytes=total(filter(state.is_pinned, held)),
+        trims=state.total_held_slabs - len(held),
+        waits=sum(account.waits for account in accounts),
+        wait_seconds=sum((account.wait_seconds for account in accounts), 0.0),
+        owners={
+            account.name: OwnerStats(
+                held_bytes=leased_by[account] + in_flight_by[account],
+                leased_bytes=leased_by[account],
+                in_flight_bytes=in_flight_by[account],
+                available_bytes=max(0, state.accounts.room(account, whole, busy)),
+                min_bytes=account.min_bytes,
+                max_bytes=account.max_bytes,
+                waits=account.waits,
+                wait_seconds=account.wait_seconds,
+            )
+            for account in accounts
+        },
+    )
+
+
+_COUNTERS = (
+    *("max_bytes", "hits", "misses", "peak_held_bytes", "peak_held_slabs"),
+    *("total_held_bytes", "total_held_slabs"),
+)
+
+
+def _sums(part: str, slabs: Sequence[Slab]) -> dict[str, int]:
+    return {f"{part}_bytes": total(slabs), f"{part}_slabs": len(slabs)}
