@@ -35,7 +35,8 @@ class Growth(UninterruptedCall[Lease | None]):
     Args:
         state: the pool's. It isn't kept beyond the end, so that a fence doesn't keep the pool
             alive.
-        waiter: the request. Unless it asks for no bytes, it gets a lease of the new slab.
+        waiter: the request. It gets a lease of the new slab, unless it asks for no bytes, or an
+            interrupt has ended it.
         victims: idle slabs to free.
         capacity: bytes of each slab to allocate.
         count: the number of slabs to allocate.
@@ -94,9 +95,11 @@ class Growth(UninterruptedCall[Lease | None]):
                 del state.growths[self]
                 for block in blocks:
                     slab = state.add(block)
-                    if waiter.nbytes:
+                    if waiter.nbytes and not waiter.is_over:
                         state.misses += 1
                         lease = Lease(state, slab, waiter.nbytes, waiter.account)
+                    else:
+                        slab.put(None)
             state.wake_first()
         if self.count and state.closed:
             state.reap()
@@ -107,8 +110,8 @@ class Growth(UninterruptedCall[Lease | None]):
         try:
             return state.memory.allocate(nbytes, count, self.waiter.deadline)
         except REFUSALS as error:
-            total, until = state.promised(), time.monotonic() + RETRY_SECONDS
+            most, until = state.promised(), time.monotonic() + RETRY_SECONDS
             reason = f"{error}; {remedy(nbytes)}" if more_may_help(error) else str(error)
-            refusal = _refusals.Refusal(reason, total, total - nbytes * count, until)
+            refusal = _refusals.Refusal(reason, most, most - nbytes * count, until)
             self.refusal = state.refusal = refusal
             raise

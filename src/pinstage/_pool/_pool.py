@@ -23,7 +23,7 @@ from . import _refusals
 from ._adaptor import RefusedForNow
 from ._growth import Growth
 from ._host_budget import HostBudget, adaptor_for, cap_of
-from ._slab import Fence, Lease, PoolState, Slab, by_owner, event_of, total
+from ._slab import Fence, Lease, PoolState, Slab, event_of, total
 from ._stats import PoolStats, snapshot
 from ._waiting import NOBODY, Account, check_timeout, this_thread
 
@@ -363,13 +363,14 @@ class SlabPool:
             with state.lock:
                 idle = state.scan()
                 surplus = total(slab for slab in state.slabs if not slab.doomed) - target
-                growth = Growth(state, me, _oldest(idle, surplus))
-            if growth.victims:
+                victims = _oldest(idle, surplus)
+                growth = Growth(state, me, victims) if victims else None
+            if growth is not None:
                 growth.result()
         finally:
             me.is_over = True
         self._warn_of_forgotten()
-        return total(growth.victims)
+        return total(victims)
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state
@@ -459,13 +460,12 @@ class SlabPool:
         missing = capacity - self._headroom(by_freeing=True)
         if may_grow and missing <= total(idle):
             return Growth(state, me, _oldest(idle, missing), capacity, 1)
-        error = self._why_never(account, me)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # or it and this frame would keep one another, and all that called
-        return None
+        if (error := self._why_never(account, me)) is None:
+            return None
+        try:
+            raise error
+        finally:
+            del error  # or it and this frame would keep one another, and all that called
 
     def _why_never(
         self, account: Account, me: Waiter, just_now: _refusals.Refusal | None = None
@@ -484,11 +484,9 @@ class SlabPool:
         Slabs held for good aren't counted as large enough.
         """
         state, nbytes, room = self._state, me.nbytes, self._state.accounts.room
-        for_good = state.held_for_good()
-        busy = by_owner(for_good)
+        busy = state.held_for_good()
         largest, left = room(account, state.max_bytes), room(account, state.whole(), busy)
-        usable = [slab.capacity for slab in list(state.slabs) if slab not in for_good]
-        held = max((size for size in usable if size <= left), default=0)
+        held = state.largest(left)
         if nbytes > largest:
             named = account if state.accounts.have_quotas else None
             return _refusals.never_fits(state.figures(), nbytes, named, largest)
@@ -525,8 +523,7 @@ class SlabPool:
         if missing <= 0:
             return capacity, 0
         if state.frozen:
-            sizes = [slab.capacity for slab in state.slabs]
-            raise _refusals.frozen(state.figures(), nbytes, max(sizes, default=0))
+            raise _refusals.frozen(state.figures(), nbytes, state.largest(largest))
         if missing * capacity > state.max_bytes - state.promised():
             raise _refusals.reserve_does_not_fit(state.figures(), capacity, missing)
         return capacity, missing
@@ -537,7 +534,7 @@ class SlabPool:
         ahead = line[: line.index(me)]
         if ahead or state.accounts.have_quotas:
             return state.accounts.room(account, state.whole(), state.busy(), ahead)
-        return state.accounts.room(account, state.max_bytes, by_owner(state.held_for_good()))
+        return state.accounts.room(account, state.max_bytes, state.held_for_good())
 
     def _headroom(self, *, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if bytes must be freed first."""

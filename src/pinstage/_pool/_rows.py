@@ -101,9 +101,15 @@ class PoolUsage:
     """
 
 
-_TEXTS = {"budget", "program", "pool"}
-_NUMBERS = {"max_bytes", "pid", "held_bytes"}
-_FIELDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_NUMBERS, int) | {"shared": dict}
+_FIELDS = {
+    "budget": str,
+    "max_bytes": int,
+    "pid": int,
+    "program": str,
+    "pool": str,
+    "held_bytes": int,
+    "shared": dict,
+}
 
 
 def held_bytes(pools: list[PoolUsage]) -> int:

@@ -146,12 +146,22 @@ class Slab:
         is_released = self.account is account and self.lease is None and self.event is not None
         return is_released and not self.guards and not self.has_views()
 
+    def is_forgotten(self) -> bool:
+        """Return whether its lease is gone without a release."""
+        return self.lease is not None and self.lease() is None
+
     def has_views(self) -> bool:
         return self.views is not None and self.views() is not None
 
     def is_held_for_good(self) -> bool:
         """Return whether waiting for the slab is useless."""
         return self.for_good and (self.lease is not None or self.has_views())
+
+    def part(self) -> str:
+        """Return what keeps it from others, as far as is known without querying events."""
+        if self.lease is not None and not self.is_forgotten():
+            return "leased"
+        return "in_flight" if not self.doomed and (self.fences() or self.has_views()) else "free"
 
     def fences(self) -> list[Fence]:
         """Return all pending work that is known."""
@@ -561,17 +571,15 @@ class PoolState:
         """Check all slabs. Return the free ones, least recently used first, and put them in their
         stacks.
         """
-        for growth in list(self.growths):
-            if growth.is_abandoned():
-                del self.growths[growth]
+        self.growths = {growth: None for growth in self.growths if not growth.is_abandoned()}
         doomed = {slab for growth in self.growths for slab in growth.victims}
         slabs = list(self.slabs)
         for slab in slabs:
             slab.doomed = slab in doomed
-        idle = [slab for slab in slabs if slab.lease is None and slab.is_free()]
+        idle = [slab for slab in slabs if slab.is_free()]
         # Afterwards: querying events may run the garbage collector, which frees leases.
         for slab in slabs:
-            if slab.lease is not None and slab.lease() is None:
+            if slab.is_forgotten():
                 slab.lease = None
                 self.forgotten.append((slab.requested, slab.capacity))
                 if slab.is_free():
@@ -593,32 +601,38 @@ class PoolState:
         """Return the bytes that quotas divide: those of the cap, or those held by a frozen pool."""
         return total(self.slabs) if self.frozen else self.max_bytes
 
-    def parts(self) -> tuple[list[Slab], list[Slab], list[Slab]]:
-        """Return the slabs that are leased, in flight, and free."""
-        leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
-        for slab in list(self.slabs):
-            if slab.lease is not None and slab.lease() is not None:
-                leased.append(slab)
-            elif slab.doomed or not (slab.fences() or slab.has_views()):
-                free.append(slab)
-            else:
-                in_flight.append(slab)
+    def parts(self) -> dict[str, list[Slab]]:
+        """Return the slabs that are held, by what keeps them from others. Those viewed are in
+        flight.
+        """
+        held = list(self.slabs)
+        parts: dict[str, list[Slab]] = {"held": held, "leased": [], "in_flight": [], "free": []}
+        for slab in held:
+            parts[slab.part()].append(slab)
+        parts["viewed"] = list(filter(Slab.has_views, parts["in_flight"]))
+        parts["held_for_good"] = list(filter(Slab.is_held_for_good, held))
         return parts
 
     def busy(self) -> Counter[Account | None]:
         """Return the bytes that owners have: leased, in flight, or being allocated for them."""
-        leased, in_flight, _ = self.parts()
-        busy = by_owner([*leased, *in_flight])
+        parts = self.parts()
+        busy = by_owner([*parts["leased"], *parts["in_flight"]])
         for growth in self.growths:
             busy[growth.waiter.account] += growth.capacity
         return busy
 
-    def held_for_good(self) -> list[Slab]:
-        return [slab for slab in list(self.slabs) if slab.is_held_for_good()]
+    def held_for_good(self) -> Counter[Account | None]:
+        """Return the bytes that owners hold for good."""
+        return by_owner(filter(Slab.is_held_for_good, list(self.slabs)))
+
+    def largest(self, bound: int) -> int:
+        """Return the size of the largest slab within a bound that isn't held for good."""
+        usable = [slab.capacity for slab in list(self.slabs) if not slab.is_held_for_good()]
+        return max((size for size in usable if size <= bound), default=0)
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
-        _, in_flight, _ = self.parts()
+        in_flight = self.parts()["in_flight"]
         return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
     def is_pinned(self, slab: Slab) -> bool:
@@ -632,20 +646,10 @@ class PoolState:
         return self._reason + self.memory.holders()
 
     def figures(self) -> _refusals.Figures:
-        leased, in_flight, free = self.parts()
-        viewed = list(filter(Slab.has_views, in_flight))
-        most = self.max_bytes
-        is_own = most < self.memory.allowed  # else the memory resource has the tighter limit
-        return _refusals.Figures(
-            total([*leased, *in_flight, *free]),
-            total(leased),
-            total(in_flight),
-            total(viewed),
-            total(self.held_for_good()),
-            most,
-            self.reason,
-            ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap,
-        )
+        is_own = self.max_bytes < self.memory.allowed  # else the memory has the tighter limit
+        cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
+        held = {part: total(slabs) for part, slabs in self.parts().items()}
+        return _refusals.Figures(held, self.max_bytes, self.reason, cap)
 
     # -- waking and freeing
 
@@ -693,7 +697,7 @@ def total(slabs: Iterable[Slab]) -> int:
     return sum([slab.capacity for slab in list(slabs)])
 
 
-def by_owner(slabs: Sequence[Slab]) -> Counter[Account | None]:
+def by_owner(slabs: Iterable[Slab]) -> Counter[Account | None]:
     """Return the bytes of slabs by their owners."""
     held: Counter[Account | None] = Counter()
     for slab in slabs:

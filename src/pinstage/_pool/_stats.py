@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .._sizes import count, format_bytes
-from ._slab import PoolState, Slab, by_owner, total
+from ._slab import PoolState, by_owner, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,27 +103,25 @@ class PoolStats:
 def snapshot(state: PoolState) -> PoolStats:
     """Check all slabs, and return the counters. Call it under the pool's lock."""
     state.scan()
-    leased, in_flight, free = state.parts()
-    held, accounts = [*leased, *in_flight, *free], list(state.accounts.values())
+    parts, accounts = state.parts(), list(state.accounts.values())
     whole, busy = state.whole(), state.busy()
-    leased_by, in_flight_by = by_owner(leased), by_owner(in_flight)
+    leased, in_flight = by_owner(parts["leased"]), by_owner(parts["in_flight"])
+    sizes = {f"{part}_bytes": total(slabs) for part, slabs in parts.items() if part != "viewed"}
+    counts = {f"{part}_slabs": len(parts[part]) for part in ("held", "leased", "in_flight", "free")}
     return PoolStats(
-        **_sums("held", held),
-        **_sums("leased", leased),
-        **_sums("in_flight", in_flight),
-        **_sums("free", free),
+        **sizes,
+        **counts,
         **{name: getattr(state, name) for name in _COUNTERS},
-        held_for_good_bytes=total(state.held_for_good()),
         max_bytes_reason=state.reason,
-        pinned_bytes=total(filter(state.is_pinned, held)),
-        trims=state.total_held_slabs - len(held),
+        pinned_bytes=total(filter(state.is_pinned, parts["held"])),
+        trims=state.total_held_slabs - counts["held_slabs"],
         waits=sum(account.waits for account in accounts),
         wait_seconds=sum((account.wait_seconds for account in accounts), 0.0),
         owners={
             account.name: OwnerStats(
-                held_bytes=leased_by[account] + in_flight_by[account],
-                leased_bytes=leased_by[account],
-                in_flight_bytes=in_flight_by[account],
+                held_bytes=leased[account] + in_flight[account],
+                leased_bytes=leased[account],
+                in_flight_bytes=in_flight[account],
                 available_bytes=max(0, state.accounts.room(account, whole, busy)),
                 min_bytes=account.min_bytes,
                 max_bytes=account.max_bytes,
@@ -139,7 +137,3 @@ _COUNTERS = (
     *("max_bytes", "hits", "misses", "peak_held_bytes", "peak_held_slabs"),
     *("total_held_bytes", "total_held_slabs"),
 )
-
-
-def _sums(part: str, slabs: Sequence[Slab]) -> dict[str, int]:
-    return {f"{part}_bytes": total(slabs), f"{part}_slabs": len(slabs)}
