@@ -331,24 +331,6 @@ def test_a_captured_inference_step_sees_each_new_batch(cuda_device, elements):
             assert (result == 12 * value).all()
 
 
-def test_a_capture_is_refused_and_goes_on(cuda_device, stager):
-    place = on(cuda_device, SMALL)
-    stager.to_device(filled(SMALL, 1), out=place)
-    transfer = stager.stage(filled(SMALL, 1), out=place)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in (stager.to_device, stager.stage):
-            with pytest.raises(ps.errors.PinstageError, match="while a CUDA graph is captured"):
-                call(filled(SMALL, 2), out=place)
-        with pytest.raises(ps.errors.PinstageError, match="while a CUDA graph is captured"):
-            transfer.wait()
-        doubled = place * 2
-    graph.replay()
-    assert (doubled == 2).all()
-    assert transfer.wait() is place
-
-
 @pytest.mark.filterwarnings("ignore:.*")  # torch's own, of its compiler
 def test_a_compiled_function_s_static_inputs_take_batches(stager):
     torch._dynamo.reset()

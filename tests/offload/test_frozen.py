@@ -17,7 +17,7 @@ from strategies import TensorSubclass
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import pinstage as ps
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PinstageError
 from pinstage.offload import _frozen, frozen_module
 
 KIB = 1 << 10
@@ -824,3 +824,29 @@ def test_blocks_of_two_modules_overlap(pool):
             assert torch.equal(second(INPUTS), expected)
     assert is_on_host(handles[0])
     assert is_on_host(handles[1])
+
+
+# -- beside a capture ------------------------------------------------------------------------------
+
+
+def test_modules_stay_where_they_are_in_a_capture(pool, capture):
+    def enter():
+        with handle:
+            raise AssertionError("the block began")
+
+    def refuse(call, *args):
+        with capture(), pytest.raises(PinstageError, match="captures a graph"):
+            call(*args)
+
+    module = torch.nn.BatchNorm1d(4, affine=False)
+    refuse(frozen_module, module, pool)
+    handle = frozen_module(module, pool)
+    for call in (handle.onload, enter, handle.offload, handle.close):
+        refuse(call)
+    with handle:
+        module(torch.randn(8, 4))
+        mean, changed = module.running_mean, module.running_mean.clone()
+        refuse(handle.offload)
+        assert module.running_mean is mean
+    assert torch.equal(module.running_mean, changed)
+    handle.close()

@@ -79,9 +79,11 @@ class LoaderIterator:
         batches is queued there.
 
         Raises:
-            PinstageError: the loader was closed during this pass.
+            PinstageError: the loader was closed during this pass; or the current stream captures a
+                CUDA graph. No batch is lost then.
         """
         target = self._slabs.target
+        target.refuse_capture()
         self._check_open()
         try:
             self._run_ahead.bound(target.record(target.consumer(None)))

@@ -68,6 +68,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         nothing.
         """
         slabs = self._slabs
+        slabs.target.refuse_capture()
         for iterator in list(slabs.iterators):
             iterator.close()
         if slabs.pool is not None and slabs.settings.pool is None:
@@ -102,6 +103,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         }
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
+        self._slabs.target.refuse_capture()
         kept: Any = vars(self).get("_iterator")
         if isinstance(kept, WorkersIterator):
             kept.close_if_it_cannot_begin_again()
@@ -221,7 +223,8 @@ class DataLoader(Staging[T_co]):
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
     The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before
-    the next one, the host waits.
+    the next one, the host waits. In a thread whose current stream captures a CUDA graph, a request
+    for a batch raises `PinstageError`, and the pass can go on afterwards.
 
     Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader
     and its iterators are gone. An iterator that is left early gives its slabs back as soon as it is

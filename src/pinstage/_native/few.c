@@ -163,8 +163,8 @@ static bool is_possible(const Few *few, PyObject *existing) {
 }
 
 /* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves
- * as `.to()` would, on torch's current stream, which is not captured. All leaves have been read
- * when it returns, without waiting for earlier work.
+ * as `.to()` would, on torch's current stream. All leaves have been read when it returns, without
+ * waiting for earlier work.
  *
  * existing: the tensors to copy to, at the places of their leaves; None makes new tensors.
  * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new

@@ -14,7 +14,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NoReturn, SupportsIndex
 
-from .._memory import REFUSALS, MemoryResource, default_memory
+from .._memory import (
+    REFUSALS,
+    MemoryResource,
+    capturing_device,
+    default_memory,
+    refuse_capture,
+)
 from .._reaper import remarks
 from .._sizes import Size, format_bytes, parse_bytes, reuse_limit, size_class
 from .._steps import step
@@ -175,7 +181,9 @@ class SlabPool:
     the cap, by any larger idle slab; by freeing idle slabs, least recently used first; by waiting,
     first come, first served.
 
-    All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
+    All methods may be called from any thread. After ``fork`` the child's copy refuses to work. In a
+    thread whose current stream captures a CUDA graph, a call that would allocate or query an event
+    raises `PinstageError`.
     """
 
     def __init__(
@@ -334,6 +342,8 @@ class SlabPool:
         try:
             with state.lock:
                 growth = Growth(state, me, (), *self._missing(nbytes, count))
+            if growth.count:
+                refuse_capture()
             if background:
                 _thread.start_new_thread(growth.run, ())
             else:
@@ -385,6 +395,7 @@ class SlabPool:
 
         Waiting callers get `PoolClosedError`. A slab that is still leased is freed when its lease
         is released; a slab with live views, by a later `close` or `stats`. May be called again. In
+        a thread that captures a CUDA graph, it leaves the waiting and freeing to another thread. In
         a forked child it does nothing.
         """
         state = self._state
@@ -392,8 +403,9 @@ class SlabPool:
             return
         state.closed = True
         state.wake_all()
-        # A finaliser in the middle of a call of this thread: the reaper does the rest.
-        if state.is_entered():
+        # In a capture, or a finaliser in the middle of a call of this thread: the reaper does the
+        # rest.
+        if state.is_entered() or capturing_device() is not None:
             state.tidy_later()
         else:
             for event in state.pending():
@@ -587,6 +599,7 @@ class SlabPool:
         """Do slow work in a thread of the pool. Return the lease; None if there is none, and the
         request has to be decided again.
         """
+        refuse_capture()
         state, began, lease = self._state, time.monotonic(), None
         if growth.count:
             state.waiters.remove(me)

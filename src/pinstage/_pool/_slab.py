@@ -26,7 +26,7 @@ import torch
 
 from .._compat.calls import ownership
 from .._compat.views import checked_sizes, tensor_over
-from .._memory import Block, record_current_streams
+from .._memory import Block, capturing_device, record_current_streams, refuse_capture
 from .._reaper import reaper
 from ..errors import LeaseError
 from . import _refusals
@@ -66,15 +66,15 @@ guard_numbers = itertools.count()
 
 
 def add_guard(guards: dict[int, Fence], event: Fence) -> None:
-    """Add an event to the guards of a slab or a region, and drop the events that are done. Any
-    thread may call this.
+    """Add an event to the guards of a slab or a region, and drop the events that are done, unless
+    this thread captures a graph. Any thread may call this.
 
     Raises:
         TypeError: as `check_fence`.
     """
     check_fence(event)
     # Not ``list(guards.items())``: its tuples may start the collector of Python 3.11.
-    before = guards.copy()
+    before = guards.copy() if capturing_device() is None else {}
     guards[next(guard_numbers)] = event  # first, because a query may fail
     for number, guard in before.items():
         if guard is event or guard.query():
@@ -122,6 +122,9 @@ class Slab:
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
         lock.
+
+        Raises:
+            PinstageError: it has events, and the current stream captures a graph.
         """
         if self.lease is not None or self.doomed:
             return False
@@ -129,6 +132,9 @@ class Slab:
         if views is not None and views() is not None:
             return False
         event = self.event
+        # The first question saves a call without CUDA.
+        if (event is not None or self.guards) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            refuse_capture()
         if event is not None:
             if not event.query():
                 return False

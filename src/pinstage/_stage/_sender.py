@@ -171,11 +171,9 @@ class Sender:
         1. up to 64 KiB, while the driver has room for them: from ordinary memory, on the current
            stream. A slab and a second stream would take longer than packing and copying;
         2. below `inline_bytes`: through a slab, on the current stream;
-        3. everything else, and every batch while the current stream is captured: through a slab, on
-           our stream.
+        3. everything else: through a slab, on our stream.
 
-        The host waits for earlier batches only in the second and third case, and not while the
-        stream is captured, since a capture allows no events of other work.
+        The host waits for earlier batches only in the second and third case.
 
         Args:
             parts: the batch's parts. Its leaves must not change before `finish`.
@@ -192,8 +190,6 @@ class Sender:
         target, nbytes = self.target, parts.table.nbytes
         with target.selected():
             consumer = target.consumer(None)
-            if target.is_capturing():
-                return self._start_packing(parts, target.stream, timeout)
             if nbytes <= AT_ONCE_BYTES and (nbytes == 0 or target.has_room()):
                 stack_samples(parts.stacks.values())
                 return PendingSend(parts, consumer)
@@ -215,7 +211,7 @@ class Sender:
         pending.slab = slab = self.slabs.lease(nbytes, timeout)
         guard_until_release(slab, stream)  # an interrupt may come before the release
         if slab.nbytes >= nbytes:
-            pending.reuses = reuses_places(pending.packed) and not self.target.is_capturing()
+            pending.reuses = reuses_places(pending.packed)
             try:
                 with step("pack"):
                     pending.pack_into(slab, self.threads)

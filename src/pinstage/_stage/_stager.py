@@ -40,7 +40,7 @@ from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
 from ._to_host import Fetcher, HostTransfer
-from ._transfer import Packed, Transfer, copy_event_of, refuse_capture, send_packed
+from ._transfer import Packed, Transfer, copy_event_of, send_packed
 from ._weights import Destination, IncompatibleKeys, load_weights
 from ._writer import Writer
 
@@ -113,6 +113,10 @@ class Stager:
 
     All methods may be called from any thread. Staging waits for the device only beyond `run_ahead`
     batches, and for the pool only at its cap. A forked child cannot stage.
+
+    Nothing is staged in a thread whose current stream, of the stager's device or of the current
+    one, captures a CUDA graph: calls, transfers and passes of `prefetch` raise `PinstageError`, and
+    the capture stays valid. Stage before the capture, and pass `out` before each replay.
     """
 
     def __init__(
@@ -197,8 +201,7 @@ class Stager:
         packed has been read.
 
         A batch of at most 64 KiB takes no slab, and is copied on the current stream, behind earlier
-        work there. While a CUDA graph is captured on that stream, such a batch is staged like a
-        larger one.
+        work there.
 
         A tensor that cannot be packed is moved by its own ``.to(device, non_blocking=True)`` on the
         current stream, and is counted. These are sparse, quantised and nested tensors, unregistered
@@ -228,11 +231,12 @@ class Stager:
                 nothing in the first batch; or `out` has another structure or shape, or tensors that
                 are on another device, are expanded, overlap, would need a cast that torch doesn't
                 have, or require grad while grad mode is on. The error's ``path`` says where.
-            PinstageError: `out` is given while a CUDA graph is captured.
+            PinstageError: the current stream captures a CUDA graph.
             BudgetExceededError: the batch is larger than the pool's cap.
             AcquireTimeoutError: no host slab became free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
+        self._target.refuse_capture()
         if out is None:
             return self._sender.begin(batch)
         return self._writer.begin_into(batch, out)
@@ -257,7 +261,9 @@ class Stager:
             TypeError: `layout` isn't a `Layout`.
             ValueError: the lease is smaller than the layout, or `others` has the wrong length.
             LeaseError: the lease was released.
+            PinstageError: the current stream captures a CUDA graph.
         """
+        self._target.refuse_capture()
         with step("stage"):
             structure, table = content_of(layout)
             if lease.nbytes < table.nbytes:
@@ -325,6 +331,7 @@ class Stager:
         Raises:
             LayoutError, BudgetExceededError, AcquireTimeoutError, PinstageError: as `stage`.
         """
+        self._target.refuse_capture()
         if out is None:
             return self._sender.move(batch)
         return self._writer.write_batch(batch, out)
@@ -373,7 +380,9 @@ class Stager:
                 anything is written. The names of an iterable are checked as they are read.
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a
                 hook, extra state), or `tensors` is something else, such as a path.
+            PinstageError: the current stream captures a CUDA graph.
         """
+        self._target.refuse_capture()
         destination = Destination(module_or_dict, self.device, strict=strict)
         return load_weights(self._writer.write_all, destination, tensors)
 
@@ -409,7 +418,7 @@ class Stager:
             ValueError: `out` is given with ``copy=False``.
             LayoutError: an object in the tree holds tensors and is not a known container; or a
                 tensor of `out` can't be written, as for `stage`.
-            PinstageError: `out` is given while a CUDA graph is captured.
+            PinstageError: the current stream captures a CUDA graph.
             AcquireTimeoutError: no slab became free within the stager's `timeout`, for example
                 because earlier results are still alive.
             BudgetExceededError: the tensors that go through a slab are larger than the pool's cap.
@@ -420,12 +429,12 @@ class Stager:
                 "copy=False returns views of a slab, and out= names tensors that exist; pass one "
                 "of them"
             )
+        self._target.refuse_capture()
         # `selected`, since a pool that belongs to no device page-locks on the current one.
         with step("fetch"), self._target.selected():
             if out is None:
                 transfer = self._fetcher.fetch(tree, copy=copy)
             else:
-                refuse_capture(self._target)
                 transfer = self._fetcher.fetch_into(tree, out)
         self._sender.counters.add_fetch(transfer.copies, transfer.nbytes)
         return transfer

@@ -43,6 +43,7 @@ from .._batch import (
     walk,
 )
 from .._compat.views import check_is_plain
+from .._memory import capturing_device, refuse_capture
 from .._pool import Fence, Lease, guard_until_release
 from .._region import pieces_of
 from .._steps import step
@@ -74,11 +75,13 @@ class HostTransfer(NotABatch, Generic[B_co]):
     """Tensors on their way to the host. Made by `Stager.fetch`.
 
     Only `wait` returns the tensors, when their bytes are there. Don't use a transfer in several
-    threads at once.
+    threads at once. In a thread whose current stream captures a CUDA graph, all methods raise
+    `PinstageError`.
     """
 
     __slots__ = (
         "_copied",
+        "_device",
         "_fetched",
         "_is_copied_again",
         "_leaves",
@@ -95,12 +98,14 @@ class HostTransfer(NotABatch, Generic[B_co]):
         copied: Copied,
         *,
         copy: bool,
+        device: torch.device,
     ) -> None:
         self._structure = structure
         self._leaves: list[Any] | None = leaves  # those that aren't in the slab
         self._tables = tables
         self._copied = copied
         self._is_copied_again = copy
+        self._device = device
         self._fetched: Any = None
         self.copies = copied.copies
         """Device-to-host copies issued: one for each device's gathered tensors, and one for each
@@ -116,12 +121,14 @@ class HostTransfer(NotABatch, Generic[B_co]):
         """Return whether the bytes are on the host, so that `wait` will not block. Does not
         block.
         """
+        refuse_capture(self._device.index)
         return self._copied.event is None or self._copied.event.query()
 
     def synchronize(self) -> None:
         """Block until the bytes are on the host. Waits for the copies' own event, not for the
         device or a stream.
         """
+        refuse_capture(self._device.index)
         if self._copied.event is not None:
             with step("wait"):
                 self._copied.event.synchronize()
@@ -138,6 +145,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
             are returned unchanged. With `out`, the tensors are the existing ones, which the first
             call fills.
         """
+        refuse_capture(self._device.index)
         fetched: B_co
         if self._leaves is None:
             fetched = self._fetched
@@ -176,7 +184,8 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return leaves
 
     def __repr__(self) -> str:
-        done = " done" if self.query() else ""
+        is_done = capturing_device(self._device.index) is None and self.query()
+        done = " done" if is_done else ""
         return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{done}>"
 
 
@@ -186,9 +195,14 @@ class HostTransferInto(HostTransfer[B_co]):
     __slots__ = ("_destinations",)
 
     def __init__(
-        self, left: list[Any], tables: list[Table], copied: Copied, destinations: Destinations
+        self,
+        left: list[Any],
+        tables: list[Table],
+        copied: Copied,
+        destinations: Destinations,
+        device: torch.device,
     ) -> None:
-        super().__init__(destinations.structure, left, tables, copied, copy=False)
+        super().__init__(destinations.structure, left, tables, copied, copy=False, device=device)
         self._destinations = destinations
 
     def _finished(self, leaves: list[Any]) -> list[Any]:
@@ -258,7 +272,10 @@ class Fetcher:
         # The caller doesn't keep tensors that `describe` computed.
         hold = self.hold or bool(parts.kept)
         plan = _Plan(self._gatherings(tables), parts, {}, hold)
-        return HostTransfer(parts.structure, left, plan.tables(), self._copy(plan), copy=copy)
+        copied = self._copy(plan)
+        return HostTransfer(
+            parts.structure, left, plan.tables(), copied, copy=copy, device=self.home
+        )
 
     def fetch_into(self, tree: Any, out: Any) -> HostTransferInto[Any]:
         """Start the copies of a tree's tensors into existing host tensors; see `Stager.fetch`.
@@ -288,7 +305,7 @@ class Fetcher:
         copied = self._copy(plan)
         destinations.leave_out(direct)
         keep_until(copied.event, list(direct.values()))
-        return HostTransferInto(left, plan.tables(), copied, destinations)
+        return HostTransferInto(left, plan.tables(), copied, destinations, self.home)
 
     def _taken_apart(
         self, tree: Any, read: Callable[[Parts], Parts]

@@ -23,11 +23,12 @@ from .._batch import (
 )
 from .._compat.calls import memory_of
 from .._compat.probes import warn_once
+from .._memory import capturing_device
 from .._pool import Fence
 from .._reaper import reaper
 from .._sizes import format_bytes
 from .._steps import step
-from ..errors import PinstageError, StagingWarning
+from ..errors import StagingWarning
 from ._device import HostBytes, Target
 from ._not_a_batch import B_co, NotABatch
 from ._out import Destinations
@@ -88,7 +89,8 @@ class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, whose copy may still be under way. Made by `Stager.stage`.
 
     You may change or free packed tensors as soon as `stage` returns. Don't use a transfer in
-    several threads at once.
+    several threads at once. In a thread whose current stream captures a CUDA graph, all methods
+    raise `PinstageError`.
     """
 
     __slots__ = (
@@ -134,6 +136,7 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
+        self._target.refuse_capture()
         return all(
             event is None or event.query() for event in (self._sent.event, self._moved.event)
         )
@@ -142,6 +145,7 @@ class Transfer(NotABatch, Generic[B_co]):
         """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the
         stream waits.
         """
+        self._target.refuse_capture()
         for event in (self._sent.event, self._moved.event):
             if event is not None:
                 event.synchronize()
@@ -162,10 +166,8 @@ class Transfer(NotABatch, Generic[B_co]):
         Returns:
             A batch of the same types. Tensors and arrays are tensors on the device. The stager's
             `own_storage` says which of them share memory.
-
-        Raises:
-            PinstageError: with ``out=``, while the stream is captured.
         """
+        self._target.refuse_capture()
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
             if self._batch is _NOT_YET:
@@ -196,10 +198,9 @@ class Transfer(NotABatch, Generic[B_co]):
         return self._leaves
 
     def __repr__(self) -> str:
-        done = " done" if self.query() else ""
-        return (
-            f"<Transfer nbytes={self.nbytes} copies={self.copies} to {self._target.device}{done}>"
-        )
+        device = self._target.device
+        done = " done" if capturing_device(device.index) is None and self.query() else ""
+        return f"<Transfer nbytes={self.nbytes} copies={self.copies} to {device}{done}>"
 
 
 class TransferInto(Transfer[B_co]):
@@ -218,6 +219,7 @@ class TransferInto(Transfer[B_co]):
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """See `Transfer.wait`."""
+        self._target.refuse_capture()
         if self._batch is _NOT_YET:
             self._destinations.check_again()
         return self.wait_now(stream)
@@ -226,7 +228,6 @@ class TransferInto(Transfer[B_co]):
         """Do what `wait` does, right after staging: `out` can't have changed."""
         target, consumer = self._target, self._target.consumer(stream)
         with step("hand_over"), target.on(consumer):
-            refuse_capture(target)
             if self._batch is not _NOT_YET:
                 target.hand_over(self._sent.event, [], consumer)
             else:
@@ -260,19 +261,6 @@ class TransferInto(Transfer[B_co]):
                 StagingWarning,
                 stacklevel=2,
             )
-
-
-def refuse_capture(target: Target) -> None:
-    """Check that the current stream isn't captured.
-
-    Raises:
-        PinstageError: it is.
-    """
-    if target.is_capturing():
-        raise PinstageError(
-            "out= cannot be used while a CUDA graph is captured: the graph would copy the same "
-            "batch each time; call it before or after graph.replay(), outside of the capture"
-        )
 
 
 def table_of(transfer: Transfer[Any]) -> Table:

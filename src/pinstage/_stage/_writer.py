@@ -22,7 +22,7 @@ from ..errors import AcquireTimeoutError
 from ._device import AT_ONCE_BYTES, MOST_FEW
 from ._out import Destinations, note_written, overlap, readable, with_own_copies
 from ._sender import SMALL_BYTES, PendingSend, Sender
-from ._transfer import TransferInto, refuse_capture
+from ._transfer import TransferInto
 
 GROUP_BYTES = 64 << 20
 """The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting
@@ -65,7 +65,6 @@ class Writer:
     def begin_into(self, batch: Any, out: Any) -> TransferInto[Any]:
         """See `Stager.stage`."""
         with step("stage"):
-            refuse_capture(self.sender.target)
             parts = take_apart(batch, keeping=self.sender.keeping)
             transfer = self.finish(self.start(parts, out, AT_ONCE_BYTES))
             transfer.is_handed_out = True
@@ -88,7 +87,6 @@ class Writer:
             written = self._write_few(leaves, structure, out)
             if written is not None:
                 return structure.rebuild(written)
-            refuse_capture(self.sender.target)
             parts = take_apart(batch, keeping=self.sender.keeping, walked=walked)
             moved, tally = self.sender.move_few(parts.leaves)
             if moved is not None:

@@ -28,6 +28,7 @@ import torch
 
 from .._batch import Place
 from .._compat.views import tensor_over
+from .._memory import disregard_captures
 from .._stage import HostTransfer, clear_own_frames, landings
 from ..errors import PinstageError
 from ._snapshot import Snapshot, rebuild
@@ -186,6 +187,7 @@ class StagedSave(Future[dict[str, Any]]):
 
     def _bring(self, transfer: HostTransfer, snapshot: Snapshot, slab: StagedBytes | None) -> None:
         try:
+            disregard_captures()  # or the wait would invalidate a capture in another thread
             content = Content(snapshot.message, landings(transfer), snapshot.kept)
             transfer.synchronize()  # until then, the snapshot keeps the tensors that copies read
             staged = StagedState(content, slab)

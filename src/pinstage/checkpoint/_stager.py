@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._memory import SharedMemory
+from .._memory import SharedMemory, refuse_capture
 from .._pool import (
     Fence,
     HostBudget,
@@ -140,7 +140,9 @@ class CheckpointStager(AsyncStager):
             AcquireTimeoutError: the previous save is still being written after `timeout` seconds,
                 or no slab became free.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
+            PinstageError: the current stream captures a CUDA graph.
         """
+        refuse_capture()
         timeout = self._wait_for_last()
         with step("describe"):
             snapshot = take(state_dict)
@@ -157,7 +159,12 @@ class CheckpointStager(AsyncStager):
         host does not wait.
 
         For ``hold="step"``, before code other than an optimizer's step changes the tensors.
+
+        Raises:
+            PinstageError: the current stream captures a CUDA graph, and a copy may be under way.
         """
+        if self._copies is not None:
+            refuse_capture()
         copies, self._copies = self._copies, None
         wait_here(copies)
 

@@ -172,7 +172,9 @@ class FrozenModule(Offloaded):
             RuntimeError: a parameter or buffer was moved, replaced, added or removed, or has
                 another shape, dtype or other strides, or the handle was closed. The error names it.
             torch.OutOfMemoryError: the device has too little memory; the module is unchanged.
+            PinstageError: the current stream captures a CUDA graph.
         """
+        self._target.refuse_capture()
         if self._arrivals:
             return
         moved = self._moved_outside()
@@ -193,6 +195,7 @@ class FrozenModule(Offloaded):
             raise
 
     def __enter__(self) -> Self:
+        self._target.refuse_capture()
         if self._before is not None:
             raise RuntimeError(f"{self!r} is on the device already; leave its other block first")
         if self._arrivals and (self._moved_outside() or self._written()):
@@ -223,7 +226,10 @@ class FrozenModule(Offloaded):
             RuntimeError: inside the block, a parameter was changed, a buffer was replaced by one of
                 another shape or dtype, or a tensor was added or removed. The error names one. The
                 module is as before the block, its buffers included.
+            PinstageError: the current stream captures a CUDA graph. The module stays on the device
+                until `offload` is called behind the capture.
         """
+        self._target.refuse_capture()
         if self._before is None:
             self._drop()
             return
@@ -518,10 +524,13 @@ def frozen_module(
         TypeError: `module` isn't a module, or `pool` isn't a `SlabPool`.
         ValueError: a parameter or buffer requires grad, has no plain memory, or is held already;
             the error names it.
+        PinstageError: the current stream captures a CUDA graph. A block is refused then, too.
         BudgetExceededError, AcquireTimeoutError: the pool has no room. The module is as before, as
             after every error.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module: {module!r}")
     check_pool(pool)
-    return FrozenModule(module, pool, shared_targets.of(target_for(device).device))
+    target = shared_targets.of(target_for(device).device)
+    target.refuse_capture()
+    return FrozenModule(module, pool, target)

@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 
 from .._compat.views import range_of, view_of
+from .._memory import refuse_capture
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
 from .._stage import shared_targets
@@ -52,6 +53,7 @@ class OffloadedOptimizer(Offloaded):
         The next step would do this itself. If you call this before backward, backward hides the
         copies, but the device needs room for both.
         """
+        refuse_capture()
         for block in self._blocks.values():
             if block.arrival is None:
                 block.fetch()
@@ -74,6 +76,7 @@ class OffloadedOptimizer(Offloaded):
         """
         if not self._hooks:
             return
+        refuse_capture()
         for block in self._blocks.values():  # from an `onload` that no step has used
             block.drop_arrival()
         self._stayed_at_cap_bytes = 0
@@ -186,6 +189,8 @@ def optimizer_state(
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``, or `pool` is not a `SlabPool`.
         ValueError: a negative size.
+        PinstageError: the current stream captures a CUDA graph. The handle's methods and the
+            optimizer's steps are refused then, too.
     """
     # In Accelerate's wrapper, or Lightning's.
     optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -195,4 +200,5 @@ def optimizer_state(
             "torch.optim"
         )
     check_pool(pool)
+    refuse_capture()
     return OffloadedOptimizer(optimizer, pool, parse_bytes(min_bytes))

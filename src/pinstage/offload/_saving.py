@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._compat.storages import base_of, check_changes_are_seen
 from .._compat.views import range_of
+from .._memory import capturing_device
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
 from .._stage import shared_targets
@@ -36,10 +37,10 @@ class Saving:
     _schedulers: dict[torch.device, OffloadScheduler] = field(default_factory=dict)
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
-        scheduler = None if self._stays(tensor) else self._scheduler(tensor.device)
-        if scheduler is None or scheduler.target.is_capturing():
+        if self._stays(tensor) or capturing_device(tensor.device.index) is not None:
             self.counters["stayed"] += 1
             return Stayed(tensor)
+        scheduler = self._scheduler(tensor.device)
         with step("offload"):
             saved = scheduler.find(tensor)
             if saved is not None:
