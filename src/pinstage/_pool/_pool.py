@@ -81,11 +81,30 @@ def close_for(pool: SlabPool, user: str) -> None:
     pool.close()
 
 
+def is_first_refusal(pool: SlabPool) -> bool:
+    """Return whether the caller has to warn of a refusal of memory: a pool and its users do that
+    once.
+    """
+    has_told, pool._has_told = pool._has_told, True
+    return not has_told
+
+
 def state_of(pool: SlabPool) -> PoolState:
     """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would
     refuse a lease.
     """
     return pool._state
+
+
+def why_never(pool: SlabPool, owner: str, nbytes: int) -> PoolError | MemoryError | None:
+    """Return the error of a request for which waiting is useless; None if it may be served later.
+    Nothing is leased.
+    """
+    state = pool._state
+    with state.lock:
+        account = state.accounts[owner]
+        me = Waiter(account, nbytes, size_class(nbytes, state.granularity))
+        return pool._why_never(account, me)
 
 
 def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
@@ -412,6 +431,8 @@ class SlabPool:
                 event.synchronize()
             self.trim()
         state.memory.end()
+        if state.pageable is not None:
+            state.pageable.close()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
@@ -615,8 +636,7 @@ class SlabPool:
             with state.lock:
                 if self._why_never(account, me, refusal) is not None:
                     raise
-            if not self._has_told:
-                self._has_told = True
+            if is_first_refusal(self):
                 warnings.warn(
                     f"pool cannot grow by {format_bytes(growth.capacity)}, and goes on with the "
                     f"slabs that it has: {state.figures()}; {refusal.reason}; this warning is "

@@ -495,6 +495,8 @@ class PoolState:
         stacks: slabs that may be free, by capacity. A cache, which `scan` rebuilds.
         sizes: the keys of `stacks`, sorted.
         refusal: the last one, while the pool doesn't try to grow that far again.
+        pageable: the pool of pageable slabs, which users make when page-locking is refused; None
+            before. It is closed with this one.
     """
 
     def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
@@ -504,6 +506,7 @@ class PoolState:
         self.granularity = memory.resource.granularity
         self.closed = self.frozen = self.is_forked = False
         self.user: str | None = None
+        self.pageable: Any = None
         self.lock = threading.RLock()
         self.is_entered = has_lock = ownership(self.lock)
         if (is_in_memory := memory.is_entered) is not None:
