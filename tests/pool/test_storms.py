@@ -44,7 +44,7 @@ def storm(*arguments):
 
 
 @pytest.mark.parametrize("what", [*USES, "region", "budget"])
-def test_nothing_is_wrong_and_nothing_hangs_after_interrupts(what):
+def test_nothing_hangs_after_interrupts(what):
     found, told = storm(what, 150)
     assert found["interrupted"] > 100
     # Of an interrupted call.
@@ -53,7 +53,7 @@ def test_nothing_is_wrong_and_nothing_hangs_after_interrupts(what):
 
 
 @pytest.mark.parametrize("what", USES)
-def test_nothing_is_wrong_and_nothing_hangs_after_interrupts_of_other_threads(what):
+def test_nothing_hangs_after_interrupts_of_other_threads(what):
     found, _ = storm(what, 50, "threads")
     assert found["interrupted"] >= 50
     assert found["wrong"] == []
