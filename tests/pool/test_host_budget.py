@@ -832,7 +832,7 @@ def obstacle(request, folder, monkeypatch):
     return lambda: OBSTACLES[request.param](folder, monkeypatch)
 
 
-def test_a_lease_after_a_hindered_close_isn_t_counted(pools, obstacle):
+def test_leases_after_a_hindered_close_aren_t_counted(pools, obstacle):
     pool = pools()
     lease = pool.acquire("3MiB")
     with obstacle():
@@ -857,7 +857,7 @@ def test_a_row_is_right_again_after_growing_failed(pools, obstacle):
         wait_until(lambda: held_when_readable() == [2 * MIB])
 
 
-def test_a_dropped_pool_isn_t_counted_behind_obstacles(memory, obstacle):
+def test_dropped_pools_aren_t_counted_behind_obstacles(memory, obstacle):
     pool = ps.SlabPool(memory=memory, budget=budget())
     pool.acquire("3MiB").release()
     with obstacle():
