@@ -75,7 +75,7 @@ class UninterruptedCall(Generic[T]):
             call any longer.
     """
 
-    def __init__(self, function: Callable[[], Any], keeps: Any = None) -> None:
+    def __init__(self, function: Callable[[], Any] = lambda: None, keeps: Any = None) -> None:
         self._function, self._keeps = function, keeps
         self._result: T | None = None
         # In a list, so that it is raised from no variable: its traceback would keep that.

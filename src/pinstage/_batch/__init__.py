@@ -31,6 +31,7 @@ from ._describe import (
     contiguous_stride,
     dense_stride,
     describe,
+    some_paths,
     stack_samples,
     take_apart,
 )

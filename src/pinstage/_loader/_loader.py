@@ -125,18 +125,22 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         return LoaderIterator(batches, self._slabs)
 
     def _workers_iterator(self) -> LoaderIterator:
-        slabs, settings = self._slabs, self._staging_settings
+        slabs = self._slabs
         for iterator in [iterator for iterator in slabs.iterators if iterator.closed]:
             iterator.close()  # its slabs may be needed
         random_states = _random_states(torch.default_generator, self.generator)
         ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.num_workers)), strict=True)
-        broker = SlabBroker(slabs, ours, settings.owner)
+        broker = SlabBroker(slabs, ours)
         ending: Ending | None = None
         try:  # a signal's handler may raise anywhere
             limit = (self.prefetch_factor or 0) + 1
-            keeping = settings.keeping()
             collate = SlabCollate(
-                self.collate_fn, broker.token, theirs, os.getpid(), limit, keeping
+                self.collate_fn,
+                broker.token,
+                theirs,
+                os.getpid(),
+                limit,
+                slabs.settings.keeping(),
             )
             # Torchdata's may read batches while its iterator is being made.
             if hasattr(self, "load_state_dict"):
@@ -145,9 +149,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             unknown = why_loader_cannot_be_taken_over(batches)
             if unknown is None:
                 ending = Ending(batches, broker)
-                return WorkersIterator(
-                    batches, broker, ending, slabs, settings.depth, self.num_workers * limit
-                )
+                return WorkersIterator(batches, broker, ending, slabs, self.num_workers * limit)
         except BaseException:
             if ending is not None:
                 ending.wait()
@@ -207,7 +209,8 @@ class DataLoader(Staging[T_co]):
         budget: a second cap, shared by the pools of several processes; see `HostBudget`.
         depth: how many of the batches that have arrived are sent ahead of the yielded one; 0 for
             none. Without workers, no batch is sent ahead.
-        keep_on_host: leaves that stay on the host, as for `Stager`. A function is called in the
+        keep_on_host: leaves that stay on the host, as for `Stager`, but batches may lack them; a
+            path that leads to nothing in a whole pass is a warning. A function is called in the
             workers, so it must be picklable if they are not forked. Tensors that stay are sent
             through torch's shared memory.
         own_storage: which tensors of a batch have memory of their own, and which share blocks, as
@@ -300,10 +303,7 @@ class DataLoader(Staging[T_co]):
                     "its batches, write pinstage.wrap_loader(loader, device=...)"
                 )
             super().__init__(dataset, *args, **kwargs)
-            settings = Settings(
-                device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner
-            ).checked()
-            vars(self).update(settings._asdict())
+            vars(self).update(Settings.among(locals())._asdict())
             self._slabs  # noqa: B018 - made now, where the device may be touched
 
     @property
@@ -386,10 +386,7 @@ def wrap_loader(
             f"cannot wrap a {type(inner).__name__}: it isn't derived from "
             "torch.utils.data.DataLoader; iterate over stager.prefetch(source) instead"
         )
-    settings = Settings(
-        device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner
-    ).checked()
-    wrapped = _wrap(inner, settings)
+    wrapped = _wrap(inner, Settings.among(locals()))
     if inner is given:
         return wrapped
     prepared.replace_inner_loader(given, wrapped)

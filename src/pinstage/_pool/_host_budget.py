@@ -200,11 +200,12 @@ class LimitedMemory(ResourceAdaptor):
         """
         with turn:
             if self._is_ending and not self._held_bytes():
+                self._is_late = False
                 self._row.close()
                 return True
         try:
             in_folder(self._path, self._write, NOW)
-        except (HostBudgetError, RefusedForNow):
+        except (HostBudgetError, MemoryError, RefusedForNow):
             self._is_late = True
             return False
         return True
@@ -215,7 +216,7 @@ class LimitedMemory(ResourceAdaptor):
         if self.is_entered():  # in a finaliser in the middle of a call of this thread
             reaper.tasks.put(self)
         else:
-            uninterrupted(self.reap)
+            uninterrupted(self._update)
 
     def _begin(self, folder: int) -> None:
         self._room(folder)
@@ -245,9 +246,12 @@ class LimitedMemory(ResourceAdaptor):
             self._note(0)
             self._is_busy = True
             raise
+        except RefusedForNow:
+            raise
         except BaseException:
             for row in rows:
                 row.close()
+            self._update()  # the file may hold anything now
             raise
 
     def _give(self, nbytes: int, rows: Sequence[Row] = ()) -> None:
@@ -259,8 +263,14 @@ class LimitedMemory(ResourceAdaptor):
             row.close()
         with turn:
             self._held -= nbytes
-        is_needed = (nbytes or self._is_ending) and not self._is_late  # else the reaper does it
-        if is_needed and not self.reap():  # freeing must not fail because of the folder
+        if nbytes or self._is_ending:
+            self._update()
+
+    def _update(self) -> None:
+        """Write or close the row. Whatever prevents that, the reaper tries again until it
+        succeeds.
+        """
+        if not self._is_late and not self.reap():
             reaper.tasks.put(self)
 
     def _write(self, folder: int) -> None:

@@ -16,7 +16,15 @@ from collections.abc import Sequence
 
 from .._compat.probes import warn_once
 from .._memory import REFUSALS, PageableMemory, SharedMemory, remedy
-from .._pool import Lease, SlabPool, check_open, is_first_refusal, state_of, timed_out
+from .._pool import (
+    Lease,
+    SlabPool,
+    check_open,
+    is_first_refusal,
+    state_of,
+    timed_out,
+    why_never,
+)
 from .._sizes import format_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, PoolError, StagingWarning
 
@@ -176,8 +184,7 @@ class HostSlabs:
             return None if lease is None else [lease]
         self.check_open()
         state, total = self._state, sum(sizes)
-        with state.lock:
-            never = state.why_never(state.accounts[self._owner], total)
+        never = why_never(self.pool, self._owner, total)
         if isinstance(never, BudgetExceededError):
             try:
                 raise never

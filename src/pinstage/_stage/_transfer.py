@@ -226,6 +226,11 @@ def table_of(transfer: Transfer[Any]) -> Table:
     return transfer._table
 
 
+def structure_of(transfer: Transfer[Any]) -> Structure:
+    """Return the structure of a batch."""
+    return transfer._structure
+
+
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
     """Return the event to wait for before the host slab is written again; None if the copy is done
     already.
