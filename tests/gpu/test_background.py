@@ -81,7 +81,7 @@ def test_a_batch_is_not_read_before_its_copy(stager, latch):
         1,
         2,
     ]
-    batches = iter(stager.prefetch(numbered(4, 8), depth=1, background=True))
+    batches = iter(stager.prefetch(numbered(4, 100_000), depth=1, background=True))
     next(batches)
     wait_until(lambda: stager.stats().batches == 5)
     latch.hold(stager._target.stream)
@@ -96,7 +96,7 @@ def test_a_batch_is_not_read_before_its_copy(stager, latch):
     batches.close()
 
 
-def test_source_sees_the_loop_device_and_stager_stream(cuda_device, stager):
+def test_source_sees_the_loop_device_and_a_stream_of_its_own(cuda_device, stager):
     seen = []
 
     def read():
@@ -109,7 +109,10 @@ def test_source_sees_the_loop_device_and_stager_stream(cuda_device, stager):
     for number in range(1, 50):
         assert (next(batches)["x"] == number).all()
     assert seen[0] == (cuda_device.index, torch.cuda.current_stream())
-    assert set(seen[1:]) == {(cuda_device.index, stager._target.stream)}
+    streams = {stream for _, stream in seen[1:]}
+    assert {device for device, _ in seen} == {cuda_device.index}
+    assert len(streams) == 1
+    assert streams.isdisjoint({torch.cuda.current_stream(), stager._target.stream})
     batches.close()
 
 

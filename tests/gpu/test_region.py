@@ -102,17 +102,15 @@ def test_a_stager_copies_any_rows(cuda_device, part, borrows):
         staged = stager.to_device(batch)
         for key, leaf in batch.items():
             assert torch.equal(staged[key].cpu(), leaf)
-        assert (stager.stats().pool.peak_held_bytes < 2 * MIB) is borrows
+        assert stager.stats().pool.peak_held_bytes < 2 * MIB  # without the rows
         del rows, batch
 
 
-def test_a_copy_waits_for_the_bytes_it_reads(cuda_device, borrowing):
+def test_rows_that_are_not_page_locked_yet_are_packed(cuda_device, borrowing):
     with ps.HostRegion(4 * GIB, row_bytes=ROW, device=cuda_device) as region:
         last = region.tensor((64, ROW), offset=4 * GIB - 64 * ROW)
         last.fill_(7)
-        assert not region.query()
         assert borrowing.to_device(last).eq(7).all()
-        assert region.query()
         del last
 
 

@@ -125,14 +125,14 @@ class Sender:
             few = self._move_few(leaves)
             if few is not None:
                 return structure.rebuild(few)
-            parts = self._take_apart(batch, walked=walked)
+            parts = self.take_apart(batch, walked=walked)
             transfer = self.transfer(parts, SMALL_BYTES)
         return transfer.wait()
 
     def move_into(self, batch: Any, out: Any) -> Any:
         """Move a batch as `move` does, and copy it into existing tensors, on the current stream."""
         with step("stage"):
-            parts = detached(self._take_apart(batch), _CPU)
+            parts = detached(self.take_apart(batch), _CPU)
             device = self.target.device
             with step("check"):
                 destinations = Destinations(parts, in_order(parts.structure, out), device)
@@ -148,9 +148,10 @@ class Sender:
         returns.
         """
         with step("stage"):
-            return self.transfer(self._take_apart(batch, stacks=stacks), AT_ONCE_BYTES)
+            return self.transfer(self.take_apart(batch, stacks=stacks), AT_ONCE_BYTES)
 
-    def _take_apart(self, batch: Any, **known: Any) -> Parts:
+    def take_apart(self, batch: Any, **known: Any) -> Parts:
+        """Take a batch apart; for `known`, see the function of this name."""
         locked = self.target.find_locked(each=self.borrows)
         return take_apart(batch, keeping=self.keeping, locked=locked, **known)
 

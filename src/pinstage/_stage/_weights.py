@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
-from .._batch import ALIGNMENT, Whole, take_apart
+from .._batch import ALIGNMENT, Whole
 from .._compat.calls import (
     changes_its_loading,
     check_checkpoints_are_known,
@@ -514,7 +514,7 @@ class _Groups:
         """Check a group's destinations, and let threads begin to pack it."""
         device = self._sender.target.device
         sources = {(write.name, number): write.source for number, write in enumerate(group)}
-        parts = detached(take_apart(sources), torch.device("cpu"))
+        parts = detached(self._sender.take_apart(sources), torch.device("cpu"))
         destinations = Destinations(parts, [write.destination for write in group], device)
         parts = with_own_copies(parts, device)
         try:
