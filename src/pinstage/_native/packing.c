@@ -116,6 +116,19 @@ PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+/* fill(stack, address): write the samples of a stack, or its rows, one behind the other. */
+PyObject *fill(UNUSED PyObject *module, PyObject *args) {
+    PyObject *found;
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "OK:fill", &found, &address)) return NULL;
+    const Stack *stack = stack_of(found);
+    if (stack == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    pack_all(stack->leaves, stack->count, (char *)(uintptr_t)address, stack->nbytes, false);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 /* -- Job --------------------------------------------------------------------------------------- */
 
 typedef struct {
