@@ -29,8 +29,8 @@ from ._refusals import (
     unknown_classes,
     without_memory,
 )
-from ._rows import Copies, Rows, gathered, stack_of
-from ._stacks import Stack, stack_samples
+from ._rows import Rows, gathered, stack_of
+from ._stacks import RowStacks, Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import CODES, MOST_DIMS, RowKind, Table
 
@@ -218,17 +218,17 @@ def describe(
     """
     computed: dict[int, torch.Tensor] = {}
     stacks: dict[int, Stack] = {}
-    copies: Copies = {}
+    row_stacks = RowStacks()
 
     def plainly(leaf: Any, index: int) -> Described:
         if type(leaf) is Rows:
             path = partial(structure.path, index)
-            stack = stack_of(leaf, copies, path) if arrays else None
-            if stack is not None:
+            stack = stack_of(leaf, row_stacks, path) if arrays else gathered(leaf, path)
+            if isinstance(stack, Stack):
                 stacks[index] = stack
-            tensor = gathered(leaf, path) if stack is None else stack.stand_in
-            computed[id(leaf)] = tensor
-            return _describe_tensor(structure, device, tensor, index)
+                stack = stack.stand_in
+            computed[id(leaf)] = stack
+            return _describe_tensor(structure, device, stack, index)
         described = _describe_leaf(leaves, structure, device, arrays, index)
         source = described.source
         if source is not None and source is not leaf and isinstance(leaf, torch.Tensor):

@@ -8,14 +8,10 @@ from typing import Any, SupportsIndex, TypeAlias, final
 import numpy as np
 import torch
 
-from .. import _native
 from ._arrays import as_tensor
-from ._stacks import Stack, stack_rows, stack_samples
+from ._stacks import RowStacks, Stack, stack_samples
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
-
-Copies: TypeAlias = dict[tuple[int, int], torch.Tensor]
-"""Copies of the indices of a batch, checked, by the index's id and the number of rows."""
 
 
 @final
@@ -93,46 +89,33 @@ def rows(tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[in
     return Rows(tensor, index)
 
 
-def stack_of(leaf: Rows, copies: Copies, path: Callable[[], str]) -> Stack | None:
-    """Return the rows as a stack; None if torch has to gather them.
+def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stack | torch.Tensor:
+    """Return the rows as a stack, or their tensor if torch had to gather them.
 
     Args:
         leaf: the rows.
-        copies: of the batch.
+        row_stacks: of the batch.
         path: returns where the leaf is in the batch, for an error.
 
     Raises:
         IndexError: an index is out of range.
     """
-    key = id(leaf._index), len(leaf._source)
-    if key not in copies:
-        copies[key] = _checked_copy(leaf, path)
-    return stack_rows(leaf._source, copies[key])
+    source, index = leaf._source, leaf._index
+    try:
+        return row_stacks.stack(source, index) or source[row_stacks.index_for(source, index)]
+    except IndexError as error:
+        raise IndexError(f"batch{path()} {error}") from None
 
 
 def gathered(leaf: Any, path: Callable[[], str] = str) -> Any:
     """Return the tensor of `Rows`; any other leaf as it is. `path`: see `stack_of`."""
     if type(leaf) is not Rows:
         return leaf
-    copies: Copies = {}
-    stack = stack_of(leaf, copies, path)
-    if stack is None:
-        return leaf._source[next(iter(copies.values()))]
+    stack = stack_of(leaf, RowStacks(), path)
+    if isinstance(stack, torch.Tensor):
+        return stack
     stack_samples([stack])
     return stack.stand_in
-
-
-def _checked_copy(leaf: Rows, path: Callable[[], str]) -> torch.Tensor:
-    """Return a copy of the index, in which all numbers are those of rows."""
-    index, length = leaf._index, len(leaf._source)
-    copy = torch.empty(index.shape, dtype=torch.int64, device="cpu").copy_(index)
-    wrong = _native.core.check_index(copy.data_ptr(), copy.numel(), length)
-    if wrong >= 0:
-        raise IndexError(
-            f"batch{path()} has an index out of range: {int(copy.view(-1)[wrong])} for {length} "
-            f"rows, at place {wrong} of the index; pass numbers from {-length} to {length - 1}"
-        )
-    return copy
 
 
 def _checked_source(tensor: Any) -> torch.Tensor:

@@ -33,19 +33,45 @@ def stack_samples(stacks: Iterable[Stack]) -> None:
         _native.core.fill(stack.found, stack.stand_in.data_ptr())
 
 
-def stack_rows(source: torch.Tensor, index: torch.Tensor) -> Stack | None:
-    """Return ``source[index]`` as a stack; None unless the source is plain, on the CPU, and its
-    rows have the strides of new tensors.
+def checked_index(index: torch.Tensor, length: int) -> torch.Tensor:
+    """Return a copy of an index as int64, contiguous, in which no number is negative.
 
-    Args:
-        source: has a first dimension.
-        index: int64, contiguous, of any shape, inside the source's first dimension. Nothing else
-            may change it.
+    Raises:
+        IndexError: a number is out of range. The text has no subject.
     """
-    count = index.numel()
-    found = _native.core.gather(source, len(source), index.data_ptr(), count)
-    if found is None:
-        return None
-    stand_in = source.new_empty((*index.shape, *source.shape[1:]))
-    more_work = max(count * _ROW_BYTES - stand_in.nbytes, 0) if stand_in.nbytes else 0
-    return Stack(stand_in, (source, index), found, more_work)
+    copy = torch.empty(index.shape, dtype=torch.int64, device="cpu").copy_(index)
+    wrong = _native.core.check_index(copy.data_ptr(), copy.numel(), length)
+    if wrong >= 0:
+        raise IndexError(
+            f"has an index out of range: {int(copy.view(-1)[wrong])} for {length} rows, at place "
+            f"{wrong} of the index; pass numbers from {-length} to {length - 1}"
+        )
+    return copy
+
+
+class RowStacks:
+    """Makes stacks of the rows of one batch. An index is copied, and checked, once for each number
+    of rows. Only the copy is used.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def index_for(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return the copy of an index into a tensor; see `checked_index`."""
+        key = id(index), len(source)
+        if key not in self._copies:
+            self._copies[key] = index, checked_index(index, len(source))
+        return self._copies[key][1]
+
+    def stack(self, source: torch.Tensor, index: torch.Tensor) -> Stack | None:
+        """Return ``source[index]`` as a stack; None unless the source is plain, on the CPU, and its
+        rows have the strides of new tensors. Raises as `checked_index`.
+        """
+        copy = self.index_for(source, index)
+        found = _native.core.gather(source, len(source), copy.data_ptr(), copy.numel())
+        if found is None:
+            return None
+        stand_in = source.new_empty((*copy.shape, *source.shape[1:]))
+        more_work = max(copy.numel() * _ROW_BYTES - stand_in.nbytes, 0) if stand_in.nbytes else 0
+        return Stack(stand_in, (source, copy), found, more_work)
