@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, SupportsIndex, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -49,14 +49,19 @@ class Rows:
         Raises:
             IndexError: an index is out of range.
         """
-        return gathered(self)
+        tensor: torch.Tensor = gathered(self)
+        return tensor
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self.tensor().__reduce_ex__(protocol)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.tensor(),)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"<Rows {dtype} {list(self.shape)}, of {len(self._source)}>"
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def rows(tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[int]) -> Rows:

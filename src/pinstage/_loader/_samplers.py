@@ -109,7 +109,7 @@ _EXAMPLES: dict[type, list[Callable[[torch.Generator], Any]]] = {
 
 
 @cache
-def _is_as_here(kind: type) -> bool:
+def _is_as_here(kind: Any) -> bool:
     """Return whether the installed torch's samplers of a class yield what is made here, and leave
     the generator in the same state.
     """
@@ -137,7 +137,9 @@ def index_batches(batches: Any) -> Iterator[Any]:
 
 
 def _of_batch_sampler(batches: Any) -> Iterator[Any]:
-    yield from (_tensors(batches) if _is_as_here(type(batches.sampler)) else map(as_index, batches))
+    kind = type(batches.sampler)
+    is_known = _is_as_here(kind)  # type: ignore[arg-type]
+    yield from _tensors(batches) if is_known else map(as_index, batches)
 
 
 def _tensors(batches: Any) -> Iterator[Any]:
@@ -188,17 +190,18 @@ def look_up(indices: Any, batch: torch.Tensor) -> torch.Tensor:
         TypeError: `indices` are not of Python's or numpy's integers, a range, or an int32 or int64
             tensor, of one dimension.
     """
-    kind = type(indices)
+    kind: Any = type(indices)
+    found: Any = None
     if kind is range:
-        return indices.start + indices.step * checked_index(batch, len(indices))
-    if kind is torch.Tensor and indices.dtype in (torch.int32, torch.int64) and indices.ndim == 1:
-        return indices[batch].to("cpu", torch.int64)
-    if kind is np.ndarray and indices.dtype in _INTEGERS and indices.ndim == 1:
-        return torch.from_numpy(indices[batch.numpy()].astype(np.int64))
-    if kind in (list, tuple):
+        found = indices.start + indices.step * checked_index(batch, len(indices))
+    elif kind is torch.Tensor and indices.dtype in (torch.int32, torch.int64) and indices.ndim == 1:
+        found = indices[batch].to("cpu", torch.int64)
+    elif kind is np.ndarray and indices.dtype in _INTEGERS and indices.ndim == 1:
+        found = torch.from_numpy(indices[batch.numpy()].astype(np.int64))
+    elif kind in (list, tuple):
         numbers = batch.tolist()
         picked = itemgetter(*numbers)(indices) if len(numbers) > 1 else [indices[numbers[0]]]
         found = as_index(picked)
-        if isinstance(found, torch.Tensor):
-            return found
-    raise TypeError("indices of another kind")
+    if not isinstance(found, torch.Tensor):
+        raise TypeError("indices of another kind")
+    return found
