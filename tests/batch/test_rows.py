@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from bitwise import bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import PRINTABLE_DTYPES, assert_same, tensor_of
@@ -50,9 +51,9 @@ def indexed(draw):
 @given(indexed())
 def test_rows_are_what_indexing_returns(stager, case):
     source, index = case
-    flat = [source[int(number)] for number in index.flatten()]
-    expected = torch.stack(flat) if flat else source.new_empty((0, *source.shape[1:]))
-    expected = expected.reshape((*index.shape, *source.shape[1:])).contiguous()
+    expected = torch.empty((*index.shape, *source.shape[1:]), dtype=source.dtype)
+    for place in np.ndindex(*index.shape):
+        bits(expected[place])[...] = bits(source[int(index[place])])
     leaf = ps.rows(source, index)
     assert leaf.shape == expected.shape
     assert leaf.dtype == source.dtype
@@ -176,7 +177,7 @@ def test_nothing_can_be_indexed_in_an_empty_source(stager):
     ],
 )
 def test_other_arguments_are_refused(tensor, index):
-    with pytest.raises(TypeError, match="rows takes|lose its mask"):
+    with pytest.raises(TypeError, match=r"rows takes|lose its mask"):
         ps.rows(tensor, index)
 
 
