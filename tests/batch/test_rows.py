@@ -120,7 +120,7 @@ def test_rows_may_be_anywhere_in_a_batch(stager):
     assert_same([expected], stager.to_host([leaf]))
 
 
-def test_a_path_keeps_the_gathered_tensor_on_the_host():
+def test_a_path_keeps_gathered_rows_on_the_host():
     source = torch.arange(6)
     with ps.Stager("cpu", keep_on_host=["['kept']"]) as stager:
         staged = stager.to_device({"kept": ps.rows(source, [2]), "x": ps.rows(source, [4])})
@@ -139,7 +139,7 @@ def test_the_whole_source_is_never_pickled():
 
 @pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("number", [5, -6, 2**40, -(2**63), 2**63 - 1])
-def test_an_index_out_of_range_is_refused_before_anything_is_read(stager, number):
+def test_an_index_out_of_range_reads_nothing(stager, number):
     batch = {"x": [torch.ones(2), ps.rows(torch.zeros(5, 3), [0, 4, number])]}
     before = stager.stats()
     with pytest.raises(IndexError) as raised:
@@ -181,7 +181,7 @@ def test_other_arguments_are_refused(tensor, index):
         ps.rows(tensor, index)
 
 
-def test_source_and_index_are_read_when_the_batch_is_staged(stager):
+def test_source_and_index_are_read_by_staging(stager):
     source, index = torch.arange(10), torch.tensor([1, 2])
     leaf = ps.rows(source, index)
     source += 100
@@ -190,7 +190,7 @@ def test_source_and_index_are_read_when_the_batch_is_staged(stager):
     assert (len(leaf), repr(leaf)) == (2, "<Rows int64 [2], of 10>")
 
 
-def test_an_index_that_another_thread_changes_reads_no_foreign_memory(stager):
+def test_an_index_may_change_in_another_thread(stager):
     source = torch.arange(1000)
     index = torch.zeros(200_000, dtype=torch.int64)
     done = threading.Event()
@@ -214,7 +214,7 @@ def test_an_index_that_another_thread_changes_reads_no_foreign_memory(stager):
         thread.join()
 
 
-def test_a_batch_larger_than_its_slab_goes_in_parts(monkeypatch):
+def test_a_refused_slab_gathers_rows_in_parts(monkeypatch):
     source = torch.arange(3_000_000)
     index = torch.randint(len(source), (600_000,))
     take = ps.memory.PageableMemory._take

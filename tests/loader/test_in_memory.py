@@ -171,7 +171,7 @@ def trace(make, passes, kind, **options):
 
 @settings(max_examples=150)
 @given(loaders())
-def test_batches_states_and_errors_are_those_of_torchs_loader(case):
+def test_batches_states_and_errors_are_torchs(case):
     make, passes = case
     expected = trace(make, passes, DataLoader)
     found = trace(make, passes, ps.DataLoader, device="cpu")
@@ -215,7 +215,7 @@ SOURCES = [
 @pytest.mark.parametrize("dataset", SOURCES)
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"sampler": Foreign(40, [int])}, {}])
 @pytest.mark.parametrize("wrap", [False, True])
-def test_rows_are_gathered_and_no_samples_are_stacked(dataset, options, wrap, stacked):
+def test_rows_are_gathered_instead_of_stacked(dataset, options, wrap, stacked):
     if wrap:
         loader = ps.wrap_loader(DataLoader(dataset, 8, **options), device="cpu")
     else:
@@ -267,7 +267,7 @@ def test_anything_else_goes_as_before(dataset, options, stacked):
     assert same(found, list(DataLoader(dataset, 4, **options)))
 
 
-def test_functions_that_a_program_gives_torchs_class_are_called(monkeypatch):
+def test_patches_of_torchs_class_are_called(monkeypatch):
     dataset = TensorDataset(X)
     monkeypatch.setattr(
         TensorDataset, "__getitems__", lambda self, indices: [(X[i] * 2,) for i in indices], False
@@ -355,7 +355,7 @@ def test_a_worker_sees_the_users_dataset():
     assert same(found, [[Y[:25], X[:25]], [Y[25:], X[25:]]])
 
 
-def test_a_worker_is_sent_a_batchs_indices_alone():
+def test_a_worker_gets_one_batchs_indices():
     permutation = torch.randperm(1_000_000)
     assert len(pickle.dumps(ToWorker(permutation[8:16]))) < 300
 
@@ -374,7 +374,7 @@ def test_epochs_of_a_distributed_sampler_differ():
 
 
 @pytest.mark.parametrize(("drop_last", "length"), [(False, 30), (True, 3)])
-def test_a_dataset_of_another_length_is_torchs_error(length, drop_last):
+def test_another_length_is_torchs_error(length, drop_last):
     dataset = TensorDataset(torch.zeros(10))
     sampler = DistributedSampler(dataset, 3, 1, drop_last=drop_last)
     dataset.tensors = (torch.zeros(length),)
@@ -389,7 +389,7 @@ def test_a_dataset_of_another_length_is_torchs_error(length, drop_last):
     assert errors[0] == errors[1]
 
 
-def test_iterators_of_one_loader_in_several_threads(workers):
+def test_several_threads_share_a_loader(workers):
     length = 2000
     dataset = TensorDataset(torch.arange(length), torch.arange(length) * 2)
     loader = ps.DataLoader(dataset, 100, shuffle=True, num_workers=workers, device="cpu")
