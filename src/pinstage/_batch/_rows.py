@@ -130,7 +130,7 @@ def _checked_source(tensor: Any) -> torch.Tensor:
     elif not source.is_cpu or source.layout is not torch.strided:
         what = f"{source.layout} on {source.device}"
     elif source.requires_grad or not source.ndim:
-        what = "one that requires grad" if source.requires_grad else "one without dimensions"
+        what = "a tensor that requires grad" if source.requires_grad else "a tensor without rows"
     else:
         return source
     raise TypeError(

@@ -20,7 +20,7 @@ class Stack(NamedTuple):
     stand_in: torch.Tensor
     """The leaf: of the dtype and shape of the result, contiguous, uninitialised."""
     kept: Sequence[torch.Tensor]
-    """What is read: the samples, or the source and the index."""
+    """The samples, or the source and the index: to be kept alive until they are read."""
     found: object
     """Where the bytes are, as ``_native.core.alike`` or ``gather`` returned it."""
     more_work: int = 0

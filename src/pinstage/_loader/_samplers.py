@@ -110,8 +110,8 @@ _EXAMPLES: dict[type, list[Callable[[torch.Generator], Any]]] = {
 
 @cache
 def _is_as_here(kind: Any) -> bool:
-    """Return whether the installed torch's samplers of a class yield what is made here, and leave
-    the generator in the same state.
+    """Return whether the installed torch's samplers of a class agree with `_NUMBERS`, also in the
+    state of the generator behind them.
     """
     for make in _EXAMPLES.get(kind, []):
         theirs, ours = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
@@ -126,8 +126,7 @@ def _is_as_here(kind: Any) -> bool:
 
 
 def index_batches(batches: Any) -> Iterator[Any]:
-    """Yield what a batch sampler yields: a tensor for each batch of integers, and everything else
-    as it is.
+    """Yield the batches of a batch sampler: integers as a tensor, and everything else as it is.
 
     Random numbers are drawn from the same generators, at the same time.
     """

@@ -465,7 +465,7 @@ PyObject *alike(UNUSED PyObject *module, PyObject *args) {
 /* -- rows to be gathered ----------------------------------------------------------------------- */
 
 /* check_index(address, count, length): let negative int64 count from the end, in place; the place
- * of the first one that is no row of `length`, or -1. */
+ * of the first number that isn't in a dimension of `length`, or -1. */
 PyObject *check_index(UNUSED PyObject *module, PyObject *args) {
     unsigned long long address;
     long long count, length;

@@ -175,7 +175,7 @@ static PyMethodDef functions[] = {
      "plain, or if `usual` and they have other strides than new tensors."},
     {"check_index", check_index, METH_VARARGS,
      "check_index(address, count, length): let negative int64 count from the end; the place of the "
-     "first one that is no row, or -1."},
+     "first number out of range, or -1."},
     {"gather", gather, METH_VARARGS,
      "gather(tensor, length, address, count): a stack of the rows numbered at an address, or None "
      "if the tensor isn't plain, or its rows haven't the strides of new tensors."},
