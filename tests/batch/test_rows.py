@@ -239,3 +239,5 @@ def test_a_stack_of_another_size_is_refused():
     memory = torch.empty(parts.table.nbytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match="don't fill"):
         core.pack(parts.table.data, parts.sources, memory.data_ptr(), memory.nbytes, {0: found})
+    with pytest.raises(ValueError, match="doesn't fill"):
+        core.fill(found, memory.data_ptr(), 8)

@@ -32,6 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
 from pinstage._loader._in_memory import ToWorker
+from pinstage._loader._samplers import _is_as_here
 
 DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex128, torch.uint16]
 SHAPES = [(), (3,), (2, 3), (0,), (1, 4), (700,)]
@@ -226,6 +227,17 @@ def test_rows_are_gathered_instead_of_stacked(dataset, options, wrap, stacked):
     torch.manual_seed(1)
     assert same(found, list(DataLoader(dataset, 8, **options)))
     assert stacked
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(SequentialSampler, RandomSampler, SubsetRandomSampler),
+        *(WeightedRandomSampler, DistributedSampler),
+    ],
+)
+def test_this_torchs_samplers_yield_tensors(kind):
+    assert _is_as_here(kind)
 
 
 class Subclass(TensorDataset):

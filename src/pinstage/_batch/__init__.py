@@ -59,6 +59,6 @@ from ._pack import (
 )
 from ._refusals import SOURCES
 from ._rows import Rows, rows
-from ._stacks import RowStacks, Stack, checked_index, stack_samples
+from ._stacks import RowStacks, Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, PACKED, Place, RowKind, Table

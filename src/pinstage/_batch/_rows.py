@@ -69,7 +69,8 @@ def rows(tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[in
 
     ```python
     for index in sampler:
-        batch = stager.to_device({"x": ps.rows(features, index), "y": ps.rows(labels, index)})
+        leaves = {"x": ps.rows(features, index), "y": ps.rows(labels, index)}
+        batch = stager.to_device(leaves)
     ```
 
     The rows are gathered right into the slab when the batch is packed, by several threads if that

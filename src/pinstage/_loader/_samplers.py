@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from .._batch import checked_index
-
 _AT_ONCE = 1 << 16
 """The most indices that are made at once of those that are in order."""
 
-_INTEGERS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32]
+_INTEGERS = np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32
 
 Numbers = Iterator[torch.Tensor]
 """The numbers that a sampler yields, in runs. Each is drawn when its first number is needed, as by
@@ -88,24 +85,19 @@ _NUMBERS: dict[type, Callable[[Any], Numbers]] = {
     DistributedSampler: _of_rank,
 }
 
-_EXAMPLES: dict[type, list[Callable[[torch.Generator], Any]]] = {
-    SequentialSampler: [lambda _: SequentialSampler(range(7))],
-    RandomSampler: [
-        lambda generator: RandomSampler(range(7), generator=generator),
-        lambda generator: RandomSampler(range(7), num_samples=17, generator=generator),
-        lambda generator: RandomSampler(range(7), True, 70, generator),
-    ],
-    SubsetRandomSampler: [lambda generator: SubsetRandomSampler([3, 5, 1], generator)],
-    WeightedRandomSampler: [
-        lambda generator: WeightedRandomSampler([0.5, 0.1, 0.4], 9, generator=generator),
-        lambda generator: WeightedRandomSampler([0.5, 0.1, 0.4], 2, False, generator),
-    ],
-    DistributedSampler: [
-        lambda _: DistributedSampler(range(7), 3, 1, seed=4),  # type: ignore[arg-type]
-        lambda _: DistributedSampler(range(2), 5, 4, shuffle=False),  # type: ignore[arg-type]
-        lambda _: DistributedSampler(range(7), 3, 2, drop_last=True),  # type: ignore[arg-type]
-    ],
-}
+_EXAMPLES: list[tuple[Any, ...]] = [
+    (SequentialSampler, range(7)),
+    (RandomSampler, range(7)),
+    (RandomSampler, range(7), False, 17),
+    (RandomSampler, range(7), True, 70),
+    (SubsetRandomSampler, [3, 5, 1]),
+    (WeightedRandomSampler, [0.5, 0.1, 0.4], 9),
+    (WeightedRandomSampler, [0.5, 0.1, 0.4], 2, False),
+    (DistributedSampler, range(7), 3, 1),
+    (DistributedSampler, range(2), 5, 4, False),
+    (DistributedSampler, range(7), 3, 2, True, 4, True),
+]
+"""Classes of samplers, and arguments."""
 
 
 @cache
@@ -113,16 +105,21 @@ def _is_as_here(kind: Any) -> bool:
     """Return whether the installed torch's samplers of a class agree with `_NUMBERS`, also in the
     state of the generator behind them.
     """
-    for make in _EXAMPLES.get(kind, []):
-        theirs, ours = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
-        try:
-            expected = list(BatchSampler(make(theirs), 3, drop_last=False))
-            batches = [run.tolist() for run in _tensors(BatchSampler(make(ours), 3, False))]
-        except Exception:  # noqa: BLE001 - samplers of another torch may lack any attribute
-            return False
-        if batches != expected or not torch.equal(theirs.get_state(), ours.get_state()):
-            return False
-    return kind in _EXAMPLES
+    examples = [example for example in _EXAMPLES if example[0] is kind]
+    try:
+        return bool(examples) and all(
+            _results(list, *example) == _results(_tensors, *example) for example in examples
+        )
+    except Exception:  # noqa: BLE001 - samplers of another torch may lack any attribute
+        return False
+
+
+def _results(read: Callable[[Any], Any], kind: Any, *args: Any) -> list[Any]:
+    """Return the batches of a sampler with a generator of its own, and the generator's state."""
+    sampler, generator = kind(*args), torch.Generator().manual_seed(1)
+    sampler.generator = generator
+    batches = [torch.as_tensor(batch).tolist() for batch in read(BatchSampler(sampler, 3, False))]
+    return [batches, generator.get_state().tolist()]
 
 
 def index_batches(batches: Any) -> Iterator[Any]:
@@ -171,9 +168,8 @@ def _looked_up(sampler: Any, batch: torch.Tensor) -> Any:
 
 def as_index(batch: Any) -> Any:
     """Return a list or tuple of integers of Python or numpy as a tensor; anything else as it is."""
-    if type(batch) not in (list, tuple) or not batch:
-        return batch
-    if not set(map(type, batch)) <= {int, *_INTEGERS}:
+    is_list = type(batch) in (list, tuple) and batch
+    if not is_list or not set(map(type, batch)) <= {int, *_INTEGERS}:
         return batch
     try:
         return torch.from_numpy(np.array(batch, dtype=np.int64))
@@ -191,16 +187,10 @@ def look_up(indices: Any, batch: torch.Tensor) -> torch.Tensor:
     """
     kind: Any = type(indices)
     found: Any = None
-    if kind is range:
-        found = indices.start + indices.step * checked_index(batch, len(indices))
-    elif kind is torch.Tensor and indices.dtype in (torch.int32, torch.int64) and indices.ndim == 1:
+    if kind is torch.Tensor and indices.dtype in (torch.int32, torch.int64) and indices.ndim == 1:
         found = indices[batch].to("cpu", torch.int64)
-    elif kind is np.ndarray and indices.dtype in _INTEGERS and indices.ndim == 1:
-        found = torch.from_numpy(indices[batch.numpy()].astype(np.int64))
-    elif kind in (list, tuple):
-        numbers = batch.tolist()
-        picked = itemgetter(*numbers)(indices) if len(numbers) > 1 else [indices[numbers[0]]]
-        found = as_index(picked)
+    elif kind in (list, tuple, range, np.ndarray):
+        found = as_index([indices[number] for number in batch.tolist()])
     if not isinstance(found, torch.Tensor):
         raise TypeError("indices of another kind")
     return found

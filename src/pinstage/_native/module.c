@@ -180,7 +180,8 @@ static PyMethodDef functions[] = {
      "gather(tensor, length, address, count): a stack of the rows numbered at an address, or None "
      "if the tensor isn't plain, or its rows haven't the strides of new tensors."},
     {"fill", fill, METH_VARARGS,
-     "fill(stack, address): write the samples of a stack, or its rows, one behind the other."},
+     "fill(stack, address, nbytes): write the samples of a stack, or its rows, one behind the "
+     "other."},
     {"pack", pack, METH_VARARGS,
      "pack(table, sources, address, nbytes[, stacks]): write leaves to their places; samples of "
      "stacks, by row, one after the other."},
