@@ -14,8 +14,9 @@ Three scenarios, each for every variant, with `--workers` processes and torch's 
   ``main`` is the time that the loop spent in `next` and `.to()`.
 - ``decode``: workers decode JPEG images, so they are the bottleneck and there is little to gain.
 
-With ``--refused`` there are batches of 16 and of 128 MiB as in ``ready``, and one more way: CUDA
-refuses to register any memory, as it does on GB10 or in confidential computing. ``detail`` then has
+With ``--refused`` there are batches of 16 and of 128 MiB as in ``ready``, and two more ways: CUDA
+refuses to register any memory, as it does on GB10 or in confidential computing, or refuses the
+third block and all later ones. ``detail`` then has
 what the loader holds, and the resident memory, before and after 2,000 more batches of 16 MiB; if
 either grows, the row is an error.
 
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import mmap
 import sys
 import time
@@ -213,21 +215,31 @@ def _pinstage(
 
 @contextmanager
 def _refused(
-    dataset: Any, batch_size: int, workers: int, device: torch.device
+    dataset: Any, batch_size: int, workers: int, device: torch.device, **refusal: Any
 ) -> Iterator[Batches]:
     if device.type == "cuda":
-        refuse_registering()
+        refuse_registering(**refusal)
     with _pinstage(dataset, batch_size, workers, device) as batches:
         yield batches
 
 
-def refuse_registering() -> None:
-    """Let CUDA refuse to register memory, from now on in this process, with the error of such
-    platforms.
+def refuse_registering(allowed: int = 0, error: str = "cudaErrorNotSupported") -> None:
+    """Let CUDA refuse to register memory in this process.
+
+    Args:
+        allowed: number of calls that succeed before.
+        error: name of CUDA's error; by default that of platforms that register nothing.
     """
     from cuda.bindings import runtime
 
-    runtime.cudaHostRegister = lambda *_: (runtime.cudaError_t.cudaErrorNotSupported,)
+    register, calls = runtime.cudaHostRegister, itertools.count()
+
+    def refuse(*args: Any) -> Any:
+        if next(calls) < allowed:
+            return register(*args)
+        return (getattr(runtime.cudaError_t, error),)
+
+    runtime.cudaHostRegister = refuse
 
 
 def _consolidated(samples: list[Sample]) -> Any:
@@ -306,6 +318,13 @@ REFUSED_VARIANTS = (
         "pinstage_refused",
         _refused,
         "the same where CUDA refuses to register memory",
+        package="pinstage",
+        ours=True,
+    ),
+    Variant(
+        "pinstage_third",
+        partial(_refused, allowed=2, error="cudaErrorInvalidValue"),
+        "the same where CUDA refuses the third and later blocks",
         package="pinstage",
         ours=True,
     ),

@@ -5,10 +5,10 @@ separate tensors.
 
 Compares `Stager.to_device(batch, out=static)` with `to_device` and `torch._foreach_copy_`, as
 written by hand, with a loop of ``dst.copy_(src, non_blocking=True)``, with that loop from
-page-locked memory, and with new tensors. ``4GiB-weights`` has a cap of 256 MiB. Cases with
-``pinned`` have page-locked sources, which pinstage borrows. The ``replay`` cases are loops that
-write each batch into the inputs of a CUDA graph and replay it; their times are the loop's, per
-step. Each variant runs in a fresh process.
+page-locked memory, and with new tensors. ``4GiB-weights`` goes by `Stager.load_weights`, through a
+cap of 256 MiB. Cases with ``pinned`` have page-locked sources, which pinstage borrows. The
+``replay`` cases are loops that write each batch into the inputs of a CUDA graph and replay it;
+their times are the loop's, per step. Each variant runs in a fresh process.
 """
 
 from __future__ import annotations
@@ -98,9 +98,18 @@ SMOKE_CASES = (
 def _out(device: torch.device, case: Batch) -> Iterator[Way]:
     import pinstage as ps
 
-    cap = min(256 * MIB, case.nbytes // 4) if case.id.endswith("weights") else "2GiB"
+    def write(sources: Tensors, places: Tensors) -> Tensors:
+        return stager.to_device(sources, out=places)
+
+    def load(sources: Tensors, places: Tensors) -> Tensors:
+        named, found = ({str(i): leaf for i, leaf in enumerate(some)} for some in (sources, places))
+        stager.load_weights(found, named)
+        return places
+
+    are_weights = case.id.endswith("weights")
+    cap = min(256 * MIB, case.nbytes // 4) if are_weights else "2GiB"
     with ps.Stager(device, max_bytes=cap, borrow_pinned=case.pinned) as stager:
-        yield Way(list, lambda sources, places: stager.to_device(sources, out=places))
+        yield Way(list, load if are_weights else write)
 
 
 @contextmanager

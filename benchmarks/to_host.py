@@ -305,10 +305,10 @@ def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sam
                 for staged in stager.prefetch((batches[number % 2] for number in numbers), depth=1):
                     returned.append(stager.fetch([frame + 1 for frame in staged], copy=copy))
                     if len(returned) == IN_FLIGHT:
-                        seen(numbers[0], returned.popleft().wait())
+                        seen(numbers[0], returned.popleft().result())
                         numbers = numbers[1:]
                 while returned:
-                    seen(numbers[0], returned.popleft().wait())
+                    seen(numbers[0], returned.popleft().result())
                     numbers = numbers[1:]
 
             yield sample
@@ -320,10 +320,10 @@ def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sam
                 transfers: deque[Any] = deque()
                 for tensor in tensors:
                     if len(transfers) == IN_FLIGHT:
-                        transfers.popleft().wait()
+                        transfers.popleft().result()
                     transfers.append(stager.fetch([tensor], copy=copy))
                 while transfers:
-                    transfers.popleft().wait()
+                    transfers.popleft().result()
 
             yield series
             return
@@ -331,7 +331,7 @@ def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sam
 
             def fetch() -> list[torch.Tensor]:
                 beside()
-                return stager.fetch(tensors, copy=copy).wait()  # type: ignore[no-any-return]
+                return stager.fetch(tensors, copy=copy).result()  # type: ignore[no-any-return]
 
             yield fetch
 
@@ -365,7 +365,7 @@ VARIANTS = (
     Variant(
         "pinstage",
         _pinstage,
-        "`stager.fetch(tensors, copy=False).wait()`",
+        "`stager.fetch(tensors, copy=False).result()`",
         package="pinstage",
         ours=True,
     ),

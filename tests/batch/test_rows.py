@@ -120,6 +120,17 @@ def test_rows_may_be_anywhere_in_a_batch(stager):
     assert_same([expected], stager.to_host([leaf]))
 
 
+@pytest.mark.parametrize("size", [3, 30_000, 400_000])
+def test_rows_are_written_into_existing_tensors(stager, size):
+    source = torch.arange(1000)
+    index = torch.randint(1000, (size,))
+    out = [torch.zeros(size, dtype=torch.int64), torch.zeros(2)]
+    batch = [ps.rows(source, index), torch.ones(2, requires_grad=True)]
+    written = stager.to_device(batch, out=out)
+    assert written[0] is out[0]
+    assert_same([source[index], torch.ones(2)], out)
+
+
 def test_a_path_keeps_gathered_rows_on_the_host():
     source = torch.arange(6)
     with ps.Stager("cpu", keep_on_host=["['kept']"]) as stager:

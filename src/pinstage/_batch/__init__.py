@@ -16,10 +16,8 @@ from ._arrays import as_tensor
 from ._attributes import stored_attributes
 from ._blocks import (
     Blocks,
-    Match,
     OwnStorage,
     Sharing,
-    bytes_at,
     check_own_storage,
     cut,
     make_blocks,
@@ -33,6 +31,7 @@ from ._describe import (
     contiguous_stride,
     dense_stride,
     describe,
+    some_paths,
     take_apart,
 )
 from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, as_integers, duplicate, flat, gather
