@@ -168,6 +168,7 @@ loader_refused() {
 }
 # shellcheck disable=SC2086
 loops() { benchmark loops 900 ${LOOPS_ARGS:-}; }
+in_memory() { benchmark in_memory 600; }
 to_host() { benchmark to_host 180; }
 out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
@@ -180,7 +181,7 @@ native_threads() { benchmark native_threads 120; }
 frameworks() { benchmark frameworks 1200 ${FRAMEWORKS_ARGS:-}; } # not part of bench: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
-  staging staging_busy memory_startup page_locking pool_latency loader loader_refused loops to_host out checkpoint
+  staging staging_busy memory_startup page_locking pool_latency loader loader_refused in_memory loops to_host out checkpoint
   offload frozen weights rounding_waste native_threads refusals
 )
 

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from . import errors as errors
-from ._batch import Layout, Slot, StagingNode, on_host, register_node, register_tensor
+from ._batch import Layout, Rows, Slot, StagingNode, on_host, register_node, register_tensor, rows
 from ._pool import Fence, HostBudget, Lease, OwnerStats, PoolStats, PoolUsage, SlabPool
 from ._region import HostRegion, RegionHandle
 from ._sizes import Size
@@ -52,6 +52,7 @@ __all__ = [
     "PoolUsage",
     "Prefetcher",
     "RegionHandle",
+    "Rows",
     "Size",
     "SlabPool",
     "Slot",
@@ -65,6 +66,7 @@ __all__ = [
     "on_host",
     "register_node",
     "register_tensor",
+    "rows",
 ]
 
 _LATER = {

@@ -156,8 +156,11 @@ def audit(options: argparse.Namespace) -> int:
     from .inspect import _audit, _report, _target
 
     with _target.prints_on_stderr():
-        findings = _audit.audit(_target.first_batch(options.target), bus=options.bus)
+        batch, advice = _target.first_batch(options.target)
+        findings = _audit.audit(batch, bus=options.bus)
     sections = _audit.sections_of(findings, every_leaf=options.all)
+    if advice:
+        sections.insert(0, _report.Line(advice, "warning"))
     _report.show(findings.to_dict() if options.json else sections)
     return 0
 

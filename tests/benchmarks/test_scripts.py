@@ -130,6 +130,7 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
         ("offload", "guides/offload.md", "| `ps.offload.save_on_cpu(pool)` | **"),
         ("frozen", "guides/frozen_modules.md", "| `ps.offload.frozen_module(module, pool)` | **"),
         ("weights", "guides/weights.md", "| with pairs of a mapped file | **"),
+        ("in_memory", "guides/data_in_memory.md", "| 13 floats, label | "),
         ("rounding_waste", None, None),
         ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | **"),
         ("loops", "performance.md", "| tokens, no workers | "),

@@ -68,6 +68,12 @@ def test_the_offload_example_trains_to_plain_weights():
     assert " tensors sent" in printed
 
 
+@pytest.mark.parametrize("name", ["replay_buffer.py", "token_windows.py"])
+def test_rows_of_an_example_are_right(name):
+    printed = run_example(name, "--device", "cpu", "--batches", 5)
+    assert printed.startswith("5 of 5 batches on cpu ")
+
+
 def test_the_paged_cache_swaps_blocks_out_and_in(tmp_path):
     printed = run_example(
         "paged_cache.py", "--host", "24MiB", "--rounds", 2, "--out", tmp_path / "figures.json"

@@ -649,8 +649,23 @@ def module(tmp_path, monkeypatch):
     ],
 )  # fmt: skip
 def test_a_callable_returns_one_batch_or_many(module, spelling, name, paths):
-    batch = first_batch(f"{spelling.format(module)}:{name}")
-    assert [found.path for found in find_leaves(batch)] == paths
+    first = first_batch(f"{spelling.format(module)}:{name}")
+    assert [found.path for found in find_leaves(first.batch)] == paths
+    assert not first.advice
+
+
+@pytest.mark.parametrize("kind", ["tensors", "TensorDataset(tensors)"])
+def test_a_dataset_in_memory_has_its_line(tmp_path, capsys, monkeypatch, kind):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    file = tmp_path / "in_memory.py"
+    file.write_text(
+        "import torch\nfrom torch.utils.data import *\ntensors = torch.ones(8, 3)\n"
+        f"def loader(): return DataLoader({kind}, 4)\n"
+    )
+    with pytest.raises(SystemExit, match="0"):
+        _cli.main(["audit", f"{file}:loader"])
+    first_line = capsys.readouterr().out.partition("\n")[0]
+    assert first_line.startswith("dataset: ") == (kind != "tensors")
 
 
 @pytest.mark.parametrize(

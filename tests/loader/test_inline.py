@@ -85,10 +85,10 @@ class Beside(Samples):
         (Samples(LARGE), {}, 0),
         (Samples(LARGE), {"own_storage": False}, 0),
         (Samples(MEDIUM), {}, 0),
-        (Samples(SMALL), {}, 2),
+        (Samples(SMALL), {}, 0),
         (Samples(LARGE), {"max_bytes": "1MiB"}, 0),  # no slab is large enough
-        (Samples(MEDIUM), {"keep_on_host": ("['numbers']",)}, 1),
-        (Samples(LARGE), {"keep_on_host": ("['large']",)}, 2),  # the rest is small
+        (Samples(MEDIUM), {"keep_on_host": ("['numbers']",)}, 0),
+        (Samples(LARGE), {"keep_on_host": ("['large']",)}, 0),  # the rest is small
         (Samples(MEDIUM), {"keep_on_host": by_value}, 2),
         (Samples(MEDIUM), {"collate_fn": data.collated_by_torch}, 2),
         (Beside(MEDIUM), {}, 1),
@@ -104,8 +104,8 @@ def test_each_way_reads_no_unfilled_memory(samples, options, stacks, stacked):
 
 @pytest.mark.usefixtures("garbage")
 @pytest.mark.filterwarnings("ignore:page-locking of", "ignore:a stager falls back to pageable")
-@pytest.mark.parametrize(("most", "stacks"), [(1 << 21, 2), (0, 0)], ids=["in parts", "pageable"])
-def test_refused_slabs_change_no_byte(most, stacks, stacked, monkeypatch):
+@pytest.mark.parametrize("most", [1 << 21, 0], ids=["in parts", "pageable"])
+def test_refused_slabs_change_no_byte(most, stacked, monkeypatch):
     take = ps.memory.SharedMemory._take
 
     def take_some(memory, nbytes, device):
@@ -118,7 +118,7 @@ def test_refused_slabs_change_no_byte(most, stacks, stacked, monkeypatch):
     stacked.clear()
     with ps.SlabPool("64MiB", memory=ps.memory.SharedMemory(register=False)) as pool:
         found = list(on_cpu(Samples(LARGE), pool=pool))
-    assert len(stacked) == stacks * BATCHES
+    assert not stacked
     assert same(found, expected)
 
 

@@ -47,6 +47,8 @@ typedef struct {
     Leaf leaves[MOST_LEAVES];
     char *memory[MOST_LEAVES];
     int64_t shapes[MOST_LEAVES][3], strides[MOST_LEAVES][3];
+    Rows rows[MOST_LEAVES];
+    int64_t *numbers[MOST_LEAVES]; /* of rows */
     int64_t count, nbytes;
     char *slab, *expected;
     bool is_reused; /* whether chunks may take the places of earlier ones */
@@ -100,8 +102,30 @@ static void make_strided(Random *random, Batch *batch, int64_t i, int64_t larges
     batch->leaves[i].source = batch->memory[i];
 }
 
+/* One of rows, which may overlap, in any order. */
+static void make_rows(Random *random, Batch *batch, int64_t i, int64_t largest) {
+    static const int64_t sizes[] = {1, 2, 4, 8, 16, 52, 512, 1023, 1024, 40 * KIB, 200 * KIB};
+    int64_t size = sizes[below(random, 11)], length = 1 + below(random, 20),
+            distance = below(random, 2 * size + 1), count = below(random, largest / size + 1),
+            nbytes = distance * (length - 1) + size;
+    batch->memory[i] = allocate(nbytes);
+    fill(random, batch->memory[i], nbytes);
+    batch->numbers[i] = allocate(count * 8);
+    for (int64_t row = 0; row < count; row++) batch->numbers[i][row] = below(random, length);
+    batch->rows[i] = (Rows){batch->numbers[i], size, distance};
+    batch->leaves[i] =
+        (Leaf){.source = batch->memory[i], .nbytes = count * size, .rows = &batch->rows[i]};
+}
+
 static void write_expected(const Leaf *leaf, char *expected) {
     char *to = expected + leaf->offset;
+    if (leaf->rows != NULL) {
+        int64_t size = leaf->rows->row_bytes;
+        for (int64_t row = 0; row < leaf->nbytes / size; row++)
+            memcpy(to + row * size, leaf->source + leaf->rows->index[row] * leaf->rows->distance,
+                   (size_t)size);
+        return;
+    }
     if (leaf->strides == NULL) {
         memcpy(to, leaf->source, (size_t)leaf->nbytes);
         return;
@@ -123,7 +147,8 @@ static Batch *batch_new(Random *random, int64_t largest) {
     batch->is_reused = below(random, 2) == 0;
     int64_t end = 0;
     for (int64_t i = 0; i < batch->count; i++) {
-        (below(random, 4) ? make_dense : make_strided)(random, batch, i, largest);
+        int64_t kind = below(random, 6);
+        (kind > 1 ? make_dense : kind ? make_rows : make_strided)(random, batch, i, largest);
         /* samples of a stack follow one another at any byte */
         if (below(random, 4)) end = (end + 15) / 16 * 16 + 16 * below(random, 3);
         batch->leaves[i].offset = end;
@@ -142,7 +167,10 @@ static Batch *batch_new(Random *random, int64_t largest) {
 }
 
 static void batch_free(Batch *batch) {
-    for (int64_t i = 0; i < batch->count; i++) free(batch->memory[i]);
+    for (int64_t i = 0; i < batch->count; i++) {
+        free(batch->memory[i]);
+        free(batch->numbers[i]);
+    }
     free(batch->slab);
     free(batch->expected);
     free(batch);

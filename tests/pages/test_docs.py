@@ -240,6 +240,7 @@ IN_SIGNATURES = {
     "memory.Block",
     "OwnerStats",
     "RegionHandle",
+    "Rows",
     "Size",
     "Slot",
     "StagingNode",

@@ -59,6 +59,24 @@ def arrays_become_tensors(stager: ps.Stager, array: Array) -> None:
     assert_type(stager.prefetch([(array, array)]), ps.Prefetcher[tuple[torch.Tensor, ...]])
 
 
+def rows_become_tensors(stager: ps.Stager, tensor: torch.Tensor, array: Array) -> None:
+    index = torch.tensor([1, 2])
+    leaf = ps.rows(tensor, index)
+    assert_type(leaf, ps.Rows)
+    assert_type(leaf.tensor(), torch.Tensor)
+    assert_type(stager.to_device(leaf), torch.Tensor)
+    named = {"x": leaf, "y": ps.rows(array, [0, 3])}
+    assert_type(stager.to_device(named), dict[str, torch.Tensor])
+    mixed: dict[str, torch.Tensor | ps.Rows] = {"x": leaf, "y": tensor}
+    assert_type(stager.to_device(mixed), dict[str, torch.Tensor])
+    assert_type(stager.stage([leaf]).wait(), list[torch.Tensor])
+    assert_type(stager.to_device((leaf, tensor)), tuple[torch.Tensor, ...])
+    assert_type(stager.prefetch(named for _ in range(3)), ps.Prefetcher[dict[str, torch.Tensor]])
+    assert_type(stager.prefetch([leaf]), ps.Prefetcher[torch.Tensor])
+    ps.rows(tensor, ["0"])  # type: ignore[list-item]
+    ps.rows([1.0], index)  # type: ignore[arg-type]
+
+
 def what_is_not_known_stays_so(
     stager: ps.Stager, batch: Any, thing: object, loader: torch.utils.data.DataLoader[Any]
 ) -> None:

@@ -6,11 +6,13 @@ looked up in `_libraries`. `describe` makes the `Table`, which has a row for eac
 place in the slab; places are aligned and disjoint. A `Layout` is a structure and a table. It
 depends on structure and shapes only, never on values, and holds nothing of a batch. `_pack` fills a
 slab with several threads, in chunks that are sent meanwhile; `_blocks` makes the tensors that
-leaves become; `_gather` collects leaves on a device.
+leaves become; `_gather` collects leaves on a device. `_rows` and `_stacks` are leaves whose bytes
+are in many places until they are packed.
 
 This package knows shapes, and counts no bytes of any pool.
 """
 
+from ._arrays import as_tensor
 from ._attributes import stored_attributes
 from ._blocks import (
     Blocks,
@@ -27,12 +29,10 @@ from ._describe import (
     IsContainer,
     Keeping,
     Parts,
-    Stack,
     contiguous_stride,
     dense_stride,
     describe,
     some_paths,
-    stack_samples,
     take_apart,
 )
 from ._gather import COPIED_AS_THEY_ARE, Gathering, arrange, as_integers, flat, gather
@@ -41,7 +41,6 @@ from ._leaves import (
     ATOM_TYPES,
     WRAPPERS,
     Whole,
-    as_tensor,
     is_atom,
     on_host,
     tensors_in,
@@ -58,5 +57,7 @@ from ._pack import (
     windows,
 )
 from ._refusals import SOURCES
+from ._rows import Rows, rows
+from ._stacks import RowStacks, Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, PACKED, Place, RowKind, Table

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,8 @@ from ._refusals import (
     unknown_classes,
     without_memory,
 )
+from ._rows import Rows, gathered, stack_of
+from ._stacks import RowStacks, Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import CODES, MOST_DIMS, RowKind, Table
 
@@ -89,7 +92,8 @@ class Keeping:
                 if type(leaf) is not OnHost and self.says(paths[index], unwrapped(leaf))
             ]
         for index in kept:
-            leaves[index] = OnHost(unwrapped(leaves[index]))
+            where = partial(paths.__getitem__, index)
+            leaves[index] = OnHost(gathered(unwrapped(leaves[index]), where))
 
     def missing_in(self, structure: Structure) -> list[str]:
         """Return the paths that lead to nothing in a batch of this structure."""
@@ -140,16 +144,6 @@ class Described(NamedTuple):
     """The address of the source."""
 
 
-class Stack(NamedTuple):
-    """A leaf whose samples aren't stacked yet."""
-
-    stand_in: torch.Tensor
-    """The leaf: of the stack's dtype and shape ``[samples, ...]``, contiguous, uninitialised."""
-    samples: list[torch.Tensor] | tuple[torch.Tensor, ...]
-    found: object
-    """Where the samples are, as ``_native.core.alike`` returned it."""
-
-
 class FindLocked(NamedTuple):
     """Leaves that are page-locked are to be found."""
 
@@ -168,7 +162,7 @@ class Parts(NamedTuple):
     """The containers of the batch."""
     leaves: list[Any]
     """Their contents. Tensors that torch conjugates or negates lazily are replaced by others that
-    have the values.
+    have the values, and `Rows` by their tensor, or by the stand-in of their stack.
     """
     table: Table
     """A row for each leaf."""
@@ -201,12 +195,6 @@ class Parts(NamedTuple):
         return [leaf.obj if type(leaf := leaves[i]) in WRAPPERS else leaf for i in positions]
 
 
-def stack_samples(stacks: Iterable[Stack]) -> None:
-    """Fill the stand-ins of stacks."""
-    for stand_in, samples, _ in stacks:
-        torch.stack(samples, 0, out=stand_in)
-
-
 def take_apart(
     tree: Any,
     device: torch.device = _CPU,
@@ -227,6 +215,7 @@ def take_apart(
         locked: how page-locked leaves are found; None packs them.
 
     Raises:
+        IndexError: `Rows` have an index out of range.
         LayoutError: an object that holds tensors isn't a known container, an array cannot become a
             tensor, a tensor has no memory, or the tree refers to itself, or is a loader or an
             iterator.
@@ -260,16 +249,26 @@ def describe(
         leaves: of the tree. Some are replaced; see `Parts.leaves`.
         structure: of the tree.
         device: tensors on this device can be packed.
-        arrays: whether numpy arrays count as tensors; else they don't.
+        arrays: whether numpy arrays count as tensors, and whether `Rows` become stacks.
         locked: how page-locked leaves are found; None packs them.
 
     Raises:
         IsContainer: a leaf has become a container; walk again.
-        LayoutError: as `take_apart`.
+        IndexError, LayoutError: as `take_apart`.
     """
     computed: dict[int, torch.Tensor] = {}
+    stacks: dict[int, Stack] = {}
+    row_stacks = RowStacks()
 
     def plainly(leaf: Any, index: int) -> Described:
+        if type(leaf) is Rows:
+            path = partial(structure.path, index)
+            stack = stack_of(leaf, row_stacks, path) if arrays else gathered(leaf, path)
+            if isinstance(stack, Stack):
+                stacks[index] = stack
+                stack = stack.stand_in
+            computed[id(leaf)] = stack
+            return _describe_tensor(structure, device, stack, index)
         described = _describe_leaf(leaves, structure, device, arrays, index)
         source = described.source
         if source is not None and source is not leaf and isinstance(leaf, torch.Tensor):
@@ -284,7 +283,7 @@ def describe(
         leaves[:] = [computed.get(id(leaf), leaf) for leaf in leaves]
     # `tuple.__new__` is faster than the constructors of these classes, which are Python functions.
     table = tuple.__new__(Table, figures)
-    return tuple.__new__(Parts, (structure, leaves, table, sources, kept, {}, pieces))
+    return tuple.__new__(Parts, (structure, leaves, table, sources, kept, stacks, pieces))
 
 
 def _with_stacks(parts: Parts, stacks: Mapping[int, Stack]) -> Parts:
@@ -296,7 +295,7 @@ def _with_stacks(parts: Parts, stacks: Mapping[int, Stack]) -> Parts:
         if id(leaf) in rest and row not in moved
     }
     stack_samples(rest.values())
-    return parts._replace(stacks=packed)
+    return parts._replace(stacks=parts.stacks | packed)
 
 
 class IsContainer(Exception):  # noqa: N818 - a signal, which never reaches a user

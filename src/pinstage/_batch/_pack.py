@@ -9,10 +9,10 @@ import torch
 
 from .. import _native
 from .._host import usable_cpus
+from ._arrays import as_tensor
 from ._blocks import Blocks
 from ._describe import Parts, take_apart
 from ._gather import flat
-from ._leaves import as_tensor
 from ._table import RowKind
 
 
@@ -110,7 +110,8 @@ def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = 
         Ctrl-C meanwhile. Then ``place(chunk)`` returns where the chunk begins in the slab: at its
         place in the batch, or at that of an earlier chunk, for which ``reuse(chunk)`` was called.
     """
-    if parts.table.slab_bytes < PARALLEL_FROM_BYTES:
+    more_work = sum(stack.more_work for stack in parts.stacks.values())
+    if parts.table.slab_bytes + more_work < PARALLEL_FROM_BYTES:
         pack(parts, slab)
         return None
     owner = parts, slab

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from .._compat.views import check_is_plain
 from ..errors import LayoutError
+from ._arrays import from_array
 from ._attributes import has_attributes_only, stored_attributes
-from ._leaves import from_array, holds_tensor, is_atom
+from ._leaves import holds_tensor, is_atom
 from ._nodes import moves_as_a_whole
 from ._structure import Structure, walk
 

@@ -48,6 +48,8 @@ _INLINE_ITERATORS = {
 """Modules and names of iterators without workers that return what the collate function returned,
 and don't look at it."""
 
+_DATASETS = "torch.utils.data.dataset"
+
 _END_SECONDS = 5.0
 """Seconds for workers to end: when asked, after SIGTERM, and after a kill. torch's loader
 uses the same limits."""
@@ -104,6 +106,32 @@ def returns_unseen(batches: Any) -> bool:
     kind = type(batches)
     is_known = (kind.__module__, kind.__qualname__) in _INLINE_ITERATORS
     return is_known and why_loader_is_unknown() is None
+
+
+def begins_as_shipped(loader: Any, begin: Any) -> bool:
+    """Return whether a loader makes its iterator, and chooses its sampler, as torch's own does.
+
+    Args:
+        loader: of torch's class or of a derived one.
+        begin: its method that makes an iterator.
+    """
+    torchs: Any = _data.DataLoader
+    names = "_index_sampler", "_auto_collation"
+    return getattr(begin, "__func__", None) is torchs._get_iterator and all(
+        hasattr(torchs, name) and getattr(type(loader), name) is getattr(torchs, name)
+        for name in names
+    )
+
+
+def is_as_shipped(dataset: Any, kind: type) -> bool:
+    """Return whether a dataset is of one of torch's classes, and reads samples as torch does."""
+    names = "__getitem__", "__getitems__"
+    functions = [getattr(kind, name) for name in names if hasattr(kind, name)]
+    return (
+        type(dataset) is kind
+        and not any(name in vars(dataset) for name in names)
+        and all(getattr(function, "__module__", "") == _DATASETS for function in functions)
+    )
 
 
 # -- collation -------------------------------------------------------------------------------------

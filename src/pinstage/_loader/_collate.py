@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple, TypeAlias
+from threading import get_ident
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +31,17 @@ longer than it saves. 120 stacks of 4 KiB took 15% longer.
 """
 
 _pickled_structure = lru_cache(STRUCTURES_KEPT)(pickle.dumps)
+
+
+Stacks: TypeAlias = dict[int, Stack]
+"""Stacks by the ids of their stand-ins."""
+
+
+class Collated(NamedTuple):
+    """A batch, and those of its leaves that aren't stacked yet."""
+
+    batch: Any
+    stacks: Stacks
 
 
 @dataclass(eq=False)
@@ -55,6 +67,12 @@ class SlabCollate:
     keeping: Keeping | None = None
     _worker: int = field(default=-1, init=False)
     _slabs: WorkerSlabs | None = field(default=None, init=False)
+    _told: ClassVar[Collated | None] = None
+
+    @classmethod
+    def tell(cls, batch: Collated | None) -> None:
+        """Tell of the next batch of this worker, if it isn't one of samples; see `InMemory`."""
+        cls._told = batch
 
     def __call__(self, samples: Any) -> BatchMessage:
         """Return a small message that stands for the batch.
@@ -66,7 +84,8 @@ class SlabCollate:
         """
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
-        batch, stacks = collated(self.collate, self.keeping, samples)
+        told, SlabCollate._told = self._told, None
+        batch, stacks = told or collated(self.collate, self.keeping, samples)
         parts = take_apart(batch, keeping=self.keeping, stacks=stacks)
         pickled = _pickled_others(parts)
         nbytes = parts.table.nbytes
@@ -133,25 +152,22 @@ class InlineCollate:
     keeping: Keeping | None
     is_unseen: bool = field(default=False, init=False)
     """Whether torch's iterator passes on a `Collated`. See `returns_unseen`."""
+    _told: dict[int, Collated | None] = field(default_factory=dict, init=False)
+
+    def tell(self, batch: Collated | None) -> None:
+        """Tell of this thread's next batch, if it isn't one of samples; see `InMemory`."""
+        self._told[get_ident()] = batch
 
     def __call__(self, samples: Any) -> Any:
         """Return a `Collated`, or the batch."""
+        if (told := self._told.pop(get_ident(), None)) is not None:
+            return told
         if not self.is_unseen:
             return self.collate(samples)
         return collated(self.collate, self.keeping, samples, inline=True)
 
 
 # -- default collation -----------------------------------------------------------------------------
-
-Stacks: TypeAlias = dict[int, Stack]
-"""Stacks by the ids of their stand-ins."""
-
-
-class Collated(NamedTuple):
-    """A batch, and those of its leaves that aren't stacked yet."""
-
-    batch: Any
-    stacks: Stacks
 
 
 def collated(

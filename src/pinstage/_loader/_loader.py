@@ -24,6 +24,7 @@ from .._reaper import reaper
 from .._sizes import Size, count
 from ._broker import SlabBroker
 from ._collate import InlineCollate, SlabCollate
+from ._in_memory import index_sampler
 from ._iterator import Ending, LoaderIterator, WorkersIterator, start_workers
 from ._slabs import Settings, Slabs
 from ._stats import LoaderStats
@@ -166,14 +167,18 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         return self._inline_iterator()
 
     def _torchs_iterator(self, collate: Any) -> Any:
-        """Return torch's own iterator, but with this collate function."""
-        # One call of C restores both attributes, so that an interrupt cannot leave the loader
+        """Return torch's own iterator, but with this collate function, and perhaps another
+        sampler.
+        """
+        # One call of C restores the attributes, so that an interrupt cannot leave the loader
         # changed.
-        state = vars(self)
-        kept = {name: state[name] for name in ("collate_fn", "pin_memory")}
+        state, begin = vars(self), super()._get_iterator
+        changed = {"collate_fn": collate, "pin_memory": False}
+        changed |= index_sampler(self, begin, collate)
+        kept = {name: state[name] for name in changed}
         try:
-            state.update(collate_fn=collate, pin_memory=False)
-            return super()._get_iterator()
+            state.update(changed)
+            return begin()
         finally:
             state.update(kept)
 

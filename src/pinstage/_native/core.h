@@ -238,16 +238,17 @@ int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found 
 /* Describe a numpy.ndarray, of exactly that class, which has to keep its memory. */
 int find_array(PyObject *object, Found *leaf);
 
-/* Samples of one field, to be stacked. */
+/* Samples of one field, to be stacked; or one leaf, whose rows are gathered. */
 typedef struct {
     int64_t count, nbytes; /* nbytes: of all */
     int dtype;
     int32_t ndim;
     int64_t shape[MAX_DIMS]; /* of a sample */
+    Rows rows;               /* of a leaf that is gathered */
     Leaf leaves[];           /* followed by the stride of each */
 } Stack;
 
-/* The stack that `alike` returned; NULL with an error. */
+/* The stack that `alike` or `gather` returned; NULL with an error. */
 const Stack *stack_of(PyObject *found);
 
 /* A batch about to be packed: its leaves in the order of their offsets. Holds its bytes until it
@@ -261,8 +262,8 @@ typedef struct {
 
 /* Take the leaves of a table, which must exist as long as the work. The work is all zeros,
  * except for its own table. `sources`: bytes with the source of each row; see `source_bytes`.
- * `stacks`: results of `alike` by row, which must exist as long as the work; such a row is read
- * from its samples. NULL if there are none. False with an error, and nothing to end. */
+ * `stacks`: results of `alike` and `gather` by row, which must exist as long as the work; such a
+ * row is read from its samples. NULL if there are none. False with an error, and nothing to end. */
 bool work_begin(Work *work, const Table *table, PyObject *sources, PyObject *stacks, int64_t room);
 
 /* Pack all leaves into a slab, in this thread, and end the work. */
@@ -272,6 +273,9 @@ void work_do(Work *work, char *slab);
 PyObject *figures(PyObject *module, PyObject *data);
 PyObject *describe(PyObject *module, PyObject *args);
 PyObject *alike(PyObject *module, PyObject *args);
+PyObject *check_index(PyObject *module, PyObject *args);
+PyObject *gather(PyObject *module, PyObject *args);
+PyObject *fill(PyObject *module, PyObject *args);
 PyObject *pack(PyObject *module, PyObject *args);
 PyObject *find_driver(PyObject *module, PyObject *nothing);
 PyObject *has_context(PyObject *module, PyObject *nothing);

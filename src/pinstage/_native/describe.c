@@ -466,14 +466,15 @@ static bool is_like_first(const Stack *stack, const Found *leaf) {
 }
 
 /* Whether a sample has the strides of a new tensor, also in dimensions of size 1. Otherwise
- * `torch.stack` may choose other strides for the stack. */
-static bool has_usual_strides(const Found *leaf) {
+ * `torch.stack` may choose other strides for the stack. `from`: the first dimension that counts. */
+static bool has_usual_strides(const Found *leaf, int32_t from) {
+    const int64_t *stride = leaf->kind == RAW ? leaf->stride : leaf->source_stride;
     int64_t expected = 1;
-    for (int32_t d = leaf->ndim - 1; d >= 0; d--) {
-        if (leaf->stride[d] != expected) return false;
+    for (int32_t d = leaf->ndim - 1; d >= from; d--) {
+        if (stride[d] != expected) return false;
         expected *= leaf->shape[d] > 1 ? leaf->shape[d] : 1;
     }
-    return leaf->kind == RAW;
+    return true;
 }
 
 static void set_sample(Stack *stack, Py_ssize_t index, const Found *leaf) {
@@ -505,7 +506,8 @@ static int add_sample(Stack **stack, PyObject *samples, Py_ssize_t index, Py_ssi
     Found leaf;
     int result = find_sample(samples, index, &leaf);
     if (result != 0) return result;
-    if (leaf.nbytes > INT64_MAX / count || (usual && !has_usual_strides(&leaf))) return NOT_PLAIN;
+    if (leaf.nbytes > INT64_MAX / count || (usual && !has_usual_strides(&leaf, 0)))
+        return NOT_PLAIN;
     if (index == 0) *stack = stack_new(&leaf, count);
     if (*stack == NULL) return -1;
     if (!is_like_first(*stack, &leaf)) return NOT_PLAIN;
@@ -529,4 +531,60 @@ PyObject *alike(UNUSED PyObject *module, PyObject *args) {
     if (capsule == NULL) free(stack);
     if (capsule != NULL || PyErr_Occurred()) return capsule;
     Py_RETURN_NONE;
+}
+
+/* -- rows to be gathered ----------------------------------------------------------------------- */
+
+/* check_index(address, count, length): let negative int64 count from the end, in place; the place
+ * of the first number that isn't in a dimension of `length`, or -1. */
+PyObject *check_index(UNUSED PyObject *module, PyObject *args) {
+    unsigned long long address;
+    long long count, length;
+    if (!PyArg_ParseTuple(args, "KLL:check_index", &address, &count, &length)) return NULL;
+    int64_t *index = (int64_t *)(uintptr_t)address, place = 0;
+    for (; place < count; place++) {
+        int64_t row = index[place] < 0 ? index[place] + length : index[place];
+        if (row < 0 || row >= length) break;
+        index[place] = row;
+    }
+    return PyLong_FromLongLong(place < count ? place : -1);
+}
+
+/* A stack of one leaf: `count` rows of a tensor; NULL with an error. */
+static Stack *stack_of_rows(const Found *source, const int64_t *index, int64_t count) {
+    Stack *stack = stack_new(source, 1);
+    if (stack == NULL) return NULL;
+    int64_t itemsize = torch.itemsize[source->dtype], length = source->shape[0],
+            step = source->kind == RAW ? source->stride[0] : source->source_stride[0];
+    stack->nbytes = length > 0 ? source->nbytes / length * count : 0;
+    stack->rows = (Rows){
+        .index = index,
+        .row_bytes = stack->nbytes > 0 ? stack->nbytes / count : 0,
+        .distance = step * itemsize,
+    };
+    stack->leaves[0] =
+        (Leaf){.source = source->data, .nbytes = stack->nbytes, .rows = &stack->rows};
+    return stack;
+}
+
+/* gather(tensor, length, address, count): a stack of the rows whose numbers are at an address,
+ * which must exist as long as the stack; None unless the tensor is a plain CPU tensor of `length`
+ * rows, which have the strides of new tensors. */
+PyObject *gather(UNUSED PyObject *module, PyObject *args) {
+    PyObject *tensor;
+    unsigned long long address;
+    long long length, count;
+    if (!PyArg_ParseTuple(args, "OLKL:gather", &tensor, &length, &address, &count)) return NULL;
+    Found source;
+    bool is_tensor = Py_TYPE(tensor) == torch.tensor && !may_be_dual();
+    int result = is_tensor ? find_tensor(tensor, DL_CPU, 0, &source) : NOT_PLAIN;
+    if (result == -1) return NULL;
+    if (result == NOT_PLAIN || source.ndim < 1 || source.shape[0] != length ||
+        !has_usual_strides(&source, 1) ||
+        (source.nbytes > 0 && count > INT64_MAX / 4 / source.nbytes * length))
+        Py_RETURN_NONE;
+    Stack *stack = stack_of_rows(&source, (const int64_t *)(uintptr_t)address, count);
+    PyObject *capsule = stack == NULL ? NULL : PyCapsule_New(stack, STACK, stack_end);
+    if (capsule == NULL) free(stack);
+    return capsule;
 }

@@ -173,6 +173,15 @@ static PyMethodDef functions[] = {
     {"alike", alike, METH_VARARGS,
      "alike(samples, usual): a stack for `pack` or `Job`, or None if they differ or are not "
      "plain, or if `usual` and they have other strides than new tensors."},
+    {"check_index", check_index, METH_VARARGS,
+     "check_index(address, count, length): let negative int64 count from the end; the place of the "
+     "first number out of range, or -1."},
+    {"gather", gather, METH_VARARGS,
+     "gather(tensor, length, address, count): a stack of the rows numbered at an address, or None "
+     "if the tensor isn't plain, or its rows haven't the strides of new tensors."},
+    {"fill", fill, METH_VARARGS,
+     "fill(stack, address, nbytes): write the samples of a stack, or its rows, one behind the "
+     "other."},
     {"pack", pack, METH_VARARGS,
      "pack(table, sources, address, nbytes[, stacks]): write leaves to their places; samples of "
      "stacks, by row, one after the other."},
@@ -210,6 +219,7 @@ PyMODINIT_FUNC PyInit__core(void) {
                      : PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
     if (status == 0) status = PyModule_AddIntConstant(module, "AT_ONCE_BYTES", AT_ONCE_BYTES);
     if (status == 0) status = PyModule_AddIntConstant(module, "MOST_FEW", MOST_FEW);
+    if (status == 0) status = PyModule_AddIntConstant(module, "ROW_BYTES", ROW_BYTES);
     for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++)
         status = add_type(module, types[i]);
     if (status != 0) Py_CLEAR(module);

@@ -176,6 +176,82 @@ static void copy_strided(char *to, const Leaf *leaf, int64_t first, int64_t last
     }
 }
 
+/* Rows are fetched ahead, about as many bytes as a core can wait for at once. */
+enum { AHEAD_BYTES = 2048, MOST_ROWS_AHEAD = 32 };
+
+/* Short rows are gathered into this much memory, and stored from there as one range. */
+enum { GATHERED_BYTES = 4096 };
+
+static inline int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline __attribute__((always_inline)) void fetch(const char *row, int64_t nbytes) {
+    for (int64_t at = 0; at < nbytes; at += 64) __builtin_prefetch(row + at);
+    if (nbytes > 16)
+        __builtin_prefetch(row + nbytes - 1); /* it may begin in the middle of a line */
+}
+
+/* Copy `count` of the `left` rows whose numbers begin at `index`. */
+static inline __attribute__((always_inline)) void copy_rows(char *to, const char *source,
+                                                            const int64_t *index, int64_t count,
+                                                            int64_t left, int64_t distance,
+                                                            int64_t nbytes) {
+    int64_t ahead = less(AHEAD_BYTES / nbytes, MOST_ROWS_AHEAD);
+    for (int64_t i = 0; i < count; i++, to += nbytes) {
+        if (i + ahead < left) fetch(source + index[i + ahead] * distance, nbytes);
+        memcpy(to, source + index[i] * distance, (size_t)nbytes);
+    }
+}
+
+/* Copy short rows. A loop of its own for each usual size of an element: its copy is one load. */
+static void copy_short_rows(char *to, const char *source, const Rows *rows, int64_t first,
+                            int64_t count, int64_t left) {
+    const int64_t *index = rows->index + first;
+    int64_t distance = rows->distance;
+    switch (rows->row_bytes) {
+    case 1:
+        copy_rows(to, source, index, count, left, distance, 1);
+        break;
+    case 2:
+        copy_rows(to, source, index, count, left, distance, 2);
+        break;
+    case 4:
+        copy_rows(to, source, index, count, left, distance, 4);
+        break;
+    case 8:
+        copy_rows(to, source, index, count, left, distance, 8);
+        break;
+    case 16:
+        copy_rows(to, source, index, count, left, distance, 16);
+        break;
+    default:
+        copy_rows(to, source, index, count, left, distance, rows->row_bytes);
+    }
+}
+
+/* Copy bytes `from` to `end` of gathered rows. The first and the last row may be cut. */
+static void gather_rows(char *to, const Leaf *leaf, int64_t from, int64_t end, Stores stores) {
+    const Rows *rows = leaf->rows;
+    const int64_t size = rows->row_bytes;
+    char gathered[GATHERED_BYTES];
+    for (int64_t row = from / size, at = from % size, done; from < end; from += done, to += done) {
+        int64_t left = (end - from) / size;
+        if (at > 0 || left == 0 || size >= STREAM_BYTES) {
+            done = less(size - at, end - from);
+            if (left > 1) fetch(leaf->source + rows->index[row + 1] * rows->distance, STREAM_BYTES);
+            copy_bytes(to, leaf->source + rows->index[row] * rows->distance + at, done, stores);
+            row++;
+            at = 0;
+            continue;
+        }
+        int64_t count = stores == CACHED ? left : less(left, GATHERED_BYTES / size);
+        char *there = stores == CACHED ? to : gathered;
+        copy_short_rows(there, leaf->source, rows, row, count, left);
+        done = count * size;
+        if (there != to) copy_bytes(to, there, done, stores);
+        row += count;
+    }
+}
+
 /* -- pieces and chunks ------------------------------------------------------------------------- */
 
 /* Some whole leaves (`to` is 0), or a part of one leaf: bytes `from` to `to`, or elements if it
@@ -219,8 +295,23 @@ static int64_t padding_behind(const Leaf *leaves, int64_t count, int64_t index, 
     return next - leaves[index].offset - leaves[index].nbytes;
 }
 
+/* The number of bytes that take as long to copy as a leaf takes. */
+static int64_t work_of(const Leaf *leaf) {
+    if (leaf->rows == NULL || leaf->nbytes == 0 || leaf->rows->row_bytes >= ROW_BYTES)
+        return leaf->nbytes;
+    return leaf->nbytes / leaf->rows->row_bytes * ROW_BYTES;
+}
+
 /* Parts of a leaf are counted in elements if it is strided, else in bytes. */
 static int64_t unit_of(const Leaf *leaf) { return leaf->strides != NULL ? leaf->itemsize : 1; }
+
+/* The length of the parts into which a leaf is cut: whole rows, unless they are long. */
+static int64_t part_of(const Leaf *leaf) {
+    if (leaf->rows == NULL) return PIECE_BYTES / unit_of(leaf);
+    int64_t size = leaf->rows->row_bytes,
+            count = PIECE_BYTES / (size < ROW_BYTES ? ROW_BYTES : size);
+    return count > 0 ? count * size : PIECE_BYTES;
+}
 
 /* Copy a part of a leaf, or all of it if `to` is 0, and set the padding behind the leaf to zero. */
 static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int64_t padding,
@@ -231,6 +322,8 @@ static void move_part(const Leaf *leaf, int64_t from, int64_t to, char *at, int6
                                    : leaf->nbytes; /* a division takes longer */
     if (from == to) {
         /* there is nothing to write */
+    } else if (leaf->rows != NULL) {
+        gather_rows(at, leaf, from, to, stores);
     } else if (leaf->strides != NULL) {
         copy_strided(at, leaf, from, to);
     } else {
@@ -281,9 +374,8 @@ static void move_piece(const Job *job, const Piece *piece) {
 static int64_t cut_pieces(const Leaf *leaves, int64_t count, Piece *pieces) {
     int64_t made = 0;
     for (int64_t i = 0; i < count;) {
-        if (leaves[i].nbytes > PIECE_BYTES) {
-            int64_t length = leaves[i].nbytes / unit_of(&leaves[i]),
-                    step = PIECE_BYTES / unit_of(&leaves[i]);
+        if (work_of(&leaves[i]) > PIECE_BYTES) {
+            int64_t length = leaves[i].nbytes / unit_of(&leaves[i]), step = part_of(&leaves[i]);
             for (int64_t from = 0; from < length; from += step, made++) {
                 int64_t to = from + step < length ? from + step : length;
                 if (pieces != NULL) pieces[made] = (Piece){i, i + 1, from, to, 0};
@@ -291,10 +383,10 @@ static int64_t cut_pieces(const Leaf *leaves, int64_t count, Piece *pieces) {
             i++;
             continue;
         }
-        int64_t first = i;
-        while (i < count && leaves[i].nbytes <= PIECE_BYTES &&
+        int64_t first = i, work = 0;
+        while (i < count && work_of(&leaves[i]) <= PIECE_BYTES && work < PIECE_BYTES &&
                leaves[i].offset - leaves[first].offset < PIECE_BYTES)
-            i++;
+            work += work_of(&leaves[i++]);
         if (pieces != NULL) pieces[made] = (Piece){first, i, 0, 0, 0};
         made++;
     }

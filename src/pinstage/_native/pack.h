@@ -12,8 +12,15 @@
 
 enum { MAX_DIMS = 64 };
 
-/* A leaf to be moved: byte by byte if `strides` is NULL, else element by element into contiguous
- * memory. */
+/* Rows of a source, one behind the other. */
+typedef struct {
+    const int64_t *index; /* the number of each row in the source */
+    int64_t row_bytes;
+    int64_t distance; /* bytes from one row of the source to the next */
+} Rows;
+
+/* A leaf to be moved: row by row if it has `rows`, byte by byte if `strides` is NULL, else
+ * element by element into contiguous memory. */
 typedef struct {
     const char *source;
     int64_t offset; /* in the batch; ascending */
@@ -22,8 +29,12 @@ typedef struct {
     const int64_t *strides; /* of a strided leaf, in elements; NULL to copy its bytes */
     int32_t ndim;
     int32_t itemsize;
-    char *to; /* where it is moved to; NULL: to its place in the slab */
+    char *to;         /* where it is moved to; NULL: to its place in the slab */
+    const Rows *rows; /* NULL unless rows are gathered */
 } Leaf;
+
+/* Gathering a shorter row takes as long as copying this many bytes: it waits for memory. */
+enum { ROW_BYTES = 128 };
 
 typedef struct Job Job;
 

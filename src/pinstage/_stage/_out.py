@@ -160,7 +160,10 @@ def detached(parts: Parts, device: torch.device, *, arrays: bool = True) -> Part
             tensor.requires_grad or type(tensor) is torch.nn.Parameter
         ):
             leaves[index], has_changed = tensor.detach(), True
-    return describe(leaves, parts.structure, device, arrays=arrays) if has_changed else parts
+    if not has_changed:
+        return parts
+    changed = describe(leaves, parts.structure, device, arrays=arrays)
+    return changed._replace(stacks=parts.stacks)
 
 
 def with_own_copies(parts: Parts, device: torch.device) -> Parts:

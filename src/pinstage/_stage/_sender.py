@@ -136,7 +136,7 @@ class Sender:
             device = self.target.device
             with step("check"):
                 destinations = Destinations(parts, in_order(parts.structure, out), device)
-            leaves = self._move_few(parts.leaves)
+            leaves = None if parts.stacks else self._move_few(parts.leaves)
             if leaves is None:
                 leaves = leaves_of(self.transfer(with_own_copies(parts, device), SMALL_BYTES))
             with step("unpack"):

@@ -18,7 +18,7 @@ from typing import (
 import numpy as np
 import torch
 
-from .._batch import Keeping, Layout, OwnStorage, check_own_storage, content_of, most_threads
+from .._batch import Keeping, Layout, OwnStorage, Rows, check_own_storage, content_of, most_threads
 from .._memory import default_memory
 from .._pool import (
     HostBudget,
@@ -48,8 +48,9 @@ if TYPE_CHECKING:
 
 B = TypeVar("B")
 K = TypeVar("K")
-Array: TypeAlias = "np.ndarray[Any, Any]"
+Array: TypeAlias = "np.ndarray[Any, Any] | Rows"
 Leaf: TypeAlias = "torch.Tensor | Array"
+Alike = TypeVar("Alike", bound="torch.Tensor | Array")
 Tensors = TypeVar("Tensors", bound=Mapping[Any, torch.Tensor] | tuple[torch.Tensor, ...])
 
 
@@ -171,9 +172,9 @@ class Stager:
     @overload
     def stage(self, batch: Array) -> Transfer[torch.Tensor]: ...
     @overload
-    def stage(self, batch: dict[K, Array] | dict[K, Leaf]) -> Transfer[dict[K, torch.Tensor]]: ...
+    def stage(self, batch: dict[K, Alike] | dict[K, Leaf]) -> Transfer[dict[K, torch.Tensor]]: ...
     @overload
-    def stage(self, batch: list[Array] | list[Leaf]) -> Transfer[list[torch.Tensor]]: ...
+    def stage(self, batch: list[Alike] | list[Leaf]) -> Transfer[list[torch.Tensor]]: ...
     @overload
     def stage(self, batch: Tensors) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
     @overload
@@ -267,11 +268,11 @@ class Stager:
     def to_device(self, batch: Array, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
     @overload
     def to_device(
-        self, batch: dict[K, Array] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
+        self, batch: dict[K, Alike] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
     ) -> dict[K, torch.Tensor]: ...
     @overload
     def to_device(
-        self, batch: list[Array] | list[Leaf], *, out: list[torch.Tensor] | None = None
+        self, batch: list[Alike] | list[Leaf], *, out: list[torch.Tensor] | None = None
     ) -> list[torch.Tensor]: ...
     @overload
     def to_device(self, batch: Tensors, *, out: Tensors | None = None) -> Tensors: ...  # type: ignore[overload-overlap]
@@ -453,7 +454,7 @@ class Stager:
     @overload
     def prefetch(
         self,
-        source: Iterable[dict[K, Array] | dict[K, Leaf]],
+        source: Iterable[dict[K, Alike] | dict[K, Leaf]],
         *,
         depth: int = 2,
         background: InBackground = "auto",
@@ -461,7 +462,7 @@ class Stager:
     @overload
     def prefetch(
         self,
-        source: Iterable[list[Array] | list[Leaf]],
+        source: Iterable[list[Alike] | list[Leaf]],
         *,
         depth: int = 2,
         background: InBackground = "auto",

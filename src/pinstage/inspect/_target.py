@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, StackDataset, Subset, TensorDataset
 
 from ..errors import TargetError
 
@@ -35,7 +35,15 @@ def prints_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def first_batch(target: str) -> Any:
+class First(NamedTuple):
+    """The first batch of a target."""
+
+    batch: Any
+    advice: str
+    """A line about the dataset of its loader; empty if there is nothing to say."""
+
+
+def first_batch(target: str) -> First:
     """Import a module, call one of its functions without arguments, and return the batch that it
     makes.
 
@@ -57,7 +65,7 @@ def first_batch(target: str) -> Any:
     try:
         made = thing() if callable(thing) and not isinstance(thing, DataLoader) else thing
         for batch in _batches_of(made):
-            return batch
+            return First(batch, _advice(made))
     except (Exception, SystemExit) as error:
         raise TargetError(f"{target} raised {type(error).__name__}: {error}") from error
     if made is None:
@@ -66,6 +74,16 @@ def first_batch(target: str) -> Any:
         )
     kind = type(made).__name__
     raise TargetError(f"{target} returns an empty {kind}; there is no batch to look at")
+
+
+def _advice(made: Any) -> str:
+    dataset = type(getattr(made, "dataset", None))
+    if type(made) is not DataLoader or dataset not in (TensorDataset, StackDataset, Subset):
+        return ""
+    return (
+        f"dataset: torch's loader reads a {dataset.__name__} sample by sample; if it is tensors in "
+        "memory, ps.DataLoader without workers gathers their rows"
+    )
 
 
 def _object_in(module: ModuleType, name: str, module_name: str) -> Any:

@@ -1,0 +1,158 @@
+"""`Rows`: a leaf that stands for rows of a tensor, which are gathered when it is packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import torch
+
+from ._arrays import as_tensor
+from ._stacks import RowStacks, Stack, stack_samples
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+
+
+@final
+class Rows:
+    """A leaf of a batch that stands for ``tensor[index]``. Made by `rows`.
+
+    Staged, it becomes a tensor. Pickled or copied, it is the tensor that `tensor` returns, never
+    the whole source.
+    """
+
+    __slots__ = ("_index", "_source")
+
+    def __init__(
+        self, tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[int]
+    ) -> None:
+        self._source = _checked_source(tensor)
+        self._index = _checked_index(index)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the index, then the shape of a row."""
+        return torch.Size((*self._index.shape, *self._source.shape[1:]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self._source.dtype
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def tensor(self) -> torch.Tensor:
+        """Gather the rows now, by one thread, and return them on the CPU.
+
+        Raises:
+            IndexError: an index is out of range.
+        """
+        tensor: torch.Tensor = gathered(self)
+        return tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.tensor(),)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<Rows {dtype} {list(self.shape)}, of {len(self._source)}>"
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def rows(tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[int]) -> Rows:
+    """Return a leaf of a batch that stands for ``tensor[index]``, along the first dimension.
+
+    ```python
+    for index in sampler:
+        leaves = {"x": ps.rows(features, index), "y": ps.rows(labels, index)}
+        batch = stager.to_device(leaves)
+    ```
+
+    The rows are gathered right into the slab when the batch is packed, by several threads if that
+    is worth it. Use it for replay buffers, token windows (``data.unfold(0, length, 1)``), features
+    of nodes, or embeddings on the host. It may be anywhere in a batch. Batches that stay on the
+    host have the gathered tensor in its place, as does pickle.
+
+    Staging reads tensor and index, like any leaf's memory, before it returns. It copies the index
+    first, checks the copy, and uses only that.
+
+    Args:
+        tensor: on the CPU; or a numpy array, such as a memmap. Its rows may be at any distance from
+            each other, and overlap.
+        index: the numbers of the rows: int32 or int64, on the CPU, of any shape, or a list of ints,
+            which is copied now. Negative numbers count from the end. Staging raises an `IndexError`
+            if one is out of range.
+
+    Raises:
+        TypeError: `tensor` is on a device, requires grad, is of a subclass, or has no rows; or
+            `index` is of another type.
+    """
+    return Rows(tensor, index)
+
+
+def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stack | torch.Tensor:
+    """Return the rows as a stack, or their tensor if torch had to gather them.
+
+    Args:
+        leaf: the rows.
+        row_stacks: of the batch.
+        path: returns where the leaf is in the batch, for an error.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
+    source, index = leaf._source, leaf._index
+    try:
+        return row_stacks.stack(source, index) or source[row_stacks.index_for(source, index)]
+    except IndexError as error:
+        raise IndexError(f"batch{path()} {error}") from None
+
+
+def gathered(leaf: Any, path: Callable[[], str] = str) -> Any:
+    """Return the tensor of `Rows`; any other leaf as it is. `path`: see `stack_of`."""
+    if type(leaf) is not Rows:
+        return leaf
+    stack = stack_of(leaf, RowStacks(), path)
+    if isinstance(stack, torch.Tensor):
+        return stack
+    stack_samples([stack])
+    return stack.stand_in
+
+
+def _checked_source(tensor: Any) -> torch.Tensor:
+    source = as_tensor(tensor)
+    if type(source) is not torch.Tensor:
+        what = f"a {type(tensor).__name__}"
+    elif not source.is_cpu or source.layout is not torch.strided:
+        what = f"{source.layout} on {source.device}"
+    elif source.requires_grad or not source.ndim:
+        what = "a tensor that requires grad" if source.requires_grad else "a tensor without rows"
+    else:
+        return source
+    raise TypeError(
+        f"rows takes a plain tensor with rows on the CPU, or a numeric array: {what}; index it "
+        "yourself, or pass its .detach() or .cpu()"
+    )
+
+
+def _checked_index(index: Any) -> torch.Tensor:
+    numbers = as_tensor(index)
+    is_list = isinstance(index, list | tuple | range)
+    if is_list and set(map(type, index)) <= {int}:
+        numbers = torch.tensor(list(index), dtype=torch.int64, device="cpu")
+    if (
+        type(numbers) is torch.Tensor
+        and numbers.is_cpu
+        and numbers.dtype in (torch.int32, torch.int64)
+    ):
+        return numbers
+    given = f" of {numbers.dtype}" if isinstance(numbers, torch.Tensor) else ""
+    raise TypeError(
+        f"rows takes an index of int32 or int64 on the CPU, or a list of ints: "
+        f"{type(index).__name__}{given}; for a mask, pass mask.nonzero()[:, 0]"
+    )

@@ -1,0 +1,254 @@
+"""`ps.rows`: rows of a tensor, gathered when they are packed, as indexing gathers them."""
+
+import copy
+import pickle
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from bitwise import bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import PRINTABLE_DTYPES, assert_same, tensor_of
+
+import pinstage as ps
+from pinstage._native import core
+
+SHAPES = [(), (1,), (2,), (13,), (3, 5), (1000,), (1025,), (3, 40_000), (0,), (2, 0, 3)]
+
+
+@pytest.fixture(scope="module")
+def stager():
+    with ps.Stager("cpu", max_bytes="256MiB") as stager:
+        yield stager
+
+
+def sources(dtype, count, shape):
+    """Return tensors of one shape whose rows are stored in all the ways that are possible."""
+    dense = tensor_of(dtype, (count, *shape), 3)
+    wide = tensor_of(dtype, (2 * count, *shape), 4)[::2]
+    yield from (dense, wide, dense[:1].expand(dense.shape))
+    if len(shape) > 1:
+        yield tensor_of(dtype, (count, *shape[::-1]), 5).movedim(1, -1).reshape(dense.shape)
+        yield tensor_of(dtype, (count, *shape[:-2], shape[-1], shape[-2]), 6).mT
+
+
+@st.composite
+def indexed(draw):
+    dtype, shape = draw(st.sampled_from(PRINTABLE_DTYPES)), draw(st.sampled_from(SHAPES))
+    count = draw(st.integers(1, 9))
+    source = draw(st.sampled_from(list(sources(dtype, count, shape))))
+    size = draw(st.lists(st.integers(0, 3), max_size=2))
+    numbers = torch.randint(
+        -count, count, size, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    )
+    return source, numbers.to(draw(st.sampled_from([torch.int32, torch.int64])))
+
+
+@settings(max_examples=60)
+@given(indexed())
+def test_rows_are_what_indexing_returns(stager, case):
+    source, index = case
+    expected = torch.empty((*index.shape, *source.shape[1:]), dtype=source.dtype)
+    for place in np.ndindex(*index.shape):
+        bits(expected[place])[...] = bits(source[int(index[place])])
+    leaf = ps.rows(source, index)
+    assert leaf.shape == expected.shape
+    assert leaf.dtype == source.dtype
+    staged = stager.to_device({"rows": leaf, "also": [leaf, torch.ones(3)]})
+    assert staged["rows"] is staged["also"][0]
+    assert_same(expected, staged["rows"].contiguous())
+    assert_same(expected, leaf.tensor().contiguous())
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 8, 16, 52, 127, 1023, 1024, 5000, 300_000])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_large_batches_are_cut_anywhere(row_bytes, threads):
+    count = min(3_000_000 // row_bytes, 40_000)
+    source = tensor_of(torch.uint8, (max(count // 3, 2), row_bytes), 1)
+    index = torch.randint(len(source), (count,))
+    batch = [torch.ones(5), ps.rows(source, index), ps.rows(source, index.flip(0)), torch.ones(300)]
+    with ps.Stager("cpu", pack_threads=threads) as stager:
+        staged = stager.to_device(batch)
+    assert_same([batch[0], source[index], source[index.flip(0)], batch[3]], staged)
+
+
+@pytest.mark.usefixtures("both_paths")
+def test_arrays_memmaps_and_lists_are_taken(stager, tmp_path):
+    numbers = np.memmap(tmp_path / "tokens", np.uint16, "w+", shape=(5000,))
+    numbers[:] = np.arange(5000)
+    numbers.flush()
+    tokens = torch.from_numpy(np.memmap(tmp_path / "tokens", np.uint16, "c", shape=(5000,)))
+    windows = tokens.unfold(0, 17, 1)
+    index = np.array([[4, -1], [100, 0]], np.int32)
+    read_only = np.memmap(tmp_path / "tokens", np.uint16, "r").reshape(-1, 5)
+    batch = ps.rows(windows, index), ps.rows(read_only, [3, 3, -2]), ps.rows(numbers, [])
+    expected = windows.to(torch.int32)[torch.from_numpy(index).long()].to(torch.uint16)
+    staged = stager.to_device(batch)
+    assert_same((expected, torch.from_numpy(read_only[[3, 3, -2]]), tokens[:0]), staged)
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+@ps.register_node
+class Box:
+    def __init__(self, inside):
+        self.inside = inside
+
+
+def test_rows_may_be_anywhere_in_a_batch(stager):
+    source = torch.arange(20.0).view(10, 2)
+    leaf, expected = ps.rows(source, [1, 5]), source[[1, 5]]
+    batch = {"a": (leaf, 3), "b": Pair("text", leaf), "c": Box([leaf]), "d": ps.on_host(leaf)}
+    staged = stager.stage(batch).wait()
+    found = [staged["a"][0], staged["b"].second, staged["c"].inside[0]]
+    assert found[0] is found[1] is found[2]
+    assert_same([expected, expected.clone()], [found[0], staged["d"]])
+    layout = ps.Layout.of(batch)
+    memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+    layout.pack(batch, memory)
+    unpacked = layout.unpack(memory, layout.others(batch))
+    assert_same(expected, unpacked["a"][0])
+    assert_same(expected, unpacked["d"])
+    assert_same([expected], next(iter(stager.prefetch([[leaf]]))))
+    assert_same([expected], stager.to_host([leaf]))
+
+
+@pytest.mark.parametrize("size", [3, 30_000, 400_000])
+def test_rows_are_written_into_existing_tensors(stager, size):
+    source = torch.arange(1000)
+    index = torch.randint(1000, (size,))
+    out = [torch.zeros(size, dtype=torch.int64), torch.zeros(2)]
+    batch = [ps.rows(source, index), torch.ones(2, requires_grad=True)]
+    written = stager.to_device(batch, out=out)
+    assert written[0] is out[0]
+    assert_same([source[index], torch.ones(2)], out)
+
+
+def test_a_path_keeps_gathered_rows_on_the_host():
+    source = torch.arange(6)
+    with ps.Stager("cpu", keep_on_host=["['kept']"]) as stager:
+        staged = stager.to_device({"kept": ps.rows(source, [2]), "x": ps.rows(source, [4])})
+        assert_same({"kept": source[2:3], "x": source[4:5]}, staged)
+        with pytest.raises(IndexError, match=r"\['kept'\].*7"):
+            stager.to_device({"kept": ps.rows(source, [7])})
+
+
+def test_the_whole_source_is_never_pickled():
+    leaf = ps.rows(torch.zeros(1_000_000), [3, 4])
+    pickled = pickle.dumps(leaf)
+    assert len(pickled) < 10_000
+    assert_same(torch.zeros(2), pickle.loads(pickled))
+    assert_same(torch.zeros(2), copy.deepcopy(leaf))
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("number", [5, -6, 2**40, -(2**63), 2**63 - 1])
+def test_an_index_out_of_range_reads_nothing(stager, number):
+    batch = {"x": [torch.ones(2), ps.rows(torch.zeros(5, 3), [0, 4, number])]}
+    before = stager.stats()
+    with pytest.raises(IndexError) as raised:
+        stager.to_device(batch)
+    assert "batch['x'][1]" in str(raised.value)
+    assert f"{number} for 5 rows" in str(raised.value)
+    assert "from -5 to 4" in str(raised.value)
+    assert stager.stats() == before
+
+
+def test_nothing_can_be_indexed_in_an_empty_source(stager):
+    with pytest.raises(IndexError, match="0 for 0 rows"):
+        stager.to_device(ps.rows(torch.zeros(0, 3), [0]))
+    assert_same(torch.zeros(0, 3), stager.to_device(ps.rows(torch.zeros(0, 3), [])))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "index"),
+    [
+        (torch.zeros(3, requires_grad=True), [0]),
+        (torch.nn.Parameter(torch.zeros(3), requires_grad=False), [0]),
+        (torch.zeros(3, device="meta"), [0]),
+        (torch.zeros(3).to_sparse(), [0]),
+        (torch.tensor(3), [0]),
+        (np.array(["a"]), [0]),
+        (np.ma.array([1, 2]), [0]),
+        ([1, 2, 3], [0]),
+        (torch.zeros(3), [True]),
+        (torch.zeros(3), [0.5]),
+        (torch.zeros(3), 1),
+        (torch.zeros(3), torch.tensor([True, False, True])),
+        (torch.zeros(3), torch.tensor([1], dtype=torch.uint8)),
+        (torch.zeros(3), np.array([1.0])),
+        (torch.zeros(3), torch.zeros(1, dtype=torch.int64, device="meta")),
+    ],
+)
+def test_other_arguments_are_refused(tensor, index):
+    with pytest.raises(TypeError, match=r"rows takes|lose its mask"):
+        ps.rows(tensor, index)
+
+
+def test_source_and_index_are_read_by_staging(stager):
+    source, index = torch.arange(10), torch.tensor([1, 2])
+    leaf = ps.rows(source, index)
+    source += 100
+    index += 1
+    assert_same(torch.tensor([102, 103]), stager.to_device(leaf))
+    assert (len(leaf), repr(leaf)) == (2, "<Rows int64 [2], of 10>")
+
+
+def test_an_index_may_change_in_another_thread(stager):
+    source = torch.arange(1000)
+    index = torch.zeros(200_000, dtype=torch.int64)
+    done = threading.Event()
+
+    def change():
+        while not done.is_set():
+            index.fill_(2**40)
+            index.fill_(7)
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(30):
+            try:
+                staged = stager.to_device(ps.rows(source, index))
+            except IndexError:
+                continue
+            assert set(staged.unique().tolist()) <= {0, 7}
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_refused_slab_gathers_rows_in_parts(monkeypatch):
+    source = torch.arange(3_000_000)
+    index = torch.randint(len(source), (600_000,))
+    take = ps.memory.PageableMemory._take
+
+    def take_some(memory, nbytes, device):
+        if nbytes > 1 << 21:
+            raise OSError("none left")
+        return take(memory, nbytes, device)
+
+    monkeypatch.setattr("pinstage.memory.PageableMemory._take", take_some)
+    with ps.Stager("cpu") as stager, pytest.warns(ps.errors.StagingWarning):
+        assert_same(
+            [source[index], torch.ones(5)],
+            stager.to_device([ps.rows(source, index), torch.ones(5)]),
+        )
+
+
+def test_a_stack_of_another_size_is_refused():
+    source, index = torch.arange(10), torch.tensor([1, 2])
+    found = core.gather(source, 10, index.data_ptr(), 2)
+    parts = ps._batch.take_apart([torch.zeros(5)])
+    memory = torch.empty(parts.table.nbytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="don't fill"):
+        core.pack(parts.table.data, parts.sources, memory.data_ptr(), memory.nbytes, {0: found})
+    with pytest.raises(ValueError, match="doesn't fill"):
+        core.fill(found, memory.data_ptr(), 8)
