@@ -103,10 +103,10 @@ static bool is_pageable(const Found *leaf) {
     return !is_known(leaf->data) && !is_known(leaf->data + leaf->nbytes - 1);
 }
 
-bool are_read_at_once(const Found *leaves, int count, void *stream) {
+bool are_read_at_once(const Found *leaves, const bool *is_locked, int count, void *stream) {
     bool is_known_idle = false;
     for (int i = 0; i < count; i++) {
-        if (leaves[i].nbytes <= AT_ONCE_BYTES) continue;
+        if (is_locked[i] || leaves[i].nbytes <= AT_ONCE_BYTES) continue;
         if (!is_pageable(&leaves[i]) || !(is_known_idle || (is_known_idle = is_idle(stream))))
             return false;
     }

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* More bytes are moved as quickly from one slab, or by another stream if they are page-locked. */
+/* More bytes that aren't page-locked are moved as quickly from one slab. */
 enum { MOST_FEW_BYTES = 1024 * 1024 };
 
 /* A smaller leaf is copied through a buffer in less time than CUDA takes to say where it is. */
@@ -17,11 +17,11 @@ typedef struct {
     bool is_cuda;
     int borrows; /* whether page-locked leaves may be read after the call */
     int device_index;
-    void *stream;
-    int count;  /* tensors and arrays among the leaves */
-    int locked; /* those that are read after the call */
-    int made;   /* those that have a destination */
-    int64_t nbytes;
+    void *stream, *copies;  /* the current one, and ours */
+    int count;              /* tensors and arrays among the leaves */
+    int locked;             /* those that are sent from page-locked memory */
+    int made;               /* those that have a destination */
+    int64_t nbytes, others; /* of all, and of those that aren't sent from page-locked memory */
     Found sources[MOST_FEW];
     bool is_locked[MOST_FEW];    /* of each source */
     Py_ssize_t index[MOST_FEW];  /* of each source in the leaves */
@@ -43,12 +43,13 @@ static int add_source(Few *few, PyObject *leaf, Py_ssize_t index) {
     bool is_tensor = Py_TYPE(leaf) == torch.tensor;
     int result = is_tensor ? find_tensor(leaf, DL_CPU, 0, source) : find_array(leaf, source);
     if (result != 0) return result;
+    if (source->kind != RAW || torch.scalar[source->dtype] < 0) return NOT_PLAIN;
+    bool is_asked = few->copies != NULL &&
+                    source->nbytes >= (few->borrows ? ASK_FROM_BYTES : AT_ONCE_BYTES + 1);
+    bool is_locked = is_asked && where_is(source->data, source->nbytes) == IN_ONE;
     few->nbytes += source->nbytes;
-    bool is_small = few->borrows || few->nbytes <= MOST_FEW_BYTES;
-    if (!is_small || source->kind != RAW || torch.scalar[source->dtype] < 0) return NOT_PLAIN;
-    bool is_locked = few->borrows && source->nbytes >= ASK_FROM_BYTES &&
-                     where_is(source->data, source->nbytes) == IN_ONE;
-    if (few->borrows && !is_locked && source->nbytes > AT_ONCE_BYTES) return NOT_PLAIN;
+    few->others += is_locked ? 0 : source->nbytes;
+    if (few->others > MOST_FEW_BYTES) return NOT_PLAIN;
     few->is_locked[few->count] = is_locked;
     few->locked += is_locked;
     few->index[few->count++] = index;
@@ -75,8 +76,10 @@ static int find_sources(Few *few) {
     }
     if (result != 0) return result;
     bool is_read =
-        !few->is_cuda || few->borrows || are_read_at_once(few->sources, few->count, few->stream);
-    return few->count > 0 && is_read ? 0 : NOT_PLAIN;
+        !few->is_cuda || are_read_at_once(few->sources, few->is_locked, few->count, few->stream);
+    /* Copies of our stream don't wait for earlier users of the memory. */
+    bool is_free = !few->is_cuda || few->borrows || few->locked == 0 || is_idle(few->stream);
+    return few->count > 0 && is_read && is_free ? 0 : NOT_PLAIN;
 }
 
 /* Make the destinations; false if there is no memory. */
@@ -92,13 +95,30 @@ static bool make_tensors(Few *few) {
     return true;
 }
 
+/* Copy page-locked sources by our stream, and wait until they have been read; false if the driver
+ * refuses it. */
+static bool copy_locked(const Few *few) {
+    Copies copies;
+    if (!copies_new(&copies, few->count)) {
+        PyErr_Clear();
+        return false;
+    }
+    for (int i = 0; i < few->count; i++) {
+        if (few->is_locked[i])
+            copies_add(&copies, few->to[i], few->sources[i].data, few->sources[i].nbytes);
+    }
+    bool is_done = copies_send_locked(&copies, few->copies, true);
+    free(copies.to);
+    return is_done;
+}
+
 /* Copy the sources to a device; return CUDA's error. `buffer`: see `copy_at_once`. */
 static int copy_to_device(const Few *few, char *buffer) {
     int code = 0;
     PyThreadState *state = PyEval_SaveThread();
     for (int i = 0; i < few->count && code == 0; i++) {
         if (few->is_locked[i]) {
-            code = copy_later(few->to[i], &few->sources[i], few->stream);
+            if (few->borrows) code = copy_later(few->to[i], &few->sources[i], few->stream);
         } else if (few->sources[i].nbytes > 0) {
             code = copy_at_once(few->to[i], &few->sources[i], buffer, few->stream);
         }
@@ -139,34 +159,37 @@ static PyObject *copy_few(const Few *few) {
     if (buffer == NULL) Py_RETURN_NONE;
     int code = copy_to_device(few, buffer);
     free(buffer);
+    if (code == 0 && few->locked > 0 && !few->borrows && !copy_locked(few)) Py_RETURN_NONE;
     return code != 0 ? PyLong_FromLong(-(long)code) : moved(few);
 }
 
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, borrows, most_bytes):
- * move leaves as `.to()` would, on torch's current stream. All leaves have been read when it
- * returns, without waiting for earlier work, but for page-locked leaves of at least 16 KiB if it
- * `borrows`.
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, copies, borrows,
+ * most_bytes): move leaves as `.to()` would, on torch's current stream. All leaves have been read
+ * when it returns, without waiting for earlier work, but for page-locked leaves of at least 16 KiB
+ * if it `borrows`.
  *
- * atoms: types of leaves that stay as they are, except those of wrappers. most_bytes: if leaves
- * that can be borrowed have more bytes together, and the stream is busy, their number is returned,
- * and nothing is moved.
+ * atoms: types of leaves that stay as they are, except those of wrappers. copies: our stream, which
+ * page-locked leaves of more than AT_ONCE_BYTES take if the current one is idle and the call doesn't
+ * borrow; 0: CUDA isn't asked where leaves are. most_bytes: if leaves of a call that borrows have
+ * more bytes together, and the stream is busy, their number is returned, and nothing is moved.
+ *
  * Returns the new leaves, how many were moved, their bytes, the number of copies, and how many
- * leaves are read after the call. Returns None if the leaves are not few, small and plain, would
- * not be read at once, or there is no memory; returns CUDA's error as a negative number. */
+ * leaves were sent from page-locked memory. Returns None if the leaves are not few, small and plain,
+ * would not be read at once, or there is no memory; returns CUDA's error as a negative number. */
 PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     Few few; /* not all zeros: that would take as long as a small copy */
     few.count = few.made = few.locked = 0;
-    few.nbytes = 0;
+    few.nbytes = few.others = 0;
     int device_type;
-    unsigned long long stream;
+    unsigned long long stream, copies;
     long long most_bytes;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiKpL:move_few", &PyList_Type, &few.leaves, &few.atoms,
-                          &few.wrappers, &device_type, &few.device_index, &stream, &few.borrows,
-                          &most_bytes))
+    if (!PyArg_ParseTuple(args, "O!(OO)iiKKpL:move_few", &PyList_Type, &few.leaves, &few.atoms,
+                          &few.wrappers, &device_type, &few.device_index, &stream, &copies,
+                          &few.borrows, &most_bytes))
         return NULL;
     few.is_cuda = device_type == 1;
-    few.borrows = few.borrows && sends_locked();
     few.stream = (void *)(uintptr_t)stream;
+    few.copies = sends_locked() ? (void *)(uintptr_t)copies : NULL;
     if (!makes_views() || (few.is_cuda && !has_driver())) Py_RETURN_NONE;
     int result = find_sources(&few);
     if (result == -1) return NULL;

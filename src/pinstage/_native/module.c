@@ -195,7 +195,8 @@ static PyMethodDef functions[] = {
      "match(table, tensors, device_type, device_index): rows whose tensors torch can write by one "
      "call for each pair of dtypes, by these, and the other rows that have a tensor."},
     {"move_few", move_few, METH_VARARGS,
-     "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, borrows, most_bytes)"},
+     "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, copies, borrows, "
+     "most_bytes)"},
     {"copy_out", copy_out, METH_VARARGS,
      "copy_out([(to, from, nbytes)...], stream): copy from a device to the host; the number of "
      "copies, or -error of CUDA"},

@@ -199,7 +199,7 @@ class Few(NamedTuple):
     nbytes: int
     copies: int
     locked: int
-    """The number of leaves that are read after the call."""
+    """The number of leaves that are sent from page-locked memory."""
 
 
 class HostCopy(NamedTuple):
@@ -322,20 +322,20 @@ class Target:
         return make_blocks(table, sharing, self.device)
 
     def move_few(self, leaves: list[Any], *, borrows: bool, most_bytes: int) -> Few | int | None:
-        """Copy a few leaves, each to its own tensor, on the current stream.
+        """Copy a few leaves, each to its own tensor, which belongs to the current stream.
 
-        Returns when small and pageable leaves have been read.
+        Page-locked leaves take `stream` if that is idle, unless they may be read after the call.
 
         Args:
             leaves: the leaves of a batch.
-            borrows: whether page-locked leaves may be read later.
-            most_bytes: what such leaves may have together.
+            borrows: whether page-locked leaves may be read after the call.
+            most_bytes: what such leaves may have together if the stream is busy.
 
         Returns:
             None if the leaves are too many, too large, or not plain, or if the copies would wait
             for the device. The bytes of page-locked leaves that have more than `most_bytes`.
         """
-        few = _native.core.move_few(leaves, _TYPES, 0, 0, 0, borrows, most_bytes)
+        few = _native.core.move_few(leaves, _TYPES, 0, 0, 0, 0, borrows, most_bytes)
         return tuple.__new__(Few, few) if isinstance(few, tuple) else few
 
     def copy(self, blocks: Blocks, host: HostBytes, start: int, end: int, stream: Any) -> int:
@@ -600,9 +600,10 @@ class CudaTarget(Target):
             return None
         if self._marks and not self.has_room():
             return None
-        if borrows and not _native.core.has_context():
+        if not _native.core.has_context():
             make_current(index)
-        args = leaves, _TYPES, 1, index, self._cuda.raw_stream(index), borrows, most_bytes
+        streams = self._cuda.raw_stream(index), self.stream.cuda_stream
+        args = leaves, _TYPES, 1, index, *streams, borrows, most_bytes
         moved = _native.core.move_few(*args)
         if isinstance(moved, int) and moved < 0:
             moved = self._again(moved, _native.core.move_few, *args)

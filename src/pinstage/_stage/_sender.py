@@ -168,22 +168,25 @@ class Sender:
         """
         if self.keeping is not None or self.own_storage is False or not self.slabs.is_open():
             return None
-        target = self.target
-        consumer = stream = None
+        target, made = self.target, list[torch.Tensor]()
         few = target.move_few(leaves, borrows=self.borrows, most_bytes=SMALL_BYTES)
+        on_our_stream = isinstance(few, int) or not self.borrows
         if isinstance(few, int):
-            consumer, stream = target.consumer(None), target.stream
             if self.run_ahead is not None:
+                consumer = target.consumer(None)
                 self.run_ahead.bound(target.record(consumer), consumer)
-            with target.on(stream):
+            with target.on(target.stream):
                 few = target.move_few(leaves, borrows=True, most_bytes=few)
+            if isinstance(few, Few):
+                made = [leaf for leaf in few.leaves if isinstance(leaf, torch.Tensor)]
         if not isinstance(few, Few):
             return None
         if few.locked:
-            event = target.record(target.consumer(stream))
-            kept.until(event, leaves)
-            if stream is not None:
-                made = [leaf for leaf in few.leaves if isinstance(leaf, torch.Tensor)]
+            consumer = target.consumer(None)
+            event = target.record(target.stream if on_our_stream else consumer)
+            if self.borrows:
+                kept.until(event, leaves)
+            if on_our_stream:
                 target.hand_over(event, made, consumer)
         self.counters.add(few.copies, few.tensors, few.nbytes, few.nbytes, few.tensors, 0)
         return few.leaves
