@@ -557,6 +557,8 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
         return ""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
+    measured_ways = {row["variant"] for row in result["rows"] if only in (None, row["case"])}
+    ways = {name: title for name, title in ways.items() if name in measured_ways}
     lines = head(["ms per step", *ways.values(), "speed-up"])
     for case, rows in by_case(result).items():
         if only not in (None, case):

@@ -14,7 +14,6 @@ from doubles import PATIENCE_SECONDS, wait_until
 from torch.utils.data import DataLoader
 
 import pinstage as ps
-from pinstage._stage import _background
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,11 +24,15 @@ MIB = 1 << 20
 SIZES = {"small": 8, "one copy": 100_000, "chunks": 4 * MIB}
 
 
+def has_thread():
+    return any(thread.name == "pinstage.prefetch" for thread in threading.enumerate())
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left():
     yield
     gc.collect()
-    wait_until(lambda: not _background._threads)
+    wait_until(lambda: not has_thread())
 
 
 def numbered(count, size):
@@ -203,7 +206,7 @@ def test_leaving_a_pass_frees_its_device_memory(cuda_device):
         for _ in stager.prefetch(numbered(100, 4 * MIB), depth=3, background=True):
             break
         del _
-        wait_until(lambda: not _background._threads)
+        wait_until(lambda: not has_thread())
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() == before
 

@@ -13,7 +13,7 @@ MOST_WORDS = 12_135
 """Limit for all pages together: half of the 24,270 words of 2026-11-27."""
 MOST_WORDS_OF = {"performance": 1_500, "concepts": 1_800, "measurements": 50}
 
-CONSTANTS = {"12.5%", "25%", "50%", "60%", "0.1 seconds", "0.2 seconds", "60 seconds"}
+CONSTANTS = {"12.5%", "25%", "50%", "60%", "0.1 seconds", "60 seconds"}
 """Of rounding, estimates, a check and timeouts. The model of `pinstage trace` has more."""
 FIGURE = re.compile(
     r"\d[\d.,]*[\s-]*(?:[mnuµ]?s|(?:milli|micro|nano)?sec(?:onds?)?|minutes?|hours?|[KMG]i?B/s|"

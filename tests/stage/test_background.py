@@ -7,7 +7,6 @@ import contextlib
 import contextvars
 import gc
 import signal
-import subprocess
 import textwrap
 import threading
 import time
@@ -30,12 +29,16 @@ from pinstage._stage import _background
 from pinstage.errors import PinstageError, PoolClosedError
 
 
+def has_thread():
+    return any(thread.name == "pinstage.prefetch" for thread in threading.enumerate())
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left():
     """Fail a test that leaves a thread behind."""
     yield
     gc.collect()
-    wait_until(lambda: not _background._threads)
+    wait_until(lambda: not has_thread())
 
 
 def numbered(count):
@@ -97,10 +100,6 @@ class OwnIteration(DataLoader):
         yield from super().__iter__()
 
 
-class Prepared(list):
-    gradient_state = "there is one"
-
-
 WEIGHTED = torch_data.WeightedRandomSampler([1.0] * 8, 8)
 
 IN_A_THREAD = {
@@ -131,7 +130,6 @@ HERE = {
     "a generator": lambda: (number for number in [1]),
     "an iterator of a loader": lambda: iter(loader(num_workers=0)),
     "ours": lambda: ps.DataLoader(range(8), 2, num_workers=1, device="cpu"),
-    "prepared": Prepared,
 }
 
 
@@ -151,11 +149,6 @@ def test_auto_uses_a_thread_where_next_draws_nothing(stager, kind):
             [],
             {"depth": 0, "background": True},
             "background=True needs a depth of 1 or more: 0 stages nothing ahead",
-        ),
-        (
-            Prepared(),
-            {"background": True},
-            r"Accelerate's Prepared: .*pinstage\.integrations\.accelerate\.prepare",
         ),
         *(
             ([], {"background": wrong}, f"background must be 'auto', True or False: {wrong!r}")
@@ -189,7 +182,7 @@ def test_without_threads_the_caller_reads(stager, monkeypatch):
     def refuse(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(_background._thread, "start_new_thread", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     source = Held(4)
     source.go_on(4)
     assert [int(batch) for batch in stager.prefetch(source, background=True)] == [0, 1, 2, 3]
@@ -391,11 +384,11 @@ LEAVE = [
 def test_an_abandoned_pass_ends_when_the_source_returns(stager, leave):
     source = Held()
     leave(stager.prefetch(source, background=True), in_the_second(source))
-    assert _background._threads
+    assert has_thread()
     assert source.closed_in is None
     source.go_on()
     returned = time.monotonic()
-    wait_until(lambda: not _background._threads)
+    wait_until(lambda: not has_thread())
     assert time.monotonic() - returned < 1
     assert source.calls == 2
     assert source.closed_in not in (None, _thread.get_ident())
@@ -423,7 +416,7 @@ def test_an_abandoned_pass_waits_for_no_slab(leave, is_first, background):
     ):
         leave(stager.prefetch(source, background=True), in_the_line)
         left = time.monotonic()
-        wait_until(lambda: not _background._threads)
+        wait_until(lambda: not has_thread())
         assert time.monotonic() - left < 1
         assert source.closed_in not in (None, _thread.get_ident())
         assert pool.stats().leased_slabs == 1
@@ -461,7 +454,7 @@ def test_batches_before_an_error_end_with_the_pass(stager):
 
     batches = iter(stager.prefetch(read(), depth=3, background=True))
     next(batches)
-    wait_until(lambda: not _background._threads)  # it has passed on its error
+    wait_until(lambda: not has_thread())  # it has passed on its error
     gc.collect()
     gc.disable()
     try:
@@ -509,14 +502,43 @@ def test_a_new_pass_waits_for_the_timeout(stager):
     held.go_on()
 
 
-def test_simultaneous_passes_over_shared_workers_lose_nothing(stager):
+def test_another_pass_ends_the_one_whose_thread_reads(stager):
     source = loader(num_workers=2, batch_size=1, persistent_workers=True)
     older = iter(stager.prefetch(source))
     assert int(next(older)) == 0
-    newer = iter(stager.prefetch(source))  # torch's iterator begins again, for both
-    seen = [int(next(iterator)) for iterator in (newer, older, newer)]
-    seen += [*map(int, newer), *map(int, older)]
-    assert set(seen) == set(range(8))
+    newer = iter(stager.prefetch(source))
+    assert int(next(newer)) == 0
+    with pytest.raises(PinstageError, match="cannot continue this pass over the DataLoader: "):
+        next(older)
+    assert next(older, None) is None
+    assert list(map(int, newer)) == list(range(1, 8))
+
+
+def test_another_pass_wakes_a_loop_that_waits(stager, background, monkeypatch):
+    monkeypatch.setattr(_background, "_WAIT_SECONDS", 0.05)
+    source = Held()
+    batches = iter(stager.prefetch(source, background=True))
+    next(batches)
+    waiting = background(next, batches)
+    in_the_second(source)()
+    with pytest.raises(PinstageError, match="cannot read the Held"):
+        iter(stager.prefetch(source))
+    assert not waiting.done()
+    source.go_on()
+    with pytest.raises(PinstageError, match="cannot continue this pass over the Held"):
+        waiting.result(PATIENCE_SECONDS)
+
+
+def test_a_state_that_is_loaded_ends_the_pass(stager):
+    batches = stager.prefetch(StatefulDataLoader(range(80), 2, num_workers=1))
+    iterator = iter(batches)
+    next(iterator)
+    state = batches.state_dict()
+    next(iterator)
+    batches.load_state_dict(state)
+    with pytest.raises(PinstageError, match="cannot continue this pass over the Stateful"):
+        next(iterator)
+    assert next(iter(batches)).tolist() == [2, 3]
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -541,7 +563,7 @@ def test_a_forked_child_reports_the_missing_thread(stager):
             PinstageError, match=r"pass of process \d+ in process \d+: .*; begin a pass with"
         ):
             next(iterator)
-        assert _background._threads == {}
+        assert not has_thread()
         iter(batches)
 
     claim_in_child(claim)
@@ -550,103 +572,137 @@ def test_a_forked_child_reports_the_missing_thread(stager):
 
 # -- the end of the program ------------------------------------------------------------------------
 
-PROGRAMS = {
-    "a source that sleeps": """
-        def read():
-            yield torch.ones(2)
-            reading.set()
-            time.sleep(3600)
-            yield torch.ones(2)
-    """,
-    "a source that blocks for ever": """
-        def read():
-            yield torch.ones(2)
-            reading.set()
-            threading.Event().wait()
-    """,
-    "a source that goes on and on": """
-        def read():
-            while True:
-                yield torch.ones(1000, 100).cumsum(0)
-                reading.set()
-    """,
-    "a source in torch": """
-        def read():
-            yield torch.ones(2)
-            reading.set()
-            while True:
-                torch.ones(300, 300).cumsum(0)
-    """,
-    "workers that are alive": """
-        class Slow(torch.utils.data.Dataset):
-            def __len__(self):
-                return 8
-
-            def __getitem__(self, index):
-                time.sleep(index and 2)
-                return torch.ones(1000)
-
-        def read():
-            reading.set()
-            return torch.utils.data.DataLoader(Slow(), num_workers=1, prefetch_factor=1)
-    """,
-    "workers that are quick": """
-        def read():
-            reading.set()
-            return torch.utils.data.DataLoader(torch.ones(9000, 3000), 4, num_workers=2, persistent_workers=True)
-    """,
-}
-
-
-@pytest.mark.parametrize(
-    ("source", "is_left"),
-    [(source, number % 2 == 1) for number, source in enumerate(PROGRAMS.values())]
-    + [(PROGRAMS["workers that are alive"], True)],
-    ids=[*PROGRAMS, "workers that are alive, left"],
-)
-def test_a_program_ends_whatever_its_thread_does(source, is_left):
-    program = f"""
+PROGRAM = """
 import atexit, threading, time, warnings
 warnings.simplefilter("error", RuntimeWarning)
 import torch, pinstage as ps
-reading = threading.Event()
-{textwrap.dedent(source)}
+
+class Quick(torch.utils.data.Dataset):
+    def __len__(self):
+        return 9000
+
+    def __getitem__(self, index):
+        return torch.ones(3000)
+
+class Slow(Quick):
+    def __getitem__(self, index):
+        time.sleep(index and 2)
+        return torch.ones(1000)
+
+def read():
+    while True:
+        yield torch.ones(1000, 100).cumsum(0)
+
+def take():
+    try:
+        for _ in batches:
+            pass
+    except ps.errors.PinstageError:
+        print("stopped", flush=True)
+
 stager = ps.Stager("cpu", max_bytes="64MiB")
-batches = iter(stager.prefetch(read(), background=True))
-for _ in range(1 + 20 * {"quick" in source or "on and on" in source}):
-    next(batches)
-reading.wait()
-{"del batches" if is_left else ""}
-print("end", flush=True)
+loader = torch.utils.data.DataLoader
 """
-    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    with subprocess.Popen(warm.command("-c", program), text=True, **pipes) as process:
-        assert process.stdout.readline() == "end\n"
-        began = time.monotonic()
-        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
-        seconds = time.monotonic() - began
-    assert (process.returncode, errors) == (0, "")
-    assert seconds < 10  # includes the time that a busy machine takes to end any program
+
+SOURCES = {
+    "a source that goes on and on": "batches = iter(stager.prefetch(read(), background=True))",
+    "a thread that waits for a slab": """
+        stager = ps.Stager("cpu", max_bytes="1MiB")
+
+        def read():
+            yield torch.ones(200_000)
+            lease = stager.pool.acquire("1MiB")
+            yield torch.ones(200_000)
+
+        batches = iter(stager.prefetch(read(), background=True))
+        next(batches)
+        while not stager.pool.stats().waits:
+            time.sleep(0.001)
+    """,
+    "workers that are slow": """
+        source = loader(Slow(), num_workers=1, prefetch_factor=1)
+        batches = iter(stager.prefetch(source, background=True))
+    """,
+    "workers that are quick": """
+        source = loader(Quick(), 4, num_workers=2, persistent_workers=True)
+        batches = iter(stager.prefetch(source, background=True))
+    """,
+}
+LOOPS = {
+    "kept": "next(batches)",
+    "left": "next(batches); del batches",
+    "taken by a daemon": "threading.Thread(target=take, daemon=True).start()",
+    "taken by a thread that has ended": """
+        taking = threading.Thread(target=lambda: next(batches))
+        taking.start()
+        taking.join()
+    """,
+    "taken after the end": "atexit.register(take); next(batches)",
+}
 
 
-def test_a_program_waits_for_staging_at_its_end():
-    program = """
-import threading, time, torch, pinstage as ps
-staging = threading.Event()
-
-class Slow(ps.memory.PageableMemory):
-    def allocate(self, nbytes):
-        if staging.is_set():
-            time.sleep(0.5)
-            print("allocated", flush=True)
-        staging.set()
-        return super().allocate(nbytes)
-
-stager = ps.Stager("cpu", pool=ps.SlabPool("64MiB", memory=Slow()))
-batches = iter(stager.prefetch((torch.ones(50_000 * (1 + n)) for n in range(3)), background=True))
-next(batches)
-time.sleep(0.2)
-print("end", flush=True)
-"""
+def run_to_its_end(*parts):
+    """Run a program that prints "end" in its last line; return what it prints afterwards."""
+    program = "\n".join(map(textwrap.dedent, (PROGRAM, *parts, 'print("end", flush=True)')))
     done = warm.completed(program, timeout=PATIENCE_SECONDS)
-    assert (done.returncode, done.stdout.split()[:2], done.stderr) == (0, ["end", "allocated"], "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("end\n")
+    return done.stdout.removeprefix("end\n")
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_program_ends_while_its_thread_waits(loop):
+    found = run_to_its_end(SOURCES["a source that goes on and on"], LOOPS[loop])
+    if loop != "taken by a daemon":  # which Python may end first
+        assert found == ("stopped\n" if loop == "taken after the end" else "")
+
+
+@pytest.mark.parametrize(
+    ("source", "loop"),
+    [
+        ("a thread that waits for a slab", ""),
+        ("workers that are slow", LOOPS["kept"]),
+        ("workers that are slow", LOOPS["left"]),
+        ("workers that are quick", LOOPS["kept"]),
+    ],
+)
+def test_a_program_ends_whatever_its_source(source, loop):
+    run_to_its_end(SOURCES[source], loop)
+
+
+def test_a_loop_goes_on_after_the_main_thread():
+    found = run_to_its_end(
+        """
+        def train():
+            numbers = stager.prefetch(map(torch.tensor, range(50)), background=True)
+            for number in numbers:
+                if number == 3:
+                    threading.main_thread().join()
+                if number > 3:
+                    time.sleep(0.01)
+            print(int(number), flush=True)
+
+        threading.Thread(target=train).start()
+        """
+    )
+    assert found == "49\n"
+
+
+def test_a_program_waits_for_its_source():
+    found = run_to_its_end(
+        """
+        reading = threading.Event()
+
+        def read():
+            yield torch.ones(2)
+            reading.set()
+            threading.main_thread().join()
+            print("read", flush=True)
+            yield torch.ones(2)
+
+        batches = iter(stager.prefetch(read(), background=True))
+        next(batches)
+        reading.wait()
+        """
+    )
+    assert found == "read\n"

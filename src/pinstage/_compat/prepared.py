@@ -1,7 +1,8 @@
 """Loaders that Accelerate prepared, for `Stager.prefetch` and `wrap_loader`.
 
 Accelerate's gradient accumulation and `gather_for_metrics` read flags of the active loader, which
-describe the loop's batch. This module doesn't import Accelerate. It isn't in `integrations`, since
+describe the batch that it yielded last. Reading ahead would change them too early, so `prefetch`
+refuses such loaders. This module doesn't import Accelerate. It isn't in `integrations`, since
 `prefetch` would have to import it late: if an exception from another thread ends an import, the
 module's lock stays held.
 """
@@ -13,22 +14,21 @@ from typing import Any
 
 from ..errors import PinstageError
 
-_FLAGS = ("end_of_dataloader", "remainder")
+_REMEDY = (
+    "gradient accumulation would see its end too early; let its workers stage, by "
+    "pinstage.integrations.accelerate.prepare(accelerator, loader), and iterate over the result"
+)
 
 
-def is_prepared(source: object) -> bool:
-    """Return whether a source of batches is a prepared loader."""
-    return hasattr(source, "gradient_state")
+def refuse_prepared_loader(source: object) -> None:
+    """Check that a source of batches isn't a prepared loader.
 
-
-def flags_of(source: object) -> dict[str, Any]:
-    """Return the flags of a source by their names; none unless it is a prepared loader."""
-    return {name: getattr(source, name) for name in _FLAGS} if is_prepared(source) else {}
-
-
-def is_last(flags: dict[str, Any]) -> bool:
-    """Return whether flags mark their batch as the last one."""
-    return bool(flags.get("end_of_dataloader"))
+    Raises:
+        TypeError: it is one.
+    """
+    if hasattr(source, "gradient_state"):
+        name = type(source).__name__
+        raise TypeError(f"cannot prefetch from Accelerate's {name}: {_REMEDY}")
 
 
 def active_loader() -> object:
@@ -38,23 +38,20 @@ def active_loader() -> object:
 
 
 def refuse_hidden_loader(source: object, active: object) -> None:
-    """Check that reading the first batch didn't begin a pass of a prepared loader other than the
-    source itself.
+    """Check that reading the first batch didn't begin a pass of a prepared loader.
 
     Args:
         source: the source of batches.
         active: the result of `active_loader` before that.
 
     Raises:
-        PinstageError: it did, and that loader's flags couldn't be set.
+        PinstageError: it did.
     """
     now = active_loader()
-    if now is not active and now is not source:
+    if now is not active:
         outside, inside = type(source).__name__, type(now).__name__
         raise PinstageError(
-            f"cannot prefetch from Accelerate's {inside} through a {outside}: gradient "
-            "accumulation would see its end too early; call stager.prefetch(loader) with the "
-            f"prepared loader, and put the {outside} around that"
+            f"cannot prefetch from Accelerate's {inside} through a {outside}: {_REMEDY}"
         )
 
 

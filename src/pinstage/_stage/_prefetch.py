@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeGuard, TypeVar
 
 from torch.utils.data import DataLoader
 
@@ -26,30 +26,17 @@ InBackground: TypeAlias = bool | Literal["auto"]
 
 _NO_MORE: Any = object()
 
-
-class _Said(NamedTuple):
-    """The state of a source after a batch was read."""
-
-    state: Any
-    """The result of its ``state_dict()``, or the exception that this raised; None if it has no such
-    method.
-    """
-    flags: dict[str, Any]
-    """Attributes of the source that a framework reads, and their values for this batch."""
-    is_last: bool = False
-    """Whether the source marked this batch as the last one."""
+_NOT_KEPT: Any = object()
+"""Stands for the state that the source itself has."""
 
 
 class _Position:
     """The position of one pass."""
 
-    said: _Said | None
-    """The source's state at the batch yielded last, or at the beginning; None after the last
-    batch.
-    """
-
-    def __init__(self, consumer: Any = None, said: _Said | None = None) -> None:
-        self.said = said
+    def __init__(self, consumer: Any = None, state: Any = _NOT_KEPT) -> None:
+        self.state = state
+        """The source's state at the batch yielded last, or at the beginning, or the exception that
+        its ``state_dict()`` raised. `_NOT_KEPT` before any pass and after the last batch."""
         self.consumer = consumer
         """The stream on which the pass began. Pipelines, such as torchrec's, request batches on
         another stream, and use them on this one: both have to wait for the copy."""
@@ -74,28 +61,16 @@ class Prefetcher(Generic[T]):
 
     Each ``iter()`` begins another pass over the source. ``len()`` and all other attributes are the
     source's, such as ``prefetcher.dataset``; type checkers require ``prefetcher.source.dataset``.
-    Setting or deleting an attribute does so on the source. Batches that were read ahead aren't
-    affected.
+    Set them on ``prefetcher.source``. Batches that were read ahead aren't affected.
 
     If the source has ``state_dict()``, so has the prefetcher. It keeps the source's state with each
     batch that it reads, and returns the state of the batch yielded last, as in a loop that does not
     read ahead. ``load_state_dict()`` is the source's.
-
-    Accelerate's prepared loaders describe the loop's batch by ``end_of_dataloader`` and
-    ``remainder``. The prefetcher keeps both with each batch, too, and sets them again when it
-    yields the batch.
     """
 
     __slots__ = (
-        "__dict__",
-        "__weakref__",
-        "_background",
-        "_depth",
-        "_position",
-        "_source",
-        "_stage",
-        "_target",
-    )
+        "__weakref__", "_background", "_depth", "_position", "_source", "_stage", "_target"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -121,8 +96,8 @@ class Prefetcher(Generic[T]):
         """Begin a pass. Batches staged ahead are freed with the iterator.
 
         A batch is safe to use on the stream that is current when it is requested, and on the stream
-        that is current now. If the thread of an earlier pass still reads the same source, the call
-        waits for it.
+        that is current now. If a thread still reads the same source for an earlier pass, the call
+        stops it, and waits for it. That pass raises a `PinstageError` at its next batch.
 
         Raises:
             PinstageError: that thread still reads after the loader's ``timeout``, or after a
@@ -134,10 +109,9 @@ class Prefetcher(Generic[T]):
         active = prepared.active_loader()
         read: Callable[[], Any] = partial(self._read, iter(self._source))
         stage, work = self._stage, OwnWork()
-        # Sources that `wrap_loader` takes, so that their workers pack.
-        if is_read_as_torch_does(prepared.inner_loader(self._source)):
+        if is_read_as_torch_does(self._source):  # else `wrap_loader` doesn't take it
             read, stage = work.timed(read), work.timed(stage)
-        self._position = position = _Position(self._target.consumer(None), _Said(self._state(), {}))
+        self._position = position = _Position(self._target.consumer(None), self._state())
         call = surroundings_of(self._target) if self._background else None
         reading = Reading(self._source, read, stage, self._depth)
         return Pass(self._pass(reading, position, active, call, work), self._target)
@@ -162,7 +136,7 @@ class Prefetcher(Generic[T]):
                 yield self._hand_out(position, reading)
                 run_ahead.bound(target.record(target.consumer(None)))
         except Exhausted:
-            position.said = None  # the source is at its end, too
+            position.state = _NOT_KEPT  # the source is at its end, too
         finally:
             reading.leave()
         if (work_of_pass := work.too_much()) is not None:
@@ -174,24 +148,19 @@ class Prefetcher(Generic[T]):
                 stacklevel=4,
             )
 
-    def _read(self, batches: Iterator[T]) -> tuple[T, _Said] | None:
+    def _read(self, batches: Iterator[T]) -> tuple[T, Any] | None:
         batch = next(batches, _NO_MORE)
-        if batch is _NO_MORE:
-            return None
-        flags = prepared.flags_of(self._source)
-        return batch, _Said(self._state(), flags, prepared.is_last(flags))
+        return None if batch is _NO_MORE else (batch, self._state())
 
     def _state(self) -> Any:
         return None
 
     def _hand_out(self, position: _Position, reading: Reading) -> T:
-        transfer, said = reading.get()
+        transfer, state = reading.get()
         batch: T = transfer.wait()
         if self._target.consumer(None) != position.consumer:
             transfer.wait(position.consumer)
-        for name, value in said.flags.items():
-            setattr(self._source, name, value)
-        position.said = said
+        position.state = state
         reading.advance()  # last, since the thread that it wakes needs the interpreter lock, too
         return batch
 
@@ -218,20 +187,23 @@ class Prefetcher(Generic[T]):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self._source, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_own(name):
+        def __setattr__(self, name: str, value: Any) -> None:
+            self._check_own(name)
             super().__setattr__(name, value)
-        else:
-            setattr(self._source, name, value)
 
-    def __delattr__(self, name: str) -> None:
-        if self._is_own(name):
+        def __delattr__(self, name: str) -> None:
+            self._check_own(name)
             super().__delattr__(name)
-        else:
-            delattr(self._source, name)
 
     def _is_own(self, name: str) -> bool:
-        return hasattr(type(self), name) or (name.startswith("__") and name.endswith("__"))
+        return name in Prefetcher.__slots__ or (name.startswith("__") and name.endswith("__"))
+
+    def _check_own(self, name: str) -> None:
+        if not self._is_own(name):
+            raise AttributeError(
+                f"cannot set or delete {name!r} of a prefetcher: its attributes are those of its "
+                f"{type(self._source).__name__}; use prefetcher.source.{name}"
+            )
 
     def __repr__(self) -> str:
         return (
@@ -245,6 +217,8 @@ class StatefulPrefetcher(Prefetcher[T]):
     them there.
     """
 
+    __slots__ = ()
+
     _source: Any
 
     def _state(self) -> Any:
@@ -255,16 +229,16 @@ class StatefulPrefetcher(Prefetcher[T]):
 
     def state_dict(self) -> Any:
         """Return the source's state as it was when it had yielded the batch that the loop has."""
-        said = self._position.said
-        if said is None:
+        state = self._position.state
+        if state is _NOT_KEPT:
             stop_reading(self._source)
             return self._source.state_dict()
-        if isinstance(said.state, Exception):
-            raise said.state
-        return copy.deepcopy(said.state)
+        if isinstance(state, Exception):
+            raise state
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state: Any) -> None:
-        """Load a state into the source, for the next pass."""
+        """Load a state into the source, for the next pass. A pass whose thread still reads ends."""
         stop_reading(self._source)
         self._source.load_state_dict(state)
         self._position = _Position()
@@ -284,7 +258,8 @@ def prefetcher_of(
 
 
 def _check_source(source: object) -> None:
-    """Refuse a batch, and a collection of loaders: iterating over it yields no batches.
+    """Refuse a batch, and a collection of loaders: iterating over it yields no batches. Refuse
+    Accelerate's prepared loaders.
 
     Raises:
         TypeError: see above.
@@ -302,6 +277,7 @@ def _check_source(source: object) -> None:
             f"cannot prefetch from a {name} of loaders: pass zip(...) of them for a batch of each "
             "at a time, or prefetch from each loader by itself"
         )
+    prepared.refuse_prepared_loader(source)
 
 
 def _in_background(source: object, depth: int, background: InBackground) -> bool:
@@ -311,7 +287,6 @@ def _in_background(source: object, depth: int, background: InBackground) -> bool
     source                                                     ``"auto"``             True
     =========================================================  =====================  ======
     any, with a depth of 0                                     no                     error
-    prepared by Accelerate, which works inside ``next()``      no                     error
     torch's loader with workers, all samplers torch's          yes                    yes
     any other: its samplers, or the source itself, may draw    no                     yes
     from the global random generators between the loop's own
@@ -324,18 +299,9 @@ def _in_background(source: object, depth: int, background: InBackground) -> bool
         raise ValueError(
             "background=True needs a depth of 1 or more: 0 stages nothing ahead; pass depth=2"
         )
-    is_prepared = prepared.is_prepared(source)
-    if background is True and is_prepared:
-        raise ValueError(
-            f"background=True cannot read Accelerate's {type(source).__name__}: gradient "
-            "accumulation would see its end too early; leave background out, or use "
-            "pinstage.integrations.accelerate.prepare, whose workers stage"
-        )
     if background != "auto":
         return background
-    if depth == 0 or is_prepared:
-        return False
-    return is_read_as_torch_does(source) and _samplers_are_of_torch(source)
+    return depth > 0 and is_read_as_torch_does(source) and _samplers_are_of_torch(source)
 
 
 def is_read_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:

@@ -538,10 +538,9 @@ class Stager:
             source or of staging is raised after the batches before it, as in a plain loop.
 
         Raises:
-            TypeError: `source` is a mapping, or a list or tuple of loaders; or `depth` is not an
-                int.
-            ValueError: `depth` is negative; or ``background=True`` with a depth of 0, or over a
-                loader that Accelerate prepared.
+            TypeError: `source` is a mapping, a list or tuple of loaders, or a loader that
+                Accelerate prepared; or `depth` is not an int.
+            ValueError: `depth` is negative, or 0 with ``background=True``.
         """
         check_depth(depth)
         # New buffers each time, never written again.
