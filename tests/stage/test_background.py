@@ -18,14 +18,13 @@ import pytest
 import torch
 import warm
 from doubles import PATIENCE_SECONDS, claim_in_child, wait_until
-from loader_data import same
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
-from pinstage._batch import _pack as _borrowing
 from pinstage._stage import _background
+from pinstage._stage._device import Target
 from pinstage.errors import PinstageError, PoolClosedError
 
 
@@ -297,11 +296,8 @@ def test_the_state_before_any_batch_is_the_beginning(stager):
 # -- page-locked batches ---------------------------------------------------------------------------
 
 
-def large(index):
-    return [
-        torch.full((_borrowing.BORROW_FROM_BYTES,), index, dtype=torch.uint8),
-        torch.tensor(index),
-    ]
+def numbered_row(index):
+    return torch.full((3,), index)
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
@@ -310,19 +306,22 @@ def large(index):
     [
         ({"num_workers": 1, "pin_memory": True}, True),
         ({"num_workers": 1}, False),
-        ({"num_workers": 0, "pin_memory": True}, False),
+        ({"pin_memory": True}, True),
+        ({"pin_memory": True, "collate_fn": torch.stack}, False),
+        ({"pin_memory": True, "batch_size": None}, False),
         ({"num_workers": 1, "pin_memory": True, "sampler": OwnSampler(range(3))}, True),
         (None, False),
     ],
 )
-def test_batches_page_locked_by_torch_are_not_packed(
-    prefetch, stager, monkeypatch, options, borrows
-):
-    monkeypatch.setattr("pinstage._stage._sender.pieces_of", lambda tensor: [(0, tensor.nbytes)])
-    batches = [large(number) for number in range(3)]
-    source = batches if options is None else DataLoader(data.Mapped(large, 3), None, **options)
-    assert same(list(prefetch(source)), batches)
-    assert (stager.stats().pool.peak_held_bytes < _borrowing.BORROW_FROM_BYTES) is borrows
+def test_batches_page_locked_by_torch_may_be_read_later(prefetch, monkeypatch, options, borrows):
+    asked = set()
+    monkeypatch.setattr(Target, "find_locked", lambda _, *, each: asked.add(each))
+    batches = [numbered_row(number) for number in range(3)]
+    source = batches
+    if options is not None:
+        source = DataLoader(data.Mapped(numbered_row, 3), **{"batch_size": 1, **options})
+    assert [int(batch.flatten()[0]) for batch in prefetch(source)] == [0, 1, 2]
+    assert asked == {borrows}
 
 
 # -- leaving ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeGuard, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from .._batch import SOURCES
 from .._compat import prepared
@@ -308,13 +308,25 @@ def is_read_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:
     """Return whether a source is torch's loader with workers, or a subclass that gets its batches
     in the same way.
     """
-    return (
-        isinstance(source, DataLoader)
-        and source.num_workers > 0
-        and all(
-            _is_of_torch(getattr(type(source), name, None))
-            for name in ("__iter__", "_get_iterator")
-        )
+    return _iterates_as_torch_does(source) and source.num_workers > 0
+
+
+def page_locks_each_batch(source: object) -> bool:
+    """Return whether a source is torch's loader, and each of its batches has page-locked memory of
+    its own, so that it may be read later.
+
+    Without workers, a collate function other than torch's may return page-locked memory that it
+    uses again, and ``pin_memory=True`` passes that on.
+    """
+    if not _iterates_as_torch_does(source) or not source.pin_memory:
+        return False
+    makes_batches = source.batch_sampler is not None and source.collate_fn is default_collate
+    return source.num_workers > 0 or makes_batches
+
+
+def _iterates_as_torch_does(source: object) -> TypeGuard[DataLoader[Any]]:
+    return isinstance(source, DataLoader) and all(
+        _is_of_torch(getattr(type(source), name, None)) for name in ("__iter__", "_get_iterator")
     )
 
 

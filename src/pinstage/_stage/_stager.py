@@ -35,7 +35,7 @@ from .._sizes import Size
 from .._steps import step
 from ._device import HostBytes, Targets, target_for
 from ._host_slabs import HostSlabs
-from ._prefetch import InBackground, Prefetcher, T, is_read_as_torch_does, prefetcher_of
+from ._prefetch import InBackground, Prefetcher, T, page_locks_each_batch, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
@@ -544,8 +544,8 @@ class Stager:
         """
         check_depth(depth)
         # New buffers each time, never written again.
-        pinned = is_read_as_torch_does(source) and source.pin_memory
-        sender = replace(self._sender, borrows=pinned or self._sender.borrows, run_ahead=None)
+        borrows = self._sender.borrows or page_locks_each_batch(source)
+        sender = replace(self._sender, borrows=borrows, run_ahead=None)
         return prefetcher_of(sender.begin, self._target, source, depth, background)
 
     def stats(self) -> StagerStats:
