@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 
+import fake_driver
 import pytest
 import torch
 from doubles import CountingMemory, nothing_at_once, shared_files, wait_until
@@ -231,3 +232,17 @@ def cuda(monkeypatch):
     if not _resource.LEAKED:
         # The thread that unmaps a file closes it afterwards.
         wait_until(lambda: shared_files() <= open_before)
+
+
+@pytest.fixture(scope="session")
+def driver_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("driver")
+
+
+@pytest.fixture
+def driver(driver_folder):
+    """The driver of `fake_driver`. Nothing is page-locked yet."""
+    found = fake_driver.Driver(fake_driver.library(driver_folder))
+    found.reset()
+    yield found
+    found.reset()

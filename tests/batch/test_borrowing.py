@@ -4,105 +4,26 @@ Nothing is page-locked without a GPU, so a driver made for the tests says what i
 extension asks it as it asks CUDA's.
 """
 
-import ctypes
 import gc
-import subprocess
 import threading
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from doubles import HeldTarget, ManualEvent, claim_in_child, use_target, wait_until
+from fake_driver import Locking
 from strategies import assert_same, tensor_of
 
 from pinstage import HostRegion, Layout, Stager
 from pinstage._batch import FindLocked
-from pinstage._native import _core
 from pinstage._pool import size_class
 from pinstage._reaper import reaper
-from pinstage._region import pieces_at
-from pinstage._stage._device import _TYPES, Few, Target
 from pinstage.errors import LeaseError
 
 KIB = 1024
 LARGE = 32 * KIB
 """From this size on, page-locked leaves aren't packed."""
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory):
-    path = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = Path(__file__).parents[1] / "native" / "fake_driver.c"
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(source), "-o", str(path)]
-    subprocess.run(command, check=True)
-    library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
-    assert _core.find_driver()
-    return library
-
-
-class Driver:
-    """The driver, and memory that counts as page-locked."""
-
-    def __init__(self, library):
-        self._library = library
-        self._numbers = 0
-
-    def lock(self, *leaves):
-        """Count leaves as page-locked, each as an allocation of its own."""
-        for leaf in leaves:
-            address = leaf.ctypes.data if isinstance(leaf, np.ndarray) else leaf.data_ptr()
-            self.lock_range(address, leaf.nbytes)
-        return leaves
-
-    def lock_range(self, address, nbytes):
-        self._numbers += 1
-        self._library.fake_lock(
-            ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes), ctypes.c_ulonglong(self._numbers)
-        )
-
-    def refuse(self):
-        self._library.fake_refuse(1)
-
-    def go_on(self):
-        """Read what wasn't read during a call."""
-        self._library.fake_go_on()
-
-    @property
-    def questions(self):
-        return self._library.fake_questions()
-
-
-@pytest.fixture
-def driver(library):
-    library.fake_reset()
-    yield Driver(library)
-    library.fake_reset()
-
-
-class Locking(Target):
-    """A device whose driver copies page-locked leaves."""
-
-    def __init__(self):
-        self.event = ManualEvent()
-        self.calls = []
-        self.streams = []
-
-    def find_locked(self, *, each):
-        return FindLocked(pieces_at, each)
-
-    def copy_locked(self, blocks, parts, stream, *, at_once):
-        copies = blocks.copy_locked(parts.sources, parts.locked, 2, at_once)
-        self.calls.append((copies, at_once))
-        return copies
-
-    def move_few(self, leaves, *, borrows, most_bytes):
-        few = _core.move_few(leaves, _TYPES, 0, 0, 0, 2, borrows, most_bytes)
-        return Few(*few) if isinstance(few, tuple) else few
-
-    def record(self, stream):
-        return self.event
 
 
 @pytest.fixture(params=[False, True], ids=["read at the call", "borrowed"])
@@ -159,7 +80,7 @@ def test_page_locked_and_packed_leaves_arrive_in_place(driver, which, own_storag
             assert stats.copies == transfer.copies >= len(which) + 1
 
 
-def test_large_leaves_around_page_locked_ones_are_packed_in_chunks(driver, locking):
+def test_large_leaves_around_page_locked_ones_are_packed(driver, locking):
     batch = [
         tensor_of(torch.uint8, (3 << 20,), 1),
         large(2),
@@ -180,7 +101,7 @@ def test_a_fully_page_locked_batch_needs_no_slab(driver, locking):
     assert locking.stats().pool.hits + locking.stats().pool.misses == 0
 
 
-def test_leaves_are_read_at_the_call_unless_they_are_borrowed(driver, locking):
+def test_unborrowed_leaves_are_read_at_the_call(driver, locking):
     batch = [*(large(i, torch.int32) for i in (1, 2)), tensor_of(torch.uint8, (9,), 3)]
     driver.lock(*batch[:2])
     before = [leaf.clone() for leaf in batch]
@@ -193,7 +114,7 @@ def test_leaves_are_read_at_the_call_unless_they_are_borrowed(driver, locking):
     assert is_read == [not borrows, not borrows, True]
 
 
-def test_few_page_locked_leaves_are_moved_without_a_table(driver, borrowing):
+def test_few_page_locked_leaves_need_no_table(driver, borrowing):
     batch = [large(1), tensor_of(torch.int64, (3,), 2), "name", large(3)]
     driver.lock(batch[0], batch[3])
     target = borrowing._target
@@ -219,7 +140,7 @@ def test_small_and_strided_leaves_are_packed(driver, locking):
     assert not locking._target.calls
 
 
-def test_arrays_permuted_tensors_and_aliases_are_sent_from_where_they_are(driver, locking):
+def test_arrays_permuted_tensors_and_aliases_are_sent_directly(driver, locking):
     array = np.arange(LARGE, dtype=np.int32)
     permuted = tensor_of(torch.float32, (64, 32, 64), 1).permute(2, 0, 1)
     driver.lock(array, permuted)
@@ -240,7 +161,7 @@ def test_a_leaf_with_a_hole_is_packed(driver, locking):
     assert [copies for copies, _ in locking._target.calls] == [1]
 
 
-def test_leaves_across_chunks_of_a_region_are_sent_in_pieces(driver, locking, monkeypatch):
+def test_leaves_across_chunks_are_sent_in_pieces(driver, locking, monkeypatch):
     with HostRegion("1MiB", device="cpu", chunk_bytes="256KiB", row_bytes=1) as region:
         region.synchronize()
         leaf = region.tensor((700 * KIB,), torch.uint8, offset=100 * KIB)
@@ -278,7 +199,7 @@ def test_a_refused_call_packs_its_leaves(driver, locking):
     assert locking.stats().pool.misses == 1
 
 
-def test_only_three_leaves_are_asked_if_none_is_page_locked(driver, locking):
+def test_three_leaves_are_asked_at_first(driver, locking):
     batch = [large(i) for i in range(20)]
     locking.stage(batch)
     asked = driver.questions

@@ -90,6 +90,7 @@ def test_a_refused_state_has_several_slabs(make_limited):
     assert pool.stats().held_slabs == 6
     asked = len(pool.memory.asked)
     for _ in range(3):
+        wait_until(lambda: is_idle(pool))
         assert_staged(stager.stage(state), state)
     assert len(pool.memory.asked) == asked, "later saves use the same slabs"
     wait_until(lambda: is_idle(pool))

@@ -99,7 +99,7 @@ def test_a_batch_is_not_read_before_its_copy(stager, latch):
     batches.close()
 
 
-def test_source_sees_the_loop_device_and_a_stream_of_its_own(cuda_device, stager):
+def test_source_sees_device_and_its_own_stream(cuda_device, stager):
     seen = []
 
     def read():

@@ -115,7 +115,7 @@ def test_a_call_waits_for_no_other_stream(cuda_device):
         assert [int(tensor[0]) for tensor in transfer.wait()] == [1, 2]
 
 
-def test_later_stagers_use_the_streams_of_earlier_ones(cuda_device):
+def test_later_stagers_use_earlier_streams(cuda_device):
     found = set()
     for _ in range(5):
         with ps.Stager(cuda_device, max_bytes="1MiB") as stager:

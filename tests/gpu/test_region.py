@@ -106,7 +106,7 @@ def test_a_stager_copies_any_rows(cuda_device, part, borrows):
         del rows, batch
 
 
-def test_rows_that_are_not_page_locked_yet_are_packed(cuda_device, borrowing):
+def test_rows_that_are_not_ready_are_packed(cuda_device, borrowing):
     with ps.HostRegion(4 * GIB, row_bytes=ROW, device=cuda_device) as region:
         last = region.tensor((64, ROW), offset=4 * GIB - 64 * ROW)
         last.fill_(7)

@@ -313,7 +313,7 @@ def numbered_row(index):
         (None, False),
     ],
 )
-def test_batches_page_locked_by_torch_may_be_read_later(prefetch, monkeypatch, options, borrows):
+def test_torchs_page_locked_batches_may_be_read_later(prefetch, monkeypatch, options, borrows):
     asked = set()
     monkeypatch.setattr(Target, "find_locked", lambda _, *, each: asked.add(each))
     batches = [numbered_row(number) for number in range(3)]

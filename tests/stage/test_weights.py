@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import pinstage as ps
 from pinstage._stage import _weights
 from pinstage._stage._device import Target
+from pinstage._stage._sender import Sender
 from pinstage._stage._weights import Destination
 
 KIB = 1 << 10
@@ -503,13 +504,13 @@ def test_groups_bound_what_a_generator_holds(stager, monkeypatch):
             read.append(name)
             yield name, torch.full((256,), float(name))
 
-    plain = _weights.take_apart
+    plain = Sender.take_apart
 
-    def counted(leaves):
+    def counted(sender, leaves):
         read_at_packing.append(len(read))
-        return plain(leaves)
+        return plain(sender, leaves)
 
-    monkeypatch.setattr(_weights, "take_apart", counted)
+    monkeypatch.setattr(Sender, "take_apart", counted)
     assert stager.load_weights(found, pairs()) == ([], [])
     assert read_at_packing == [4, 8, 12, 16, 20]
     assert all((found[name] == float(name)).all() for name in found)
