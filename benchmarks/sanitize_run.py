@@ -21,6 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from comparison import batches
 from comparison.batches import KIB, MIB, BatchShape
 
+LOCKED = (BatchShape(1, 128 * KIB), BatchShape(8, MIB), BatchShape(12, 64 * KIB))
+"""Batches that are page-locked already."""
+
 SHAPES = (BatchShape(64, KIB), BatchShape(132, 284), BatchShape(5, 3 * MIB))
 
 
@@ -107,6 +110,24 @@ def main() -> int:
                 with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
                     compare(sources, [stager.stage(source).wait() for source in sources])
                 compare(sources, list(replayed(stager, sources)))
+        if device.type == "cuda":
+            borrowing = ps.Stager(device, pool=stager.pool, borrow_pinned=True)
+            for sources in [[batches.build(shape, 0)] for shape in LOCKED]:
+                locked = [tree_map(torch.Tensor.pin_memory, source) for source in sources]
+                for mover in (stager, borrowing):
+                    compare(sources, [mover.to_device(source) for source in locked])
+                    compare(sources, [mover.stage(source).wait() for source in locked])
+        small = ps.Stager(device, max_bytes="8MiB")  # results are larger than its slabs
+        for sources in runs():
+            for mover in (stager, small):
+                for source in sources:
+                    found = mover.to_host(stager.to_device(source))
+                    wrong.extend(batches.differences(source, found, torch.device("cpu")))
+                    few = dict(list(found.items())[:3])
+                    here = mover.to_host(stager.to_device(few))
+                    wrong.extend(batches.differences(few, here, torch.device("cpu")))
+                    count += 2
+        small.close()
         for sources in runs():
             for copy in (False, True):
                 transfers = [
