@@ -23,7 +23,7 @@ from pinstage._native import _core
 from pinstage._pool import size_class
 from pinstage._reaper import reaper
 from pinstage._region import pieces_at
-from pinstage._stage._device import Target
+from pinstage._stage._target import Target
 from pinstage.errors import LeaseError
 
 KIB = 1024

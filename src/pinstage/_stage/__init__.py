@@ -12,17 +12,7 @@ A few small leaves, and batches of at most 64 KiB, take no slab; see `Sender`.
 This package joins the pool, which counts bytes, and the layout, which knows shapes.
 """
 
-from ._device import (
-    Arrival,
-    EventGroup,
-    HostBytes,
-    HostCopy,
-    Target,
-    Targets,
-    shared_targets,
-    target_for,
-    wait_here,
-)
+from ._events import EventGroup, wait_here
 from ._frames import clear_own_frames
 from ._hand_over import HandOver
 from ._host_slabs import SLAB_BYTES, HostSlabs
@@ -31,6 +21,8 @@ from ._run_ahead import RunAhead, check_depth
 from ._sender import Sender
 from ._stager import Stager, sender_of
 from ._stats import StagerStats
+from ._target import Arrival, HostBytes, HostCopy, Target
+from ._targets import Targets, shared_targets, target_for
 from ._to_host import Fetcher, FetchPlan, HostTransfer, duplicate_rest, event_of, landings
 from ._transfer import (
     Packed,
