@@ -182,7 +182,7 @@ def prefetch(request, stager):
 def slabs_for_all(monkeypatch):
     """Let small batches take a slab too, instead of being copied from pageable memory."""
     nothing_at_once(monkeypatch)
-    monkeypatch.setattr("pinstage._stage._device.Target.move_few", lambda *_, **__: None)
+    monkeypatch.setattr("pinstage._stage._target.Target.move_few", lambda *_, **__: None)
 
 
 @pytest.fixture

@@ -18,35 +18,29 @@ from pinstage._compat.loader import _ITERATOR_HAS
 
 SRC = Path(__file__).parents[1] / "src" / "pinstage"
 
-# The parts of pinstage that each subpackage may import. PUBLIC stands for the names of `pinstage`
-# itself.
+PAGE = (SRC.parents[1] / "docs" / "contributing.md").read_text(encoding="utf-8")
+
 PUBLIC = "pinstage"
+"""Stands for the names of `pinstage` itself."""
+
+
+def drawn_arrows(page):
+    """Return the modules that each module may import, in the order of a page's table."""
+    named = {"nothing": set(), "public names": {PUBLIC, "errors"}}
+    arrows = {}
+    for first, cell in re.findall(r"^\| (`\w+`|common) \| .* \| (.+) \|$", page, re.MULTILINE):
+        seen = set().union(*(named[word] for word in cell.split(", ")))
+        module = first.strip("`")
+        named[first] = {module}
+        if first == "common":
+            named[first] = seen
+        else:
+            arrows[module] = seen
+    return arrows
+
+
+MAY_SEE = drawn_arrows(PAGE)
 FACTS = {"_sizes", "_host"}
-COMMON = FACTS | {"errors", "_compat", "_steps"}
-BATCHES = {"_native", "_batch"}
-MAY_SEE = {
-    "_sizes": set(),
-    "_host": set(),
-    "errors": FACTS,
-    "_native": set(),
-    "_compat": FACTS | {"errors", "_native"},
-    "_steps": FACTS | {"_compat", "_native"},
-    "_memory": COMMON,
-    "_reaper": COMMON | {"_memory"},
-    "_pool": COMMON | {"_memory", "_reaper"},
-    "_batch": COMMON | {"_native"},
-    "_region": COMMON | {"_memory", "_reaper", "_pool", "_batch"},
-    "_stage": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_region"},
-    "_loader": COMMON | BATCHES | {"_memory", "_reaper", "_pool", "_stage"},
-    "offload": COMMON | {"_memory", "_reaper", "_pool", "_stage"},
-    "checkpoint": COMMON | BATCHES | {"_memory", "_pool", "_stage"},
-    "inspect": FACTS
-    | {PUBLIC, "errors", "_steps", "_compat", "_native", "_memory", "_pool", "_batch"},
-    "integrations": {PUBLIC, "errors"},
-    "memory": {"_memory"},
-    "metrics": {PUBLIC, "errors"},
-    "_cli": {PUBLIC, "errors", "inspect"},
-}
 MAY_SEE["__init__"] = set(MAY_SEE) - {"_cli"}
 MAY_SEE["__main__"] = {"_cli"}
 
@@ -84,20 +78,45 @@ def violations(src):
     return found
 
 
-def test_every_module_belongs_to_a_known_room():
-    assert {path.relative_to(SRC).with_suffix("").parts[0] for path in SRC.rglob("*.py")} <= set(
+def test_the_page_has_every_module():
+    assert {path.relative_to(SRC).with_suffix("").parts[0] for path in SRC.rglob("*.py")} == set(
         MAY_SEE
     )
+
+
+def test_an_arrow_to_a_later_module_is_refused():
+    table = "| `a` | first | nothing |\n| common | most | `a` |\n| `b` | last | common |\n"
+    assert drawn_arrows(table) == {"a": set(), "b": {"a"}}
+    with pytest.raises(KeyError, match="b"):
+        drawn_arrows(table.replace("nothing", "`b`"))
 
 
 def test_imports_follow_the_arrows():
     assert violations(SRC) == []
 
 
-def test_the_arrows_have_no_cycle():
-    rooms = [room for room in MAY_SEE if PUBLIC not in MAY_SEE[room] and not room.startswith("__")]
-    for position, room in enumerate(rooms):
-        assert MAY_SEE[room] <= set(rooms[:position]), f"{room} sees a room to its right"
+def misplaced(page, roots):
+    """Return the files that a page names and that don't exist, and the names that aren't in the
+    file where the page says so.
+    """
+    files = re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", page)
+    placed = re.findall(r"`([\w.]+)` in `([\w/]+\.\w+)`", page)
+    texts = {file: [root / file for root in roots if (root / file).exists()] for file in files}
+    return [file for file in files if not texts[file]] + [
+        name
+        for name, file in placed
+        if not any(name.rpartition(".")[2] in path.read_text() for path in texts[file])
+    ]
+
+
+def test_the_page_knows_where_things_are():
+    assert misplaced(PAGE, [SRC, SRC.parents[1]]) == []
+
+
+def test_the_checker_finds_wrong_places(tree):
+    root = tree({"_room/_a.py": "def here(): pass"})
+    page = "`A.here` in `_room/_a.py`, `there` in `_room/_a.py`, `_room/_b.py`, `_room/`, `_hall/`"
+    assert misplaced(page, [root]) == ["_room/_b.py", "_hall/", "there"]
 
 
 @pytest.mark.parametrize("room", sorted(FACTS))

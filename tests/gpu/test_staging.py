@@ -15,7 +15,7 @@ from profiled import names_of
 from steady import long_run
 
 import pinstage as ps
-from pinstage._stage._device import AT_ONCE_BYTES
+from pinstage._stage._at_once import AT_ONCE_BYTES
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ import pinstage
 from pinstage._memory import Block
 from pinstage._reaper import reaper
 from pinstage._stage import Arrival
-from pinstage._stage._device import Target
+from pinstage._stage._target import Target
 
 PATIENCE_SECONDS = 20
 """Time after which a test that waits fails instead of hanging."""
@@ -530,9 +530,9 @@ def record_work(monkeypatch):
 
     nothing_at_once(monkeypatch)
     monkeypatch.setattr(
-        "pinstage._stage._device.Target.consumer", lambda _, stream: stream or "the loop's"
+        "pinstage._stage._target.Target.consumer", lambda _, stream: stream or "the loop's"
     )
-    monkeypatch.setattr("pinstage._stage._device.Target.record", record)
+    monkeypatch.setattr("pinstage._stage._target.Target.record", record)
     return made, waited
 
 

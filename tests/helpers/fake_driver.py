@@ -11,7 +11,7 @@ from doubles import ManualEvent
 from pinstage._batch import FindLocked
 from pinstage._native import _core
 from pinstage._region import pieces_at
-from pinstage._stage._device import _TYPES, Few, Target
+from pinstage._stage._target import FEW_TYPES, Few, Target
 
 
 @cache
@@ -78,7 +78,7 @@ class Locking(Target):
         return copies
 
     def move_few(self, leaves, *, borrows, most_bytes):
-        few = _core.move_few(leaves, _TYPES, 0, 0, 0, 2, borrows, most_bytes)
+        few = _core.move_few(leaves, FEW_TYPES, 0, 0, 0, 2, borrows, most_bytes)
         return Few(*few) if isinstance(few, tuple) else few
 
     def record(self, stream):

@@ -768,9 +768,9 @@ def copies(monkeypatch):
         found.append(ManualEvent())
         return found[-1]
 
-    monkeypatch.setattr("pinstage._stage._device.Target.stream", "copies")
-    monkeypatch.setattr("pinstage._stage._device.Target.record", record)
-    monkeypatch.setattr("pinstage._stage._device.Target.hand_over", lambda *_: None)
+    monkeypatch.setattr("pinstage._stage._target.Target.stream", "copies")
+    monkeypatch.setattr("pinstage._stage._target.Target.record", record)
+    monkeypatch.setattr("pinstage._stage._target.Target.hand_over", lambda *_: None)
     return found
 
 
@@ -858,7 +858,7 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
 
     loader, iterator = begin(depth=0)
     with monkeypatch.context() as patched:
-        patched.setattr("pinstage._stage._device.Target.copy", fail)
+        patched.setattr("pinstage._stage._target.Target.copy", fail)
         kept = []
         for _ in range(5):  # more than there are slabs
             with pytest.raises(MemoryError) as caught:

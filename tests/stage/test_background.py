@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
 from pinstage._stage import _background
-from pinstage._stage._device import Target
+from pinstage._stage._target import Target
 from pinstage.errors import PinstageError, PoolClosedError
 
 
@@ -254,7 +254,7 @@ def test_a_thread_without_the_caller_s_state_fails(stager, monkeypatch):
     def refuse(_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("pinstage._stage._device.Target.use_own_stream", refuse)
+    monkeypatch.setattr("pinstage._stage._target.Target.use_own_stream", refuse)
     batches = iter(stager.prefetch(numbered(3), background=True))
     assert int(next(batches)) == 0
     with pytest.raises(ZeroDivisionError):

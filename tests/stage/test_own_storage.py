@@ -19,9 +19,9 @@ from strategies import assert_same, batches
 import pinstage as ps
 from pinstage._batch import content_of
 from pinstage._batch._blocks import OWN_LEAVES
-from pinstage._stage._device import Target
 from pinstage._stage._run_ahead import RUN_AHEAD
 from pinstage._stage._sender import SMALL_BYTES
+from pinstage._stage._target import Target
 
 KIB, MIB = 1024, 1024 * 1024
 

@@ -29,8 +29,9 @@ from torch.nn.utils.rnn import pack_sequence
 from pinstage import Layout, SlabPool, Stager, _native
 from pinstage._batch import ALIGNMENT
 from pinstage._compat.calls import memory_of
-from pinstage._stage._device import AT_ONCE_BYTES, Target
+from pinstage._stage._at_once import AT_ONCE_BYTES
 from pinstage._stage._run_ahead import RUN_AHEAD
+from pinstage._stage._target import Target
 from pinstage.errors import (
     BudgetExceededError,
     ForkedPoolError,

@@ -5,7 +5,8 @@ import threading
 import pytest
 from doubles import ManualEvent
 
-from pinstage._stage._device import _EVENTS_KEPT, _MARKED_BYTES, _MARKED_COPIES, AtOnce, EventCache
+from pinstage._stage._at_once import _MARKED_BYTES, _MARKED_COPIES, AtOnce
+from pinstage._stage._events import _EVENTS_KEPT, EventCache
 
 
 class Mark:

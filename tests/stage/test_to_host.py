@@ -14,8 +14,8 @@ from hypothesis import given
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
 from pinstage._batch._gather import DIRECT_BYTES
-from pinstage._stage import _device
-from pinstage._stage._device import EventGroup
+from pinstage._stage._events import EventGroup
+from pinstage._stage._target import Target
 from pinstage.errors import AcquireTimeoutError
 
 
@@ -276,7 +276,7 @@ def test_an_error_on_the_way_returns_the_slab(stager, monkeypatch):
         del pieces  # frames outside pinstage keep their locals
         raise RuntimeError("out of device memory", note)
 
-    monkeypatch.setattr(_device.Target, "to_host", fail)
+    monkeypatch.setattr(Target, "to_host", fail)
     with pytest.raises(RuntimeError, match="out of device memory") as caught:
         stager.fetch([torch.ones(3)])
     assert stager.pool.stats().free_slabs == 1

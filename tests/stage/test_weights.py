@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pinstage as ps
 from pinstage._stage import _weights
-from pinstage._stage._device import Target
 from pinstage._stage._sender import Sender
+from pinstage._stage._target import Target
 from pinstage._stage._weights import Destination
 
 KIB = 1 << 10

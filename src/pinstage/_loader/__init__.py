@@ -22,8 +22,9 @@ is a base class before torch's `DataLoader`, or before a class derived from it.
 Where to look: `_loader` has the public names; `_iterator` a pass over the data, and the start and
 end of its workers; `_sending` the queue that torch's iterator reads; `_loans` the table of slabs
 that workers have, `_broker` the thread that serves it; `_messages` all messages between processes.
-`_collate` has the collate functions, with and without workers.
-`_worker` runs in the workers. `_slabs` has what a loader's passes share, `_stats` its counters.
+`_collate` has the collate functions, with and without workers; `_in_memory` reads rows of datasets
+in memory, by the indices of `_samplers`. `_worker` runs in the workers. `_slabs` has what a
+loader's passes share, `_stats` its counters.
 """
 
 from ._loader import DataLoader, WrappedLoader, wrap_loader

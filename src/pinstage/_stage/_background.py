@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 from .._memory import as_called_here
 from .._pool import give_up_waiting_if
 from ..errors import PinstageError
-from ._device import Target
 from ._hand_over import HandOver
+from ._target import Target
 
 _WAIT_SECONDS = 60.0
 """Seconds that a pass waits for the thread of an earlier one, if the loader has no timeout of its

@@ -15,9 +15,9 @@ from .._batch import SOURCES
 from .._compat import prepared
 from .._compat.probes import warn_once
 from ._background import Exhausted, Reading, stop_reading, surroundings_of
-from ._device import Target
 from ._own_work import OwnWork
 from ._run_ahead import RunAhead
+from ._target import Target
 from ._transfer import Transfer
 
 T = TypeVar("T")

@@ -39,11 +39,12 @@ from .._batch import (
 )
 from .._pool import Fence, Lease, guard_until_release, is_page_locked
 from .._steps import step
-from ._device import AT_ONCE_BYTES, Few, HostBytes, Target
+from ._at_once import AT_ONCE_BYTES
 from ._host_slabs import HostSlabs
 from ._out import Destinations, detached, in_order, with_own_copies
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
+from ._target import Few, HostBytes, Target
 from ._transfer import Sent, Transfer, kept, leaves_of, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024

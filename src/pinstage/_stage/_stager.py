@@ -33,12 +33,13 @@ from .._pool import (
 )
 from .._sizes import Size
 from .._steps import step
-from ._device import HostBytes, Targets, target_for
 from ._host_slabs import HostSlabs
 from ._prefetch import InBackground, Prefetcher, T, page_locks_each_batch, prefetcher_of
 from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
+from ._target import HostBytes
+from ._targets import Targets, target_for
 from ._to_host import Fetcher, HostTransfer
 from ._transfer import Packed, Transfer, copy_event_of, send_packed
 from ._weights import Destination, IncompatibleKeys, check_cap, load_weights

@@ -52,11 +52,14 @@ from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
 from .._sizes import count, format_bytes
 from .._steps import step
-from ._device import AT_ONCE_BYTES, MOST_FEW, EventGroup, Few, HostCopy, Targets
+from ._at_once import AT_ONCE_BYTES
+from ._events import EventGroup
 from ._frames import clear_own_frames
 from ._host_slabs import HostSlabs
 from ._not_a_batch import B_co, NotABatch
 from ._out import Destinations, detached, in_order, with_own_copies
+from ._target import MOST_FEW, Few, HostCopy
+from ._targets import Targets
 from ._transfer import kept, move
 
 DIRECT_FROM_BYTES = 64 * 1024

@@ -23,8 +23,8 @@ from .._memory import capturing_device
 from .._pool import Fence
 from .._reaper import reaper
 from .._steps import step
-from ._device import HostBytes, Target
 from ._not_a_batch import B_co, NotABatch
+from ._target import HostBytes, Target
 
 _NOT_YET: Any = object()
 """In place of a batch that hasn't been put together."""

@@ -8,7 +8,7 @@
 Where to look: `_saving` has the context manager, and decides which tensors stay. `_scheduler` has
 the objects that autograd keeps instead of tensors, and decides which tensor is copied back next.
 `_block` is a piece of memory on the host. `_optimizer` keeps an optimizer's state on the host,
-`_frozen` a module; `_offloaded` is their handle. `pinstage._stage._device` has the streams.
+`_frozen` a module; `_offloaded` is their handle. `pinstage._stage._cuda_target` has the streams.
 """
 
 from ._frozen import frozen_module
