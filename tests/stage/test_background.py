@@ -592,10 +592,13 @@ def read():
     while True:
         yield torch.ones(1000, 100).cumsum(0)
 
+took_some = threading.Event()
+
 def take():
     try:
-        for _ in batches:
-            pass
+        for number, _ in enumerate(batches):
+            if number == 3:
+                took_some.set()
     except ps.errors.PinstageError:
         print("stopped", flush=True)
 
@@ -630,7 +633,7 @@ SOURCES = {
 LOOPS = {
     "kept": "next(batches)",
     "left": "next(batches); del batches",
-    "taken by a daemon": "threading.Thread(target=take, daemon=True).start()",
+    "taken by a daemon": "threading.Thread(target=take, daemon=True).start(); took_some.wait()",
     "taken by a thread that has ended": """
         taking = threading.Thread(target=lambda: next(batches))
         taking.start()
