@@ -133,4 +133,5 @@ def test_results_larger_than_the_cap_arrive(cuda_device):
         assert all(
             torch.equal(mine, theirs.cpu()) for mine, theirs in zip(found, tree, strict=True)
         )
-        assert stager.stats().pool.peak_held_bytes <= 4 * MIB
+        # At most half of the cap, and a small slab.
+        assert stager.stats().pool.peak_held_bytes <= 4 * MIB + (64 << 10)

@@ -55,7 +55,7 @@ def test_a_refused_checkpoint_has_the_right_bytes(monkeypatch, blocks, hold):
     state = dict(enumerate([*parameters, torch.arange(4 * MIB, device="cuda:0"), torch.ones(5)]))
     with SlabPool("1GiB", memory=memory) as pool, CheckpointStager(pool=pool, hold=hold) as stager:
         for save in range(3):
-            expected = {name: tensor.cpu() for name, tensor in state.items()}
+            expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 staging = stager.stage(state)

@@ -98,6 +98,7 @@ def test_a_stager_copies_any_rows(cuda_device, part, borrows):
         ps.Stager(cuda_device, max_bytes="16MiB", borrow_pinned=borrows) as stager,
     ):
         rows = numbered(region)
+        region.synchronize()
         batch = {"rows": rows[part], "other": torch.arange(1000), "large": torch.randn(400_000)}
         staged = stager.to_device(batch)
         for key, leaf in batch.items():

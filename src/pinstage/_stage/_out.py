@@ -32,6 +32,10 @@ from .._compat.calls import copy_each
 from .._compat.views import range_of
 from ..errors import LayoutError
 
+_EXACT = COPIED_AS_THEY_ARE - {torch.float16, torch.bfloat16}
+"""Dtypes whose bits torch copies as they are, also in few kernels on a GPU: these compute with half
+precision in float32, which changes NaNs. Others are copied as integers."""
+
 
 class Destinations:
     """Existing tensors, checked against a batch. Nothing is written before `fill`.
@@ -68,8 +72,7 @@ class Destinations:
                 continue
             places = [self._existing[index] for index in rows]
             sources = [leaves[index] for index in rows]
-            # Bits that torch would not copy as they are.
-            if code == its and DTYPES[code] not in COPIED_AS_THEY_ARE:
+            if code == its and DTYPES[code] not in _EXACT:
                 places, sources = [*map(as_integers, places)], [*map(as_integers, sources)]
             copy_each(places, sources)
         for index in self._others:
