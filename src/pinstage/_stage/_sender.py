@@ -162,35 +162,39 @@ class Sender:
         )
 
     def _move_few(self, leaves: list[Any]) -> list[Any] | None:
-        """Move a few leaves without a slab; return None if they aren't small, few and plain.
-
-        Page-locked leaves of more than `SMALL_BYTES` together go on our stream, unless the current
-        one is idle.
-        """
+        """Move a few leaves without a slab; return None if they aren't small, few and plain."""
         if self.keeping is not None or self.own_storage is False or not self.slabs.is_open():
             return None
-        target, made = self.target, list[torch.Tensor]()
+        target = self.target
         few = target.move_few(leaves, borrows=self.borrows, most_bytes=SMALL_BYTES)
-        on_our_stream = isinstance(few, int) or not self.borrows
         if isinstance(few, int):
-            if self.run_ahead is not None:
-                consumer = target.consumer(None)
-                self.run_ahead.bound(target.record(consumer), consumer)
-            with target.on(target.stream):
-                few = target.move_few(leaves, borrows=True, most_bytes=few)
-            if isinstance(few, Few):
-                made = [leaf for leaf in few.leaves if isinstance(leaf, torch.Tensor)]
-        if not isinstance(few, Few):
+            few = self._borrow_few(leaves, few)
+        elif few is not None and few.locked and self.borrows:
+            kept.until(target.record(target.consumer(None)), leaves)
+        elif few is not None and few.locked:  # our stream has read them
+            target.hand_over(target.record(target.stream), [], target.consumer(None))
+        if few is None:
             return None
-        if few.locked:
-            consumer = target.consumer(None)
-            event = target.record(target.stream if on_our_stream else consumer)
-            if self.borrows:
-                kept.until(event, leaves)
-            if on_our_stream:
-                target.hand_over(event, made, consumer)
         self.counters.add(few.copies, few.tensors, few.nbytes, few.nbytes, few.tensors, 0)
         return few.leaves
+
+    def _borrow_few(self, leaves: list[Any], nbytes: int) -> Few | None:
+        """Send a few page-locked leaves of many bytes by our stream, since the current one is
+        busy.
+        """
+        target = self.target
+        consumer = target.consumer(None)
+        if self.run_ahead is not None:
+            self.run_ahead.bound(target.record(consumer), consumer)
+        with target.on(target.stream):
+            few = target.move_few(leaves, borrows=True, most_bytes=nbytes)
+        if not isinstance(few, Few):
+            return None
+        event = target.record(target.stream)
+        kept.until(event, leaves)
+        made = [leaf for leaf in few.leaves if isinstance(leaf, torch.Tensor)]
+        target.hand_over(event, made, consumer)
+        return few
 
     def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:
         """Send a batch; see `start`."""
