@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pinstage as ps
-from pinstage._stage import _weights
+from pinstage._stage import _sender, _weights
 from pinstage._stage._device import Target
 from pinstage._stage._weights import Destination
 
@@ -278,6 +278,14 @@ def test_a_cap_too_small_for_weights_is_refused():
         assert stager.load_weights(module, module.state_dict()) == ([], [])
 
 
+def test_weights_of_any_size_go_through_the_stagers_part_of_a_pool(stager):
+    stager.pool.set_quota("stager", max_bytes="256KiB")
+    weights = {"w": torch.arange(500_000.0), "b": torch.ones(3)}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    stager.load_weights(loaded, weights)
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
 ONE = {"a": torch.ones(1)}
 
 
@@ -503,13 +511,13 @@ def test_groups_bound_what_a_generator_holds(stager, monkeypatch):
             read.append(name)
             yield name, torch.full((256,), float(name))
 
-    plain = _weights.take_apart
+    plain = _sender.take_apart
 
-    def counted(leaves):
+    def counted(leaves, **options):
         read_at_packing.append(len(read))
-        return plain(leaves)
+        return plain(leaves, **options)
 
-    monkeypatch.setattr(_weights, "take_apart", counted)
+    monkeypatch.setattr(_sender, "take_apart", counted)
     assert stager.load_weights(found, pairs()) == ([], [])
     assert read_at_packing == [4, 8, 12, 16, 20]
     assert all((found[name] == float(name)).all() for name in found)
