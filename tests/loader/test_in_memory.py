@@ -279,6 +279,44 @@ def test_anything_else_goes_as_before(dataset, options, stacked):
     assert same(found, list(DataLoader(dataset, 4, **options)))
 
 
+class IndexTypes(torch.utils.data.Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return type(index).__name__
+
+
+NUMPYS = list(np.arange(50, dtype=np.int16))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("sampler", [NUMPYS, SubsetRandomSampler(Y), SubsetRandomSampler(NUMPYS)])
+def test_another_dataset_in_a_stack_gets_the_samplers_own_indices(sampler, workers):
+    options = {"sampler": sampler, "batch_size": 8, "num_workers": workers}
+    dataset = StackDataset(TensorDataset(X), IndexTypes())
+    found = [batch[1] for batch in ps.DataLoader(dataset, device="cpu", **options)]
+    assert found == [batch[1] for batch in DataLoader(dataset, **options)]
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple:UserWarning", "ignore:indexing with dtype")
+@pytest.mark.parametrize(
+    "sampler", [SubsetRandomSampler(torch.arange(3)), [np.uint8(1)] * 50, [np.uint16(1), 2, 3]]
+)
+def test_lists_that_torch_doesnt_index_by_integers_go_as_before(sampler):
+    def trace_of(make, **options):
+        dataset = TensorDataset(torch.arange(50 * 50 * 50).view(50, 50, 50))
+        sampled = BatchSampler(sampler, len(sampler), False)
+        loader = make(dataset, batch_size=None, sampler=sampled, **options)
+        torch.manual_seed(1)
+        try:
+            return list(loader)
+        except (IndexError, RuntimeError) as error:
+            return type(error), str(error)
+
+    assert same(trace_of(ps.DataLoader, device="cpu"), trace_of(DataLoader))
+
+
 def test_patches_of_torchs_class_are_called(monkeypatch):
     dataset = TensorDataset(X)
     monkeypatch.setattr(

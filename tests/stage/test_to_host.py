@@ -14,6 +14,7 @@ from hypothesis import given
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
 from pinstage._batch._gather import DIRECT_BYTES
+from pinstage._pool import hold_for_good
 from pinstage._stage._events import EventGroup
 from pinstage._stage._target import Target
 from pinstage.errors import AcquireTimeoutError
@@ -158,6 +159,25 @@ def test_a_tree_may_be_larger_than_the_slab(make_stager, cap):
         owned = {tensor.untyped_storage().data_ptr() for tensor in found if tensor.numel()}
         assert len(owned) == len(sizes) - 1 + 2
         assert stager.pool.stats().peak_held_bytes <= min(stager.pool.max_bytes // 2, 64 << 20)
+
+
+def test_a_tree_may_be_larger_than_the_stagers_part_of_the_pool(make_stager):
+    stager = make_stager(max_bytes="8MiB")
+    stager.pool.set_quota("frozen modules", min_bytes="6MiB")
+    with stager.pool.acquire("1MiB", owner="frozen modules") as lease:
+        hold_for_good(lease)
+        assert_same(tree := [torch.ones(3 << 20)], stager.to_host(tree))
+    stager.pool.set_quota("stager", max_bytes="1MiB")
+    assert_same(tree, stager.to_host(tree))
+
+
+def test_a_small_tree_needs_no_larger_slab_than_its_own(make_stager):
+    stager, tree = make_stager(max_bytes="1MiB"), [torch.ones(3)]
+    HeldOut(stager)  # a device with a stream of its own
+    stager.pool.set_quota("stager", max_bytes="32KiB")
+    assert_same(tree, stager.to_host(tree))
+    stager.pool.freeze()
+    assert_same(tree, stager.to_host(tree))
 
 
 # -- half-copied data is never visible -------------------------------------------------------------

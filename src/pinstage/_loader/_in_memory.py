@@ -16,9 +16,7 @@ from torch.utils.data import BatchSampler, StackDataset, Subset, TensorDataset
 from .._batch import RowStacks
 from .._compat.loader import begins_as_shipped, collation, is_as_shipped
 from ._collate import Collated, InlineCollate, SlabCollate, Stacks, collates_as_shipped
-from ._samplers import index_batches, look_up
-
-_SOURCES = TensorDataset, StackDataset, Subset
+from ._samplers import index_batches, look_up, yields_ints
 
 
 def index_sampler(loader: Any, begin: Any, collate: Any) -> dict[str, Any]:
@@ -31,7 +29,8 @@ def index_sampler(loader: Any, begin: Any, collate: Any) -> dict[str, Any]:
     """
     dataset = loader.dataset
     if (
-        type(dataset) not in _SOURCES
+        isinstance(dataset, torch.Tensor)
+        or not _is_of_rows(dataset)
         or not isinstance(collate, InlineCollate | SlabCollate)
         or (collate.keeping is not None and collate.keeping.says is not None)
         or not begins_as_shipped(loader, begin)
@@ -40,10 +39,28 @@ def index_sampler(loader: Any, begin: Any, collate: Any) -> dict[str, Any]:
     name, collates, is_read = "batch_sampler", collation().default_collate, True
     if loader.batch_sampler is None:
         name, collates = "sampler", collation().default_convert
-        is_read = type(dataset) is TensorDataset and type(loader.sampler) is BatchSampler
+        is_read = (
+            type(dataset) is TensorDataset
+            and type(loader.sampler) is BatchSampler
+            and yields_ints(loader.sampler.sampler)
+        )
     if collate.collate is not collates or not is_read:
         return {}
     return {name: InMemory(getattr(loader, name), dataset, collate)}
+
+
+def _is_of_rows(source: Any) -> bool:
+    """Return whether a dataset consists of tensors and torch's own datasets. Any other would see
+    indices of another type than its sampler yields.
+    """
+    if isinstance(source, torch.Tensor) or is_as_shipped(source, TensorDataset):
+        return True
+    if is_as_shipped(source, Subset):
+        return _is_of_rows(source.dataset)
+    if not is_as_shipped(source, StackDataset):
+        return False
+    parts = source.datasets
+    return all(map(_is_of_rows, parts.values() if isinstance(parts, dict) else parts))
 
 
 class InMemory:

@@ -60,7 +60,7 @@ def _permuted(sampler: Any) -> Numbers:
 def _weighted(sampler: Any) -> Numbers:
     yield torch.multinomial(
         sampler.weights, sampler.num_samples, sampler.replacement, generator=sampler.generator
-    )
+    ).cpu()
 
 
 def _of_rank(sampler: Any) -> Numbers:
@@ -164,6 +164,13 @@ def _looked_up(sampler: Any, batch: torch.Tensor) -> Any:
         return look_up(indices, batch)
     except (IndexError, TypeError):  # torch's way, with its error
         return [indices[number] for number in batch.tolist()]
+
+
+def yields_ints(sampler: Any) -> bool:
+    """Return whether a sampler is known to yield ints. In a list, torch takes numpy's uint8 for a
+    mask, and tensors for one index of each dimension.
+    """
+    return type(sampler) in _NUMBERS and type(sampler) is not SubsetRandomSampler
 
 
 def as_index(batch: Any) -> Any:

@@ -39,6 +39,7 @@ from ._pool import (
     check_pool,
     close_for,
     is_first_refusal,
+    largest_for,
     lease_in_flight,
     state_of,
     why_never,

@@ -103,6 +103,19 @@ def why_never(pool: SlabPool, owner: str, nbytes: int) -> PoolError | MemoryErro
         return pool._why_never(account, me)
 
 
+def largest_for(pool: SlabPool, owner: str) -> int:
+    """Return the bytes of the largest slab that an owner can ever have, by quotas and beside what
+    is held for good.
+
+    Raises:
+        PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
+    """
+    check_open(pool)
+    state = pool._state
+    with state.lock:
+        return state.accounts.room(state.accounts[owner], state.max_bytes, state.held_for_good())
+
+
 def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
     """Lease a slab that its owner has released and that is in flight. Does not block.
 

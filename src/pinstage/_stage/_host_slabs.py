@@ -21,6 +21,7 @@ from .._pool import (
     SlabPool,
     check_open,
     is_first_refusal,
+    largest_for,
     state_of,
     timed_out,
     why_never,
@@ -206,6 +207,10 @@ class HostSlabs:
             stats = pageable.stats()
             room -= stats.leased_bytes + stats.in_flight_bytes
         return room
+
+    def largest(self) -> int:
+        """Return the bytes of the largest slab that the owner can ever have."""
+        return largest_for(self.pool, self._owner)
 
     def close(self) -> None:
         """Free the pageable slabs that are idle."""

@@ -52,6 +52,7 @@ from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
 from .._sizes import count, format_bytes
 from .._steps import step
+from ..errors import PoolError
 from ._at_once import AT_ONCE_BYTES
 from ._events import EventGroup
 from ._frames import clear_own_frames
@@ -308,7 +309,11 @@ class Fetcher:
         target = self.targets.of(self.home)
         if target.out_stream is None or len(leaves) > MOST_FEW:
             return None
-        lease = self.slabs.lease_whole(min(AT_ONCE_BYTES, self.slabs.pool.max_bytes))
+        lease = None
+        with suppress(PoolError):  # the other way needs a slab of the tree's size at most
+            lease = self.slabs.lease_now(min(AT_ONCE_BYTES, self.slabs.pool.max_bytes))
+        if lease is None:
+            return None
         consumer = target.consumer(None)
         guard_until_release(lease, consumer)  # after an error, the device may still write
         after = consumer
@@ -329,7 +334,7 @@ class Fetcher:
         device's current stream, so its memory is safe if the call is interrupted.
         """
         target, nbytes = self.targets.of(device), gathering.table.nbytes
-        half = max(self.slabs.pool.max_bytes // 2 // ALIGNMENT, 1) * ALIGNMENT
+        half = max(self.slabs.largest() // 2 // ALIGNMENT, 1) * ALIGNMENT
         size = min(nbytes, _MOST_SLAB_BYTES, half)
         step_bytes = min(size, _chunk_bytes(nbytes))
         stream = after = target.consumer(None)

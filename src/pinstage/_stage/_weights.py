@@ -479,7 +479,7 @@ def load_weights(sender: Sender, destination: Destination, tensors: Any) -> Inco
     groups = _Groups(sender, destination.check_unchanged if may_reuse_memory else None)
     try:
         writes = (destination.write(name, part) for name, part in parts)
-        for group in groups_of(writes, min(GROUP_BYTES, sender.slabs.pool.max_bytes // 2)):
+        for group in groups_of(writes, min(GROUP_BYTES, sender.slabs.largest() // 2)):
             groups.start(group)
             # Then the next group isn't read earlier.
             groups.finish(all_but=0 if may_reuse_memory or group[-1].ends_group else 1)
