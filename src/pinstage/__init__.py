@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ._loader import DataLoader, LoaderStats, WrappedLoader, wrap_loader
     from .inspect import audit
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "DataLoader",

@@ -78,11 +78,13 @@ class Stager:
             and `SlabPool.set_quota` can limit it.
         pack_threads: number of threads that may pack a batch of 1 MiB or more, including the
             calling thread. "auto" is the number of CPUs that the process may use, at most 12.
-        borrow_pinned: whether leaves of 256 KiB and more that are page-locked already (torch's
-            ``is_pinned()``, or views of a lease or a `HostRegion`) are copied without packing. Each
-            has a copy of its own, or one per chunk of a region. Don't change these leaves until
-            `Transfer.query` is true, as with torch's own ``non_blocking=True``. The stager keeps
-            them alive until then.
+        borrow_pinned: whether page-locked leaves may be read after the call, as with torch's own
+            ``non_blocking=True``. Dense leaves of 32 KiB and more, or 16 KiB in a batch of up to
+            eight leaves, that are page-locked already are always sent from where they are, without
+            packing: pinned tensors, views of a lease or a `HostRegion`. False: only if one of the
+            first three such leaves is page-locked, and the call waits until all have been read.
+            True: each leaf is checked, and the call doesn't wait. Don't change these leaves until
+            `Transfer.query` is true. The stager keeps them alive until then.
         own_storage: which leaves have device memory of their own, as ``.to()`` gives it.
             ``"auto"``: all leaves of a batch of up to eight leaves, and leaves of 4 MiB and more in
             any batch. Other leaves share blocks with leaves of the same dtype: blocks of at most 1
@@ -187,10 +189,12 @@ class Stager:
     def stage(self, batch: Any) -> Transfer[Any]:
         """Pack a batch and start its copy.
 
-        Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on
-        the stager's own stream; `Transfer.wait` makes the consumer's stream wait for them. The host
-        slab returns to the pool when the copy is done. When the call returns, everything that was
-        packed has been read.
+        Blocks while it packs, and while the pool is at its cap. It doesn't wait for copies, but,
+        without `borrow_pinned`, for those of leaves that are page-locked already. When the call
+        returns, everything that was packed or is page-locked has been read.
+
+        Copies run on the stager's own stream; `Transfer.wait` makes the consumer's stream wait for
+        them. The host slab returns to the pool when the copy is done.
 
         A batch of at most 64 KiB takes no slab, and is copied on the current stream, behind earlier
         work there.
@@ -372,12 +376,12 @@ class Stager:
     def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
         """Start copying a nested tree of tensors to the host.
 
-        Does not block for the copies, only for a host slab while the pool is at its cap. Small
-        tensors are gathered on their device and sent in one copy. Dense tensors of 1 MiB and more
-        are copied from where they are. The call acts like an operation on the current stream: it
-        sees the results of earlier work on that stream, and you may change or free the tensors
-        right afterwards. That stream waits while large tensors are read; to avoid that, call
-        `fetch` on another stream.
+        Does not block for the copies, only for a host slab while the pool is at its cap. The slab
+        holds the whole tree. Small tensors are gathered on their device and sent in one copy. Dense
+        tensors of 1 MiB and more are copied from where they are. The call acts like an operation on
+        the current stream: it sees the results of earlier work on that stream, and you may change
+        or free the tensors right afterwards. That stream waits while large tensors are read; to
+        avoid that, call `fetch` on another stream.
 
         CPU tensors, numpy arrays and everything that isn't a tensor are returned unchanged (a
         stager for the CPU copies CPU tensors). The tree may hold tensors of several devices. A
@@ -412,7 +416,9 @@ class Stager:
         """Copy a nested tree of tensors to the host: ``fetch(tree).result()``.
 
         Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own,
-        outside of the pool, or is one of `out`. Everything else is as in `fetch`.
+        outside of the pool, or is one of `out`. A large tree goes in chunks through a slab of at
+        most 64 MiB, or half of the pool's cap: threads copy earlier chunks out while later ones
+        cross the bus. So it may be larger than the cap. Everything else is as in `fetch`.
 
         Args:
             tree: containers that `Layout` knows, with anything in them.
@@ -519,8 +525,9 @@ class Stager:
         the main process does. If reading and packing took more than a fifth of a finished pass, in
         CPU time of the reading thread, a `StagingWarning` says so once.
 
-        Large leaves that torch's loader with workers has page-locked already (``pin_memory=True``)
-        are not packed.
+        Leaves that torch's loader has page-locked already (``pin_memory=True``) are sent as with
+        `borrow_pinned`: those of a loader with workers, or that collates by torch's
+        ``default_collate``.
 
         Args:
             source: yields batches, for example a generator, or a loader that isn't torch's.
