@@ -80,13 +80,14 @@ class Variant:
     """Set-up for a case whose data is written in place; None if `setup` takes torch's page-locked
     tensors.
     """
-    only_in_place: bool = False
+    where: Callable[[Any], Any] | None = None
+    """Whether this variant applies to a case; None if it applies to all."""
     sized: bool = False
     """Whether `setup` also takes the size of a slab in bytes."""
 
     def suits(self, case: Case) -> bool:
         """Return whether this variant applies to a case."""
-        return not self.only_in_place or getattr(case, "in_place", False)
+        return self.where is None or bool(self.where(case))
 
     def obstacle(self, device: torch.device) -> str | None:
         """Return why this variant cannot run here, as the status of its rows, or None."""

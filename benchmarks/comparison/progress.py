@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from comparison.harness import Lines, Watcher, importable
 
-from comparison.harness import Lines, Watcher
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 
 class Bar:
@@ -33,11 +34,14 @@ class Bar:
 @contextmanager
 def watching(total: int) -> Iterator[Watcher]:
     """Show on stderr the progress of the body, which measures `total` cases of all variants and
-    rounds.
+    rounds: with rich on a terminal.
     """
-    if not sys.stderr.isatty():
+    if not (sys.stderr.isatty() and importable("rich")):
         yield Lines()
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (
         TextColumn("{task.description:<32}"),
         BarColumn(),

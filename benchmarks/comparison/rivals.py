@@ -228,6 +228,6 @@ VARIANTS = (
         package="pinstage",
         ours=True,
         in_place=_lease,
-        only_in_place=True,
+        where=lambda shape: shape.in_place,
     ),
 )

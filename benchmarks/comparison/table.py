@@ -7,6 +7,14 @@ from collections.abc import Sequence
 
 from comparison.record import Row
 
+FIGURES = {
+    "main_median": "until the call returned, or of the main thread: median",
+    "busy_median": "until the call returned while the GPU has 100 ms of kernels to run first: median",
+    "gb_per_s": "GB/s",
+    "vs_best_rival": "speed-up over the best rival",
+}
+"""Further figures of a row, and what they are."""
+
 
 def say(text: str) -> None:
     """Print a line."""
@@ -47,6 +55,20 @@ def grid(title: str, rows: Sequence[Row], field: str, *spread: str) -> None:
         ["variant", *cases],
         [[variant, *(cells.get(case, "-") for case in cases)] for variant, cells in lines.items()],
     )
+
+
+def report(title: str, rows: Sequence[Row]) -> None:
+    """Print whatever figures the rows have, and what they say."""
+    grid(f"{title}: median", rows, "median", "p10", "p90")
+    for field, said in FIGURES.items():
+        of_field = [row for row in rows if getattr(row, field) is not None]
+        if field == "vs_best_rival":
+            of_field = [row for row in of_field if row.ours]
+        if of_field:
+            grid(said, of_field, field)
+    for row in rows:
+        if row.detail or row.status in ("error", "incorrect"):
+            say(f"{row.variant} on {row.case}: {row.status}: {row.detail}")
 
 
 def cell(row: Row, field: str) -> str:

@@ -1,0 +1,113 @@
+"""Timers that all benchmarks share: calls until the device is done, and calls beside a busy GPU."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from comparison.harness import Outcome
+
+BUSY_MILLISECONDS = 100
+BUSY_KERNELS = 10
+BUSY_REPEATS = 3
+
+
+def timed(
+    call: Callable[..., Any],
+    device: torch.device,
+    *,
+    repeats: int,
+    seconds: float = math.inf,
+    fewest: int = 3,
+    warm_ups: int = 3,
+    warm_seconds: float = 0.0,
+    inputs: Sequence[Sequence[Any]] = ((),),
+    steps: int = 1,
+) -> Outcome:
+    """Return the seconds of calls until the device is done as `total`, and until they returned as
+    `main`. What a call returns is dropped before the next one, outside the timer.
+
+    Args:
+        call: The call.
+        device: The device to wait for.
+        repeats: The most timed calls.
+        seconds: Time limit for these calls, once `fewest` are done.
+        fewest: The fewest timed calls.
+        warm_ups: The fewest untimed calls before.
+        warm_seconds: Untimed calls go on for this time.
+        inputs: The arguments of calls, in turn.
+        steps: The steps of a call; the seconds are those of a step.
+    """
+
+    def sample(turn: int) -> tuple[float, float]:
+        arguments = inputs[turn % len(inputs)]
+        start = perf_counter()
+        kept = call(*arguments)
+        returned = perf_counter()
+        synchronize(device)
+        done = perf_counter()
+        del kept
+        return (done - start) / steps, (returned - start) / steps
+
+    def samples(most: float, fewest: int, seconds: float) -> list[tuple[float, float]]:
+        found: list[tuple[float, float]] = []
+        began = perf_counter()
+        while len(found) < most and (len(found) < fewest or perf_counter() - began <= seconds):
+            found.append(sample(len(found)))
+        return found
+
+    synchronize(device)
+    samples(math.inf, warm_ups, warm_seconds)
+    total, main = zip(*samples(repeats, fewest, seconds), strict=True)
+    return {"status": "ok", "detail": "", "total": list(total), "main": list(main)}
+
+
+def beside_kernels(
+    call: Callable[..., Any], device: torch.device, inputs: Sequence[Sequence[Any]] = ((),)
+) -> list[float]:
+    """Return the seconds until calls returned while the current stream has kernels to run before
+    them; nothing without a GPU.
+    """
+    if device.type != "cuda":
+        return []
+    run_kernel: Callable[[int], None] = torch.cuda._sleep
+    for cycles in (1000, 10_000_000):  # the first turn loads the kernel
+        began = perf_counter()
+        run_kernel(cycles)
+        synchronize(device)
+        milliseconds = (perf_counter() - began) * 1e3
+    cycles = int(cycles * BUSY_MILLISECONDS / BUSY_KERNELS / milliseconds)
+    took: list[float] = []
+    for turn in range(BUSY_REPEATS):
+        for _ in range(BUSY_KERNELS):
+            run_kernel(cycles)
+        start = perf_counter()
+        kept = call(*inputs[turn % len(inputs)])
+        took.append(perf_counter() - start)
+        synchronize(device)
+        del kept
+    return took
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def empty_caches(device: torch.device) -> None:
+    """Free torch's cached device and page-locked memory, so that all cases start from the same
+    state.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        # torch 2.11 has only its private name.
+        private = getattr(torch._C, "_host_emptyCache", lambda: None)
+        getattr(torch.accelerator, "empty_host_cache", private)()
