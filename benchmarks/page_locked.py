@@ -1,0 +1,177 @@
+"""Batches whose tensors are page-locked already, as torch's loader with `pin_memory=True` gives
+them: time until all are on the device.
+
+    python benchmarks/page_locked.py --out benchmarks/results/page_locked.json
+
+`batch` is written by hand: one `cuMemcpyBatchAsync` on a stream of its own, into memory that
+exists. It needs CUDA 12.8. `bus` is one copy of as many bytes. Each tensor has page-locked memory
+of its own. What `batch` and the others return is compared bit for bit, outside the timer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from comparison.harness import Outcome, Variant
+from comparison.program import Args, Program
+from comparison.timing import synchronize, timed
+
+KIB, MIB = 1 << 10, 1 << 20
+INSTANCES = 3
+"""Batches in turn, so that no call reads what the last one left in a cache."""
+IN_STREAM_ORDER = 1
+
+Tensors = list[torch.Tensor]
+Send = Callable[[Tensors], Tensors]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch of tensors of one size."""
+
+    leaves: int
+    leaf_bytes: int
+
+    @property
+    def id(self) -> str:
+        size = self.leaf_bytes // KIB
+        return f"{self.leaves} x {f'{size} KiB' if size % KIB else f'{size // KIB} MiB'}"
+
+    @property
+    def nbytes(self) -> int:
+        return self.leaves * self.leaf_bytes
+
+
+CASES = (
+    *(Case(1, size * KIB) for size in (128, 512, 900)),
+    Case(4, 250 * KIB),
+    *(Case(8, size * KIB) for size in (64, 256)),
+    Case(2, MIB),
+    Case(8, MIB),
+    Case(1, 16 * MIB),
+    Case(64, 64 * KIB),
+    Case(300, MIB),
+    Case(16, 16 * MIB),
+    *(Case(1000, size * KIB) for size in (16, 32, 64, 256)),
+)
+SMALL_CASES = (Case(1, 128 * KIB), Case(10, 16 * KIB))
+
+
+@contextmanager
+def _to(device: torch.device, case: Case) -> Iterator[Send]:  # noqa: ARG001
+    yield lambda batch: [leaf.to(device, non_blocking=True) for leaf in batch]
+
+
+@contextmanager
+def _pinstage(device: torch.device, case: Case, *, borrow: bool) -> Iterator[Send]:  # noqa: ARG001
+    import pinstage as ps
+
+    with ps.Stager(device, max_bytes="4GiB", borrow_pinned=borrow) as stager:
+        yield stager.to_device
+
+
+class Attributes(ctypes.Structure):
+    """`CUmemcpyAttributes`: an access order, hints, and flags."""
+
+    _fields_ = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
+
+
+@contextmanager
+def _batch(device: torch.device, case: Case) -> Iterator[Send]:
+    driver = ctypes.CDLL("libcuda.so.1")
+    call = getattr(driver, "cuMemcpyBatchAsync_v2", None)  # of CUDA 13
+    failed = [] if call else [ctypes.byref(ctypes.c_size_t())]
+    call = call or driver.cuMemcpyBatchAsync  # of CUDA 12.8
+    stream = torch.cuda.Stream(device)
+    there = [
+        torch.empty(case.leaf_bytes // 8, dtype=torch.int64, device=device)
+        for _ in range(case.leaves)
+    ]
+    addresses, sizes = ctypes.c_void_p * case.leaves, ctypes.c_size_t * case.leaves
+    targets = addresses(*(leaf.data_ptr() for leaf in there))
+    nbytes = sizes(*[case.leaf_bytes] * case.leaves)
+    attributes, begins = Attributes(IN_STREAM_ORDER), ctypes.c_size_t()
+
+    def send(batch: Tensors) -> Tensors:
+        sources = addresses(*(leaf.data_ptr() for leaf in batch))
+        kinds = ctypes.byref(attributes), ctypes.byref(begins), ctypes.c_size_t(1)
+        count, on = ctypes.c_size_t(case.leaves), ctypes.c_void_p(stream.cuda_stream)
+        status = call(targets, sources, nbytes, count, *kinds, *failed, on)
+        if status:
+            raise RuntimeError(f"cuMemcpyBatchAsync: error {status}")
+        return there
+
+    yield send
+
+
+@contextmanager
+def _bus(device: torch.device, case: Case) -> Iterator[Send]:
+    source = leaf(Case(1, case.nbytes), 0, device)
+    there = torch.empty_like(source, device=device)
+    yield lambda _: [there.copy_(source, non_blocking=True)]
+
+
+VARIANTS = (
+    Variant("to", _to, "`leaf.to(device, non_blocking=True)` for each"),
+    Variant("borrow", partial(_pinstage, borrow=True), "`borrow_pinned=True`", ours=True),
+    Variant("default", partial(_pinstage, borrow=False), "`to_device(batch)`", ours=True),
+    Variant("batch", _batch, "one `cuMemcpyBatchAsync` by hand", needs_cuda=True),
+    Variant("bus", _bus, "one copy of as many bytes"),
+)
+
+
+def leaf(case: Case, first: int, device: torch.device) -> torch.Tensor:
+    """Return a tensor on the host, different for each number that it begins with."""
+    made = torch.arange(first, first + case.leaf_bytes // 8)
+    return made.pin_memory() if device.type == "cuda" else made
+
+
+def measure(way: Variant, args: Args, case: Case) -> Outcome:
+    """Return the seconds of each batch, until it is on the device."""
+    batches = [
+        [leaf(case, batch * case.leaves + number, args.device) for number in range(case.leaves)]
+        for batch in range(INSTANCES)
+    ]
+    with way.setup(args.device, case) as send:
+        for batch in batches:
+            got = send(batch)
+            synchronize(args.device)
+            if way.id != "bus" and not all(map(torch.equal, (leaf.cpu() for leaf in got), batch)):
+                return {"status": "incorrect", "detail": "other bytes"}
+            del got
+        return timed(
+            send,
+            args.device,
+            repeats=args.repeats,
+            seconds=args.seconds,
+            fewest=7,
+            warm_seconds=args.seconds / 4,
+            inputs=[(batch,) for batch in batches],
+        )
+
+
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until all tensors are on the device",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={
+        "repeats": (300, "timed calls of each way and batch, at most"),
+        "seconds": (0.2, "stop after this time, once 7 are done"),
+    },
+    small_cases=SMALL_CASES,
+    small={"repeats": 7, "seconds": 0.0},
+    limits=("bus", "batch"),
+)
+
+if __name__ == "__main__":
+    sys.exit(PROGRAM.main())
