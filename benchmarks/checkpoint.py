@@ -220,14 +220,11 @@ VARIANTS = (
     _torchs("default_thread", False, False, True),
     _torchs("default_pinned_thread", True, False, True),
     _torchs("default_pinned_shared_thread", True, True, True),
-    Variant(
-        "pinstage", partial(_pool, "stream"), "`CheckpointStager()`", package="pinstage", ours=True
-    ),
+    Variant("pinstage", partial(_pool, "stream"), "`CheckpointStager()`", ours=True),
     Variant(
         "pinstage_step",
         partial(_pool, "step"),
         "`CheckpointStager(hold='step')`",
-        package="pinstage",
         ours=True,
     ),
 )

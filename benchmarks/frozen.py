@@ -324,7 +324,6 @@ WAYS = (
         "pinstage",
         _pinstage,
         "`ps.offload.frozen_module(module, pool)`",
-        package="pinstage",
         ours=True,
     ),
 )
@@ -527,14 +526,12 @@ STACK_WAYS = (
         "stack_blocks",
         _stack_blocks,
         "`frozen_module` with a handle for each block, the next one's `onload()` ahead",
-        package="pinstage",
         ours=True,
     ),
     StackVariant(
         "stack_whole",
         _stack_whole,
         "`frozen_module` with one handle for the stack",
-        package="pinstage",
         ours=True,
     ),
     StackVariant(

@@ -298,7 +298,7 @@ VARIANTS = (
         "no loader, but the least that one can do: fixed shared slots, one byte for a batch, one "
         "copy, the views",
     ),
-    Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
+    Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", ours=True),
 )
 REFUSED_VARIANTS = (
     *script.chosen("torch_pin,pinstage", VARIANTS),
@@ -306,7 +306,6 @@ REFUSED_VARIANTS = (
         "pinstage_refused",
         _refused,
         "the same where CUDA refuses to register memory",
-        package="pinstage",
         ours=True,
     ),
 )

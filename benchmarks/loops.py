@@ -338,17 +338,15 @@ VARIANTS = (
         "prefetch",
         _prefetch,
         "torch's DataLoader, then `Stager.prefetch(loader)`",
-        package="pinstage",
         ours=True,
     ),
     Variant(
         "wrap_loader",
         _wrapped,
         "torch's DataLoader, then `ps.wrap_loader(loader, device=device)`",
-        package="pinstage",
         ours=True,
     ),
-    Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
+    Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", ours=True),
     Variant("model", _model, "the model alone, with one batch that is on the device"),
 )
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-import script
 import torch
 
-from comparison import harness, record, table
 from comparison.harness import Outcome, Size, Variant
+from comparison.program import Args, Program
 
 MIB, GIB = 1 << 20, 1 << 30
 TOUCHED_FIRST = 4 * GIB
@@ -78,9 +78,7 @@ def _pageable_touched() -> Allocate:
 
 
 def _ours(name: str, about: str) -> Variant:
-    return Variant(
-        name, partial(_resource, name), about, package="pinstage", needs_cuda=True, ours=True
-    )
+    return Variant(name, partial(_resource, name), about, needs_cuda=True, ours=True)
 
 
 VARIANTS = (
@@ -98,15 +96,15 @@ VARIANTS = (
         "torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
     ),
 )
-SMOKE_VARIANTS = (
+SMALL_WAYS = (
     Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),
 )
 
 
-def measure(allocate: Allocate, repeats: int, case: harness.Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Size) -> Outcome:
     """Return the samples of the first allocation, whose case comes first, or of the later ones."""
-    total = []
-    for _ in range(1 if case.id.endswith("first") else repeats):
+    allocate, total = variant.setup(), []
+    for _ in range(1 if case.id.endswith("first") else args.repeats):
         start = time.perf_counter()
         release = allocate(case.nbytes)
         total.append(time.perf_counter() - start)
@@ -114,34 +112,35 @@ def measure(allocate: Allocate, repeats: int, case: harness.Case) -> Outcome:
     return {"status": "ok", "detail": "", "total": total}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed."""
-    parser = script.parser(__doc__, repeats=2, repeats_help="later allocations of each process")
-    parser.add_argument("--nbytes", type=int, default=GIB, help="bytes to make ready")
-    parser.set_defaults(rounds=3)
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    if args.smoke:
-        args.nbytes, args.rounds = min(args.nbytes, MIB), 1
-    name = f"{args.nbytes // MIB}MiB" if args.nbytes % GIB else f"{args.nbytes // GIB}GiB"
-    cases = [Size(f"{name} first", args.nbytes), Size(f"{name} again", args.nbytes)]
-    variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
-    if args.child:
-        (variant,) = script.chosen(args.child, variants)
-        harness.start_device(torch.device(args.device))
-        harness.work(cases, partial(measure, variant.setup(), args.repeats), lambda: None)
-        return 0
-    variants = tuple(script.chosen(args.only, variants))
+def touched(args: Args) -> AbstractContextManager[None]:
+    """Touch more memory than a process needs, before the first one."""
     if not args.smoke:
-        torch.empty(TOUCHED_FIRST, dtype=torch.uint8).zero_()
-    further = ["--nbytes", str(args.nbytes)]
-    rows = script.collect(
-        "memory_startup", __file__, variants, cases, args, further, judge=record.compare
-    )
-    table.grid("ms until the memory is ready", rows, "median", "p10", "p90")
-    table.grid("speed-up over the best rival", [row for row in rows if row.ours], "vs_best_rival")
-    return script.finish("memory_startup", rows, variants, args)
+        torch.empty(max(TOUCHED_FIRST, args.nbytes), dtype=torch.uint8).zero_()
+    return nullcontext()
 
+
+def cases(args: Args) -> list[Size]:
+    """Return the first allocation, and the later ones."""
+    name = f"{args.nbytes // MIB}MiB" if args.nbytes % GIB else f"{args.nbytes // GIB}GiB"
+    return [Size(f"{name} {turn}", args.nbytes) for turn in ("first", "again")]
+
+
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until the memory is ready",
+    ways=VARIANTS,
+    cases=cases,
+    measure=measure,
+    options={
+        "repeats": (2, "later allocations of each process"),
+        "nbytes": (GIB, "bytes to make ready"),
+    },
+    small={"nbytes": MIB, "rounds": 1},
+    small_ways=SMALL_WAYS,
+    rounds=3,
+    around=touched,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

@@ -271,11 +271,11 @@ WAYS = (
     Way("torchtune", _torchtune, "torchtune's `OffloadActivations(use_pin_memory=True, use_streams=True)`",
         package="torchtune torchao", needs_cuda=True),
     Way("bus", _bus, "the bytes that are saved, out and then back, page-locked buffers that are there already"),
-    Way("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", package="pinstage", ours=True),
-    Way("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before", package="pinstage",
+    Way("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", ours=True),
+    Way("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before",
         ours=True),
     Way("pinstage_4GiB", partial(_pinstage, tensors_on_device=16), 'with `max_device_bytes="4GiB"`',
-        package="pinstage", ours=True),
+        ours=True),
 )  # fmt: skip
 
 
@@ -388,7 +388,6 @@ STATE_WAYS = (
         "state_pinstage",
         _state_pinstage,
         "`ps.offload.optimizer_state(...)`",
-        package="pinstage",
         ours=True,
     ),
 )

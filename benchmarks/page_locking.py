@@ -126,19 +126,17 @@ def _pageable_touched(device: str) -> Allocate:  # noqa: ARG001 - as the others
 
 
 VARIANTS = (
-    Variant("HostRegion", _region, "`ps.HostRegion(n)`", package="pinstage", ours=True),
+    Variant("HostRegion", _region, "`ps.HostRegion(n)`", ours=True),
     Variant(
         "HostRegion_shared",
         partial(_region, shared=True),
         "`ps.HostRegion(n, shared=True)`",
-        package="pinstage",
         ours=True,
     ),
     Variant(
         "one_registration",
         partial(_resource, "RegisteredMemory"),
         "touched by 8 threads, then one `cudaHostRegister`",
-        package="pinstage",
         needs_cuda=True,
     ),
     Variant(

@@ -21,8 +21,7 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import script
 import torch
 
-from comparison import harness, table
 from comparison.harness import Outcome, Variant
+from comparison.program import Args, Program
+from comparison.timing import timed
 
 MIB = 1 << 20
 SECONDS = 5.0
@@ -325,78 +324,46 @@ WAYS = (
 )
 
 
-class Measure:
-    """One variant's samples; the first case measures both."""
+def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+    """Return the first sample, and the later ones."""
+    path = Path(args.file)
 
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant, self._repeats, self._device = (
-            variant,
-            args.repeats,
-            torch.device(args.device),
-        )
-        self._path = Path(args.file)
-        self._samples: dict[str, list[float]] = {"cold": [], "warm": []}
-        self._is_right = True
-
-    def measure(self, case: Case) -> Outcome:
-        """Return the samples of a case."""
-        if not self._samples["cold"]:
-            with torch.no_grad(), self._variant.setup(self._path, case, self._device) as load:
-                self._run(load)
-        detail = "" if self._is_right else "other weights than the file's"
-        status = "ok" if self._is_right else "incorrect"
-        return {"status": status, "detail": detail, "total": self._samples[case.id]}
-
-    def _run(self, load: Load) -> None:
-        drop(self._path)
-        began = time.perf_counter()
-        while len(self._samples["warm"]) < self._repeats:
-            if len(self._samples["warm"]) > 1 and time.perf_counter() - began > SECONDS:
-                break
-            self._synchronize()
-            start = time.perf_counter()
-            found = load()
-            self._synchronize()
-            kind = "warm" if self._samples["cold"] else "cold"
-            self._samples[kind].append(time.perf_counter() - start)
-            self._is_right &= self._variant.id == "bus" or self._is_the_files(found)
-            del found
-
-    def _is_the_files(self, found: dict[str, torch.Tensor]) -> bool:
-        return all(
-            torch.equal(found[name], tensor.to(self._device)) for name, tensor in mapped(self._path)
+    def is_the_files(weights: dict[str, torch.Tensor]) -> bool:
+        return variant.id == "bus" or all(
+            torch.equal(weights[name], tensor.to(args.device)) for name, tensor in mapped(path)
         )
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    with torch.no_grad(), variant.setup(path, case, args.device) as load:
+        drop(path)
+        loads = partial(timed, load, args.device, warm_ups=0, check=is_the_files)
+        cold = loads(repeats=1)
+        return {"cold": cold, "warm": loads(repeats=args.repeats, fewest=2, seconds=SECONDS)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or gave other weights."""
-    parser = script.parser(__doc__, repeats=5, repeats_help="warm samples for each variant")
-    parser.add_argument("--folder", type=Path, help="folder for the file, on a local disk")
-    parser.add_argument("--file", help=script.argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    cases = SMOKE_CASES if args.smoke else CASES
-    if args.child:
-        (variant,) = script.chosen(args.child, WAYS)
-        harness.start_device(torch.device(args.device))
-        harness.work(cases, Measure(variant, args).measure, lambda: None)  # type: ignore[arg-type]
-        return 0
-    variants = script.chosen(args.only, WAYS)
-    judge = script.compare_on_a_gpu(args, "bus")
+@contextmanager
+def file_of(args: Args) -> Iterator[None]:
+    """Write the file, and remove it at the end."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        path = Path(folder) / "weights.safetensors"
-        write(path, cases[0])
-        args.folder = None
-        further = ["--file", str(path), *(["--smoke"] if args.smoke else [])]
-        rows = script.collect("weights", __file__, variants, cases, args, further, judge=judge)
-    table.grid("median ms", rows, "median")
-    table.grid("GB/s", rows, "gb_per_s")
-    return script.finish("weights", rows, variants, args)
+        args.file = str(Path(folder) / "weights.safetensors")
+        write(Path(args.file), PROGRAM.chosen_cases(args)[0])
+        yield
 
+
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until all weights are on the device",
+    ways=WAYS,
+    cases=CASES,
+    measure_all=measure,
+    options={
+        "repeats": (5, "warm samples for each variant"),
+        "folder": (None, "folder for the file, on a local disk"),
+    },
+    small_cases=SMOKE_CASES,
+    limits=("bus",),
+    around=file_of,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

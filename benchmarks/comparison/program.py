@@ -41,9 +41,10 @@ class Program:
         cases: What they are measured on, or a function that chooses it.
         measure: Returns the outcome of a way on a case, in a process of the way.
         measure_all: The same for all cases at once, from the first one: outcomes by their ids.
-        options: Further options, each with its default and help. Every benchmark has `repeats`.
+        options: Further options, each with its default and help.
         small_cases: The cases of a smoke run.
         small: The most that options have in a smoke run.
+        small_ways: Further ways, of a smoke run only.
         benchmark: The name in the rows and in the result file; by default that of the program.
         rounds: Passes, each with a process for each way.
         limits: Ways that show a limit, and are no rivals.
@@ -64,9 +65,10 @@ class Program:
     cases: Sequence[Any] | Callable[[Args], Sequence[Any]]
     measure: Callable[[Variant, Args, Any], Outcome] | None = None
     measure_all: Callable[[Variant, Args, Any], dict[str, Outcome]] | None = None
-    options: Mapping[str, tuple[Any, str]]
+    options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     small_cases: Sequence[Any] = ()
     small: Mapping[str, Any] = field(default_factory=dict)
+    small_ways: Sequence[Variant] = ()
     benchmark: str = ""
     rounds: int = 1
     limits: Sequence[str] = ()
@@ -167,7 +169,7 @@ class Program:
         """Measure, and return the content of a result file; write the rows so far after each
         process.
         """
-        ways = harness.chosen(args.only, self.ways, "variant")
+        ways = self._chosen_ways(args.only, args)
         cases = self.chosen_cases(args)
         able = [way for way in ways if way.obstacle(args.device) is None]
         total = args.rounds * sum(way.suits(case) for way in able for case in cases)
@@ -202,6 +204,10 @@ class Program:
             )
         return result_of(rows)
 
+    def _chosen_ways(self, names: str | None, args: Args) -> list[Variant]:
+        known = (*self.ways, *self.small_ways) if args.smoke else self.ways
+        return harness.chosen(names, known, "variant")
+
     def _run(self, args: Args) -> int:
         """Measure or read, show, and write; return the exit status."""
         _check_targets(args)
@@ -235,7 +241,7 @@ class Program:
 
     def _work(self, args: Args) -> None:
         """In the child: measure one way, and emit an outcome for each case."""
-        (way,) = harness.chosen(args.child, self.ways, "variant")
+        (way,) = self._chosen_ways(args.child, args)
         cases = [case for case in self.chosen_cases(args) if way.suits(case)]
         self.begin(args)
         harness.start_device(args.device)

@@ -28,6 +28,7 @@ def timed(
     warm_seconds: float = 0.0,
     inputs: Sequence[Sequence[Any]] = ((),),
     steps: int = 1,
+    check: Callable[[Any], bool] = lambda result: True,  # noqa: ARG005
 ) -> Outcome:
     """Return the seconds of calls until the device is done as `total`, and until they returned as
     `main`. What a call returns is dropped before the next one, outside the timer.
@@ -42,7 +43,10 @@ def timed(
         warm_seconds: Untimed calls go on for this time.
         inputs: The arguments of calls, in turn.
         steps: The steps of a call; the seconds are those of a step.
+        check: Returns whether a result is right; called after each call, outside the timer. If one
+            isn't, the status is "incorrect".
     """
+    right: list[bool] = []
 
     def sample(turn: int) -> tuple[float, float]:
         arguments = inputs[turn % len(inputs)]
@@ -51,6 +55,7 @@ def timed(
         returned = perf_counter()
         synchronize(device)
         done = perf_counter()
+        right.append(check(kept))
         del kept
         return (done - start) / steps, (returned - start) / steps
 
@@ -64,7 +69,11 @@ def timed(
     synchronize(device)
     samples(math.inf, warm_ups, warm_seconds)
     total, main = zip(*samples(repeats, fewest, seconds), strict=True)
-    return {"status": "ok", "detail": "", "total": list(total), "main": list(main)}
+    outcome = {"status": "ok", "detail": "", "total": list(total), "main": list(main)}
+    wrong = right.count(False)
+    if wrong:
+        outcome |= {"status": "incorrect", "detail": f"{wrong} of {len(right)} results are wrong"}
+    return outcome
 
 
 def beside_kernels(
