@@ -29,17 +29,17 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import script
 import torch
 
-from comparison import harness, table
 from comparison.harness import Outcome, Variant
+from comparison.program import Args, Program
+from comparison.timing import synchronize, timed, turns
 
 MIB = 1 << 20
 MODULES = 3
@@ -200,22 +200,6 @@ def count_uses(module: torch.nn.Module) -> None:
     module.register_forward_hook(count)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def turns(repeats: int) -> Iterator[int]:
-    """Yield once for the allocations and kernels, then for each sample: at least one, until the
-    time is up.
-    """
-    began = time.perf_counter()
-    for turn in range(1 + repeats):
-        if turn < 2 or time.perf_counter() - began < SECONDS:
-            yield turn
-
-
 # -- the ways of modules ----------------------------------------------------------------------------
 
 Modules = list[torch.nn.Sequential]
@@ -301,26 +285,20 @@ def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
             handle.close()
 
 
-class ModulesVariant(Variant):
-    """A way of three modules."""
-
-    def suits(self, case: harness.Case) -> bool:
-        """Return whether the case has three modules."""
-        return isinstance(case, Case)
+def _of_modules(*given: Any, **named: Any) -> Variant:
+    return Variant(*given, **named, where=lambda case: isinstance(case, Case))
 
 
 WAYS = (
-    ModulesVariant("to", partial(_to, pinned=False), '`module.to("cuda")`, `.to("cpu")`'),
-    ModulesVariant(
+    _of_modules("to", partial(_to, pinned=False), '`module.to("cuda")`, `.to("cpu")`'),
+    _of_modules(
         "to_pinned",
         partial(_to, pinned=True),
         "the same from page-locked memory, made outside the timer",
     ),
-    ModulesVariant(
-        "by_hand", _by_hand, "page-locked copies, and `parameter.data =` tensor by tensor"
-    ),
-    ModulesVariant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
-    ModulesVariant(
+    _of_modules("by_hand", _by_hand, "page-locked copies, and `parameter.data =` tensor by tensor"),
+    _of_modules("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
+    _of_modules(
         "pinstage",
         _pinstage,
         "`ps.offload.frozen_module(module, pool)`",
@@ -329,102 +307,76 @@ WAYS = (
 )
 
 
-class Measure:
-    """One variant's samples; the first case measures all of them."""
+def measure_modules(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+    """Return the samples of all cases of three modules."""
+    device, modules = args.device, make(case)
+    samples: dict[str, list[float]] = {}
 
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant, self._repeats, self._device = (
-            variant,
-            args.repeats,
-            torch.device(args.device),
-        )
-        self._samples: dict[str, list[float]] = {}
-        self._outcome: Outcome = {}
-
-    def measure(self, case: Case) -> Outcome:
-        """Return the samples of a case."""
-        if not self._samples:
-            self._run(case)
-        return {**self._outcome, "total": self._samples[case.id]}
-
-    def _run(self, case: Case) -> None:
-        device, modules = self._device, make(case)
-        x = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
-        expected = x
-        for module in modules:
-            for parameter in module.parameters():
-                expected = torch.nn.functional.linear(expected, parameter.to(device))
+    def add(name: str, call: Callable[..., Any], *given: Any) -> Any:
         synchronize(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(device).total_memory
-            limit = torch.cuda.memory_reserved(device) + 2 * case.nbytes // MODULES + 1024 * MIB
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-            torch.cuda.reset_peak_memory_stats(device)
-        if self._variant.package:
-            import_module("pinstage.offload")
         began = time.perf_counter()
-        with torch.inference_mode(), self._variant.setup(modules, device) as way:
-            self._add("first", began)
-            for _ in turns(self._repeats):
+        found = call(*given)
+        synchronize(device)
+        samples.setdefault(name, []).append(time.perf_counter() - began)
+        return found
+
+    x = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
+    expected = x
+    for module in modules:
+        for parameter in module.parameters():
+            expected = torch.nn.functional.linear(expected, parameter.to(device))
+    _limit_memory(case, device)
+    import_module("pinstage.offload")
+    right = True
+    for name in ("in turn", "in turn, buffers"):
+        with torch.inference_mode(), ExitStack() as opened:
+            way = add("first", opened.enter_context, variant.setup(modules, device))
+            limits = {"fewest": 2, "seconds": SECONDS}
+            for _ in turns(1 + args.repeats, **limits) if name == "in turn" else ():
                 way.before(0)
-                began = self._begin()
-                way.onload(0)
-                self._add("onload", began)
-                began = self._begin()
-                way.offload(0)
-                self._add("offload", began)
-            results = self._in_turns("in turn", way, modules, x)
-        for module in modules:
-            count_uses(module)
-        with torch.inference_mode(), self._variant.setup(modules, device) as way:
-            results += self._in_turns("in turn, buffers", way, modules, x)
-        is_right = self._variant.id == "bus" or self._is_right(results, expected, modules)
-        for name in ("onload", "offload", "in turn", "in turn, buffers"):
-            del self._samples[name][0]  # made allocations and loaded kernels
-        peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
-        self._outcome = {
-            "status": "ok" if is_right else "incorrect",
-            "detail": f"device peak {peak:.1f} GB",
-        }
+                add("onload", way.onload, 0)
+                add("offload", way.offload, 0)
+            for _ in turns(1 + args.repeats, **limits):
+                for number in range(MODULES):
+                    way.before(number)
+                y = add(name, _in_turn, way, modules, x)
+            right = right and torch.equal(y, expected)
+        if name == "in turn":
+            for module in modules:
+                count_uses(module)
+    # In the first turn, allocations are made and kernels loaded.
+    samples = {name: some[:1] if name == "first" else some[1:] for name, some in samples.items()}
+    uses = 1 + len(samples["in turn, buffers"])
+    right = right and all(int(module.uses) == uses for module in modules)
+    peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
+    status = "ok" if right or variant.id == "bus" else "incorrect"
+    return {
+        name: {"status": status, "detail": f"device peak {peak:.1f} GB", "total": some}
+        for name, some in samples.items()
+    }
 
-    def _in_turns(
-        self, name: str, way: Way, modules: Modules, x: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Take the samples of all modules in turn; return the last output."""
-        for _ in turns(self._repeats):
-            for number in range(MODULES):
-                way.before(number)
-            began = self._begin()
-            y = self._in_turn(way, modules, x)
-            self._add(name, began)
-        return [y]
 
-    def _is_right(
-        self, results: list[torch.Tensor], expected: torch.Tensor, modules: Modules
-    ) -> bool:
-        """Return whether outputs are as expected, and the modules have counted their uses."""
-        uses = len(self._samples["in turn, buffers"])
-        has_counted = all(int(module.uses) == uses for module in modules)
-        return has_counted and all(torch.equal(y, expected) for y in results)
+def _limit_memory(case: Case, device: torch.device) -> None:
+    """Leave device memory for two modules."""
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = torch.cuda.memory_reserved(device) + 2 * case.nbytes // MODULES + 1024 * MIB
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    torch.cuda.reset_peak_memory_stats(device)
 
-    def _in_turn(self, way: Way, modules: Modules, x: torch.Tensor) -> torch.Tensor:
-        for number in range(MODULES):
-            if way.use is not None:
-                x = way.use(number, x)
-                continue
-            way.onload(number)
-            x = modules[number](x)
-            way.offload(number)
-        return x
 
-    def _begin(self) -> float:
-        synchronize(self._device)
-        return time.perf_counter()
-
-    def _add(self, name: str, began: float) -> None:
-        synchronize(self._device)
-        self._samples.setdefault(name, []).append(time.perf_counter() - began)
+def _in_turn(way: Way, modules: Modules, x: torch.Tensor) -> torch.Tensor:
+    for number in range(MODULES):
+        if way.use is not None:
+            x = way.use(number, x)
+            continue
+        way.onload(number)
+        x = modules[number](x)
+        way.offload(number)
+    return x
 
 
 # -- the ways of a stack: each yields a call that runs it on an input on the device ----------------
@@ -510,55 +462,51 @@ def _accelerate(stack: Stack, device: torch.device) -> Iterator[Run]:
     yield stack
 
 
-class StackVariant(Variant):
-    """A way of a stack."""
-
-    def suits(self, case: harness.Case) -> bool:
-        """Return whether the case is a stack."""
-        return isinstance(case, StackCase)
+def _of_stack(*given: Any, **named: Any) -> Variant:
+    return Variant(*given, **named, where=lambda case: isinstance(case, StackCase))
 
 
 DIFFUSERS = "diffusers accelerate"
 """diffusers' hooks import accelerate, and fail without it."""
 STACK_WAYS = (
-    StackVariant("stack_bus", _stack_bus, "one page-locked buffer of a block's size, copies only"),
-    StackVariant(
+    _of_stack("stack_bus", _stack_bus, "one page-locked buffer of a block's size, copies only"),
+    _of_stack(
         "stack_blocks",
         _stack_blocks,
         "`frozen_module` with a handle for each block, the next one's `onload()` ahead",
         ours=True,
     ),
-    StackVariant(
+    _of_stack(
         "stack_whole",
         _stack_whole,
         "`frozen_module` with one handle for the stack",
         ours=True,
     ),
-    StackVariant(
+    _of_stack(
         "diffusers_block",
         partial(_diffusers, level="block_level"),
         "diffusers' group offloading of each block, `use_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant(
+    _of_stack(
         "diffusers_block_recorded",
         partial(_diffusers, level="block_level", record=True),
         "the same, `record_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant(
+    _of_stack(
         "diffusers_leaf",
         partial(_diffusers, level="leaf_level"),
         "diffusers' group offloading of each leaf module, `use_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant(
+    _of_stack(
         "diffusers_leaf_recorded",
         partial(_diffusers, level="leaf_level", record=True),
         "the same, `record_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant(
+    _of_stack(
         "accelerate",
         _accelerate,
         "accelerate's `cpu_offload`, from pageable memory",
@@ -567,74 +515,50 @@ STACK_WAYS = (
 )
 
 
-class StackMeasure:
-    """One variant's passes through the stack."""
-
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant, self._repeats = variant, args.repeats
-        self._device = torch.device(args.device)
-
-    def measure(self, case: StackCase) -> Outcome:
-        """Return the samples, and whether every pass gave the plain stack's output."""
-        device, stack = self._device, make_stack(case)
-        x = torch.randn(1, case.tokens, case.width).to(device, torch.bfloat16)
-        with torch.inference_mode():
-            expected = copy.deepcopy(stack).to(device)(x)
-        synchronize(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-        seconds, differing = [], 0
-        with torch.inference_mode(), self._variant.setup(stack, device) as run:
-            for _ in turns(self._repeats):
-                synchronize(device)
-                began = time.perf_counter()
-                y = run(x)
-                synchronize(device)
-                seconds.append(time.perf_counter() - began)
-                differing += y is not None and not torch.equal(y, expected)
-        peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
-        detail = f"device peak {peak:.2f} GB"
-        if differing:
-            detail += f"; {differing} of {len(seconds)} outputs differ from the plain stack's"
-        # The first pass made allocations, loaded kernels, and traced the order of modules.
-        return {
-            "status": "incorrect" if differing else "ok",
-            "detail": detail,
-            "total": seconds[1:],
-        }
+def measure_stack(variant: Variant, args: Args, case: StackCase) -> Outcome:
+    """Return the samples, and whether every pass gave the plain stack's output."""
+    device, stack = args.device, make_stack(case)
+    x = torch.randn(1, case.tokens, case.width).to(device, torch.bfloat16)
+    with torch.inference_mode():
+        expected = copy.deepcopy(stack).to(device)(x)
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with torch.inference_mode(), variant.setup(stack, device) as run:
+        # The first pass makes allocations, loads kernels, and traces the order of modules.
+        outcome = timed(
+            partial(run, x),
+            device,
+            repeats=args.repeats,
+            seconds=SECONDS,
+            fewest=1,
+            warm_ups=1,
+            check=lambda y: y is None or torch.equal(y, expected),
+        )
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+    outcome["detail"] = "; ".join(filter(None, [f"device peak {peak:.2f} GB", outcome["detail"]]))
+    return outcome
 
 
-# -- the comparison --------------------------------------------------------------------------------
+def measure(variant: Variant, args: Args, case: Any) -> dict[str, Outcome]:
+    """Return the outcomes of a way of modules, or of a stack."""
+    if isinstance(case, StackCase):
+        return {case.id: measure_stack(variant, args, case)}
+    return measure_modules(variant, args, case)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or gave other outputs."""
-    parser = script.parser(__doc__, repeats=5, repeats_help="samples for each variant and case")
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    cases, stack = (SMOKE_CASES, SMOKE_STACK) if args.smoke else (CASES, STACK)
-    known = (*WAYS, *STACK_WAYS)
-    if args.child:
-        (variant,) = script.chosen(args.child, known)
-        harness.start_device(torch.device(args.device))
-        kind, own = (Measure, cases) if variant in WAYS else (StackMeasure, [stack])
-        harness.work(own, kind(variant, args).measure, lambda: None)  # type: ignore[arg-type]
-        return 0
-    variants = script.chosen(args.only, known)
-    judge = script.compare_on_a_gpu(args, "bus", "stack_bus")
-    further = ["--smoke"] if args.smoke else []
-    rows = script.collect("frozen", __file__, variants, [*cases, stack], args, further, judge=judge)
-    for ways in (WAYS, STACK_WAYS):
-        shown = [row for row in rows if row.variant in {variant.id for variant in ways}]
-        if shown:
-            table.grid("median ms", shown, "median")
-            table.grid("GB/s", shown, "gb_per_s")
-    for row in rows:
-        if row.detail and row.case == stack.id:
-            table.say(f"{row.variant}: {row.detail}")
-    return script.finish("frozen", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="median ms",
+    ways=(*WAYS, *STACK_WAYS),
+    cases=(*CASES, STACK),
+    measure_all=measure,
+    options={"repeats": (5, "samples for each variant and case")},
+    small_cases=(*SMOKE_CASES, SMOKE_STACK),
+    limits=("bus", "stack_bus"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

@@ -14,10 +14,8 @@ first touch.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
-import json
 import subprocess
 import sys
 import threading
@@ -27,13 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import script
 import torch
+from memory_startup import touched
 
 import pinstage as ps
-from comparison import harness, record, table
-from comparison.harness import Size, Variant
+from comparison.harness import Outcome, Size, Variant
 from comparison.plot import DARK, dark
+from comparison.program import Args, Program
 from comparison.record import Row
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -200,7 +198,7 @@ def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], f
     """Let a neighbour and our own thread call CUDA meanwhile; yield functions that return the worst
     call of each.
     """
-    command = [sys.executable, __file__, "--device", device, "--neighbour"]
+    command = [sys.executable, "-c", f"import page_locking; page_locking.neighbour({device!r})"]
     over, worst = threading.Event(), Worst()
 
     def launch() -> None:
@@ -216,7 +214,8 @@ def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], f
             while not over.is_set():
                 worst.time(once)
 
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe, folder = subprocess.PIPE, Path(__file__).parent
+    other = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder)
     thread = threading.Thread(target=launch)
     thread.start()
     assert other.stdin is not None
@@ -312,30 +311,29 @@ def _copy(held: Held, nbytes: int, device: str) -> float:
     return time.perf_counter() - began
 
 
-def run(
-    allocate: Allocate, nbytes: int, device: str, repeats: int, gpu: str
-) -> dict[str, list[float]]:
-    """Measure `repeats` times in each state of the GPU; return the samples of each case."""
+def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
+    """Measure `repeats` times in each state of the GPU; return the outcomes of all cases."""
     samples: dict[str, list[float]] = {}
-    cuda = torch.device(device).type == "cuda"
+    device, cuda = str(args.device), args.device.type == "cuda"
+    allocate = variant.setup(device)
     states = {"idle": contextlib.nullcontext, "busy": partial(kernels, device)}
     with witnesses(device) if cuda else contextlib.nullcontext((float, float)) as others:
-        for _ in range(repeats):
-            for state in gpu.split(","):
+        for _ in range(args.repeats):
+            for state in args.gpu.split(",") if cuda else ["idle"]:
                 with states[state]():
-                    found = once(allocate, nbytes, device, *others)
+                    found = once(allocate, args.nbytes, device, *others)
                 for what, value in found.items():
                     samples.setdefault(f"{what}, {state}", []).append(value)
-    return samples
+    return {name: {"status": "ok", "detail": "", "total": total} for name, total in samples.items()}
 
 
-def _cases(args: Any) -> list[Size]:
-    if torch.device(args.device).type != "cuda":
+def cases(args: Args) -> list[Size]:
+    """Return what is measured, on an idle GPU and on a busy one."""
+    if args.device.type != "cuda":
         return [Size(f"{what}, idle", args.nbytes) for what in (FIRST, LAST, RESIDENT, BACK)]
+    copied = min(args.nbytes, COPIED_BYTES)
     return [
-        Size(
-            f"{what}, {state}", min(args.nbytes, COPIED_BYTES) if what == TO_DEVICE else args.nbytes
-        )
+        Size(f"{what}, {state}", copied if what == TO_DEVICE else args.nbytes)
         for state in args.gpu.split(",")
         for what in MEASURED
     ]
@@ -366,7 +364,7 @@ _LABELS = {
 }
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def _draw(result: dict[str, Any], path: Path) -> None:
     """Write a PNG: seconds until the last byte is ready, and the worst calls of others meanwhile,
     on an idle GPU.
     """
@@ -401,67 +399,34 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, format="png", dpi=130)
 
 
-def draw_both(result: dict[str, Any], path: Path) -> None:
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw for light and for dark pages."""
     from matplotlib import rc_context
 
-    draw(result, path)
+    (result,) = results
+    _draw(result, path)
     with rc_context(DARK):
-        draw(result, dark(path))
+        _draw(result, dark(path))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed."""
-    parser = script.parser(
-        __doc__, repeats=1, repeats_help="runs of each way, on an idle GPU and on a busy one"
-    )
-    parser.add_argument("--nbytes", type=int, default=48 * GIB, help="bytes to page-lock")
-    parser.add_argument("--gpu", default="idle,busy", help="idle, busy or both; without a GPU idle")
-    parser.add_argument(
-        "--plot", type=Path, help="draw a PNG here, and one for dark pages beside it"
-    )
-    parser.add_argument(
-        "--from", dest="source", type=Path, help="draw from this result file; measure nothing"
-    )
-    parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    plot, source, is_neighbour = args.plot, args.source, args.neighbour
-    del args.plot, args.source, args.neighbour  # not settings of the result
-    if is_neighbour:
-        neighbour(args.device)
-    if source:
-        draw_both(json.loads(source.read_text()), plot)
-        return 0
-    if args.smoke:
-        args.nbytes = min(args.nbytes, 256 * MIB)
-    if torch.device(args.device).type != "cuda":
-        args.gpu = "idle"
-    variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
-    cases = _cases(args)
-    if args.child:
-        (variant,) = script.chosen(args.child, variants)
-        harness.start_device(torch.device(args.device))
-        samples = run(variant.setup(args.device), args.nbytes, args.device, args.repeats, args.gpu)
-        harness.work(
-            cases,
-            lambda case: {"status": "ok", "detail": "", "total": samples[case.id]},
-            lambda: None,
-        )
-        return 0
-    variants = tuple(script.chosen(args.only, variants))
-    if not args.smoke:
-        torch.empty(args.nbytes, dtype=torch.uint8).zero_()
-    further = ["--nbytes", str(args.nbytes), "--gpu", args.gpu]
-    rows = script.collect(
-        "page_locking", __file__, variants, cases, args, further, judge=_share_resident
-    )
-    table.grid("idle and busy: ms, resident in %", rows, "median", "p10", "p90")
-    status = script.finish("page_locking", rows, variants, args)
-    if plot:
-        draw_both(record.result_of("page_locking", {}, rows), plot)
-    return status
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="idle and busy: ms, resident in %",
+    ways=VARIANTS,
+    cases=cases,
+    measure_all=measure,
+    options={
+        "repeats": (1, "runs of each way, on an idle GPU and on a busy one"),
+        "nbytes": (48 * GIB, "bytes to page-lock"),
+        "gpu": ("idle,busy", "idle, busy or both; without a GPU idle"),
+    },
+    small={"nbytes": 256 * MIB},
+    small_ways=SMOKE_VARIANTS,
+    judge=_share_resident,
+    around=touched,
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -59,21 +60,25 @@ def timed(
         del kept
         return (done - start) / steps, (returned - start) / steps
 
-    def samples(most: float, fewest: int, seconds: float) -> list[tuple[float, float]]:
-        found: list[tuple[float, float]] = []
-        began = perf_counter()
-        while len(found) < most and (len(found) < fewest or perf_counter() - began <= seconds):
-            found.append(sample(len(found)))
-        return found
-
     synchronize(device)
-    samples(math.inf, warm_ups, warm_seconds)
-    total, main = zip(*samples(repeats, fewest, seconds), strict=True)
+    for turn in turns(fewest=warm_ups, seconds=warm_seconds):
+        sample(turn)
+    timed_turns = turns(repeats, fewest=fewest, seconds=seconds)
+    total, main = zip(*map(sample, timed_turns), strict=True)
     outcome = {"status": "ok", "detail": "", "total": list(total), "main": list(main)}
     wrong = right.count(False)
     if wrong:
         outcome |= {"status": "incorrect", "detail": f"{wrong} of {len(right)} results are wrong"}
     return outcome
+
+
+def turns(most: float = math.inf, *, fewest: int, seconds: float) -> Iterator[int]:
+    """Yield the numbers of turns: at most `most`, for some seconds once `fewest` are done."""
+    began = perf_counter()
+    for turn in count():
+        if turn >= most or (turn >= fewest and perf_counter() - began > seconds):
+            return
+        yield turn
 
 
 def beside_kernels(
