@@ -64,11 +64,6 @@ class BatchShape:
         return self.leaves * self.leaf_bytes
 
     @property
-    def most_slab_bytes(self) -> int:
-        """Upper bound on the bytes of a batch's slab, with each leaf at a multiple of 64 bytes."""
-        return self.leaves * (self.leaf_bytes * 3 // 2 // 64 * 64 + 64)
-
-    @property
     def instances(self) -> int:
         """Number of distinct batches in rotation."""
         return max(

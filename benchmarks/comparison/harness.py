@@ -82,8 +82,6 @@ class Variant:
     """
     where: Callable[[Any], Any] | None = None
     """Whether this variant applies to a case; None if it applies to all."""
-    sized: bool = False
-    """Whether `setup` also takes the size of a slab in bytes."""
 
     def suits(self, case: Case) -> bool:
         """Return whether this variant applies to a case."""

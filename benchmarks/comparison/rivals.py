@@ -216,7 +216,6 @@ VARIANTS = (
         _pinstage,
         "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`; of what is written in place "
         "`borrow_pinned=True`",
-        package="pinstage",
         ours=True,
         in_place=_pinstage_in_place,
     ),
@@ -225,7 +224,6 @@ VARIANTS = (
         _lease,
         "`pool.acquire(n)`, written in place, then `lease.tensor(...).to(device, "
         "non_blocking=True)` and an event",
-        package="pinstage",
         ours=True,
         in_place=_lease,
         where=lambda shape: shape.in_place,
