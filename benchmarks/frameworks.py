@@ -16,7 +16,6 @@ end, so that no step waits for the one before.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import os
@@ -31,15 +30,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import script
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import pinstage as ps
-from comparison import harness, table
-from comparison.harness import Outcome, Variant
+from comparison.harness import Outcome, Variant, importable
 from comparison.loop_timer import LoopTimer
+from comparison.program import Args, Program
 from comparison.record import Row
 
 FIELDS, WIDTH = 100, 256
@@ -141,29 +139,28 @@ class OnDevice(Dataset[Batch]):
         return self._batch
 
 
-def nested_loader(way: str, args: argparse.Namespace) -> Any:
+def nested_loader(way: str, args: Args) -> Any:
     """Return the loader of a variant, before the framework prepares it."""
     dataset = Nested(args.steps * args.batch_size, args.fields)
     return plain_loader(way, args, partial(DataLoader, dataset, args.batch_size))
 
 
-def plain_loader(way: str, args: argparse.Namespace, loader_class: Callable[..., Any]) -> Any:
+def plain_loader(way: str, args: Args, loader_class: Callable[..., Any]) -> Any:
     """Return torch's or PyG's loader for a variant."""
-    device = torch.device(args.device)
     if way == "model":
-        return DataLoader(OnDevice(loader_class(), device, args.steps), batch_size=None)
-    pin = way == "pin_memory" and device.type == "cuda"
+        return DataLoader(OnDevice(loader_class(), args.device, args.steps), batch_size=None)
+    pin = way == "pin_memory" and args.device.type == "cuda"
     return loader_class(
         num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0
     )
 
 
-def dense(args: argparse.Namespace) -> nn.Module:
+def dense(args: Args) -> nn.Module:
     """Return the model for nested batches."""
     return Dense(args.fields, args.width, args.depth)
 
 
-def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def lightning_loop(way: str, args: Args, watch: Watch) -> None:
     """Train with Lightning's trainer."""
     import lightning
 
@@ -185,11 +182,10 @@ def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-    device = torch.device(args.device)
     stages = way.startswith("pinstage")
     trainer = lightning.Trainer(
-        accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices=1 if device.type == "cpu" else [device.index],
+        accelerator="cpu" if args.device.type == "cpu" else "gpu",
+        devices=1 if args.device.type == "cpu" else [args.device.index],
         callbacks=[StageBatches(max_bytes="8GiB", workers=way == "pinstage")] if stages else [],
         max_epochs=1,
         logger=False,
@@ -200,15 +196,14 @@ def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     trainer.fit(Module(), nested_loader(way, args))
 
 
-def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def accelerate_loop(way: str, args: Args, watch: Watch) -> None:
     """Train with Accelerate."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
     from pinstage.integrations.accelerate import prepare
 
-    device = torch.device(args.device)
     accelerator = Accelerator(
-        cpu=device.type == "cpu",
+        cpu=args.device.type == "cpu",
         dataloader_config=DataLoaderConfiguration(non_blocking=way == "pin_memory"),
     )
     model = dense(args)
@@ -216,9 +211,6 @@ def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     plain = nested_loader(way, args)
     if way == "pinstage":
         loader = prepare(accelerator, plain, max_bytes="8GiB")
-    elif way == "pinstage_main":
-        prepared = accelerator.prepare(plain, device_placement=[False])
-        loader = ps.Stager(accelerator.device, max_bytes="8GiB").prefetch(prepared)
     else:
         loader = accelerator.prepare(plain)
     for batch in loader:
@@ -230,7 +222,7 @@ def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         watch.end(loss)
 
 
-def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def trainer_loop(way: str, args: Args, watch: Watch) -> None:
     """Train with a `Trainer` of transformers."""
     import transformers
 
@@ -258,15 +250,14 @@ def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         max_bytes = "8GiB"
         workers = way == "pinstage"
 
-    device = torch.device(args.device)
     plain = nested_loader(way, args)
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(),  # nothing is saved there
-        use_cpu=device.type == "cpu",
+        use_cpu=args.device.type == "cpu",
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         dataloader_num_workers=args.workers,
-        dataloader_pin_memory=way == "pin_memory" and device.type == "cuda",
+        dataloader_pin_memory=way == "pin_memory" and args.device.type == "cuda",
         dataloader_persistent_workers=args.workers > 0,
         train_sampling_strategy="sequential",
         optim="sgd",
@@ -286,7 +277,7 @@ def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     ).train()
 
 
-def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def pyg_loop(way: str, args: Args, watch: Watch) -> None:
     """Train on PyG graphs."""
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader as GraphLoader
@@ -298,26 +289,24 @@ def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)
         values = torch.randn(nodes, 32, generator=generator)
         kept.append(Data(x=values, edge_index=edges, y=torch.randn(1, generator=generator)))
-    device = torch.device(args.device)
-    model = Graphs(args.width // 4, args.depth).to(device)  # first: an iterator draws a seed
+    model = Graphs(args.width // 4, args.depth).to(args.device)  # first: an iterator draws a seed
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     graphs = list(itertools.islice(itertools.cycle(kept), args.steps * args.batch_size))
     loader = plain_loader(way, args, partial(GraphLoader, graphs, args.batch_size))
     batches: Iterable[Batch]
     if way == "pinstage":
-        batches = ps.wrap_loader(loader, device=device, max_bytes="8GiB")
+        batches = ps.wrap_loader(loader, device=args.device, max_bytes="8GiB")
     elif way == "pinstage_main":
-        batches = ps.Stager(device, max_bytes="8GiB").prefetch(loader)
+        batches = ps.Stager(args.device, max_bytes="8GiB").prefetch(loader)
     else:
-        batches = (batch.to(device, non_blocking=True) for batch in loader)
+        batches = (batch.to(args.device, non_blocking=True) for batch in loader)
     train(batches, model, optimizer, watch)
 
 
-def webdataset_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def webdataset_loop(way: str, args: Args, watch: Watch) -> None:
     """Train on shards that webdataset reads in workers: one small file, again and again."""
     import webdataset as wds
 
-    device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as folder:
         samples = Nested(128, args.fields)
         with wds.TarWriter(f"{folder}/0.tar") as file:
@@ -339,12 +328,12 @@ def webdataset_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         dataset = dataset.decode().batched(args.batch_size, named_fields, partial=False)
         if way == "pinstage":
             loader: Any = ps.DataLoader(
-                dataset, None, num_workers=args.workers, device=device, max_bytes="8GiB"
+                dataset, None, num_workers=args.workers, device=args.device, max_bytes="8GiB"
             )
         elif way == "model":
-            loader = DataLoader(OnDevice(dataset, device, args.steps), batch_size=None)
+            loader = DataLoader(OnDevice(dataset, args.device, args.steps), batch_size=None)
         else:
-            pin = way == "pin_memory" and device.type == "cuda"
+            pin = way == "pin_memory" and args.device.type == "cuda"
             loader = wds.WebLoader(
                 dataset, batch_size=None, num_workers=args.workers, pin_memory=pin
             )
@@ -358,25 +347,24 @@ def named_fields(samples: Sequence[dict[str, Any]]) -> Batch:
     return batch | {"label": default_collate([sample["label.npy"] for sample in samples])}
 
 
-def nodes_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def nodes_loop(way: str, args: Args, watch: Watch) -> None:
     """Train on a pipeline of torchdata.nodes."""
     from torchdata.nodes import Batcher, IterableWrapper, Loader, ParallelMapper, PinMemory
 
     from pinstage.integrations.torchdata import Stage
 
-    device = torch.device(args.device)
     dataset = Nested(args.steps * args.batch_size, args.fields)
     node: Any = Batcher(IterableWrapper(range(len(dataset))), args.batch_size)
     node = ParallelMapper(
         node, partial(collated_samples, dataset), num_workers=max(args.workers, 1), method="process"
     )
     if way == "pinstage":
-        node = Stage(node, ps.Stager(device, max_bytes="8GiB"))
-    elif way == "pin_memory" and device.type == "cuda":
+        node = Stage(node, ps.Stager(args.device, max_bytes="8GiB"))
+    elif way == "pin_memory" and args.device.type == "cuda":
         node = PinMemory(node)
     loader: Iterable[Batch] = Loader(node)
     if way == "model":
-        loader = DataLoader(OnDevice(loader, device, args.steps), batch_size=None)
+        loader = DataLoader(OnDevice(loader, args.device, args.steps), batch_size=None)
     train_on(way, loader, args, watch)
 
 
@@ -385,13 +373,12 @@ def collated_samples(dataset: Nested, indices: Sequence[int]) -> Batch:
     return default_collate([dataset[index] for index in indices])
 
 
-def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def slow_loop(way: str, args: Args, watch: Watch) -> None:
     """Train on a plain generator, which takes some time for each batch.
 
     Both variants read ahead in the main process: `pinstage` in a thread, `pinstage_main` without
     one.
     """
-    device = torch.device(args.device)
     samples = Nested(args.batch_size, args.fields)
     batch = default_collate([samples[index] for index in range(args.batch_size)])
 
@@ -402,10 +389,10 @@ def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
 
     source: Iterable[Batch] = batches()
     if way == "model":
-        source = DataLoader(OnDevice([batch], device, args.steps), batch_size=None)
+        source = DataLoader(OnDevice([batch], args.device, args.steps), batch_size=None)
     elif way == "pinstage":
-        source = ps.Stager(device, max_bytes="8GiB").prefetch(source, background=True)
-    elif way == "pin_memory" and device.type == "cuda":
+        source = ps.Stager(args.device, max_bytes="8GiB").prefetch(source, background=True)
+    elif way == "pin_memory" and args.device.type == "cuda":
         source = ({name: leaf.pin_memory() for name, leaf in each.items()} for each in source)
     train_on(way, source, args, watch, background=False)
 
@@ -413,7 +400,7 @@ def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
 def train_on(
     way: str,
     loader: Iterable[Batch],
-    args: argparse.Namespace,
+    args: Args,
     watch: Watch,
     *,
     background: bool = True,
@@ -421,15 +408,14 @@ def train_on(
     """Train on as many batches as there are steps. Batches on the host are staged, or moved leaf by
     leaf.
     """
-    device = torch.device(args.device)
     torch.manual_seed(0)  # whatever the loaders have drawn
-    model = dense(args).to(device)
+    model = dense(args).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if way == "pinstage_main":
-        loader = ps.Stager(device, max_bytes="8GiB").prefetch(loader, background=background)
+        loader = ps.Stager(args.device, max_bytes="8GiB").prefetch(loader, background=background)
     elif way != "pinstage":
         loader = (
-            {name: leaf.to(device, non_blocking=True) for name, leaf in batch.items()}
+            {name: leaf.to(args.device, non_blocking=True) for name, leaf in batch.items()}
             for batch in loader
         )
     train(itertools.islice(loader, args.steps), model, optimizer, watch)
@@ -454,7 +440,7 @@ class Case:
 
     id: str
     package: str
-    loop: Callable[[str, argparse.Namespace, Watch], None]
+    loop: Callable[[str, Args, Watch], None]
     nbytes: int = 0
 
 
@@ -489,24 +475,22 @@ VARIANTS = (
         "Stager.prefetch, StageInputs with workers = False; webdataset, nodes: "
         "prefetch(background=True)",
         ours=True,
+        where=lambda case: case.id != "accelerate",
     ),
     Variant("model", nullcontext, "one batch that is on the device before the loop begins"),
 )
 
 
-def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return one variant's status in one loop, and its samples in seconds."""
-    if not harness.importable(case.package):
+    if not importable(case.package):
         return {"status": "not installed", "detail": case.package}
     torch.manual_seed(0)
-    watch = Watch(timer_of(args))
+    # All ways take as many steps, and so have the same losses.
+    timer = LoopTimer(args.device, args.workers, fewest=args.repeats)
+    args.steps, watch = timer.steps, Watch(timer)
     case.loop(variant.id, args, watch)
     return watch.outcome()
-
-
-def timer_of(args: argparse.Namespace) -> LoopTimer:
-    """Return the timer of a loop. All ways take its number of steps, and so have the same losses."""
-    return LoopTimer(torch.device(args.device), args.workers, fewest=args.repeats)
 
 
 def check_losses(rows: Sequence[Row]) -> None:
@@ -530,66 +514,44 @@ def check_losses(rows: Sequence[Row]) -> None:
             row.status, row.median, row.p10, row.p90 = "incorrect", None, None, None
 
 
-def report(rows: Sequence[Row]) -> None:
-    """Print the medians, and the share of the time in which the GPU was idle."""
-    table.grid("ms per step", rows, "median", "minimum", "maximum")
-    table.show(
-        "said",
-        ["loop", "said"],
-        [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows],
-    )
-    if any(row.vs_best_rival for row in rows):
-        table.grid("speed-up over pin_memory", [row for row in rows if row.ours], "vs_best_rival")
+def begin(args: Args) -> None:
+    """Let each way compute the same bits."""
+    warnings.simplefilter("ignore")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    # All of it is overwritten anyway.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or trained to other losses."""
-    parser = script.parser(
-        __doc__,
-        repeats=100,
-        repeats_help="timed steps for each variant and loop, at least; ten times as many as workers "
-        "hold ready, if that is more",
-    )
-    parser.set_defaults(rounds=3)
-    names = [case.id for case in CASES]
-    parser.add_argument("--loops", help=f"these, separated by commas: {', '.join(names)}")
-    parser.add_argument("--workers", type=int, default=8, help="worker processes")
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--fields", type=int, default=FIELDS, help=f"float32 [{WIDTH}] of a sample")
-    parser.add_argument("--width", type=int, default=4096, help="of the model")
-    parser.add_argument("--depth", type=int, default=8, help="layers of the model")
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    if args.smoke:
-        args.repeats, args.workers, args.batch_size = min(args.repeats, 4), min(args.workers, 1), 4
-        args.fields, args.width, args.depth, args.rounds = 3, 16, 1, 1
-    args.steps = timer_of(args).steps
-    wanted = script.named(args.loops, names, "loop")
-    cases = [case for case in CASES if case.id in wanted]
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        warnings.simplefilter("ignore")
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True)
-        # All of it is overwritten anyway.
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
-        harness.start_device(torch.device(args.device))
-        harness.work(cases, partial(measure, variant, args), lambda: None)
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--loops", ",".join(wanted), *(["--smoke"] if args.smoke else [])]
-    for name in ("workers", "batch_size", "fields", "width", "depth"):
-        further += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-
-    def judge(rows: list[Row]) -> None:
-        check_losses(rows)
-        script.compare_on_a_gpu(args)(rows)
-
-    rows = script.collect("frameworks", __file__, variants, cases, args, further, judge=judge)
-    report(rows)
-    return script.finish("frameworks", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms per step",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={
+        "repeats": (100, "timed steps, at least; ten times as many as workers hold ready, if more"),
+        "workers": (8, "worker processes"),
+        "batch_size": (256, "samples of a batch"),
+        "fields": (FIELDS, f"float32 [{WIDTH}] of a sample"),
+        "width": (4096, "of the model"),
+        "depth": (8, "layers of the model"),
+    },
+    small={
+        "repeats": 4,
+        "workers": 1,
+        "batch_size": 4,
+        "rounds": 1,
+        "fields": 3,
+        "width": 16,
+        "depth": 1,
+    },
+    rounds=3,
+    judge=check_losses,
+    begin=begin,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

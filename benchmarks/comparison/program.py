@@ -65,7 +65,7 @@ class Program:
     cases: Sequence[Any] | Callable[[Args], Sequence[Any]]
     measure: Callable[[Variant, Args, Any], Outcome] | None = None
     measure_all: Callable[[Variant, Args, Any], dict[str, Outcome]] | None = None
-    options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
     small_cases: Sequence[Any] = ()
     small: Mapping[str, Any] = field(default_factory=dict)
     small_ways: Sequence[Variant] = ()
@@ -138,7 +138,7 @@ class Program:
             type=Path,
             action="append",
             default=[],
-            help=hidden or "show a result file, and measure nothing; can be repeated",
+            help="show a result file, and measure nothing; with several, --out joins them",
         )
         add("--child", help=argparse.SUPPRESS)
         add("--settings", help=argparse.SUPPRESS)
@@ -213,7 +213,7 @@ class Program:
         _check_targets(args)
         results = [self._read(path) for path in args.read] or [self.measured(args)]
         if args.out is not None:
-            record.save(args.out, results[0])
+            record.save(args.out, joined(results))
             sys.stderr.write(f"written: {args.out}\n")
         rows = [row for result in results for row in record.rows_of(result)]
         if self.report is not None:
@@ -269,6 +269,24 @@ class AtOnce:
         return self._outcomes.get(case.id, failed)
 
 
+def joined(results: Sequence[Result]) -> Result:
+    """Return one result of several, whose cases or ways are measured apart.
+
+    Raises:
+        BenchError: they are of different commits or machines.
+    """
+    first = results[0]
+    if any(result[name] != first[name] for result in results for name in ("commit", "machine")):
+        raise BenchError("--out joins results of one commit and one machine, and these differ")
+    variants = {way: about for result in results for way, about in _variants(result).items()}
+    settings = first["settings"] | {"variants": variants}
+    return first | {"settings": settings, "rows": [row for one in results for row in one["rows"]]}
+
+
+def _variants(result: Result) -> dict[str, str]:
+    return dict(result["settings"].get("variants", {}))
+
+
 def positive(text: str) -> int:
     """Return a number that is 1 or more."""
     number = int(text)
@@ -310,10 +328,6 @@ def _settings(args: Args) -> dict[str, Any]:
 
 def _check_targets(args: Args) -> None:
     """Check before minutes of measuring that the results can be written afterwards."""
-    if args.read and args.out:
-        raise BenchError(
-            "--out writes what was measured, and with --from nothing is: leave one of them out"
-        )
     for path in filter(None, (args.out, args.plot)):
         if path.is_dir():
             raise BenchError(f"{path} is a folder; name a file")
