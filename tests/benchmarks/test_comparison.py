@@ -10,7 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +22,10 @@ from result_files import read
 
 from comparison import batches, harness, plot, record, rivals, staging, table
 from comparison.batches import BatchShape
-from comparison.command import main
+from comparison.command import PROGRAM, chosen_shapes
 from comparison.errors import BenchError
 from comparison.harness import Size, Variant
 from comparison.record import Row
-from comparison.run import Settings, chosen_shapes, run_bench
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "benchmarks" / "results" / "staging.json"
@@ -75,12 +76,12 @@ def test_a_smoke_run_stages_every_shape(tmp_path):
     assert header in [line.split() for line in printed.splitlines()]
 
 
-def test_a_missing_rival_is_a_row_saying_so(tmp_path, monkeypatch, capsys):
+def test_a_missing_rival_is_a_row_saying_so(tmp_path, capsys):
     ghost = Variant("ghost", rivals._to, "a rival nobody has", package="no_such_package.inside")
-    monkeypatch.setattr(rivals, "VARIANTS", (*rivals.VARIANTS, ghost))
+    program = replace(PROGRAM, ways=(*rivals.VARIANTS, ghost))
     out = tmp_path / "staging.json"
 
-    assert run_bench(Settings(smoke=True, device="cpu", only="ghost,pin_to", out=out)) == 0
+    assert program.main(["--smoke", "--only", "ghost,pin_to", "--out", str(out)]) == 0
 
     statuses = {row["variant"]: (row["status"], row["detail"]) for row in read(out)["rows"]}
     assert statuses == {
@@ -120,7 +121,8 @@ def test_the_c_rival_is_waited_for(tree, monkeypatch):
     monkeypatch.syspath_prepend(tree({"accvlab/multi_tensor_copier/__init__.py": RIVAL}))
 
     assert variant.obstacle(CPU) is None
-    outcome = staging.measure(variant, CPU, 2, 0.0, BatchShape(9, 64))
+    args = SimpleNamespace(device=CPU, repeats=2, seconds=0.0)
+    outcome = staging.measure(variant, args, BatchShape(9, 64))
     for name in [name for name in sys.modules if name.partition(".")[0] == "accvlab"]:
         del sys.modules[name]
     assert outcome["status"] == "ok"
@@ -138,15 +140,19 @@ def test_wrong_bits_are_named_by_their_path():
     ]
 
 
+def chosen(*arguments):
+    return chosen_shapes(PROGRAM.parsed(["--device", "cpu", *arguments]))
+
+
 def test_one_run_measures_the_chosen_batches_and_series():
-    tabled, series = chosen_shapes(Settings(plot=Path("p.png")))
+    tabled, series = chosen("--plot", "p.png")
     published = json.loads(PUBLISHED.read_text())["settings"]["table"]
     assert set(published) <= {shape.id for shape in tabled}
     assert [series["leaves"][0].leaves, series["leaves"][-1].leaves] == [10, 31_623]
     assert [series["bytes"][0].nbytes, series["bytes"][-1].nbytes] == [1 << 10, 1 << 30]
-    assert chosen_shapes(Settings())[1] == {}
-    assert chosen_shapes(Settings(series="bytes")) == ([], {"bytes": series["bytes"]})
-    assert [shape.id for shape in chosen_shapes(Settings(batches="64x1MiB"))[0]] == ["64x1MiB"]
+    assert chosen()[1] == {}
+    assert chosen("--series", "bytes") == ([], {"bytes": series["bytes"]})
+    assert [shape.id for shape in chosen("--batches", "64x1MiB")[0]] == ["64x1MiB"]
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -234,7 +240,7 @@ def test_a_killed_run_leaves_an_incomplete_file(tmp_path):
 def test_an_older_incomplete_file_is_shown_as_such(tmp_path, capsys):
     rows = [a_row("to", "a", 4.0), a_row("pinstage_gone", "a", 1.0, ours=True)]
     record.save(tmp_path / "part.json", record.result_of("staging", {}, rows, "9 of 28 processes"))
-    assert run_bench(Settings(read=(tmp_path / "part.json",))) == 0
+    assert PROGRAM.main(["--from", str(tmp_path / "part.json")]) == 0
     shown = capsys.readouterr()
     assert "part.json is incomplete: 9 of 28 processes" in shown.err
     assert "pin" not in shown.out.lower()  # a way that is gone
@@ -332,9 +338,7 @@ def test_a_series_is_measured_and_drawn_again(tmp_path):
     for drawn in (picture, tmp_path / "series-dark.png"):
         assert drawn.read_bytes().startswith(b"\x89PNG")
 
-    settings = Settings(read=(out,), plot=again)
-
-    assert run_bench(settings) == 0
+    assert PROGRAM.main(["--from", str(out), "--plot", str(again)]) == 0
     assert b"<svg" in again.read_bytes()
 
 
@@ -359,7 +363,7 @@ def test_a_picture_combines_series_of_several_files(tmp_path):
 
 
 def test_the_committed_result_is_shown_with_its_ratios(capsys):
-    assert run_bench(Settings(read=(PUBLISHED,))) == 0
+    assert PROGRAM.main(["--from", str(PUBLISHED)]) == 0
     ours, _beside_a_busy_gpu = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith("pinstage ")
     )
@@ -396,38 +400,60 @@ def test_a_commit_is_of_the_file_s_repository(tmp_path, monkeypatch):
         (["--out", "file/inside.json"], "file/inside.json cannot be written: "),
         (["--from", "absent.json"], "absent.json cannot be read: No such file or directory"),
         (["--from", "file"], "file is not JSON: "),
-        (["--from", "other.json"], "other.json is not a result of this comparison"),
-        (["--from", "other.json", "--out", "new.json"], "--out writes what was measured"),
+        (["--from", "other.json"], "other.json is not a result of this benchmark"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(tree, monkeypatch, capsys, arguments, message):
     files = {"file": "not JSON", "other.json": '{"benchmark": "loader", "rows": []}'}
     monkeypatch.chdir(tree(files))
-    assert main(["--smoke", *arguments]) == 2
+    assert PROGRAM.main(["--smoke", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"comparison: {message}")
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("package", "module", "arguments"),
-    [("matplotlib", "matplotlib", ["--plot", "p.png"]), ("rich", "rich.console", [])],
-)
-def test_without_a_package_nothing_is_measured(monkeypatch, capsys, package, module, arguments):
-    monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
+def test_without_matplotlib_nothing_is_measured_for_a_picture(monkeypatch, capsys):
     # The import system reads None as "not installed".
-    monkeypatch.setitem(sys.modules, module, None)
-    assert main(["--smoke", "--only", "to", *arguments]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"comparison: {package} is not installed; run: pip install -e . --group bench\n"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert PROGRAM.main(["--smoke", "--only", "to", "--plot", "p.png"]) == 2
+    assert capsys.readouterr().err == (
+        "comparison: matplotlib is not installed; run: pip install -e . --group bench\n"
     )
+
+
+def a_file(path, rows, **changed):
+    record.save(path, a_result(rows, variants={row.variant: "" for row in rows}) | changed)
+    return str(path)
+
+
+def test_results_of_different_cases_are_joined(tmp_path, capsys):
+    first, second = (
+        a_file(tmp_path / f"{case}.json", [a_row("to", case, 4.0), a_row("pinstage", case, 1.0)])
+        for case in "ab"
+    )
+    both = tmp_path / "both.json"
+    assert PROGRAM.main(["--from", first, "--from", second, "--out", str(both)]) == 0
+    result = json.loads(both.read_text())
+    assert [(row["variant"], row["case"]) for row in result["rows"]] == [
+        (way, case) for case in "ab" for way in ("to", "pinstage")
+    ]
+    assert list(result["settings"]["variants"]) == ["to", "pinstage"]
+
+
+def test_results_of_two_commits_are_not_joined(tmp_path, capsys):
+    files = [
+        a_file(tmp_path / f"{commit}.json", [a_row("to", "a", 4.0)], commit=commit)
+        for commit in "xy"
+    ]
+    given = [part for file in files for part in ("--from", file)]
+    assert PROGRAM.main([*given, "--out", str(tmp_path / "both.json")]) == 2
+    assert "--out joins results of one commit and one machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--repeats"])
 def test_a_number_that_makes_no_run_is_refused(capsys, option):
     with pytest.raises(SystemExit) as exit_:
-        main(["--smoke", option, "0"])
+        PROGRAM.main(["--smoke", option, "0"])
     assert exit_.value.code == 2
     assert f"{option}: 0 is not 1 or more" in capsys.readouterr().err
 

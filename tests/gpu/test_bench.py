@@ -4,16 +4,14 @@ from importlib.util import find_spec
 
 import pytest
 
-from comparison.run import Settings, measured
+from comparison.command import PROGRAM
 
 pytestmark = pytest.mark.gpu
 OURS = ["pinstage", "pinstage_lease"]
 
 
 def test_every_installed_variant_stages_on_the_device(cuda_device):
-    pytest.importorskip("rich", reason="the group bench is not installed")
-
-    result = measured(Settings(device=str(cuda_device), smoke=True))
+    result = PROGRAM.measured(PROGRAM.parsed(["--smoke", "--device", str(cuda_device)]))
 
     for row in result["rows"]:
         assert row["status"] != "incorrect", row
