@@ -39,7 +39,7 @@ import torch
 
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
-from comparison.timing import synchronize, timed, turns
+from comparison.timing import bus, synchronize, timed, turns
 
 MIB = 1 << 20
 MODULES = 3
@@ -214,21 +214,19 @@ def _pin(module: torch.nn.Module, device: torch.device) -> None:
         tensor.data = tensor.data.pin_memory() if device.type == "cuda" else tensor.data.clone()
 
 
-@contextmanager
-def _to(modules: Modules, device: torch.device, *, pinned: bool) -> Iterator[Way]:
+def _to(modules: Modules, device: torch.device, *, pinned: bool) -> Way:
     def before(number: int) -> None:
         if pinned:  # `.to("cpu")` returns pageable memory
             _pin(modules[number], device)
 
-    yield Way(
+    return Way(
         lambda number: modules[number].to(device, non_blocking=pinned),
         lambda number: modules[number].to("cpu"),
         before=before,
     )
 
 
-@contextmanager
-def _by_hand(modules: Modules, device: torch.device) -> Iterator[Way]:
+def _by_hand(modules: Modules, device: torch.device) -> Way:
     for module in modules:
         _pin(module, device)
     host = [[tensor.data for tensor in _tensors(module)] for module in modules]
@@ -243,23 +241,12 @@ def _by_hand(modules: Modules, device: torch.device) -> Iterator[Way]:
                 content.copy_(tensor)
             tensor.data = content
 
-    yield Way(onload, offload)
+    return Way(onload, offload)
 
 
-@contextmanager
-def _bus(modules: Modules, device: torch.device) -> Iterator[Way]:
-    nbytes = sum(parameter.nbytes for parameter in modules[0].parameters())
-    size = min(nbytes, 256 * MIB)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(-(-nbytes // size))]
-
-    def onload(_: int) -> None:
-        left = nbytes
-        for block in there:
-            block[:left].copy_(host[: min(left, size)], non_blocking=True)
-            left -= size
-
-    yield Way(onload, lambda _: None, use=lambda number, x: (onload(number), x)[1])
+def _bus(modules: Modules, device: torch.device) -> Way:
+    onload, _ = bus(device, sum(parameter.nbytes for parameter in modules[0].parameters()))
+    return Way(onload, lambda _: None, use=lambda _, x: (onload(), x)[1])
 
 
 @contextmanager
@@ -330,7 +317,7 @@ def measure_modules(variant: Variant, args: Args, case: Case) -> dict[str, Outco
     right = True
     for name in ("in turn", "in turn, buffers"):
         with torch.inference_mode(), ExitStack() as opened:
-            way = add("first", opened.enter_context, variant.setup(modules, device))
+            way = add("first", opened.enter_context, variant.open(modules, device))
             limits = {"fewest": 2, "seconds": SECONDS}
             for _ in turns(1 + args.repeats, **limits) if name == "in turn" else ():
                 way.before(0)
@@ -379,23 +366,15 @@ def _in_turn(way: Way, modules: Modules, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# -- the ways of a stack: each yields a call that runs it on an input on the device ----------------
+# -- the ways of a stack: a call that runs it on an input on the device ----------------
 
 Run = Callable[[torch.Tensor], torch.Tensor | None]
 """Returns the output, or None if nothing is computed."""
 
 
-@contextmanager
-def _stack_bus(stack: Stack, device: torch.device) -> Iterator[Run]:
-    size = sum(parameter.nbytes for parameter in stack.blocks[0].parameters())
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def run(_: torch.Tensor) -> None:
-        for _block in stack.blocks:
-            there.copy_(host, non_blocking=True)
-
-    yield run
+def _stack_bus(stack: Stack, device: torch.device) -> Run:
+    nbytes = sum(parameter.nbytes for parameter in stack.blocks.parameters())
+    return bus(device, nbytes, nbytes // len(stack.blocks))[0]
 
 
 @contextmanager
@@ -436,10 +415,7 @@ def _stack_whole(stack: Stack, device: torch.device) -> Iterator[Run]:
         handle.close()
 
 
-@contextmanager
-def _diffusers(
-    stack: Stack, device: torch.device, *, level: str, record: bool = False
-) -> Iterator[Run]:
+def _diffusers(stack: Stack, device: torch.device, *, level: str, record: bool = False) -> Run:
     from diffusers.hooks import apply_group_offloading
 
     has_streams = device.type == "cuda"
@@ -451,15 +427,14 @@ def _diffusers(
         use_stream=has_streams,
         record_stream=record and has_streams,
     )
-    yield stack
+    return stack
 
 
-@contextmanager
-def _accelerate(stack: Stack, device: torch.device) -> Iterator[Run]:
+def _accelerate(stack: Stack, device: torch.device) -> Run:
     from accelerate import cpu_offload
 
     cpu_offload(stack, execution_device=device)
-    yield stack
+    return stack
 
 
 def _of_stack(*given: Any, **named: Any) -> Variant:
@@ -525,7 +500,7 @@ def measure_stack(variant: Variant, args: Args, case: StackCase) -> Outcome:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    with torch.inference_mode(), variant.setup(stack, device) as run:
+    with torch.inference_mode(), variant.open(stack, device) as run:
         # The first pass makes allocations, loads kernels, and traces the order of modules.
         outcome = timed(
             partial(run, x),
@@ -551,7 +526,7 @@ def measure(variant: Variant, args: Args, case: Any) -> dict[str, Outcome]:
 PROGRAM = Program(
     path=__file__,
     about=__doc__,
-    title="median ms",
+    title="ms",
     ways=(*WAYS, *STACK_WAYS),
     cases=(*CASES, STACK),
     measure_all=measure,

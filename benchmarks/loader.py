@@ -273,7 +273,7 @@ class Step:
 
 def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return one variant's status on one case, the seconds per batch, and those of each `next`."""
-    with variant.setup(*arguments(args, case)) as batches:
+    with variant.open(*arguments(args, case)) as batches:
         return timed_loop(iter(batches), args, case)
 
 

@@ -76,7 +76,7 @@ VARIANTS = (
 
 def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return the outcome of the loop, and what our memory is before and after more batches."""
-    with variant.setup(*loader.arguments(args, case, case.watched)) as batches:
+    with variant.open(*loader.arguments(args, case, case.watched)) as batches:
         iterator = iter(batches)
         outcome = loader.timed_loop(iterator, args, case)
         if variant.ours and outcome["status"] == "ok":

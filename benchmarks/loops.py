@@ -379,7 +379,7 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
         settle_seconds=0 if args.smoke else SETTLE_SECONDS,
     )
     step = loader.Step(args.device, case.products)
-    with variant.setup(case, timer.steps + 1, args.device) as batches:
+    with variant.open(case, timer.steps + 1, args.device) as batches:
         iterator = iter(batches)
         pairs = list(zip(tensors(next(iterator)), tensors(case.batch), strict=True))
         if not all(torch.equal(found.cpu(), leaf) for found, leaf in pairs):

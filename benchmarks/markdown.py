@@ -11,7 +11,6 @@ Ways whose spreads overlap with the best one's are bold too; if that is every wa
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import re
 import sys
@@ -186,38 +185,34 @@ def measured(name: str) -> Result | None:
     return result
 
 
-Lines = Callable[..., list[str]]
+TABLES: dict[str, Callable[..., str]] = {}
+"""The tables by their names on the pages."""
 
 
-def sourced(name: str) -> Callable[[Lines], Callable[..., str]]:
-    """Let a function return the text of a result file, with the source of its figures."""
+def said_by(
+    name: str, heading: str = "", read: Callable[[str], Result | None] = load
+) -> Callable[[Callable[..., list[str]]], Callable[..., str]]:
+    """Make a table of a function's lines: with a heading and the source of the figures, those of a
+    result file if no other result is given; nothing without either.
+    """
 
-    def wrap(lines: Lines) -> Callable[..., str]:
+    def wrap(lines: Callable[..., list[str]]) -> Callable[..., str]:
         @wraps(lines)
         def text(result: Result | None = None, **options: Any) -> str:
-            result = result or load(name)
-            return "\n".join([*lines(result, **options), "", source(result)])
-
-        return text
-
-    return wrap
-
-
-def section(name: str, heading: str = "## Measured") -> Callable[[Lines], Callable[..., str]]:
-    """Let a function return a section with its heading; nothing until it was measured on a GPU."""
-
-    def wrap(lines: Lines) -> Callable[..., str]:
-        @wraps(lines)
-        def text(result: Result | None = None, **options: Any) -> str:
-            result = result or measured(name)
+            result = result or read(name)
             found = lines(result, **options) if result else []
-            if not found:
-                return ""
-            return "\n".join([*([heading, ""] if heading else []), *found, "", source(result)])
+            whole = [heading, "", *found] if heading else found
+            return "\n".join([*whole, "", source(result)]) if result and found else ""
 
+        TABLES[lines.__name__] = text
         return text
 
     return wrap
+
+
+def section(name: str, heading: str = "## Measured") -> Callable[..., Any]:
+    """The same, of a file that is measured on a GPU and may not be there yet."""
+    return said_by(name, heading, measured)
 
 
 def figure(value: float | None) -> str:
@@ -265,7 +260,7 @@ def titled(case: str) -> str:
 # -- the tables ------------------------------------------------------------------------------------
 
 
-@sourced("staging")
+@said_by("staging")
 def staging(result: Result) -> list[str]:
     """Every rival on every batch. Ways that are missing from the file, or could not run, have no
     column.
@@ -300,12 +295,7 @@ def beside_rival(
     return by_ways(BATCHES, raced, ways, {"ratio": ratio}, more=lambda row: row.get("name", ""))
 
 
-def staging_busy() -> str:
-    """The same while other processes compute on half of the CPUs."""
-    return staging(load("staging_busy"))
-
-
-@sourced("staging")
+@said_by("staging")
 def staging_short(result: Result) -> list[str]:
     """`.to()`, the best rival, and ours on five batches, a loss and a near one among them."""
     cases = by_case(result)
@@ -348,7 +338,7 @@ they gain.
 """
 
 
-@sourced("staging")
+@said_by("staging")
 def gains(result: Result) -> list[str]:
     """The gain of each kind of batch: the range over its rows of `staging`."""
     lines = []
@@ -372,7 +362,7 @@ def _range(ratios: list[float]) -> str:
     return f"{low}x" if low == high else f"{low}x to {high}x"
 
 
-@sourced("native_threads")
+@said_by("native_threads")
 def native_threads(result: Result) -> list[str]:
     """Large leaves by native threads, and by the bus alone."""
     ways = dict(result["settings"]["variants"])
@@ -417,25 +407,17 @@ def pictures(text: str, path: Path) -> str:
     return f"![{text}]({path.name}#only-light)\n![{text}]({dark(path).name}#only-dark)"
 
 
-@sourced("")
-def plain(result: Result, corner: str) -> list[str]:
-    """A line for each way, and a column for each case."""
+@said_by("rounding_waste")
+def waste(result: Result, corner: str = "percent") -> list[str]:
+    """Host memory that was allocated but not requested: a line for each way, and a column for each
+    case.
+    """
     ways = result["settings"]["variants"]
     columns = [(case, cells(rows, ways)) for case, rows in by_case(result).items()]
     return by_cases(corner, ways, columns)
 
 
-def waste() -> str:
-    """Host memory that was allocated but not requested."""
-    return plain(load("rounding_waste"), corner="percent")
-
-
-def latency() -> str:
-    """The cost of a lease."""
-    return plain(load("pool_latency"), corner="one cycle, us")
-
-
-@sourced("memory_startup")
+@said_by("memory_startup")
 def startup(result: Result) -> list[str]:
     """Time until 1 GiB is page-locked."""
     ways = {way: f"`{way}`" for way in result["settings"]["variants"]}
@@ -443,7 +425,7 @@ def startup(result: Result) -> list[str]:
     return by_cases("memory", ways, [("1 GiB ready, ms: first", first), ("again", again)])
 
 
-@sourced("loader")
+@said_by("loader")
 def loader(result: Result) -> list[str]:
     """Batches of a DataLoader, for every way of bringing them to the device."""
     about, cases = result["settings"]["variants"], by_case(result)
@@ -466,7 +448,7 @@ def loader(result: Result) -> list[str]:
     return folded(short, whole, [said])
 
 
-@sourced("to_host")
+@said_by("to_host")
 def to_host(result: Result) -> list[str]:
     """From the device to the host: milliseconds, and ours as a share of the speed of the bus."""
     cases = {name: rows for name, rows in by_case(result).items() if not _is_result(name)}
@@ -706,7 +688,8 @@ def _best_of_loop(result: Result, name: str, ways: Sequence[str]) -> Row:
 
 
 @section("frameworks", "")
-def _frameworks(result: Result, only: str | None = None) -> list[str]:
+def frameworks(result: Result, only: str | None = None) -> list[str]:
+    """Loops of frameworks, with their heading, or one of them."""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
     cases = {case: rows for case, rows in by_case(result).items() if only in (None, case)}
@@ -740,13 +723,8 @@ def _frameworks(result: Result, only: str | None = None) -> list[str]:
             " `slow` is a generator that takes 6 ms for a batch: without and with a thread that "
             "packs."
         )
-    return [*lines, "", f"{said} {passes(result)}".strip()]
-
-
-def frameworks(result: Result | None = None, only: str | None = None) -> str:
-    """Loops of frameworks, with their heading, or one of them; nothing until they were measured."""
-    text = _frameworks(result, only=only)
-    return f"## Measured\n\n{text}" if text and not only else text
+    heading = [] if only else ["## Measured", ""]
+    return [*heading, *lines, "", f"{said} {passes(result)}".strip()]
 
 
 CHECKPOINTS = {
@@ -768,19 +746,20 @@ def checkpoint(result: Result) -> list[str]:
         way: text for way, text in result["settings"]["variants"].items() if way in cases["step"]
     }
 
-    def columns(ways: Iterable[str], first: bool) -> list[tuple[str, list[str]]]:
-        call = ("the call", "later", "main_median"), ("on the host", "later", "median")
-        found = []
-        for heading, case, field in call:
-            if first:
-                found.append((f"{heading}, first", cells(cases["first"], ways, field)))
-            found.append(("later" if first else heading, cells(cases[case], ways, field)))
-        return [*found, ("a step", cells(cases["step"], ways))]
+    def column(case: str, field: str, ways: Iterable[str]) -> list[str]:
+        return cells(cases[case], ways, field)
 
-    memory = [_said(r"([\d.]+ GB) more resident", cases["step"][way]["detail"]) for way in about]
     few = {way: text for way, text in CHECKPOINTS.items() if way in about}
-    short = by_cases("ms", few, columns(few, first=False))
-    whole = by_cases("ms", about, [*columns(about, first=True), ("memory", memory)])
+    fields = {"the call": "main_median", "on the host": "median"}
+    short = [(heading, column("later", field, few)) for heading, field in fields.items()]
+    short.append(("a step", column("step", "median", few)))
+    whole = []
+    for heading, field in fields.items():
+        whole.append((f"{heading}, first", column("first", field, about)))
+        whole.append(("later", column("later", field, about)))
+    whole.append(("a step", column("step", "median", about)))
+    details = (cases["step"][way]["detail"] for way in about)
+    whole.append(("memory", [_said(r"([\d.]+ GB) more resident", said) for said in details]))
     nbytes = max(row["nbytes"] for row in result["rows"])
     said = (
         f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors; the short table is of saves after the "
@@ -788,7 +767,7 @@ def checkpoint(result: Result) -> list[str]:
         "all is on the host. In the step a save begins, and all tensors are changed at its end, "
         "as soon as the stager allows it. Memory is what stays resident on the host between saves."
     )
-    return folded(short, whole, [said])
+    return folded(by_cases("ms", few, short), by_cases("ms", about, whole), [said])
 
 
 OFFLOADS = {
@@ -810,23 +789,19 @@ def offload(result: Result) -> list[str]:
     first, later = cases["first step"], cases["later steps"]
     about = {way: text for way, text in result["settings"]["variants"].items() if way in later}
 
-    def columns(ways: Iterable[str]) -> dict[str, list[str]]:
-        def said(pattern: str) -> list[str]:
-            return [_said(pattern, later[way]["detail"]) for way in ways]
+    def columns(ways: Ways) -> list[tuple[str, list[str]]]:
+        details = [later[way]["detail"] for way in ways]
+        return [
+            ("first", cells(first, ways)),
+            ("later", cells(later, ways)),
+            ("peak on the device", [_said(r"peak ([\d.]+ GiB)", said) for said in details]),
+            ("over the bus alone", [times(later[way], later["bus"]) for way in ways]),
+            ("page-locked", [_said(r"page-locked ([\d.]+ GB)", said) for said in details]),
+        ]
 
-        return {
-            "first": cells(first, ways),
-            "later": cells(later, ways),
-            "over the bus alone": [times(later[way], later["bus"]) for way in ways],
-            "peak on the device": said(r"peak ([\d.]+ GiB)"),
-            "page-locked": said(r"page-locked ([\d.]+ GB)"),
-        }
-
-    ways = {way: text for way, text in OFFLOADS.items() if way in about}
-    few = columns(ways)
-    del few["over the bus alone"], few["page-locked"]
-    short = by_cases("ms per step", ways, few.items())
-    whole = by_cases("ms per step", about, columns(about).items())
+    few = {way: text for way, text in OFFLOADS.items() if way in about}
+    short = by_cases("ms per step", few, columns(few)[:3])
+    whole = by_cases("ms per step", about, columns(about))
     out, back = (
         {way: figure(row["median"]) for way, row in cases[case].items()}
         for case in ("state out", "state back")
@@ -994,17 +969,12 @@ def trace_loops() -> str:
     """What `pinstage trace` promises beside what was saved: of the recorded loops, by the script
     that recorded them.
     """
-    spec = importlib.util.spec_from_file_location(
-        "record_traces", ROOT / "scripts" / "record_traces.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    # Dataclasses look a class's module up.
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    sys.path.append(str(ROOT / "scripts"))
+    import record_traces
+
     folder = ROOT / "tests" / "traces" / "loops"
     about = json.loads((folder / "loops.json").read_text())
-    rows, _ = script.check(folder)
+    rows, _ = record_traces.check(folder)
     said = (
         f"{about['device']}, torch {about['torch']}; medians of {about['rounds']} rounds of "
         f"{about['steps']} steps"
@@ -1012,7 +982,7 @@ def trace_loops() -> str:
     return "\n".join([*rows, "", f"{said}; in ms."])
 
 
-@sourced("trace_reading")
+@said_by("trace_reading")
 def trace_reading(result: Result) -> list[str]:
     """How long a large trace takes to read."""
     (row,) = result["rows"]
@@ -1112,45 +1082,19 @@ def frame_bandwidth(result: Result) -> list[str]:
     return folded(by_cases("way", about, few), by_cases("way", about, whole), [said])
 
 
-TABLES = {
-    "staging": staging,
-    "staging_busy": staging_busy,
-    "staging_short": staging_short,
-    "gains": gains,
-    "native_threads": native_threads,
-    "startup": startup,
-    "latency": latency,
-    "loader": loader,
-    "loader_refused": loader_refused,
-    "loops": loops,
+TABLES |= {
+    "staging_busy": lambda: staging(load("staging_busy")),
+    "latency": lambda: waste(load("pool_latency"), corner="one cycle, us"),
     "loops_short": loops_short,
     "loops_cpu": partial(loops_short, "loops_cpu"),
-    "frameworks": frameworks,
-    "lightning": partial(frameworks, only="lightning"),
-    "accelerate": partial(frameworks, only="accelerate"),
+    **{case: partial(frameworks, only=case) for case in ("lightning", "accelerate", "webdataset")},
     "transformers": partial(frameworks, only="trainer"),
-    "webdataset": partial(frameworks, only="webdataset"),
     "torchdata": partial(frameworks, only="nodes"),
-    "checkpoint": checkpoint,
-    "offload": offload,
-    "frozen": frozen,
-    "out": out,
-    "page_locked": page_locked,
-    "results": results,
-    "weights": weights,
-    "page_locking": page_locking,
-    "refusals": refusals,
-    "to_host": to_host,
-    "waste": waste,
     "scaling": scaling,
     "demo": demo,
     "trace_loops": trace_loops,
     "doctor": doctor,
-    "trace_reading": trace_reading,
-    "weather_batch": weather_batch,
-    "frame_bandwidth": frame_bandwidth,
 }
-
 
 UNTIL_READY = (
     "Milliseconds from the call until every leaf is ready on the device. The ratio is the best "

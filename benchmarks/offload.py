@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
-from comparison.timing import synchronize, timed, turns
+from comparison.timing import bus, synchronize, timed, turns
 
 MIB, GIB = 1 << 20, 1 << 30
 FEWEST_REPEATS = 3
@@ -163,55 +163,39 @@ Said = Callable[[], str]
 """Returns the details at the end."""
 
 
-@contextmanager
-def _kept(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
-    yield lambda: training.step(nullcontext(), training.forward), str
+def _step(
+    training: Training,
+    case: Case,  # noqa: ARG001
+    *,
+    context: Callable[[torch.device], Any] = nullcontext,
+    forward: Callable[[Training, torch.Tensor], torch.Tensor] = Training.forward,
+) -> tuple[Step, Said]:
+    made = context(training.device)
+    return lambda: training.step(made, partial(forward, training)), _page_locked
 
 
-@contextmanager
-def _recomputed(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
-    yield lambda: training.step(nullcontext(), training.recomputed), str
+def _page_locked() -> str:
+    return f"page-locked {pinned_by_torch() / 1e9:.1f} GB"
 
 
-@contextmanager
-def _torch(training: Training, case: Case, *, pin: bool) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
-    pinned = pin and training.device.type == "cuda"
-    yield (
-        lambda: training.step(save_on_cpu(pin_memory=pinned), training.forward),
-        lambda: f"page-locked {pinned_by_torch() / 1e9:.1f} GB",
-    )
+def _save_on_cpu(device: torch.device, *, pin: bool) -> Any:
+    return save_on_cpu(pin_memory=pin and device.type == "cuda")
 
 
-@contextmanager
-def _torchtune(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
+def _torchtune(_: torch.device) -> Any:
     from torchtune.training import OffloadActivations
 
-    offload = OffloadActivations(use_pin_memory=True, use_streams=True)
-    yield (
-        lambda: training.step(offload, training.forward),
-        lambda: f"page-locked {pinned_by_torch() / 1e9:.1f} GB",
-    )
+    return OffloadActivations(use_pin_memory=True, use_streams=True)
 
 
-@contextmanager
-def _bus(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:
-    on_cuda = training.device.type == "cuda"
-    buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda) for nbytes in case.saved]
-    tensors = [
-        torch.zeros(nbytes, dtype=torch.uint8, device=training.device) for nbytes in case.saved[:4]
-    ]
+def _bus(training: Training, case: Case) -> tuple[Step, Said]:
+    back, out = bus(training.device, sum(case.saved))
 
     def step() -> float:
-        synchronize(training.device)
-        start = time.perf_counter()
-        for number, buffer in enumerate(buffers):
-            buffer.copy_(tensors[number % 4], non_blocking=True)
-        for number, buffer in enumerate(buffers):
-            tensors[number % 4].copy_(buffer, non_blocking=True)
-        synchronize(training.device)
-        return time.perf_counter() - start
+        outcome = timed(lambda: (out(), back()), training.device, repeats=1, warm_ups=0)
+        return float(outcome["total"][0])
 
-    yield step, lambda: f"page-locked {pinned_by_torch() / 1e9:.1f} GB"
+    return step, _page_locked
 
 
 @contextmanager
@@ -253,13 +237,13 @@ def _of_step(*given: Any, **named: Any) -> Variant:
 
 
 WAYS = (
-    _of_step("kept", _kept, "all activations stay on the device"),
-    _of_step("recomputed", _recomputed, "`torch.utils.checkpoint` around each block"),
-    _of_step("save_on_cpu", partial(_torch, pin=False), "torch's `save_on_cpu()`"),
-    _of_step("save_on_cpu_pinned", partial(_torch, pin=True), "torch's `save_on_cpu(pin_memory=True)`"),
-    _of_step("torchtune", _torchtune, "torchtune's `OffloadActivations(use_pin_memory=True, use_streams=True)`",
+    _of_step("kept", _step, "all activations stay on the device"),
+    _of_step("recomputed", partial(_step, forward=Training.recomputed), "`torch.utils.checkpoint` around each block"),
+    _of_step("save_on_cpu", partial(_step, context=partial(_save_on_cpu, pin=False)), "torch's `save_on_cpu()`"),
+    _of_step("save_on_cpu_pinned", partial(_step, context=partial(_save_on_cpu, pin=True)), "torch's `save_on_cpu(pin_memory=True)`"),
+    _of_step("torchtune", partial(_step, context=_torchtune), "torchtune's `OffloadActivations(use_pin_memory=True, use_streams=True)`",
         package="torchtune torchao", needs_cuda=True),
-    _of_step("bus", _bus, "the bytes that are saved, out and then back, page-locked buffers that are there already"),
+    _of_step("bus", _bus, "as many bytes out and then back, by a page-locked buffer"),
     _of_step("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", ours=True),
     _of_step("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before",
         ours=True),
@@ -273,7 +257,7 @@ def measure_steps(variant: Variant, args: Args, case: Case) -> dict[str, Outcome
     device = args.device
     training = Training(case, device)
     training.step(nullcontext(), training.forward)  # loads kernels, for every way
-    with variant.setup(training, case) as (step, said):
+    with variant.open(training, case) as (step, said):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         limits = {"fewest": FEWEST_REPEATS, "seconds": args.seconds}
@@ -296,7 +280,7 @@ def measure_steps(variant: Variant, args: Args, case: Case) -> dict[str, Outcome
 def _is_right_with_attention(variant: Variant, args: Args) -> bool:
     case = SMOKE_ATTENTION if args.smoke else ATTENTION
     training = Training(case, args.device)
-    with variant.setup(training, case) as (step, _):
+    with variant.open(training, case) as (step, _):
         for _turn in range(2):  # the second step uses the first one's host memory again
             step()
         found = training.gradients()
@@ -306,25 +290,9 @@ def _is_right_with_attention(variant: Variant, args: Args) -> bool:
 # -- an optimizer's state --------------------------------------------------------------------------
 
 
-@contextmanager
-def _state_bus(device: torch.device, case: Case) -> Iterator[dict[str, Callable[[], None]]]:
-    on_cuda = device.type == "cuda"
-    buffers = [
-        torch.empty(case.bytes_each, dtype=torch.uint8, pin_memory=on_cuda)
-        for _ in range(case.tensors)
-    ]
-    tensors = [
-        torch.zeros(case.bytes_each, dtype=torch.uint8, device=device) for _ in range(case.tensors)
-    ]
-
-    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-
-    yield {
-        "state out": partial(copy, buffers, tensors),
-        "state back": partial(copy, tensors, buffers),
-    }
+def _state_bus(device: torch.device, case: Case) -> dict[str, Callable[[], None]]:
+    back, out = bus(device, case.nbytes)
+    return {"state out": out, "state back": back}
 
 
 @contextmanager
@@ -352,7 +320,7 @@ def _of_state(*given: Any, **named: Any) -> Variant:
 
 
 STATE_WAYS = (
-    _of_state("state_bus", _state_bus, "page-locked buffers that are there already, copies only"),
+    _of_state("state_bus", _state_bus, "one page-locked buffer, copies only"),
     _of_state(
         "state_pinstage",
         _state_pinstage,
@@ -365,7 +333,7 @@ STATE_WAYS = (
 def measure_states(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
     """Return the samples of both ways, which are taken in turn."""
     samples: dict[str, list[float]] = {"state back": [], "state out": []}
-    with variant.setup(args.device, case) as ways:
+    with variant.open(args.device, case) as ways:
         for _ in range(2 + args.repeats):
             for name in samples:
                 one = timed(ways[name], args.device, repeats=1, warm_ups=0)
@@ -382,7 +350,7 @@ def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
 PROGRAM = Program(
     path=__file__,
     about=__doc__,
-    title="median ms",
+    title="ms",
     ways=(*WAYS, *STATE_WAYS),
     cases=(*STEPS, *STATES),
     measure_all=measure,

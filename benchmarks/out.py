@@ -179,7 +179,7 @@ def measure(variant: Variant, args: Args, case: Batch) -> Outcome:
     device = args.device
     batches = [_batch(device, case, seed) for seed in range(4 if case.products else 1)]
     places = _places(device, case, batches[0])
-    with variant.setup(device, case) as way:
+    with variant.open(device, case) as way:
         began = time.perf_counter()
         ready = [way.prepare(batch) for batch in batches]
         prepared = time.perf_counter() - began

@@ -21,7 +21,7 @@ import torch
 
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
-from comparison.timing import synchronize, timed
+from comparison.timing import bus, synchronize, timed
 
 KIB, MIB = 1 << 10, 1 << 20
 INSTANCES = 3
@@ -65,11 +65,6 @@ SMALL_CASES = (Case(1, 128 * KIB), Case(10, 16 * KIB))
 
 
 @contextmanager
-def _to(device: torch.device, case: Case) -> Iterator[Send]:  # noqa: ARG001
-    yield lambda batch: [leaf.to(device, non_blocking=True) for leaf in batch]
-
-
-@contextmanager
 def _pinstage(device: torch.device, case: Case, *, borrow: bool) -> Iterator[Send]:  # noqa: ARG001
     import pinstage as ps
 
@@ -83,8 +78,7 @@ class Attributes(ctypes.Structure):
     _fields_ = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 
 
-@contextmanager
-def _batch(device: torch.device, case: Case) -> Iterator[Send]:
+def _batch(device: torch.device, case: Case) -> Send:
     driver = ctypes.CDLL("libcuda.so.1")
     call = getattr(driver, "cuMemcpyBatchAsync_v2", None)  # of CUDA 13
     failed = [] if call else [ctypes.byref(ctypes.c_size_t())]
@@ -108,22 +102,23 @@ def _batch(device: torch.device, case: Case) -> Iterator[Send]:
             raise RuntimeError(f"cuMemcpyBatchAsync: error {status}")
         return there
 
-    yield send
-
-
-@contextmanager
-def _bus(device: torch.device, case: Case) -> Iterator[Send]:
-    source = leaf(Case(1, case.nbytes), 0, device)
-    there = torch.empty_like(source, device=device)
-    yield lambda _: [there.copy_(source, non_blocking=True)]
+    return send
 
 
 VARIANTS = (
-    Variant("to", _to, "`leaf.to(device, non_blocking=True)` for each"),
+    Variant(
+        "to",
+        lambda device, _: lambda batch: [leaf.to(device, non_blocking=True) for leaf in batch],
+        "`leaf.to(device, non_blocking=True)` for each",
+    ),
     Variant("borrow", partial(_pinstage, borrow=True), "`borrow_pinned=True`", ours=True),
     Variant("default", partial(_pinstage, borrow=False), "`to_device(batch)`", ours=True),
     Variant("batch", _batch, "one `cuMemcpyBatchAsync` by hand", needs_cuda=True),
-    Variant("bus", _bus, "one copy of as many bytes"),
+    Variant(
+        "bus",
+        lambda device, case: bus(device, case.nbytes, case.nbytes)[0],
+        "one copy of as many bytes",
+    ),
 )
 
 
@@ -139,7 +134,7 @@ def measure(way: Variant, args: Args, case: Case) -> Outcome:
         [leaf(case, batch * case.leaves + number, args.device) for number in range(case.leaves)]
         for batch in range(INSTANCES)
     ]
-    with way.setup(args.device, case) as send:
+    with way.open(args.device, case) as send:
         for batch in batches:
             got = send(batch)
             synchronize(args.device)

@@ -115,14 +115,6 @@ def _region(device: str, **options: Any) -> Allocate:
     return allocate
 
 
-def _pageable_touched(device: str) -> Allocate:  # noqa: ARG001 - as the others
-    def allocate(nbytes: int) -> Held:
-        held = [torch.empty(nbytes, dtype=torch.uint8).zero_()]
-        return Held(int, _parts(held), held.clear)
-
-    return allocate
-
-
 VARIANTS = (
     Variant("HostRegion", _region, "`ps.HostRegion(n)`", ours=True),
     Variant(
@@ -143,9 +135,6 @@ VARIANTS = (
     Variant(
         "torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
     ),
-)
-SMOKE_VARIANTS = (
-    Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),
 )
 
 
@@ -422,7 +411,6 @@ PROGRAM = Program(
         "gpu": ("idle,busy", "idle, busy or both; without a GPU idle"),
     },
     small={"nbytes": 256 * MIB},
-    small_ways=SMOKE_VARIANTS,
     judge=_share_resident,
     around=touched,
     draw=draw,

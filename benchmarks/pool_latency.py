@@ -74,7 +74,7 @@ VARIANTS = (
 
 def measure(variant: Variant, args: Args, case: Size) -> Outcome:
     """Return the samples of one variant on one size."""
-    with variant.setup() as cycle:
+    with variant.open() as cycle:
         cpu, warm_ups = torch.device("cpu"), min(WARM_UPS, args.repeats)
         inputs = [(case.nbytes,)]
         outcome = timed(cycle, cpu, repeats=args.repeats, warm_ups=warm_ups, inputs=inputs)

@@ -84,7 +84,7 @@ def measure(variant: Variant, args: Args, case: Size) -> Outcome:
     """Return the seconds per batch of each run of `AHEAD` batches."""
     leaf = case.nbytes // LEAVES // 4
     batch = [torch.arange(leaf, dtype=torch.int32).add_(i) for i in range(LEAVES)]
-    with warnings.catch_warnings(), variant.setup(args.device, case.nbytes) as stager:
+    with warnings.catch_warnings(), variant.open(args.device, case.nbytes) as stager:
         warnings.simplefilter("ignore", StagingWarning)
 
         def stage() -> Any:

@@ -102,7 +102,7 @@ def shares(variant: Variant, device: torch.device, limit: int | None) -> tuple[f
     """Return the wasted share of all allocated bytes, and of each batch."""
     asked_in_all = taken_in_all = 0
     of_batches = []
-    with variant.setup(device) as taken:
+    with variant.open(device) as taken:
         for batch in make_batches(Archive.read(), batch_size=BATCH_SIZE, seed=SEED, limit=limit):
             asked, took = taken(batch)
             asked_in_all, taken_in_all = asked_in_all + asked, taken_in_all + took

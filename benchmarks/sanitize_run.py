@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,13 +48,6 @@ def runs() -> Iterator[list[batches.Batch]]:
     for shape in SHAPES:
         yield [batches.build(shape, seed) for seed in range(3)]
     yield [mixed(seed) for seed in range(3)]
-
-
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Move each leaf by itself."""
-    if isinstance(tree, dict):
-        return {key: to_device(value, device) for key, value in tree.items()}
-    return tree.to(device, non_blocking=True)
 
 
 def replayed(stager: Any, sources: list[batches.Batch]) -> Iterator[Any]:
@@ -94,8 +88,9 @@ def main() -> int:
             from cuda.bindings import driver
 
             driver.cuInit(0)  # as loading cuda-python does
+        move = partial(torch.Tensor.to, device=device, non_blocking=True)
         for sources in runs():
-            compare(sources, [to_device(source, device) for source in sources])
+            compare(sources, [batches.map_leaves(source, move) for source in sources])
     else:
         import pinstage as ps
 

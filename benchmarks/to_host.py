@@ -98,9 +98,10 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
+        self._streams: Any = torch.cuda if self.cuda else torch.cpu
 
     def stream(self) -> Any:
-        return torch.cuda.Stream(self.device) if self.cuda else None
+        return self._streams.Stream(self.device)
 
     def pinned(self, *sizes: int) -> Tensors:
         return [torch.empty(size, pin_memory=self.cuda) for size in sizes]
@@ -109,25 +110,21 @@ class Device:
         self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any = None
     ) -> Any:
         """Copy on a stream, after an event, and return the event after the copy."""
-        if not self.cuda:
-            target.copy_(source)
-            return None
-        with torch.cuda.stream(stream):
+        with self._streams.stream(stream):
             if after is not None:
                 stream.wait_event(after)
             target.copy_(source, non_blocking=True)
             return stream.record_event()
 
     def mark(self) -> Any:
-        return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        return self._streams.current_stream(self.device).record_event()
 
     def wait(self, event: Any) -> None:
         if event is not None:
             event.synchronize()
 
     def wait_here(self, event: Any) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        self._streams.current_stream(self.device).wait_event(event)
 
 
 def on_device(case: Case, device: torch.device) -> Tensors:
@@ -168,21 +165,19 @@ def round_trip(there: Iterator[Tensors], start: Start) -> None:
         seen(next(numbers), returned.popleft()())
 
 
-# -- the ways: each yields a function that starts to fetch tensors, and one that sends frames -------
+# -- the ways: a function that starts to fetch tensors, and one that sends frames -------------------
 
 Way = tuple[Start, Callable[[list[Tensors]], Any]]
 
 
-@contextmanager
-def _cpu_each(device: Device, case: Case) -> Iterator[Way]:  # noqa: ARG001
-    yield (
+def _cpu_each(device: Device, case: Case) -> Way:  # noqa: ARG001
+    return (
         lambda tensors: lambda: [tensor.cpu() for tensor in tensors],
         lambda batches: ([frame.to(device.device) for frame in batch] for batch in batches),
     )
 
 
-@contextmanager
-def _pinned_each(device: Device, case: Case) -> Iterator[Way]:  # noqa: ARG001
+def _pinned_each(device: Device, case: Case) -> Way:  # noqa: ARG001
     """Pinned torch targets, made in each call since the caller keeps them; one synchronise."""
 
     def start(tensors: Tensors) -> Finish:
@@ -197,11 +192,10 @@ def _pinned_each(device: Device, case: Case) -> Iterator[Way]:  # noqa: ARG001
         pinned = frame.pin_memory() if device.cuda else frame
         return pinned.to(device.device, non_blocking=True)
 
-    yield start, lambda batches: (list(map(send, batch)) for batch in batches)
+    return start, lambda batches: (list(map(send, batch)) for batch in batches)
 
 
-@contextmanager
-def _bus(device: Device, case: Case) -> Iterator[Way]:
+def _bus(device: Device, case: Case) -> Way:
     """Existing buffers; nothing is packed. The tensors of a result are one tensor here."""
     together = case.kind == "result"
     size = case.elements * (case.leaves if together else 1)
@@ -214,23 +208,20 @@ def _bus(device: Device, case: Case) -> Iterator[Way]:
             event = device.copy(here, tensor, back, device.mark())
         return lambda: (device.wait(event), None if together else [here])[1]
 
-    yield start, lambda batches: batches
+    return start, iter
 
 
-@contextmanager
-def _by_hand(device: Device, case: Case) -> Iterator[Way]:
+def _by_hand(device: Device, case: Case) -> Way:
     """Careful code by hand: buffers made once, two of each, and an event before each reuse."""
     if case.kind != "result":
-        with _bus(device, case) as way:
-            yield way
-        return
+        return _bus(device, case)
     (here,), back = device.pinned(case.leaves * case.elements), device.stream()
 
     def start(tensors: Tensors) -> Finish:
         event = device.copy(here, torch.cat(tensors), back, device.mark())
         return lambda: (device.wait(event), list(here.split(case.elements)))[1]
 
-    yield start, lambda batches: batches
+    return start, iter
 
 
 def _frames_by_hand(device: Device, case: Case, *, pack: bool) -> Callable[[], None]:
@@ -282,8 +273,7 @@ def _pinstage(device: Device, case: Case, *, copy: bool, waits: bool = False) ->
         yield start, partial(stager.prefetch, depth=1)
 
 
-@contextmanager
-def _fill(device: Device, case: Case) -> Iterator[Way]:
+def _fill(device: Device, case: Case) -> Way:
     (source,) = device.pinned(case.leaves * case.elements)
     torch.set_num_threads(min(FILLING_THREADS, torch.get_num_threads()))
 
@@ -292,7 +282,7 @@ def _fill(device: Device, case: Case) -> Iterator[Way]:
         memory.madvise(mmap.MADV_HUGEPAGE)
         torch.frombuffer(memory, dtype=source.dtype).copy_(source)
 
-    yield lambda _: fill, lambda batches: batches
+    return lambda _: fill, iter
 
 
 def _has_new_memory(case: Case) -> bool:
@@ -342,13 +332,13 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
             by_hand = _frames_by_hand(device, case, pack=variant.id == "by_hand")
             return timed(by_hand, args.device, **frames)
         batches = frame_batches(case) * (BATCHES // 2)
-        with variant.setup(device, case) as (start, send):
+        with variant.open(device, case) as (start, send):
             return timed(lambda: round_trip(send(batches), start), args.device, **frames)
     size = case.elements if case.kind == "both" else 0
     (source,), forth = device.pinned(size), device.stream()
     target = torch.empty_like(source, device=args.device)
     tensors = on_device(case, args.device)
-    with variant.setup(device, case) as (start, _):
+    with variant.open(device, case) as (start, _):
         started: list[float] = []
 
         def whole() -> Any:

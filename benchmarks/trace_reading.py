@@ -112,30 +112,16 @@ def events_of_step(step: int) -> Iterator[Event]:
 
 def _on_host(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
     args = {"External id": 1, "Record function id": 0, "Ev Idx": 1} | more
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 1,
-        "tid": 1,
-        "ts": start,
-        "dur": lasts,
-        "args": args,
-    }
+    return _event(category, name, start, lasts, args) | {"pid": 1, "tid": 1}
 
 
 def _on_device(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
     args = {"External id": 1, "device": 0, "context": 1, "stream": 7, "blocks per SM": 0.48} | more
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 0,
-        "tid": 7,
-        "ts": start,
-        "dur": lasts,
-        "args": args,
-    }
+    return _event(category, name, start, lasts, args) | {"pid": 0, "tid": 7}
+
+
+def _event(category: str, name: str, start: float, lasts: float, args: Event) -> Event:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": lasts, "args": args}
 
 
 if __name__ == "__main__":

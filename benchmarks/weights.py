@@ -33,9 +33,8 @@ import torch
 
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
-from comparison.timing import timed
+from comparison.timing import bus, timed
 
-MIB = 1 << 20
 SECONDS = 5.0
 
 
@@ -109,20 +108,18 @@ def model_of(case: Case, device: torch.device | str) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(layers).to_empty(device=device).requires_grad_(False)
 
 
-# -- the ways: each yields a call that loads, and returns the tensors by name ----------------------
+# -- the ways: a call that loads, and returns the tensors by name ----------------------
 
 Load = Callable[[], dict[str, torch.Tensor]]
 
 
-@contextmanager
-def _load_file(path: Path, case: Case, device: torch.device) -> Iterator[Load]:  # noqa: ARG001
+def _load_file(path: Path, case: Case, device: torch.device) -> Load:  # noqa: ARG001
     from safetensors.torch import load_file
 
-    yield lambda: load_file(path, device=str(device))
+    return lambda: load_file(path, device=str(device))
 
 
-@contextmanager
-def _load_state_dict(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
+def _load_state_dict(path: Path, case: Case, device: torch.device) -> Load:
     from safetensors.torch import load_file
 
     model = model_of(case, device)
@@ -131,11 +128,10 @@ def _load_state_dict(path: Path, case: Case, device: torch.device) -> Iterator[L
         model.load_state_dict(load_file(path))
         return model.state_dict()
 
-    yield load
+    return load
 
 
-@contextmanager
-def _model_to(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
+def _model_to(path: Path, case: Case, device: torch.device) -> Load:
     from safetensors.torch import load_file
 
     def load() -> dict[str, torch.Tensor]:
@@ -143,22 +139,7 @@ def _model_to(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
         model.load_state_dict(load_file(path), assign=True)
         return model.to(device).state_dict()
 
-    yield load
-
-
-@contextmanager
-def _bus(path: Path, case: Case, device: torch.device) -> Iterator[Load]:  # noqa: ARG001
-    size = min(256 * MIB, case.nbytes)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def load() -> dict[str, torch.Tensor]:
-        for begin in range(0, case.nbytes, size):
-            left = min(size, case.nbytes - begin)
-            there[:left].copy_(host[:left], non_blocking=True)
-        return {}
-
-    yield load
+    return load
 
 
 @contextmanager
@@ -188,14 +169,13 @@ def _pinstage(path: Path, case: Case, device: torch.device, *, way: str) -> Iter
 # Each way has a process of its own, so it can set the environment variables that its package reads.
 
 
-@contextmanager
 def _fastsafetensors(
     path: Path,
     case: Case,  # noqa: ARG001
     device: torch.device,
     *,
     buffered: bool = False,
-) -> Iterator[Load]:
+) -> Load:
     if buffered:
         os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
     from fastsafetensors import fastsafe_open
@@ -205,7 +185,7 @@ def _fastsafetensors(
         with fastsafe_open(filenames=[str(path)], nogds=True, device=str(device)) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
-    yield load
+    return load
 
 
 def _streamer_class(buffered: bool) -> Any:
@@ -216,14 +196,13 @@ def _streamer_class(buffered: bool) -> Any:
     return SafetensorsStreamer
 
 
-@contextmanager
 def _streamer(
     path: Path,
     case: Case,  # noqa: ARG001
     device: torch.device,
     *,
     buffered: bool = False,
-) -> Iterator[Load]:
+) -> Load:
     streamer_class = _streamer_class(buffered)
 
     def load() -> dict[str, torch.Tensor]:
@@ -231,7 +210,7 @@ def _streamer(
             streamer.stream_file(str(path), device=str(device))
             return dict(streamer.get_tensors())
 
-    yield load
+    return load
 
 
 @contextmanager
@@ -289,7 +268,11 @@ WAYS = (
         "with `RUNAI_STREAMER_FS_STRATEGY=io_uring_buffered,sync_buffered`",
         package=_STREAMER,
     ),
-    Variant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
+    Variant(
+        "bus",
+        lambda _, case, device: bus(device, case.nbytes)[0],
+        "one page-locked buffer of 256 MiB, copies only",
+    ),
     Variant(
         "pinstage_each",
         partial(_pinstage, way="each"),
@@ -333,7 +316,7 @@ def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
             torch.equal(weights[name], tensor.to(args.device)) for name, tensor in mapped(path)
         )
 
-    with torch.no_grad(), variant.setup(path, case, args.device) as load:
+    with torch.no_grad(), variant.open(path, case, args.device) as load:
         drop(path)
         loads = partial(timed, load, args.device, warm_ups=0, check=is_the_files)
         cold = loads(repeats=1)

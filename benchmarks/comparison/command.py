@@ -15,7 +15,7 @@ ABOUT = """
 Stage batches of many shapes with pinstage and with every rival that is installed, and compare the times.
 
 All timings include packing, results are compared bit for bit outside the timer, and each way runs in a fresh process.
-The table has medians in ms and, on a GPU, the best rival's time over each. A run takes some minutes and needs an idle
+The tables have medians in ms and, on a GPU, the best rival's time over ours. A run takes some minutes and needs an idle
 machine. The output names missing rivals; pip install -e . --group bench installs the ones on PyPI.
 
     python benchmarks/comparison --out staging.json
@@ -70,13 +70,13 @@ def report(results: Sequence[dict[str, Any]]) -> None:
     for result in results:
         shown = result["settings"].get("table")
         rows += [row for row in record.rows_of(result) if not shown or row.case in shown]
-    table.comparison(rows)
+    table.report(PROGRAM.title, rows)
 
 
 PROGRAM = Program(
     path=str(Path(__file__).parent),
     about=ABOUT,
-    title="median ms until every leaf is ready on the device",
+    title="ms until every leaf is ready on the device",
     benchmark="staging",
     ways=rivals.VARIANTS,
     cases=all_shapes,

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,6 +83,13 @@ class Variant:
     where: Callable[[Any], Any] | None = None
     """Whether this variant applies to a case; None if it applies to all."""
 
+    @contextmanager
+    def open(self, *given: Any) -> Iterator[Any]:
+        """Set the variant up for the body; what it returns may be closed at the end."""
+        made = self.setup(*given)
+        with made if hasattr(made, "__exit__") else nullcontext(made) as ready:
+            yield ready
+
     def suits(self, case: Case) -> bool:
         """Return whether this variant applies to a case."""
         return self.where is None or bool(self.where(case))
@@ -94,30 +101,6 @@ class Variant:
         if self.needs_cuda and device.type != "cuda":
             return "needs CUDA"
         return None
-
-
-class Watcher(Protocol):
-    """Receives the progress of `collect`."""
-
-    def case_done(self, variant: str) -> None:
-        """Record that a case of a variant is done."""
-        ...
-
-    def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:
-        """Record the end of a process that missed `missed` cases; `failure` is empty on success."""
-        ...
-
-
-class Lines:
-    """A line on stderr for each process."""
-
-    def case_done(self, variant: str) -> None:
-        """Print nothing."""
-
-    def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:  # noqa: ARG002
-        """Print the time, and what failed."""
-        sys.stderr.write(f"{variant}: {seconds:.1f} s {failure}".rstrip() + "\n")
-        sys.stderr.flush()
 
 
 def importable(module: str) -> bool:
@@ -157,7 +140,6 @@ def collect(
     timeout: float = 240.0,
     at_once: int = 1,
     unit: str = "ms",
-    watcher: Watcher | None = None,
     keep: Callable[[list[Row], str], None] | None = None,
 ) -> list[Row]:
     """Run every variant `rounds` times, each in a fresh process, and return a row for each variant
@@ -175,11 +157,9 @@ def collect(
         timeout: Seconds that one process may take.
         at_once: Processes that run at a time; use more than one only if times don't matter.
         unit: Unit of the times in the rows: "s", "ms" or "us".
-        watcher: Receives the progress.
         keep: Called after each process except the last, with the rows so far and the progress as
             text, so that a killed run keeps them.
     """
-    told = watcher or Lines()
 
     def outcomes_of(variant: Variant) -> dict[str, Outcome]:
         suitable = [case for case in cases if variant.suits(case)]
@@ -190,10 +170,9 @@ def collect(
             }
         began = time.perf_counter()
         whole = [*command, "--child", variant.id]
-        emitted, failure = _run_fresh(whole, timeout, lambda: told.case_done(variant.id))
-        told.process_done(
-            variant.id, len(suitable) - len(emitted), time.perf_counter() - began, failure
-        )
+        emitted, failure = _run_fresh(whole, timeout)
+        took = time.perf_counter() - began
+        sys.stderr.write(f"{variant.id}: {took:.1f} s {failure}".rstrip() + "\n")
         missing = {"status": "error", "detail": failure[:300] or "no result"}
         return {case.id: missing for case in suitable} | {
             outcome["case"]: outcome for outcome in emitted
@@ -307,9 +286,7 @@ def _kill(pid: int) -> None:
             _kill(int(worker))
 
 
-def _run_fresh(
-    command: Sequence[str], timeout: float, on_outcome: Callable[[], None]
-) -> tuple[list[Outcome], str]:
+def _run_fresh(command: Sequence[str], timeout: float) -> tuple[list[Outcome], str]:
     """Run a command and return the outcomes that it emitted, and the error or an empty string."""
     outcomes: list[Outcome] = []
     timed_out = threading.Event()
@@ -326,10 +303,9 @@ def _run_fresh(
         timer.start()
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    outcomes.append(json.loads(line[len(MARK) :]))
-                    on_outcome()
+            outcomes.extend(
+                json.loads(line[len(MARK) :]) for line in process.stdout if line.startswith(MARK)
+            )
             process.wait()
         except BaseException:  # Ctrl-C: no process may keep computing
             _kill(process.pid)

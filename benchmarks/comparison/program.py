@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from comparison import harness, progress, record, table, timing
+from comparison import harness, record, table, timing
 from comparison.errors import BenchError
 from comparison.harness import Case, Outcome, Variant
 from comparison.record import Row
@@ -44,7 +44,6 @@ class Program:
         options: Further options, each with its default and help.
         small_cases: The cases of a smoke run.
         small: The most that options have in a smoke run.
-        small_ways: Further ways, of a smoke run only.
         benchmark: The name in the rows and in the result file; by default that of the program.
         rounds: Passes, each with a process for each way.
         limits: Ways that show a limit, and are no rivals.
@@ -68,7 +67,6 @@ class Program:
     options: dict[str, tuple[Any, str]] = field(default_factory=dict)
     small_cases: Sequence[Any] = ()
     small: Mapping[str, Any] = field(default_factory=dict)
-    small_ways: Sequence[Variant] = ()
     benchmark: str = ""
     rounds: int = 1
     limits: Sequence[str] = ()
@@ -169,11 +167,9 @@ class Program:
         """Measure, and return the content of a result file; write the rows so far after each
         process.
         """
-        ways = self._chosen_ways(args.only, args)
+        ways = harness.chosen(args.only, self.ways, "variant")
         cases = self.chosen_cases(args)
-        able = [way for way in ways if way.obstacle(args.device) is None]
-        total = args.rounds * sum(way.suits(case) for way in able for case in cases)
-        with self.around(args), progress.watching(total) as watcher:
+        with self.around(args):
             settings = _settings(args)
             command = [sys.executable, self.path, "--settings", json.dumps(settings)]
             settings |= self.settings(args)
@@ -199,14 +195,9 @@ class Program:
                 timeout=args.timeout,
                 at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
                 unit=self.unit,
-                watcher=watcher,
                 keep=keep,
             )
         return result_of(rows)
-
-    def _chosen_ways(self, names: str | None, args: Args) -> list[Variant]:
-        known = (*self.ways, *self.small_ways) if args.smoke else self.ways
-        return harness.chosen(names, known, "variant")
 
     def _run(self, args: Args) -> int:
         """Measure or read, show, and write; return the exit status."""
@@ -241,7 +232,7 @@ class Program:
 
     def _work(self, args: Args) -> None:
         """In the child: measure one way, and emit an outcome for each case."""
-        (way,) = self._chosen_ways(args.child, args)
+        (way,) = harness.chosen(args.child, self.ways, "variant")
         cases = [case for case in self.chosen_cases(args) if way.suits(case)]
         self.begin(args)
         harness.start_device(args.device)

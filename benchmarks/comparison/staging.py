@@ -71,7 +71,7 @@ def set_up(
         with variant.in_place(device) as both:
             yield both
         return
-    with variant.setup(device) as stage:
+    with variant.open(device) as stage:
         if shape.in_place and device.type == "cuda":
             yield stage, lambda batch: batches.map_leaves(batch, torch.Tensor.pin_memory)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import Any
@@ -106,6 +107,23 @@ def beside_kernels(
         synchronize(device)
         del kept
     return took
+
+
+def bus(
+    device: torch.device, nbytes: int, piece: int = 256 << 20
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return functions that copy as many bytes to the device, and back: the limit of the hardware.
+    They use one page-locked buffer, piece by piece.
+    """
+    size = min(piece, nbytes)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def copy(target: torch.Tensor, source: torch.Tensor, *_: Any) -> None:
+        for begin in range(0, nbytes, size):
+            target[: nbytes - begin].copy_(source[: nbytes - begin], non_blocking=True)
+
+    return partial(copy, there, host), partial(copy, host, there)
 
 
 def synchronize(device: torch.device) -> None:
