@@ -31,8 +31,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from loader import Kept
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import pinstage as ps
 from comparison.harness import Outcome, Variant, importable
@@ -45,6 +46,16 @@ SLOW_SECONDS = 0.006
 """The time that a slow source takes for a batch."""
 
 Batch = Any
+
+
+def pins(way: str, args: Args) -> bool:
+    """Return whether a way's loader page-locks its batches."""
+    return way == "pin_memory" and args.device.type == "cuda"
+
+
+def stager(args: Args) -> ps.Stager:
+    """Return a stager for the device."""
+    return ps.Stager(args.device, max_bytes="8GiB")
 
 
 class Watch:
@@ -72,23 +83,15 @@ class Watch:
         )
 
 
-class Nested(Dataset[Batch]):
-    """Samples of many fields, stored in memory."""
-
-    def __init__(self, length: int, fields: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._kept = [
-            {f"field_{name:03}": torch.randn(WIDTH, generator=generator) for name in range(fields)}
-            | {"label": torch.randn((), generator=generator)}
-            for _ in range(128)
-        ]
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._kept[index % len(self._kept)]
+def nested(length: int, fields: int) -> Kept:
+    """Return samples of many fields, stored in memory."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        {f"field_{name:03}": torch.randn(WIDTH, generator=generator) for name in range(fields)}
+        | {"label": torch.randn((), generator=generator)}
+        for _ in range(128)
+    ]
+    return Kept(samples, length)
 
 
 class Dense(nn.Module):
@@ -123,35 +126,26 @@ class Graphs(nn.Module):
         return nn.functional.mse_loss(self.last(pooled).squeeze(1), batch.y)
 
 
-class OnDevice(Dataset[Batch]):
-    """A loader's first batch on the device, again and again. Read it with a batch size of None."""
-
-    def __init__(self, loader: Iterable[Batch], device: torch.device, length: int) -> None:
-        self._batch = ps.Stager(device, own_storage=True).to_device(next(iter(loader)))
-        # The seed that each new pass over a loader would draw.
-        torch.empty((), dtype=torch.int64).random_()
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._batch
+def on_device(loader: Iterable[Batch], args: Args) -> DataLoader[Batch]:
+    """Return a loader of another one's first batch on the device, again and again."""
+    batch = ps.Stager(args.device, own_storage=True).to_device(next(iter(loader)))
+    # The seed that each new pass over a loader would draw.
+    torch.empty((), dtype=torch.int64).random_()
+    return DataLoader(Kept([batch], args.steps), batch_size=None)
 
 
 def nested_loader(way: str, args: Args) -> Any:
     """Return the loader of a variant, before the framework prepares it."""
-    dataset = Nested(args.steps * args.batch_size, args.fields)
+    dataset = nested(args.steps * args.batch_size, args.fields)
     return plain_loader(way, args, partial(DataLoader, dataset, args.batch_size))
 
 
 def plain_loader(way: str, args: Args, loader_class: Callable[..., Any]) -> Any:
     """Return torch's or PyG's loader for a variant."""
     if way == "model":
-        return DataLoader(OnDevice(loader_class(), args.device, args.steps), batch_size=None)
-    pin = way == "pin_memory" and args.device.type == "cuda"
+        return on_device(loader_class(), args)
     return loader_class(
-        num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0
+        num_workers=args.workers, pin_memory=pins(way, args), persistent_workers=args.workers > 0
     )
 
 
@@ -257,7 +251,7 @@ def trainer_loop(way: str, args: Args, watch: Watch) -> None:
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         dataloader_num_workers=args.workers,
-        dataloader_pin_memory=way == "pin_memory" and args.device.type == "cuda",
+        dataloader_pin_memory=pins(way, args),
         dataloader_persistent_workers=args.workers > 0,
         train_sampling_strategy="sequential",
         optim="sgd",
@@ -297,7 +291,7 @@ def pyg_loop(way: str, args: Args, watch: Watch) -> None:
     if way == "pinstage":
         batches = ps.wrap_loader(loader, device=args.device, max_bytes="8GiB")
     elif way == "pinstage_main":
-        batches = ps.Stager(args.device, max_bytes="8GiB").prefetch(loader)
+        batches = stager(args).prefetch(loader)
     else:
         batches = (batch.to(args.device, non_blocking=True) for batch in loader)
     train(batches, model, optimizer, watch)
@@ -308,7 +302,7 @@ def webdataset_loop(way: str, args: Args, watch: Watch) -> None:
     import webdataset as wds
 
     with tempfile.TemporaryDirectory() as folder:
-        samples = Nested(128, args.fields)
+        samples = nested(128, args.fields)
         with wds.TarWriter(f"{folder}/0.tar") as file:
             for index in range(len(samples)):
                 *fields, label = samples[index].values()
@@ -331,17 +325,16 @@ def webdataset_loop(way: str, args: Args, watch: Watch) -> None:
                 dataset, None, num_workers=args.workers, device=args.device, max_bytes="8GiB"
             )
         elif way == "model":
-            loader = DataLoader(OnDevice(dataset, args.device, args.steps), batch_size=None)
+            loader = on_device(dataset, args)
         else:
-            pin = way == "pin_memory" and args.device.type == "cuda"
             loader = wds.WebLoader(
-                dataset, batch_size=None, num_workers=args.workers, pin_memory=pin
+                dataset, batch_size=None, num_workers=args.workers, pin_memory=pins(way, args)
             )
         train_on(way, loader, args, watch)
 
 
 def named_fields(samples: Sequence[dict[str, Any]]) -> Batch:
-    """Collate decoded samples into a batch as `Nested` gives it."""
+    """Collate decoded samples into a batch as `nested` gives it."""
     fields = default_collate([sample["fields.npy"] for sample in samples]).unbind(1)
     batch = {f"field_{name:03}": values.contiguous() for name, values in enumerate(fields)}
     return batch | {"label": default_collate([sample["label.npy"] for sample in samples])}
@@ -353,22 +346,22 @@ def nodes_loop(way: str, args: Args, watch: Watch) -> None:
 
     from pinstage.integrations.torchdata import Stage
 
-    dataset = Nested(args.steps * args.batch_size, args.fields)
+    dataset = nested(args.steps * args.batch_size, args.fields)
     node: Any = Batcher(IterableWrapper(range(len(dataset))), args.batch_size)
     node = ParallelMapper(
         node, partial(collated_samples, dataset), num_workers=max(args.workers, 1), method="process"
     )
     if way == "pinstage":
-        node = Stage(node, ps.Stager(args.device, max_bytes="8GiB"))
-    elif way == "pin_memory" and args.device.type == "cuda":
+        node = Stage(node, stager(args))
+    elif pins(way, args):
         node = PinMemory(node)
     loader: Iterable[Batch] = Loader(node)
     if way == "model":
-        loader = DataLoader(OnDevice(loader, args.device, args.steps), batch_size=None)
+        loader = on_device(loader, args)
     train_on(way, loader, args, watch)
 
 
-def collated_samples(dataset: Nested, indices: Sequence[int]) -> Batch:
+def collated_samples(dataset: Kept, indices: Sequence[int]) -> Batch:
     """Collate samples, in a process of `ParallelMapper`."""
     return default_collate([dataset[index] for index in indices])
 
@@ -379,7 +372,7 @@ def slow_loop(way: str, args: Args, watch: Watch) -> None:
     Both variants read ahead in the main process: `pinstage` in a thread, `pinstage_main` without
     one.
     """
-    samples = Nested(args.batch_size, args.fields)
+    samples = nested(args.batch_size, args.fields)
     batch = default_collate([samples[index] for index in range(args.batch_size)])
 
     def batches() -> Iterable[Batch]:
@@ -389,10 +382,10 @@ def slow_loop(way: str, args: Args, watch: Watch) -> None:
 
     source: Iterable[Batch] = batches()
     if way == "model":
-        source = DataLoader(OnDevice([batch], args.device, args.steps), batch_size=None)
+        source = on_device([batch], args)
     elif way == "pinstage":
-        source = ps.Stager(args.device, max_bytes="8GiB").prefetch(source, background=True)
-    elif way == "pin_memory" and args.device.type == "cuda":
+        source = stager(args).prefetch(source, background=True)
+    elif pins(way, args):
         source = ({name: leaf.pin_memory() for name, leaf in each.items()} for each in source)
     train_on(way, source, args, watch, background=False)
 
@@ -412,7 +405,7 @@ def train_on(
     model = dense(args).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if way == "pinstage_main":
-        loader = ps.Stager(args.device, max_bytes="8GiB").prefetch(loader, background=background)
+        loader = stager(args).prefetch(loader, background=background)
     elif way != "pinstage":
         loader = (
             {name: leaf.to(args.device, non_blocking=True) for name, leaf in batch.items()}

@@ -250,26 +250,36 @@ def _bus(modules: Modules, device: torch.device) -> Way:
 
 
 @contextmanager
-def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
+def _handles(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[list[Any]]:
+    """Yield a handle for each module."""
     import pinstage as ps
 
     with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
         handles = [ps.offload.frozen_module(module, pool, device=device) for module in modules]
+        yield handles
+        for handle in handles:
+            handle.close()
 
-        def use(number: int, x: torch.Tensor) -> torch.Tensor:
-            with handles[number]:
-                if number + 1 < MODULES:
-                    handles[number + 1].onload()
-                y: torch.Tensor = modules[number](x)
-                return y
 
+def _used(
+    handles: Sequence[Any], modules: Sequence[torch.nn.Module], number: int, x: torch.Tensor
+) -> torch.Tensor:
+    """Compute with a module, while the next one is copied to the device."""
+    with handles[number]:
+        if number + 1 < len(handles):
+            handles[number + 1].onload()
+        y: torch.Tensor = modules[number](x)
+        return y
+
+
+@contextmanager
+def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
+    with _handles(modules, device) as handles:
         yield Way(
             lambda number: handles[number].__enter__(),
             lambda number: handles[number].offload(),
-            use,
+            partial(_used, handles, modules),
         )
-        for handle in handles:
-            handle.close()
 
 
 def _of_modules(*given: Any, **named: Any) -> Variant:
@@ -379,40 +389,22 @@ def _stack_bus(stack: Stack, device: torch.device) -> Run:
 
 @contextmanager
 def _stack_blocks(stack: Stack, device: torch.device) -> Iterator[Run]:
-    import pinstage as ps
-
     stack.norm.to(device)
-    with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
-        handles = [ps.offload.frozen_module(block, pool, device=device) for block in stack.blocks]
+    with _handles(list(stack.blocks), device) as handles:
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            for number, block in enumerate(stack.blocks):
-                with handles[number]:
-                    if number + 1 < len(handles):
-                        handles[number + 1].onload()
-                    x = block(x)
+            for number in range(len(handles)):
+                x = _used(handles, stack.blocks, number, x)
             y: torch.Tensor = stack.norm(x)
             return y
 
         yield run
-        for handle in handles:
-            handle.close()
 
 
 @contextmanager
 def _stack_whole(stack: Stack, device: torch.device) -> Iterator[Run]:
-    import pinstage as ps
-
-    with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
-        handle = ps.offload.frozen_module(stack, pool, device=device)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            with handle:
-                y: torch.Tensor = stack(x)
-                return y
-
-        yield run
-        handle.close()
+    with _handles([stack], device) as handles:
+        yield partial(_used, handles, [stack], 0)
 
 
 def _diffusers(stack: Stack, device: torch.device, *, level: str, record: bool = False) -> Run:

@@ -21,10 +21,10 @@ with the default collation of the same samples, outside the timer.
 from __future__ import annotations
 
 import io
+import math
 import sys
 import time
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -49,32 +49,48 @@ Sample = dict[str, torch.Tensor]
 Batches = Iterable[Sample]
 
 
-class Ready(Dataset[Sample]):
-    """Samples stored in memory."""
+class Kept(Dataset[Any]):
+    """Samples stored in memory, again and again.
+
+    Args:
+        samples: the samples.
+        length: the number of items.
+        copy: makes an item of a sample. Without default collation, torch's workers would move the
+            samples themselves to shared memory, and only once.
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, fields: int, length: int
+        self, samples: Sequence[Any], length: int, copy: Callable[[Any], Any] | None = None
     ) -> None:
-        self._length = length
-        generator = torch.Generator().manual_seed(0)
-        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        rows = torch.randint(0, 120, (KEPT, fields, nbytes), dtype=torch.uint8, generator=generator)
-        self._samples = [
-            # Each has its own storage: SPDL pickles the samples, and a tensor's pickle contains its
-            # whole storage.
-            {f"field_{i:03}": row.view(dtype).view(shape).clone() for i, row in enumerate(rows[k])}
-            for k in range(KEPT)
-        ]
+        self._samples, self._length, self._copy = samples, length, copy
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index % KEPT]
+    def __getitem__(self, index: int) -> Any:
+        sample = self._samples[index % len(self._samples)]
+        return sample if self._copy is None else self._copy(sample)
+
+
+def ready(shape: tuple[int, ...], fields: int, length: int) -> Kept:
+    """Return samples of some fields."""
+    generator = torch.Generator().manual_seed(0)
+    nbytes = 4 * math.prod(shape)
+    rows = torch.randint(0, 120, (KEPT, fields, nbytes), dtype=torch.uint8, generator=generator)
+    samples = [
+        # Each has its own storage: SPDL pickles the samples, and a tensor's pickle contains its
+        # whole storage.
+        {
+            f"field_{i:03}": row.view(torch.float32).view(shape).clone()
+            for i, row in enumerate(sample)
+        }
+        for sample in rows
+    ]
+    return Kept(samples, length)
 
 
 class Decoded(Dataset[Sample]):
-    """Images that are decoded for each sample; without Pillow, decompressed and scaled noise."""
+    """Images that are decoded for each sample."""
 
     def __init__(self, side: int, length: int) -> None:
         self._length = length
@@ -90,8 +106,6 @@ class Decoded(Dataset[Sample]):
         self._coded = [self._encode(image.permute(1, 2, 0).contiguous()) for image in images]
 
     def _encode(self, image: torch.Tensor) -> bytes:
-        if not importable("PIL"):
-            return zlib.compress(image.numpy().tobytes())
         from PIL import Image
 
         file = io.BytesIO()
@@ -102,13 +116,9 @@ class Decoded(Dataset[Sample]):
         return self._length
 
     def __getitem__(self, index: int) -> Sample:
-        coded = self._coded[index % KEPT]
-        if importable("PIL"):
-            from PIL import Image
+        from PIL import Image
 
-            raw = Image.open(io.BytesIO(coded)).convert("RGB").tobytes()
-        else:
-            raw = zlib.decompress(coded)
+        raw = Image.open(io.BytesIO(self._coded[index % KEPT])).convert("RGB").tobytes()
         image = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(self._side, self._side, 3)
         return {
             "image": image.permute(2, 0, 1).float().div_(255),
@@ -125,7 +135,6 @@ class Case:
     batch_size: int
     leaves: int
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
 
     @property
     def id(self) -> str:
@@ -135,16 +144,12 @@ class Case:
     def nbytes(self) -> int:
         if self.scenario == "decode":
             return self.batch_size * (4 * 3 * self.shape[0] ** 2 + 8)
-        return (
-            self.batch_size
-            * self.leaves
-            * torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
-        )
+        return self.batch_size * self.leaves * 4 * math.prod(self.shape)
 
     def dataset(self, length: int) -> Dataset[Sample]:
         if self.scenario == "decode":
             return Decoded(self.shape[0], length)
-        return Ready(self.shape, self.dtype, self.leaves, length)
+        return ready(self.shape, self.leaves, length)
 
 
 CASES = (
@@ -163,23 +168,17 @@ SMOKE_CASES = (
 )
 
 
-@contextmanager
-def _torch(
-    dataset: Any, batch_size: int, workers: int, device: torch.device, pin: bool
-) -> Iterator[Batches]:
+def _torch(dataset: Any, batch_size: int, workers: int, device: torch.device, pin: bool) -> Batches:
     loader = DataLoader(dataset, batch_size, num_workers=workers, pin_memory=pin)
-    yield (
+    return (
         {key: leaf.to(device, non_blocking=pin) for key, leaf in batch.items()} for batch in loader
     )
 
 
-@contextmanager
-def pinstage(
-    dataset: Any, batch_size: int, workers: int, device: torch.device
-) -> Iterator[Batches]:
+def pinstage(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Batches:
     import pinstage as ps
 
-    yield ps.DataLoader(dataset, batch_size, num_workers=workers, device=device, max_bytes="16GiB")
+    return ps.DataLoader(dataset, batch_size, num_workers=workers, device=device, max_bytes="16GiB")
 
 
 def _consolidated(samples: list[Sample]) -> Any:
@@ -188,15 +187,12 @@ def _consolidated(samples: list[Sample]) -> Any:
     return TensorDict(default_collate(samples), batch_size=[len(samples)]).consolidate()
 
 
-@contextmanager
-def _tensordict(
-    dataset: Any, batch_size: int, workers: int, device: torch.device
-) -> Iterator[Batches]:
+def _tensordict(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Batches:
     pin = device.type == "cuda"
     loader = DataLoader(
         dataset, batch_size, num_workers=workers, collate_fn=_consolidated, pin_memory=pin
     )
-    yield (batch.to(device, non_blocking=True) for batch in loader)
+    return (batch.to(device, non_blocking=True) for batch in loader)
 
 
 @contextmanager
@@ -273,6 +269,8 @@ class Step:
 
 def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return one variant's status on one case, the seconds per batch, and those of each `next`."""
+    if case.scenario == "decode" and not importable("PIL"):
+        return {"status": "not installed", "detail": "Pillow"}
     with variant.open(*arguments(args, case)) as batches:
         return timed_loop(iter(batches), args, case)
 
@@ -316,14 +314,7 @@ def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
             synchronize(args.device)
         goes_on = timer.end()
     outcome = timer.outcome() | {"main": main_thread}
-    if case.scenario == "decode":
-        has_pillow = importable("PIL")
-        outcome["detail"] = (
-            "JPEG by Pillow" if has_pillow else "no Pillow here: zlib instead of JPEG"
-        )
-    elif not step:
-        outcome["detail"] = ""
-    return outcome
+    return outcome if step else outcome | {"detail": ""}
 
 
 def differences(batch: Any, expected: Sample) -> str:

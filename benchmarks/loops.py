@@ -126,33 +126,15 @@ def token_sample(rng: torch.Generator, scale: int) -> Any:
     return {"input_ids": tokens, "labels": tokens.roll(-1)}
 
 
-class Kept(Dataset[Any]):
-    """Samples stored in memory.
-
-    Args:
-        copies: whether each item is a copy. Without default collation, torch's workers would move
-            the samples themselves to shared memory, and only once.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[torch.Generator, int], Any],
-        scale: int,
-        length: int,
-        *,
-        copies: bool = False,
-    ) -> None:
-        rng = torch.Generator().manual_seed(0)
-        self._samples = [make(rng, scale) for _ in range(KEPT)]
-        self._length = length
-        self._copies = copies
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        sample = self._samples[index % KEPT]
-        return mapped(torch.Tensor.clone, sample) if self._copies else sample
+def kept(
+    make: Callable[[torch.Generator, int], Any],
+    scale: int,
+    length: int,
+    copy: Callable[[Any], Any] | None = None,
+) -> loader.Kept:
+    """Return samples in memory."""
+    rng = torch.Generator().manual_seed(0)
+    return loader.Kept([make(rng, scale) for _ in range(KEPT)], length, copy)
 
 
 class Columns(Dataset[Any]):
@@ -231,9 +213,9 @@ class Case:
         }
 
 
-segmentation = partial(Kept, segmentation_sample)
-lidar = partial(Kept, lidar_sample, copies=True)
-tokens = partial(Kept, token_sample)
+segmentation = partial(kept, segmentation_sample)
+lidar = partial(kept, lidar_sample, copy=partial(mapped, torch.Tensor.clone))
+tokens = partial(kept, token_sample)
 CASES = (
     Case("segmentation", segmentation, 32, 8, 9),
     Case("lidar", lidar, 32, 8, 6, list),
@@ -251,9 +233,8 @@ def _moved(batches: Iterable[Any], device: torch.device, non_blocking: bool) -> 
         yield mapped(lambda leaf: leaf.to(device, non_blocking=non_blocking), batch)
 
 
-@contextmanager
-def _torch(case: Case, length: int, device: torch.device, pin: bool) -> Iterator[Iterable[Any]]:
-    yield _moved(case.loader(length, pin_memory=pin), device, pin)
+def _torch(case: Case, length: int, device: torch.device, pin: bool) -> Iterable[Any]:
+    return _moved(case.loader(length, pin_memory=pin), device, pin)
 
 
 @contextmanager
@@ -307,23 +288,20 @@ def _prefetch(
         yield stager.prefetch(case.loader(length, pin_memory=pin))
 
 
-@contextmanager
-def _wrapped(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
+def _wrapped(case: Case, length: int, device: torch.device) -> Iterable[Any]:
     import pinstage as ps
 
-    yield ps.wrap_loader(case.loader(length), device=device, max_bytes="8GiB")
+    return ps.wrap_loader(case.loader(length), device=device, max_bytes="8GiB")
 
 
-@contextmanager
-def _pinstage(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
+def _pinstage(case: Case, length: int, device: torch.device) -> Iterable[Any]:
     import pinstage as ps
 
-    yield ps.DataLoader(**case.arguments(length), device=device, max_bytes="8GiB")
+    return ps.DataLoader(**case.arguments(length), device=device, max_bytes="8GiB")
 
 
-@contextmanager
-def _model(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:  # noqa: ARG001
-    yield itertools.repeat(mapped(lambda leaf: leaf.to(device), case.batch))
+def _model(case: Case, length: int, device: torch.device) -> Iterable[Any]:  # noqa: ARG001
+    return itertools.repeat(mapped(lambda leaf: leaf.to(device), case.batch))
 
 
 VARIANTS = (

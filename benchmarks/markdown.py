@@ -470,7 +470,7 @@ def _is_result(case: str) -> bool:
 def results(result: Result) -> list[str]:
     """Results of all sizes; nothing until they were measured."""
     cases = {
-        name.removeprefix("results, "): rows
+        titled(name.removeprefix("results, ")): rows
         for name, rows in by_case(result).items()
         if _is_result(name)
     }
@@ -509,7 +509,8 @@ def page_locked(result: Result) -> list[str]:
         "Milliseconds until all tensors are on the device. `by hand`: one `cuMemcpyBatchAsync` "
         "into memory that exists."
     )
-    return [*by_ways("tensors", by_case(result), ways), "", said]
+    cases = {titled(case): rows for case, rows in by_case(result).items()}
+    return [*by_ways("tensors", cases, ways), "", said]
 
 
 LOOP_WAYS = {

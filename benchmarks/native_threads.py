@@ -19,37 +19,21 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from comparison import rivals, staging
-from comparison.batches import KIB, MIB, BatchShape
+from comparison.batches import BatchShape, shapes
 from comparison.errors import BenchError
 from comparison.harness import Outcome, Variant, chosen
 from comparison.program import Args, Program
 from comparison.record import quantile
 
-CASES = (
-    BatchShape(16, MIB),
-    BatchShape(64, MIB),
-    BatchShape(16, 16 * MIB),
-    BatchShape(300, MIB),
-    BatchShape(1000, 256 * KIB),
-    BatchShape(1, 512 * MIB),
-)
-NATIVE = (
-    Variant(
-        "bus", nullcontext, "no packing: copies from page-locked memory alone", needs_cuda=True
-    ),
-    Variant(
-        "spinning",
-        nullcontext,
-        "C++ threads that wait awake for work, as OpenMP's do",
-        needs_cuda=True,
-    ),
-    Variant("sleeping", nullcontext, "C++ threads that are woken for each batch", needs_cuda=True),
-    Variant(
-        "non-temporal",
-        nullcontext,
-        "the same, with stores that bypass the caches",
-        needs_cuda=True,
-    ),
+CASES = shapes("16x1MiB 64x1MiB 16x16MiB 300x1MiB 1000x256KiB 1x512MiB")
+NATIVE = tuple(
+    Variant(name, nullcontext, about, needs_cuda=True)
+    for name, about in (
+        ("bus", "no packing: copies from page-locked memory alone"),
+        ("spinning", "C++ threads that wait awake for work, as OpenMP's do"),
+        ("sleeping", "C++ threads that are woken for each batch"),
+        ("non-temporal", "the same, with stores that bypass the caches"),
+    )
 )
 
 

@@ -14,16 +14,15 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from comparison.batches import BatchShape, shapes
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
 from comparison.timing import bus, synchronize, timed
 
-KIB, MIB = 1 << 10, 1 << 20
 INSTANCES = 3
 """Batches in turn, so that no call reads what the last one left in a cache."""
 IN_STREAM_ORDER = 1
@@ -32,40 +31,15 @@ Tensors = list[torch.Tensor]
 Send = Callable[[Tensors], Tensors]
 
 
-@dataclass(frozen=True)
-class Case:
-    """A batch of tensors of one size."""
-
-    leaves: int
-    leaf_bytes: int
-
-    @property
-    def id(self) -> str:
-        size = self.leaf_bytes // KIB
-        return f"{self.leaves} x {f'{size} KiB' if size % KIB else f'{size // KIB} MiB'}"
-
-    @property
-    def nbytes(self) -> int:
-        return self.leaves * self.leaf_bytes
-
-
-CASES = (
-    *(Case(1, size * KIB) for size in (128, 512, 900)),
-    Case(4, 250 * KIB),
-    *(Case(8, size * KIB) for size in (64, 256)),
-    Case(2, MIB),
-    Case(8, MIB),
-    Case(1, 16 * MIB),
-    Case(64, 64 * KIB),
-    Case(300, MIB),
-    Case(16, 16 * MIB),
-    *(Case(1000, size * KIB) for size in (16, 32, 64, 256)),
-)
-SMALL_CASES = (Case(1, 128 * KIB), Case(10, 16 * KIB))
+CASES = shapes("""
+    1x128KiB 1x512KiB 1x900KiB 4x250KiB 8x64KiB 8x256KiB 2x1MiB 8x1MiB 1x16MiB 64x64KiB 300x1MiB
+    16x16MiB 1000x16KiB 1000x32KiB 1000x64KiB 1000x256KiB
+""")
+SMALL_CASES = shapes("1x128KiB 10x16KiB")
 
 
 @contextmanager
-def _pinstage(device: torch.device, case: Case, *, borrow: bool) -> Iterator[Send]:  # noqa: ARG001
+def _pinstage(device: torch.device, case: BatchShape, *, borrow: bool) -> Iterator[Send]:  # noqa: ARG001
     import pinstage as ps
 
     with ps.Stager(device, max_bytes="4GiB", borrow_pinned=borrow) as stager:
@@ -78,7 +52,7 @@ class Attributes(ctypes.Structure):
     _fields_ = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 
 
-def _batch(device: torch.device, case: Case) -> Send:
+def _batch(device: torch.device, case: BatchShape) -> Send:
     driver = ctypes.CDLL("libcuda.so.1")
     call = getattr(driver, "cuMemcpyBatchAsync_v2", None)  # of CUDA 13
     failed = [] if call else [ctypes.byref(ctypes.c_size_t())]
@@ -122,13 +96,13 @@ VARIANTS = (
 )
 
 
-def leaf(case: Case, first: int, device: torch.device) -> torch.Tensor:
+def leaf(case: BatchShape, first: int, device: torch.device) -> torch.Tensor:
     """Return a tensor on the host, different for each number that it begins with."""
     made = torch.arange(first, first + case.leaf_bytes // 8)
     return made.pin_memory() if device.type == "cuda" else made
 
 
-def measure(way: Variant, args: Args, case: Case) -> Outcome:
+def measure(way: Variant, args: Args, case: BatchShape) -> Outcome:
     """Return the seconds of each batch, until it is on the device."""
     batches = [
         [leaf(case, batch * case.leaves + number, args.device) for number in range(case.leaves)]

@@ -20,9 +20,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from comparison import batches
-from comparison.batches import KIB, MIB, BatchShape
 
-SHAPES = (BatchShape(64, KIB), BatchShape(132, 284), BatchShape(5, 3 * MIB))
+SHAPES = batches.shapes("64x1KiB 132x284B 5x3MiB")
 
 
 def mixed(seed: int) -> batches.Batch:

@@ -6,7 +6,7 @@ back.
 
 | case | sample |
 |---|---|
-| `results, 8 x 4 KiB` | 8 tensors of 4 KiB on the host, and so on |
+| `results, 8x4KiB` | 8 tensors of 4 KiB on the host, and so on |
 | `1000x256B` | 1000 tensors of 64 floats on the host |
 | `64MiB`, `512MiB` | one tensor on the host |
 | `8x64MiB` | eight tensors, two of them in flight at a time |
@@ -29,18 +29,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 
+from comparison.batches import BatchShape, shapes
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
 from comparison.timing import beside_kernels, timed
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 IN_FLIGHT = 2
 FRAMES_OF_A_BATCH, BATCHES = 10, 4
 FILLING_THREADS = 12
@@ -66,18 +67,16 @@ class Case:
         return self.leaves * self.elements * 4 * (2 if self.kind in ("both", "frames") else 1)
 
 
-def result(leaves: int, size: int, unit: str = "B") -> Case:
-    """Return the case of a result: some tensors of one size."""
-    elements = size * {"B": 1, "KiB": KIB, "MiB": MIB}[unit] // 4
-    return Case(f"results, {leaves} x {size} {unit}", "result", leaves, elements)
+def result(shape: BatchShape) -> Case:
+    """Return the case of a result."""
+    return Case(f"results, {shape.id}", "result", shape.leaves, shape.leaf_bytes // 4)
 
 
+RESULTS = """
+    1x4B 8x4B 200x4B 8x4KiB 64x1KiB 1x256KiB 1x1MiB 8x1MiB 64x256KiB 1000x4KiB 1x64MiB 16x16MiB
+"""
 CASES = (
-    *(result(leaves, 4) for leaves in (1, 8, 200)),
-    *(result(*size, "KiB") for size in ((8, 4), (64, 1), (1, 256))),
-    *(result(*size, "MiB") for size in ((1, 1), (8, 1))),
-    *(result(*size, "KiB") for size in ((64, 256), (1000, 4))),
-    *(result(*size, "MiB") for size in ((1, 64), (16, 16))),
+    *map(result, shapes(RESULTS)),
     Case("1000x256B", "result", 1000, 64),
     Case("64MiB", "large", 1, 16 * MIB),
     Case("512MiB", "large", 1, 128 * MIB),
@@ -86,8 +85,7 @@ CASES = (
     Case("frames", "frames", FRAMES_OF_A_BATCH, 3 * 3840 * 2160),
 )
 SMALL_CASES = (
-    *(replace(case, leaves=min(case.leaves, 10)) for case in CASES[:4]),
-    result(1, 4, "MiB"),
+    *map(result, shapes("1x4B 8x4B 10x4KiB 1x4MiB")),
     *(Case(case.id, case.kind, min(case.leaves, 10), 1000) for case in CASES[-6:]),
 )
 
