@@ -24,13 +24,11 @@ resident memory.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,10 +39,9 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from comparison.harness import Outcome, Size, Variant
 from comparison.program import Args, Program
-from comparison.timing import synchronize
+from comparison.timing import resident, synchronize
 
 MIB = 1 << 20
-LARGE, LARGE_ELEMENTS, SMALL, SMALL_ELEMENTS = 150, 50 * MIB // 4, 2000, 8
 STEP_SECONDS = 0.25
 
 
@@ -86,19 +83,24 @@ class LooksOnly(StorageWriter):
         return True
 
 
+def elements(smoke: bool) -> list[int]:
+    """Return the elements of each tensor."""
+    return [1000] * 4 + [8] * 20 if smoke else [50 * MIB // 4] * 150 + [8] * 2000
+
+
 class Job:
     """A state on a device, and saves of it."""
 
     def __init__(self, device: torch.device, stager: Any, smoke: bool) -> None:
         self.device, self.stager, self.saves = device, stager, 0
-        large, small = (4, 20) if smoke else (LARGE, SMALL)
-        elements = 1000 if smoke else LARGE_ELEMENTS
-        sizes = [elements] * large + [SMALL_ELEMENTS] * small
-        self._tensors = [torch.full((n,), float(i), device=device) for i, n in enumerate(sizes)]
+        self._tensors = [
+            torch.full((n,), float(i), device=device) for i, n in enumerate(elements(smoke))
+        ]
         self.state: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
         for i, tensor in enumerate(self._tensors):
             self.state["optimizer" if i % 3 else "model"][f"p{i}"] = tensor
-        self._factor = torch.randn(64 if smoke else 8192, 64 if smoke else 8192, device=device)
+        side = 64 if smoke else 8192
+        self._factor = torch.randn(side, side, device=device)
         self._rounds = 1
         if device.type == "cuda" and not smoke:
             self._work()
@@ -218,12 +220,6 @@ VARIANTS = (
 )
 
 
-def resident() -> int:
-    """Return the bytes of this process that are resident."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
-
-
 def pinned_by(stager: Any, before: int) -> str:
     """Return how much was page-locked, as text."""
     pool = getattr(stager, "pool", None)
@@ -265,9 +261,7 @@ def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
 
 def cases(args: Args) -> list[Size]:
     """Return the cases, whose bytes are those of the state."""
-    large = 4 * 1000 if args.smoke else LARGE * LARGE_ELEMENTS
-    nbytes = (large + (20 if args.smoke else SMALL) * SMALL_ELEMENTS) * 4
-    return [Size(name, nbytes) for name in ("first", "later", "step")]
+    return [Size(name, 4 * sum(elements(args.smoke))) for name in ("first", "later", "step")]
 
 
 PROGRAM = Program(

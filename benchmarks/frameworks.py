@@ -313,9 +313,7 @@ def webdataset_loop(way: str, args: Args, watch: Watch) -> None:
                         "label.npy": label.numpy(),
                     }
                 )
-        shards = -(
-            -args.steps * args.batch_size // len(samples)
-        ) + args.workers * args.batch_size // len(samples)
+        shards = (args.steps + args.workers) * args.batch_size // len(samples) + 1
         dataset = wds.WebDataset(
             [f"{folder}/0.tar"] * max(shards, args.workers), shardshuffle=False
         )

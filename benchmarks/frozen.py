@@ -68,14 +68,10 @@ class Case:
 
 def cases_of(width: int, layers: int, tokens: int) -> tuple[Case, ...]:
     """Return the cases for modules of one size."""
-    modules = {
-        "first": MODULES,
-        "onload": 1,
-        "offload": 1,
-        "in turn": MODULES,
-        "in turn, buffers": MODULES,
-    }
-    return tuple(Case(name, width, layers, tokens, count) for name, count in modules.items())
+    names = ("first", "onload", "offload", "in turn", "in turn, buffers")
+    return tuple(
+        Case(name, width, layers, tokens, 1 if "load" in name else MODULES) for name in names
+    )
 
 
 CASES = cases_of(4096, 60, 8192)
@@ -282,8 +278,7 @@ def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
         )
 
 
-def _of_modules(*given: Any, **named: Any) -> Variant:
-    return Variant(*given, **named, where=lambda case: isinstance(case, Case))
+_of_modules = partial(Variant, where=lambda case: isinstance(case, Case))
 
 
 WAYS = (
@@ -429,8 +424,7 @@ def _accelerate(stack: Stack, device: torch.device) -> Run:
     return stack
 
 
-def _of_stack(*given: Any, **named: Any) -> Variant:
-    return Variant(*given, **named, where=lambda case: isinstance(case, StackCase))
+_of_stack = partial(Variant, where=lambda case: isinstance(case, StackCase))
 
 
 DIFFUSERS = "diffusers accelerate"

@@ -275,22 +275,22 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
         return timed_loop(iter(batches), args, case)
 
 
-def timer_of(args: Args) -> LoopTimer:
+def timer_of(args: Args, workers: int, settle_seconds: float = SETTLE_SECONDS) -> LoopTimer:
     """Return the timer of a loop."""
-    settle = 0 if args.smoke else SETTLE_SECONDS
+    settle = 0 if args.smoke else settle_seconds
     limits = {"fewest": args.repeats, "seconds": args.seconds, "settle_seconds": settle}
-    return LoopTimer(args.device, args.workers, **limits)
+    return LoopTimer(args.device, workers, **limits)
 
 
 def arguments(args: Args, case: Case, further: int = 0) -> tuple[Any, int, int, torch.device]:
     """Return a loader's arguments: the dataset, of some batches more than are timed, and so on."""
-    length = (timer_of(args).steps + 1 + further) * case.batch_size
+    length = (timer_of(args, args.workers).steps + 1 + further) * case.batch_size
     return case.dataset(length), case.batch_size, args.workers, args.device
 
 
 def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
     """Compare the first batch, and time the others."""
-    timer = timer_of(args)
+    timer = timer_of(args, args.workers)
     dataset = case.dataset(case.batch_size)
     wrong = differences(
         next(iterator), default_collate([dataset[index] for index in range(case.batch_size)])

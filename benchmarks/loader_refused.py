@@ -10,11 +10,9 @@ row is an error.
 
 from __future__ import annotations
 
-import mmap
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import loader
@@ -23,7 +21,7 @@ from loader import Batches, Sample
 
 from comparison.harness import Outcome, Variant, chosen
 from comparison.program import Args
-from comparison.timing import synchronize
+from comparison.timing import resident, synchronize
 
 MIB = 1 << 20
 GROWTH = 64 * MIB
@@ -86,8 +84,7 @@ def watched(loader: Any, iterator: Iterator[Sample], case: Case, device: torch.d
 
     def memory() -> tuple[int, int, int]:
         pool = loader.stats().pool
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pool.held_bytes, pool.pinned_bytes, pages * mmap.PAGESIZE
+        return pool.held_bytes, pool.pinned_bytes, resident()
 
     before = memory()
     for _ in range(case.watched):

@@ -42,7 +42,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from comparison.harness import Outcome, Variant
-from comparison.loop_timer import LoopTimer
 from comparison.program import Args, Program
 
 KEPT = 64
@@ -196,8 +195,9 @@ class Case:
 
     def small(self) -> Case:
         """Return the case for a smoke run."""
-        size = self.batch_size and min(self.batch_size, 4)
-        return replace(self, batch_size=size, workers=min(self.workers, 2), scale=1)
+        return replace(
+            self, batch_size=self.batch_size and 4, workers=min(self.workers, 2), scale=1
+        )
 
     def loader(self, length: int, **options: Any) -> DataLoader[Any]:
         """Return torch's loader of `length` batches."""
@@ -349,13 +349,7 @@ VARIANTS = (
 
 def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return one way's status on one loop, and the seconds per step."""
-    timer = LoopTimer(
-        args.device,
-        case.workers,
-        fewest=args.repeats,
-        seconds=args.seconds,
-        settle_seconds=0 if args.smoke else SETTLE_SECONDS,
-    )
+    timer = loader.timer_of(args, case.workers, SETTLE_SECONDS)
     step = loader.Step(args.device, case.products)
     with variant.open(case, timer.steps + 1, args.device) as batches:
         iterator = iter(batches)

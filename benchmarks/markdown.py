@@ -42,8 +42,8 @@ NAMES = {
     "multi_tensor_copier_openmp": "the same with OpenMP",
 }
 SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()} | {
-    "multi_tensor_copier": "C++",
-    "multi_tensor_copier_openmp": "C++, OpenMP",
+    "multi_tensor_copier": "multi_tensor_copier",
+    "multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP",
 }
 OURS = {"pinstage": "**pinstage**"}
 BATCHES = "tensors x bytes of each"
@@ -93,11 +93,10 @@ def best(rows: Rows, field: str = "median", limits: Iterable[str] = LIMITS) -> s
 def spread_of(row: Row, field: str = "median") -> tuple[float, float]:
     """Return between what a row's figures are: of all passes if they are few, else of 80%."""
     prefix = field.removesuffix("median")
-    names = f"{prefix}p10", f"{prefix}p90"
-    if not prefix and row["repeats"] < 10 and row.get("minimum") is not None:
-        names = "minimum", "maximum"
-    low, high = (row.get(name) for name in names)
-    return (row[field] if low is None else low), (row[field] if high is None else high)
+    low, high = row.get(f"{prefix}p10"), row.get(f"{prefix}p90")
+    if field == "median" and row["repeats"] < 10:
+        low, high = row.get("minimum", low), row.get("maximum", high)
+    return low or row[field], high or row[field]
 
 
 def cells(
@@ -272,7 +271,7 @@ def staging(result: Result) -> list[str]:
     ran = {way for rows in cases.values() for way, row in rows.items() if row["status"] == "ok"}
     ways = {name: text for name, text in (NAMES | OURS).items() if name in ran}
     named = {titled(case): rows for case, rows in cases.items()}
-    ratio = {case: f"{rows['pinstage']['vs_best_rival']:.2f}" for case, rows in named.items()}
+    ratio = {case: times(best_rival(rows, NAMES), rows["pinstage"]) for case, rows in named.items()}
     whole = [
         *by_ways(BATCHES, named, ways, {"ratio": ratio}),
         "",
@@ -280,32 +279,25 @@ def staging(result: Result) -> list[str]:
         "",
         *by_ways("call beside a busy GPU", named, ways, field="busy_median"),
     ]
-    short = beside_rival(named, SHORT_NAMES, OURS | {"rival": "best rival"}, ratio)
-    return folded(short, whole, in_place)
+    return folded(beside_rival(named, OURS | {"rival": "best rival"}), whole, in_place)
 
 
-def beside_rival(
-    cases: Mapping[str, Rows], names: Ways, ways: Ways, ratio: Mapping[str, str]
-) -> list[str]:
+def beside_rival(cases: Mapping[str, Rows], ways: Ways) -> list[str]:
     """Return a table with the best rival, and its name beside its figure."""
-    raced = {}
+    raced, ratio = {}, {}
     for case, rows in cases.items():
         rival = best_rival(rows, NAMES)
-        raced[case] = {**rows, "rival": rival | {"name": f", {names[rival['variant']]}"}}
+        raced[case] = {**rows, "rival": rival | {"name": f", {SHORT_NAMES[rival['variant']]}"}}
+        ratio[case] = times(rival, rows["pinstage"])
     return by_ways(BATCHES, raced, ways, {"ratio": ratio}, more=lambda row: row.get("name", ""))
 
 
 @said_by("staging")
 def staging_short(result: Result) -> list[str]:
     """`.to()`, the best rival, and ours on five batches, a loss and a near one among them."""
-    cases = by_case(result)
-    shown = ("1x5KiB", "64x1KiB", "1000x16KiB", "1x38MiB", "16x16MiB")
-    named = {titled(case): cases[case] for case in shown}
-    ratio = {case: f"{rows['pinstage']['vs_best_rival']:.2f}" for case, rows in named.items()}
-    names = {name: text.removesuffix(" each") for name, text in NAMES.items()}
-    names["multi_tensor_copier_openmp"] = "multi_tensor_copier, OpenMP"
-    ways = {"to": "`.to()`", "rival": "best other way", **OURS}
-    return beside_rival(named, names, ways, ratio)
+    cases, shown = by_case(result), "1x5KiB 64x1KiB 1000x16KiB 1x38MiB 16x16MiB"
+    named = {titled(case): cases[case] for case in shown.split()}
+    return beside_rival(named, {"to": "`.to()`", "rival": "best other way", **OURS})
 
 
 GAINS = {
@@ -597,9 +589,7 @@ def passes(result: Result) -> str:
     length = f" of at least {min(steps)} steps" if steps else ""
     if counts[-1] == 1:
         return f"A single pass{length}."
-    most = max(
-        max(row["maximum"] / row["median"] - 1, 1 - row["minimum"] / row["median"]) for row in rows
-    )
+    most = max(abs(end / row["median"] - 1) for row in rows for end in spread_of(row))
     number = " or ".join(map(str, counts))
     return (
         f"Medians of {number} alternating passes{length}; a pass differs from its median by at most "
@@ -1071,10 +1061,8 @@ def frame_bandwidth(result: Result) -> list[str]:
     of_all = {case: rows for case, rows in cases.items() if "filled_before" in rows}
     few, whole = [], []
     for case, rows in of_all.items():
-        share = [
-            "-" if (found := rows[way]["vs_best_rival"]) is None else f"{found:.0%}"
-            for way in about
-        ]
+        found = [rows[way]["vs_best_rival"] for way in about]
+        share = ["-" if ratio is None else f"{ratio:.0%}" for ratio in found]
         ms = (f"{case}, ms", cells(rows, about)), (f"{case}, of the bus", share)
         whole += [ms[0], (f"{case}, GB/s", cells(rows, about, "gb_per_s")), ms[1]]
         few = ms

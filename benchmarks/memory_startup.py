@@ -12,73 +12,41 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
+from page_locking import Allocate, Held, resource, torch_pin_memory, touched
 
 from comparison.harness import Outcome, Size, Variant
 from comparison.program import Args, Program
 
 MIB, GIB = 1 << 20, 1 << 30
-TOUCHED_FIRST = 4 * GIB
-
-Allocate = Callable[[int], Callable[[], Any]]
-"""Makes the given number of bytes ready, and returns a function that frees them."""
 
 
-def _resource(name: str) -> Allocate:
-    from cuda.bindings import driver, runtime  # noqa: F401 - an import is paid once, and is not part of an allocation
-
-    import pinstage as ps
-
-    def allocate(nbytes: int) -> Callable[[], Any]:
-        memory = getattr(ps.memory, name)()
-        block = memory.allocate(nbytes)
-        return lambda: memory.deallocate(block)
-
-    return allocate
-
-
-def _torch_pin_memory() -> Allocate:
-    def allocate(nbytes: int) -> Callable[[], Any]:
-        held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)]
-
-        def release() -> None:
-            held.clear()
-            torch._C._host_emptyCache()
-
-        return release
-
-    return allocate
-
-
-def _cuda_host_alloc() -> Allocate:
+def _cuda_host_alloc(_: str) -> Allocate:
     from cuda.bindings import runtime
 
     runtime.cudaFree(0)  # this runtime finds the context now, not in the timer
 
-    def allocate(nbytes: int) -> Callable[[], Any]:
+    def allocate(nbytes: int) -> Held:
         status, address = runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocPortable)
         if status != runtime.cudaError_t.cudaSuccess:
             raise RuntimeError(f"cudaHostAlloc: {status.name}")
-        return lambda: runtime.cudaFreeHost(address)
+        return Held(int, torch.empty, lambda: runtime.cudaFreeHost(address))
 
     return allocate
 
 
-def _pageable_touched() -> Allocate:
-    def allocate(nbytes: int) -> Callable[[], Any]:
+def _pageable_touched(_: str) -> Allocate:
+    def allocate(nbytes: int) -> Held:
         held = [torch.empty(nbytes, dtype=torch.uint8).zero_()]
-        return held.clear
+        return Held(int, torch.empty, held.clear)
 
     return allocate
 
 
 def _ours(name: str, about: str) -> Variant:
-    return Variant(name, partial(_resource, name), about, needs_cuda=True, ours=True)
+    return Variant(name, partial(resource, name), about, needs_cuda=True, ours=True)
 
 
 VARIANTS = (
@@ -93,7 +61,7 @@ VARIANTS = (
         needs_cuda=True,
     ),
     Variant(
-        "torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
+        "torch_pin_memory", torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
     ),
     Variant(
         "pageable_touched",
@@ -106,20 +74,13 @@ VARIANTS = (
 
 def measure(variant: Variant, args: Args, case: Size) -> Outcome:
     """Return the samples of the first allocation, whose case comes first, or of the later ones."""
-    allocate, total = variant.setup(), []
+    allocate, total = variant.setup(str(args.device)), []
     for _ in range(1 if case.id.endswith("first") else args.repeats):
         start = time.perf_counter()
-        release = allocate(case.nbytes)
+        held = allocate(case.nbytes)
         total.append(time.perf_counter() - start)
-        release()
+        held.release()
     return {"status": "ok", "detail": "", "total": total}
-
-
-def touched(args: Args) -> AbstractContextManager[None]:
-    """Touch more memory than a process needs, before the first one."""
-    if not args.smoke:
-        torch.empty(max(TOUCHED_FIRST, args.nbytes), dtype=torch.uint8).zero_()
-    return nullcontext()
 
 
 def cases(args: Args) -> list[Size]:

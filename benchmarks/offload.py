@@ -232,8 +232,7 @@ def _pinstage(
         yield step, said
 
 
-def _of_step(*given: Any, **named: Any) -> Variant:
-    return Variant(*given, **named, where=lambda case: case.blocks)
+_of_step = partial(Variant, where=lambda case: case.blocks)
 
 
 WAYS = (
@@ -315,8 +314,7 @@ def _state_pinstage(device: torch.device, case: Case) -> Iterator[dict[str, Call
         offloaded.close()
 
 
-def _of_state(*given: Any, **named: Any) -> Variant:
-    return Variant(*given, **named, where=lambda case: case.tensors)
+_of_state = partial(Variant, where=lambda case: case.tensors)
 
 
 STATE_WAYS = (

@@ -26,17 +26,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from memory_startup import touched
 
 import pinstage as ps
 from comparison.harness import Outcome, Size, Variant
 from comparison.plot import DARK, dark
 from comparison.program import Args, Program
 from comparison.record import Row
+from comparison.timing import kernel, resident, synchronize
 
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK_BYTES = 64 * MIB
-COPIED_BYTES = 4 * GIB
+COPIED_BYTES = TOUCHED_FIRST = 4 * GIB
 KERNEL_SECONDS = 0.02
 
 FIRST, LAST, RESIDENT, TO_DEVICE, BACK = (
@@ -71,7 +71,7 @@ def _parts(held: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
     return lambda number: held[0][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
 
-def _torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
+def torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
     def allocate(nbytes: int) -> Held:
         held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)]
 
@@ -84,7 +84,9 @@ def _torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
     return allocate
 
 
-def _resource(name: str, device: str) -> Allocate:
+def resource(name: str, device: str) -> Allocate:
+    from cuda.bindings import driver, runtime  # noqa: F401 - imported here, and not in the timer
+
     def allocate(nbytes: int) -> Held:
         memory = getattr(ps.memory, name)(device)
         block = memory.allocate(nbytes)
@@ -105,9 +107,9 @@ def _region(device: str, **options: Any) -> Allocate:
             return region.tensor(min(CHUNK_BYTES, nbytes - start), offset=start)
 
         def release() -> None:
-            full = _resident()
+            full = resident()
             region.close()  # and another thread frees it
-            while _resident() > full - 0.99 * nbytes:
+            while resident() > full - 0.99 * nbytes:
                 time.sleep(0.001)
 
         return Held(region.synchronize, part, release)
@@ -125,28 +127,20 @@ VARIANTS = (
     ),
     Variant(
         "one_registration",
-        partial(_resource, "RegisteredMemory"),
+        partial(resource, "RegisteredMemory"),
         "touched by 8 threads, then one `cudaHostRegister`",
         needs_cuda=True,
     ),
     Variant(
-        "cuda_host_alloc", partial(_resource, "HostAllocMemory"), "`cudaHostAlloc`", needs_cuda=True
+        "cuda_host_alloc", partial(resource, "HostAllocMemory"), "`cudaHostAlloc`", needs_cuda=True
     ),
     Variant(
-        "torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
+        "torch_pin_memory", torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
     ),
 )
 
 
 # -- witnesses -------------------------------------------------------------------------------------
-
-
-def _resident() -> int:
-    """Return the resident bytes of this process, explicit huge pages included."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(
-        int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages"))
-    )
 
 
 class Worst:
@@ -234,15 +228,10 @@ def kernels(device: str) -> Iterator[None]:
     def run() -> None:
         stream = torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            marks[0].record()
-            torch.cuda._sleep(10_000_000)
-            marks[1].record()
-            marks[1].synchronize()
-            cycles = int(10_000_000 * KERNEL_SECONDS * 1e3 / marks[0].elapsed_time(marks[1]))
+            run_kernel = kernel(torch.device(device), KERNEL_SECONDS)
             events: list[torch.cuda.Event] = []
             while not over.is_set():
-                torch.cuda._sleep(cycles)
+                run_kernel()
                 events.append(stream.record_event())
                 began.set()
                 if len(events) == 4:
@@ -273,12 +262,12 @@ def once(
     found: dict[str, float] = {}
     neighbours()
     launches()
-    before, began = _resident(), time.perf_counter()
+    before, began = resident(), time.perf_counter()
     held = allocate(nbytes)
     found[FIRST] = time.perf_counter() - began
     held.wait()
     found[LAST] = time.perf_counter() - began
-    found[RESIDENT] = (_resident() - before) / nbytes
+    found[RESIDENT] = (resident() - before) / nbytes
     found |= {NEIGHBOUR: neighbours(), LAUNCH: launches()}
     found[TO_DEVICE] = _copy(held, nbytes, device)
     launches()
@@ -295,8 +284,7 @@ def _copy(held: Held, nbytes: int, device: str) -> float:
     began = time.perf_counter()
     for number in range(count):
         there.copy_(held.part(number), non_blocking=True)
-    if there.is_cuda:
-        torch.cuda.current_stream(device).synchronize()
+    synchronize(there.device)
     return time.perf_counter() - began
 
 
@@ -314,6 +302,13 @@ def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
                 for what, value in found.items():
                     samples.setdefault(f"{what}, {state}", []).append(value)
     return {name: {"status": "ok", "detail": "", "total": total} for name, total in samples.items()}
+
+
+def touched(args: Args) -> contextlib.AbstractContextManager[None]:
+    """Touch more memory than a process needs, before the first one."""
+    if not args.smoke:
+        torch.empty(max(TOUCHED_FIRST, args.nbytes), dtype=torch.uint8).zero_()
+    return contextlib.nullcontext()
 
 
 def cases(args: Args) -> list[Size]:

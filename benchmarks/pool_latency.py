@@ -44,13 +44,12 @@ def _pool(resource: str) -> Iterator[Cycle]:
         yield cycle
 
 
-@contextmanager
-def _torch_empty(pin_memory: bool) -> Iterator[Cycle]:
+def _torch_empty(pin_memory: bool) -> Cycle:
     def cycle(nbytes: int) -> None:
         tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin_memory)
         del tensor
 
-    yield cycle
+    return cycle
 
 
 def _ours(name: str, resource: str, needs_cuda: bool) -> Variant:

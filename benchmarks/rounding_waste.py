@@ -47,8 +47,7 @@ def _pinstage(with_padding: bool, device: torch.device) -> Iterator[Taken]:
         yield taken
 
 
-@contextmanager
-def _torch_each(device: torch.device) -> Iterator[Taken]:
+def _torch_each(device: torch.device) -> Taken:
     def taken(batch: Any) -> tuple[int, int]:
         before = _lent_by_torch()
         batch.map_tensors(
@@ -56,18 +55,17 @@ def _torch_each(device: torch.device) -> Iterator[Taken]:
         )
         return _leaf_bytes(batch), _lent_by_torch() - before
 
-    yield taken
+    return taken
 
 
-@contextmanager
-def _torch_once(device: torch.device) -> Iterator[Taken]:
+def _torch_once(device: torch.device) -> Taken:
     def taken(batch: Any) -> tuple[int, int]:
         before = _lent_by_torch()
         nbytes = ps.Layout.of(batch).nbytes
         torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).to(device, non_blocking=True)
         return nbytes, _lent_by_torch() - before
 
-    yield taken
+    return taken
 
 
 def _leaf_bytes(batch: Any) -> int:

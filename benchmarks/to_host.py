@@ -283,10 +283,6 @@ def _fill(device: Device, case: Case) -> Way:
     return lambda _: fill, iter
 
 
-def _has_new_memory(case: Case) -> bool:
-    return case.kind == "result" and case.nbytes >= 4 * MIB
-
-
 VARIANTS = (
     Variant("cpu_each", _cpu_each, "`tensor.cpu()` for each; frames by `.to(device)` and `.cpu()`"),
     Variant(
@@ -296,7 +292,12 @@ VARIANTS = (
     ),
     Variant("by_hand", _by_hand, "one `torch.cat`, buffers made once and used again with events"),
     Variant("bus", _bus, "page-locked buffers filled before, copies only"),
-    Variant("fill", _fill, "threads fill new memory of that size", where=_has_new_memory),
+    Variant(
+        "fill",
+        _fill,
+        "threads fill new memory of that size",
+        where=lambda case: case.kind == "result" and case.nbytes >= 4 * MIB,
+    ),
     Variant(
         "pinstage",
         partial(_pinstage, copy=False),

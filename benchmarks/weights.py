@@ -54,7 +54,7 @@ class Case:
 
 
 CASES = tuple(Case(name, 300, 3256, 4096) for name in ("cold", "warm"))
-SMOKE_CASES = tuple(Case(name, 5, 24, 64) for name in ("cold", "warm"))
+SMOKE_CASES = tuple(Case(case.id, 5, 24, 64) for case in CASES)
 
 
 def write(path: Path, case: Case) -> None:

@@ -127,8 +127,7 @@ class Program:
         for name, (default, said) in self.options.items():
             kind = positive if name == "repeats" else str if default is None else type(default)
             add(f"--{name.replace('_', '-')}", type=kind, default=default, help=said)
-        hidden = argparse.SUPPRESS if self.draw is None else None
-        add("--plot", type=Path, help=hidden or "draw the results into this file")
+        add("--plot", type=Path, help="draw the results into this file, where there is a picture")
         add(
             "--from",
             dest="read",
@@ -138,8 +137,8 @@ class Program:
             default=[],
             help="show a result file, and measure nothing; with several, --out joins them",
         )
-        add("--child", help=argparse.SUPPRESS)
-        add("--settings", help=argparse.SUPPRESS)
+        for internal in ("--child", "--settings"):
+            add(internal, help=argparse.SUPPRESS)
         return found
 
     def chosen_cases(self, args: Args) -> list[Any]:
@@ -269,13 +268,11 @@ def joined(results: Sequence[Result]) -> Result:
     first = results[0]
     if any(result[name] != first[name] for result in results for name in ("commit", "machine")):
         raise BenchError("--out joins results of one commit and one machine, and these differ")
-    variants = {way: about for result in results for way, about in _variants(result).items()}
+    variants: dict[str, str] = {}
+    for result in results:
+        variants |= result["settings"].get("variants", {})
     settings = first["settings"] | {"variants": variants}
     return first | {"settings": settings, "rows": [row for one in results for row in one["rows"]]}
-
-
-def _variants(result: Result) -> dict[str, str]:
-    return dict(result["settings"].get("variants", {}))
 
 
 def positive(text: str) -> int:

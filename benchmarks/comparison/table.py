@@ -59,11 +59,11 @@ def report(title: str, rows: Sequence[Row]) -> None:
             of_field = [row for row in of_field if row.ours]
         if of_field:
             grid(said, of_field, field)
-    said: dict[tuple[str, str, str], list[str]] = {}
+    notes: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         if row.detail or row.status != "ok":
-            said.setdefault((row.variant, row.status, row.detail), []).append(row.case)
-    for (variant, status, detail), cases in said.items():
+            notes.setdefault((row.variant, row.status, row.detail), []).append(row.case)
+    for (variant, status, detail), cases in notes.items():
         say(f"{variant} on {'; '.join(cases)}: {status}: {detail}".rstrip(": "))
 
 

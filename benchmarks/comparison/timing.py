@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 
 from comparison.harness import Outcome
 
-BUSY_MILLISECONDS = 100
+BUSY_SECONDS = 0.1
 BUSY_KERNELS = 10
 BUSY_REPEATS = 3
 
@@ -90,23 +91,35 @@ def beside_kernels(
     """
     if device.type != "cuda":
         return []
-    run_kernel: Callable[[int], None] = torch.cuda._sleep
-    for cycles in (1000, 10_000_000):  # the first turn loads the kernel
-        began = perf_counter()
-        run_kernel(cycles)
-        synchronize(device)
-        milliseconds = (perf_counter() - began) * 1e3
-    cycles = int(cycles * BUSY_MILLISECONDS / BUSY_KERNELS / milliseconds)
+    run_kernel = kernel(device, BUSY_SECONDS / BUSY_KERNELS)
     took: list[float] = []
     for turn in range(BUSY_REPEATS):
         for _ in range(BUSY_KERNELS):
-            run_kernel(cycles)
+            run_kernel()
         start = perf_counter()
         kept = call(*inputs[turn % len(inputs)])
         took.append(perf_counter() - start)
         synchronize(device)
         del kept
     return took
+
+
+def kernel(device: torch.device, seconds: float) -> Callable[[], None]:
+    """Return a function that starts a kernel of some seconds on the current stream."""
+    sleep: Callable[[int], None] = torch.cuda._sleep
+    for cycles in (1000, 10_000_000):  # the first turn loads the kernel
+        began = perf_counter()
+        sleep(cycles)
+        synchronize(device)
+        took = perf_counter() - began
+    return partial(sleep, int(cycles * seconds / took))
+
+
+def resident() -> int:
+    """Return the resident bytes of this process, explicit huge pages included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = (line.split()[1] for line in lines if line.startswith(("VmRSS", "HugetlbPages")))
+    return sum(map(int, sizes)) << 10
 
 
 def bus(
