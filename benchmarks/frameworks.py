@@ -283,18 +283,12 @@ def pyg_loop(way: str, args: Args, watch: Watch) -> None:
         edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)
         values = torch.randn(nodes, 32, generator=generator)
         kept.append(Data(x=values, edge_index=edges, y=torch.randn(1, generator=generator)))
-    model = Graphs(args.width // 4, args.depth).to(args.device)  # first: an iterator draws a seed
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = Graphs(args.width // 4, args.depth)  # first: an iterator draws a seed
     graphs = list(itertools.islice(itertools.cycle(kept), args.steps * args.batch_size))
     loader = plain_loader(way, args, partial(GraphLoader, graphs, args.batch_size))
-    batches: Iterable[Batch]
     if way == "pinstage":
-        batches = ps.wrap_loader(loader, device=args.device, max_bytes="8GiB")
-    elif way == "pinstage_main":
-        batches = stager(args).prefetch(loader)
-    else:
-        batches = (batch.to(args.device, non_blocking=True) for batch in loader)
-    train(batches, model, optimizer, watch)
+        loader = ps.wrap_loader(loader, device=args.device, max_bytes="8GiB")
+    train_on(way, loader, args, watch, background="auto", model=model)
 
 
 def webdataset_loop(way: str, args: Args, watch: Watch) -> None:
@@ -394,35 +388,33 @@ def train_on(
     args: Args,
     watch: Watch,
     *,
-    background: bool = True,
+    background: Any = True,
+    model: nn.Module | None = None,
 ) -> None:
     """Train on as many batches as there are steps. Batches on the host are staged, or moved leaf by
     leaf.
     """
     torch.manual_seed(0)  # whatever the loaders have drawn
-    model = dense(args).to(args.device)
+    model = (model or dense(args)).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if way == "pinstage_main":
         loader = stager(args).prefetch(loader, background=background)
     elif way != "pinstage":
-        loader = (
-            {name: leaf.to(args.device, non_blocking=True) for name, leaf in batch.items()}
-            for batch in loader
-        )
-    train(itertools.islice(loader, args.steps), model, optimizer, watch)
-
-
-def train(
-    batches: Iterable[Batch], model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch
-) -> None:
-    """Train on batches that are on the device."""
-    for batch in batches:
+        loader = (moved(batch, args.device) for batch in loader)
+    for batch in itertools.islice(loader, args.steps):
         watch.begin()
         loss = model(batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         watch.end(loss)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Return a dict's tensors on a device, or a graph there."""
+    if isinstance(batch, dict):
+        return {name: leaf.to(device, non_blocking=True) for name, leaf in batch.items()}
+    return batch.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -32,14 +32,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
+import pinstage as ps
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
 from comparison.timing import bus, synchronize, timed, turns
+from pinstage import offload
 
 MIB = 1 << 20
 MODULES = 3
@@ -248,10 +249,8 @@ def _bus(modules: Modules, device: torch.device) -> Way:
 @contextmanager
 def _handles(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[list[Any]]:
     """Yield a handle for each module."""
-    import pinstage as ps
-
     with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
-        handles = [ps.offload.frozen_module(module, pool, device=device) for module in modules]
+        handles = [offload.frozen_module(module, pool, device=device) for module in modules]
         yield handles
         for handle in handles:
             handle.close()
@@ -302,50 +301,63 @@ WAYS = (
 def measure_modules(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
     """Return the samples of all cases of three modules."""
     device, modules = args.device, make(case)
+    x = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
+    expected = x
+    for weight in torch.nn.ModuleList(modules).parameters():
+        expected = torch.nn.functional.linear(expected, weight.to(device))
+    _limit_memory(case, device)
     samples: dict[str, list[float]] = {}
+    results = [_take(variant, args, modules, x, samples, "in turn")]
+    for module in modules:
+        count_uses(module)
+    results.append(_take(variant, args, modules, x, samples, "in turn, buffers"))
+    uses = len(samples["in turn, buffers"])
+    right = all(torch.equal(y, expected) for y in results) and all(
+        int(module.uses) == uses for module in modules
+    )
+    peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
+    status = "ok" if right or variant.id == "bus" else "incorrect"
+    # In the first turn, allocations are made and kernels loaded.
+    return {
+        name: {
+            "status": status,
+            "detail": f"device peak {peak:.1f} GB",
+            "total": some[:1] if name == "first" else some[1:],
+        }
+        for name, some in samples.items()
+    }
+
+
+def _take(
+    variant: Variant,
+    args: Args,
+    modules: Modules,
+    x: torch.Tensor,
+    samples: dict[str, list[float]],
+    name: str,
+) -> torch.Tensor:
+    """Take samples of a way, and of all modules in turn under a name; return the last output."""
 
     def add(name: str, call: Callable[..., Any], *given: Any) -> Any:
-        synchronize(device)
+        synchronize(args.device)
         began = time.perf_counter()
         found = call(*given)
-        synchronize(device)
+        synchronize(args.device)
         samples.setdefault(name, []).append(time.perf_counter() - began)
         return found
 
-    x = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
-    expected = x
-    for module in modules:
-        for parameter in module.parameters():
-            expected = torch.nn.functional.linear(expected, parameter.to(device))
-    _limit_memory(case, device)
-    import_module("pinstage.offload")
-    right = True
-    for name in ("in turn", "in turn, buffers"):
-        with torch.inference_mode(), ExitStack() as opened:
-            way = add("first", opened.enter_context, variant.open(modules, device))
-            limits = {"fewest": 2, "seconds": SECONDS}
-            for _ in turns(1 + args.repeats, **limits) if name == "in turn" else ():
-                way.before(0)
-                add("onload", way.onload, 0)
-                add("offload", way.offload, 0)
-            for _ in turns(1 + args.repeats, **limits):
-                for number in range(MODULES):
-                    way.before(number)
-                y = add(name, _in_turn, way, modules, x)
-            right = right and torch.equal(y, expected)
-        if name == "in turn":
-            for module in modules:
-                count_uses(module)
-    # In the first turn, allocations are made and kernels loaded.
-    samples = {name: some[:1] if name == "first" else some[1:] for name, some in samples.items()}
-    uses = 1 + len(samples["in turn, buffers"])
-    right = right and all(int(module.uses) == uses for module in modules)
-    peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
-    status = "ok" if right or variant.id == "bus" else "incorrect"
-    return {
-        name: {"status": status, "detail": f"device peak {peak:.1f} GB", "total": some}
-        for name, some in samples.items()
-    }
+    some_turns = partial(turns, 1 + args.repeats, fewest=2, seconds=SECONDS)
+    with torch.inference_mode(), ExitStack() as opened:
+        way = add("first", opened.enter_context, variant.open(modules, args.device))
+        for _ in () if "onload" in samples else some_turns():
+            way.before(0)
+            add("onload", way.onload, 0)
+            add("offload", way.offload, 0)
+        for _ in some_turns():
+            for number in range(MODULES):
+                way.before(number)
+            y: torch.Tensor = add(name, _in_turn, way, modules, x)
+    return y
 
 
 def _limit_memory(case: Case, device: torch.device) -> None:

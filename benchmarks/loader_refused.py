@@ -97,8 +97,6 @@ def watched(loader: Any, iterator: Iterator[Sample], case: Case, device: torch.d
     ]
     grew = after[0] > before[0] + GROWTH or after[2] > before[2] + GROWTH
     detail = f"{texts[0]}; after {case.watched} more batches {texts[1]}"
-    if not case.watched:
-        detail = texts[0]
     return {"status": "error" if grew else "ok", "detail": detail}
 
 

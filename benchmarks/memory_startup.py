@@ -85,7 +85,8 @@ def measure(variant: Variant, args: Args, case: Size) -> Outcome:
 
 def cases(args: Args) -> list[Size]:
     """Return the first allocation, and the later ones."""
-    name = f"{args.nbytes // MIB}MiB" if args.nbytes % GIB else f"{args.nbytes // GIB}GiB"
+    size, unit = (MIB, "MiB") if args.nbytes % GIB else (GIB, "GiB")
+    name = f"{args.nbytes // size}{unit}"
     return [Size(f"{name} {turn}", args.nbytes) for turn in ("first", "again")]
 
 

@@ -190,12 +190,8 @@ def _torchtune(_: torch.device) -> Any:
 
 def _bus(training: Training, case: Case) -> tuple[Step, Said]:
     back, out = bus(training.device, sum(case.saved))
-
-    def step() -> float:
-        outcome = timed(lambda: (out(), back()), training.device, repeats=1, warm_ups=0)
-        return float(outcome["total"][0])
-
-    return step, _page_locked
+    once = partial(timed, lambda: (out(), back()), training.device, repeats=1, warm_ups=0)
+    return lambda: once()["total"][0], _page_locked
 
 
 @contextmanager

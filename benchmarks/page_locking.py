@@ -331,7 +331,7 @@ def _share_resident(rows: list[Row]) -> None:
         what = row.case.partition(",")[0]
         if what == RESIDENT and row.unit == "ms" and row.median is not None:
             row.unit = "%"
-            for name in ("median", "p10", "p90"):
+            for name in ("median", "p10", "p90", "minimum", "maximum"):
                 setattr(row, name, getattr(row, name) / 10)
         if what not in (LAST, TO_DEVICE):
             row.gb_per_s = None

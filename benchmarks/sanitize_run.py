@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from comparison import batches
+from comparison.program import choose_device
 
 SHAPES = batches.shapes("64x1KiB 132x284B 5x3MiB")
 
@@ -69,10 +70,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--baseline", action="store_true", help="stage with .to() instead")
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = choose_device(args.device)
     wrong: list[str] = []
     count = 0
 

@@ -51,7 +51,6 @@ class Program:
         judge: Changes the rows before they are compared.
         around: Prepares the measurement, in the parent.
         begin: Prepares a process of a way.
-        between: Called after each case.
         settings: Returns more for the settings of the result.
         report: Shows results; by default in tables.
         draw: Draws results into a file.
@@ -62,7 +61,7 @@ class Program:
     title: str
     ways: Sequence[Variant]
     cases: Sequence[Any] | Callable[[Args], Sequence[Any]]
-    measure: Callable[[Variant, Args, Any], Outcome] | None = None
+    measure: Any = None
     measure_all: Callable[[Variant, Args, Any], dict[str, Outcome]] | None = None
     options: dict[str, tuple[Any, str]] = field(default_factory=dict)
     small_cases: Sequence[Any] = ()
@@ -74,7 +73,6 @@ class Program:
     judge: Callable[[list[Row]], None] = lambda rows: None  # noqa: ARG005
     around: Callable[[Args], AbstractContextManager[Any]] = nullcontext
     begin: Callable[[Args], None] = lambda args: None  # noqa: ARG005
-    between: Callable[[torch.device], None] = timing.empty_caches
     settings: Callable[[Args], dict[str, Any]] = lambda args: {}  # noqa: ARG005
     report: Callable[[Sequence[Result]], None] | None = None
     draw: Callable[[Sequence[Result], Path], None] | None = None
@@ -169,7 +167,8 @@ class Program:
         ways = harness.chosen(args.only, self.ways, "variant")
         cases = self.chosen_cases(args)
         with self.around(args):
-            settings = _settings(args)
+            settings = {name: value for name, value in vars(args).items() if name not in INTERNAL}
+            settings["device"] = str(args.device)
             command = [sys.executable, self.path, "--settings", json.dumps(settings)]
             settings |= self.settings(args)
             settings["variants"] = {way.id: way.about for way in ways}
@@ -235,12 +234,11 @@ class Program:
         cases = [case for case in self.chosen_cases(args) if way.suits(case)]
         self.begin(args)
         harness.start_device(args.device)
-        if self.measure_all is not None:
-            measure: Callable[[Case], Outcome] = AtOnce(partial(self.measure_all, way, args))
+        if self.measure_all is None:
+            measure: Callable[[Case], Outcome] = partial(self.measure, way, args)
         else:
-            assert self.measure is not None
-            measure = partial(self.measure, way, args)
-        harness.work(cases, measure, partial(self.between, args.device))
+            measure = AtOnce(partial(self.measure_all, way, args))
+        harness.work(cases, measure, partial(timing.empty_caches, args.device))
 
 
 class AtOnce:
@@ -307,11 +305,6 @@ def choose_device(text: str, *, smoke: bool = False) -> torch.device:
             "one"
         )
     return torch.device("cuda", index)
-
-
-def _settings(args: Args) -> dict[str, Any]:
-    found = {name: value for name, value in vars(args).items() if name not in INTERNAL}
-    return found | {"device": str(args.device)}
 
 
 def _check_targets(args: Args) -> None:
