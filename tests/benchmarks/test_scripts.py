@@ -61,12 +61,12 @@ def has_every_loop(result):
 
 def has_results_and_limits(result):
     cases = markdown.by_case(result)
-    assert set(cases["results, 8 x 4 B"]) == {
+    assert set(cases["results, 8x4B"]) == {
         *("cpu_each", "pinned_each", "by_hand", "bus", "pinstage", "pinstage_copy", "fetch")
     }
-    assert "fill" in cases["results, 1 x 4 MiB"]
+    assert "fill" in cases["results, 1x4MiB"]
     for way in ("pinstage", "fetch"):
-        row = cases["results, 8 x 4 B"][way]
+        row = cases["results, 8x4B"][way]
         assert 0 < row["main_median"] < row["median"]
 
 
@@ -144,7 +144,7 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
     ("name", "page", "expected"),
     [
         ("memory_startup", None, None),
-        ("page_locked", "performance.md", "| 1 x 128 KiB | "),
+        ("page_locked", "performance.md", "| 1 x 128KiB | "),
         ("page_locking", "guides/large_host_memory.md", "| first byte, s | "),
         ("pool_latency", None, None),
         ("to_host", None, None),
@@ -230,7 +230,7 @@ def test_the_table_of_frozen_modules_has_the_stack():
         "accelerate": ("not installed", None, "accelerate"),
     }
     for name, (status, median, detail) in ways.items():
-        row = {"case": "stack", "variant": name, "status": status, "detail": detail}
+        row = {"case": "stack", "variant": name, "status": status, "detail": detail, "repeats": 3}
         row |= {"ours": name == "stack_blocks", "median": median, "gb_per_s": None}
         result["rows"].append(row)
         about[name] = f"way {name}"
@@ -483,7 +483,7 @@ def test_loops_say_what_they_move():
 def test_results_have_a_table_with_when_fetch_returns(tmp_path):
     result = markdown.load("to_host")
     assert markdown.results(result) == ""  # of older files
-    row = {"status": "ok", "detail": "", "repeats": 3, "case": "results, 8 x 4 B"}
+    row = {"status": "ok", "detail": "", "repeats": 3, "case": "results, 8x4B"}
     medians = {"cpu_each": 0.08, "pinned_each": 0.09, "pinstage_copy": 0.1, "pinstage": 0.2}
     result["rows"] += [row | {"variant": way, "median": at} for way, at in medians.items()]
     result["rows"].append(row | {"variant": "fetch", "median": 0.3, "main_median": 0.05})
@@ -491,7 +491,7 @@ def test_results_have_a_table_with_when_fetch_returns(tmp_path):
     assert table[2] == (
         "| tensors | `.cpu()` each | by hand | `to_host` | views | new memory | bus | `fetch` |"
     )
-    assert table[4] == "| 8 x 4 B | **0.08** | 0.09 | 0.1 | 0.2 | - | - | 0.05 |"
+    assert table[4] == "| 8 x 4B | **0.08** | 0.09 | 0.1 | 0.2 | - | - | 0.05 |"
     assert "results, " not in markdown.to_host(result)
 
 
