@@ -381,7 +381,7 @@ PROGRAM = Program(
     measure=measure,
     options={
         "repeats": (100, "samples for each variant and case, at most"),
-        "seconds": (0.2, "stop after this time, once 3 are done"),
+        "seconds": (0.1, "stop after this time, once 3 are done"),
     },
     small_cases=SMALL_CASES,
     small={"repeats": 3, "seconds": 0.0},

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from comparison import batches, harness, plot, record, rivals, staging, table
+from comparison import batches, harness, plot, rivals, staging
 from comparison.batches import BatchShape
 from comparison.errors import BenchError
 from comparison.program import Args, Program
@@ -64,15 +63,6 @@ def settings(args: Args) -> dict[str, Any]:
     }
 
 
-def report(results: Sequence[dict[str, Any]]) -> None:
-    """Print the rows of the tables, or of a series if nothing else was measured."""
-    rows = []
-    for result in results:
-        shown = result["settings"].get("table")
-        rows += [row for row in record.rows_of(result) if not shown or row.case in shown]
-    table.report(PROGRAM.title, rows)
-
-
 PROGRAM = Program(
     path=str(Path(__file__).parent),
     about=ABOUT,
@@ -90,6 +80,5 @@ PROGRAM = Program(
     small={"repeats": staging.FEWEST_REPEATS, "seconds": 0.0},
     around=lambda args: harness.busy_cpus(args.busy),
     settings=settings,
-    report=report,
     draw=plot.draw,
 )

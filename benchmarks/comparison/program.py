@@ -24,7 +24,7 @@ from comparison.record import Row
 
 Args = argparse.Namespace
 Result = dict[str, Any]
-INTERNAL = ("out", "only", "child", "settings", "timeout", "plot", "read")
+INTERNAL = ("out", "only", "child", "settings", "timeout", "plot", "read", "folder")
 """Options that aren't settings of a measurement."""
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -52,7 +52,6 @@ class Program:
         around: Prepares the measurement, in the parent.
         begin: Prepares a process of a way.
         settings: Returns more for the settings of the result.
-        report: Shows results; by default in tables.
         draw: Draws results into a file.
     """
 
@@ -74,7 +73,6 @@ class Program:
     around: Callable[[Args], AbstractContextManager[Any]] = nullcontext
     begin: Callable[[Args], None] = lambda args: None  # noqa: ARG005
     settings: Callable[[Args], dict[str, Any]] = lambda args: {}  # noqa: ARG005
-    report: Callable[[Sequence[Result]], None] | None = None
     draw: Callable[[Sequence[Result], Path], None] | None = None
 
     @property
@@ -98,7 +96,7 @@ class Program:
         """Return the options; a child has those of its parent."""
         args = self._parser().parse_args(argv)
         if args.settings:
-            vars(args).update(json.loads(args.settings))
+            vars(args).update(json.loads(args.settings), child=args.child)
         elif args.smoke:
             for name, most in self.small.items():
                 setattr(args, name, min(most, getattr(args, name)))
@@ -166,12 +164,10 @@ class Program:
         """
         ways = harness.chosen(args.only, self.ways, "variant")
         cases = self.chosen_cases(args)
+        settings = {name: value for name, value in vars(args).items() if name not in INTERNAL}
+        settings |= {"device": str(args.device), **self.settings(args)}
+        settings["variants"] = {way.id: way.about for way in ways}
         with self.around(args):
-            settings = {name: value for name, value in vars(args).items() if name not in INTERNAL}
-            settings["device"] = str(args.device)
-            command = [sys.executable, self.path, "--settings", json.dumps(settings)]
-            settings |= self.settings(args)
-            settings["variants"] = {way.id: way.about for way in ways}
 
             def result_of(rows: list[Row], incomplete: str | None = None) -> Result:
                 self.judge(rows)
@@ -185,7 +181,7 @@ class Program:
 
             rows = harness.collect(
                 self.name,
-                command,
+                self.command(args),
                 ways,
                 cases,
                 device=args.device,
@@ -197,6 +193,10 @@ class Program:
             )
         return result_of(rows)
 
+    def command(self, args: Args) -> list[str]:
+        """Return the command of a child with these options."""
+        return [sys.executable, self.path, "--settings", json.dumps(vars(args), default=str)]
+
     def _run(self, args: Args) -> int:
         """Measure or read, show, and write; return the exit status."""
         _check_targets(args)
@@ -204,11 +204,13 @@ class Program:
         if args.out is not None:
             record.save(args.out, joined(results))
             sys.stderr.write(f"written: {args.out}\n")
-        rows = [row for result in results for row in record.rows_of(result)]
-        if self.report is not None:
-            self.report(results)
-        else:
-            table.report(self.title, rows)
+        rows, shown = [], []
+        for result in results:
+            of_table = result["settings"].get("table")  # if it has a series too, only these
+            found = record.rows_of(result)
+            rows += found
+            shown += [row for row in found if not of_table or row.case in of_table]
+        table.report(self.title, shown)
         if args.plot is not None and self.draw is not None:
             self.draw(results, args.plot)
             sys.stderr.write(f"written: {args.plot}\n")

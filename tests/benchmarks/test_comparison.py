@@ -157,6 +157,15 @@ def test_one_run_measures_the_chosen_batches_and_series():
     assert [shape.id for shape in chosen("--batches", "64x1MiB")[0]] == ["64x1MiB"]
 
 
+def test_a_child_measures_the_series_of_a_picture(tmp_path):
+    args = PROGRAM.parsed(["--plot", str(tmp_path / "p.png"), "--smoke"])
+    child = PROGRAM.parsed([*PROGRAM.command(args)[2:], "--child", "to"])
+    assert child.child == "to"
+    assert PROGRAM.chosen_cases(child) == PROGRAM.chosen_cases(args)
+    assert len(PROGRAM.chosen_cases(args)) > len(batches.SMOKE_SHAPES)
+    assert (child.repeats, child.device) == (args.repeats, CPU)
+
+
 # -- processes -------------------------------------------------------------------------------------
 
 
@@ -277,10 +286,12 @@ def test_the_table_has_the_best_rival_s_time(capsys):
 
     table.report("ms", rows)
 
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    lines = capsys.readouterr().out.splitlines()
     assert ["variant", "a", "b"] in [line.split() for line in lines]
-    assert "to              4 [4 .. 4]     1 [1 .. 1]" in lines
-    assert "pin_to          2 [2 .. 2]          error" in lines
+    assert ["to", *["4", "[4", "..", "4]", "1", "[1", "..", "1]"]] in [
+        line.split() for line in lines
+    ]
+    assert ["pin_to", *["2", "[2", "..", "2]", "error"]] in [line.split() for line in lines]
     begin = lines.index("speed-up over the best rival")
     assert [line.split() for line in lines[begin + 2 : begin + 4]] == [
         ["pinstage", "2", "0.25"],

@@ -417,7 +417,7 @@ def picture_of(monkeypatch, *rows):
     return picture
 
 
-def test_the_picture_has_the_best_of_torch_s_ways_and_of_ours(monkeypatch):
+def test_the_picture_has_the_best_ways_of_both(monkeypatch):
     picture = picture_of(
         monkeypatch,
         *(a_loop("8 workers", way, 20) for way in ("torch_pin", "torch_to")),
@@ -460,7 +460,7 @@ def test_bold_is_the_best_of_a_row():
     assert bold((9, 9.24, 10), (4, 4.54, 5), (9, 9.3, 10)) == [1]
 
 
-def test_ways_within_each_other_s_spread_are_both_bold_or_none():
+def test_overlapping_ways_are_both_bold_or_none():
     assert bold((1, 2, 3), (2.5, 3, 4), (5, 6, 7)) == [0, 1]
     assert bold((1, 2, 3), (2.5, 3, 4)) == []
 
