@@ -2,17 +2,19 @@
 
     python benchmarks/loader_refused.py --out benchmarks/results/loader_refused.json
 
-Batches of 16 and of 128 MiB, as in ``ready`` of loader.py, and one more way: CUDA refuses to
-register any memory, as it does on GB10 or in confidential computing. ``detail`` has what the loader
-holds, and the resident memory, before and after 2,000 more batches of 16 MiB; if either grows, the
-row is an error.
+Batches of 16 and of 128 MiB, as in ``ready`` of loader.py, and two more ways: CUDA refuses to
+register any memory, as it does on GB10 or in confidential computing, or refuses the third block and
+all later ones. ``detail`` has what the loader holds, and the resident memory, before and after 2,000
+more batches of 16 MiB; if either grows, the row is an error.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import loader
@@ -44,25 +46,43 @@ CASES = (
 SMALL_CASES = (Case("refused", "8 x 8 KiB", 8, 8, (256,), watched=20),)
 
 
-def _refused(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Batches:
+def _refused(
+    dataset: Any, batch_size: int, workers: int, device: torch.device, **refusal: Any
+) -> Batches:
     if device.type == "cuda":
-        refuse_registering()
+        refuse_registering(**refusal)
     return loader.pinstage(dataset, batch_size, workers, device)
 
 
-def refuse_registering() -> None:
-    """Let CUDA refuse to register memory, from now on in this process, with the error of such
-    platforms.
+def refuse_registering(allowed: int = 0, error: str = "cudaErrorNotSupported") -> None:
+    """Let CUDA refuse to register memory in this process.
+
+    Args:
+        allowed: number of calls that succeed before.
+        error: name of CUDA's error; by default that of platforms that register nothing.
     """
     from cuda.bindings import runtime
 
-    runtime.cudaHostRegister = lambda *_: (runtime.cudaError_t.cudaErrorNotSupported,)
+    register, calls = runtime.cudaHostRegister, itertools.count()
+
+    def refuse(*args: Any) -> Any:
+        if next(calls) < allowed:
+            return register(*args)
+        return (getattr(runtime.cudaError_t, error),)
+
+    runtime.cudaHostRegister = refuse
 
 
 VARIANTS = (
     *chosen("torch_pin,pinstage", loader.VARIANTS, "variant"),
     Variant(
         "pinstage_refused", _refused, "the same where CUDA refuses to register memory", ours=True
+    ),
+    Variant(
+        "pinstage_third",
+        partial(_refused, allowed=2, error="cudaErrorInvalidValue"),
+        "the same where CUDA refuses the third and later blocks",
+        ours=True,
     ),
 )
 

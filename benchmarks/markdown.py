@@ -884,8 +884,8 @@ def out(result: Result) -> list[str]:
     ran = {way: text for way, text in ways.items() if any(way in rows for rows in cases.values())}
     said = (
         "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. "
-        "The weights go through a cap of 256 MiB; `pinned`: of page-locked tensors, with "
-        "`borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
+        "The weights go by `load_weights`, through a cap of 256 MiB; `pinned`: of page-locked "
+        "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
         "loop with `non_blocking=True`, at the end from memory that `pin_memory()` made before."
     )
     return [*by_ways("ms", cases, ran), "", said]
@@ -1108,7 +1108,7 @@ CAPTIONS = {
         "Milliseconds until everything is on the host. `frames`: ten frames of 3 x 3840 x 2160 "
         "floats, to the device and back. `cpu_each`: `.cpu()` on each tensor. `pinned_each`: into "
         "pinned memory that is kept. `by_hand`: gathered and copied by hand. `bus`: the copies "
-        "alone. `pinstage`: `fetch(tensors, copy=False).wait()`. `pinstage_copy`: "
+        "alone. `pinstage`: `fetch(tensors, copy=False).result()`. `pinstage_copy`: "
         "`to_host(tensors)`."
     ),
     "waste": (

@@ -69,7 +69,7 @@ def _stager(share: float, device: torch.device, nbytes: int) -> Iterator[Stage]:
 
 def _variant(name: str, share: float) -> Variant:
     about = f"{share:.0%} of what {AHEAD} batches need can be page-locked"
-    return Variant(name, partial(_stager, share), about, package="pinstage", ours=True)
+    return Variant(name, partial(_stager, share), about, ours=True)
 
 
 VARIANTS = (

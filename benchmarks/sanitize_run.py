@@ -108,7 +108,9 @@ def main() -> int:
                     stager.fetch(stager.to_device(source), copy=copy) for source in sources
                 ]
                 for source, transfer in zip(sources, transfers, strict=True):
-                    wrong.extend(batches.differences(source, transfer.wait(), torch.device("cpu")))
+                    wrong.extend(
+                        batches.differences(source, transfer.result(), torch.device("cpu"))
+                    )
                     count += 1
         stager.close()
     print(f"{count} batches staged on {device}, {len(wrong)} leaves wrong")

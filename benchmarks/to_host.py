@@ -266,7 +266,7 @@ def _pinstage(device: Device, case: Case, *, copy: bool, waits: bool = False) ->
         def start(tensors: Tensors) -> Finish:
             if waits and case.kind not in ("series", "frames"):
                 return partial(stager.to_host, tensors)
-            return stager.fetch(tensors, copy=copy).wait
+            return stager.fetch(tensors, copy=copy).result
 
         yield start, partial(stager.prefetch, depth=1)
 
@@ -301,7 +301,7 @@ VARIANTS = (
     Variant(
         "pinstage",
         partial(_pinstage, copy=False),
-        "`stager.fetch(tensors, copy=False).wait()`",
+        "`stager.fetch(tensors, copy=False).result()`",
         ours=True,
     ),
     Variant(
@@ -313,7 +313,7 @@ VARIANTS = (
     Variant(
         "fetch",
         partial(_pinstage, copy=True),
-        "`stager.fetch(tensors).wait()`",
+        "`stager.fetch(tensors).result()`",
         ours=True,
         where=lambda case: case.kind == "result",
     ),

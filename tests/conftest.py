@@ -8,6 +8,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from hypothesis import HealthCheck, settings
 from paths import PATHS, on_path
 
 from pinstage import SlabPool, Stager
-from pinstage._memory import _cuda, _resource
+from pinstage._compat.calls import CudaCalls
+from pinstage._memory import _cuda, _resource, _streams
 
 # No deadline per example: the machine may be busy.
 _always = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -191,7 +193,27 @@ def growing_again(monkeypatch):
 @pytest.fixture
 def no_polling(monkeypatch):
     """Let the pool's waiters sleep until they are woken, so that a missed wake-up is seen."""
-    monkeypatch.setattr("pinstage._pool._waiting.POLL_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr("pinstage._pool._pool.POLL_SECONDS", (60.0, 60.0))
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Make blocks in which the current stream of this thread captures a graph, as torch tells
+    it.
+    """
+
+    @contextlib.contextmanager
+    def block():
+        thread, handle = threading.get_ident(), 0x5EED
+        calls = CudaCalls(lambda: 0, None, lambda _: handle, None)
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.cuda.is_initialized", lambda: threading.get_ident() == thread)
+            patch.setattr("torch.cuda.current_device", lambda: 0)
+            patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+            patch.setattr(_streams, "cuda_calls", lambda: calls)
+            yield
+
+    return block
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from processes import output_of
+from processes import completed, output_of
 
 import pinstage
 from pinstage._compat.loader import _ITERATOR_HAS
@@ -403,3 +404,9 @@ def test_every_public_name_has_a_docstring():
     assert [
         name for name, thing in described.items() if isinstance(thing, kinds) and not thing.__doc__
     ] == []
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git isn't installed")
+def test_no_ignored_file_is_tracked():
+    tracked = completed(["git", "ls-files", "-ci", "--exclude-standard", ":/"], cwd=SRC)
+    assert tracked.stdout == ""

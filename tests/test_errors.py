@@ -5,11 +5,14 @@ import pickle
 from dataclasses import replace
 
 import pytest
+import torch
 from doubles import ManualEvent
 
+import pinstage as ps
 from pinstage import errors
 from pinstage.errors import (
     BudgetExceededError,
+    ClosedError,
     LayoutError,
     PinningError,
     PinstageError,
@@ -55,6 +58,43 @@ def test_a_note_travels_with_its_error(error):
 
 def test_a_layout_error_without_path_means_the_batch():
     assert LayoutError("what: 1; do this").path == ""
+
+
+def use_closed_region():
+    region = ps.HostRegion(4096)
+    region.close()
+    region.tensor()
+
+
+def use_closed_stager():
+    stager = ps.Stager("cpu")
+    stager.close()
+    stager.to_device([torch.ones(3)])
+
+
+def use_closed_checkpoint_stager():
+    stager = ps.checkpoint.CheckpointStager()
+    stager.close()
+    stager.stage({"x": torch.ones(3)})
+
+
+def use_closed_loader():
+    loader = ps.DataLoader(torch.arange(8), 2, device="cpu")
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    next(iterator)
+
+
+@pytest.mark.parametrize(
+    "use", [use_closed_region, use_closed_stager, use_closed_checkpoint_stager, use_closed_loader]
+)
+def test_something_closed_is_never_a_refusal(use):
+    with pytest.raises(ClosedError) as caught:
+        use()
+    assert isinstance(caught.value, RuntimeError)
+    assert not isinstance(caught.value, PinningError)
+    assert isinstance(caught.value, PoolError) == ("pool" in str(caught.value))
 
 
 # -- as the pool raises them

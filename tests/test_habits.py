@@ -90,22 +90,23 @@ def test_the_budget_remedy_can_be_pasted(stager):
         assert torch.equal(larger.to_device(batch), batch)
 
 
-@pytest.mark.parametrize("make", [ps.Stager.stage, ps.Stager.fetch])
-def test_a_transfer_used_as_a_batch_says_wait(stager, make):
+@pytest.mark.parametrize(("make", "call"), [(ps.Stager.stage, "wait"), (ps.Stager.fetch, "result")])
+def test_a_transfer_as_a_batch_names_the_call(stager, make, call):
     transfer = make(stager, {"x": torch.ones(3)})
     name = type(transfer).__name__
     for use in (lambda: transfer["x"], lambda: list(transfer), lambda: dict(**transfer)):
         with pytest.raises(
-            TypeError, match=rf"a {name} is a batch on its way, .*; call wait\(\)|mapping"
+            TypeError, match=rf"a {name} is a batch on its way, .*; call {call}\(\)|mapping"
         ):
             use()
     with pytest.raises(
-        AttributeError, match=rf"a {name} is a batch on its way, and has no 'items'; call wait\(\)"
+        AttributeError,
+        match=rf"a {name} is a batch on its way, and has no 'items'; call {call}\(\)",
     ):
         transfer.items()
     assert not hasattr(transfer, "shape")
     assert transfer  # not an empty container
-    assert transfer.wait()["x"].tolist() == [1, 1, 1]
+    assert getattr(transfer, call)()["x"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.dtype("int16"), "uint8", bool, np.complex64])
@@ -240,6 +241,13 @@ def test_the_automatic_cap_accepts_any_case(max_bytes, monkeypatch):
         (
             lambda stager: stager.prefetch(UserDict(x=torch.ones(2))),
             r"cannot prefetch from a UserDict, .*: pass a batch to stager\.to_device\(batch\)",
+        ),
+        *(
+            (call, r"cannot prefetch from a (Parameter|Module)Dict, which is a mapping")
+            for call in (
+                lambda stager: stager.prefetch(torch.nn.ParameterDict({"a": torch.ones(2)})),
+                lambda stager: stager.prefetch(torch.nn.ModuleDict()),
+            )
         ),
         *(
             (call, r"cannot prefetch from a \w+ of loaders: pass zip\(\.\.\.\) of them")

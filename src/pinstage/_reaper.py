@@ -16,7 +16,6 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
-import logging
 import os
 import sys
 import time
@@ -24,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from ._memory import as_called_here
@@ -76,7 +75,7 @@ class UninterruptedCall(Generic[T]):
             call any longer.
     """
 
-    def __init__(self, function: Callable[[], Any], keeps: Any = None) -> None:
+    def __init__(self, function: Callable[[], Any] = lambda: None, keeps: Any = None) -> None:
         self._function, self._keeps = function, keeps
         self._result: T | None = None
         # In a list, so that it is raised from no variable: its traceback would keep that.
@@ -173,27 +172,6 @@ def warn(text: str) -> None:
     """
     with contextlib.suppress(StagingWarning):
         warnings.warn(text, StagingWarning, stacklevel=2)
-
-
-class _Remarks:
-    """Lines for the package's logger.
-
-    The reaper writes them: a handler takes locks, which the thread of a finaliser may hold, and
-    which an interrupt may leave held.
-    """
-
-    def __init__(self) -> None:
-        self._lines: SimpleQueue[str] = SimpleQueue()
-
-    def add(self, line: str) -> None:
-        self._lines.put(line)
-        reaper.tasks.put(self)
-
-    def reap(self) -> bool:
-        with contextlib.suppress(Empty):
-            while True:
-                logging.getLogger("pinstage").warning("%s", self._lines.get_nowait())
-        return True
 
 
 class _Buried:
@@ -294,9 +272,6 @@ class Reaper:
 reaper = Reaper()
 """The reaper of this process."""
 
-remarks = _Remarks()
-"""The lines of this process."""
-
 
 _of_parents: list[Any] = []
 
@@ -312,7 +287,6 @@ def _forget() -> None:
     of_parent = vars(reaper).copy()
     _of_parents.append(of_parent)
     reaper.__init__()  # type: ignore[misc]
-    remarks.__init__()  # type: ignore[misc]
     reaper.watch_inherited(of_parent["_deaths"])
 
 
@@ -322,7 +296,6 @@ os.register_at_fork(after_in_child=_forget)
 @atexit.register
 def _wait_for_the_last() -> None:
     ending.append(True)
-    remarks.reap()  # the reaper begins no more tasks
     deadline = time.monotonic() + _EXIT_SECONDS
     while running and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -12,6 +12,10 @@ class PinstageError(Exception):
     """Base of the errors in this module."""
 
 
+class ClosedError(PinstageError, RuntimeError):
+    """A stager, loader, `HostRegion` or `CheckpointStager` was closed. A `RuntimeError`."""
+
+
 class PoolError(PinstageError):
     """The pool refuses a request. Carries the pool's counters at that moment.
 
@@ -43,7 +47,9 @@ class PoolError(PinstageError):
 
 
 class BudgetExceededError(PoolError, MemoryError):
-    """The request can never fit under ``max_bytes``; waiting would not help. A `MemoryError`."""
+    """The request can't fit under ``max_bytes``, or beside slabs held for good; waiting would not
+    help. A `MemoryError`.
+    """
 
 
 class AcquireTimeoutError(PoolError, TimeoutError):
@@ -54,8 +60,8 @@ class PoolFrozenError(PoolError, RuntimeError):
     """Serving the request would need an allocation, and the pool is frozen. A `RuntimeError`."""
 
 
-class PoolClosedError(PoolError, RuntimeError):
-    """The pool was closed. A `RuntimeError`."""
+class PoolClosedError(PoolError, ClosedError):
+    """The pool was closed, or the stager that it belongs to. A `ClosedError`."""
 
 
 class ForkedPoolError(PoolError, RuntimeError):
@@ -65,8 +71,8 @@ class ForkedPoolError(PoolError, RuntimeError):
 
 
 class PinningError(PinstageError, RuntimeError):
-    """Memory can't be page-locked or freed, or a `HostRegion` is closed or another process owns it.
-    A `RuntimeError`.
+    """Memory can't be page-locked or freed, or another process owns a `HostRegion`. A
+    `RuntimeError`.
 
     Also a `MemoryError` if there is too little memory. A failed call leaves nothing behind.
 
@@ -132,5 +138,5 @@ class StagingWarning(RuntimeWarning):
     """
 
 
-class UnreleasedLeaseWarning(ResourceWarning):
+class UnreleasedLeaseWarning(RuntimeWarning):
     """A lease was garbage-collected without a release; its slab went back to the pool."""

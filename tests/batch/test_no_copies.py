@@ -17,7 +17,7 @@ THINGS = {
     "pool": (lambda stager: stager.pool, "make another SlabPool, or pass this one on"),
     "stager": (lambda stager: stager, "make another Stager, or pass this one on"),
     "transfer": (lambda stager: stager.stage([torch.ones(3)]), r"copy what wait\(\) returns"),
-    "fetch": (lambda stager: stager.fetch([torch.ones(3)]), r"copy what wait\(\) returns"),
+    "fetch": (lambda stager: stager.fetch([torch.ones(3)]), r"copy what result\(\) returns"),
 }
 
 
@@ -41,6 +41,7 @@ def test_it_cannot_be_copied_or_pickled(stager, what, way):
         thing.tensor().fill_(1)
         thing.release()
     elif what in ("transfer", "fetch"):
-        assert thing.wait()[0].tolist() == [1, 1, 1]
+        batch = thing.wait() if what == "transfer" else thing.result()
+        assert batch[0].tolist() == [1, 1, 1]
     del thing
     assert stager.to_device([torch.ones(2)])[0].tolist() == [1, 1]

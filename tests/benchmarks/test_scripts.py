@@ -260,7 +260,7 @@ def test_the_loader_benchmark_has_refused_memory(tmp_path):
     assert result["benchmark"] == "loader_refused"
     rows = {row["variant"]: row for row in result["rows"]}
     assert rows.pop("torch_pin")["status"] == "needs CUDA"
-    assert list(rows) == ["pinstage", "pinstage_refused"]
+    assert list(rows) == ["pinstage", "pinstage_refused", "pinstage_third"]
     for row in rows.values():
         assert row["status"] == "ok"
         assert "0 page-locked" in row["detail"]
@@ -268,6 +268,15 @@ def test_the_loader_benchmark_has_refused_memory(tmp_path):
     table = markdown.TABLES["loader_refused"](result).splitlines()
     assert table[2] == "| ms | refused: 8 x 8 KiB |"
     assert table[6].startswith("| the same where CUDA refuses to register memory | ")
+
+
+def test_registering_may_be_refused_from_the_third_on(monkeypatch):
+    from cuda.bindings import runtime
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: (0,))
+    loader_refused.refuse_registering(2, "cudaErrorInvalidValue")
+    results = [runtime.cudaHostRegister(1 << 20, 4096, 1)[0] for _ in range(4)]
+    assert [int(result) for result in results] == [0, 0, 1, 1]
 
 
 def test_registering_is_refused_as_by_a_platform(cuda, monkeypatch):

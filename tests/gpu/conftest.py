@@ -17,26 +17,24 @@ from pinstage._reaper import reaper
 from pinstage._region._chunks import Chunks
 
 
-def _need(devices):
-    """Skip the test if there are fewer devices; fail it if PINSTAGE_REQUIRE_GPU asks for as
-    many.
+def pytest_runtest_setup(item):
+    """Skip a test for which there are too few devices; fail it if PINSTAGE_REQUIRE_GPU asks for as
+    many. Here and not in the fixtures, so that pytest prints one line for all skipped tests.
     """
+    needs = 2 if "two_devices" in item.fixturenames else int("cuda_device" in item.fixturenames)
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found >= devices:
+    if found >= needs:
         return
     required = os.environ.get("PINSTAGE_REQUIRE_GPU", "0")
-    sees = f"torch sees {found} CUDA devices" if found else "torch sees no CUDA device"
-    if int(required) >= devices:
+    sees = f"torch sees {found} CUDA devices, not 2" if found else "torch sees no CUDA device"
+    if int(required) >= needs:
         pytest.fail(f"PINSTAGE_REQUIRE_GPU={required} and {sees}")
-    pytest.skip(sees if devices == 1 else f"{sees}; this needs {devices}")
+    pytest.skip(sees)
 
 
 @pytest.fixture
 def cuda_device():
-    """The first CUDA device; without one the test is skipped, or fails where
-    PINSTAGE_REQUIRE_GPU=1.
-    """
-    _need(1)
+    """The first CUDA device; see `pytest_runtest_setup`."""
     torch.cuda.init()
     yield torch.device("cuda", 0)
     _wait_until_all_is_freed()
@@ -44,10 +42,7 @@ def cuda_device():
 
 @pytest.fixture
 def two_devices():
-    """The first two CUDA devices; without them the test is skipped, or fails where
-    PINSTAGE_REQUIRE_GPU=2.
-    """
-    _need(2)
+    """The first two CUDA devices; see `pytest_runtest_setup`."""
     torch.cuda.init()
     yield torch.device("cuda", 0), torch.device("cuda", 1)
     _wait_until_all_is_freed()

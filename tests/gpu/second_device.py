@@ -53,7 +53,7 @@ def fetches(stager):
     transfer = stager.fetch(there)
     in_a_fresh_thread(transfer.query)
     in_a_fresh_thread(transfer.synchronize)
-    assert all((tensor == 1).all() for tensor in transfer.wait().values())
+    assert all((tensor == 1).all() for tensor in transfer.result().values())
 
 
 def asked_by_other_threads(stager):

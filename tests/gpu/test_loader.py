@@ -254,7 +254,7 @@ def test_slabs_are_not_written_during_their_copy(cuda_device, latch):
     loader = of_one_slab(cuda_device)
     with latch:
         iterator, first = held_at_the_first_copy(loader, latch)
-        starved = iterator._broker._starved
+        starved = iterator._broker.loans.starved
         wait_until(lambda: starved)  # the worker has the next batch, but no slab for it
         assert 1 not in iterator._data_queue._held
         latch.open()

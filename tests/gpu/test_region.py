@@ -180,6 +180,22 @@ def test_many_blocks_are_swapped_out_and_in(cuda_device):
         del host
 
 
+def _interrupted_in_the_wait(function, *args, **kwargs):
+    """Call a function that copies to the host; let an interrupt arrive before it waits for the
+    copies.
+    """
+
+    def interrupt(frame, event, _):
+        if event == "call" and frame.f_code is ps.HostTransfer.synchronize.__code__:
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        function(*args, **kwargs)
+    finally:
+        sys.setprofile(None)
+
+
 def test_a_dropped_region_stays_until_it_is_written(cuda_device, stager, latch):
     region = ps.HostRegion(8 * MIB, chunk_bytes=2 * MIB, row_bytes=ROW, device=cuda_device)
     rows = numbered(region)
@@ -189,9 +205,10 @@ def test_a_dropped_region_stays_until_it_is_written(cuda_device, stager, latch):
     stager.to_host([source], out=[rows])
     torch.cuda.synchronize()
     latch.hold(torch.cuda.current_stream())
-    transfer = stager.fetch([source], out=[rows])
+    with pytest.raises(KeyboardInterrupt):
+        _interrupted_in_the_wait(stager.to_host, [source], out=[rows])
     region.close()
-    del rows, region, transfer
+    del rows, region
     assert_kept(address)
     latch.open()
     torch.cuda.synchronize()

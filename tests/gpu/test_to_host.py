@@ -53,7 +53,7 @@ def test_any_tensors_arrive_bit_for_bit(cuda_device, stager, tensors):
         source.conj() for source in sources if source.dtype in (torch.complex64, torch.complex128)
     ]
     for copy in (False, True):
-        fetched = stager.fetch({"tensors": sources, "text": "a"}, copy=copy).wait()
+        fetched = stager.fetch({"tensors": sources, "text": "a"}, copy=copy).result()
         for mine, source in zip(fetched["tensors"], sources, strict=True):
             assert (mine.device.type, mine.dtype, mine.shape) == ("cpu", source.dtype, source.shape)
             assert torch.equal(strategies.bits(mine), strategies.bits(source))
@@ -74,9 +74,9 @@ def test_leaves_of_every_dtype_are_gathered_exactly(cuda_device, dtype):
 def test_a_thousand_tensors_are_one_copy(cuda_device, stager):
     tree = small_tree(cuda_device)
     for _ in range(3):
-        stager.fetch(tree, copy=False).wait()
+        stager.fetch(tree, copy=False).result()
     torch.cuda.synchronize()
-    names = names_of(lambda: stager.fetch(tree, copy=False).wait())
+    names = names_of(lambda: stager.fetch(tree, copy=False).result())
     assert [name for name in names if name.startswith("Memcpy DtoH")] == [
         "Memcpy DtoH (Device -> Pinned)"
     ]
@@ -86,11 +86,11 @@ def test_a_thousand_tensors_are_one_copy(cuda_device, stager):
 def test_the_result_waits_for_the_copy(background, cuda_device, stager, latch):
     tree = small_tree(cuda_device)
     expected = [sample["x"].cpu() for sample in tree["samples"]]
-    stager.fetch(tree, copy=False).wait()
+    stager.fetch(tree, copy=False).result()
     latch.hold(host_stream(stager))
     transfer = stager.fetch(tree, copy=False)
     assert not transfer.query()
-    waiting = background(transfer.wait)
+    waiting = background(transfer.result)
     assert stays_blocked(waiting)
     assert not transfer.query()
     latch.open()
@@ -119,13 +119,13 @@ def test_the_copy_follows_the_current_stream_s_work(cuda_device, stager, latch):
             torch.zeros(DIRECT_BYTES, device=cuda_device),
         )
         small.add_(1), large.add_(1)
-        stager.fetch([small, large], copy=False).wait()
+        stager.fetch([small, large], copy=False).result()
         latch.hold(stream)
         small.add_(1), large.add_(1)
         transfer = stager.fetch([small, large], copy=False)
         assert not transfer.query()
         latch.open()
-        for fetched in transfer.wait():
+        for fetched in transfer.result():
             assert (fetched == 2).all()
 
 
@@ -135,7 +135,7 @@ def test_sources_can_change_right_after_the_call(cuda_device, stager, latch):
         torch.ones(DIRECT_BYTES, device=cuda_device),
     )
     small.add_(0).zero_().add_(1), large.add_(0).zero_().add_(1)
-    stager.fetch([small, large], copy=False).wait()
+    stager.fetch([small, large], copy=False).result()
     latch.hold(host_stream(stager))
     transfer = stager.fetch([small, large], copy=False)
     small.zero_()
@@ -144,7 +144,7 @@ def test_sources_can_change_right_after_the_call(cuda_device, stager, latch):
     gc.collect()
     overwritten = [torch.zeros(n, device=cuda_device) for n in (64, DIRECT_BYTES) for _ in range(4)]
     latch.open()
-    for fetched in transfer.wait():
+    for fetched in transfer.result():
         assert (fetched == 1).all()
     assert overwritten
 
@@ -152,7 +152,7 @@ def test_sources_can_change_right_after_the_call(cuda_device, stager, latch):
 def test_a_slab_is_kept_until_its_copy(cuda_device, latch):
     with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
         source = torch.arange(MIB // 8, dtype=torch.int32, device=cuda_device)
-        stager.fetch([source], copy=False).wait()
+        stager.fetch([source], copy=False).result()
         latch.hold(host_stream(stager))
         transfer = stager.fetch([source], copy=False)
         with pytest.raises(ps.errors.AcquireTimeoutError):
@@ -167,12 +167,12 @@ def test_a_slab_is_kept_until_its_copy(cuda_device, latch):
 
 def test_both_directions_have_streams_of_their_own(cuda_device, stager, latch):
     tree = small_tree(cuda_device)
-    stager.fetch(tree, copy=False).wait()
+    stager.fetch(tree, copy=False).result()
     stager.to_device([torch.ones(MIB)])
     latch.hold(stager._target.stream)
     transfer = stager.stage([torch.ones(MIB)])
     assert torch.equal(
-        stager.fetch(tree, copy=False).wait()["samples"][0]["x"], tree["samples"][0]["x"].cpu()
+        stager.fetch(tree, copy=False).result()["samples"][0]["x"], tree["samples"][0]["x"].cpu()
     )
     assert not transfer.query()
     latch.open()
@@ -180,7 +180,7 @@ def test_both_directions_have_streams_of_their_own(cuda_device, stager, latch):
 
 def test_cpu_tensors_return_unchanged_sparse_ones_by_to(cuda_device, stager):
     here, sparse = torch.ones(3), torch.eye(3, device=cuda_device).to_sparse()
-    fetched = stager.fetch([here, sparse, torch.ones(2, device=cuda_device)], copy=False).wait()
+    fetched = stager.fetch([here, sparse, torch.ones(2, device=cuda_device)], copy=False).result()
     assert fetched[0] is here
     assert torch.equal(fetched[1].to_dense(), torch.eye(3))
     assert torch.equal(fetched[2], torch.ones(2))
@@ -197,7 +197,7 @@ def test_tensors_of_several_devices_come_in_one_tree(two_devices, stager):
             for name, tensors in here.items()
         }
         tree["c"] = torch.ones(3)
-        fetched = stager.fetch(tree, copy=False).wait()
+        fetched = stager.fetch(tree, copy=False).result()
         kept = fetched.pop("c")
         assert kept is tree["c"]
         torch.testing.assert_close(fetched, here, rtol=0, atol=0)
@@ -208,7 +208,7 @@ def test_frames_make_round_trips_under_a_small_cap(stager):
 
     def check():
         value, transfer = waiting.pop(0)
-        for i, frame in enumerate(transfer.wait()):
+        for i, frame in enumerate(transfer.result()):
             assert (frame == value + i + 1).all()
 
     source = ([torch.full((3, 270, 480), float(n + i)) for i in range(5)] for n in range(60))
@@ -225,7 +225,7 @@ def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device, stager):
     # benchmarks/to_host.py has the figure; 8.6x to 10.9x were measured on a shared machine
     tensors = [torch.randn(64, device=cuda_device) for _ in range(1000)]
     ways = (
-        lambda: stager.fetch(tensors, copy=False).wait(),
+        lambda: stager.fetch(tensors, copy=False).result(),
         lambda: [tensor.cpu() for tensor in tensors],
     )
     times = [[], []]

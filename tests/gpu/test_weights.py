@@ -48,6 +48,21 @@ def test_weights_are_the_checkpoints_bit_for_bit(stager, tmp_path, device, kind,
     assert stager.pool.stats().peak_held_bytes <= 64 * MIB
 
 
+def test_weights_take_two_groups_of_the_device(cuda_device):
+    weights = {f"{number}": torch.full((20, MIB), float(number)) for number in range(8)}
+    with ps.Stager(cuda_device, max_bytes="256MiB") as stager:
+        there = {
+            name: torch.zeros_like(tensor, device=cuda_device) for name, tensor in weights.items()
+        }
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(cuda_device)
+        before = torch.cuda.memory_allocated(cuda_device)
+        stager.load_weights(there, weights)
+        assert torch.cuda.max_memory_allocated(cuda_device) - before <= 2 * (64 << 20)
+        assert all((there[name] == weights[name][0, 0]).all() for name in there)
+
+
 def test_page_locked_sources_are_borrowed(cuda_device, borrowing):
     state, module = make(1).state_dict(), make(0, cuda_device)
     borrowing.load_weights(module, {name: tensor.pin_memory() for name, tensor in state.items()})

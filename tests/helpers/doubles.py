@@ -252,14 +252,17 @@ def budget_files():
 
 
 class HeldTarget(Target):
-    """A device whose copies are in flight until the test finishes them."""
+    """A device with one stream, whose copies are in flight until the test finishes them."""
 
     def __init__(self):
         self.stream = ManualEvent()
         self.copies = 0
 
-    def is_capturing(self):  # so that all batches take slabs and the copy stream
-        return True
+    def has_room(self):  # so that small batches take slabs, too
+        return False
+
+    def consumer(self, _):
+        return self.stream
 
     def move_few(self, *_):
         return None
@@ -316,13 +319,10 @@ class LateTarget(Target):
 
     stream = "the copy stream"
 
-    def __init__(self, lag, *, is_capturing=False):
+    def __init__(self, lag):
         self.begun, self.done, self.pinned = [], 0, []
         self._lock = threading.Lock()
-        self._lag, self._is_capturing = lag, is_capturing
-
-    def is_capturing(self):
-        return self._is_capturing
+        self._lag = lag
 
     def copy(self, *args):
         self.begun.append(args)
@@ -489,9 +489,6 @@ def use_target(stager, target):
     """Let a stager send to another device; return that device."""
     stager._target = target
     stager._sender = dataclasses.replace(stager._sender, target=target)
-    stager._writer = dataclasses.replace(
-        stager._writer, sender=dataclasses.replace(stager._sender, own_storage=False)
-    )
     return target
 
 
@@ -509,8 +506,7 @@ def guarded(nbytes):
 
 def nothing_at_once(monkeypatch, at_once_bytes=0):
     """Let small batches take a slab, instead of being copied from ordinary memory."""
-    for module in ("_sender", "_writer"):
-        monkeypatch.setattr(f"pinstage._stage.{module}.AT_ONCE_BYTES", at_once_bytes)
+    monkeypatch.setattr("pinstage._stage._sender.AT_ONCE_BYTES", at_once_bytes)
 
 
 def record_work(monkeypatch):

@@ -175,7 +175,7 @@ def soak(count, seed=0):
             staged = transfer.wait()
             del transfer, batch
             if rng.random() < 0.1:
-                staged = fresh.fetch(staged, copy=rng.random() < 0.5).wait()
+                staged = fresh.fetch(staged, copy=rng.random() < 0.5).result()
             kept.append((expected, staged))
             wrong += not same(expected, mapped(staged, bits))
             if rng.random() < 0.1:

@@ -411,6 +411,11 @@ def _alike(draw):
     return [tensor_of(dtype, (length, *trailing), seed) for seed, length in enumerate(lengths)]
 
 
+def batches_of(leaves, max_leaves=12):
+    """Nested batches of every container, with leaves of a strategy."""
+    return st.recursive(leaves, _containers, max_leaves=max_leaves)
+
+
 @st.composite
 def batches(draw, passthrough=True, max_leaves=12):
     """Nested batches of every container and leaf, some leaves in several places.
@@ -424,7 +429,7 @@ def batches(draw, passthrough=True, max_leaves=12):
     leaves = [tensors(), tensors(), arrays(), atoms(), _alike(), again]
     if passthrough:
         leaves.append(passthroughs())
-    trees = st.recursive(st.one_of(leaves), _containers, max_leaves=max_leaves)
+    trees = batches_of(st.one_of(leaves), max_leaves)
     return draw(
         st.one_of(trees, st.lists(trees, min_size=2, max_size=4), st.tuples(trees, _alike(), trees))
     )

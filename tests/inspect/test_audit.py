@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from strategies import batches
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import AttributeDict, batches, batches_of
 from torch.utils.data._utils import pin_memory as torchs
 
 import pinstage as ps
@@ -134,6 +135,24 @@ def test_contiguity_is_told(leaf, answer):
     assert by_path([leaf])["[0]"].contiguous == answer
 
 
+def test_arrays_that_cannot_become_tensors_are_not_counted():
+    objects = np.empty((1, 2), object)
+    objects[0, 1] = torch.zeros(2)
+    batch = {
+        "x": torch.zeros(9),
+        "objects": objects,
+        "dates": np.zeros(4, "datetime64[D]"),
+        "times": np.zeros(4, "timedelta64[s]"),
+        "text": np.array(["a"]),
+        "rows": np.zeros(2, [("a", "f4")]),
+        "half": np.zeros(2, np.half),
+    }
+    found = ps.audit(batch)
+    assert [leaf.path for leaf in found.leaves] == ["['x']", "['objects'][(0, 1)]", "['half']"]
+    assert "would pin 1 of 3 leaves" in str(found)
+    assert list(find_leaves(np.array(["a"]))) == []
+
+
 def test_aliases_are_named_and_counted_once():
     x = torch.zeros(4, 4)
     found = ps.audit({"x": x, "again": x, "view": x[1:], "y": torch.zeros(4)})
@@ -175,6 +194,79 @@ def test_the_type_that_stops_torch_is_named():
     sample, record = f"{__name__}.Sample", f"{__name__}.Record"
     stopped_by = [None, sample, sample, record, record, record, "numpy.ndarray"]
     assert [leaf.stopped_by for leaf in found] == stopped_by
+
+
+@st.composite
+def sharing_batches(draw):
+    """Batches of few leaves: the same tensors and arrays in many places, and views of them."""
+    x, y = torch.zeros(6), np.zeros(3)
+    leaves = st.sampled_from([x, x, x[1:], x.detach(), x.numpy(), y, y[:0], None])
+    return draw(st.lists(batches_of(leaves, 6), min_size=2, max_size=5))
+
+
+@given(st.one_of(sharing_batches(), batches()))
+def test_pinned_leaves_are_those_that_torch_pins(batch):
+    located = list(find_leaves(batch))
+    # Counter.update adds the pinned tensors to the others.
+    assume(
+        not any(isinstance(obj, collections.Counter) for leaf in located for obj in leaf.parents)
+    )
+    made = []
+
+    def pin_memory(tensor, device=None):
+        made.append(torch.empty(0))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "pin_memory", pin_memory)
+        after = list(find_leaves(torchs.pin_memory(batch)))
+    pinned = [leaf.path for leaf in after if any(leaf.leaf is tensor for tensor in made)]
+    found = ps.audit(batch, bus=BUS)
+    assert [leaf.path for leaf in found.leaves if leaf.loader_pins] == pinned
+    assert found.pinning.error is None
+
+
+def test_shared_tensors_are_pinned_where_torch_reaches_them():
+    x = torch.zeros(6)
+    batch = AttributeDict({"r": Record(x, [x]), "x": x, "view": x[1:]}, x)
+    assert [leaf.path for leaf in ps.audit(batch).left_pageable] == [
+        "['r'].a",
+        "['r'].b[0]",
+        ".note",
+    ]
+    assert "would pin 2 of 5 leaves" in str(ps.audit(batch))
+
+
+def test_a_method_pins_the_first_of_shared_tensors():
+    x = torch.zeros(6)
+    batch = Pinnable(x)
+    batch.other = x
+    for leaves in by_path([batch, x, batch]), by_path({0: batch, 1: x, 2: batch}):
+        assert [path for path in leaves if leaves[path].loader_pins] == [
+            "[0].value", "[1]", "[2].value",
+        ]  # fmt: skip
+
+
+def test_views_and_arrays_of_pinned_tensors_stay_pageable():
+    x = torch.zeros(6)
+    batch = {"x": x, "r": Record(x.view(2, 3), [x.detach()]), "a": x.numpy()}
+    batch["again"] = batch["a"]
+    left = [leaf.path for leaf in ps.audit(batch).left_pageable]
+    assert left == ["['r'].a", "['r'].b[0]", "['a']", "['again']"]
+
+
+def test_items_made_when_they_are_read_are_pinned():
+    class Rows(collections.abc.Sequence):
+        def __init__(self, items=(0, 1)):
+            self.items = items
+
+        def __len__(self):
+            return len(self.items)
+
+        def __getitem__(self, index):
+            return torch.full((2,), self.items[index])
+
+    assert ps.audit(Rows()).left_pageable == ()
 
 
 def test_pin_memory_methods_are_asked_what_they_pin():
@@ -510,7 +602,7 @@ def test_forty_leaves_are_shown_and_the_rest_counted():
 
 
 def test_an_empty_batch_is_said_to_be_one():
-    assert str(ps.audit({"x": "text"})) == "there is no tensor and no array in this batch"
+    assert str(ps.audit({"x": "text"})) == "there is no tensor and no numeric array in this batch"
 
 
 def test_rich_shows_the_same_numbers_in_narrow_terminals():

@@ -4,8 +4,8 @@ is raised.
 
 import _thread
 import contextlib
+import dataclasses
 import gc
-import inspect
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
@@ -46,11 +46,11 @@ from pinstage._batch import take_apart
 from pinstage._compat import loader as torchs_loader
 from pinstage._loader._broker import LEAKED
 from pinstage._loader._collate import SlabCollate
-from pinstage._loader._messages import BROKERS, receive
+from pinstage._loader._messages import BROKERS, Ask, Freed, Unmapped, Waiting
 from pinstage._loader._worker import WorkerSlabs
 from pinstage._reaper import running
 from pinstage._stage._run_ahead import RUN_AHEAD
-from pinstage.errors import LayoutError, PinstageError, StagingWarning
+from pinstage.errors import ClosedError, LayoutError, PinstageError, StagingWarning
 
 SLAB = 212_992
 """Size class of a batch of two `data.large`."""
@@ -328,12 +328,12 @@ def test_a_worker_killed_mid_message_ends_the_pass():
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_error_of_the_sending_thread_is_raised(monkeypatch, persistent):
-    def no_answer(broker):
+    def no_answer(loans):
         raise OSError("the device is gone")
 
     loader, iterator = begin(persistent_workers=persistent)
     with monkeypatch.context() as patch:
-        patch.setattr("pinstage._loader._broker.SlabBroker._sweep", no_answer)
+        patch.setattr("pinstage._loader._loans.Loans.freed", no_answer)
         with pytest.raises(OSError, match="the device is gone"):
             list(iterator)
         with pytest.raises(PinstageError, match="the device is gone"):
@@ -372,19 +372,11 @@ FORGED = {
 @pytest.mark.parametrize("kind", FORGED)
 def test_an_invalid_message_is_an_error(monkeypatch, kind):
     changes, text = FORGED[kind]
-    collate, names, calls = (
-        SlabCollate.__call__,
-        inspect.signature(receive).parameters,
-        itertools.count(),
-    )
+    collate, calls = SlabCollate.__call__, itertools.count()
 
     def forge(self, samples):
         message = collate(self, samples)
-        if next(calls) == 1:
-            message.contents = tuple(
-                (dict(zip(names, message.contents, strict=True)) | changes).values()
-            )
-        return message
+        return dataclasses.replace(message, **changes) if next(calls) == 1 else message
 
     monkeypatch.setattr(SlabCollate, "__call__", forge)
     loader = make(num_workers=1)
@@ -401,11 +393,11 @@ def test_an_invalid_message_is_an_error(monkeypatch, kind):
 @pytest.mark.parametrize(
     "message",
     [
-        ("ask", 16, 16, [999]),
-        ("ask", "many", 16, []),
-        ("unmapped", 999, "no"),
-        ("starved",),
-        ("hello",),
+        Ask(16, 16, [999]),
+        Ask("many", 16, []),
+        Unmapped(999, "no"),
+        Waiting(16, None),
+        Freed(0),
         5,
     ],
 )
@@ -543,6 +535,7 @@ def test_a_raising_signal_handler_leaves_nothing(monkeypatch):
     files = (
         "_loader/_loader.py",
         "_broker.py",
+        "_loans.py",
         "_iterator.py",
         "_collate.py",
         "_starting.py",
@@ -752,13 +745,13 @@ def test_workers_wait_under_a_small_cap_without_hanging(slabs):
 def starving():
     """Return a loader and its iterator, of which both workers wait for a slab after a batch."""
     loader, iterator = begin(size=60, max_bytes=2 * SLAB, depth=0)
-    wait_until(lambda: len(iterator._broker._starved) == 2)  # both have filled their slabs
+    wait_until(lambda: len(iterator._broker.loans.starved) == 2)  # both have filled their slabs
     return loader, iterator
 
 
 def test_a_slow_consumer_makes_workers_wait():
     loader, iterator = starving()
-    assert "0 are being copied" in iterator._broker.waiting()
+    assert "0 are being copied" in iterator._broker.loans.waiting([0])
     assert numbers(iterator) == list(range(2, 60))
     assert loader.stats().fallback_batches == 0
     assert loader.stats().slab_wait_seconds > 0
@@ -789,6 +782,49 @@ def test_a_timeout_says_who_holds_the_slabs(copies):
     del iterator
     # One more may have been sent.
     wait_until(lambda: [event.finish() for event in copies] and all_back(loader))
+
+
+def test_a_timeout_names_the_late_worker():
+    """And not the one that waits for a slab because that batch is late."""
+    stuck = multiprocessing.Event()
+
+    def sample(index):
+        assert index // 2 != 1 or stuck.wait(PATIENCE_SECONDS)  # the second batch
+        return data.large(index)
+
+    iterator = iter(make(sample, max_bytes=2 * SLAB, depth=0, timeout=2.0))
+    next(iterator)
+    wait_until(lambda: 0 in iterator._broker.loans.starved)
+    with pytest.raises(RuntimeError, match="timed out") as raised:
+        next(iterator)
+    assert "; worker 1 has not sent its batch, and waits for no slab" in str(raised.value)
+    assert "worker 0" not in str(raised.value)
+    stuck.set()
+    assert numbers(iterator) == list(range(2, 40))
+
+
+def test_an_answer_on_its_way_ends_a_wait(monkeypatch):
+    """A worker says that it waits, while a slab is being granted."""
+    take = WorkerSlabs.take
+
+    def take_and_note(slabs, nbytes):
+        slab = take(slabs, nbytes)
+        slabs._send(Waiting(nbytes, slabs._received - 1))
+        return slab
+
+    monkeypatch.setattr(WorkerSlabs, "take", take_and_note)
+    _, iterator = begin(num_workers=1, depth=0)
+    wait_until(lambda: len(iterator._data_queue._held) == 2)
+    assert "waits for no slab" in iterator._broker.loans.waiting([0])
+
+
+def test_a_datasets_own_timeout_is_its_own():
+    def sample(_):
+        raise RuntimeError("the server timed out after 3 seconds")
+
+    with pytest.raises(RuntimeError, match="the server timed out") as raised:
+        next(iter(make(sample)))
+    assert "slab" not in str(raised.value)
 
 
 def test_workers_that_wait_end_with_the_iterator():
@@ -832,6 +868,44 @@ def test_a_copy_that_fails_gives_its_slab_back(monkeypatch):
     assert_all_back(loader)  # although the errors are kept
 
 
+REGISTERED_IN_THE_BLOCK = """
+import sys
+import torch
+import pinstage as ps
+
+class Pair:
+    def __init__(self, left):
+        self.left = left
+
+def collate(samples):
+    return Pair(torch.stack(samples))
+
+if __name__ == "__main__":
+    ps.register_node(Pair)
+    method = sys.argv[1]
+    options = {"num_workers": 1, "multiprocessing_context": method, "device": "cpu"}
+    for batch in ps.DataLoader(torch.zeros(4, 2), 2, collate_fn=collate, **options):
+        print(batch.left.shape)
+"""
+
+
+def test_registering_below_the_main_block_is_explained(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(REGISTERED_IN_THE_BLOCK)
+
+    def run(method):
+        command = [sys.executable, program, method]
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment(), check=False
+        )
+
+    forked, spawned = run("fork"), run("spawn")
+    assert forked.returncode == 0, forked.stderr
+    assert "LayoutError: batch holds tensors and isn't a known container" in spawned.stderr
+    remedy = "register it at module level: the worker imports the module as `__mp_main__`"
+    assert f"{remedy} and doesn't run that block" in spawned.stderr
+
+
 # -- other processes
 
 
@@ -848,7 +922,7 @@ WAITING_FOR_A_SLAB = """
 loader = ps.DataLoader(data.Mapped(data.large, 60), 2, num_workers=1, max_bytes=212_992, device="cpu", depth=0)
 iterator = iter(loader)
 next(iterator)
-while not iterator._broker._starved:
+while not iterator._broker.loans.starved:
     pass
 """
 
@@ -930,7 +1004,7 @@ def test_a_forked_child_can_drop_everything_anytime():
         iterator.clear()
         gc.collect()
 
-    with held_by_another_thread(iterator[0]._broker._lending):
+    with held_by_another_thread(iterator[0]._slabs.starting, iterator[0]._slabs._lock):
         claim_in_child(drop)
     assert len(list(iterator[0])) == 19
 
@@ -1005,12 +1079,12 @@ def test_a_soak_with_killed_workers_leaves_nothing(persistent):
 
 def test_a_running_copy_keeps_its_slab(copies):
     loader, iterator = begin(size=12, num_workers=1, max_bytes=SLAB, depth=0)
-    starved = iterator._broker._starved
+    starved = iterator._broker.loans.starved
     # The only slab is still being read: the worker must not write to it.
     wait_until(lambda: starved)
     assert loader.stats().pool.leased_slabs == 1
     copies[0].finish()
-    copying = iterator._broker._copying
+    copying = iterator._broker.loans.copying
     wait_until(lambda: not copying)  # seen by the thread: this one may be waiting in next()
     assert next(iterator)[:, 0].tolist() == [2, 3]
     del iterator
@@ -1033,7 +1107,7 @@ def test_close_ends_workers_and_returns_slabs(persistent):
     assert not any(worker.is_alive() for worker in workers)
     assert all_back(loader)
     assert loader.stats().pool.held_bytes == 0
-    with pytest.raises(PinstageError, match="its loader was closed; begin another one"):
+    with pytest.raises(ClosedError, match="its loader was closed; begin another one"):
         next(iterator)
     assert numbers(loader) == list(range(40))
     for _ in range(2):
@@ -1049,7 +1123,7 @@ def test_close_without_workers_keeps_a_given_pool():
         held = pool.stats().held_bytes
         loader.close()
         assert (pool.closed, pool.stats().held_bytes) == (False, held)
-        with pytest.raises(PinstageError, match="its loader was closed"):
+        with pytest.raises(ClosedError, match="its loader was closed"):
             next(iterator)
         assert numbers(loader) == list(range(40))
 
@@ -1058,7 +1132,7 @@ def test_close_in_another_thread_is_named():
     loader = make(lambda index: time.sleep(0.2) or torch.tensor(index))
     iterator = iter(loader)
     threading.Timer(0.5, loader.close).start()
-    with pytest.raises(PinstageError, match="its loader was closed; begin another one"):
+    with pytest.raises(ClosedError, match="its loader was closed; begin another one"):
         list(iterator)
 
 

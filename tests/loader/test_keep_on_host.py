@@ -1,13 +1,15 @@
 """`keep_on_host` of a loader: the named leaves stay on the host, with workers and without."""
 
+import contextlib
 import pickle
 
 import pytest
+import torch
 from loader_data import KEPT_PATHS, Mapped, is_kept, same, sample_of_which_some_stays
 from torch.utils.data import DataLoader
 
 import pinstage as ps
-from pinstage.errors import LayoutError
+from pinstage.errors import StagingWarning
 
 
 def storages(batch):
@@ -56,14 +58,59 @@ def test_a_wrapped_loader_and_copies_of_it_keep(workers):
     check(pickle.loads(pickle.dumps(loader)))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_path_to_nothing_fails_the_first_batch(workers):
-    loader = keeping(num_workers=workers, keep_on_host="['length']")
-    with pytest.raises(
-        LayoutError,
-        match=r"keep_on_host=\"\['length'\]\" leads to nothing in this batch; its leaves are at",
-    ):
-        next(iter(loader))
+def kept_in_some(numbers):
+    """Collate to a batch that has ``['lengths']`` in every second one."""
+    batch = {"x": torch.full((len(numbers), 20_000), float(numbers[0]))}
+    return batch | ({"lengths": torch.tensor(numbers)} if numbers[0] % 2 == 0 else {})
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("cap", ["8MiB", "64KiB"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.filterwarnings(
+    "ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning"
+)
+def test_some_batches_may_lack_a_kept_leaf(workers, cap, first):
+    loader = ps.DataLoader(
+        range(first, 12 + first),
+        3,
+        num_workers=workers,
+        collate_fn=kept_in_some,
+        device="cpu",
+        max_bytes=cap,
+        keep_on_host="['lengths']",
+    )
+    assert ["lengths" in batch for batch in loader] == [first == 0, first == 1] * 2
+
+
+@pytest.mark.parametrize("size", [12, 0])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}], ids=str)
+def test_a_path_to_nothing_warns_once(options, size):
+    loader = ps.DataLoader(
+        range(size),
+        3,
+        device="cpu",
+        max_bytes="8MiB",
+        keep_on_host=["['length']", ""],
+        **options,
+    )
+    told = r"keep_on_host=\"\['length'\]\" led to nothing in all batches of this pass: .* at \. Correct the path"
+    with contextlib.nullcontext() if size == 0 else pytest.warns(StagingWarning, match=told):
+        assert len(list(loader)) == size / 3
+    assert len(list(loader)) == size / 3, "a second warning would be an error"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_path_is_missed_with_the_last_batch(workers):
+    """A loop that knows the length doesn't ask for more."""
+    loader = ps.DataLoader(
+        range(12), 3, num_workers=workers, device="cpu", keep_on_host="['x']", max_bytes="8MiB"
+    )
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    with pytest.warns(StagingWarning, match="led to nothing"):
+        next(iterator)
 
 
 @pytest.mark.usefixtures("slabs_for_all")
@@ -71,8 +118,9 @@ def test_a_path_to_nothing_fails_the_first_batch(workers):
     "ignore:no batch of a DataLoader found a slab:pinstage.errors.StagingWarning"
 )
 def test_a_batch_above_the_cap_keeps_too():
-    loader = keeping(max_bytes=64, keep_on_host=KEPT_PATHS)
+    samples = Mapped(sample_of_which_some_stays, 100)
+    loader = ps.DataLoader(samples, 100, device="cpu", max_bytes=4096, keep_on_host=KEPT_PATHS)
     batch = next(iter(loader))
-    assert same(batch, next(iter(make())))
+    assert same(batch, next(iter(DataLoader(samples, 100))))
     assert loader.stats().fallback_batches == 1
     assert len(set(storages(batch)[:3])) == 3

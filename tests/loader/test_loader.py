@@ -281,7 +281,7 @@ SHARED = ps.SlabPool("1MiB", memory=ps.memory.SharedMemory(register=False))
     [
         ({"depth": -1}, "depth must not be negative: -1"),
         ({"depth": 1.5}, "depth must be an int: 1.5"),
-        ({"max_bytes": 0}, "max_bytes"),
+        ({"max_bytes": 4095}, "max_bytes is too small: 4095"),
         ({"max_bytes": "much"}, "much"),
         ({"device": "meta"}, "meta"),
         (

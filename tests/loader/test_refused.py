@@ -13,7 +13,7 @@ import pinstage as ps
 from pinstage._compat import probes
 from pinstage.errors import StagingWarning
 
-NOT_SUPPORTED = 801
+INVALID_VALUE, NOT_SUPPORTED = 1, 801
 BATCHES = 24
 
 
@@ -26,9 +26,9 @@ def pool_of_the_device():
     return ps.SlabPool("8MiB", memory=ps.memory.SharedMemory(0))
 
 
-def loader_of(pool):
+def loader_of(pool, **options):
     dataset = data.Mapped(data.large, 2 * BATCHES)
-    return ps.DataLoader(dataset, 2, num_workers=2, pool=pool, device="cpu")
+    return ps.DataLoader(dataset, 2, num_workers=2, pool=pool, device="cpu", **options)
 
 
 def check_batches(loader, target=None):
@@ -72,6 +72,26 @@ def test_a_refusal_of_the_third_slab(cuda):
         leases.pop().release()
         del loader
     assert cuda.names().count("cudaHostRegister") == 3
+    assert cuda.registered == {}
+
+
+@pytest.mark.parametrize("registered", [0, 2])
+def test_after_a_refusal_slabs_are_unregistered(cuda, registered):
+    """A limit on the memory of this process, as of its third block and all later ones."""
+    cuda.coming["cudaHostRegister"] = [0] * registered + [INVALID_VALUE] * 1000
+    with pool_of_the_device() as pool:
+        # The loop keeps batches, so that the workers need more slabs.
+        loader = loader_of(pool, prefetch_factor=4)
+        with pytest.warns(StagingWarning, match="cudaErrorInvalidValue") as told:
+            pinned = check_batches(loader)
+        assert [one.category for one in told].count(StagingWarning) == 1
+        assert set(pinned) == {False, registered > 0}
+        assert loader.stats().fallback_batches == 0
+        assert pool.stats().held_slabs == registered
+        check_batches(loader)
+        assert loader.stats().fallback_batches == 0
+        del loader
+    assert cuda.names().count("cudaHostRegister") == registered + 1, "one refusal is enough"
     assert cuda.registered == {}
 
 

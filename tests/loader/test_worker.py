@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinstage._loader import _worker
+from pinstage._loader._messages import Freed, Granted, Refused, Waiting
 from pinstage._loader._worker import WorkerSlab, WorkerSlabs
 
 LIMIT = 3
@@ -35,22 +36,20 @@ class MainProcess:
         self.ask = None
         self.held = {}
         self.copying = set()
-        self.count = self.refusals = 0
+        self.count = self.refusals = self.sent = 0
 
     # -- the channel
 
     def send(self, message):
-        kind, *details = message
-        if kind != "ask":
-            assert kind == "starved"
+        if isinstance(message, Waiting):
+            assert message.received == self.sent
             return
         assert self.ask is None, "the worker asks while it waits for an answer"
-        nbytes, wanted, given_up = details
-        assert wanted >= nbytes
-        for number in given_up:
+        assert message.wanted >= message.nbytes
+        for number in message.given_up:
             assert number not in self.copying, "the worker gives up a slab that is being copied"
             del self.held[number]
-        self.ask = nbytes, wanted
+        self.ask = message.nbytes, message.wanted
 
     def poll(self):
         return bool(self.messages()) and self.draw(st.booleans())
@@ -58,6 +57,7 @@ class MainProcess:
     def recv(self):
         messages = self.messages()
         assert messages, "the worker waits for what nobody will send"
+        self.sent += 1
         return self.draw(st.sampled_from(messages))()
 
     def messages(self):
@@ -75,17 +75,17 @@ class MainProcess:
 
     def free(self, number):
         self.copying.remove(number)
-        return "free", number
+        return Freed(number)
 
     def grant(self, nbytes):
         self.ask, self.count = None, self.count + 1
         self.held[self.count] = nbytes
         assert len(self.held) <= LIMIT
-        return "granted", self.count, nbytes
+        return Granted(self.count, nbytes)
 
     def refuse(self):
         self.ask, self.refusals = None, self.refusals + 1
-        return ("refused",)
+        return Refused()
 
     def held_bytes(self):
         return sum(self.held.values())
@@ -95,8 +95,8 @@ class MainProcess:
 def no_processes(monkeypatch):
     monkeypatch.setattr(_worker, "wait", lambda sources, timeout: sources[:1])
 
-    def attach(slabs, number, nbytes):
-        slabs._slabs[number] = Slab(number, nbytes)
+    def attach(slabs, granted):
+        slabs._slabs[granted.number] = Slab(granted.number, granted.nbytes)
         return True
 
     monkeypatch.setattr(WorkerSlabs, "_attach", attach)

@@ -1,6 +1,6 @@
 import pytest
 
-from pinstage._memory._limits import auto_max_bytes, cap_bytes, most_bytes
+from pinstage._memory._limits import auto_max_bytes, most_bytes
 
 GIB = 1 << 30
 
@@ -94,9 +94,4 @@ def test_an_impossible_number_of_ranks_is_an_error(monkeypatch, ranks):
     with pytest.raises(
         ValueError, match=r"must be 1 or more: .*set it to the number of ranks on this host"
     ):
-        cap_bytes("auto")
-
-
-def test_a_cap_of_zero_is_refused():
-    with pytest.raises(ValueError, match="max_bytes must be positive: 0; pass a size"):
-        cap_bytes(0)
+        auto_max_bytes()

@@ -20,6 +20,7 @@ from fake_cuda import NAMES, FakeCuda
 
 from pinstage import SlabPool
 from pinstage._compat import probes
+from pinstage._compat.calls import CudaCalls
 from pinstage._memory import (
     HostAllocMemory,
     PageableMemory,
@@ -28,11 +29,13 @@ from pinstage._memory import (
     _cuda,
     _resource,
     _streams,
+    capturing_device,
     default_memory,
     record_current_streams,
+    refuse_capture,
 )
 from pinstage._memory import _pages as pages
-from pinstage.errors import LeaseError, PinningError, StagingWarning
+from pinstage.errors import LeaseError, PinningError, PinstageError, StagingWarning
 
 OUT_OF_MEMORY, INVALID_VALUE, UNLOADING = 2, 1, 4
 ALREADY_MAPPED, ALREADY_REGISTERED, NOT_PERMITTED, NOT_SUPPORTED = 208, 712, 800, 801
@@ -421,21 +424,29 @@ def test_another_thread_sets_no_current_device(monkeypatch):
         assert entered == [1]
 
 
+NO_NULL_STREAM = 0x5EED
+
+
 class Streams:
     """Stands for torch with three devices: current streams, and recorded events."""
 
     def __init__(self, monkeypatch):
         self.current, self.recorded, self.capturing = 1, [], None
+        self.handles = [NO_NULL_STREAM] * 3
+        calls = CudaCalls(lambda: self.current, None, self.handles.__getitem__, None)
+        monkeypatch.setattr(_streams, "cuda_calls", lambda: calls)
         monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
         monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
         monkeypatch.setattr("torch.cuda.current_stream", lambda index: f"stream of {index}")
-        monkeypatch.setattr(
-            "torch.cuda.is_current_stream_capturing", lambda: self.current == self.capturing
-        )
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", self.is_capturing)
         monkeypatch.setattr(_streams, "on_device", self.on_device)
         monkeypatch.setattr(
             _streams.DeviceEvent, "of", lambda index: types.SimpleNamespace(record=self.record)
         )
+
+    def is_capturing(self):
+        assert self.handles[self.current] == NO_NULL_STREAM, "the null stream is never asked"
+        return self.current == self.capturing
 
     @contextlib.contextmanager
     def on_device(self, index):
@@ -474,6 +485,43 @@ def test_a_captured_stream_is_not_recorded(cuda, monkeypatch):
     ):
         record_current_streams()
     assert streams.recorded == []
+
+
+@pytest.mark.parametrize("null", [0, 1])
+def test_a_null_stream_is_recorded_unasked(cuda, monkeypatch, null):
+    streams = Streams(monkeypatch)
+    memory = RegisteredMemory(2)
+    memory.deallocate(memory.allocate(1))
+    streams.handles[2] = null
+    assert len(record_current_streams()) == 1
+
+
+@pytest.mark.parametrize("capturing", [None, 0, 1, 2])
+@pytest.mark.parametrize("index", [None, 0, 1])
+def test_a_capture_on_either_current_stream_is_seen(monkeypatch, capturing, index):
+    streams = Streams(monkeypatch)
+    streams.capturing = capturing
+    assert capturing_device(index) == (capturing if capturing in (1, index) else None)
+    assert streams.current == 1
+
+
+def test_null_streams_are_never_asked_whether_they_capture(monkeypatch):
+    streams = Streams(monkeypatch)
+    streams.handles[:] = 0, 1, 0
+    assert [capturing_device(index) for index in (None, 0, 2)] == [None] * 3
+
+
+def test_a_capture_is_refused_with_the_remedy(monkeypatch):
+    streams = Streams(monkeypatch)
+    refuse_capture(2)
+    streams.capturing = 2
+    refuse_capture()
+    with pytest.raises(PinstageError, match=r"captures a graph: cuda:2\. Stage .*, out=tensors"):
+        refuse_capture(2)
+
+
+def test_no_capture_is_seen_before_torch_uses_cuda():
+    assert capturing_device(0) is None
 
 
 def test_a_silent_device_is_an_error(cuda, monkeypatch):

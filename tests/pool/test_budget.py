@@ -4,9 +4,9 @@ import contextlib
 import threading
 
 import pytest
-from doubles import Gate, ManualEvent, outcome, stays_blocked, wait_until
+from doubles import CountingMemory, Gate, ManualEvent, outcome, stays_blocked, wait_until
 
-from pinstage import SlabPool, _reaper
+from pinstage import HostBudget, SlabPool, _reaper
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -26,6 +26,26 @@ pytestmark = pytest.mark.usefixtures("growing_again")
 slow_polling = pytest.mark.usefixtures("no_polling")
 
 # -- the cap
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "granularity", "least"),
+    [
+        (0, 1, "1"), (4095, 4096, "4,096"), ("2", 1, "4,096"), ("4095B", 1, "4,096"),
+        ("4KiB", 1 << 20, "1,048,576"),
+    ],
+)  # fmt: skip
+def test_a_cap_below_one_slab_is_refused(max_bytes, granularity, least):
+    message = f"max_bytes is too small: .*Pass at least {least}, or a size with a unit"
+    with pytest.raises(ValueError, match=message):
+        SlabPool(max_bytes, memory=CountingMemory(granularity))
+
+
+def test_a_budget_below_the_granularity_is_refused():
+    budget = HostBudget(4095, name="small")
+    with pytest.raises(ValueError, match="max_bytes is too small: 4095"):
+        SlabPool(budget=budget, memory=CountingMemory(4096))
+    SlabPool("1MiB", budget=budget, memory=CountingMemory(1)).close()
 
 
 @slow_polling

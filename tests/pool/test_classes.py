@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinstage._pool._classes import (
+from pinstage._sizes import (
     REUSE_FACTOR,
     SMALL_SLAB_BYTES,
     reuse_limit,

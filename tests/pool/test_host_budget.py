@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +77,12 @@ def plain_pool():
 def lease_all(pool):
     """Lease the whole budget, for which other processes may have to end."""
     pool.acquire("8MiB", timeout=5).release()
+
+
+def held_when_readable():
+    """Return `held`, or None while a row is damaged or the folder can't be used."""
+    with contextlib.suppress(HostBudgetError):
+        return held()
 
 
 def held():
@@ -637,7 +644,8 @@ def test_too_many_open_files_end_no_other_pool(pools, monkeypatch):
     [
         ("much", "nonsense", "not a size: 'much'"),
         ("auto", "nonsense", "not a size: 'auto'"),
-        (0, "nonsense", "a budget must be positive: 0"),
+        (0, "nonsense", "max_bytes is too small: 0"),
+        ("64", "nonsense", "max_bytes is too small: '64'"),
         (1.5, "nonsense", "not a whole number of bytes"),
         ("1GiB", "", "a budget's name must be text: ''"),
         ("1GiB", 7, "a budget's name must be text: 7"),
@@ -787,6 +795,94 @@ def test_trimming_many_slabs_hardly_waits_for_the_folder(pools, folder):
         pool.trim()
         assert time.monotonic() - began < 1
     wait_until(lambda: held() == [0])
+
+
+@contextlib.contextmanager
+def failing(monkeypatch, name):
+    """Let a function of `os` fail; the first call does its work nevertheless."""
+    function, calls = getattr(os, name), itertools.count()
+
+    def fail(*arguments):
+        if next(calls) == 0:
+            function(*arguments)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, fail)
+        yield
+
+
+@contextlib.contextmanager
+def wrong_mode(folder):
+    folder.chmod(0o755)
+    yield
+    folder.chmod(0o700)
+
+
+OBSTACLES = {
+    "another process has the folder": lambda folder, _: held_lock(folder),
+    "the folder has a wrong mode": lambda folder, _: wrong_mode(folder),
+    "writing fails": lambda _, monkeypatch: failing(monkeypatch, "pwrite"),
+    "truncating fails": lambda _, monkeypatch: failing(monkeypatch, "ftruncate"),
+}
+
+
+@pytest.fixture(params=OBSTACLES)
+def obstacle(request, folder, monkeypatch):
+    """A context in which the rows of this process can't be written."""
+    return lambda: OBSTACLES[request.param](folder, monkeypatch)
+
+
+def test_leases_after_a_hindered_close_aren_t_counted(pools, obstacle):
+    pool = pools()
+    lease = pool.acquire("3MiB")
+    with obstacle():
+        pool.close()
+    lease.release()
+    wait_until(lambda: held_when_readable() == [])
+
+
+def test_bytes_freed_behind_an_obstacle_are_given_back(pools, obstacle):
+    pool = pools()
+    pool.acquire("3MiB").release()
+    with obstacle():
+        pool.trim()
+    wait_until(lambda: held_when_readable() == [0])
+
+
+def test_a_row_is_right_again_after_growing_failed(pools, obstacle):
+    pool = pools()
+    with pool.acquire("2MiB"):
+        with obstacle(), pytest.raises((HostBudgetError, AcquireTimeoutError)):
+            pool.acquire("3MiB", timeout=0)
+        wait_until(lambda: held_when_readable() == [2 * MIB])
+
+
+def test_dropped_pools_aren_t_counted_behind_obstacles(memory, obstacle):
+    pool = ps.SlabPool(memory=memory, budget=budget())
+    pool.acquire("3MiB").release()
+    with obstacle():
+        del pool
+        gc.collect()
+        wait_until(lambda: memory.live_bytes == 0)
+    wait_until(lambda: held_when_readable() == [])
+
+
+def test_rows_end_although_closing_a_file_fails(pools, monkeypatch):
+    pool = pools(memory=ps.memory.SharedMemory(register=False))  # a row for each slab
+    pool.reserve("1MiB", count=3)
+    close = os.close
+
+    def close_and_fail(file):
+        is_row = ".pinstage" in str(Path(f"/proc/self/fd/{file}").readlink())
+        close(file)
+        if is_row:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close_and_fail)
+        pool.trim()
+    assert held() == [0]
 
 
 def test_a_failed_free_makes_no_endless_growth(pools, memory):

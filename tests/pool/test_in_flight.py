@@ -42,7 +42,7 @@ def test_unsuitable_slabs_are_not_leased_in_flight(pool):
 def test_a_dropped_lease_leaves_the_event_in_place(pool):
     event = in_flight(pool)
     lease_in_flight(pool, 100, owner="offload")
-    with pytest.warns(ResourceWarning, match="never released"):
+    with pytest.warns(RuntimeWarning, match="never released"):
         stats = pool.stats()
     assert (stats.leased_slabs, stats.in_flight_slabs) == (0, 1)
     event.finish()

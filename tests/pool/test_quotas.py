@@ -110,7 +110,8 @@ def test_quotas_of_a_frozen_pool_divide_its_slabs(pool, background):
             {"min_bytes": 500, "max_bytes": 400},
             "quota of 'eval' is impossible: min_bytes=500, max_bytes=400; pass",
         ),
-        ({"max_bytes": 0}, "impossible"),
+        ({"max_bytes": 0}, "max_bytes is too small: 0"),
+        ({"max_bytes": "2"}, "max_bytes is too small: '2'"),
         (
             {"min_bytes": 601},
             r"quotas do not fit: 1001 bytes would be guaranteed in all, max_bytes is 1000; guarantee",

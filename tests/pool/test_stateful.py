@@ -98,7 +98,7 @@ class PoolMachine(RuleBasedStateMachine):
     )
     def make(self, max_bytes, granularity):
         self.granularity = granularity
-        self.max_bytes = max_bytes
+        self.max_bytes = max_bytes = max(max_bytes, granularity)
         self.memory = CountingMemory(granularity)
         self.pool = SlabPool(max_bytes, memory=self.memory)
 

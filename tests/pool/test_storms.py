@@ -1,5 +1,5 @@
-"""Interrupts, collections and kills at every possible point: nothing hangs, and all slabs are
-returned.
+"""Interrupts, collections and kills at every possible point: no batch is wrong, no lock stays held
+and nothing hangs.
 """
 
 import contextlib
@@ -44,16 +44,14 @@ def storm(*arguments):
 
 
 @pytest.mark.parametrize("what", [*USES, "region", "budget"])
-def test_everything_is_returned_after_interrupts_without_output(what):
+def test_nothing_hangs_after_interrupts(what):
     found, told = storm(what, 150)
     assert found["interrupted"] > 100
-    # Of an interrupted call.
-    others = [line for line in told.splitlines() if "lease was never released" not in line]
-    assert (found["wrong"], others) == ([], [])
+    assert (found["wrong"], told) == ([], "")
 
 
 @pytest.mark.parametrize("what", USES)
-def test_after_interrupts_of_other_threads_all_is_back(what):
+def test_nothing_hangs_after_interrupts_of_other_threads(what):
     found, _ = storm(what, 50, "threads")
     assert found["interrupted"] >= 50
     assert found["wrong"] == []

@@ -9,7 +9,8 @@ import time
 import pytest
 from doubles import ManualEvent, outcome, stays_blocked, wait_for_waiters, wait_until
 
-from pinstage.errors import AcquireTimeoutError
+from pinstage._pool import hold_for_good
+from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PoolFrozenError
 
 slow_polling = pytest.mark.usefixtures("no_polling")
 
@@ -41,9 +42,9 @@ def test_a_timeout_is_exact_and_changes_nothing(pool, timeout):
     )
 
 
-@pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf])
-def test_a_negative_timeout_is_refused(pool, timeout):
-    with pytest.raises(ValueError, match="timeout must not be negative"):
+@pytest.mark.parametrize("timeout", [-1, -0.001, -math.inf, math.nan])
+def test_a_negative_timeout_or_nan_is_refused(pool, timeout):
+    with pytest.raises(ValueError, match="timeout must be 0 or more"):
         pool.acquire(1, timeout=timeout)
     assert pool.stats().held_bytes == 0
 
@@ -140,3 +141,77 @@ def test_a_waiter_interrupted_at_an_event_leaves_nothing(pool, waiting):
     with pytest.raises(AcquireTimeoutError):
         pool.acquire(1000, timeout=0)
     lease.release()
+
+
+# -- slabs held for good
+
+
+def held_for_good(pool, nbytes, **options):
+    """Return a view for which a slab is held, as by a frozen module."""
+    lease = pool.acquire(nbytes, **options)
+    hold_for_good(lease)
+    view = lease.numpy()
+    lease.release()
+    return view
+
+
+def test_a_request_fails_beside_slabs_held_for_good(pool):
+    views = [held_for_good(pool, 512), held_for_good(pool, 128)]
+    stats = pool.stats()
+    assert (stats.held_for_good_bytes, stats.in_flight_bytes) == (640, 640)
+    with pool.acquire(320), pytest.raises(BudgetExceededError) as caught:
+        pool.acquire(361, timeout=60)
+    assert pool.stats().waits == 0
+    assert str(caught.value) == (
+        "request doesn't fit beside slabs held for good: requested 361 B, held 960 B of max_bytes "
+        "1000 B (given: 1000), leased 320 B, in flight 640 B (640 B in live views), 640 B of these "
+        "held for good; close handles of frozen modules and drop these modules, or pass "
+        'max_bytes="2KiB" or more'
+    )
+    views.clear()
+    assert pool.stats().held_for_good_bytes == 0
+    pool.acquire(900).release()
+
+
+def test_a_request_that_fits_beside_them_waits(pool, waiting):
+    views = [held_for_good(pool, 640)]
+    lease = pool.acquire(320)
+    waiter = waiting(pool, 360)
+    lease.release()
+    outcome(waiter).release()
+    views.clear()
+
+
+def test_a_waiter_fails_once_its_bytes_are_held(pool, waiting):
+    lease = pool.acquire(512)
+    waiter = waiting(pool, 900)
+    hold_for_good(lease)
+    with pytest.raises(BudgetExceededError):
+        outcome(waiter)
+    lease.release()
+    pool.acquire(900).release()
+
+
+def test_nothing_waits_for_a_slab_held_for_good(make_pool, memory):
+    """A pool that can't grow: frozen, or refused by the platform."""
+    pool = make_pool(4096)
+    views = [held_for_good(pool, 1024)]
+    pool.acquire(128).release()
+    memory.fail_allocate(MemoryError("no more"))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no more"):
+            pool.acquire(1000, timeout=60)
+    pool.freeze()
+    with pytest.raises(PoolFrozenError, match="largest slab 128 B"):
+        pool.acquire(1000)
+    views.clear()
+    pool.acquire(1000).release()
+
+
+def test_slabs_held_for_good_count_for_quotas(pool):
+    pool.set_quota("offload", min_bytes=500)
+    views = [held_for_good(pool, 256, owner="offload")]
+    pool.acquire(500, owner="others").release()
+    with pytest.raises(BudgetExceededError, match="held for good"):
+        pool.acquire(800, owner="offload")
+    views.clear()

@@ -11,7 +11,7 @@ from doubles import shared_files, wait_until
 from region_processes import MIB, use, use_by_rank
 
 import pinstage as ps
-from pinstage.errors import PinningError
+from pinstage.errors import ClosedError, PinningError
 
 
 @pytest.fixture(params=["fork", "spawn", "forkserver"])
@@ -84,7 +84,7 @@ def test_a_handle_keeps_the_memory_and_no_descriptor():
     region.tree()["table"].fill_(5)
     handle = region.handle()
     region.close()
-    with pytest.raises(PinningError):
+    with pytest.raises(ClosedError):
         region.handle()
     del region
     gc.collect()

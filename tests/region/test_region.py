@@ -19,7 +19,13 @@ import pinstage as ps
 from pinstage._memory import _limits, _pages, _ranges, _resource
 from pinstage._pool import held_bytes
 from pinstage._region import _chunks
-from pinstage.errors import AcquireTimeoutError, BudgetExceededError, PinningError, StagingWarning
+from pinstage.errors import (
+    AcquireTimeoutError,
+    BudgetExceededError,
+    ClosedError,
+    PinningError,
+    StagingWarning,
+)
 
 MIB = 1 << 20
 
@@ -92,7 +98,7 @@ def test_a_wait_says_that_progress_closed_the_region(make, background):
     waiting = background(regions[0].synchronize)
     assert stays_blocked(waiting)
     is_waited_for.set()
-    with pytest.raises(PinningError, match="the region was closed before it was ready"):
+    with pytest.raises(ClosedError, match="the region was closed before it was ready"):
         outcome(waiting)
 
 
@@ -283,7 +289,7 @@ def test_crawling_huge_pages_give_way_to_ordinary_ones(make, monkeypatch):
     [
         ({"nbytes": 0}, "nbytes must be more than 0 bytes: 0"),
         ({"nbytes": "much"}, "not a size: 'much'"),
-        ({"chunk_bytes": "0B"}, "chunk_bytes must be more than 0"),
+        ({"chunk_bytes": "4095"}, "chunk_bytes is less than a page: '4095'. Pass 4,096"),
         ({"row_bytes": 0}, "row_bytes must be more than 0"),
         ({"huge_pages": "4KiB"}, "huge_pages must be 'auto', '2MiB' or '1GiB': '4KiB'"),
         ({"numa_node": -1}, "numa_node must be a node's number"),
@@ -404,7 +410,7 @@ def test_a_region_that_is_closed_early_stops(make, cuda, hold_after, background)
     region.close()
     wait_until(lambda: region._chunks._stops)
     opened.set()
-    with pytest.raises(PinningError, match="closed before it was ready"):
+    with pytest.raises(ClosedError, match="closed before it was ready"):
         outcome(waiting)
     wait_until(lambda: not cuda.registered)
     assert cuda.names().count("cudaHostRegister") < 4
@@ -438,10 +444,10 @@ def test_a_closed_region_refuses(make, use):
     with make(shared=True) as region:
         pass
     region.close()
-    error = ValueError if use == "tree" else PinningError
+    error = ValueError if use == "tree" else ClosedError
     with pytest.raises(error):
         getattr(region, use)()
-    with pytest.raises(PinningError, match="the region is closed"):
+    with pytest.raises(ClosedError, match="the region is closed"):
         region.guard(ManualEvent())
     assert "closed" in repr(region)
 

@@ -11,7 +11,9 @@ import pytest
 import torch
 from doubles import (
     Interrupts,
+    ManualEvent,
     assert_idle,
+    outcome,
     record_work,
     wait_until,
 )
@@ -22,15 +24,12 @@ from torch.nn.utils.rnn import pack_sequence
 
 import pinstage as ps
 from pinstage._sizes import round_up
-from pinstage._stage import _out, _to_host, _writer
-from pinstage._stage._device import Target
+from pinstage._stage import _out, _to_host
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
     LayoutError,
-    PinstageError,
     PoolFrozenError,
-    StagingWarning,
 )
 
 MIB = 1 << 20
@@ -119,10 +118,6 @@ def to_device(stager, batch, out):
     return stager.to_device(batch, out=out)
 
 
-def staged(stager, batch, out):
-    return stager.stage(batch, out=out).wait()
-
-
 def to_host(stager, batch, out):
     return stager.to_host(batch, out=out)
 
@@ -134,17 +129,16 @@ def page_locked(stager, batch, out):
             _to_host, "pieces_of", lambda x: [(0, x.nbytes // 2), (x.nbytes // 2, x.nbytes)]
         )
         patched.setattr(_to_host, "DIRECT_FROM_BYTES", 4)
-        return stager.fetch(batch, out=out).wait()
+        return stager.to_host(batch, out=out)
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex")
 @given(
     drawn=writes(),
-    way=st.sampled_from([to_device, staged, to_host, page_locked]),
-    group_bytes=st.sampled_from([16, 100, _writer.GROUP_BYTES]),
+    way=st.sampled_from([to_device, to_host, page_locked]),
     order=st.sampled_from([list, reversed]),
 )
-def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, group_bytes, order):
+def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, order):
     sources, (expected, places), (wanted, memory) = drawn
     tensors = [
         torch.from_numpy(source) if isinstance(source, np.ndarray) else source for source in sources
@@ -152,9 +146,7 @@ def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, grou
     if way in (to_host, page_locked):  # arrays are on the host already
         sources = tensors
     versions = [place._version for place in places]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_writer, "GROUP_BYTES", group_bytes)
-        returned = way(shared_stager, nested(sources), dict(order(nested(places).items())))
+    returned = way(shared_stager, nested(sources), dict(order(nested(places).items())))
     for place, tensor in zip(expected, tensors, strict=True):
         place.copy_(tensor.detach())
     for base, changed in zip(wanted, memory, strict=True):
@@ -166,15 +158,9 @@ def test_destinations_equal_those_of_a_copy_loop(shared_stager, drawn, way, grou
         assert place._version > version or not place.numel()
 
 
-@pytest.mark.parametrize(
-    ("elements", "group_bytes"),
-    [(3, _writer.GROUP_BYTES), (300_000, 4096), (600_000, _writer.GROUP_BYTES)],
-)
-@pytest.mark.parametrize("way", [to_device, staged, to_host, page_locked])
-def test_sources_are_read_before_any_destination_is_written(
-    shared_stager, monkeypatch, way, elements, group_bytes
-):
-    monkeypatch.setattr(_writer, "GROUP_BYTES", group_bytes)
+@pytest.mark.parametrize("elements", [3, 300_000])
+@pytest.mark.parametrize("way", [to_device, to_host])
+def test_sources_are_read_before_any_destination_is_written(shared_stager, way, elements):
     for kind in (torch.Tensor, TensorSubclass):
         x = numbers(torch.int32, (elements,))
         y = numbers(torch.int32, (elements,), 1).as_subclass(kind)
@@ -186,111 +172,44 @@ def test_sources_are_read_before_any_destination_is_written(
     assert row.tolist() == [0, *range(elements - 1)]
 
 
-def test_a_batch_above_the_cap_goes_in_groups(make_stager):
-    stager = make_stager("1MiB")
-    sources = [
-        numbers(torch.uint8, (5 * MIB + 3,)),
-        numbers(torch.float32, (MIB, 2)).t(),
-        torch.arange(5),
-    ]
-    places = [torch.empty(5 * MIB + 3, dtype=torch.uint8), torch.empty(2, MIB), torch.empty(5)]
-    stager.to_device(sources, out=places)
-    torch.testing.assert_close(places, sources, rtol=0, atol=0, check_dtype=False)
-    stats = stager.stats()
-    assert stats.pool.peak_held_bytes <= MIB
-    assert stats.batches > 5
-    with pytest.raises(BudgetExceededError):
-        stager.stage(sources, out=places)
-    with pytest.raises(BudgetExceededError):
-        stager.to_device(sources)
-
-
-OF_MANY_CAPS = {
-    "permuted": lambda: (
-        numbers(torch.int16, (4, 1, 3000, 7)).transpose(0, 2),
-        torch.zeros(7, 4, 1, 3000).permute(3, 2, 1, 0),
-    ),
-    "unused strides": lambda: (
-        torch.arange(1 << 19).view(1, 256, 256, 8).permute(0, 3, 1, 2),
-        torch.empty_strided((1, 8, 256, 256), (1 << 19, 1, 2048, 8), dtype=torch.int64),
-    ),
-    "strided bools": lambda: strided_bytes(torch.bool),
-    "strided bits": lambda: strided_bytes(torch.int1),
-}
-
-
-def strided_bytes(dtype):
-    bytes_ = torch.randint(256, (2048, 1024), dtype=torch.uint8)
-    return bytes_.view(dtype)[:, ::2], torch.zeros((2048, 512), dtype=torch.uint8).view(dtype)
-
-
-@pytest.mark.parametrize("kind", OF_MANY_CAPS)
-def test_a_tensor_of_many_caps_is_cut(make_stager, kind):
-    source, place = OF_MANY_CAPS[kind]()
-    make_stager("64KiB").to_device({"x": source}, out={"x": place})
-    assert torch.equal(bits(place), bits(source.to(place.dtype)))
-
-
-def test_at_most_two_groups_are_on_the_device(make_stager, monkeypatch):
-    monkeypatch.setattr(_writer, "GROUP_BYTES", 1000)
-    alive = weakref.WeakSet()
-    most = []
-    blocks = Target.blocks
-
-    def counted(self, table, *more):
-        made = blocks(self, table, *more)
-        alive.update(made.tensors)
-        most.append(sum(tensor.nbytes for tensor in alive))
-        return made
-
-    monkeypatch.setattr(Target, "blocks", counted)
-    sources = [numbers(torch.float32, (7, 300, 2), seed) for seed in range(8)] + [torch.ones(3)]
-    places = [torch.empty(source.shape, dtype=torch.float64) for source in sources]
-    make_stager("1MiB").to_device(sources, out=places)
-    torch.testing.assert_close(places, sources, rtol=0, atol=0, check_dtype=False)
-    assert len(most) > 10
-    assert max(most) <= 2 * 1024
-
-
-def test_neighbours_are_copied_together(make_stager, monkeypatch):
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+def test_each_pair_of_dtypes_is_one_call(stager, monkeypatch, method):
     copied = []
     monkeypatch.setattr(_out, "copy_each", lambda places, sources: copied.append(len(places)))
-    stager = make_stager("8MiB")
-    batch = [numbers(torch.float32, (64,), seed) for seed in range(1000)] + [torch.arange(3)]
-    static = stager.to_device(batch)
-    stager.to_device(batch, out=static)
-    assert copied == [2]
-    stager.to_device(batch, out=[torch.empty_like(leaf) for leaf in static])
-    assert sorted(copied) == [1, 2, 1000]
+    sources = [torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.int64) * 20]
+    places = [torch.zeros(3) for _ in sources]
+    getattr(stager, method)(sources, out=places)
+    assert copied == [20, 20]
+    assert not any(place.any() for place in places)
 
 
-@given(
-    sizes=st.lists(st.sampled_from([0, 16, 16, 48, 20]), min_size=4, max_size=30),
-    order=st.randoms(),
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+@pytest.mark.parametrize(
+    "kind", [lambda x: x, lambda x: x.repeat(2)[::2]], ids=["dense", "strided"]
 )
-def test_ranges_of_neighbours_have_the_bytes(shared_stager, sizes, order):
-    buffer = torch.full((sum(sizes) + 64,), 0xEE, dtype=torch.uint8)
-    expected, before = buffer.clone(), buffer._version
-    ends = itertools.accumulate(sizes, initial=16)
-    ranges = [slice(start, end) for start, end in itertools.pairwise(ends)]
-    if order.random() < 0.3:
-        order.shuffle(ranges)
-    places = [buffer[bytes_] for bytes_ in ranges]
-    sources = [torch.randint(200, place.shape, dtype=torch.uint8) for place in places]
-    for bytes_, source in zip(ranges, sources, strict=True):
-        expected[bytes_] = source
-    shared_stager.to_device(sources, out=places)
-    assert torch.equal(buffer, expected)
-    assert buffer._version > before
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_bits_of_nans_arrive(stager, method, kind, dtype):
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    source = (torch.iinfo(integers).max - torch.arange(40)).to(integers)
+    place = kind(torch.zeros(40, dtype=dtype))
+    getattr(stager, method)([source.view(dtype)], out=[place])
+    assert torch.equal(place.clone().view(integers), source)
+    assert place.isnan().all()
 
 
-def test_neighbours_in_storages_of_their_own(stager):
-    memory = np.zeros((12, 64), np.uint8)
-    places = [torch.from_numpy(row) for row in memory]
-    stager.to_device(
-        [torch.full((64,), value, dtype=torch.uint8) for value in range(12)], out=places
-    )
-    assert (memory == np.arange(12)[:, None]).all()
+def test_a_batch_above_the_cap_is_refused(make_stager):
+    stager, place = make_stager("64KiB"), torch.zeros(MIB)
+    for method in (stager.to_device, stager.to_host):
+        with pytest.raises(BudgetExceededError):
+            method([torch.ones(MIB)], out=[place])
+    assert not place.any()
+
+
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+def test_an_empty_batch_copies_nothing(stager, method):
+    empty = torch.zeros(0, 3)
+    assert getattr(stager, method)({}, out={}) == {}
+    assert getattr(stager, method)([empty, "x"], out=[empty, "y"]) == [empty, "x"]
 
 
 # -- what is returned ------------------------------------------------------------------------------
@@ -320,26 +239,34 @@ def test_a_repeated_source_is_written_to_both_places(stager, make):
     assert are_ones(places)
 
 
-@pytest.mark.parametrize("same", [lambda x: x, lambda x: x.view(3)], ids=["object", "view"])
-def test_tied_weights_are_written_once(stager, same):
-    source, place = torch.ones(3), torch.zeros(3)
-    stager.to_device([source, source], out=[place, same(place)])
-    assert place.tolist() == [1, 1, 1]
-    assert stager.stats().packed_leaves == 1
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(3, requires_grad=True),
+        lambda: torch.ones(3, requires_grad=True) * 1,
+        lambda: torch.ones(3, requires_grad=True).as_subclass(TensorSubclass),
+        lambda: torch.ones(3, requires_grad=True).to_sparse(),
+    ],
+    ids=["leaf", "result", "subclass", "sparse"],
+)
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
+def test_sources_are_read_detached(stager, method, make):
+    place = torch.zeros(3).to_sparse() if make().is_sparse else torch.zeros(3)
+    getattr(stager, method)([make()], out=[place])
+    assert place.to_dense().tolist() == [1, 1, 1]
+    assert not place.requires_grad
 
 
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
 @pytest.mark.parametrize(
     "way", [lambda leaf: leaf, lambda leaf: leaf[::2]], ids=["dense", "strided"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint16, torch.complex64])
-def test_versions_count_up_beside_inference_tensors(stager, dtype, way):
-    first, last = (way(torch.zeros(20, dtype=dtype)) for _ in range(2))
-    with torch.inference_mode():
-        middle = way(torch.zeros(20, dtype=dtype))
-    places = [first, middle, last]
-    stager.to_device([torch.ones(place.shape, dtype=dtype) for place in places], out=places)
+def test_each_version_counts_up_by_one(stager, method, way, dtype):
+    places = [way(torch.zeros(20, dtype=dtype)) for _ in range(3)]
+    getattr(stager, method)([torch.ones_like(place) for place in places], out=places)
     assert are_ones(places)
-    assert min(first._version, last._version) >= 1
+    assert [place._version for place in places] == [1, 1, 1]
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -347,8 +274,9 @@ def test_versions_count_up_beside_inference_tensors(stager, dtype, way):
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of a prototype
     NESTED = torch.nested.nested_tensor([torch.zeros(3)])
-BUFFER = torch.zeros(12)
-LEAF = torch.zeros(3, requires_grad=True)
+FREED, CUT = torch.zeros(3), torch.zeros(5)[::2]
+FREED.untyped_storage().resize_(0)
+CUT.untyped_storage().resize_(16)
 UNWRITABLE = {
     "a missing key": ({"y": 0}, r"structure differs .* batch\['x'\] is not in out"),
     "another container": ([0], "structure differs"),
@@ -360,17 +288,12 @@ UNWRITABLE = {
         {"x": torch.zeros(3, device="meta")},
         "is on meta, but the call writes to cpu",
     ),
-    "an expanded one": ({"x": torch.zeros(1).expand(3)}, r"is expanded: shape \[3\], stride \[0\]"),
-    "one that requires grad": (
-        {"x": LEAF},
-        r"requires grad, and grad mode is on; call under torch.no_grad",
+    "one without memory": (
+        {"x": FREED},
+        r"out\['x'\] lacks the memory for its shape: 12 bytes of \[3\] in a storage of 0",
     ),
-    "a non-leaf": ({"x": LEAF * 2}, "requires grad"),
-    "another layout": ({"x": torch.zeros(3).to_sparse()}, "has layout torch.sparse_coo"),
-    "no cast": (
-        {"x": torch.zeros(3, dtype=torch.uint8).view(torch.bits8)},
-        "can't cast the batch's torch.float32",
-    ),
+    "a subclass without memory": ({"x": FREED.as_subclass(TensorSubclass)}, "lacks the memory"),
+    "a strided one that was cut": ({"x": CUT}, "lacks the memory .*: 20 bytes"),
     "a nested tensor": ({"x": NESTED}, "nested tensor"),
 }
 
@@ -386,13 +309,18 @@ class Movable:
 REFUSED = {
     **{name: (torch.ones(3), *row) for name, row in UNWRITABLE.items()},
     "a nested source": (NESTED, {"x": torch.zeros(1, 3)}, "nested tensor"),
+    "a source without memory": (
+        FREED.as_subclass(TensorSubclass),
+        {"x": torch.zeros(3)},
+        "cannot take a tensor that lacks the memory",
+    ),
     "a source that moves itself": (Movable(), {"x": torch.zeros(3)}, "cannot take a Movable"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*Movable holds tensors")
 @pytest.mark.parametrize(("source", "out", "says"), REFUSED.values(), ids=REFUSED)
-@pytest.mark.parametrize("method", ["to_device", "stage", "fetch", "to_host"])
+@pytest.mark.parametrize("method", ["to_device", "to_host"])
 def test_an_unwritable_destination_is_refused_by_path(stager, method, source, out, says):
     with pytest.raises(LayoutError, match=says) as caught:
         getattr(stager, method)({"x": source}, out=out)
@@ -403,7 +331,7 @@ def test_an_unwritable_destination_is_refused_by_path(stager, method, source, ou
 @pytest.mark.parametrize(
     ("batch", "out"),
     [
-        (OrderedDict(a=BUFFER, b=BUFFER), OrderedDict(b=torch.zeros(12), a=torch.zeros(12))),
+        (OrderedDict(a=torch.ones(1), b=torch.ones(1)), OrderedDict(b=FREED, a=FREED)),
         (pack_sequence([torch.ones(2)]), pack_sequence([torch.ones(1), torch.ones(1)])),
     ],
     ids=["order", "context"],
@@ -414,29 +342,45 @@ def test_structures_that_look_alike_have_their_difference_named(stager, batch, o
         stager.to_device(batch, out=out)
 
 
-COMPLEX = torch.zeros(6, dtype=torch.complex64)
-OVERLAPS = {
-    "shifted": ([BUFFER[:3], BUFFER[2:5]], r"out\[1\] overlaps out\[0\], and their sources differ"),
-    "one inside": ([BUFFER[:6], BUFFER[2:4]], r"out\[1\] overlaps out\[0\]"),
-    "the same object": ([LEAF.detach()] * 2, r"out\[1\] is the same memory as out\[0\]"),
-    "the same view": ([BUFFER[:3], BUFFER[:3]], r"out\[1\] is the same memory as out\[0\]"),
-    "the same strided view": (
-        [BUFFER[::4], BUFFER[::4]],
-        r"out\[1\] is the same memory as out\[0\]",
+def test_what_is_written_is_checked_first(stager):
+    place = torch.zeros(3)
+    for method in (stager.to_device, stager.to_host):
+        with raises_at("[1]", match="lacks the memory"):
+            method([torch.ones(3), torch.ones(3)], out=[place, FREED])
+    assert not place.any()
+
+
+LEAF = torch.zeros(3, requires_grad=True)
+TORCHS = {
+    "an expanded one": (torch.zeros(1).expand(3), RuntimeError, "a single memory location"),
+    "one that requires grad": (LEAF, RuntimeError, "leaf Variable that requires grad"),
+    "another layout": (torch.zeros(3).to_sparse(), RuntimeError, "dense and sparse"),
+    "no cast": (
+        torch.zeros(3, dtype=torch.uint8).view(torch.bits8),
+        NotImplementedError,
+        "not implemented for 'Bits8'",
     ),
-    "its conjugate": ([COMPLEX, COMPLEX.conj()], r"out\[1\] is the same memory as out\[0\]"),
-    "a part of its conjugate": ([COMPLEX, COMPLEX.conj()[:2]], r"out\[1\] overlaps out\[0\]"),
-    "its negation": ([BUFFER, torch._neg_view(BUFFER)], r"out\[1\] is the same memory as out\[0\]"),
 }
 
 
-@pytest.mark.parametrize(("places", "says"), OVERLAPS.values(), ids=OVERLAPS)
+@pytest.mark.parametrize(("place", "error", "says"), TORCHS.values(), ids=TORCHS)
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
-def test_destinations_that_overlap_are_refused_by_both_paths(stager, places, says, method):
-    with pytest.raises(LayoutError, match=says):
-        getattr(stager, method)([torch.ones(place.shape) for place in places], out=places)
-    assert not BUFFER.any()
-    assert not COMPLEX.any()
+def test_torch_s_errors_are_raised_as_they_are(stager, method, place, error, says):
+    with pytest.raises(error, match=says) as caught:
+        getattr(stager, method)([torch.ones(3)], out=[place])
+    assert not hasattr(caught.value, "__notes__")
+    assert not LEAF.any()
+    assert_idle(stager.pool)
+
+
+@pytest.mark.parametrize("way", [to_device, to_host, page_locked])
+@pytest.mark.parametrize("size", [3, 30_000])
+def test_inference_tensors_are_written_in_their_mode_only(shared_stager, way, size):
+    with torch.inference_mode():
+        place = torch.zeros(size)
+        assert way(shared_stager, [torch.ones(size)], [place]) == [place]
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        way(shared_stager, [torch.ones(size)], [place])
 
 
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
@@ -450,86 +394,20 @@ def test_parameters_are_packed(stager, method, requires_grad):
     assert stager.stats().passthrough_leaves == 0
 
 
-@pytest.mark.parametrize("group_bytes", [16, _writer.GROUP_BYTES])
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_strided_views_of_one_storage_keep_order(stager, monkeypatch, order, group_bytes):
-    found, expected = torch.zeros(6), torch.zeros(6)
-    views = [lambda x: x[::2], lambda x: x, lambda x: x[1::2]]
-    sources = [torch.full_like(view(found), value) for value, view in enumerate(views, 1)]
-    monkeypatch.setattr(_writer, "GROUP_BYTES", group_bytes)
-    stager.to_device([sources[i] for i in order], out=[views[i](found) for i in order])
-    for i in order:
-        views[i](expected).copy_(sources[i])
-    assert torch.equal(found, expected)
-
-
-def test_a_captured_stream_is_refused(stager, monkeypatch):
-    transfer = stager.stage(torch.ones(3), out=torch.zeros(3))
-    monkeypatch.setattr(Target, "is_capturing", lambda _: True)
-    text = r"while a CUDA graph is captured: .*; call it before or after graph.replay\(\)"
-    for method in (stager.to_device, stager.stage, stager.to_host):
-        with pytest.raises(PinstageError, match=text):
-            method(torch.ones(3), out=torch.zeros(3))
-    with pytest.raises(PinstageError, match=text):
-        transfer.wait()
-    monkeypatch.undo()
-    assert transfer.wait().all()
-
-
 # -- calls that fail later -------------------------------------------------------------------------
 
 
 def test_slabs_for_destinations_fit_the_cap(make_stager, monkeypatch):
     stager = make_stager("64KiB")
-    sources = [torch.ones(50_000), torch.ones(3), torch.full((50_000,), 3.0)]
-    places = [torch.zeros(50_000), torch.zeros(3), torch.zeros(50_000).as_subclass(TensorSubclass)]
+    sources = [torch.ones(50_000), torch.ones(3)]
+    places = [torch.zeros(50_000), torch.zeros(3)]
     with pytest.raises(BudgetExceededError) as caught:
         stager.to_host(sources, out=places)
     assert caught.value.requested_bytes == 200_000 + 16
     assert not any(place.any() for place in places)
     monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
     stager.to_host(sources, out=places)
-    assert places[0].all()
-
-
-@pytest.mark.parametrize("method", ["to_device", "to_host"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: (torch.ones(50_000), torch.zeros(50_000).as_subclass(TensorSubclass)),
-        lambda: (torch.ones(50_000).to_sparse(), torch.zeros(50_000).to_sparse()),
-    ],
-    ids=["subclass", "sparse"],
-)
-def test_torch_copies_large_opaque_destinations(make_stager, method, make):
-    source, place = make()
-    (written,) = getattr(make_stager("64KiB"), method)([source], out=[place])
-    assert written is place
-    assert place.to_dense().all()
-
-
-def test_a_timeout_between_groups_names_written_destinations(make_stager, monkeypatch):
-    stager = make_stager("4MiB", timeout=0.01)
-    monkeypatch.setattr(_writer, "GROUP_BYTES", 1 << 20)
-    batch = {"a": torch.ones(MIB // 4), "b": torch.ones(MIB)}
-    out = {name: torch.zeros_like(tensor) for name, tensor in batch.items()}
-    acquire = stager.pool.acquire
-    leases = itertools.count()
-
-    def fail_later(nbytes, **options):
-        if next(leases) == 3:
-            stager.pool.trim()
-            options["timeout"] = 0
-            nbytes += 4 * MIB
-        return acquire(nbytes, **options)
-
-    monkeypatch.setattr(stager.pool, "acquire", fail_later)
-    with pytest.raises(BudgetExceededError) as caught:
-        stager.to_device(batch, out=out)
-    assert caught.value.__notes__ == ["may be written in part: out['a'], out['b']"]
-    monkeypatch.undo()
-    stager.to_device(batch, out=out)
-    assert bool((out["b"] == 1).all())
+    assert are_ones(places)
 
 
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
@@ -547,18 +425,15 @@ def test_without_a_slab_nothing_is_written(make_stager, method, stop, error):
     lease = stop(stager.pool)
     sources = [torch.ones(3).as_subclass(TensorSubclass), torch.ones(3), torch.ones(MIB // 3)]
     places = [torch.zeros(3), torch.zeros(3, dtype=torch.float64), torch.zeros(MIB // 3)]
-    with pytest.raises(error) as caught:
+    with pytest.raises(error):
         getattr(stager, method)(sources, out=places)
-    assert not any("written" in note for note in getattr(caught.value, "__notes__", ()))
     assert not any(place.any() for place in places)
     if lease is not None:
         assert getattr(stager, method)(sources[:1], out=places[:1])[0].all()
         lease.release()
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pinstage.errors.UnreleasedLeaseWarning", "ignore:out= was not written"
-)
+@pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")
 @pytest.mark.parametrize("size", [100, MIB])
 def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
     stager = make_stager("16MiB")
@@ -581,104 +456,20 @@ def test_an_interrupt_anywhere_leaves_no_slab_busy(make_stager, size):
 # -- order and lifetime ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("elements", [100, MIB])
-def test_the_waiting_stream_copies_behind_the_staged_bytes(queue, elements):
-    place = torch.zeros(elements)
-    transfer = queue.stage(torch.ones(elements), out=place)
-    staged, log = len(queue._target.events) - 1, queue._target.log
-    assert not place.any()
-    assert not any("waits for" in entry for entry in log)
-    del log[:]
-    assert transfer.wait("another") is place
-    assert place.all()
-    assert log == [("on", "another"), ("another", "waits for", staged, 1), ("event", "another")]
+def test_the_current_stream_copies_behind_the_staged_bytes(queue):
+    place = torch.zeros(MIB)
+    queue.to_device(torch.ones(MIB), out=place)
+    last = len(queue._target.events) - 1
+    assert queue._target.log[-1] == ("current", "waits for", last, 1)
+    assert are_ones([place])
 
 
-def test_later_waits_only_wait_for_the_copy(queue):
-    place = torch.zeros(3)
-    transfer = queue.stage(torch.ones(3), out=place)
-    transfer.wait("another")
-    place.fill_(7)
-    del queue._target.log[:]
-    assert transfer.wait("third") is place
-    assert queue._target.log[1:] == [("third", "waits for", len(queue._target.events) - 1, 0)]
-    assert place.tolist() == [7, 7, 7]
-
-
-def test_a_transfer_reports_staged_bytes_then_the_copy(queue):
-    transfer = queue.stage(torch.ones(MIB), out=torch.zeros(MIB))
-    assert not transfer.query()
+def test_sources_can_change_after_the_call(queue):
+    sources = [torch.ones(MIB), np.ones(3, np.float32), torch.ones(3, requires_grad=True)]
+    places = [torch.zeros(MIB), torch.zeros(3), torch.zeros(3)]
+    queue.to_device(sources, out=places)
     queue._target.finish()
-    assert transfer.query()
-    transfer.wait()
-    assert not transfer.query()
-    queue._target.finish()
-    transfer.synchronize()
-
-
-def test_a_forgotten_transfer_writes_nothing_and_warns(stager):
-    place = torch.zeros(3)
-    transfer = stager.stage(torch.ones(3), out=place)
-    with pytest.warns(StagingWarning, match=r"out= was not written: .*16 B .*wait\(\)"):
-        del transfer
-    assert not place.any()
-
-
-def test_sources_can_change_before_the_copy(stager):
-    sources = [
-        torch.ones(3),
-        np.ones(3, np.float32),
-        torch.ones(3, requires_grad=True),
-        torch.ones(3).as_subclass(TensorSubclass),
-    ]
-    places = [torch.zeros(3) for _ in sources]
-    transfer = stager.stage(sources, out=places)
-    with torch.no_grad():
-        for source in sources:
-            source[:] = 9
-    transfer.wait()
     assert are_ones(places)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-@pytest.mark.parametrize("method", ["stage", "fetch"])
-def test_destinations_that_changed_shape_are_refused(stager, method, dtype):
-    place = torch.zeros(3, dtype=dtype)
-    before = place.detach()
-    transfer = getattr(stager, method)({"x": torch.ones(3)}, out={"x": place})
-    place.data = torch.zeros(2, 3, dtype=dtype)  # to which torch would broadcast
-    with pytest.raises(LayoutError, match="changed its shape or memory") as caught:
-        transfer.wait()
-    assert caught.value.path == "['x']"
-    assert not place.any()
-    place.data = before
-    assert transfer.wait()["x"].all()
-
-
-@pytest.mark.filterwarnings("ignore:out= was not written")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_an_interrupted_wait_can_be_repeated(make_stager, dtype):
-    stager = make_stager("16MiB")
-    for number in itertools.count(1):
-        places = [torch.zeros(3), torch.zeros(40, dtype=dtype)]
-        transfer = stager.stage([torch.ones(3), torch.ones(40)], out=places)
-        interrupted = Interrupts(number, "_out.py", "_transfer.py").during(transfer.wait)
-        assert transfer.wait() == places
-        assert are_ones(places)
-        if not interrupted:
-            break
-    assert number > 10
-
-
-@pytest.mark.parametrize("own_storage", [True, False, "auto"])
-@pytest.mark.parametrize("count", [2, 40])
-def test_destinations_have_one_block_whatever_is_their_own(make_stager, own_storage, count):
-    places = [torch.zeros(3) for _ in range(count)]
-    transfer = make_stager(own_storage=own_storage).stage(
-        [torch.ones(3) for _ in places], out=places
-    )
-    assert transfer.blocks == 1
-    assert are_ones(transfer.wait())
 
 
 def test_batches_with_destinations_count_for_running_ahead(monkeypatch):
@@ -689,78 +480,49 @@ def test_batches_with_destinations_count_for_running_ahead(monkeypatch):
     assert len(waited) == 3
 
 
-def test_destinations_are_kept_until_the_copy_is_done(queue):
-    place = torch.zeros(MIB)
-    gone = weakref.ref(place)
-    transfer = queue.stage(torch.ones(MIB), out=place)
-    transfer.wait()
-    del place, transfer
-    assert gone() is not None
-    queue._target.finish()
-    wait_until(lambda: gone() is None)
-
-
-def test_the_staged_memory_is_dropped_by_wait(stager, monkeypatch):
-    made = []
-    blocks = Target.blocks
-    monkeypatch.setattr(Target, "blocks", lambda *args: made.append(blocks(*args)) or made[-1])
-    transfer = stager.stage(
-        [torch.ones(3), torch.ones(3)], out=[torch.zeros(3), torch.zeros(6)[::2]]
-    )
-    gone = weakref.ref(made.pop().tensors[0])
-    assert gone() is not None
-    transfer.wait()
-    assert gone() is None
-
-
 # -- to the host -----------------------------------------------------------------------------------
 
 
-def test_wait_fills_destinations_from_the_slab(stager, held):
+def test_destinations_are_filled_from_the_slab(stager, held, background):
     place = torch.zeros(3)
-    transfer = stager.fetch([torch.ones(3)], out=[place])
+    written = background(stager.to_host, [torch.ones(3)], out=[place])
+    wait_until(lambda: held.pieces)
     assert not place.any()
-    assert not transfer.query()
     held.finish()
-    assert transfer.wait() is transfer.wait()
-    assert transfer.wait()[0] is place
+    assert outcome(written)[0] is place
     assert place.tolist() == [1, 1, 1]
     assert stager.pool.stats().free_slabs == 1
 
 
-def test_a_failed_fetch_names_its_destinations(stager, monkeypatch):
-    def fail(*copies, **_):
-        del copies  # frames outside pinstage keep their locals: views of the slab
-        raise RuntimeError("the copy failed")
-
-    monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
-    monkeypatch.setattr(Target, "to_host", fail)
-    tree = {"large": torch.ones(1 << 17), "small": torch.ones(3)}
-    with pytest.raises(RuntimeError, match="the copy failed") as caught:
-        stager.fetch(tree, out={name: torch.zeros_like(tensor) for name, tensor in tree.items()})
-    assert caught.value.__notes__ == ["may be written in part: out['large']"]
-    assert stager.pool.stats().free_slabs == 1
-
-
-def test_page_locked_destinations_need_no_slab(stager, held, monkeypatch):
+def test_page_locked_destinations_need_no_slab(stager, monkeypatch):
     monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
     place = torch.zeros(100_000)
-    gone = weakref.ref(place)
-    transfer = stager.fetch(torch.ones(100_000), out=place)
+    stager.to_host(torch.ones(100_000), out=place)
+    assert are_ones([place])
     assert stager.pool.stats().held_slabs == 0
-    assert (transfer.copies, place._version) == (1, 1)
-    del place, transfer
-    held.pieces[:] = [piece._replace(here=piece.here.clone()) for piece in held.pieces]
-    assert gone() is not None
-    held.finish()
-    wait_until(lambda: gone() is None)
+    assert (stager.stats().fetch_copies, place._version) == (1, 1)
 
 
-def test_a_copy_and_destinations_exclude_each_other(stager):
-    with pytest.raises(
-        ValueError, match="copy=False returns views of a slab, and out= names tensors that exist"
-    ):
-        stager.fetch([torch.ones(3)], out=[torch.zeros(3)], copy=False)
+def test_page_locked_destinations_are_kept_after_an_interrupt(stager, held, monkeypatch):
+    monkeypatch.setattr(_to_host, "pieces_of", lambda tensor: [(0, tensor.nbytes)])
+    source, kept = torch.ones(30_000), 0
+    for number in itertools.count(1):
+        held.event = held.out_stream = ManualEvent()
+        held.event.synchronize = held.finish
+        place = torch.zeros(30_000)
+        gone = weakref.ref(place)
+        interrupts = Interrupts(number, "_to_host.py")
+        interrupts.during(lambda place=place: stager.to_host(source, out=place))
+        if interrupts.countdown > 0:  # numpy swallows interrupts in its look-ups
+            break
+        is_being_written = bool(held.pieces)
+        held.pieces.clear()
+        del place, interrupts
+        assert gone() is not None or not is_being_written
+        kept += is_being_written
+        held.event.finish()
+        wait_until(lambda gone=gone: gone() is None)
+    assert kept > 3
 
 
 @pytest.mark.parametrize("method", ["to_device", "to_host"])

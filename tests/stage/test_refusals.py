@@ -16,6 +16,8 @@ from strategies import assert_same, batches
 from pinstage import SlabPool, Stager
 from pinstage._batch import pack, take_apart, windows
 from pinstage._memory import remedy
+from pinstage._pool import state_of
+from pinstage._stage import HostSlabs
 from pinstage.errors import AcquireTimeoutError, StagingWarning
 from pinstage.memory import HostAllocMemory, PageableMemory, RegisteredMemory
 
@@ -249,6 +251,29 @@ def test_many_refusals_lose_nothing(kind, cuda, monkeypatch):
             refusals += times - cuda.refuse(call, 0, 0)
         assert pool.stats().leased_slabs == 0
     assert stager.stats().fallback_batches > REFUSALS // 20
+
+
+@quietly
+def test_the_cap_limits_pageable_slabs_too(walled):
+    memory, pool = walled(500, max_bytes=1000)
+    slabs = HostSlabs(pool, "one", None)
+    leases = [slabs.lease_now(400), HostSlabs(pool, "another", None).lease_now(400)]
+    assert memory.live_bytes == pool.stats().held_bytes == leases[0].capacity
+    assert slabs.lease_now(400) is None
+    for lease in leases:
+        lease.release()
+    assert pool.stats().leased_bytes == 0
+
+
+def test_a_closed_pool_frees_pageable_slabs(walled):
+    _, pool = walled(0)
+    with pytest.warns(StagingWarning, match="page-locking of 400 B was refused, pageable memory"):
+        lease = HostSlabs(pool, "one", None).lease_now(400)
+    (pageable,) = state_of(pool).pageable.values()
+    lease.release()
+    pool.close()
+    assert pageable.closed
+    assert pageable.stats().held_bytes == 0
 
 
 def test_pageable_memory_is_refused_by_nobody(cuda):

@@ -286,14 +286,13 @@ def batch_of_many_chunks(seed):
         ("reused", 1),
         ("reused", 3),
         ("reused", 100),
-        ("captured", 1),
         ("cannot demote", 1),
     ],
 )
 def test_chunks_packed_over_others_have_no_wrong_byte(make_stager, monkeypatch, lag, how):
     monkeypatch.setattr(_native.core, "demotes", how != "cannot demote")
     stager = make_stager(max_bytes="512MiB", pack_threads=1 if lag == 1 else 3)
-    target = use_target(stager, LateTarget(lag, is_capturing=how == "captured"))
+    target = use_target(stager, LateTarget(lag))
     staged = [(stager.stage(batch_of_many_chunks(seed)), seed) for seed in range(3)]
     for transfer, seed in staged:
         transfer.synchronize()

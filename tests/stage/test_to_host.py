@@ -38,8 +38,8 @@ def some_tree(seed=0):
 
 @given(tree=batches(), copy=...)
 def test_every_tree_arrives_as_it_was(shared_stager, tree, copy: bool):
-    fetched = shared_stager.fetch(tree, copy=copy).wait()
-    again = shared_stager.fetch(tree, copy=copy).wait()
+    fetched = shared_stager.fetch(tree, copy=copy).result()
+    again = shared_stager.fetch(tree, copy=copy).result()
     for result in (fetched, again):
         for leaf, staged in zip(known.leaves_of(tree), known.leaves_of(result), strict=True):
             if isinstance(leaf, torch.Tensor) and known.packable(leaf):
@@ -55,7 +55,7 @@ def test_every_tree_arrives_as_it_was(shared_stager, tree, copy: bool):
 def test_leaves_of_every_dtype_are_gathered_exactly(stager, dtype, copy):
     tree = [tensor_of(dtype, (n, 3, 2), n) for n in range(5)]
     tree.append(tensor_of(dtype, (4, 4), 5)[:, ::2])
-    assert_same(tree, stager.fetch(tree, copy=copy).wait())
+    assert_same(tree, stager.fetch(tree, copy=copy).result())
 
 
 def test_a_module_s_state_keeps_its_metadata(stager):
@@ -68,7 +68,7 @@ def test_a_module_s_state_keeps_its_metadata(stager):
 def test_a_repeated_tensor_is_copied_once(stager):
     tensor = torch.ones(100)
     transfer = stager.fetch({"a": tensor, "b": [tensor]}, copy=False)
-    fetched = transfer.wait()
+    fetched = transfer.result()
     assert fetched["a"] is fetched["b"][0]
     assert transfer.nbytes == 400
 
@@ -76,7 +76,7 @@ def test_a_repeated_tensor_is_copied_once(stager):
 def test_a_tree_without_tensors_needs_no_slab(stager):
     transfer = stager.fetch({"a": "text", "b": [None, 3], "c": torch.zeros(0, 3)}, copy=False)
     assert (transfer.copies, transfer.nbytes, transfer.query()) == (0, 0, True)
-    assert transfer.wait()["c"].shape == (0, 3)
+    assert transfer.result()["c"].shape == (0, 3)
     assert stager.pool.stats().misses == 0
 
 
@@ -108,7 +108,7 @@ def test_large_dense_tensors_are_copied_directly(stager, held):
         t.data_ptr() for t in large
     }
     held.finish()
-    assert_same([small[:25], large, strided, small[25:]], transfer.wait())
+    assert_same([small[:25], large, strided, small[25:]], transfer.result())
 
 
 def test_a_repeated_tree_is_fetched_with_new_values(stager):
@@ -117,12 +117,12 @@ def test_a_repeated_tree_is_fetched_with_new_values(stager):
             "x": [torch.full((7,), float(seed)), torch.full((DIRECT_BYTES // 4,), seed)],
             "n": seed,
         }
-        assert_same(tree, stager.fetch(tree, copy=False).wait())
+        assert_same(tree, stager.fetch(tree, copy=False).result())
 
 
 def test_the_counters_say_what_travelled(stager):
     tree = [torch.ones(100), torch.ones(50)]
-    stager.fetch(tree, copy=False).wait()
+    stager.fetch(tree, copy=False).result()
     stager.to_host(tree)
     stats = stager.stats()
     assert (stats.fetches, stats.fetch_copies, stats.fetched_bytes) == (2, 2, 2 * 608)
@@ -133,7 +133,7 @@ def test_threads_may_fetch_trees_of_changing_shapes(stager, background):
     def fetch_all(start):
         for size in (*range(start, 400), *range(start)):
             assert (
-                stager.fetch([torch.ones(size), torch.ones(3)], copy=False).wait()[0].numel()
+                stager.fetch([torch.ones(size), torch.ones(3)], copy=False).result()[0].numel()
                 == size
             )
 
@@ -146,18 +146,32 @@ def test_threads_may_fetch_trees_of_changing_shapes(stager, background):
 # -- half-copied data is never visible -------------------------------------------------------------
 
 
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_result_may_be_asked_for_again(stager, held, copy):
+    transfer = stager.fetch([torch.ones(3)], copy=copy)
+    for timeout in (0, 0.01):
+        with pytest.raises(TimeoutError, match="1 copy of 16 B; call result"):
+            transfer.result(timeout=timeout)
+    with pytest.raises(ValueError, match="must be 0 or more: -1"):
+        transfer.result(timeout=-1)
+    held.finish()
+    result = transfer.result(timeout=0)
+    assert result[0].tolist() == [1, 1, 1]
+    assert transfer.result() is result
+
+
 def test_bytes_are_inaccessible_until_the_copy_is_done(stager, held, background):
     tree = some_tree()
     transfer = stager.fetch(tree, copy=False)
     assert not transfer.query()
     assert "done" not in repr(transfer)
-    result = background(transfer.wait)
+    result = background(transfer.result)
     assert stays_blocked(result)
     reachable = [name for name in dir(transfer) if not name.startswith("_")]
-    assert set(reachable) == {"copies", "nbytes", "query", "synchronize", "wait"}
+    assert set(reachable) == {"copies", "nbytes", "query", "result", "synchronize"}
     held.finish()
     assert_same(tree, outcome(result))
-    assert transfer.wait() is outcome(result)
+    assert transfer.result() is outcome(result)
     assert transfer.query()
 
 
@@ -167,7 +181,7 @@ def test_a_failed_copy_raises_and_shows_nothing(stager, held, copy):
     held.event.error = RuntimeError("device-side assert")
     for _ in range(2):
         with pytest.raises(RuntimeError, match="device-side assert"):
-            transfer.wait()
+            transfer.result()
     held.event.error = None
     held.finish()
 
@@ -195,7 +209,7 @@ def test_several_events_are_done_when_all_are():
 
 
 def test_the_last_view_returns_the_slab(stager):
-    fetched = stager.fetch([torch.ones(100), torch.ones(50)], copy=False).wait()
+    fetched = stager.fetch([torch.ones(100), torch.ones(50)], copy=False).result()
     assert stager.pool.stats().in_flight_slabs == 1
     part = fetched[1][10:]
     del fetched
@@ -218,7 +232,7 @@ def test_targets_can_be_changed_after_the_call(stager):
     source = torch.ones(100)
     transfer = stager.fetch([source], copy=False)
     source.zero_()
-    assert torch.equal(transfer.wait()[0], torch.ones(100))
+    assert torch.equal(transfer.result()[0], torch.ones(100))
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -228,7 +242,7 @@ def test_targets_can_be_changed_after_the_call(stager):
 @pytest.mark.parametrize("call", ["fetch", "to_host", "stage", "to_device"])
 def test_results_that_fill_the_pool_are_an_error(make_stager, call):
     stager = make_stager(max_bytes=4096, timeout=0.01)
-    kept = stager.fetch([torch.ones(1000)], copy=False).wait()
+    kept = stager.fetch([torch.ones(1000)], copy=False).result()
     text = r"no slab came free within 0.01 s: requested 3.91 KiB, .*\n.*drop them sooner, or leave copy=False out"
     with pytest.raises(AcquireTimeoutError, match=text) as caught:
         getattr(stager, call)([torch.ones(1000)])

@@ -14,10 +14,8 @@ This package knows shapes, and counts no bytes of any pool.
 from ._attributes import stored_attributes
 from ._blocks import (
     Blocks,
-    Match,
     OwnStorage,
     Sharing,
-    bytes_at,
     check_own_storage,
     cut,
     make_blocks,
@@ -32,6 +30,7 @@ from ._describe import (
     contiguous_stride,
     dense_stride,
     describe,
+    some_paths,
     stack_samples,
     take_apart,
 )

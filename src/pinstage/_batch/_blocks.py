@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -109,37 +109,22 @@ def _view(
     return view_at(slab, start, dtype, shape, stride)
 
 
-class Match(NamedTuple):
-    """The existing tensors that can take the packed leaves of a batch byte by byte."""
-
-    memory: bytes
-    """For each row, two int64: the addresses of the tensor's first byte and of the byte behind its
-    last. Both are -1 if it isn't a plain tensor on the device with the dtype, shape and strides of
-    its row, or if that can't be determined quickly."""
-    is_complete: bool
-    """Whether all packed rows have such a tensor, and no two share a byte."""
-    dtype: int
-    """The code of the dtype of all packed rows; -1 if they have several."""
-    runs: list[tuple[int, int, int]]
-    """If the match is complete, the ranges of bytes that leaves form both in the slab and in the
-    memory of these tensors: the offset in the slab, the bytes, and the row that they begin with.
-    Empty if there are nearly as many ranges as leaves."""
-
-
-def match(table: Table, tensors: list[Any], device: torch.device) -> Match:
-    """Look for existing tensors that can take the leaves of a batch byte by byte.
+def match(
+    table: Table, tensors: list[Any], device: torch.device
+) -> tuple[dict[tuple[int, int], list[int]], list[int]]:
+    """Look for existing tensors that torch can write by one call for many.
 
     Args:
         table: the offset table.
-        tensors: one for each row; those of rows that aren't packed are ignored.
+        tensors: one for each row; those of leaves that aren't tensors are ignored.
         device: where they have to be.
+
+    Returns:
+        Rows of packed leaves, by the codes of their dtype and of their tensor's. These tensors are
+        plain, have memory, and have the leaf's shape and strides. Then all other rows that have a
+        tensor.
     """
-    return tuple.__new__(Match, _core.match(table.data, tensors, *dlpack_device(device)))
-
-
-def bytes_at(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Return bytes of a tensor's storage, from the tensor's first element on, as a uint8 view."""
-    return view_at(tensor, 0, torch.uint8, (nbytes,), (1,))
+    return _core.match(table.data, tensors, *dlpack_device(device))
 
 
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:

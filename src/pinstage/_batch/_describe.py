@@ -33,11 +33,12 @@ from ._table import CODES, MOST_DIMS, RowKind, Table
 
 
 class Keeping:
-    """Which leaves of a stager's batches stay on the host.
+    """Which leaves of a stager's or a loader's batches stay on the host.
 
     Args:
         keep: their paths, or paths of containers of them, as in errors and `Slot`; or a function of
             path and leaf.
+        may_miss: whether paths may lead to nothing in the first batch. In later ones they may.
 
     Attributes:
         says: the function; None for paths.
@@ -47,7 +48,9 @@ class Keeping:
         TypeError: `keep` is neither.
     """
 
-    def __init__(self, keep: Iterable[str] | Callable[[str, Any], object]) -> None:
+    def __init__(
+        self, keep: Iterable[str] | Callable[[str, Any], object], *, may_miss: bool = False
+    ) -> None:
         self.says: Callable[[str, Any], object] | None = keep if callable(keep) else None
         self.paths: tuple[str, ...] = ()
         if not callable(keep):
@@ -58,17 +61,26 @@ class Keeping:
                     f"keep_on_host takes paths or a function of path and leaf: {keep!r}; a path is "
                     "\"['lengths']\""
                 )
+        self._may_miss = may_miss
         self._last: tuple[Structure | None, list[str], list[int]] = None, [], []
 
     def apply(self, leaves: list[Any], structure: Structure) -> None:
         """Wrap the leaves of a batch that stay on the host.
 
         Raises:
-            LayoutError: one of the paths leads to nothing in the first batch.
+            LayoutError: one of the paths leads to nothing in the first batch, and none may.
         """
         known, paths, kept = self._last
         if known is not structure:
-            paths, kept = self._look(structure, is_first=known is None)
+            paths = structure.paths()
+            kept = [index for index, path in enumerate(paths) if _is_in(path, self.paths)]
+            if known is None and not self._may_miss:
+                for path in self.missing_in(structure):
+                    raise LayoutError(
+                        f"keep_on_host={path!r} leads to nothing in this batch; its leaves are at "
+                        f"{some_paths(structure)}",
+                        path,
+                    )
             self._last = structure, paths, kept
         if self.says is not None:
             kept = [
@@ -79,24 +91,23 @@ class Keeping:
         for index in kept:
             leaves[index] = OnHost(unwrapped(leaves[index]))
 
-    def _look(self, structure: Structure, *, is_first: bool) -> tuple[list[str], list[int]]:
-        """Return the paths of a structure's leaves, and the leaves at the given paths."""
-        paths, kept = structure.paths(), []
-        for container in self.paths:
-            inside = [index for index, path in enumerate(paths) if _is_in(path, container)]
-            if is_first and not inside:  # later batches may have nothing there
-                there = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-                raise LayoutError(
-                    f"keep_on_host={container!r} leads to nothing in this batch; its leaves are "
-                    f"at {there}",
-                    container,
-                )
-            kept += inside
-        return paths, kept
+    def missing_in(self, structure: Structure) -> list[str]:
+        """Return the paths that lead to nothing in a batch of this structure."""
+        paths = structure.paths()
+        return [kept for kept in self.paths if not any(_is_in(path, [kept]) for path in paths)]
 
 
-def _is_in(path: str, container: str) -> bool:
-    return path.startswith(container) and path[len(container) :][:1] in ("", "[", ".")
+def some_paths(structure: Structure) -> str:
+    """Return the first paths of a structure's leaves, for a message."""
+    first, more = structure.paths()[:8], structure.paths()[8:]
+    return ", ".join(first) + (", ..." if more else "")
+
+
+def _is_in(path: str, containers: Iterable[str]) -> bool:
+    return any(
+        path.startswith(container) and path[len(container) :][:1] in ("", "[", ".")
+        for container in containers
+    )
 
 
 _DLPACK = {"cpu": 1, "cuda": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -62,6 +63,7 @@ def hides_tensor(structure: Structure, leaf: Any, index: int) -> bool:
         text = (
             f"isn't a known container, and too large to search for tensors: {name}, {error}; make "
             f"it known with pinstage.register_node({name}), or pass it as pinstage.on_host(...)"
+            f"{_where_to_register()}"
         )
         raise _refusal(structure, index, text) from error
 
@@ -87,13 +89,23 @@ def unknown_classes(leaves: list[Any], structure: Structure, index: int) -> Layo
         text = (
             f"batch{path} holds tensors and isn't a known container: {first.__module__}.{name}; "
             f"make it known with {by_attributes}register_node({name}, flatten, unflatten), or give "
-            "it tree_flatten and tree_unflatten"
+            f"it tree_flatten and tree_unflatten{_where_to_register()}"
         )
     lines = [
         f"\n    {_line(cls)}  # {cls.__module__}.{cls.__qualname__}, batch{where}"
         for cls, where in more
     ]
     return LayoutError(f"{text}{'; the same for' if lines else ''}{''.join(lines)}", path)
+
+
+def _where_to_register() -> str:
+    """Return what to add in a process that didn't run all of the main module."""
+    if getattr(sys.modules.get("__main__"), "__name__", "") != "__mp_main__":
+        return ""
+    return (
+        '. If it is registered below `if __name__ == "__main__"`, register it at module level: the '
+        "worker imports the module as `__mp_main__` and doesn't run that block"
+    )
 
 
 def _line(cls: type) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -44,6 +44,21 @@ def changes_its_loading(module: torch.nn.Module) -> bool:
     is_own = is_own or any(getattr(kind, name) is not getattr(base, name) for name in names)
     is_own = is_own or not vars(module).keys().isdisjoint({"_load_from_state_dict", *names})
     return is_own or bool(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks)
+
+
+def may_lack_counter(module: torch.nn.Module, metadata: Mapping[str, Any]) -> bool:
+    """Return whether `load_state_dict` accepts a checkpoint without a norm's
+    ``num_batches_tracked``: one of torch 0.4 and older, or without versions, such as a file of
+    safetensors.
+
+    Args:
+        module: the module whose tensors are loaded.
+        metadata: the checkpoint's, for this module.
+    """
+    version = metadata.get("version")
+    norms = torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d
+    is_norm = type(module)._load_from_state_dict in [one._load_from_state_dict for one in norms]
+    return is_norm and bool(module.track_running_stats) and (version is None or version < 2)
 
 
 def modules_by_path(

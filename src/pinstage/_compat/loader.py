@@ -36,7 +36,7 @@ _LOADER_HAS = (
 _ITERATOR_HAS = (
     "_data_queue", "_in_order", "_index_queues", "_next_data", "_num_yielded",
     "_persistent_workers", "_rcvd_idx", "_reset", "_send_idx", "_shutdown_workers",
-    "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event",
+    "_task_info", "_worker_pids_set", "_worker_result_queue", "_workers", "_workers_done_event",
     "_workers_status",
 )  # fmt: skip
 """Names of the loader's iterator that are used here and in `_loader`."""
@@ -152,6 +152,34 @@ def next_batch(batches: Any) -> Any:
     batch: object = batches._next_data()
     batches._num_yielded += 1
     return batch
+
+
+def is_timeout(error: Exception) -> bool:
+    """Return whether an error says that no batch arrived within the loader's `timeout`. Errors of
+    workers begin differently.
+    """
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out after")
+
+
+def awaited_workers(batches: Any) -> list[int]:
+    """Return the worker whose batch torch's iterator returns next; without order, all that have not
+    returned theirs.
+    """
+    tasks = batches._task_info
+    awaited = [tasks.get(batches._rcvd_idx, ())] if batches._in_order else tasks.values()
+    return sorted({worker for worker, *_ in filter(None, awaited)})
+
+
+def was_last(batches: Any) -> bool:
+    """Return whether the batch that torch's iterator has just returned is known to be the last of
+    its pass.
+    """
+    if hasattr(batches, "_send_idx"):
+        return bool(batches._rcvd_idx == batches._send_idx)
+    try:
+        return bool(batches._num_yielded == len(batches))
+    except (AttributeError, TypeError, NotImplementedError):  # only the end shows
+        return False
 
 
 def has_lost_a_worker(batches: Any) -> bool:

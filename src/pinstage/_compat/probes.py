@@ -15,17 +15,18 @@ WRONG = (AttributeError, ImportError, TypeError, ValueError, IndexError, Runtime
 _warned: set[str] = set()
 
 
-def warn_once(text: str, *, about: str | None = None) -> None:
+def warn_once(text: str, *, about: str | None = None, stacklevel: int = 3) -> None:
     """Warn, once per process, that something works more slowly.
 
     Args:
         text: the warning.
         about: its subject, of which there is one warning; None is the text.
+        stacklevel: as for `warnings.warn`; 3 is the caller's caller.
     """
     subject = about or text
     if subject not in _warned:
         _warned.add(subject)
-        warnings.warn(text, StagingWarning, stacklevel=3)
+        warnings.warn(text, StagingWarning, stacklevel=stacklevel)
 
 
 def why_not(works: Callable[[], bool], what: str) -> str | None:

@@ -20,8 +20,9 @@ torch's own loader does the rest: samplers, seeds, order, errors. A loader stage
 is a base class before torch's `DataLoader`, or before a class derived from it.
 
 Where to look: `_loader` has the public names; `_iterator` a pass over the data, and the start and
-end of its workers; `_sending` the queue that torch's iterator reads; `_broker` the loans of slabs;
-`_messages` the workers' messages. `_collate` has the collate functions, with and without workers.
+end of its workers; `_sending` the queue that torch's iterator reads; `_loans` the table of slabs
+that workers have, `_broker` the thread that serves it; `_messages` all messages between processes.
+`_collate` has the collate functions, with and without workers.
 `_worker` runs in the workers. `_slabs` has what a loader's passes share, `_stats` its counters.
 """
 

@@ -1,4 +1,4 @@
-"""The main process's side: which worker has which slab, and when each slab is free again."""
+"""The main process's side: a thread that answers the workers, and sends the batches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,29 @@ import pickle
 import select
 import threading
 from collections import deque
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
-from .._pool import Fence, Lease, descriptor_of, size_class
+from .._pool import Fence, Lease, descriptor_of
 from .._reaper import running, warn
 from .._sizes import format_bytes
-from ..errors import AcquireTimeoutError, BudgetExceededError, LayoutError, PoolClosedError
-from ._messages import BEGIN_AGAIN, BROKERS, STRUCTURES_KEPT, send_descriptor, shut_down
+from .._stage import HostSlabs
+from ._loans import Loans
+from ._messages import (
+    BEGIN_AGAIN,
+    BROKERS,
+    STRUCTURES_KEPT,
+    Ask,
+    Freed,
+    Granted,
+    Refused,
+    Unmapped,
+    Waiting,
+    send_descriptor,
+    shut_down,
+)
 from ._sending import SendingQueue
 from ._slabs import Slabs
 
@@ -33,20 +46,9 @@ doesn't poll.
 _IDLE_MS = 100
 """Poll interval in case an interrupt swallowed a wake-up. Only while a worker or a batch waits."""
 
+_ENDED = object()
+
 _tokens = itertools.count()
-
-
-class Loan(NamedTuple):
-    """A slab that one worker may write.
-
-    First the worker has the slab. Then the batch that arrived in it has the slab, until the batch
-    is sent or dropped. Then the copy has it. When the copy is done, the worker gets a message, and
-    has the slab again.
-    """
-
-    number: int
-    worker: int
-    lease: Lease
 
 
 class SlabBroker:
@@ -54,48 +56,41 @@ class SlabBroker:
 
     It has a thread, which answers the workers' requests: the main thread may be waiting for the
     very worker that asks. The thread also sends the batches, since the main thread may be busy.
-    Only this thread frees slabs. Other threads leave a note and wake it. Each request for a slab is
-    served and answered in a thread of its own: page-locking 128 MiB takes 25 ms and more, and
-    batches have to be sent meanwhile.
+    Only this thread frees slabs. Other threads leave a note and wake it. Each slab is leased in a
+    thread of its own, one at a time: page-locking 128 MiB takes 25 ms and more, and batches have to
+    be sent meanwhile.
 
     The thread starts after the workers, so that these are forked from a process without it. If a
     loader needs answers before its iterator exists, the thread starts before the workers. It
     answers until `close`, and releases everything after `finish`.
 
     Args:
-        slabs: the loader's slabs. Kept until the end, since they keep the pool open.
+        slabs: the loader's slabs.
         channels: the main process's ends, one for each worker. The broker closes them.
-        owner: the name under which slabs are leased.
     """
 
-    def __init__(self, slabs: Slabs, channels: Sequence[Connection], owner: str) -> None:
+    def __init__(self, slabs: Slabs, channels: Sequence[Connection]) -> None:
         self.token = next(_tokens)
         self.structure_of = lru_cache(STRUCTURES_KEPT)(pickle.loads)
         """Unpickles a structure that a worker has sent."""
-        self._slabs: Slabs | None = slabs
-        self._target = slabs.target
-        self._pool = slabs.shared()
-        self._owner = owner
+        host_slabs = HostSlabs(slabs.shared(), slabs.settings.owner, 0, shares=True)
+        self.loans = Loans(host_slabs, len(channels))
+        self.closing = False
+        """Whether it answers no worker any more."""
+        self._slabs = slabs
         self._channels = channels
-        self._open = {channel.fileno(): worker for worker, channel in enumerate(channels)}
-        self._numbers = itertools.count()
-        self._loans: dict[int, Loan] = {}  # requests add to it
-        self._copying: deque[tuple[int, Fence | None]] = deque()  # any thread appends to it
-        self._starved: dict[int, int] = {}  # bytes that each worker waits for
-        # So that workers get slabs one after the other, and none after the end.
-        self._lending = threading.Lock()
-        self._writing = threading.Lock()  # so that a descriptor is right behind its message
+        self._incoming: SendingQueue | None = None
+        self._asked: deque[tuple[int, Ask]] = deque()  # with the workers
+        self._leased: deque[tuple[int, Lease | None]] = deque()  # the thread that leases adds to it
+        self._is_leasing = self._has_warned = False
         # Open as long as this object exists.
         self._wake_read, self._wake_write = multiprocessing.Pipe(duplex=False)
         os.set_blocking(self._wake_write.fileno(), False)
-        self.closing = False
-        """Whether it answers no worker any more."""
-        self._finished = self._leak = self._has_warned = False
+        self._finished = self._leak = False
         # By the thread, or by a `finish` before it has begun; never released.
         self._claimed = threading.Lock()
         self._gone = threading.Lock()
         self._gone.acquire()
-        self._incoming: SendingQueue | None = None
         BROKERS[self.token] = self
 
     # -- for any thread
@@ -110,56 +105,15 @@ class SlabBroker:
         else:
             _thread.start_new_thread(self._serve, ())
 
-    def loan_of(self, worker: int | None, number: Any) -> Loan:
-        """Return the loan of a slab, by the number that a worker sent.
-
-        Args:
-            worker: the worker that has to have the slab; None for any.
-            number: the slab's number.
-
-        Raises:
-            LayoutError: the slab isn't lent, or is lent to another worker.
-        """
-        loan = self._loans.get(number)
-        if loan is None or worker not in (None, loan.worker):
-            whose = "any worker" if worker is None else f"worker {worker}"
-            raise LayoutError(
-                f"a worker's message names a slab that isn't lent to {whose}: {number!r}; "
-                f"{BEGIN_AGAIN}"
-            )
-        return loan
-
     def give_back(self, number: int, event: Fence | None) -> None:
-        """Give a slab back to its worker when `event` is done (None: no copy reads it). Finalisers
-        may call this.
-        """
-        if number in self._loans:  # if not, everything has ended
-            self._copying.append((number, event))
-            if event is None or self._starved:
-                self.wake()
+        """See `Loans.give_back`."""
+        if self.loans.give_back(number, event):
+            self.wake()
 
     def wake(self) -> None:
         """Wake the thread. Does not block."""
         with contextlib.suppress(OSError):  # the pipe is full: the thread wakes anyway
             os.write(self._wake_write.fileno(), b"w")
-
-    def waiting(self) -> str:
-        """Return a text that says which workers wait for slabs, and why. Empty if none waits."""
-        copying = {number for number, _ in list(self._copying)}
-        workers = []
-        for worker, nbytes in self._starved.copy().items():
-            own = [number for number, loan in self._loans.copy().items() if loan.worker == worker]
-            busy = len(copying.intersection(own))
-            workers.append(
-                f"worker {worker} waits for a slab of {format_bytes(nbytes)}: of its {len(own)}, "
-                f"{busy} are being copied to the device and {len(own) - busy} hold batches that "
-                "the loop has not taken"
-            )
-        if not workers:
-            return ""
-        stats = self._pool.stats()
-        held, cap = format_bytes(stats.leased_bytes), format_bytes(stats.max_bytes)
-        return f"{'; '.join(workers)}; all workers hold {held} of {cap}; raise max_bytes"
 
     def close(self) -> None:
         """Stop answering workers; those that wait for a slab fail. Releases nothing: workers may
@@ -196,7 +150,7 @@ class SlabBroker:
             return
         running[self] = None
         try:
-            with self._target.in_background():
+            with self._slabs.target.in_background():
                 self._answer_workers()
         except BaseException as error:  # noqa: BLE001 - raised by the loop
             self.close()
@@ -205,33 +159,32 @@ class SlabBroker:
             else:
                 self._incoming.fail(error)
         finally:
-            while not self._finished:  # workers may still write
-                os.read(self._wake_read.fileno(), 4096)
+            while not self._finished or (self._is_leasing and not self._leased):
+                self._read_wake_ups()  # workers may still write, and a slab may be made
             self._end()
             del running[self]
 
     def _answer_workers(self) -> None:
+        readers: dict[int, Callable[[], object]] = {self._wake_read.fileno(): self._read_wake_ups}
+        for worker, channel in enumerate(self._channels):
+            readers[channel.fileno()] = partial(self._receive, worker)
         poll = select.poll()
-        incoming: SendingQueue | None = None
-        source = -1
-        waits = False
-        wake = self._wake_read.fileno()
-        for file in (*self._open, wake):
+        for file in readers:
             poll.register(file, select.POLLIN)
+        incoming: SendingQueue | None = None
+        waits = False
         while not self.closing:
             if incoming is None and (incoming := self._incoming) is not None:
-                source = incoming.fileno()
-                poll.register(source, select.POLLIN)
+                readers[incoming.fileno()] = incoming.receive
+                poll.register(incoming.fileno(), select.POLLIN)
             for file, _ in poll.poll(self._poll_ms(waits)):
-                if incoming is not None and file == source:
-                    incoming.receive()
-                elif file == wake:
-                    os.read(file, 4096)
-                elif not self._receive(self._open[file]):
+                if readers[file]() is _ENDED:
                     poll.unregister(file)
             if incoming is not None:
                 waits = incoming.send_ready()
-            self._sweep()
+            self._grant_slabs()
+            for loan in self.loans.freed():
+                self._send(loan.worker, Freed(loan.number))
 
     def _poll_ms(self, waits: bool) -> int | None:
         """Return how long the thread sleeps unless a message wakes it; None for no limit.
@@ -239,49 +192,61 @@ class SlabBroker:
         Args:
             waits: whether a batch waits for its turn.
         """
-        if self._starved and self._copying:
+        starved = self.loans.starved
+        if starved and self.loans.copying:
             return _STARVED_MS
-        return _IDLE_MS if self._starved or waits else None
+        return _IDLE_MS if starved or waits else None
 
-    def _receive(self, worker: int) -> bool:
-        """Read a worker's request, and serve it. Return whether the worker may send another one."""
-        channel = self._channels[worker]
+    def _read_wake_ups(self) -> None:
+        """Block until the thread was woken."""
+        os.read(self._wake_read.fileno(), 4096)
+
+    def _receive(self, worker: int) -> object:
+        """Read a worker's message; return `_ENDED` if there will be no other."""
         try:
-            message = channel.recv()
+            message = self._channels[worker].recv()
         except (EOFError, OSError):  # the worker ended, or was killed; torch notices by itself
-            del self._open[channel.fileno()]
-            self._starved.pop(worker, None)
-            return False
+            self.loans.leave(worker)
+            return _ENDED
         match message:
-            case ("ask", int(nbytes), int(wanted), [*given_up]):
-                self._take_back(worker, given_up)
-                try:
-                    _thread.start_new_thread(self._lend, (worker, nbytes, wanted))
-                except RuntimeError as error:
-                    # No thread could be started: the worker does without a slab.
-                    self._warn(wanted, repr(error))
-                    self._grant(worker, None)
-            case ("starved", int(nbytes)):
-                if any(loan.worker == worker for loan in list(self._loans.values())):
-                    self._starved[worker] = nbytes
-            case ("unmapped", number, why):
-                self._warn(self.loan_of(worker, number).lease.nbytes, why)
-                self._take_back(worker, [number])
+            case Ask(int(), int(wanted), [*given_up]):
+                self.loans.take_back(worker, given_up)
+                self.loans.begin_request(worker, wanted)
+                self._asked.append((worker, message))
+            case Waiting(int(nbytes), int(received)):
+                self.loans.begin_wait(worker, nbytes, received)
+            case Unmapped(number, why):
+                self._warn(self.loans.of(worker, number).lease.nbytes, why)
+                self.loans.take_back(worker, [number])
             case _:
                 raise RuntimeError(
                     f"worker {worker} sent an unknown message: {message!r:.100}; {BEGIN_AGAIN}"
                 )
-        return True
+        return None
 
-    def _grant(self, worker: int, loan: Loan | None) -> None:
+    def _grant_slabs(self) -> None:
+        """Send workers the slab that was leased, and let a thread lease the next one."""
+        while self._leased:
+            self._is_leasing = False
+            self._grant(*self._leased.popleft())
+        while self._asked and not self._is_leasing:
+            worker, ask = self._asked.popleft()
+            try:
+                _thread.start_new_thread(self._lease, (worker, ask))
+                self._is_leasing = True
+            except RuntimeError as error:
+                # No thread could be started: the worker does without a slab.
+                self._warn(ask.wanted, repr(error))
+                self._grant(worker, None)
+
+    def _grant(self, worker: int, lease: Lease | None) -> None:
         """Send a worker the slab that was leased for it, or a refusal."""
-        self._starved.pop(worker, None)
-        if loan is None:
-            self._send(worker, ("refused",))
-        else:
-            self._send(
-                worker, ("granted", loan.number, loan.lease.nbytes), descriptor_of(loan.lease)
-            )
+        self.loans.end_request(worker)
+        if lease is None:
+            self._send(worker, Refused())
+            return
+        loan = self.loans.lend(worker, lease)
+        self._send(worker, Granted(loan.number, lease.nbytes), descriptor_of(lease))
 
     def _warn(self, nbytes: int, why: str) -> None:
         # Python 3.12's error at the end.
@@ -290,68 +255,37 @@ class SlabBroker:
             what = f"a DataLoader goes on without a slab of {format_bytes(nbytes)}, which is slow"
             warn(f"{what}: {why}; see `pinstage doctor`")
 
-    def _take_back(self, worker: int, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self.loan_of(worker, number).lease.release()
-            del self._loans[number]
-
-    def _sweep(self) -> None:
-        """Send the workers the numbers of slabs that are free again."""
-        while self._copying and ((event := self._copying[0][1]) is None or event.query()):
-            number, _ = self._copying.popleft()
-            loan = self._loans.get(number)
-            if loan is not None:
-                self._starved.pop(loan.worker, None)
-                self._send(loan.worker, ("free", number))
-
-    def _send(self, worker: int, message: tuple[Any, ...], fd: int | None = None) -> None:
+    def _send(self, worker: int, message: Any, fd: int | None = None) -> None:
+        self.loans.end_wait(worker)
         channel = self._channels[worker]
         # Messages have a few bytes, and a worker never has more unread ones than slabs, so sending
         # doesn't block.
-        with contextlib.suppress(OSError), self._writing:  # the worker ended
-            channel.send(message)
+        with contextlib.suppress(OSError):  # the worker ended
+            # `send` would make a pickler of multiprocessing's, which takes longer.
+            channel.send_bytes(pickle.dumps(message))
             # Right behind the message: the worker reads no further before it has the descriptor.
             if fd is not None:
                 send_descriptor(channel, fd)
 
-    # -- a thread for each request
+    # -- a thread for each slab
 
-    def _lend(self, worker: int, least: int, wanted: int) -> None:
-        """Lend a worker a slab of `wanted` bytes, or else of `least`; send it a refusal if there is
-        no room.
-        """
-        loan = None
-        with self._lending:
-            if self.closing:
-                return
-            try:
-                with self._target.in_background():
-                    lease = self._lease(worker, wanted)
-                    if lease is None and least < wanted:
-                        lease = self._lease(worker, least)
-                if lease is not None:
-                    loan = Loan(next(self._numbers), worker, lease)
-                    self._loans[loan.number] = loan
-            finally:
-                self._grant(worker, loan)
-
-    def _lease(self, worker: int, nbytes: int) -> Lease | None:
-        """Lease a slab for a worker; return None if there is no room, or if a worker without slabs
-        will need it.
-        """
-        rounded = size_class(nbytes, self._pool.memory.granularity)
-        size = rounded if rounded <= self._pool.max_bytes else nbytes
-        supplied = {loan.worker for loan in list(self._loans.values())}
-        if worker in supplied:
-            room = self._pool.stats().owners[self._owner].available_bytes - size
-            if room < size * len(set(self._open.values()) - supplied):
-                return None
+    def _lease(self, worker: int, ask: Ask) -> None:
+        """Lease a slab of the size that a worker wants, or else of the least size."""
+        lease = None
         try:
-            return self._pool.acquire(size, timeout=0, owner=self._owner)
-        except (BudgetExceededError, AcquireTimeoutError, PoolClosedError):
-            return None  # the worker does without a slab
-        except Exception as error:  # noqa: BLE001 - the system refused: the same, and a warning gives the reason
-            self._warn(size, repr(error))
+            with self._slabs.target.in_background():
+                for nbytes in sorted({ask.wanted, ask.nbytes}, reverse=True):
+                    if lease is None and not self.closing:
+                        lease = self._lease_of(worker, nbytes)
+        finally:
+            self._leased.append((worker, lease))
+            self.wake()
+
+    def _lease_of(self, worker: int, nbytes: int) -> Lease | None:
+        try:
+            return self.loans.lease(worker, nbytes)
+        except Exception as error:  # noqa: BLE001 - the system refused: the worker does without
+            self._warn(nbytes, repr(error))
             return None
 
     # -- the end
@@ -359,19 +293,14 @@ class SlabBroker:
     def _end(self) -> None:
         BROKERS.pop(self.token, None)
         self._incoming = None
-        with self._lending:  # until a slab that is being leased is among the loans
-            loans, self._loans = self._loans, {}
-        events = dict(self._copying)
-        self._copying.clear()
-        self._starved.clear()
         for channel in self._channels:
             channel.close()
-        if self._leak:
-            LEAKED.append((self._slabs, loans))
-        else:
-            for loan in loans.values():
-                loan.lease.release(after=events.get(loan.number))
-        self._slabs = None
+        for _, lease in self._leased:
+            if lease is not None:
+                lease.release()
+        leaked = self.loans.release_all(leak=self._leak)
+        if leaked:
+            LEAKED.append((self._slabs, leaked))
         self._gone.release()
 
 

@@ -21,7 +21,7 @@ import torch.utils.data
 from .. import _native
 from .._batch import Keeping, Parts, Stack, pack, take_apart
 from .._compat.loader import collation
-from ._messages import STRUCTURES_KEPT, Message
+from ._messages import STRUCTURES_KEPT, BatchMessage
 from ._worker import WorkerSlabs
 
 INLINE_STACK_BYTES = 64 * 1024
@@ -56,12 +56,12 @@ class SlabCollate:
     _worker: int = field(default=-1, init=False)
     _slabs: WorkerSlabs | None = field(default=None, init=False)
 
-    def __call__(self, samples: Any) -> Message:
+    def __call__(self, samples: Any) -> BatchMessage:
         """Return a small message that stands for the batch.
 
         Raises:
             LayoutError: the batch holds an object that cannot be staged.
-            ClosedError: the iterator is being shut down.
+            ShutDownError: the iterator is being shut down.
             Exception: the collate function failed, or an unpacked leaf can't be pickled.
         """
         slabs = self._slabs if self._slabs is not None else self._begin()
@@ -83,7 +83,7 @@ class SlabCollate:
                 slab.is_free = True
             raise
         number = None if slab is None else slab.number
-        return Message(
+        return BatchMessage(
             self.token,
             self._worker,
             number,

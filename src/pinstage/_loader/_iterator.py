@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._batch import pack, take_apart
-from .._compat.loader import Workers, end_workers, next_batch
+from .._batch import Keeping, Structure, pack, some_paths, take_apart
+from .._compat.loader import Workers, awaited_workers, end_workers, is_timeout, next_batch, was_last
 from .._reaper import reaper, running
 from .._sizes import format_bytes, size_to_paste
-from .._stage import RunAhead, Transfer, sender_of
+from .._stage import RunAhead, Transfer, structure_of
 from .._steps import step
-from ..errors import BudgetExceededError, PinstageError, StagingWarning
+from ..errors import BudgetExceededError, ClosedError, StagingWarning
 from ._broker import SlabBroker
 from ._collate import Collated
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
@@ -61,10 +61,19 @@ class LoaderIterator:
         slabs.iterators.add(self)
         self._counters = slabs.counters
         self._run_ahead = RunAhead()
+        self._keeping = slabs.settings.keeping() or Keeping(())
+        self._begin()
+
+    def _begin(self) -> None:
+        self._run_ahead.forget()
         self._since: float | None = None
         """When the latest batch of this pass was returned, by `time.perf_counter`; None before the
         first batch, which isn't timed.
         """
+        self._missing = set(self._keeping.paths) - self._slabs.reported
+        """The paths of `keep_on_host` that led to nothing in all batches of this pass."""
+        self._latest: Structure | None = None
+        """The structure of the latest batch that was searched for them."""
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -79,13 +88,17 @@ class LoaderIterator:
         batches is queued there.
 
         Raises:
-            PinstageError: the loader was closed during this pass.
+            ClosedError: the loader was closed during this pass.
+            PinstageError: the current stream captures a CUDA graph. No batch is lost then.
         """
         target = self._slabs.target
+        target.refuse_capture()
         self._check_open()
         try:
             self._run_ahead.bound(target.record(target.consumer(None)))
             batch = self._next_batch()
+            if self._missing and was_last(self._batches):  # a loop may stop here
+                self._warn_of_missing()
             if self._since is not None:
                 self._counters.elapsed_seconds += time.perf_counter() - self._since
             if self._counters.fallback_batches >= _ENOUGH_FALLBACKS:
@@ -95,6 +108,7 @@ class LoaderIterator:
             self._check_open()  # another thread may have closed the loader meanwhile
             if isinstance(error, StopIteration):
                 self._end()
+                self._warn_of_missing()
                 self._warn_if_all_fell_back()
             raise
         finally:
@@ -102,7 +116,7 @@ class LoaderIterator:
 
     def _check_open(self) -> None:
         if self._is_closed_by_loader:
-            raise PinstageError(
+            raise ClosedError(
                 "cannot go on with this pass: its loader was closed; begin another one"
             ) from None
 
@@ -110,11 +124,10 @@ class LoaderIterator:
         fetched = self._fetch()
         batch, stacks = fetched if isinstance(fetched, Collated) else (fetched, {})
         try:
-            transfer = sender_of(self._slabs.stager()).begin(batch, stacks)
+            transfer = self._slabs.sender().begin(batch, stacks)
             self._counters.count(transfer, fallback=False)
         except BudgetExceededError:
-            keeping = self._slabs.settings.keeping()
-            parts = take_apart(batch, keeping=keeping, stacks=stacks)
+            parts = take_apart(batch, keeping=self._keeping, stacks=stacks)
             raw = bytearray(parts.table.nbytes)
             pack(parts, torch.frombuffer(raw, dtype=torch.uint8))
             transfer = send(
@@ -123,6 +136,12 @@ class LoaderIterator:
                     None, parts.structure, parts.table, None, raw, parts.others(), waited=0.0
                 ),
             )
+        return self._batch_of(transfer)
+
+    def _batch_of(self, transfer: Transfer) -> Any:
+        if self._missing and self._latest is not (structure := structure_of(transfer)):
+            self._latest = structure
+            self._missing.intersection_update(self._keeping.missing_in(structure))
         return transfer.wait()
 
     def _end(self) -> None:
@@ -163,6 +182,20 @@ class LoaderIterator:
             StagingWarning,
             stacklevel=3,
         )
+
+    def _warn_of_missing(self) -> None:
+        """Warn, once for a loader, of paths of `keep_on_host` that led to nothing in this pass."""
+        if self._missing and self._latest is not None:
+            paths = ", ".join(map(repr, sorted(self._missing)))
+            self._slabs.reported |= self._missing
+            self._missing.clear()
+            warnings.warn(
+                f"keep_on_host={paths} led to nothing in all batches of this pass: the leaves of "
+                f"the last one are at {some_paths(self._latest)}. Correct the path, or leave it "
+                "out.",
+                StagingWarning,
+                stacklevel=3,
+            )
 
     def _fetch(self) -> Any:
         began = time.perf_counter()
@@ -242,7 +275,6 @@ class WorkersIterator(LoaderIterator):
         broker: the workers' broker.
         ending: ends the workers.
         slabs: the loader's slabs.
-        depth: the number of batches sent ahead.
         most_slabs: the number of slabs that all workers together may have.
     """
 
@@ -252,14 +284,13 @@ class WorkersIterator(LoaderIterator):
         broker: SlabBroker,
         ending: Ending,
         slabs: Slabs,
-        depth: int,
         most_slabs: int,
     ) -> None:
         super().__init__(batches, slabs, most_slabs)
         self._broker = broker
         self._ending = ending
         self._sending = SendingQueue(
-            batches._data_queue, batches, partial(send, slabs), depth, broker.wake
+            batches._data_queue, batches, partial(send, slabs), slabs.settings.depth, broker.wake
         )
         batches._data_queue = self._sending
         # A loop that knows the length, such as Lightning's, may stop at the last batch. Its slabs
@@ -302,7 +333,7 @@ class WorkersIterator(LoaderIterator):
             batches = self._batches
             if self._ends_early and batches._rcvd_idx == batches._send_idx:  # that was the last one
                 self._ending.reap()
-            return transfer.wait()
+            return self._batch_of(transfer)
         finally:
             # Last, since the thread that it wakes needs the interpreter lock, too.
             self._sending.advance()
@@ -316,11 +347,8 @@ class WorkersIterator(LoaderIterator):
         except StopIteration:
             raise
         except Exception as error:
-            text = (
-                self._broker.waiting()
-                if isinstance(error, RuntimeError) and "timed out" in str(error)
-                else ""
-            )
+            late = awaited_workers(self._batches) if is_timeout(error) else []
+            text = self._broker.loans.waiting(late)
             self._close_if_a_worker_is_lost()
             if text:
                 raise RuntimeError(f"{error}; {text}") from error
@@ -332,8 +360,7 @@ class WorkersIterator(LoaderIterator):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin again with the same workers (``persistent_workers``). torch's loader calls this."""
-        self._run_ahead.forget()
-        self._since = None
+        self._begin()
         try:
             self._sending.drop_until_resumed(len(self._ending.workers.processes))
             self._batches._reset(loader, first_iter)

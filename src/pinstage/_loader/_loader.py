@@ -68,6 +68,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         nothing.
         """
         slabs = self._slabs
+        slabs.target.refuse_capture()
         for iterator in list(slabs.iterators):
             iterator.close()
         if slabs.pool is not None and slabs.settings.pool is None:
@@ -102,6 +103,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         }
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]
+        self._slabs.target.refuse_capture()
         kept: Any = vars(self).get("_iterator")
         if isinstance(kept, WorkersIterator):
             kept.close_if_it_cannot_begin_again()
@@ -123,18 +125,22 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         return LoaderIterator(batches, self._slabs)
 
     def _workers_iterator(self) -> LoaderIterator:
-        slabs, settings = self._slabs, self._staging_settings
+        slabs = self._slabs
         for iterator in [iterator for iterator in slabs.iterators if iterator.closed]:
             iterator.close()  # its slabs may be needed
         random_states = _random_states(torch.default_generator, self.generator)
         ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.num_workers)), strict=True)
-        broker = SlabBroker(slabs, ours, settings.owner)
+        broker = SlabBroker(slabs, ours)
         ending: Ending | None = None
         try:  # a signal's handler may raise anywhere
             limit = (self.prefetch_factor or 0) + 1
-            keeping = settings.keeping()
             collate = SlabCollate(
-                self.collate_fn, broker.token, theirs, os.getpid(), limit, keeping
+                self.collate_fn,
+                broker.token,
+                theirs,
+                os.getpid(),
+                limit,
+                slabs.settings.keeping(),
             )
             # Torchdata's may read batches while its iterator is being made.
             if hasattr(self, "load_state_dict"):
@@ -143,9 +149,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
             unknown = why_loader_cannot_be_taken_over(batches)
             if unknown is None:
                 ending = Ending(batches, broker)
-                return WorkersIterator(
-                    batches, broker, ending, slabs, settings.depth, self.num_workers * limit
-                )
+                return WorkersIterator(batches, broker, ending, slabs, self.num_workers * limit)
         except BaseException:
             if ending is not None:
                 ending.wait()
@@ -177,15 +181,19 @@ class Staging(torch.utils.data.DataLoader[T_co]):
 class DataLoader(Staging[T_co]):
     """torch's `DataLoader`, whose batches arrive on a device.
 
+    With Accelerate, use ``pinstage.integrations.accelerate.prepare``:
+    ``accelerator.prepare(ps.DataLoader(...))`` rebuilds the loader and stages nothing.
+
     Takes all of torch's arguments, and yields the same batches in the same order, from the same
     seeds, with the same types and structure. As with `Stager`, tensors and numeric numpy arrays
     become tensors on the device, and everything else stays as it was. `pin_memory` is accepted and
     has no effect.
 
     Workers write each batch into a slab that the main process has page-locked; default collation
-    stacks the samples there. Asynchronous copies then send the batch. Without workers, several
-    threads stack the samples of a large batch there, after the last one was loaded. All samples
-    have been read when the batch is yielded. For a loader that exists, use `wrap_loader`.
+    stacks the samples there. Asynchronous copies then send the batch. Slabs that can't be
+    page-locked are ordinary shared memory, and a `StagingWarning` says so once. Without workers,
+    several threads stack the samples of a large batch there, after the last one was loaded. All
+    samples have been read when the batch is yielded. For a loader that exists, use `wrap_loader`.
 
     Args:
         dataset: as torch's.
@@ -201,7 +209,8 @@ class DataLoader(Staging[T_co]):
         budget: a second cap, shared by the pools of several processes; see `HostBudget`.
         depth: how many of the batches that have arrived are sent ahead of the yielded one; 0 for
             none. Without workers, no batch is sent ahead.
-        keep_on_host: leaves that stay on the host, as for `Stager`. A function is called in the
+        keep_on_host: leaves that stay on the host, as for `Stager`, but batches may lack them; a
+            path that leads to nothing in a whole pass is a warning. A function is called in the
             workers, so it must be picklable if they are not forked. Tensors that stay are sent
             through torch's shared memory.
         own_storage: which tensors of a batch have memory of their own, and which share blocks, as
@@ -221,7 +230,8 @@ class DataLoader(Staging[T_co]):
         LayoutError: while iterating: a batch holds an object that cannot be staged; see `Layout`.
 
     The loop may queue the work of three batches on the device, as with `Stager.prefetch`. Before
-    the next one, the host waits.
+    the next one, the host waits. In a thread whose current stream captures a CUDA graph, a request
+    for a batch raises `PinstageError`, and the pass can go on afterwards.
 
     Slabs are kept between passes. If the loader made the pool, its slabs are freed when the loader
     and its iterators are gone. An iterator that is left early gives its slabs back as soon as it is
@@ -293,10 +303,7 @@ class DataLoader(Staging[T_co]):
                     "its batches, write pinstage.wrap_loader(loader, device=...)"
                 )
             super().__init__(dataset, *args, **kwargs)
-            settings = Settings(
-                device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner
-            ).checked()
-            vars(self).update(settings._asdict())
+            vars(self).update(Settings.among(locals())._asdict())
             self._slabs  # noqa: B018 - made now, where the device may be touched
 
     @property
@@ -379,10 +386,7 @@ def wrap_loader(
             f"cannot wrap a {type(inner).__name__}: it isn't derived from "
             "torch.utils.data.DataLoader; iterate over stager.prefetch(source) instead"
         )
-    settings = Settings(
-        device, pool, max_bytes, budget, depth, keep_on_host, own_storage, owner
-    ).checked()
-    wrapped = _wrap(inner, settings)
+    wrapped = _wrap(inner, Settings.among(locals()))
     if inner is given:
         return wrapped
     prepared.replace_inner_loader(given, wrapped)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from .._batch import Structure, Table, check_content
@@ -28,24 +29,99 @@ BROKERS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """The `SlabBroker` of each iterator of this process, by its token, until the broker has ended."""
 
 
-class Message:
+# -- from a worker to the broker -------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Ask:
+    """The worker wants another slab. `Granted` or `Refused` answers."""
+
+    nbytes: int
+    """The least size."""
+    wanted: int
+    """The size that it would rather have."""
+    given_up: list[int]
+    """The slabs that it gives up, by their numbers."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """The worker waits until one of its slabs is free."""
+
+    nbytes: int
+    """The bytes that it needs."""
+    received: int
+    """The number of messages that it has received."""
+
+
+@dataclass(slots=True)
+class Unmapped:
+    """The worker can't map a slab that was granted, and gives it up."""
+
+    number: int
+    why: str
+
+
+# -- from the broker to a worker -------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Granted:
+    """The worker has another slab. Its descriptor follows."""
+
+    number: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Refused:
+    """The worker gets no other slab."""
+
+
+@dataclass(slots=True)
+class Freed:
+    """The worker may write a slab again."""
+
+    number: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Freed, (self.number,)  # one per batch: half the time of a dataclass's own pickle
+
+
+# -- batches, through the queue of torch's loader --------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class BatchMessage:
     """A batch as the worker puts it into the queue. Unpickling makes it a `PackedBatch`, by
     `receive`.
 
     Unpickling happens wherever torch reads the queue. So when torch drops a batch there, as it does
     when persistent workers are reset, the batch's slab becomes free.
-
-    Args:
-        *contents: the arguments of `receive`.
     """
 
-    __slots__ = ("contents",)
-
-    def __init__(self, *contents: Any) -> None:
-        self.contents = contents
+    token: int
+    """The broker's token."""
+    worker: int
+    """The id of the worker."""
+    slab: int | None
+    """The number of the slab with the bytes. None if they are in `raw`, or if there are none."""
+    structure: bytes
+    """The batch's structure, pickled."""
+    table: bytes
+    """The data of its offset table."""
+    pickled: bytes | None
+    """The leaves that are not packed, as a list, pickled. None if there are none."""
+    raw: bytearray | None
+    """The bytes of a batch for which there was no slab."""
+    waited: float
+    """Seconds that the worker waited for a slab."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return receive, self.contents
+        return receive, _fields_of(self)
+
+
+_fields_of = attrgetter(*BatchMessage.__slots__)
 
 
 @dataclass(eq=False, slots=True)
@@ -90,47 +166,30 @@ class Failed:
         raise self._errors.pop()  # a variable, and the traceback, would keep one another
 
 
-def receive(
-    token: int,
-    worker: int,
-    slab: int | None,
-    structure: bytes,
-    table: bytes,
-    pickled: bytes | None,
-    raw: bytearray | None,
-    waited: float,
-) -> PackedBatch | Failed | None:
-    """Make a packed batch from a message; return None if the broker has ended.
-
-    Args:
-        token: the broker's token.
-        worker: the id of the worker.
-        slab: the number of the slab with the bytes. None if they are in `raw`, or if there are
-            none.
-        structure: the batch's structure, pickled.
-        table: the data of its offset table.
-        pickled: the leaves that are not packed, as a list. None if there are none.
-        raw: the bytes of a batch for which there was no slab.
-        waited: seconds that the worker waited for a slab.
+def receive(*contents: Any) -> PackedBatch | Failed | None:
+    """Make a packed batch from the fields of a `BatchMessage`; return None if the broker has ended.
 
     Raises:
         OSError: unpickling failed. torch explains the error.
         BaseException: unpickling raised this, and it isn't an `Exception`.
     """
-    broker = BROKERS.get(token)
+    message = BatchMessage(*contents)
+    broker = BROKERS.get(message.token)
     if broker is None:
         return None
+    worker, slab, raw = message.worker, message.slab, message.raw
     try:
-        unpickled, described = broker.structure_of(structure), Table.of_bytes(table)
-        check_content(unpickled, described)
-        others = pickle.loads(pickled) if pickled is not None else []
-        room = len(raw or b"") if slab is None else broker.loan_of(worker, slab).lease.nbytes
-        nbytes, unpacked = described.nbytes, described.others + described.moved
-        if nbytes > room or len(others) != unpacked:
+        structure = broker.structure_of(message.structure)
+        table = Table.of_bytes(message.table)
+        check_content(structure, table)
+        others = pickle.loads(message.pickled) if message.pickled is not None else []
+        room = len(raw or b"") if slab is None else broker.loans.of(worker, slab).lease.nbytes
+        unpacked = table.others + table.moved
+        if table.nbytes > room or len(others) != unpacked:
             raise LayoutError(
-                f"worker {worker} sent a batch that its offset table doesn't describe: {nbytes} "
-                f"bytes in {room}, and {len(others)} of {unpacked} leaves that are not packed; "
-                f"{BEGIN_AGAIN}"
+                f"worker {worker} sent a batch that its offset table doesn't describe: "
+                f"{table.nbytes} bytes in {room}, and {len(others)} of {unpacked} leaves that are "
+                f"not packed; {BEGIN_AGAIN}"
             )
     except BaseException as error:
         if slab is not None:
@@ -138,7 +197,7 @@ def receive(
         if isinstance(error, Exception) and not isinstance(error, OSError):
             return Failed(error)
         raise
-    return PackedBatch(broker, unpickled, described, slab, raw, others, waited)
+    return PackedBatch(broker, structure, table, slab, raw, others, message.waited)
 
 
 # -- channels --------------------------------------------------------------------------------------

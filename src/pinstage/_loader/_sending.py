@@ -29,7 +29,7 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     """
     host, event = None, None
     if batch.number is not None:
-        lease = batch.broker.loan_of(None, batch.number).lease
+        lease = batch.broker.loans.of(None, batch.number).lease
         host = HostBytes(lease.data_ptr(), is_page_locked(lease))
     elif batch.raw is not None:
         host = HostBytes(torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr(), False)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .._batch import Keeping, OwnStorage, check_own_storage
-from .._memory import SharedMemory, default_memory
+from .._memory import PAGE_BYTES, SharedMemory, default_memory
 from .._pool import HostBudget, SlabPool, cap_of, check_owner, check_pool
 from .._sizes import Size
-from .._stage import Stager, check_depth, target_for
+from .._stage import Sender, Stager, check_depth, sender_of, target_for
 from ._stats import Counters
 
 
@@ -27,6 +29,15 @@ class Settings(NamedTuple):
     own_storage: OwnStorage
     owner: str
 
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> Settings:
+        """Return the settings among a function's arguments, checked.
+
+        Raises:
+            TypeError, ValueError, CudaUnavailableError: as `DataLoader`.
+        """
+        return cls(**{name: arguments[name] for name in cls._fields}).checked()
+
     def checked(self) -> Settings:
         """Check the settings; return them with a `torch.device`, and with paths as a tuple.
 
@@ -38,7 +49,7 @@ class Settings(NamedTuple):
         check_own_storage(self.own_storage)
         pool, max_bytes, kept = self.pool, self.max_bytes, self.keep_on_host
         if pool is None:
-            cap_of(max_bytes, self.budget)
+            cap_of(max_bytes, self.budget, PAGE_BYTES)
         else:
             check_pool(pool, max_bytes, self.budget)
             max_bytes = pool.max_bytes
@@ -55,7 +66,7 @@ class Settings(NamedTuple):
 
     def keeping(self) -> Keeping | None:
         """Return the rule for leaves that stay on the host; None if there isn't any."""
-        return None if self.keep_on_host is None else Keeping(self.keep_on_host)
+        return None if self.keep_on_host is None else Keeping(self.keep_on_host, may_miss=True)
 
 
 class Slabs:
@@ -82,7 +93,9 @@ class Slabs:
         """
         self.iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         """The iterators that are alive."""
-        self._stager: Stager | None = None
+        self.reported: set[str] = set()
+        """The paths of leaves to keep that a warning has named."""
+        self._sender: Sender | None = None
         self._lock = threading.RLock()
 
     def shared(self) -> SlabPool:
@@ -90,7 +103,7 @@ class Slabs:
         with self._lock:
             # A pool of passes without workers.
             if self.pool is None or not self.pool.memory.is_shared:
-                self._stager = None
+                self._sender = None
                 is_cuda = self.target.device.type == "cuda"
                 memory = SharedMemory(self.target.device if is_cuda else None, register=is_cuda)
                 self.pool = SlabPool(
@@ -98,21 +111,21 @@ class Slabs:
                 )
             return self.pool
 
-    def stager(self) -> Stager:
-        """Return the stager of passes without workers. Makes it first, if needed."""
+    def sender(self) -> Sender:
+        """Return the sender of passes without workers. Makes it first, if needed."""
         with self._lock:
-            if self._stager is None:
+            if self._sender is None:
                 device, settings = self.target.device, self.settings
                 if self.pool is None:
                     self.pool = SlabPool(
                         settings.max_bytes, budget=settings.budget, memory=default_memory(device)
                     )
-                self._stager = Stager(
+                stager = Stager(
                     device,
                     pool=self.pool,
                     owner=settings.owner,
-                    keep_on_host=settings.keep_on_host,
                     own_storage=settings.own_storage,
                     run_ahead=None,  # the iterator has its own bound
                 )
-            return self._stager
+                self._sender = replace(sender_of(stager), keeping=settings.keeping())
+            return self._sender

@@ -13,7 +13,7 @@ import torch
 
 from .._host import process_exists
 from .._memory import SharedMapping, attach
-from ._messages import receive_descriptor
+from ._messages import Ask, Freed, Granted, Unmapped, Waiting, receive_descriptor
 
 PARENT_CHECK_SECONDS = 1.0
 """Poll interval of a waiting worker for the main process, on kernels without pidfd."""
@@ -27,7 +27,7 @@ ASK_AGAIN_AFTER = 32
 """Number of batches after a refusal for which a worker makes do with its slabs."""
 
 
-class ClosedError(RuntimeError):
+class ShutDownError(RuntimeError):
     """The iterator is being shut down. Ends the worker's batch; never seen by users."""
 
 
@@ -65,6 +65,7 @@ class WorkerSlabs:
         self._patience = 0
         self._largest = 0
         self._is_asking = self._was_granted = False
+        self._received = 0
         self.waited_seconds = 0.0
         """Seconds that `take` waited since the caller set this to 0."""
         try:
@@ -83,14 +84,14 @@ class WorkerSlabs:
         the worker if the main process ends.
 
         Raises:
-            ClosedError: the iterator is being shut down.
+            ShutDownError: the iterator is being shut down.
         """
         self._patience -= 1
         while self._channel.poll():
             self._receive()
         while (slab := self._smallest_free(nbytes)) is None:
             if self._has_to_wait(nbytes):
-                self._send(("starved", nbytes))
+                self._send(Waiting(nbytes, self._received))
                 self._wait()
             elif not self._gets_another(nbytes):
                 return None
@@ -143,7 +144,7 @@ class WorkerSlabs:
             wanted = max(self._largest, int(nbytes * GROWTH) if nbytes > self._largest else nbytes)
         self._largest = max(self._largest, nbytes)
         self._is_asking = True
-        self._send(("ask", nbytes, wanted, [slab.number for slab in dropped]))
+        self._send(Ask(nbytes, wanted, [slab.number for slab in dropped]))
 
     def _wait_for_answer(self) -> bool:
         """Wait until the main process has answered; return whether the worker has another slab."""
@@ -167,40 +168,41 @@ class WorkerSlabs:
 
     def _receive(self) -> None:
         try:
-            kind, *details = self._channel.recv()
+            message = self._channel.recv()
         except (EOFError, OSError):
-            raise ClosedError from None
-        if kind == "free":
-            slab = self._slabs.get(details[0])
+            raise ShutDownError from None
+        self._received += 1
+        if isinstance(message, Freed):
+            slab = self._slabs.get(message.number)
             if slab is not None:
                 slab.is_free = True
-        else:
-            self._is_asking = False
-            self._was_granted = kind == "granted" and self._attach(*details)
-            if not self._was_granted:
-                self._patience = ASK_AGAIN_AFTER
+            return
+        self._is_asking = False
+        self._was_granted = isinstance(message, Granted) and self._attach(message)
+        if not self._was_granted:
+            self._patience = ASK_AGAIN_AFTER
 
-    def _attach(self, number: int, nbytes: int) -> bool:
+    def _attach(self, granted: Granted) -> bool:
         try:
             fd = receive_descriptor(self._channel)
             try:
-                mapping = attach(fd, nbytes)
+                mapping = attach(fd, granted.nbytes)
             finally:
                 os.close(fd)
         except EOFError:
-            raise ClosedError from None
+            raise ShutDownError from None
         except (OSError, ValueError, MemoryError) as error:
             # Too many open files, no memory: the worker does without.
-            self._send(("unmapped", number, f"a worker cannot map it: {error!r}"))
+            self._send(Unmapped(granted.number, f"a worker cannot map it: {error!r}"))
             return False
-        self._slabs[number] = WorkerSlab(number, mapping)
+        self._slabs[granted.number] = WorkerSlab(granted.number, mapping)
         return True
 
-    def _send(self, message: tuple[Any, ...]) -> None:
+    def _send(self, message: Ask | Waiting | Unmapped) -> None:
         try:
             self._channel.send(message)
         except OSError:
-            raise ClosedError from None
+            raise ShutDownError from None
 
 
 def _exit() -> NoReturn:

@@ -32,11 +32,16 @@ from ._kinds import (
     SharedMemory,
     attach,
 )
-from ._limits import cap_bytes, remedy
-from ._pages import memory_policy
+from ._limits import auto_max_bytes, remedy
+from ._pages import PAGE_BYTES, memory_policy
 from ._ranges import HostRange
 from ._resource import Block, MemoryResource
-from ._streams import DeviceEvent, record_current_streams
+from ._streams import (
+    DeviceEvent,
+    capturing_device,
+    record_current_streams,
+    refuse_capture,
+)
 
 REFUSALS = (MemoryError, OSError, PinningError)
 """The errors of a resource when the platform refuses memory. Some of pinstage's own errors have

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from .. import _host
-from .._sizes import Size, format_bytes, parse_bytes
+from .._sizes import format_bytes
 
 SHARE_PERCENT = 25
 """The share of available memory that ``"auto"`` takes. Page-locked memory cannot be swapped or
@@ -52,33 +52,6 @@ def auto_max_bytes(root: Path = Path("/")) -> tuple[int, str]:
     if cap < _LEAST_BYTES:
         return _LEAST_BYTES, f"{reason}, raised to the least useful {format_bytes(_LEAST_BYTES)}"
     return cap, reason
-
-
-def cap_bytes(max_bytes: Size) -> tuple[int, str]:
-    """Read a cap on the bytes that a pool may hold, and say where it comes from.
-
-    Args:
-        max_bytes: ``"auto"``, or a size as `parse_bytes` reads it.
-
-    Returns:
-        The cap in bytes, and the reason.
-
-    Raises:
-        TypeError: neither an integer nor text.
-        ValueError: not a size, 0, or ``LOCAL_WORLD_SIZE`` is not a positive number.
-    """
-    if isinstance(max_bytes, str) and max_bytes.strip().lower() == "auto":
-        return auto_max_bytes()
-    if max_bytes is None:
-        raise TypeError(
-            "max_bytes cannot be None: a pool always has a cap; pass 'auto', or a size such as "
-            "'2GiB'"
-        )
-    if (cap := parse_bytes(max_bytes)) == 0:
-        raise ValueError(
-            f"max_bytes must be positive: {max_bytes!r}; pass a size such as '512MiB', or 'auto'"
-        )
-    return cap, f"given: {max_bytes}"
 
 
 def most_bytes(root: Path = Path("/")) -> tuple[int, str]:

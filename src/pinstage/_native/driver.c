@@ -79,7 +79,7 @@ int copy_at_once(char *to, const Found *leaf, char *buffer, void *stream) {
 }
 
 /* Send page-locked ranges in one call; return whether that was done. The driver refuses it on
- * the legacy default stream, and while a graph is captured. */
+ * the legacy default stream. */
 static bool send_batch(size_t count, unsigned long long *to, unsigned long long *from,
                        size_t *nbytes, void *stream) {
     Attributes attributes = {.order = IN_STREAM_ORDER};

@@ -80,34 +80,6 @@ static bool make_tensors(Few *few) {
     return true;
 }
 
-/* Whether no two destinations share a byte. */
-static bool are_disjoint(const Few *few) {
-    for (int i = 0; i < few->count; i++) {
-        for (int j = 0; j < i; j++) {
-            bool starts_before = few->to[i] < few->to[j] + few->sources[j].nbytes;
-            if (starts_before && few->to[j] < few->to[i] + few->sources[i].nbytes) return false;
-        }
-    }
-    return true;
-}
-
-/* Take existing tensors as the destinations; false if one of them is large or doesn't fit, or
- * two overlap. */
-static bool take_existing(Few *few, PyObject *existing) {
-    int device_type = few->is_cuda ? DL_CUDA : DL_CPU;
-    for (; few->made < few->count; few->made++) {
-        const Found *leaf = &few->sources[few->made];
-        Bytes like = {leaf->dtype, leaf->ndim, leaf->nbytes, leaf->shape, leaf->stride};
-        PyObject *tensor = PyList_GetItem(existing, few->index[few->made]);
-        char **to = &few->to[few->made];
-        if (leaf->nbytes > AT_ONCE_BYTES ||
-            !is_plain_place(tensor, device_type, few->device_index, &like, to))
-            return false;
-        few->tensors[few->made] = Py_XNewRef(tensor);
-    }
-    return are_disjoint(few);
-}
-
 /* Copy the sources to a device; return CUDA's error. `buffer`: see `copy_at_once`. */
 static int copy_to_device(const Few *few, char *buffer) {
     int code = 0;
@@ -155,18 +127,10 @@ static PyObject *copy_few(const Few *few) {
     return code != 0 ? PyLong_FromLong(-(long)code) : moved(few);
 }
 
-/* Whether anything can be moved here, whatever the leaves are. */
-static bool is_possible(const Few *few, PyObject *existing) {
-    if (!makes_views() || (few->is_cuda && !has_driver())) return false;
-    return existing == NULL ||
-           (PyList_Check(existing) && PyList_Size(existing) == PyList_Size(few->leaves));
-}
-
-/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing): move leaves
- * as `.to()` would, on torch's current stream, which is not captured. All leaves have been read
- * when it returns, without waiting for earlier work.
+/* move_few(leaves, (atoms, wrappers), device_type, device_index, stream): move leaves as `.to()`
+ * would, on torch's current stream. All leaves have been read when it returns, without waiting for
+ * earlier work.
  *
- * existing: the tensors to copy to, at the places of their leaves; None makes new tensors.
  * atoms: types of leaves that stay as they are, except those of wrappers. Returns the new
  * leaves, how many were moved, their bytes, and the number of copies. Returns None if the leaves
  * are not few, small and plain, would not be read at once, or there is no memory; returns CUDA's
@@ -175,21 +139,18 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     Few few; /* not all zeros: that would take as long as a small copy */
     few.count = few.made = 0;
     few.nbytes = 0;
-    PyObject *existing;
     int device_type;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiKO:move_few", &PyList_Type, &few.leaves, &few.atoms,
-                          &few.wrappers, &device_type, &few.device_index, &stream, &existing))
+    if (!PyArg_ParseTuple(args, "O!(OO)iiK:move_few", &PyList_Type, &few.leaves, &few.atoms,
+                          &few.wrappers, &device_type, &few.device_index, &stream))
         return NULL;
     few.is_cuda = device_type == 1;
     few.stream = (void *)(uintptr_t)stream;
-    if (existing == Py_None) existing = NULL;
-    if (!is_possible(&few, existing)) Py_RETURN_NONE;
+    if (!makes_views() || (few.is_cuda && !has_driver())) Py_RETURN_NONE;
     int result = find_sources(&few);
     if (result == -1) return NULL;
     if (result == NOT_PLAIN) Py_RETURN_NONE;
-    bool is_ready = existing == NULL ? make_tensors(&few) : take_existing(&few, existing);
-    PyObject *answer = is_ready ? copy_few(&few) : Py_NewRef(Py_None);
+    PyObject *answer = make_tensors(&few) ? copy_few(&few) : Py_NewRef(Py_None);
     for (int i = 0; i < few.made; i++) Py_DECREF(few.tensors[i]);
     return answer;
 }

@@ -1,7 +1,5 @@
-/* Which existing tensors can take leaves byte by byte, and in which ranges: for `out=`. */
+/* Which existing tensors torch can write by one call for many: for `out=`. */
 #include "blocks.h"
-
-#include <stdlib.h>
 
 /* Whether a tensor's storage has this many bytes from its first element on. */
 static bool has_bytes(void *handle, int dtype, int64_t nbytes) {
@@ -10,107 +8,50 @@ static bool has_bytes(void *handle, int dtype, int64_t nbytes) {
     return offset * torch.itemsize[dtype] + nbytes <= size;
 }
 
-bool is_plain_place(PyObject *object, int device_type, int device_index, const Bytes *like,
-                    char **address) {
+/* The code of a destination's dtype if it is a plain tensor on a device (DLPack's), with memory,
+ * of the leaf's shape and strides; else -1. */
+static int plain_dtype(PyObject *object, int device_type, int device_index, const Row *row,
+                       const int64_t *strides) {
     DLTensor tensor;
     void *handle = handle_of(object);
-    if (Py_TYPE(object) != torch.tensor || torch.handle_at == 0) return false;
+    if (Py_TYPE(object) != torch.tensor) return -1;
     if (torch.export_tensor(object, &tensor)) {
         PyErr_Clear(); /* sparse, nested, fake, a dtype that DLPack does not have */
-        return false;
+        return -1;
     }
-    if (tensor.device_type != device_type ||
-        (device_type != DL_CPU && tensor.device_id != device_index))
-        return false;
-    if (tensor.ndim != like->ndim || dtype_of(handle) != like->dtype) return false;
-    for (int i = 0; i < like->ndim; i++) {
-        if (tensor.shape[i] != like->shape[i]) return false;
-        if (like->shape[i] > 1 && like->nbytes > 0 && tensor.strides[i] != like->stride[i])
-            return false;
+    int dtype = dtype_of(handle);
+    bool is_there = tensor.device_type == device_type &&
+                    (device_type == DL_CPU || tensor.device_id == device_index);
+    if (!is_there || dtype < 0 || tensor.ndim != row->ndim) return -1;
+    for (int i = 0; i < row->ndim; i++) {
+        if (tensor.shape[i] != row->sizes[i]) return -1;
+        if (row->sizes[i] > 1 && row->nbytes > 0 && tensor.strides[i] != strides[i]) return -1;
     }
     bool is_lazy =
         torch.is_neg(handle) || (tensor.dtype.code == DL_COMPLEX && torch.is_conj(handle));
-    if (is_lazy || torch.requires_grad(*(void **)handle)) return false;
-    *address = (char *)tensor.data + tensor.byte_offset;
-    return like->nbytes == 0 ||
-           (tensor.data != NULL && has_bytes(handle, like->dtype, like->nbytes));
+    if (is_lazy || torch.requires_grad(*(void **)handle)) return -1;
+    int64_t nbytes = row->nbytes / torch.itemsize[row->dtype] * torch.itemsize[dtype];
+    bool has_memory = nbytes == 0 || (tensor.data != NULL && has_bytes(handle, dtype, nbytes));
+    return has_memory ? dtype : -1;
 }
 
-/* The memory of a destination. */
-typedef struct {
-    int64_t start, end; /* addresses; -1 if it isn't plain */
-} Memory;
-
-static int by_start(const void *one, const void *other) {
-    const Memory *a = one, *b = other;
-    return (a->start > b->start) - (a->start < b->start);
-}
-
-/* Whether all destinations of packed rows are plain, and no two share a byte. */
-static bool are_apart(const Table *table, const Memory *memory) {
-    Memory *sorted = malloc(sizeof(Memory) * (size_t)(table->packed + 1));
-    int64_t count = 0;
-    bool is_rising = true, are = sorted != NULL;
-    for (int64_t i = 0; i < table->packed && are; i++) {
-        const Memory *one = &memory[table->order[i]];
-        are = one->start >= 0;
-        if (one->start == one->end) continue;
-        is_rising = is_rising && (count == 0 || one->start >= sorted[count - 1].start);
-        sorted[count++] = *one;
+/* The list of rows with these dtypes, which is made if there is none; NULL with an error. */
+static PyObject *group_of(PyObject *groups, int source, int destination) {
+    PyObject *key = Py_BuildValue("(ii)", source, destination), *group = NULL;
+    if (key != NULL) group = PyDict_GetItemWithError(groups, key);
+    if (key != NULL && group == NULL && !PyErr_Occurred() && (group = PyList_New(0)) != NULL) {
+        int status = PyDict_SetItem(groups, key, group);
+        Py_DECREF(group); /* the dict holds it */
+        if (status != 0) group = NULL;
     }
-    if (are && !is_rising) qsort(sorted, (size_t)count, sizeof(Memory), by_start);
-    for (int64_t i = 1; i < count && are; i++) are = sorted[i].start >= sorted[i - 1].end;
-    free(sorted);
-    return are;
-}
-
-/* From this many leaves per run on, copying ranges of bytes pays: the two tensors of a range
- * cost as much as the views of some leaves. */
-enum { LEAVES_PER_RUN = 4 };
-
-/* Whether a leaf is directly behind another one, in the slab and in the memory of its
- * destination. */
-static bool is_next(const Table *table, const Memory *memory, int64_t before, int64_t index) {
-    const Row *one = row_at(table->header, before), *other = row_at(table->header, index);
-    return one->offset + one->nbytes == other->offset && memory[before].end == memory[index].start;
-}
-
-/* A list with (offset, nbytes, row) of each range that leaves form both in the slab and in
- * memory; an empty one if these are too many. */
-static PyObject *runs_of(const Table *table, const Memory *memory) {
-    int64_t count = 0, start = 0;
-    for (int64_t i = 1; i < table->packed; i++)
-        count += !is_next(table, memory, table->order[i - 1], table->order[i]);
-    PyObject *runs = PyList_New(0);
-    if (table->packed < LEAVES_PER_RUN * (count + 1)) return runs;
-    for (int64_t i = 1; i <= table->packed && runs != NULL; i++) {
-        if (i < table->packed && is_next(table, memory, table->order[i - 1], table->order[i]))
-            continue;
-        int64_t first = table->order[start],
-                nbytes = memory[table->order[i - 1]].end - memory[first].start;
-        PyObject *run = Py_BuildValue("(LLL)", row_at(table->header, first)->offset, nbytes, first);
-        if (run == NULL || PyList_Append(runs, run) != 0) Py_CLEAR(runs);
-        Py_XDECREF(run);
-        start = i;
-    }
-    return runs;
-}
-
-/* The dtype of all packed rows; -1 if there are several. */
-static int only_dtype(const Table *table) {
-    int dtype = -1;
-    for (int64_t i = 0; i < table->packed; i++) {
-        const Row *row = row_at(table->header, table->order[i]);
-        if (i > 0 && row->dtype != dtype) return -1;
-        dtype = row->dtype;
-    }
-    return dtype;
+    Py_XDECREF(key);
+    return group;
 }
 
 /* match(table, tensors, device_type, device_index): see `pinstage._batch._blocks.match`. The
  * device is DLPack's. */
 PyObject *match(UNUSED PyObject *module, PyObject *args) {
-    PyObject *data, *tensors, *result = NULL;
+    PyObject *data, *tensors;
     int device_type, device_index;
     Table table;
     if (!PyArg_ParseTuple(args, "OO!ii:match", &data, &PyList_Type, &tensors, &device_type,
@@ -118,31 +59,32 @@ PyObject *match(UNUSED PyObject *module, PyObject *args) {
         return NULL;
     if (!table_begin(&table, data)) return NULL;
     const Header *header = table.header;
-    PyObject *made =
-        PyBytes_FromStringAndSize(NULL, (Py_ssize_t)sizeof(Memory) * (Py_ssize_t)header->rows);
+    PyObject *groups = PyDict_New(), *others = PyList_New(0), *group = NULL;
+    int last_source = -1, last = -1; /* dtypes of the group: neighbours are mostly alike */
     bool is_good =
-        made != NULL &&
+        groups != NULL && others != NULL &&
         (PyList_Size(tensors) == header->rows ||
          fail(PyExc_ValueError, "there are not as many tensors as the offset table has leaves"));
-    if (is_good) {
-        Memory *memory = (Memory *)PyBytes_AsString(made);
-        bool can_look = makes_views() && !may_be_dual();
-        for (int64_t i = 0; i < header->rows; i++) {
-            const Row *row = row_at(header, i);
-            Bytes like = {row->dtype, row->ndim, row->nbytes, row->sizes,
-                          row->sizes + header->width};
-            PyObject *tensor = PyList_GetItem(tensors, (Py_ssize_t)i);
-            char *address;
-            bool is_plain = can_look && is_packed(row) &&
-                            is_plain_place(tensor, device_type, device_index, &like, &address);
-            memory[i] = is_plain ? (Memory){(intptr_t)address, (intptr_t)address + row->nbytes}
-                                 : (Memory){-1, -1};
+    bool can_look = torch.handle_at != 0 && makes_views() && !may_be_dual();
+    for (int64_t i = 0; i < header->rows && is_good; i++) {
+        const Row *row = row_at(header, i);
+        if (row->kind == OTHER) continue;
+        PyObject *number = PyLong_FromLongLong(i);
+        int dtype = can_look && is_packed(row)
+                        ? plain_dtype(PyList_GetItem(tensors, (Py_ssize_t)i), device_type,
+                                      device_index, row, row->sizes + header->width)
+                        : -1;
+        if (dtype >= 0 && (row->dtype != last_source || dtype != last)) {
+            group = group_of(groups, row->dtype, dtype);
+            last_source = row->dtype, last = dtype;
         }
-        bool are = are_apart(&table, memory);
-        PyObject *runs = are ? runs_of(&table, memory) : PyList_New(0);
-        result = Py_BuildValue("(OOiN)", made, are ? Py_True : Py_False, only_dtype(&table), runs);
+        PyObject *list = dtype < 0 ? others : group;
+        is_good = number != NULL && list != NULL && PyList_Append(list, number) == 0;
+        Py_XDECREF(number);
     }
-    Py_XDECREF(made);
     table_end(&table);
+    PyObject *result = is_good ? PyTuple_Pack(2, groups, others) : NULL;
+    Py_XDECREF(groups);
+    Py_XDECREF(others);
     return result;
 }

@@ -179,10 +179,10 @@ static PyMethodDef functions[] = {
     {"find_driver", find_driver, METH_NOARGS,
      "find_driver(): find the functions of CUDA's driver; return whether it can copy."},
     {"match", match, METH_VARARGS,
-     "match(table, tensors, device_type, device_index): which existing tensors can take leaves "
-     "byte by byte."},
+     "match(table, tensors, device_type, device_index): rows whose tensors torch can write by one "
+     "call for each pair of dtypes, by these, and the other rows that have a tensor."},
     {"move_few", move_few, METH_VARARGS,
-     "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, existing)"},
+     "move_few(leaves, (atoms, wrappers), device_type, device_index, stream)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -14,16 +14,16 @@ use one slab once; the *pool* decides. The life of a slab::
 *State is derived*: a slab is free if its lease and its views are gone and its events are done.
 Nothing else records that. The stacks of free slabs are a cache, which can be rebuilt at any time.
 
-Where to look: `_pool` has the public methods, `_state` the decisions, `_slab` the conditions that
-keep a slab busy, `_lease` the lease and its views, `_growth` the slow work in threads of its own,
-`_waiting` owners, quotas and waiting requests, `_refusals` the errors, `_classes` the sizes,
-`_stats` the counters, `_adaptor` the memory, `_host_budget` an adaptor for the budget of several
-processes, and `_rows` its files.
+Where to look: `_pool` has the public methods, decides and waits; `_slab` has slabs, leases and what
+keeps a slab busy; `_growth` does the slow work, in threads of its own. `_waiting` has owners and
+quotas, `_refusals` the errors, `_stats` the counters, `_adaptor` the memory, `_host_budget` an
+adaptor for the budget of several processes, and `_rows` its files.
 
 Three things may interrupt any line of Python: a finaliser that the garbage collector runs, Ctrl-C,
 and another thread. So *code that a finaliser or the end of a ``with`` block may call takes no lock,
-and makes each change with a single C call*. Ctrl-C can end a decision half-way, but a decision only
-changes caches. *Only the pool's own threads change what it holds*; Ctrl-C doesn't reach them.
+and makes each change with a single C call*. Ctrl-C can end a decision half-way: it changes only
+caches, or begins a `Growth` that is dropped. *Only the pool's own threads add and free slabs*;
+Ctrl-C doesn't reach them.
 
 The pool counts bytes and knows nothing of shapes. It uses CUDA only through three small interfaces:
 a memory resource (`allocate`, `deallocate`), a fence (`query`, `synchronize`), such as a CUDA
@@ -31,11 +31,28 @@ event, and a function that records the current streams when the block of a lease
 can be tested without a GPU.
 """
 
-from ._classes import size_class
+from .._sizes import size_class
 from ._host_budget import Claim, HostBudget, cap_of, usage_of_host
-from ._lease import Lease, descriptor_of, guard_until_release, is_page_locked
-from ._pool import SlabPool, check_open, check_pool, close_for, lease_in_flight, state_of
+from ._pool import (
+    SlabPool,
+    check_open,
+    check_pool,
+    close_for,
+    is_first_refusal,
+    lease_in_flight,
+    state_of,
+    why_never,
+)
+from ._refusals import timed_out
 from ._rows import PoolUsage, close_files, held_bytes
-from ._slab import Fence, add_guard
+from ._slab import (
+    Fence,
+    Lease,
+    add_guard,
+    descriptor_of,
+    guard_until_release,
+    hold_for_good,
+    is_page_locked,
+)
 from ._stats import OwnerStats, PoolStats
 from ._waiting import check_owner, check_timeout, give_up_waiting_if

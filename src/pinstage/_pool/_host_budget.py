@@ -15,9 +15,9 @@ from functools import partial
 from operator import attrgetter
 
 from .._compat.calls import ownership
-from .._memory import Block, MemoryResource, cap_bytes
+from .._memory import PAGE_BYTES, Block, MemoryResource, auto_max_bytes
 from .._reaper import reaper, uninterrupted
-from .._sizes import Size, format_bytes, parse_bytes, size_to_paste
+from .._sizes import Size, count, format_bytes, parse_bytes, size_to_paste
 from ..errors import AcquireTimeoutError, BudgetExceededError, HostBudgetError
 from ._adaptor import RefusedForNow, ResourceAdaptor
 from ._rows import (
@@ -59,19 +59,16 @@ class HostBudget:
 
     Raises:
         TypeError: `max_bytes` is neither an integer nor text.
-        ValueError: `max_bytes` is not a positive size, or `name` is empty or not text.
+        ValueError: `max_bytes` is not a size, or too small (text for less than a page), or `name`
+            is empty or not text.
     """
 
     max_bytes: int
     name: str
 
     def __init__(self, max_bytes: Size, *, name: str) -> None:
-        self.max_bytes = parse_bytes(max_bytes)
+        self.max_bytes = given_bytes(max_bytes)
         self.name = name
-        if self.max_bytes <= 0:
-            raise ValueError(
-                f"a budget must be positive: {max_bytes!r}; pass a size such as '64GiB'"
-            )
         if not name or not isinstance(name, str):
             raise ValueError(f"a budget's name must be text: {name!r}; pass one such as 'job7'")
 
@@ -203,11 +200,12 @@ class LimitedMemory(ResourceAdaptor):
         """
         with turn:
             if self._is_ending and not self._held_bytes():
+                self._is_late = False
                 self._row.close()
                 return True
         try:
             in_folder(self._path, self._write, NOW)
-        except (HostBudgetError, RefusedForNow):
+        except (HostBudgetError, MemoryError, RefusedForNow):
             self._is_late = True
             return False
         return True
@@ -218,7 +216,7 @@ class LimitedMemory(ResourceAdaptor):
         if self.is_entered():  # in a finaliser in the middle of a call of this thread
             reaper.tasks.put(self)
         else:
-            uninterrupted(self.reap)
+            uninterrupted(self._update)
 
     def _begin(self, folder: int) -> None:
         self._room(folder)
@@ -248,9 +246,12 @@ class LimitedMemory(ResourceAdaptor):
             self._note(0)
             self._is_busy = True
             raise
+        except RefusedForNow:
+            raise
         except BaseException:
             for row in rows:
                 row.close()
+            self._update()  # the file may hold anything now
             raise
 
     def _give(self, nbytes: int, rows: Sequence[Row] = ()) -> None:
@@ -262,8 +263,14 @@ class LimitedMemory(ResourceAdaptor):
             row.close()
         with turn:
             self._held -= nbytes
-        is_needed = (nbytes or self._is_ending) and not self._is_late  # else the reaper does it
-        if is_needed and not self.reap():  # freeing must not fail because of the folder
+        if nbytes or self._is_ending:
+            self._update()
+
+    def _update(self) -> None:
+        """Write or close the row. Whatever prevents that, the reaper tries again until it
+        succeeds.
+        """
+        if not self._is_late and not self.reap():
             reaper.tasks.put(self)
 
     def _write(self, folder: int) -> None:
@@ -292,20 +299,56 @@ def adaptor_for(resource: MemoryResource, budget: HostBudget | None) -> Resource
     return ResourceAdaptor(resource) if budget is None else LimitedMemory(resource, budget)
 
 
-def cap_of(max_bytes: Size, budget: HostBudget | None) -> tuple[int, str]:
+def cap_of(max_bytes: Size, budget: HostBudget | None, granularity: int) -> tuple[int, str]:
     """Return the cap of a pool in bytes, and where it comes from.
+
+    Args:
+        max_bytes: see `SlabPool`.
+        budget: see `SlabPool`.
+        granularity: that of the pool's memory.
 
     Raises:
         TypeError: `max_bytes` is neither an integer nor text, or `budget` is not a `HostBudget`.
-        ValueError: `max_bytes` is not a positive size.
+        ValueError: `max_bytes` is not a size, or the cap is too small.
     """
-    if budget is None:
-        return cap_bytes(max_bytes)
-    check_budget(budget)
-    if isinstance(max_bytes, str) and max_bytes.strip().lower() == "auto":
-        return budget.max_bytes, f"given: {budget!r}"
-    cap, reason = cap_bytes(max_bytes)
-    return min(cap, budget.max_bytes), f"{reason}, within {budget!r}"
+    if budget is not None:
+        check_budget(budget)
+    if max_bytes is None:
+        raise TypeError(
+            "max_bytes cannot be None: a pool always has a cap; pass 'auto', or a size such as "
+            "'2GiB'"
+        )
+    if not (isinstance(max_bytes, str) and max_bytes.strip().lower() == "auto"):
+        cap, reason = given_bytes(max_bytes), f"given: {max_bytes}"
+        if budget is not None:
+            cap, reason = min(cap, budget.max_bytes), f"{reason}, within {budget!r}"
+    elif budget is not None:
+        cap, reason = budget.max_bytes, f"given: {budget!r}"
+    else:
+        cap, reason = auto_max_bytes()
+    return given_bytes(cap, granularity), reason
+
+
+def given_bytes(max_bytes: Size, least: int = 1) -> int:
+    """Read a cap that is given as a size.
+
+    Args:
+        max_bytes: the cap. Text must be at least a page: ``"2"`` hardly means two bytes.
+        least: the fewest bytes that let something through.
+
+    Raises:
+        TypeError: neither an integer nor text.
+        ValueError: not a size, or too small.
+    """
+    cap = parse_bytes(max_bytes)
+    if isinstance(max_bytes, str):
+        least = max(least, PAGE_BYTES)
+    if cap < least:
+        raise ValueError(
+            f"max_bytes is too small: {max_bytes!r} is {count(cap, 'byte')}. Pass at least "
+            f"{least:,}, or a size with a unit, such as '512MiB'"
+        )
+    return cap
 
 
 class Claim:

@@ -1,34 +1,43 @@
-"""The pool's public methods, and waiting. `PoolState` makes the decisions."""
+"""The pool: its public methods, all decisions about its slabs, and waiting."""
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import math
 import operator
+import sys
 import threading
 import time
 import warnings
-from functools import partial
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NoReturn, SupportsIndex
 
-from .._memory import REFUSALS, MemoryResource, default_memory
-from .._reaper import remarks
-from .._sizes import Size, format_bytes, parse_bytes
+from .._memory import (
+    REFUSALS,
+    MemoryResource,
+    capturing_device,
+    default_memory,
+    refuse_capture,
+)
+from .._sizes import Size, format_bytes, parse_bytes, reuse_limit, size_class
 from .._steps import step
-from ..errors import StagingWarning, UnreleasedLeaseWarning
+from ..errors import PoolError, StagingWarning, UnreleasedLeaseWarning
 from . import _refusals
 from ._adaptor import RefusedForNow
-from ._classes import reuse_limit
-from ._growth import Growth, GrowthPlan
-from ._host_budget import HostBudget, adaptor_for, cap_of
-from ._lease import Lease
-from ._slab import Fence
-from ._state import PoolState
-from ._stats import PoolStats
-from ._waiting import GIVE_UP_SECONDS, Waiter, check_timeout, this_thread
+from ._growth import Growth
+from ._host_budget import HostBudget, adaptor_for, cap_of, given_bytes
+from ._slab import Fence, Lease, PoolState, Slab, event_of, total
+from ._stats import PoolStats, snapshot
+from ._waiting import NOBODY, Account, check_timeout, this_thread
 
-_LOGGED: list[str] = []
-"""The logged line about the first forgotten lease of this process."""
+POLL_SECONDS = (50e-6, 2e-3)
+"""First and longest pause of the first request in line. A release wakes it at once. Finished events
+and freed views wake no thread, so it also polls."""
+
+GIVE_UP_SECONDS = 0.2
+"""Interval at which the requests behind it check whether to give up."""
 
 
 def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None = None) -> None:
@@ -57,7 +66,7 @@ def check_open(pool: SlabPool) -> None:
             thread.
     """
     pool._check_entry()
-    pool._state.check_open()
+    pool._refuse_if_closed()
 
 
 def close_for(pool: SlabPool, user: str) -> None:
@@ -68,11 +77,30 @@ def close_for(pool: SlabPool, user: str) -> None:
     pool.close()
 
 
+def is_first_refusal(pool: SlabPool) -> bool:
+    """Return whether the caller has to warn of a refusal of memory: a pool and its users do that
+    once.
+    """
+    has_told, pool._has_told = pool._has_told, True
+    return not has_told
+
+
 def state_of(pool: SlabPool) -> PoolState:
     """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would
     refuse a lease.
     """
     return pool._state
+
+
+def why_never(pool: SlabPool, owner: str, nbytes: int) -> PoolError | MemoryError | None:
+    """Return the error of a request for which waiting is useless; None if it may be served later.
+    Nothing is leased.
+    """
+    state = pool._state
+    with state.lock:
+        account = state.accounts[owner]
+        me = Waiter(account, nbytes, size_class(nbytes, state.granularity))
+        return pool._why_never(account, me)
 
 
 def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, Fence] | None:
@@ -94,8 +122,53 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
     """
     check_open(pool)
-    with pool._state.lock:
-        return pool._state.serve_in_flight(owner, nbytes)
+    state = pool._state
+    with state.lock:
+        account = state.accounts[owner]
+        if state.waiters:
+            return None  # the slab is for the first in line
+        limit = reuse_limit(nbytes, state.granularity)
+        lease = state.lease(account, nbytes, limit, lambda slab: slab.is_in_flight_of(account))
+    return None if lease is None else (lease, event_of(lease))
+
+
+class Waiter:
+    """A request, which may have to wait. `sleep` waits for `wake`, which raises RuntimeError if it
+    is still pending.
+
+    `wake` releases a lock. A `threading.Event` isn't used, because an interrupt may leave it locked
+    forever. Nor is a `SimpleQueue`: it may treat a short time-out as none, and wait on when the
+    rest of the time is below zero.
+
+    Attributes:
+        account: its owner's.
+        nbytes: bytes needed; 0 for calls that lease nothing.
+        capacity: the size class of `nbytes`.
+        limit: the size of the largest idle slab that serves it before the pool grows.
+        timeout: the most seconds to wait; None for no limit.
+        deadline: the time until which it waits, by `time.monotonic`.
+        began: the time at which it began, without the time for growing.
+        waits: 1 if it had to wait, else 0.
+        pause: the last pause, in seconds.
+        is_over: whether its call has ended, perhaps by an interrupt.
+    """
+
+    def __init__(
+        self,
+        account: Account = NOBODY,
+        nbytes: int = 0,
+        capacity: int = 0,
+        limit: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        wakeup = _thread.allocate_lock()
+        wakeup.acquire()
+        self.wake, self.sleep = wakeup.release, wakeup.acquire
+        self.account, self.nbytes, self.timeout = account, nbytes, timeout
+        self.capacity, self.limit = capacity, limit
+        self.began, self.waits, self.pause = time.monotonic(), 0, 0.0
+        self.deadline = math.inf if timeout is None else self.began + timeout
+        self.is_over = False
 
 
 class SlabPool:
@@ -113,8 +186,9 @@ class SlabPool:
     Raises:
         TypeError: `max_bytes` is not a size, `budget` is not a `HostBudget`, or `memory` is not a
             memory resource.
-        ValueError: `max_bytes` is not positive, or another pool of this host has a `HostBudget` of
-            this name with another cap.
+        ValueError: `max_bytes` is less than the memory's granularity (a page, where it is
+            page-locked), or text for less than a page; or another pool of this host has a
+            `HostBudget` of this name with another cap.
         HostBudgetError: the folder of host budgets cannot be used.
 
     Requests are rounded up to size classes, eight for each doubling, so by at most 12.5% (and to
@@ -123,7 +197,9 @@ class SlabPool:
     the cap, by any larger idle slab; by freeing idle slabs, least recently used first; by waiting,
     first come, first served.
 
-    All methods may be called from any thread. After ``fork`` the child's copy refuses to work.
+    All methods may be called from any thread. After ``fork`` the child's copy refuses to work. In a
+    thread whose current stream captures a CUDA graph, a call that would allocate or query an event
+    raises `PinstageError`.
     """
 
     def __init__(
@@ -133,12 +209,12 @@ class SlabPool:
         budget: HostBudget | None = None,
         memory: MemoryResource | None = None,
     ) -> None:
-        cap, reason = cap_of(max_bytes, budget)
         if memory is not None and (isinstance(memory, type) or not hasattr(memory, "allocate")):
             raise TypeError(
                 f"memory must be a MemoryResource: {memory!r}; pass one such as PageableMemory()"
             )
         resource = default_memory() if memory is None else memory
+        cap, reason = cap_of(max_bytes, budget, resource.granularity)
         self._state = PoolState(adaptor_for(resource, budget), cap, reason)
         self._has_told = False
 
@@ -186,8 +262,9 @@ class SlabPool:
                 slab that is large enough. If the pool has one, the request waits for it, and a
                 `StagingWarning` says so once. The pool tries to grow that far again after a minute,
                 or by `reserve`.
-            BudgetExceededError: the request exceeds `max_bytes`, or what quotas leave to the owner;
-                it can never fit.
+            BudgetExceededError: the request exceeds `max_bytes`, or the part that quotas and slabs
+                held for good (`PoolStats.held_for_good_bytes`) leave to the owner; waiting
+                wouldn't help.
             AcquireTimeoutError: nothing came free in time.
             PoolFrozenError: the pool is frozen and has no slab that is large enough.
             PoolClosedError: the pool is closed, or was closed while this call waited.
@@ -199,20 +276,23 @@ class SlabPool:
             raise ValueError(
                 f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab"
             )
-        if timeout is not None and (type(timeout) is not float or timeout < 0):
+        if timeout is not None and (type(timeout) is not float or not timeout >= 0):
             check_timeout(timeout)
         state = self._state
         if state.is_entered() or state.forgotten:
             self._check_entry()
         with step("acquire"):
+            limit = reuse_limit(nbytes, state.granularity)
             with state.lock:
                 account = state.accounts[owner]
-                # Case 1 of `PoolState.serve`.
+                # The first case of `_decide`.
                 if not (state.closed or state.waiters or state.accounts.have_quotas):
-                    lease = state.lease(account, nbytes, reuse_limit(nbytes, state.granularity))
+                    lease = state.lease(account, nbytes, limit)
                     if lease is not None:
                         return lease
-            return self._serve_or_wait(Waiter(account, nbytes, timeout))
+            capacity = size_class(nbytes, state.granularity)
+            me = Waiter(account, nbytes, capacity, limit, timeout)
+            return self._serve(account, me)
 
     def set_quota(self, owner: str, *, min_bytes: Size = 0, max_bytes: Size | None = None) -> None:
         """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and
@@ -232,15 +312,17 @@ class SlabPool:
             max_bytes: bytes that it may have; None for no limit but the cap.
 
         Raises:
-            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is 0, or guarantees together
-                are above the cap.
+            ValueError: `min_bytes` is above `max_bytes`, `max_bytes` is less than the memory's
+                granularity, or guarantees together are above the cap.
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        least, most = parse_bytes(min_bytes), None if max_bytes is None else parse_bytes(max_bytes)
+        least, most = parse_bytes(min_bytes), None
+        if max_bytes is not None:
+            most = given_bytes(max_bytes, self._state.granularity)
         self._check_entry()
         with self._state.lock:
-            self._state.check_open()
+            self._refuse_if_closed()
             self._state.accounts.set_quota(owner, least, most)
         self._state.wake_all()
 
@@ -274,15 +356,19 @@ class SlabPool:
                 ">= 0"
             )
         self._check_entry()
-        state = self._state
-        missing = partial(state.reserve, nbytes, count)
-        with state.lock:
-            missing()  # an error is raised in the caller's thread
-        growth = Growth(state, missing)
-        if background:
-            _thread.start_new_thread(growth.run, ())
-        else:
-            growth.result()
+        state, me = self._state, Waiter()
+        try:
+            with state.lock:
+                growth = Growth(state, me, (), *self._missing(nbytes, count))
+            if growth.count:
+                refuse_capture()
+            if background:
+                _thread.start_new_thread(growth.run, ())
+            else:
+                growth.result()
+        except BaseException:
+            me.is_over = True
+            raise
         return growth
 
     def trim(self, to_bytes: Size = 0) -> int:
@@ -300,9 +386,19 @@ class SlabPool:
         """
         target = parse_bytes(to_bytes)
         self._check_entry()
-        freed = self._state.trim(target)
+        state, me = self._state, Waiter()
+        try:
+            with state.lock:
+                idle = state.scan()
+                surplus = total(slab for slab in state.slabs if not slab.doomed) - target
+                victims = _oldest(idle, surplus)
+                growth = Growth(state, me, victims) if victims else None
+            if growth is not None:
+                growth.result()
+        finally:
+            me.is_over = True
         self._warn_of_forgotten()
-        return freed
+        return total(victims)
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state
@@ -317,6 +413,7 @@ class SlabPool:
 
         Waiting callers get `PoolClosedError`. A slab that is still leased is freed when its lease
         is released; a slab with live views, by a later `close` or `stats`. May be called again. In
+        a thread that captures a CUDA graph, it leaves the waiting and freeing to another thread. In
         a forked child it does nothing.
         """
         state = self._state
@@ -324,14 +421,17 @@ class SlabPool:
             return
         state.closed = True
         state.wake_all()
-        # A finaliser in the middle of a call of this thread: the reaper does the rest.
-        if state.is_entered():
+        # In a capture, or a finaliser in the middle of a call of this thread: the reaper does the
+        # rest.
+        if state.is_entered() or capturing_device() is not None:
             state.tidy_later()
         else:
             for event in state.pending():
                 event.synchronize()
             self.trim()
         state.memory.end()
+        for pool in list(state.pageable.values()):
+            pool.close()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
@@ -340,85 +440,216 @@ class SlabPool:
         state = self._state
         self._check_entry()
         with state.lock:
-            snapshot = state.snapshot()
+            stats = snapshot(state)
         self._warn_of_forgotten()
-        if state.closed and snapshot.free_slabs:
+        if state.closed and stats.free_slabs:
             self.trim()
-        return snapshot
+        return stats
 
-    # -- waiting
+    # -- decisions
 
-    def _serve_or_wait(self, me: Waiter) -> Lease:
+    def _decide(self, account: Account, me: Waiter) -> Lease | Growth | None:
+        """Decide a request: return its lease, the slow work that it needs first, or None if it has
+        to wait. Call it under the lock.
+
+        `Accounts.room` limits what the owner may have now, by quotas and by the requests that have
+        waited longer. Within that limit, the cases are, in this order:
+
+        1. an idle slab that wastes at most 12.5%, or, from 1 MiB on, of at most twice the class;
+        2. there is room under the cap: grow by a slab of the request's class;
+        3. any larger idle slab;
+        4. the memory resource may allow more by now: check, and decide again;
+        5. idle slabs of other classes would make room: evict them, least recently used first, and
+           grow;
+        6. waiting is useless: refuse (`_why_never`);
+        7. wait.
+
+        A frozen pool doesn't grow, divides what it holds by quotas, and refuses a request at once
+        if no slab fits it. After the platform has refused memory, a pool is restricted for a while:
+        it doesn't ask for the refused total again (2), and frees nothing that it might not get back
+        (5).
+
+        Raises:
+            PoolError, MemoryError: the request is refused.
+        """
+        state = self._state
+        self._refuse_if_closed()
+        if me not in state.waiters:
+            state.waiters.append(me)
+        idle = state.scan()
+        room = self._room(account, me)
+        capacity, may_grow = min(me.capacity, room), me.nbytes <= room and not state.frozen
+        fitting = [slab.capacity for slab in idle if me.nbytes <= slab.capacity <= room]
+        smallest = min(fitting, default=sys.maxsize)
+        if smallest <= me.limit:
+            return state.lease(account, me.nbytes, smallest)
+        if may_grow and capacity <= self._headroom():
+            return Growth(state, me, (), capacity, 1)
+        if smallest <= room:
+            return state.lease(account, me.nbytes, smallest)
+        if may_grow and state.memory.is_due():
+            return Growth(state, me)
+        missing = capacity - self._headroom(by_freeing=True)
+        if may_grow and missing <= total(idle):
+            return Growth(state, me, _oldest(idle, missing), capacity, 1)
+        if (error := self._why_never(account, me)) is None:
+            return None
+        try:
+            raise error
+        finally:
+            del error  # or it and this frame would keep one another, and all that called
+
+    def _why_never(
+        self, account: Account, me: Waiter, just_now: _refusals.Refusal | None = None
+    ) -> PoolError | MemoryError | None:
+        """Return the error of a request for which waiting is useless; None if it may be served
+        later.
+
+        The cases, in this order:
+
+        1. the request is larger than the part of the cap that quotas leave to its owner;
+        2. it is larger than the part of it that isn't held for good;
+        3. no slab is large enough, and the pool is frozen;
+        4. no slab is large enough, and the platform refused to let the pool grow that far,
+           `just_now` or recently.
+
+        Slabs held for good aren't counted as large enough.
+        """
+        state, nbytes, room = self._state, me.nbytes, self._state.accounts.room
+        busy = state.held_for_good()
+        largest, left = room(account, state.max_bytes), room(account, state.whole(), busy)
+        held = state.largest(left)
+        if nbytes > largest:
+            named = account if state.accounts.have_quotas else None
+            return _refusals.never_fits(state.figures(), nbytes, named, largest)
+        if nbytes > room(account, state.max_bytes, busy):
+            return _refusals.never_free(state.figures(), nbytes)
+        if nbytes <= held:
+            return None
+        if state.frozen:
+            return _refusals.frozen(state.figures(), nbytes, held)
+        refusal, capacity = just_now or self._standing_refusal(), min(me.capacity, left)
+        if (
+            refusal is None
+            or capacity + busy.total() <= refusal.held
+            or state.promised() + capacity < refusal.total
+        ):
+            return None
+        return _refusals.refused(state.figures(), nbytes, refusal)
+
+    def _missing(self, nbytes: int, count: int) -> tuple[int, int]:
+        """Return the size and number of the slabs that are missing for `count` leases at once.
+
+        Raises:
+            PoolClosedError, PoolFrozenError, BudgetExceededError: the slabs can't be allocated.
+        """
+        state = self._state
+        self._refuse_if_closed()
+        state.refusal = None  # a reservation always asks the platform, and reports its error
+        unit = state.granularity
+        largest = state.max_bytes // unit * unit
+        if nbytes > largest:
+            raise _refusals.never_fits(state.figures(), nbytes)
+        capacity, limit = min(size_class(nbytes, unit), largest), reuse_limit(nbytes, unit)
+        missing = count - sum(nbytes <= slab.capacity <= limit for slab in state.scan())
+        if missing <= 0:
+            return capacity, 0
+        if state.frozen:
+            raise _refusals.frozen(state.figures(), nbytes, state.largest(largest))
+        if missing * capacity > state.max_bytes - state.promised():
+            raise _refusals.reserve_does_not_fit(state.figures(), capacity, missing)
+        return capacity, missing
+
+    def _room(self, account: Account, me: Waiter) -> int:
+        """Return the size of the largest slab that a request may take now, after a `scan`."""
+        state, line = self._state, list(self._state.waiters)
+        ahead = line[: line.index(me)]
+        if ahead or state.accounts.have_quotas:
+            return state.accounts.room(account, state.whole(), state.busy(), ahead)
+        return state.accounts.room(account, state.max_bytes, state.held_for_good())
+
+    def _headroom(self, *, by_freeing: bool = False) -> int:
+        """Return the bytes by which the pool may grow; negative if bytes must be freed first."""
+        most = min(self._state.max_bytes, self._state.memory.allowed)
+        if (refusal := self._standing_refusal()) is not None:
+            most = min(most, refusal.held if by_freeing else refusal.total - 1)
+        return most - self._state.promised()
+
+    def _standing_refusal(self) -> _refusals.Refusal | None:
+        refusal = self._state.refusal
+        if refusal is not None and time.monotonic() >= refusal.until:
+            refusal = self._state.refusal = None
+        return refusal
+
+    # -- slow work, and waiting
+
+    def _serve(self, account: Account, me: Waiter) -> Lease:
         """Serve a request: first come, first served, within what quotas allow.
 
         Each request checks for itself, and takes the requests before it into account. A release
         wakes the first one. With quotas, a later request may go first, so each request that finds
-        nothing wakes the next. A request that makes the pool grow stays in line until its plan is
-        made, so that no request overtakes it.
+        nothing wakes the next. A request leaves the line to grow, so that later ones needn't wait
+        for that.
         """
-        state, waiters = self._state, self._state.waiters
+        state, lease = self._state, None
         try:
-            while (lease := self._serve(me)) is None:
-                self._pause(me)
+            while lease is None:
+                with state.lock:
+                    decision = self._decide(account, me)
+                if isinstance(decision, Growth):
+                    lease = self._work(decision, account, me)
+                elif decision is None:
+                    self._pause(account, me)
+                else:
+                    lease = decision
         finally:
+            me.is_over = True
             # An interrupt may have come before it was added; `remove` is a single C call.
-            if me in waiters:
-                waiters.remove(me)
+            if me in state.waiters:
+                state.waiters.remove(me)
             state.wake_first()
-            me.count_seconds()
+            account.wait_seconds += me.waits * (time.monotonic() - me.began)
         if state.closed:
             lease.release()
             self.trim()
-            state.check_open()
+            self._refuse_if_closed()
         return lease
 
-    def _serve(self, me: Waiter) -> Lease | None:
-        """Serve a request, growing if the pool may; return None if it has to wait in line."""
-        state, waiters = self._state, self._state.waiters
-        while True:
-            if me not in waiters:
-                waiters.append(me)
-            line = list(waiters)
-            serve = partial(state.serve, me.account, me.nbytes, line[: line.index(me)])
-            with state.lock:
-                decision = serve()
-            if not isinstance(decision, GrowthPlan):
-                return decision
-            lease = self._grow(Growth(state, serve, me), me)
-            if lease is not None:
-                return lease
-
-    def _grow(self, growth: Growth, me: Waiter) -> Lease | None:
-        """Grow, and return the lease; None if there is none, and the request has to be decided
-        again.
+    def _work(self, growth: Growth, account: Account, me: Waiter) -> Lease | None:
+        """Do slow work in a thread of the pool. Return the lease; None if there is none, and the
+        request has to be decided again.
         """
-        began = time.monotonic()
+        refuse_capture()
+        state, began, lease = self._state, time.monotonic(), None
+        if growth.count:
+            state.waiters.remove(me)
+        state.wake_first()
         try:
             lease = growth.result()
         except RefusedForNow:
             return None  # it waited for others
         except REFUSALS:
             refusal = growth.refusal
-            if refusal is None or self._state.why_never(me.account, me.nbytes, refusal) is not None:
+            if refusal is None:
                 raise
-            lease = None
-            self._tell(growth.plan.capacity, refusal.reason)
-        if growth.plan.count:
-            me.postpone(time.monotonic() - began)  # growing isn't waiting
+            with state.lock:
+                if self._why_never(account, me, refusal) is not None:
+                    raise
+            if is_first_refusal(self):
+                warnings.warn(
+                    f"pool cannot grow by {format_bytes(growth.capacity)}, and goes on with the "
+                    f"slabs that it has: {state.figures()}; {refusal.reason}; this warning is "
+                    "shown once",
+                    StagingWarning,
+                    stacklevel=4,
+                )
+        if growth.count:  # growing isn't waiting
+            took = time.monotonic() - began
+            me.began += took
+            me.deadline += took
         return lease
 
-    def _tell(self, nbytes: int, reason: str) -> None:
-        """Warn, once, that the platform has refused memory."""
-        if not self._has_told:
-            self._has_told = True
-            warnings.warn(
-                f"pool cannot grow by {format_bytes(nbytes)}, and goes on with the slabs that it "
-                f"has: {self._state.figures()}; {reason}; this warning is shown once",
-                StagingWarning,
-                stacklevel=6,
-            )
-
-    def _pause(self, me: Waiter) -> None:
+    def _pause(self, account: Account, me: Waiter) -> None:
         """Wait until a request may have become possible.
 
         Raises:
@@ -426,7 +657,8 @@ class SlabPool:
         """
         state, line, gives_up = self._state, list(self._state.waiters), this_thread.gives_up
         position = line.index(me)
-        me.begin_to_wait()
+        account.waits += 1 - me.waits
+        me.waits = 1
         if state.accounts.have_quotas and line[position + 1 :]:
             with contextlib.suppress(RuntimeError):
                 line[position + 1].wake()
@@ -434,9 +666,16 @@ class SlabPool:
         if left <= 0 or (gives_up is not None and gives_up()):
             raise _refusals.timed_out(state.figures(), me.nbytes, me.timeout, len(line) - 1)
         patience = threading.TIMEOUT_MAX if gives_up is None else GIVE_UP_SECONDS
-        me.sleep(timeout=min(left, patience if position else me.next_pause()))
+        if position == 0:  # a little longer each time
+            shortest, longest = POLL_SECONDS
+            me.pause = patience = min(max(shortest, 2 * me.pause), longest)
+        me.sleep(timeout=min(left, patience))
 
     # -- checks
+
+    def _refuse_if_closed(self) -> None:
+        if self._state.closed:
+            raise _refusals.closed(self._state.figures(), self._state.user)
 
     def _check_entry(self) -> None:
         """Refuse a call in a forked child, or inside another call; warn of forgotten leases."""
@@ -452,18 +691,13 @@ class SlabPool:
         forgotten = self._state.forgotten
         while forgotten:
             nbytes, capacity = forgotten.pop()
-            text = (
+            warnings.warn(
                 f"lease was never released: {nbytes} bytes of {capacity} were returned by garbage "
-                "collection; use `with pool.acquire(...)` or call release()"
+                "collection; use `with pool.acquire(...)` or call release(). If an interrupt ended "
+                "a call, that was its lease, and nothing is wrong",
+                UnreleasedLeaseWarning,
+                stacklevel=stacklevel,
             )
-            if not _LOGGED:  # Python hides the warning by default
-                _LOGGED.append(text)
-                remarks.add(
-                    f"{text}. If an interrupt ended a call, that was its lease, and nothing is "
-                    "wrong. This is logged once: `python -W default` shows each "
-                    "UnreleasedLeaseWarning"
-                )
-            warnings.warn(text, UnreleasedLeaseWarning, stacklevel=stacklevel)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -480,3 +714,9 @@ class SlabPool:
     def __repr__(self) -> str:
         state = "closed" if self.closed else "frozen" if self.frozen else "open"
         return f"<SlabPool {state} {type(self.memory).__name__} {self._state.figures()}>"
+
+
+def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab]:
+    """Return the first slabs that have that many bytes together, or all."""
+    before = accumulate([slab.capacity for slab in idle], initial=0)
+    return [slab for slab, earlier in zip(idle, before, strict=False) if earlier < nbytes]

@@ -23,28 +23,33 @@ E = TypeVar("E", bound=PoolError)
 class Figures(NamedTuple):
     """Where a pool's bytes are."""
 
-    held_bytes: int
-    leased_bytes: int
-    in_flight_bytes: int
+    of: dict[str, int]
+    """Bytes by part, as in `PoolState.parts`."""
     max_bytes: int
     reason: str
     cap: Callable[[int], str]
     """Returns the argument for a cap under which this pool may hold some bytes."""
 
     def __str__(self) -> str:
+        of = {part: format_bytes(nbytes) for part, nbytes in self.of.items()}
+        viewed, for_good = self.of["viewed"], self.of["held_for_good"]
         return (
-            f"held {format_bytes(self.held_bytes)} of max_bytes {format_bytes(self.max_bytes)} "
-            f"({self.reason}), leased {format_bytes(self.leased_bytes)}, in flight "
-            f"{format_bytes(self.in_flight_bytes)}"
+            f"held {of['held']} of max_bytes {format_bytes(self.max_bytes)} ({self.reason}), "
+            f"leased {of['leased']}, in flight {of['in_flight']}"
+            + (f" ({of['viewed']} in live views)" if viewed else "")
+            + (f", {of['held_for_good']} of these held for good" if for_good else "")
         )
 
     def error(self, kind: type[E], nbytes: int, text: str) -> E:
         """Return an error with these figures. They take the place of ``{}`` in its text."""
-        named = {
-            name: getattr(self, name)
-            for name in ("held_bytes", "leased_bytes", "in_flight_bytes", "max_bytes")
-        }
-        return kind(text.replace("{}", str(self)), requested_bytes=nbytes, **named)
+        return kind(
+            text.replace("{}", str(self)),
+            requested_bytes=nbytes,
+            held_bytes=self.of["held"],
+            leased_bytes=self.of["leased"],
+            in_flight_bytes=self.of["in_flight"],
+            max_bytes=self.max_bytes,
+        )
 
 
 def closed(figures: Figures, user: str | None) -> PoolClosedError:
@@ -66,11 +71,20 @@ def never_fits(
     return figures.error(BudgetExceededError, nbytes, text)
 
 
+def never_free(figures: Figures, nbytes: int) -> BudgetExceededError:
+    text = (
+        f"request doesn't fit beside slabs held for good: requested {format_bytes(nbytes)}, {{}}; "
+        "close handles of frozen modules and drop these modules, or pass "
+        f"{figures.cap(figures.of['held_for_good'] + nbytes * 9 // 8)} or more"
+    )
+    return figures.error(BudgetExceededError, nbytes, text)
+
+
 def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> BudgetExceededError:
     text = (
         f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {{}}; "
         "release leases, trim() idle slabs, or pass "
-        f"{figures.cap(figures.held_bytes + missing * capacity)}"
+        f"{figures.cap(figures.of['held'] + missing * capacity)}"
     )
     return figures.error(BudgetExceededError, missing * capacity, text)
 
@@ -81,7 +95,7 @@ def timed_out(
     text = (
         f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {{}}, {others} "
         "other waiters; release leases sooner, wait longer, or pass "
-        f"{figures.cap(figures.held_bytes + nbytes * 9 // 8)}"
+        f"{figures.cap(figures.of['held'] + nbytes * 9 // 8)}"
     )
     return figures.error(AcquireTimeoutError, nbytes, text)
 

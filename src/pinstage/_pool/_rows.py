@@ -101,9 +101,15 @@ class PoolUsage:
     """
 
 
-_TEXTS = {"budget", "program", "pool"}
-_NUMBERS = {"max_bytes", "pid", "held_bytes"}
-_FIELDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(_NUMBERS, int) | {"shared": dict}
+_FIELDS = {
+    "budget": str,
+    "max_bytes": int,
+    "pid": int,
+    "program": str,
+    "pool": str,
+    "held_bytes": int,
+    "shared": dict,
+}
 
 
 def held_bytes(pools: list[PoolUsage]) -> int:
@@ -196,7 +202,8 @@ def close_files(descriptors: list[int]) -> bool:
     """
     with turn:  # else a child that is forked in between would keep a descriptor
         while descriptors:
-            os.close(descriptors.pop())
+            with contextlib.suppress(OSError):  # it is closed nevertheless
+                os.close(descriptors.pop())
     return True
 
 

@@ -1,25 +1,39 @@
-"""A slab, what keeps it busy, and what a pool holds."""
+"""A slab, the lease by which it is used once, and what a pool holds.
+
+A slab must not be handed out again while it can still be read or written through a view. All views
+of a lease (tensor, array, memoryview) share one *exporter*: a ctypes array over the slab, which
+every view references. When it is gone, so is the last view.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
+from operator import attrgetter
+from types import TracebackType
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
+import torch
 
 from .._compat.calls import ownership
-from .._memory import Block, record_current_streams
+from .._compat.views import checked_sizes, tensor_over
+from .._memory import Block, capturing_device, record_current_streams, refuse_capture
 from .._reaper import reaper
+from ..errors import LeaseError
+from . import _refusals
 from ._adaptor import ResourceAdaptor
-from ._refusals import Figures, Refusal
-from ._waiting import Account, Accounts, Waiter
+from ._waiting import Account, Accounts
+
+_BYTE, _tensor_of = torch.uint8, torch.frombuffer  # faster to look up than torch's attributes
 
 
 class Fence(Protocol):
@@ -52,15 +66,15 @@ guard_numbers = itertools.count()
 
 
 def add_guard(guards: dict[int, Fence], event: Fence) -> None:
-    """Add an event to the guards of a slab or a region, and drop the events that are done. Any
-    thread may call this.
+    """Add an event to the guards of a slab or a region, and drop the events that are done, unless
+    this thread captures a graph. Any thread may call this.
 
     Raises:
         TypeError: as `check_fence`.
     """
     check_fence(event)
     # Not ``list(guards.items())``: its tuples may start the collector of Python 3.11.
-    before = guards.copy()
+    before = guards.copy() if capturing_device() is None else {}
     guards[next(guard_numbers)] = event  # first, because a query may fail
     for number, guard in before.items():
         if guard is event or guard.query():
@@ -90,6 +104,7 @@ class Slab:
             then.
         guards: other pending work, by unique numbers.
         doomed: whether a thread is about to free it.
+        for_good: whether no release is expected of the current or last lease and its views.
     """
 
     def __init__(self, block: Block, stacks: dict[int, dict[Slab, Any]], used_at: int) -> None:
@@ -102,11 +117,14 @@ class Slab:
         self.views: weakref.ref[Any] | None = None
         self.event: Fence | None = None
         self.guards: dict[int, Fence] = {}
-        self.doomed = False
+        self.doomed = self.for_good = False
 
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
         lock.
+
+        Raises:
+            PinstageError: it has events, and the current stream captures a graph.
         """
         if self.lease is not None or self.doomed:
             return False
@@ -114,6 +132,9 @@ class Slab:
         if views is not None and views() is not None:
             return False
         event = self.event
+        # The first question saves a call without CUDA.
+        if (event is not None or self.guards) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            refuse_capture()
         if event is not None:
             if not event.query():
                 return False
@@ -131,8 +152,22 @@ class Slab:
         is_released = self.account is account and self.lease is None and self.event is not None
         return is_released and not self.guards and not self.has_views()
 
+    def is_forgotten(self) -> bool:
+        """Return whether its lease is gone without a release."""
+        return self.lease is not None and self.lease() is None
+
     def has_views(self) -> bool:
         return self.views is not None and self.views() is not None
+
+    def is_held_for_good(self) -> bool:
+        """Return whether waiting for the slab is useless."""
+        return self.for_good and (self.lease is not None or self.has_views())
+
+    def part(self) -> str:
+        """Return what keeps it from others, as far as is known without querying events."""
+        if self.lease is not None and not self.is_forgotten():
+            return "leased"
+        return "in_flight" if not self.doomed and (self.fences() or self.has_views()) else "free"
 
     def fences(self) -> list[Fence]:
         """Return all pending work that is known."""
@@ -140,16 +175,305 @@ class Slab:
         return guards if self.event is None else [*guards, self.event]
 
 
-def take_first(stack: dict[Slab, Any], is_usable: Callable[[Slab], bool]) -> Slab | None:
-    """Take the first usable slab out of a stack."""
-    slab = next(filter(is_usable, list(stack)), None)
-    if slab is not None:
-        stack.pop(slab, None)
-    return slab
+@lru_cache(maxsize=256)
+def _exporter_type(capacity: int) -> type[Any]:
+    return type("SlabBytes", (ctypes.c_ubyte * capacity,), {"__slots__": ("life", "state")})
 
 
-class Holdings:
-    """A pool's slabs and counters.
+class Lease:
+    """The right to use one slab once. Made by `SlabPool.acquire`; a context manager that releases
+    at its end.
+
+    If the memory is page-locked, leaving the ``with`` block without a `release` records an event on
+    the calling thread's current stream of each device that this process uses, and the slab is free
+    when these events are done. So a ``copy_(..., non_blocking=True)`` from a view needs nothing
+    else. Pass the event of work on any other stream to `guard`. While one of these streams captures
+    a graph, leaving the block raises `LeaseError`, and the lease stays held: call `release` behind
+    the last replay.
+
+    Views (`tensor`, `numpy`, ``memoryview(lease)``) show the slab itself, without a copy. Its
+    content is whatever the last user left. A view that outlives the release keeps the slab out of
+    the pool until the view is freed.
+
+    Another thread may use and release a lease, but two threads should not use one at the same time.
+    In a forked child, making a view raises `ForkedPoolError`.
+    """
+
+    __slots__ = ("__weakref__", "_capacity", "_exporter", "_nbytes", "_ref", "_slab", "_state")
+
+    def __init__(self, state: PoolState, slab: Slab, nbytes: int, account: Account) -> None:
+        # Called under the pool's lock. The last line makes the slab leased.
+        self._state = state
+        self._slab: Slab | None = slab
+        self._nbytes = nbytes
+        self._capacity = slab.capacity
+        self._exporter: Any = None
+        slab.views = None
+        slab.for_good = False
+        slab.account = account
+        slab.requested = nbytes
+        slab.used_at = next(state.clock)
+        # `slab.lease` is this reference as long as the slab is this lease's. In a garbage cycle,
+        # the collector clears the slab's reference before finalisers use the lease for the last
+        # time; by then the slab may be another lease's.
+        self._ref = slab.lease = weakref.ref(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+        return self._nbytes
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the slab: at least `nbytes`."""
+        return self._capacity
+
+    @property
+    def released(self) -> bool:
+        """Whether the lease has been given back."""
+        return self._slab is None
+
+    def data_ptr(self) -> int:
+        """Return the slab's address. It keeps nothing alive, and is valid only until the
+        release.
+        """
+        return self._held("data_ptr()").ptr
+
+    def tensor(
+        self,
+        shape: int | Sequence[int] | None = None,
+        dtype: torch.dtype | np.typing.DTypeLike = torch.uint8,
+        *,
+        offset: int = 0,
+    ) -> torch.Tensor:
+        """Return leased bytes as a tensor, without a copy.
+
+        Args:
+            shape: the tensor's. None is one dimension with as many elements as fit.
+            dtype: torch's, or numpy's, by type or name (``np.float32``, ``"float32"``).
+            offset: byte at which the tensor starts, a multiple of the size of an element.
+
+        Returns:
+            Contiguous tensor on the CPU. It is page-locked if the pool's memory is.
+
+        Raises:
+            LeaseError: the lease was released.
+            TypeError: torch has no such dtype, it is quantised, or `dtype` is None.
+            ValueError: the tensor needs more than the leased bytes, or a size or `offset` is wrong.
+        """
+        if shape is None and dtype is _BYTE and not offset:
+            return _tensor_of(self._export("tensor()"), dtype=_BYTE, count=self._nbytes)
+        if dtype is None:  # numpy would take it for float64
+            raise TypeError("no dtype: None; pass torch's or numpy's, such as torch.float32")
+        if not isinstance(dtype, torch.dtype):
+            dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+        sizes = checked_sizes(shape, dtype, offset, self._nbytes)
+        return tensor_over(self._export("tensor()"), dtype, sizes, offset=offset)
+
+    def numpy(
+        self,
+        shape: int | Sequence[int] | None = None,
+        dtype: np.typing.DTypeLike | torch.dtype = np.uint8,
+        *,
+        offset: int = 0,
+    ) -> np.ndarray[Any, np.dtype[Any]]:
+        """Return leased bytes as an array, without a copy: ``tensor(...).numpy()``.
+
+        Args:
+            shape: as for `tensor`.
+            dtype: as for `tensor`, if numpy has it.
+            offset: as for `tensor`.
+
+        Raises:
+            LeaseError, TypeError, ValueError: as `tensor`.
+        """
+        self._held("numpy()")
+        return self.tensor(shape, dtype, offset=offset).numpy()
+
+    def __buffer__(self, flags: int, /) -> memoryview:
+        """Return the leased bytes as a writable memoryview, for ``memoryview(lease)`` (Python 3.12
+        and later).
+        """
+        return memoryview(self._export("memoryview()")).cast("B")[: self._nbytes]
+
+    def guard(self, event: Fence | None) -> None:
+        """Add an event that the slab has to wait for, however the lease ends.
+
+        Does not block. The slab is handed out again when all guards and the `after` of `release`
+        are done. A guard that is done is dropped when another one is added.
+
+        Args:
+            event: recorded behind work that reads or writes the slab. A stream works, too: it is
+                done when all its work is. None adds nothing.
+
+        Raises:
+            LeaseError: the lease was released.
+            TypeError: `event` has no ``query()`` or no ``synchronize()``.
+        """
+        slab = self._held("guard()")
+        if event is not None:
+            add_guard(slab.guards, event)
+
+    def release(self, *, after: Fence | None = None) -> None:
+        """Give the slab back.
+
+        Does not block. The slab is handed out again when `after` and all guards are done and the
+        last view of it is gone.
+
+        Args:
+            after: the work that still reads or writes the slab, for example the event behind an
+                asynchronous copy. The pool keeps it until it is done.
+
+        Raises:
+            LeaseError: the lease was released before.
+            TypeError: `after` has no ``query()`` or no ``synchronize()``; the lease is still held.
+            ForkedPoolError: called in a forked child.
+        """
+        state = self._state
+        if state.is_forked:
+            raise _refusals.forked()
+        if after is not None and not hasattr(after, "query"):
+            check_fence(after)
+        # No call is made until the slab has no lease, so neither another thread nor an interrupt
+        # comes between. Of two releases at once, one finds no slab, and the event is set before the
+        # slab can be found free.
+        slab, self._slab = self._slab, None
+        if slab is None:
+            self._refuse("release()")
+        if slab.lease is self._ref:
+            slab.event = after
+            slab.lease = None
+        self._exporter = None
+        slab.put(None)
+        if state.unrecorded:
+            state.unrecorded.pop(self, None)
+        if state.waiters:
+            state.wake_first()
+        if state.closed:
+            state.tidy_later()
+
+    def _held(self, what: str) -> Slab:
+        slab = self._slab
+        if slab is None or slab.lease is not self._ref:
+            self._refuse(what)
+        return slab
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise LeaseError(
+            f"lease is already released: {what} on a lease of {self._nbytes} bytes; acquire a new "
+            "one, and release each lease once"
+        )
+
+    def _export(self, what: str) -> Any:
+        state = self._state
+        # Page-locked pages may be missing in a child: reading them would end it.
+        if state.is_forked:
+            raise _refusals.forked()
+        slab = self._held(what)
+        if self._exporter is None:
+            exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
+            exporter.state = state
+            # Not the exporter: if a memoryview is part of a garbage cycle, the collector calls back
+            # before finalisers use the exporter for the last time. The collector doesn't track
+            # arrays.
+            exporter.life = np.empty(0)
+            views = weakref.ref(exporter.life, slab.put)
+            # Again: another thread may have made it; no call comes between.
+            if self._exporter is None:
+                self._exporter, slab.views = exporter, views
+        return self._exporter
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        slab = self._slab
+        if slab is None:
+            return
+        state = self._state
+        try:
+            if state.record is not None:
+                events = state.record()
+                if slab.lease is self._ref:  # as in `release`
+                    slab.guards.update(zip(guard_numbers, events, strict=False))
+        except BaseException as failure:
+            state.unrecorded[self] = None
+            if error is None or not isinstance(failure, Exception):
+                raise
+            error.add_note(
+                f"a lease of {self._nbytes} bytes stays held: {failure!r}; call its "
+                "release(after=event)"
+            )
+        else:
+            self.release()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            f"a lease cannot be copied or pickled: {self!r} is the right to use one slab once; "
+            "acquire another, or copy its bytes with lease.tensor().clone()"
+        )
+
+    def __repr__(self) -> str:
+        state = "released" if self._slab is None else "held"
+        return f"<Lease nbytes={self._nbytes} capacity={self._capacity} {state}>"
+
+
+def guard_until_release(lease: Lease, event: Fence | None) -> int:
+    """Set the event that the slab waits for if an interrupt prevents the release; return the slab's
+    address.
+
+    `Lease.release` replaces the event.
+
+    Raises:
+        LeaseError: the lease was released.
+    """
+    slab = lease._held("guard()")
+    slab.event = event
+    return slab.ptr
+
+
+def hold_for_good(lease: Lease) -> None:
+    """Expect no release of a lease and its views: let requests for its bytes fail at once.
+
+    Raises:
+        LeaseError: the lease was released.
+    """
+    lease._held("hold_for_good()").for_good = True
+
+
+def event_of(lease: Lease) -> Fence:
+    """Return the event behind which the slab of a lease was released before."""
+    event = lease._held("event_of()").event
+    assert event is not None
+    return event
+
+
+def is_page_locked(lease: Lease) -> bool:
+    """Return whether a slab is page-locked for CUDA.
+
+    Raises:
+        LeaseError: the lease was released.
+    """
+    return lease._state.is_pinned(lease._held("is_page_locked()"))
+
+
+def descriptor_of(lease: Lease) -> int | None:
+    """Return the file descriptor of a slab's bytes where the pool's memory is shared, else None.
+    Never close it.
+
+    Raises:
+        LeaseError: the lease was released.
+    """
+    return lease._held("descriptor_of()").block.fd
+
+
+class PoolState:
+    """A pool's slabs and counters, shared by the pool, its leases and its growths.
 
     Attributes:
         lock: held for a decision, and to change the held bytes. It is reentrant, because a
@@ -166,14 +490,14 @@ class Holdings:
             until released.
         forgotten: leases that were never released: bytes requested, and bytes of the slab.
         waiters: requests that wait, ordered by age, the oldest first.
-        slabs: all slabs that are held; written by growths.
-        growths: slow work under way, written by growths.
-        stacks: slabs that may be free, by capacity.
-        sizes: the capacities of slabs, sorted.
-        reap: frees slabs that were returned to a closed pool; for the reaper.
+        slabs: all slabs that are held.
+        growths: slow work under way.
+        stacks: slabs that may be free, by capacity. A cache, which `scan` rebuilds.
+        sizes: the keys of `stacks`, sorted.
+        refusal: the last one, while the pool doesn't try to grow that far again.
+        pageable: pools of pageable slabs, private and shared ones, which users make when
+            page-locking is refused; by whether they are shared. They are closed with this one.
     """
-
-    reap: Callable[[], bool]
 
     def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
         self.memory, self.max_bytes, self._reason = memory, max_bytes, reason
@@ -182,12 +506,13 @@ class Holdings:
         self.granularity = memory.resource.granularity
         self.closed = self.frozen = self.is_forked = False
         self.user: str | None = None
+        self.pageable: dict[bool, Any] = {}
         self.lock = threading.RLock()
         self.is_entered = has_lock = ownership(self.lock)
         if (is_in_memory := memory.is_entered) is not None:
             self.is_entered = lambda: has_lock() or is_in_memory()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.waiters: deque[Waiter] = deque()
+        self.waiters: deque[Any] = deque()
         self.clock = itertools.count(1)
         self.slabs: dict[Slab, None] = {}
         self.growths: dict[Any, None] = {}
@@ -195,23 +520,147 @@ class Holdings:
         self.sizes: list[int] = []
         self.unrecorded: dict[Any, None] = {}
         self.forgotten: list[tuple[int, int]] = []
-        self.refusal: Refusal | None = None
-        self.hits = self.misses = self.trims = 0
-        self.peak_held_bytes = self.peak_held_slabs = self.total_held_bytes = 0
+        self.refusal: _refusals.Refusal | None = None
+        self.hits = self.misses = self.peak_held_bytes = self.peak_held_slabs = 0
+        self.total_held_bytes = self.total_held_slabs = 0
         _all.add(self)
         # Not the state itself: in a garbage cycle, the collector calls back before finalisers use
         # it for the last time.
         self._life = np.empty(0)
         reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
 
+    # -- slabs; call these under the lock
+
+    def lease(
+        self,
+        account: Account,
+        nbytes: int,
+        bound: int,
+        is_usable: Callable[[Slab], bool] | None = None,
+    ) -> Lease | None:
+        """Lease the smallest suitable slab; return None if there is none. All slabs that the pool
+        has are chosen here.
+
+        Args:
+            account: the owner.
+            nbytes: the request's bytes.
+            bound: bytes of the largest slab that may serve the request.
+            is_usable: says which slabs may serve it; of several of a size, the first in the stack
+                does. None for free slabs: then the last in the stack, which was returned last and
+                is in the caches, comes first.
+        """
+        sizes = self.sizes
+        for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]:
+            # Only single C calls touch the stack: a release in another thread may add to it at any
+            # moment.
+            stack = self.stacks[size]
+            slab = last = stack.popitem()[0] if stack and is_usable is None else None
+            if last is None or not last.is_free():
+                slab = next(filter(is_usable or Slab.is_free, list(stack)), None)
+                if last is not None and last.fences():
+                    last.put(None)  # else its release, or the end of its last view, does it
+            if slab is not None:
+                stack.pop(slab, None)
+                self.hits += 1
+                return Lease(self, slab, nbytes, account)
+        return None
+
+    def add(self, block: Block) -> Slab:
+        """Make a slab of a new block."""
+        slab = Slab(block, self.stacks, next(self.clock))
+        self.slabs[slab] = None
+        self.sizes = sorted(self.stacks)
+        self.total_held_bytes += slab.capacity
+        self.total_held_slabs += 1
+        self.peak_held_bytes = max(self.peak_held_bytes, total(self.slabs))
+        self.peak_held_slabs = max(self.peak_held_slabs, len(self.slabs))
+        return slab
+
+    def scan(self) -> list[Slab]:
+        """Check all slabs. Return the free ones, least recently used first, and put them in their
+        stacks.
+        """
+        self.growths = {growth: None for growth in self.growths if not growth.is_abandoned()}
+        doomed = {slab for growth in self.growths for slab in growth.victims}
+        slabs = list(self.slabs)
+        for slab in slabs:
+            slab.doomed = slab in doomed
+        idle = [slab for slab in slabs if slab.is_free()]
+        # Afterwards: querying events may run the garbage collector, which frees leases.
+        for slab in slabs:
+            if slab.is_forgotten():
+                slab.lease = None
+                self.forgotten.append((slab.requested, slab.capacity))
+                if slab.is_free():
+                    idle.append(slab)
+        idle.sort(key=attrgetter("used_at"))
+        for slab in idle:
+            slab.put(None)
+        return idle
+
+    # -- what is held, as far as is known without querying events
+
+    def promised(self) -> int:
+        """Return the bytes of the cap that are taken: held, or set aside for growths."""
+        growths: list[Any] = list(self.growths)
+        promised: int = sum(growth.promised(self.slabs) for growth in growths)
+        return total(self.slabs) + promised
+
+    def whole(self) -> int:
+        """Return the bytes that quotas divide: those of the cap, or those held by a frozen pool."""
+        return total(self.slabs) if self.frozen else self.max_bytes
+
+    def parts(self) -> dict[str, list[Slab]]:
+        """Return the slabs that are held, by what keeps them from others. Those viewed are in
+        flight.
+        """
+        held = list(self.slabs)
+        parts: dict[str, list[Slab]] = {"held": held, "leased": [], "in_flight": [], "free": []}
+        for slab in held:
+            parts[slab.part()].append(slab)
+        parts["viewed"] = list(filter(Slab.has_views, parts["in_flight"]))
+        parts["held_for_good"] = list(filter(Slab.is_held_for_good, held))
+        return parts
+
+    def busy(self) -> Counter[Account | None]:
+        """Return the bytes that owners have: leased, in flight, or being allocated for them."""
+        parts = self.parts()
+        busy = by_owner([*parts["leased"], *parts["in_flight"]])
+        for growth in self.growths:
+            busy[growth.waiter.account] += growth.capacity
+        return busy
+
+    def held_for_good(self) -> Counter[Account | None]:
+        """Return the bytes that owners hold for good."""
+        return by_owner(filter(Slab.is_held_for_good, list(self.slabs)))
+
+    def largest(self, bound: int) -> int:
+        """Return the size of the largest slab within a bound that isn't held for good."""
+        usable = [slab.capacity for slab in list(self.slabs) if not slab.is_held_for_good()]
+        return max((size for size in usable if size <= bound), default=0)
+
+    def pending(self) -> list[Fence]:
+        """Return the events that slabs without a lease or views wait for."""
+        in_flight = self.parts()["in_flight"]
+        return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
+
     def is_pinned(self, slab: Slab) -> bool:
         """Return whether a slab is page-locked for CUDA."""
         is_pinned = slab.block.is_pinned
         return self.memory.resource.is_pinned if is_pinned is None else is_pinned
 
-    def tidy_later(self) -> None:
-        """Let the reaper free slabs that were returned to a closed pool. Finalisers call this."""
-        reaper.tasks.put(self)
+    @property
+    def reason(self) -> str:
+        """Where the cap comes from, and what limited the pool besides it at the last check."""
+        return self._reason + self.memory.holders()
+
+    def figures(self) -> _refusals.Figures:
+        is_own = self.max_bytes < self.memory.allowed  # else the memory has the tighter limit
+        cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
+        held = {part: total(slabs) for part, slabs in self.parts().items()}
+        return _refusals.Figures(held, self.max_bytes, self.reason, cap)
+
+    # -- waking and freeing
 
     def wake_first(self) -> None:
         """Wake the first request in line. Finalisers call this."""
@@ -226,45 +675,43 @@ class Holdings:
             with contextlib.suppress(RuntimeError):
                 waiter.wake()
 
-    @property
-    def held_bytes(self) -> int:
-        return sum(slab.capacity for slab in list(self.slabs))
+    def free(self, slabs: Sequence[Slab]) -> None:
+        """Free doomed slabs. Call it in a thread that no interrupt reaches."""
+        for slab in slabs:
+            try:
+                self.memory.deallocate(slab.block)
+            finally:  # a slab that could not be freed is never used again
+                slab.stack.pop(slab, None)
+                del self.slabs[slab]
 
-    def promised(self) -> int:
-        """Return the bytes of the cap that are taken: held, or promised to growths."""
-        promised: int = sum(growth.promised() for growth in list(self.growths))
-        return self.held_bytes + promised
+    def tidy_later(self) -> None:
+        """Let the reaper free slabs that were returned to a closed pool. Finalisers call this."""
+        reaper.tasks.put(self)
 
-    def parts(self) -> tuple[list[Slab], list[Slab], list[Slab]]:
-        """Return the slabs that are leased, in flight, and free, as far as is known without
-        querying events.
+    def reap(self) -> bool:
+        """Free the slabs returned to a closed pool; for the reaper. Return whether no event is
+        pending.
         """
-        leased, in_flight, free = parts = list[Slab](), list[Slab](), list[Slab]()
-        for slab in list(self.slabs):
-            if slab.lease is not None and slab.lease() is not None:
-                leased.append(slab)
-            elif slab.doomed or not (slab.fences() or slab.has_views()):
-                free.append(slab)
-            else:
-                in_flight.append(slab)
-        return parts
+        with self.lock:
+            idle = dict.fromkeys(self.scan())
+            for slab in idle:
+                slab.doomed = True
+                del self.slabs[slab]
+        free_what_is_done(idle, self.memory)
+        return not self.pending()
 
-    def pending(self) -> list[Fence]:
-        """Return the events that slabs without a lease or views wait for."""
-        _, in_flight, _ = self.parts()
-        return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
-    @property
-    def reason(self) -> str:
-        """Where the cap comes from, and what limited the pool besides it at the last check."""
-        return self._reason + self.memory.holders()
+def total(slabs: Iterable[Slab]) -> int:
+    """Return the bytes of slabs."""
+    return sum([slab.capacity for slab in list(slabs)])
 
-    def figures(self) -> Figures:
-        leased, in_flight, free = (sum(slab.capacity for slab in slabs) for slabs in self.parts())
-        held, most = leased + in_flight + free, self.max_bytes
-        is_own = most < self.memory.allowed  # else the memory resource has the tighter limit
-        cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
-        return Figures(held, leased, in_flight, most, self.reason, cap)
+
+def by_owner(slabs: Iterable[Slab]) -> Counter[Account | None]:
+    """Return the bytes of slabs by their owners."""
+    held: Counter[Account | None] = Counter()
+    for slab in slabs:
+        held[slab.account] += slab.capacity
+    return held
 
 
 def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
@@ -292,13 +739,13 @@ def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
     return not slabs
 
 
-_all: weakref.WeakSet[Holdings] = weakref.WeakSet()
+_all: weakref.WeakSet[PoolState] = weakref.WeakSet()
 """The pools of this process and its parents."""
 
 
 def _mark_forked() -> None:
-    for held in list(_all):
-        held.is_forked, held.is_entered = True, lambda: True
+    for state in list(_all):
+        state.is_forked, state.is_entered = True, lambda: True
 
 
 os.register_at_fork(after_in_child=_mark_forked)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .._sizes import count, format_bytes
+from ._slab import PoolState, by_owner, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +56,10 @@ class PoolStats:
     """Bytes of released slabs whose event is not done, or which still have live views."""
     free_bytes: int
     """Bytes of idle slabs."""
+    held_for_good_bytes: int
+    """Bytes of slabs whose release isn't expected: slabs of frozen modules, until their handles are
+    closed and the modules are freed. A request that doesn't fit beside them fails at once.
+    """
     max_bytes: int
     """The cap."""
     max_bytes_reason: str
@@ -93,3 +98,42 @@ class PoolStats:
             f"{count(self.trims, 'trim')}, waited {self.wait_seconds:.3f} s in "
             f"{count(self.waits, 'request')}"
         )
+
+
+def snapshot(state: PoolState) -> PoolStats:
+    """Check all slabs, and return the counters. Call it under the pool's lock."""
+    state.scan()
+    parts, accounts = state.parts(), list(state.accounts.values())
+    whole, busy = state.whole(), state.busy()
+    leased, in_flight = by_owner(parts["leased"]), by_owner(parts["in_flight"])
+    sizes = {f"{part}_bytes": total(slabs) for part, slabs in parts.items() if part != "viewed"}
+    counts = {f"{part}_slabs": len(parts[part]) for part in ("held", "leased", "in_flight", "free")}
+    return PoolStats(
+        **sizes,
+        **counts,
+        **{name: getattr(state, name) for name in _COUNTERS},
+        max_bytes_reason=state.reason,
+        pinned_bytes=total(filter(state.is_pinned, parts["held"])),
+        trims=state.total_held_slabs - counts["held_slabs"],
+        waits=sum(account.waits for account in accounts),
+        wait_seconds=sum((account.wait_seconds for account in accounts), 0.0),
+        owners={
+            account.name: OwnerStats(
+                held_bytes=leased[account] + in_flight[account],
+                leased_bytes=leased[account],
+                in_flight_bytes=in_flight[account],
+                available_bytes=max(0, state.accounts.room(account, whole, busy)),
+                min_bytes=account.min_bytes,
+                max_bytes=account.max_bytes,
+                waits=account.waits,
+                wait_seconds=account.wait_seconds,
+            )
+            for account in accounts
+        },
+    )
+
+
+_COUNTERS = (
+    *("max_bytes", "hits", "misses", "peak_held_bytes", "peak_held_slabs"),
+    *("total_held_bytes", "total_held_slabs"),
+)

@@ -1,25 +1,16 @@
-"""The owners of a pool's leases, their quotas, and requests that wait."""
+"""The owners of a pool's leases, their quotas, and time-outs."""
 
 from __future__ import annotations
 
-import _thread
 import math
 import numbers
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .._sizes import round_up
-
-POLL_SECONDS = (50e-6, 2e-3)
-"""First and longest pause of the first request in line. A release wakes it at once. Finished events
-and freed views wake no thread, so it also polls."""
-
-GIVE_UP_SECONDS = 0.2
-"""Interval at which the requests behind it check whether to give up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,47 +31,8 @@ NOTHING: Counter[Account | None] = Counter()
 """The bytes that owners have while all slabs are idle: none."""
 
 
-class Waiter:
-    """A request, which may have to wait. `sleep` waits for `wake`, which raises RuntimeError if it
-    is still pending.
-
-    `wake` releases a lock. A `threading.Event` isn't used, because an interrupt may leave it locked
-    forever. Nor is a `SimpleQueue`: it may treat a short time-out as none, and wait on when the
-    rest of the time is below zero.
-
-    Attributes:
-        deadline: the time until which it waits, by `time.monotonic`.
-    """
-
-    def __init__(self, account: Account, nbytes: int, timeout: float | None) -> None:
-        wakeup = _thread.allocate_lock()
-        wakeup.acquire()
-        self.account, self.nbytes, self.timeout = account, nbytes, timeout
-        self.wake = wakeup.release
-        self.sleep = wakeup.acquire
-        self._began, self._waits, self._pause = time.monotonic(), 0, 0.0
-        self.deadline = math.inf if timeout is None else self._began + timeout
-
-    def begin_to_wait(self) -> None:
-        """Count the request among those that waited."""
-        if not self._waits:
-            self._waits = 1
-            self.account.waits += 1
-
-    def next_pause(self) -> float:
-        """Return how long the first request in line sleeps at most: a little longer each time."""
-        shortest, longest = POLL_SECONDS
-        self._pause = min(max(shortest, 2 * self._pause), longest)
-        return self._pause
-
-    def postpone(self, seconds: float) -> None:
-        """Leave out some seconds in which it didn't wait."""
-        self._began += seconds
-        self.deadline += seconds
-
-    def count_seconds(self) -> None:
-        """Count the time that it waited."""
-        self.account.wait_seconds += self._waits * (time.monotonic() - self._began)
+NOBODY = Account("")
+"""The account of requests that lease nothing."""
 
 
 def check_owner(name: object) -> None:
@@ -115,13 +67,12 @@ class Accounts(dict[str, Account]):
         """Set an owner's quota, which replaces an earlier one.
 
         Raises:
-            ValueError: not a name, a guarantee above the limit, a limit of 0, or guarantees above
-                the cap.
+            ValueError: not a name, a guarantee above the limit, or guarantees above the cap.
         """
-        if max_bytes is not None and not max(1, min_bytes) <= max_bytes:
+        if max_bytes is not None and min_bytes > max_bytes:
             raise ValueError(
                 f"quota of {name!r} is impossible: min_bytes={min_bytes}, max_bytes={max_bytes}; "
-                "pass min_bytes <= max_bytes, and max_bytes >= 1"
+                "pass min_bytes <= max_bytes"
             )
         min_bytes = round_up(min_bytes, self._granularity)
         guaranteed = min_bytes + sum(a.min_bytes for a in self.values() if a.name != name)
@@ -139,7 +90,7 @@ class Accounts(dict[str, Account]):
         account: Account,
         whole: int,
         busy: Counter[Account | None] = NOTHING,
-        ahead: Sequence[Waiter] = (),
+        ahead: Sequence[Any] = (),
     ) -> int:
         """Return the size of the largest slab that an owner may take now; below 1 for none.
 
@@ -197,14 +148,14 @@ def check_timeout(timeout: object) -> None:
 
     Raises:
         TypeError: it isn't a number.
-        ValueError: it is negative.
+        ValueError: it is negative or NaN.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(
             f"timeout is a number of seconds: {timeout!r}; pass such a number, or None to wait "
             "forever"
         )
-    if timeout < 0:
+    if timeout < 0 or math.isnan(timeout):
         raise ValueError(
-            f"timeout must not be negative: {timeout}; 0 does not wait, None waits forever"
+            f"timeout must be 0 or more: {timeout}; 0 does not wait, None waits forever"
         )

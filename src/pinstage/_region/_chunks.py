@@ -27,7 +27,7 @@ from .._memory import REFUSALS, HostRange, disregard_captures, remedy
 from .._pool import Claim, Fence
 from .._reaper import begin, ending, running, warn
 from .._sizes import format_bytes
-from ..errors import PinningError, StagingWarning
+from ..errors import ClosedError, PinningError, PinstageError, StagingWarning
 
 _POLL_SECONDS = 1e-3
 """Interval at which `Chunks.wait` checks. A chunk takes milliseconds."""
@@ -118,6 +118,7 @@ class Chunks:
 
         Raises:
             PinningError: a later chunk was refused.
+            ClosedError: the region was closed before.
             TimeoutError: they aren't ready in time.
         """
         if not self._wait(nbytes, math.inf if timeout is None else timeout):
@@ -125,15 +126,15 @@ class Chunks:
             remedy = "wait longer or for less"
             raise TimeoutError(f"the region isn't ready after {timeout} s: {ready}; {remedy}")
         if self.ready < nbytes:
-            raise PinningError(self._why_never_ready()) from self._error
+            raise self._why_never_ready() from self._error
 
-    def _why_never_ready(self) -> str:
+    def _why_never_ready(self) -> PinstageError:
         if isinstance(self._error, REFUSALS):
-            return self.reason
+            return PinningError(self.reason)
         if self._error is not None:
             ended = f"the region isn't ready, and its thread has ended: {self._error!r}"
-            return f"{ended}; make another one"
-        return "the region was closed before it was ready; make another one"
+            return PinningError(f"{ended}; make another one")
+        return ClosedError("the region was closed before it was ready; make another one")
 
     def _wait(self, nbytes: int, seconds: float) -> bool:
         """Wait until bytes are ready, or will never be; return False if that takes longer."""

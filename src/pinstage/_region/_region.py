@@ -17,11 +17,11 @@ import torch
 
 from .._batch import Place, contiguous_stride
 from .._compat.views import checked_sizes, tensor_over
-from .._memory import HostRange
+from .._memory import PAGE_BYTES, HostRange
 from .._pool import Claim, Fence, HostBudget, add_guard, check_timeout, close_files
 from .._reaper import reaper, uninterrupted
 from .._sizes import Size, format_bytes, parse_bytes
-from ..errors import PinningError
+from ..errors import ClosedError, PinningError
 from ._chunks import Chunks
 from ._places import Nest, arrange, check_is_whole, ends_of_chunks, unit_of
 
@@ -86,7 +86,8 @@ class HostRegion:
             are reserved.
         BudgetExceededError: the budget is smaller than the region.
         AcquireTimeoutError: the rest of the budget is in use.
-        ValueError: a size is 0 or can't be read, or another argument has an invalid value.
+        ValueError: a size is 0 or can't be read, `chunk_bytes` is less than a page, or another
+            argument has an invalid value.
         TypeError: `budget` is not a `HostBudget`.
 
     Where CUDA refuses to register memory (confidential computing, some containers), a region that
@@ -256,7 +257,8 @@ class HostRegion:
         Raises:
             ValueError: it doesn't fit the region, or it crosses the end of a chunk (see the class).
             TypeError: `dtype` isn't torch's, or it is quantised.
-            PinningError: the region is closed, or this is a forked child without the memory.
+            ClosedError: the region is closed.
+            PinningError: this is a forked child without the memory.
         """
         self._check(inherits=True)
         sizes = checked_sizes(shape, dtype, offset, self._plan.nbytes)
@@ -274,7 +276,7 @@ class HostRegion:
 
         Raises:
             ValueError: the region was made without a tree.
-            PinningError: as `tensor`.
+            ClosedError, PinningError: as `tensor`.
         """
         if self._plan.nest is None:
             raise ValueError(
@@ -306,9 +308,10 @@ class HostRegion:
             timeout: seconds; None waits as long as it takes.
 
         Raises:
-            PinningError: a later chunk was refused, so the region is pageable; or it is closed.
+            PinningError: a later chunk was refused, so the region is pageable.
+            ClosedError: the region is closed.
             TimeoutError: it isn't ready in time.
-            ValueError: the region has fewer bytes, or `timeout` is negative.
+            ValueError: the region has fewer bytes, or `timeout` is negative or NaN.
         """
         self._check()
         if timeout is not None:
@@ -334,7 +337,8 @@ class HostRegion:
 
         Raises:
             TypeError: `event` has no ``query()`` or no ``synchronize()``.
-            PinningError: the region is closed, or this is a forked child.
+            ClosedError: the region is closed.
+            PinningError: this is a forked child.
         """
         self._check()
         add_guard(self._chunks.guards, event)
@@ -344,7 +348,8 @@ class HostRegion:
 
         Raises:
             ValueError: the region wasn't made with ``shared=True``.
-            PinningError: the region is closed, or this is a forked child.
+            ClosedError: the region is closed.
+            PinningError: this is a forked child.
         """
         exporter = self._check()
         chunks = self._chunks
@@ -368,7 +373,7 @@ class HostRegion:
 
     def _check(self, *, inherits: bool = False) -> Any:
         if self._exporter is None:
-            raise PinningError("the region is closed; make another one")
+            raise ClosedError("the region is closed; make another one")
         if os.getpid() != self._chunks.pid and not (inherits and self._chunks.memory.is_shared):
             raise PinningError(
                 "the region belongs to the parent of this forked process; make it with "
@@ -453,7 +458,13 @@ def _plan_of(
     nbytes = _positive("nbytes", given if nest is None else nest.nbytes)
     row = None if row_bytes is None else _positive("row_bytes", row_bytes)
     page = 0 if huge_pages == "auto" else parse_bytes(huge_pages)
-    return RegionPlan(nbytes, _positive("chunk_bytes", chunk_bytes), row, page, budget, nest)
+    chunk = parse_bytes(chunk_bytes)
+    if chunk < PAGE_BYTES:
+        raise ValueError(
+            f"chunk_bytes is less than a page: {chunk_bytes!r}. Pass {PAGE_BYTES:,} or more; each "
+            "chunk is a registration of its own"
+        )
+    return RegionPlan(nbytes, chunk, row, page, budget, nest)
 
 
 def _pieces(plan: RegionPlan) -> list[tuple[int, int, int]]:

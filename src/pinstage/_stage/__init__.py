@@ -25,10 +25,21 @@ from ._device import (
 )
 from ._frames import clear_own_frames
 from ._hand_over import HandOver
+from ._host_slabs import SLAB_BYTES, HostSlabs
 from ._prefetch import Prefetcher
 from ._run_ahead import RunAhead, check_depth
+from ._sender import Sender
 from ._stager import Stager, sender_of
 from ._stats import StagerStats
-from ._to_host import Fetcher, HostTransfer, duplicate_rest, event_of, landings
-from ._transfer import Kept, Packed, Transfer, copy_event_of, keep_until, send_packed, table_of
+from ._to_host import Fetcher, FetchPlan, HostTransfer, duplicate_rest, event_of, landings
+from ._transfer import (
+    Kept,
+    Packed,
+    Transfer,
+    copy_event_of,
+    keep_until,
+    send_packed,
+    structure_of,
+    table_of,
+)
 from ._weights import IncompatibleKeys

@@ -31,6 +31,7 @@ from .._memory import (
     disregard_captures,
     make_current,
     reads_pageable_memory,
+    refuse_capture,
 )
 from .._pool import Fence
 from .._steps import NOTHING
@@ -224,11 +225,15 @@ class Target:
 
     # -- streams
 
-    def is_capturing(self) -> bool:
-        """Return whether a graph is being captured on the caller's current stream. Don't query
-        events then.
+    def refuse_capture(self) -> None:
+        """Refuse to stage in a thread that captures a graph, on the current stream of this device
+        or of the current one.
+
+        Raises:
+            PinstageError: it does.
         """
-        return False
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            refuse_capture(self.device.index)
 
     def selected(self) -> AbstractContextManager[Any]:
         """Make the device current in this thread."""
@@ -287,22 +292,19 @@ class Target:
         """
         return make_blocks(table, sharing, self.device)
 
-    def move_few(
-        self, leaves: list[Any], existing: list[Any] | None = None
-    ) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """Copy a few small leaves, each to its own tensor, on the current stream. Returns when they
         have been read.
 
         Args:
             leaves: the leaves of a batch.
-            existing: the destination of each leaf, in the same order; None makes new tensors.
 
         Returns:
             The leaves of the result, the number of copied leaves, their bytes, and the number of
-            copies. None if the leaves are too many, too large, or not plain, if the stream is
-            captured, or if the copies would wait for the device.
+            copies. None if the leaves are too many, too large, or not plain, or if the copies would
+            wait for the device.
         """
-        return _native.core.move_few(leaves, _TYPES, 0, 0, 0, existing)  # type: ignore[no-any-return]
+        return _native.core.move_few(leaves, _TYPES, 0, 0, 0)  # type: ignore[no-any-return]
 
     def copy(self, blocks: Blocks, host: HostBytes, start: int, end: int, stream: Any) -> int:
         """Copy bytes of a host slab to their places; return the number of copies. The device must
@@ -336,7 +338,7 @@ class Target:
         """Copy a batch of at most `AT_ONCE_BYTES` from ordinary memory, which has been read when
         the call returns.
 
-        The stream must not be captured. Otherwise as `copy`.
+        Otherwise as `copy`.
         """
         args = parts.sources, getattr(stream, "cuda_stream", 0)
         copies = blocks.fill(*args)
@@ -448,7 +450,6 @@ class CudaTarget(Target):
             )
         # Attributes instead of methods, which saves a call. None refers to `self`: a forked child
         # whose garbage collector frees the events of a cycle would be ended.
-        self.is_capturing = torch.cuda.is_current_stream_capturing  # type: ignore[method-assign]
         self.record = record = EventCache(partial(DeviceEvent.of, self.device.index)).record  # type: ignore[method-assign]
         at_once = AtOnce(lambda: record(torch.cuda.current_stream()))
         self.has_room, self.sent_at_once = at_once.has_room, at_once.add  # type: ignore[method-assign]
@@ -517,18 +518,14 @@ class CudaTarget(Target):
         with _OnStream(stream) if stream is self.stream else NOTHING:
             return make_blocks(table, sharing, self.device)
 
-    def move_few(
-        self, leaves: list[Any], existing: list[Any] | None = None
-    ) -> tuple[list[Any], int, int, int] | None:
+    def move_few(self, leaves: list[Any]) -> tuple[list[Any], int, int, int] | None:
         """See `Target`."""
         index = self.device.index
-        stream = self._cuda.raw_stream(index)
-        # 0 is never captured.
-        if self._cuda.device() != index or (stream and torch.cuda.is_current_stream_capturing()):
+        if self._cuda.device() != index or self._reads_late:
             return None
-        if self._reads_late or (self._marks and not self.has_room()):
-            return None  # has_room queries events, which would break a capture
-        args = leaves, _TYPES, 1, index, stream, existing
+        if self._marks and not self.has_room():
+            return None
+        args = leaves, _TYPES, 1, index, self._cuda.raw_stream(index)
         moved = _native.core.move_few(*args)
         if isinstance(moved, int):
             moved = self._again(moved, _native.core.move_few, *args)
@@ -651,6 +648,8 @@ def wait_here(event: Fence | None) -> None:
     """Make the current stream of each device wait for its part of an event. The host doesn't
     wait.
     """
-    for part in event.parts if isinstance(event, EventGroup) else [event]:
-        if isinstance(part, DeviceEvent):
-            part.wait(torch.cuda.current_stream(part.index))
+    if isinstance(event, EventGroup):
+        for part in event.parts:
+            wait_here(part)
+    elif isinstance(event, DeviceEvent):
+        event.wait(torch.cuda.current_stream(event.index))

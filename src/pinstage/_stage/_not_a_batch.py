@@ -22,26 +22,26 @@ class NotABatch:
 
     __slots__ = ()
 
+    _call = "wait()"
+    """The call that returns the batch."""
+
     if not TYPE_CHECKING:  # a type checker finds it by itself
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(
-                f"{_missing(self)}has no {name!r}; call wait() for the batch", name=name, obj=self
-            )
+            raise AttributeError(_says(self, f"has no {name!r}"), name=name, obj=self)
 
         def __getitem__(self, key: Any) -> NoReturn:
-            raise TypeError(
-                f"{_missing(self)}cannot be indexed by {key!r}; call wait() for the batch"
-            )
+            raise TypeError(_says(self, f"cannot be indexed by {key!r}"))
 
         def __iter__(self) -> NoReturn:
-            raise TypeError(f"{_missing(self)}cannot be iterated over; call wait() for the batch")
+            raise TypeError(_says(self, "cannot be iterated over"))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            f"a transfer cannot be copied or pickled: {self!r}; copy what wait() returns"
+            f"a transfer cannot be copied or pickled: {self!r}; copy what {self._call} returns"
         )
 
 
-def _missing(transfer: NotABatch) -> str:
-    return f"a {type(transfer).__name__} is a batch on its way, and "
+def _says(transfer: NotABatch, what: str) -> str:
+    name = type(transfer).__name__
+    return f"a {name} is a batch on its way, and {what}; call {transfer._call} for the batch"

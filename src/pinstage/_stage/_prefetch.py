@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeAlias, TypeGuard, TypeVar
@@ -53,6 +53,20 @@ class _Position:
         self.consumer = consumer
         """The stream on which the pass began. Pipelines, such as torchrec's, request batches on
         another stream, and use them on this one: both have to wait for the copy."""
+
+
+class Pass(Iterator[T]):
+    """The batches of one pass. A request in a thread that captures a graph is refused, and the pass
+    can go on afterwards. A generator that raises is at its end.
+    """
+
+    def __init__(self, batches: Generator[T], target: Target) -> None:
+        self._batches, self._target = batches, target
+        self.close = batches.close
+
+    def __next__(self) -> T:
+        self._target.refuse_capture()
+        return next(self._batches)
 
 
 class Prefetcher(Generic[T]):
@@ -112,8 +126,10 @@ class Prefetcher(Generic[T]):
 
         Raises:
             PinstageError: that thread still reads after the loader's ``timeout``, or after a
-                minute.
+                minute; or the current stream captures a CUDA graph. A request for a batch is
+                refused then, too, and loses none.
         """
+        self._target.refuse_capture()
         stop_reading(self._source)
         active = prepared.active_loader()
         read: Callable[[], Any] = partial(self._read, iter(self._source))
@@ -124,7 +140,7 @@ class Prefetcher(Generic[T]):
         self._position = position = _Position(self._target.consumer(None), _Said(self._state(), {}))
         call = surroundings_of(self._target) if self._background else None
         reading = Reading(self._source, read, stage, self._depth)
-        return self._pass(reading, position, active, call, work)
+        return Pass(self._pass(reading, position, active, call, work), self._target)
 
     def _pass(
         self,
@@ -133,7 +149,7 @@ class Prefetcher(Generic[T]):
         active: object,
         call: Callable[..., None] | None,
         work: OwnWork,
-    ) -> Iterator[T]:
+    ) -> Generator[T]:
         run_ahead, target = RunAhead(), self._target
         try:
             goes_on = reading.read_here()
@@ -155,6 +171,7 @@ class Prefetcher(Generic[T]):
                 f"the main process: {work_of_pass}. Let its workers pack: iterate over "
                 f'pinstage.wrap_loader(loader, device="{target.device}") instead',
                 about="wrap_loader",
+                stacklevel=4,
             )
 
     def _read(self, batches: Iterator[T]) -> tuple[T, _Said] | None:
@@ -273,7 +290,8 @@ def _check_source(source: object) -> None:
         TypeError: see above.
     """
     name = type(source).__name__
-    if isinstance(source, Mapping):
+    # A ParameterDict isn't a Mapping, and yields keys, too.
+    if isinstance(source, Mapping) or hasattr(type(source), "keys"):
         raise TypeError(
             f"cannot prefetch from a {name}, which is a mapping: pass a batch to "
             "stager.to_device(batch), and prefetch from each loader by itself"

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
+import torch
+
 from .._batch import (
     ALIGNMENT,
     Blocks,
@@ -41,14 +43,17 @@ from .._region import pieces_of
 from .._steps import step
 from ._device import AT_ONCE_BYTES, HostBytes, Target
 from ._host_slabs import HostSlabs
+from ._out import Destinations, detached, in_order, with_own_copies
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
-from ._transfer import Sent, Transfer, keep_until, move_others, table_of
+from ._transfer import Sent, Transfer, keep_until, leaves_of, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024
 """`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy
 overlaps with nothing, and memory of a second stream would have to be recorded on the current one (5
 us per tensor)."""
+
+_CPU = torch.device("cpu")
 
 _PARTS = 2
 """Number of parts of a slab that is smaller than its batch. One part is packed while the other is
@@ -125,13 +130,26 @@ class Sender:
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            few, tally = (None, ()) if self.own_storage is False else self.move_few(leaves)
+            few = self._move_few(leaves)
             if few is not None:
-                self.counters.add(*tally)
                 return structure.rebuild(few)
             parts = take_apart(batch, keeping=self.keeping, walked=walked)
             transfer = self.transfer(parts, SMALL_BYTES)
         return transfer.wait()
+
+    def move_into(self, batch: Any, out: Any) -> Any:
+        """Move a batch as `move` does, and copy it into existing tensors, on the current stream."""
+        with step("stage"):
+            parts = detached(take_apart(batch, keeping=self.keeping), _CPU)
+            device = self.target.device
+            with step("check"):
+                destinations = Destinations(parts, in_order(parts.structure, out), device)
+            leaves = self._move_few(parts.leaves)
+            if leaves is None:
+                leaves = leaves_of(self.transfer(with_own_copies(parts, device), SMALL_BYTES))
+            with step("unpack"):
+                destinations.fill(leaves)
+            return destinations.result()
 
     def begin(self, batch: Any, stacks: Mapping[int, Stack] | None = None) -> Transfer[Any]:
         """See `Stager.stage`; for `stacks`, see `take_apart`. All samples have been read when it
@@ -146,18 +164,15 @@ class Sender:
             "a stager cannot be copied or pickled; make another Stager, or pass this one on"
         )
 
-    def move_few(self, leaves: list[Any]) -> tuple[list[Any] | None, tuple[int, ...]]:
-        """Move a few small leaves without a slab.
-
-        Returns:
-            The leaves on the device, and what to count; None if they aren't small, few and plain.
-        """
-        is_possible = self.keeping is None and self.slabs.is_open()
-        few = self.target.move_few(leaves) if is_possible else None
+    def _move_few(self, leaves: list[Any]) -> list[Any] | None:
+        """Move a few small leaves without a slab; None if they aren't small, few and plain."""
+        is_possible = self.keeping is None and self.own_storage is not False
+        few = self.target.move_few(leaves) if is_possible and self.slabs.is_open() else None
         if few is None:
-            return None, ()
+            return None
         moved, count, nbytes, copies = few
-        return moved, (copies, count, nbytes, nbytes, count, 0)
+        self.counters.add(copies, count, nbytes, nbytes, count, 0)
+        return moved
 
     def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:
         """Send a batch; see `start`."""
@@ -171,11 +186,9 @@ class Sender:
         1. up to 64 KiB, while the driver has room for them: from ordinary memory, on the current
            stream. A slab and a second stream would take longer than packing and copying;
         2. below `inline_bytes`: through a slab, on the current stream;
-        3. everything else, and every batch while the current stream is captured: through a slab, on
-           our stream.
+        3. everything else: through a slab, on our stream.
 
-        The host waits for earlier batches only in the second and third case, and not while the
-        stream is captured, since a capture allows no events of other work.
+        The host waits for earlier batches only in the second and third case.
 
         Args:
             parts: the batch's parts. Its leaves must not change before `finish`.
@@ -192,8 +205,6 @@ class Sender:
         target, nbytes = self.target, parts.table.nbytes
         with target.selected():
             consumer = target.consumer(None)
-            if target.is_capturing():
-                return self._start_packing(parts, target.stream, timeout)
             if nbytes <= AT_ONCE_BYTES and (nbytes == 0 or target.has_room()):
                 stack_samples(parts.stacks.values())
                 return PendingSend(parts, consumer)
@@ -215,7 +226,7 @@ class Sender:
         pending.slab = slab = self.slabs.lease(nbytes, timeout)
         guard_until_release(slab, stream)  # an interrupt may come before the release
         if slab.nbytes >= nbytes:
-            pending.reuses = reuses_places(pending.packed) and not self.target.is_capturing()
+            pending.reuses = reuses_places(pending.packed)
             try:
                 with step("pack"):
                     pending.pack_into(slab, self.threads)

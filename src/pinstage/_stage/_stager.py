@@ -40,9 +40,8 @@ from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
 from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
 from ._to_host import Fetcher, HostTransfer
-from ._transfer import Packed, Transfer, copy_event_of, refuse_capture, send_packed
-from ._weights import Destination, IncompatibleKeys, load_weights
-from ._writer import Writer
+from ._transfer import Packed, Transfer, copy_event_of, send_packed
+from ._weights import Destination, IncompatibleKeys, check_cap, load_weights
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -113,6 +112,10 @@ class Stager:
 
     All methods may be called from any thread. Staging waits for the device only beyond `run_ahead`
     batches, and for the pool only at its cap. A forked child cannot stage.
+
+    Nothing is staged in a thread whose current stream, of the stager's device or of the current
+    one, captures a CUDA graph: calls, transfers and passes of `prefetch` raise `PinstageError`, and
+    the capture stays valid. Stage before the capture, and pass `out` before each replay.
     """
 
     def __init__(
@@ -153,8 +156,7 @@ class Stager:
             borrows=borrow_pinned,
             run_ahead=None if run_ahead is None else RunAhead(run_ahead),
         )
-        self._writer = Writer(replace(self._sender, own_storage=False))
-        self._fetcher = Fetcher(self.device, self._slabs.lease_whole, Targets(self._target))
+        self._fetcher = Fetcher(self.device, self._slabs, Targets(self._target))
 
     @property
     def device(self) -> torch.device:
@@ -167,28 +169,20 @@ class Stager:
         return self._slabs.pool
 
     @overload
-    def stage(self, batch: Array, *, out: torch.Tensor | None = None) -> Transfer[torch.Tensor]: ...
+    def stage(self, batch: Array) -> Transfer[torch.Tensor]: ...
     @overload
-    def stage(
-        self, batch: dict[K, Array] | dict[K, Leaf], *, out: dict[K, torch.Tensor] | None = None
-    ) -> Transfer[dict[K, torch.Tensor]]: ...
+    def stage(self, batch: dict[K, Array] | dict[K, Leaf]) -> Transfer[dict[K, torch.Tensor]]: ...
     @overload
-    def stage(
-        self, batch: list[Array] | list[Leaf], *, out: list[torch.Tensor] | None = None
-    ) -> Transfer[list[torch.Tensor]]: ...
+    def stage(self, batch: list[Array] | list[Leaf]) -> Transfer[list[torch.Tensor]]: ...
     @overload
-    def stage(self, batch: Tensors, *, out: Tensors | None = None) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
+    def stage(self, batch: Tensors) -> Transfer[Tensors]: ...  # type: ignore[overload-overlap]
     @overload
-    def stage(
-        self, batch: tuple[Leaf, ...], *, out: tuple[torch.Tensor, ...] | None = None
-    ) -> Transfer[tuple[torch.Tensor, ...]]: ...
+    def stage(self, batch: tuple[Leaf, ...]) -> Transfer[tuple[torch.Tensor, ...]]: ...
     @overload
-    def stage(
-        self, batch: Mapping[K, Leaf], *, out: Mapping[K, torch.Tensor] | None = None
-    ) -> Transfer[Mapping[K, torch.Tensor]]: ...
+    def stage(self, batch: Mapping[K, Leaf]) -> Transfer[Mapping[K, torch.Tensor]]: ...
     @overload
-    def stage(self, batch: B, *, out: B | None = None) -> Transfer[B]: ...
-    def stage(self, batch: Any, *, out: Any = None) -> Transfer[Any]:
+    def stage(self, batch: B) -> Transfer[B]: ...
+    def stage(self, batch: Any) -> Transfer[Any]:
         """Pack a batch and start its copy.
 
         Blocks while it packs, and while the pool is at its cap, but not for the copy. Copies run on
@@ -197,45 +191,27 @@ class Stager:
         packed has been read.
 
         A batch of at most 64 KiB takes no slab, and is copied on the current stream, behind earlier
-        work there. While a CUDA graph is captured on that stream, such a batch is staged like a
-        larger one.
+        work there.
 
         A tensor that cannot be packed is moved by its own ``.to(device, non_blocking=True)`` on the
         current stream, and is counted. These are sparse, quantised and nested tensors, unregistered
         subclasses, tensors that require grad, and tensors that aren't on the CPU. An unknown object
         that holds tensors and has a ``to(device)`` method is moved by that method, after a warning.
 
-        With `out`, the batch is staged in the same way, into one block. The first `Transfer.wait`
-        copies it into `out`, on the waiting stream, behind that stream's earlier work. So the batch
-        crosses the bus while `out` is in use, for example by a CUDA graph that reads the batch
-        before it. Nothing is written before `Transfer.wait`; a transfer that is dropped without it
-        gives a `StagingWarning`. `out` is checked before anything is written. If the copy itself
-        fails, a note on the error names the tensors that may be written in part. Tensors that
-        require grad are read detached; tensors that are on the device already are copied at the
-        call.
-
         Args:
             batch: containers that `Layout` knows, with tensors, numpy arrays and anything else in
                 them.
-            out: tensors on the stager's device, with the structure and shapes of the batch, such as
-                a result of `to_device`. Dtypes and strides may differ: values are cast as by
-                ``Tensor.copy_``. Leaves that aren't tensors are neither compared nor changed. The
-                result has these tensors and the batch's other leaves. The stager keeps the tensors
-                alive until they are written.
 
         Raises:
             LayoutError: something in the batch cannot be staged; a path of `keep_on_host` leads to
-                nothing in the first batch; or `out` has another structure or shape, or tensors that
-                are on another device, are expanded, overlap, would need a cast that torch doesn't
-                have, or require grad while grad mode is on. The error's ``path`` says where.
-            PinstageError: `out` is given while a CUDA graph is captured.
+                nothing in the first batch. The error's ``path`` says where.
+            PinstageError: the current stream captures a CUDA graph.
             BudgetExceededError: the batch is larger than the pool's cap.
             AcquireTimeoutError: no host slab became free within the stager's `timeout`.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        if out is None:
-            return self._sender.begin(batch)
-        return self._writer.begin_into(batch, out)
+        self._target.refuse_capture()
+        return self._sender.begin(batch)
 
     def stage_lease(
         self, lease: Lease, layout: Layout, others: Sequence[Any] = ()
@@ -257,7 +233,9 @@ class Stager:
             TypeError: `layout` isn't a `Layout`.
             ValueError: the lease is smaller than the layout, or `others` has the wrong length.
             LeaseError: the lease was released.
+            PinstageError: the current stream captures a CUDA graph.
         """
+        self._target.refuse_capture()
         with step("stage"):
             structure, table = content_of(layout)
             if lease.nbytes < table.nbytes:
@@ -310,24 +288,30 @@ class Stager:
     def to_device(self, batch: Any, *, out: Any = None) -> Any:
         """Stage a batch and return it, safe to use on the current stream: ``stage(batch).wait()``.
 
-        With `out`, the call acts like an operation on the current stream: it writes behind earlier
-        work there, and later work sees the new values. A batch of more than 64 MiB, or half of the
-        pool's cap, goes in groups of that size. Each group is staged while the one before is
-        copied, and at most two are on the device; the call waits for earlier ones. So the batch may
-        be larger than the cap. If `out` shares memory with the batch, the batch is read first.
-        Memory that isn't torch's own, as of a tensor from another library, has to outlive the
-        copies.
+        With `out`, the batch is staged in the same way, and then copied into `out` by torch, on the
+        current stream, behind that stream's earlier work. So a large batch crosses the bus while
+        `out` is in use, for example by a CUDA graph that reads the batch before it. `out` is
+        checked before anything is written. Tensors that require grad are read detached. Memory that
+        isn't torch's own, as of a tensor from another library, has to outlive the copy.
 
         Args:
             batch: see `stage`.
-            out: see `stage`.
+            out: tensors on the stager's device, with the structure and shapes of the batch, such as
+                an earlier result. Dtypes and strides may differ: values are cast as by
+                ``Tensor.copy_``. Leaves that aren't tensors are neither compared nor changed. The
+                result has these tensors and the batch's other leaves.
 
         Raises:
-            LayoutError, BudgetExceededError, AcquireTimeoutError, PinstageError: as `stage`.
+            LayoutError: as `stage`; or `out` has another structure or shape, or tensors that are on
+                another device or have no memory. The error's ``path`` says where.
+            PinstageError: the current stream captures a CUDA graph.
+            BudgetExceededError, AcquireTimeoutError: as `stage`.
+            Exception: torch can't copy the batch into `out`, which may be written in part.
         """
+        self._target.refuse_capture()
         if out is None:
             return self._sender.move(batch)
-        return self._writer.write_batch(batch, out)
+        return self._sender.move_into(batch, out)
 
     def load_weights(
         self,
@@ -369,15 +353,21 @@ class Stager:
             RuntimeError: names are missing or unexpected, or shapes differ, as in
                 ``load_state_dict``; a tensor is on another device; a tensor of an iterable was
                 overwritten before it was packed (its first, middle and last 64 bytes are compared);
-                or a tensor would stay on meta. A mapping or ``safe_open`` is checked before
-                anything is written. The names of an iterable are checked as they are read.
+                or a tensor would stay on meta. Names of a mapping or ``safe_open``, and shapes of a
+                dict or ``safe_open``, are checked before anything is written, the rest as it is
+                read.
+            ValueError: the pool's cap is below 64 KiB.
             TypeError: a module takes part in its loading (a ``_load_from_state_dict`` of its own, a
                 hook, extra state), or `tensors` is something else, such as a path.
+            PinstageError: the current stream captures a CUDA graph.
         """
-        destination = Destination(module_or_dict, self.device, strict=strict)
-        return load_weights(self._writer.write_all, destination, tensors)
+        self._target.refuse_capture()
+        check_cap(self.pool.max_bytes)
+        metadata = getattr(tensors, "_metadata", None) or {}
+        destination = Destination(module_or_dict, self.device, metadata, strict=strict)
+        return load_weights(replace(self._sender, own_storage=False), destination, tensors)
 
-    def fetch(self, tree: B, *, out: B | None = None, copy: bool = True) -> HostTransfer[B]:
+    def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
         """Start copying a nested tree of tensors to the host.
 
         Does not block for the copies, only for a host slab while the pool is at its cap. Small
@@ -394,59 +384,58 @@ class Stager:
 
         Args:
             tree: containers that `Layout` knows, with anything in them.
-            out: host tensors, with the structure and shapes of the tree, to use instead of new
-                tensors. The device writes page-locked ones of 64 KiB and more with the same dtype
-                and strides. `HostTransfer.wait` fills the others from a slab; together, they have
-                to fit the pool's cap. Don't use any of them before that. See also `stage`.
-            copy: True: `HostTransfer.wait` copies once more, into ordinary tensors, each with its
+            copy: True: `HostTransfer.result` copies once more, into ordinary tensors, each with its
                 own memory, and returns the slab. False: the tensors are views of the slab, which
                 stays leased until the last view is freed.
 
         Returns:
-            The transfer. Its `HostTransfer.wait` waits for the copies, and returns the tensors.
+            The transfer. Its `HostTransfer.result` waits for the copies, and returns the tensors.
 
         Raises:
-            ValueError: `out` is given with ``copy=False``.
-            LayoutError: an object in the tree holds tensors and is not a known container; or a
-                tensor of `out` can't be written, as for `stage`.
-            PinstageError: `out` is given while a CUDA graph is captured.
+            LayoutError: an object in the tree holds tensors and is not a known container.
+            PinstageError: the current stream captures a CUDA graph.
             AcquireTimeoutError: no slab became free within the stager's `timeout`, for example
                 because earlier results are still alive.
             BudgetExceededError: the tensors that go through a slab are larger than the pool's cap.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
         """
-        if out is not None and not copy:
-            raise ValueError(
-                "copy=False returns views of a slab, and out= names tensors that exist; pass one "
-                "of them"
-            )
+        self._target.refuse_capture()
         # `selected`, since a pool that belongs to no device page-locks on the current one.
         with step("fetch"), self._target.selected():
-            if out is None:
-                transfer = self._fetcher.fetch(tree, copy=copy)
-            else:
-                refuse_capture(self._target)
-                transfer = self._fetcher.fetch_into(tree, out)
+            transfer = self._fetcher.fetch(tree, copy=copy)
         self._sender.counters.add_fetch(transfer.copies, transfer.nbytes)
         return transfer
 
     def to_host(self, tree: B, *, out: B | None = None) -> B:
-        """Copy a nested tree of tensors to the host: ``fetch(tree).wait()``.
+        """Copy a nested tree of tensors to the host: ``fetch(tree).result()``.
 
         Blocks until the bytes are there, as ``.cpu()`` does. Each tensor has memory of its own,
         outside of the pool, or is one of `out`. Everything else is as in `fetch`.
 
         Args:
             tree: containers that `Layout` knows, with anything in them.
-            out: see `fetch`.
+            out: host tensors, with the structure and shapes of the tree, to use instead of new
+                tensors; see also `to_device`. The device writes page-locked ones of 64 KiB and more
+                with the same dtype and strides. The others are copied from a slab; together, they
+                have to fit the pool's cap.
 
         Returns:
             A tree of the same types.
 
         Raises:
-            LayoutError, AcquireTimeoutError, BudgetExceededError: as `fetch`.
+            LayoutError: as `fetch`; or `out` doesn't fit, as for `to_device`.
+            PinstageError: the current stream captures a CUDA graph.
+            AcquireTimeoutError, BudgetExceededError: as `fetch`.
+            Exception: torch can't copy a tensor into `out`, which may be written in part.
         """
-        return self.fetch(tree, out=out).wait()
+        self._target.refuse_capture()
+        if out is None:
+            return self.fetch(tree).result()
+        with step("fetch"), self._target.selected():
+            result: B
+            result, copies, nbytes = self._fetcher.fetch_into(tree, out)
+        self._sender.counters.add_fetch(copies, nbytes)
+        return result
 
     @overload
     def prefetch(

@@ -5,7 +5,7 @@
     tree --take apart--> leaves of each device
       small, or strided  --gather, on the current stream--> device slab --one copy-->  |
       large and dense    ---------------------------------------------a copy each-->  host slab
-                                                                                       | wait()
+                                                                                       | result()
                                                                                        v
                                                                                       views
 
@@ -15,13 +15,11 @@ the copies are done and the last view is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, NamedTuple
 
-import numpy as np
 import torch
 
 from .._batch import (
@@ -39,23 +37,31 @@ from .._batch import (
     flat,
     gather,
     make_blocks,
+    match,
     unwrapped,
     walk,
 )
 from .._compat.views import check_is_plain
-from .._pool import Fence, Lease, guard_until_release
+from .._memory import capturing_device, refuse_capture
+from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
+from .._sizes import count, format_bytes
 from .._steps import step
 from ._device import EventGroup, HostCopy, Targets
 from ._frames import clear_own_frames
+from ._host_slabs import HostSlabs
 from ._not_a_batch import B_co, NotABatch
-from ._out import Destinations, note_written, overlap, readable, with_own_copies
+from ._out import Destinations, detached, in_order, with_own_copies
 from ._transfer import keep_until, move
 
 DIRECT_FROM_BYTES = 64 * 1024
 """The device writes page-locked destinations of this size itself."""
 
 _MOST_GATHERINGS = 16
+
+_POLL_SECONDS = 1e-4
+"""Poll interval of `HostTransfer.result` with a timeout."""
+
 _CPU = torch.device("cpu")
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -73,12 +79,16 @@ class Copied(NamedTuple):
 class HostTransfer(NotABatch, Generic[B_co]):
     """Tensors on their way to the host. Made by `Stager.fetch`.
 
-    Only `wait` returns the tensors, when their bytes are there. Don't use a transfer in several
-    threads at once.
+    Only `result` returns the tensors, when their bytes are there. Don't use a transfer in several
+    threads at once. In a thread whose current stream captures a CUDA graph, all methods raise
+    `PinstageError`.
     """
+
+    _call = "result()"
 
     __slots__ = (
         "_copied",
+        "_device",
         "_fetched",
         "_is_copied_again",
         "_leaves",
@@ -95,12 +105,14 @@ class HostTransfer(NotABatch, Generic[B_co]):
         copied: Copied,
         *,
         copy: bool,
+        device: torch.device,
     ) -> None:
         self._structure = structure
         self._leaves: list[Any] | None = leaves  # those that aren't in the slab
         self._tables = tables
         self._copied = copied
         self._is_copied_again = copy
+        self._device = device
         self._fetched: Any = None
         self.copies = copied.copies
         """Device-to-host copies issued: one for each device's gathered tensors, and one for each
@@ -113,59 +125,44 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return sum(table.nbytes for table in self._tables)
 
     def query(self) -> bool:
-        """Return whether the bytes are on the host, so that `wait` will not block. Does not
+        """Return whether the bytes are on the host, so that `result` will not block. Does not
         block.
         """
+        refuse_capture(self._device.index)
         return self._copied.event is None or self._copied.event.query()
 
     def synchronize(self) -> None:
         """Block until the bytes are on the host. Waits for the copies' own event, not for the
         device or a stream.
         """
+        refuse_capture(self._device.index)
         if self._copied.event is not None:
             with step("wait"):
                 self._copied.event.synchronize()
 
-    def wait(self) -> B_co:
+    def result(self, timeout: float | None = None) -> B_co:
         """Wait until the bytes are on the host, and return them.
 
         Blocks as `synchronize` does. Later calls return the same object.
+
+        Args:
+            timeout: the most seconds to wait; None waits until the bytes are there.
 
         Returns:
             A tree of the same types. Tensors that were copied have memory of their own. With
             ``copy=False`` they are views of one page-locked slab. The slab returns to the pool when
             the last view and this transfer, which keeps its result, are freed. Objects on the host
-            are returned unchanged. With `out`, the tensors are the existing ones, which the first
-            call fills.
+            are returned unchanged.
+
+        Raises:
+            TimeoutError: the bytes aren't there in time. You may call again.
         """
+        refuse_capture(self._device.index)
         fetched: B_co
         if self._leaves is None:
             fetched = self._fetched
             return fetched
-        with step("views"):
-            leaves = self._cut(self._leaves)  # before the wait, while the copy is under way
-        self.synchronize()
-        leaves = self._finished(leaves)
-        with step("unflatten"):
-            self._fetched = fetched = self._structure.rebuild(leaves)
-        self._leaves = None
-        self._copied = self._copied._replace(host=_NO_BYTES)
-        return fetched
-
-    def _cut(self, leaves: list[Any]) -> list[Any]:
-        """Cut the slab into the leaves. Their bytes are valid only after `synchronize`."""
-        start = 0
-        for table in self._tables:
-            others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
-            slab = self._copied.host[start : start + table.nbytes] if table.nbytes else None
-            leaves = make_blocks(table, Sharing.ONE, _CPU, slab).leaves(others)
-            start += table.nbytes
-        return leaves
-
-    def _finished(self, leaves: list[Any]) -> list[Any]:
-        """Return the leaves of the result; with ``copy=True``, those in the slab get memory of
-        their own.
-        """
+        leaves = leaves_of(self, timeout)
         if self._is_copied_again:
             for table in self._tables:
                 for index in table.positions(*PACKED):
@@ -173,34 +170,51 @@ class HostTransfer(NotABatch, Generic[B_co]):
                 first = table.rows["offset"]
                 for index in table.positions(RowKind.ALIAS):
                     leaves[index] = leaves[int(first[index])]
-        return leaves
+        with step("unflatten"):
+            self._fetched = fetched = self._structure.rebuild(leaves)
+        self._leaves = None
+        self._copied = self._copied._replace(host=_NO_BYTES)
+        return fetched
 
     def __repr__(self) -> str:
-        done = " done" if self.query() else ""
+        is_done = capturing_device(self._device.index) is None and self.query()
+        done = " done" if is_done else ""
         return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{done}>"
 
 
-class HostTransferInto(HostTransfer[B_co]):
-    """Tensors on their way to existing host tensors. Made by ``Stager.fetch(out=)``."""
+def leaves_of(transfer: HostTransfer[Any], timeout: float | None = None) -> list[Any]:
+    """Return the leaves of a tree, those in the slab as views of it, when their bytes are there."""
+    if timeout is not None:
+        _wait(transfer, timeout)
+    leaves, start = transfer._leaves, 0
+    assert leaves is not None
+    with step("views"):  # before the wait, while the copy is under way
+        for table in transfer._tables:
+            others = [leaves[i] for i in table.positions(RowKind.OTHER, RowKind.MOVED)]
+            slab = transfer._copied.host[start : start + table.nbytes] if table.nbytes else None
+            leaves = make_blocks(table, Sharing.ONE, _CPU, slab).leaves(others)
+            start += table.nbytes
+    transfer.synchronize()
+    return leaves
 
-    __slots__ = ("_destinations",)
 
-    def __init__(
-        self, left: list[Any], tables: list[Table], copied: Copied, destinations: Destinations
-    ) -> None:
-        super().__init__(destinations.structure, left, tables, copied, copy=False)
-        self._destinations = destinations
-
-    def _finished(self, leaves: list[Any]) -> list[Any]:
-        self._destinations.check_again()
-        with step("unpack"):
-            self._destinations.fill(lambda: leaves)
-        return self._destinations.leaves
+def _wait(transfer: HostTransfer[Any], timeout: float) -> None:
+    check_timeout(timeout)
+    deadline = time.monotonic() + timeout
+    with step("wait"):
+        while not transfer.query():
+            if time.monotonic() >= deadline:
+                copies = count(transfer.copies, "copy", "copies")
+                raise TimeoutError(
+                    f"results aren't on the host after {timeout} s: {copies} of "
+                    f"{format_bytes(transfer.nbytes)}; call result() again, or wait longer"
+                )
+            time.sleep(_POLL_SECONDS)
 
 
 def landings(transfer: HostTransfer) -> list[Any]:
     """Return the `Place` of each leaf in the slab, or the leaf itself if it isn't there. Call it
-    before `wait`.
+    before `result`.
     """
     assert transfer._leaves is not None
     landed, start = list(transfer._leaves), 0
@@ -223,7 +237,7 @@ def duplicate_rest(transfer: HostTransfer, leaves: list[Any]) -> None:
     packed.
 
     Args:
-        transfer: a transfer, before its `wait`.
+        transfer: a transfer, before its `result`.
         leaves: the list of tensors that it was made from.
     """
     assert transfer._leaves is not None
@@ -240,8 +254,7 @@ class Fetcher:
     """The device of its user. CPU tensors are fetched, rather than left as they are, if it is the
     CPU.
     """
-    acquire: Callable[[int], Lease]
-    """Leases a host slab of a number of bytes."""
+    slabs: HostSlabs
     targets: Targets
     hold: bool = True
     """See `Target.to_host`."""
@@ -253,52 +266,75 @@ class Fetcher:
             tree: what to fetch.
             copy: whether to return ordinary tensors, instead of views of the slab.
         """
-        parts, tables = self._taken_apart(tree, lambda parts: parts)
+        plan = self.plan(tree)
+        return self.begin(plan, self._lease_for(plan), copy=copy)
+
+    def plan(self, tree: Any) -> FetchPlan:
+        """Arrange a tree's tensors in a slab."""
+        parts, tables = self._taken_apart(tree)
         left = _left(parts, list(tables.values()))
         # The caller doesn't keep tensors that `describe` computed.
         hold = self.hold or bool(parts.kept)
-        plan = _Plan(self._gatherings(tables), parts, {}, hold)
-        return HostTransfer(parts.structure, left, plan.tables(), self._copy(plan), copy=copy)
+        return FetchPlan(self._gatherings(tables), parts, left, {}, hold)
 
-    def fetch_into(self, tree: Any, out: Any) -> HostTransferInto[Any]:
-        """Start the copies of a tree's tensors into existing host tensors; see `Stager.fetch`.
+    def begin(self, plan: FetchPlan, lease: Lease | None, *, copy: bool) -> HostTransfer[Any]:
+        """Start the copies of a plan, and release the lease of its slab.
 
-        The device writes page-locked tensors whose bytes are as in a slab. `HostTransfer.wait`
-        fills the others, from the slab, or from what their own ``.to()`` returned.
+        Args:
+            plan: what `plan` returned.
+            lease: a slab of its bytes; None if it needs none.
+            copy: see `fetch`.
+        """
+        copied = self._copy(plan, lease)
+        return HostTransfer(
+            plan.parts.structure, plan.left, plan.tables(), copied, copy=copy, device=self.home
+        )
+
+    def fetch_into(self, tree: Any, out: Any) -> tuple[Any, int, int]:
+        """Copy a tree's tensors into existing host tensors, and wait; see `Stager.to_host`.
+
+        The device writes large page-locked tensors itself. Torch copies all others, from a slab.
 
         Args:
             tree: what to fetch.
             out: existing host tensors.
+
+        Returns:
+            The result, the number of copies, and the bytes that went through a slab.
         """
-        read = partial(readable, device=self.home, arrays=False)
-        parts, tables = self._taken_apart(tree, read)
+        parts, tables = self._taken_apart(tree, detach=True)
         with step("check"):
-            elsewhere = [table for device, table in tables.items() if device != self.home]
-            destinations = Destinations(parts, out, _CPU, elsewhere)
-            direct = _direct(parts, list(tables.values()), destinations)
+            existing = in_order(parts.structure, out)
+            destinations = Destinations(parts, existing, _CPU)
+            direct = _direct(existing, list(tables.values()))
         left = _left(with_own_copies(parts, _CPU), list(tables.values()))
-        packed = [index for table in tables.values() for index in table.positions(*PACKED)]
-        by_torch = [index for index in packed if destinations.is_opaque(index)]
-        for index in by_torch:  # they take no slab
-            source = parts.leaves[index]
-            on_host = _on_host(source, parts, index)
-            left[index] = source.clone() if on_host is source else on_host
-        tables = {device: _without(table, [*direct, *by_torch]) for device, table in tables.items()}
-        plan = _Plan(self._gatherings(tables), parts, direct, self.hold)
-        copied = self._copy(plan)
-        destinations.leave_out(direct)
-        keep_until(copied.event, list(direct.values()))
-        return HostTransferInto(left, plan.tables(), copied, destinations)
+        tables = {device: _without(table, [*direct]) for device, table in tables.items()}
+        plan = FetchPlan(self._gatherings(tables), parts, left, direct, self.hold)
+        try:
+            copies = self._fill(destinations, plan)
+        except BaseException as error:
+            keep_until(self._streams(plan), list(direct.values()))  # the device may be writing
+            clear_own_frames(error)
+            raise
+        return destinations.result(), copies, sum(table.nbytes for table in plan.tables())
+
+    def _fill(self, destinations: Destinations, plan: FetchPlan) -> int:
+        """Copy into destinations; return the number of copies to the host."""
+        transfer = self.begin(plan, self._lease_for(plan), copy=False)
+        leaves = leaves_of(transfer)
+        with step("unpack"):
+            destinations.fill(leaves, besides=plan.direct)
+        return transfer.copies
 
     def _taken_apart(
-        self, tree: Any, read: Callable[[Parts], Parts]
+        self, tree: Any, *, detach: bool = False
     ) -> tuple[Parts, dict[torch.device, Table]]:
         """Describe a tree for the home device, and then for each other GPU that has some of its
         tensors.
 
         Args:
             tree: what to fetch.
-            read: changes the description for the home device.
+            detach: whether tensors that require grad are detached, so that they can be packed.
 
         Returns:
             The description for the home device, and the tables for all devices, the home device's
@@ -308,18 +344,20 @@ class Fetcher:
             with step("walk"):
                 leaves, structure = walk(tree)
             with suppress(IsContainer), step("describe"):  # see `take_apart`
-                parts = read(describe(leaves, structure, self.home, arrays=False))
+                parts = describe(leaves, structure, self.home, arrays=False)
+                parts = detached(parts, self.home, arrays=False) if detach else parts
                 leaves, tables = parts.leaves, {self.home: parts.table}
                 for device in _gpus(leaves) - {self.home} if parts.table.moved else ():
                     tables[device] = describe(leaves, structure, device, arrays=False).table
                 return parts, tables
 
-    def _copy(self, plan: _Plan) -> Copied:
-        """Start the copies of all devices. If it can't have a slab, nothing has been written."""
-        nbytes = sum(table.nbytes for table in plan.tables())
-        if not nbytes:
+    def _lease_for(self, plan: FetchPlan) -> Lease | None:
+        return self.slabs.lease_whole(plan.nbytes) if plan.nbytes else None
+
+    def _copy(self, plan: FetchPlan, lease: Lease | None) -> Copied:
+        """Start the copies of all devices."""
+        if lease is None:
             return self._begin(plan, _NO_BYTES) if plan.direct else Copied(_NO_BYTES, None, 0)
-        lease = self.acquire(nbytes)
         after: Fence | None = self._streams(plan)
         # An interrupt may come before the release, and before a copy's event.
         guard_until_release(lease, after)
@@ -333,37 +371,28 @@ class Fetcher:
         finally:
             lease.release(after=after)
 
-    def _begin(self, plan: _Plan, host: torch.Tensor) -> Copied:
+    def _begin(self, plan: FetchPlan, host: torch.Tensor) -> Copied:
         """Start the copies of all devices into a slab, uint8 ``[n]``, and to the destinations
         outside of it.
         """
         events: list[Fence] = []
         copies = start = 0
         torch.autograd.graph.increment_version(list(plan.direct.values()))
-        try:
-            for device, gathering in plan.gatherings.items():
-                here = host[start : start + gathering.table.nbytes]
-                check_is_plain(here)
-                start += gathering.table.nbytes
-                pieces = plan.pieces(device, here)
-                if pieces:
-                    with step("copy"):
-                        event = self.targets.of(device).to_host(pieces, hold=plan.hold)
-                    events += [] if event is None else [event]
-                    copies += len(pieces)
-        except BaseException as error:
-            if plan.direct:
-                with suppress(Exception):  # the device may have failed
-                    self._streams(plan).synchronize()
-                note_written(
-                    error, [f"out{plan.parts.structure.path(index)}" for index in plan.direct]
-                )
-            raise
+        for device, gathering in plan.gatherings.items():
+            here = host[start : start + gathering.table.nbytes]
+            check_is_plain(here)
+            start += gathering.table.nbytes
+            pieces = plan.pieces(device, here)
+            if pieces:
+                with step("copy"):
+                    event = self.targets.of(device).to_host(pieces, hold=plan.hold)
+                events += [] if event is None else [event]
+                copies += len(pieces)
         if len(events) > 1:
             return Copied(host, EventGroup(events), copies)
         return Copied(host, events[0] if events else None, copies)
 
-    def _streams(self, plan: _Plan) -> EventGroup:
+    def _streams(self, plan: FetchPlan) -> EventGroup:
         """Return the streams that copy, as an event behind all their work."""
         streams = [self.targets.of(device).out_stream for device in plan.gatherings]
         return EventGroup([stream for stream in streams if stream is not None])
@@ -387,16 +416,23 @@ def _gpus(leaves: list[Any]) -> set[torch.device]:
     return {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
-class _Plan(NamedTuple):
+class FetchPlan(NamedTuple):
     """How a tree is copied to the host."""
 
     gatherings: dict[torch.device, Gathering]
     """How each device's leaves get into its part of the slab."""
     parts: Parts
+    left: list[Any]
+    """The leaves that don't go through the slab; see `_left`."""
     direct: dict[int, torch.Tensor]
     """Destinations that are written without a slab, by leaf."""
     hold: bool
     """See `Target.to_host`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slab."""
+        return sum(table.nbytes for table in self.tables())
 
     def tables(self) -> list[Table]:
         """Return the tables of all devices, with places in the slab."""
@@ -457,26 +493,24 @@ def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
     return move(leaf, _CPU, parts.structure, index)
 
 
-def _direct(
-    parts: Parts, tables: list[Table], destinations: Destinations
-) -> dict[int, torch.Tensor]:
-    """Return the destinations that the device can write, by leaf: large page-locked ones, in no
-    source's memory.
+def _direct(existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]:
+    """Return the destinations that the device writes, by leaf: large page-locked ones, with bytes
+    as in a slab.
     """
-    large: set[int] = set()
-    repeated: set[int] = set()
+    direct = {}
     for table in tables:
         rows = table.rows
         is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
-        large.update(np.flatnonzero(is_large).tolist())
-        repeated.update(rows["offset"][rows["kind"] == RowKind.ALIAS].tolist())
-    whole = large.difference(repeated).intersection(destinations.as_they_are)
-    there = {index: destinations.leaves[index] for index in sorted(whole)}
-    locked = {index: tensor for index, tensor in there.items() if pieces_of(tensor)}
-    tensors = [leaf for leaf in parts.leaves if locked and isinstance(leaf, torch.Tensor)]
-    sources = [tensor for tensor in tensors if tensor.device == _CPU]
-    is_source = overlap(list(locked.values()), sources)
-    return {index: locked[index] for index, used in zip(locked, is_source, strict=True) if not used}
+        is_large[rows["offset"][rows["kind"] == RowKind.ALIAS]] = False  # others need its bytes
+        alike, _ = match(table, existing, _CPU) if is_large.any() else ({}, [])
+        for (code, its), group in alike.items():
+            for index in group if code == its else ():
+                tensor = existing[index]
+                # Torch refuses to write inference tensors outside of the mode.
+                may_write = torch.is_inference_mode_enabled() or not tensor.is_inference()
+                if is_large[index] and may_write and pieces_of(tensor):
+                    direct[index] = tensor
+    return direct
 
 
 def _without(table: Table, leaves: list[int]) -> Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -12,25 +10,20 @@ from .._batch import (
     Blocks,
     OwnStorage,
     RowKind,
-    Sharing,
     Structure,
     Table,
-    make_blocks,
     moves_in_silence,
     sharing_of,
-    take_apart,
     tensors_in,
 )
 from .._compat.calls import memory_of
 from .._compat.probes import warn_once
+from .._memory import capturing_device
 from .._pool import Fence
 from .._reaper import reaper
-from .._sizes import format_bytes
 from .._steps import step
-from ..errors import PinstageError, StagingWarning
 from ._device import HostBytes, Target
 from ._not_a_batch import B_co, NotABatch
-from ._out import Destinations
 
 _NOT_YET: Any = object()
 """In place of a batch that hasn't been put together."""
@@ -61,10 +54,6 @@ class Moved(NamedTuple):
     """Behind the moves; None if there were none."""
 
 
-_NO_BLOCKS = make_blocks(take_apart([]).table, Sharing.ONE, torch.device("cpu"))
-_NOTHING_MOVED = Moved([], [], None)
-
-
 class Kept:
     """A task for the reaper that keeps objects alive until an event is done."""
 
@@ -88,7 +77,8 @@ class Transfer(NotABatch, Generic[B_co]):
     """A staged batch, whose copy may still be under way. Made by `Stager.stage`.
 
     You may change or free packed tensors as soon as `stage` returns. Don't use a transfer in
-    several threads at once.
+    several threads at once. In a thread whose current stream captures a CUDA graph, all methods
+    raise `PinstageError`.
     """
 
     __slots__ = (
@@ -134,6 +124,7 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
+        self._target.refuse_capture()
         return all(
             event is None or event.query() for event in (self._sent.event, self._moved.event)
         )
@@ -142,6 +133,7 @@ class Transfer(NotABatch, Generic[B_co]):
         """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the
         stream waits.
         """
+        self._target.refuse_capture()
         for event in (self._sent.event, self._moved.event):
             if event is not None:
                 event.synchronize()
@@ -152,20 +144,14 @@ class Transfer(NotABatch, Generic[B_co]):
         Does not block: the stream waits for the copy, the host does not. To use the batch on
         another stream too, call `wait` again with that stream; it returns the same batch.
 
-        With ``out=``, the first call copies the staged bytes into `out`, on that stream, behind its
-        earlier work, and returns the staged memory to torch's allocator. If it is interrupted, call
-        it again. Later calls copy nothing; their stream waits for that copy.
-
         Args:
             stream: the consumer's stream; None is the current one. Ignored on the CPU.
 
         Returns:
             A batch of the same types. Tensors and arrays are tensors on the device. The stager's
             `own_storage` says which of them share memory.
-
-        Raises:
-            PinstageError: with ``out=``, while the stream is captured.
         """
+        self._target.refuse_capture()
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
             if self._batch is _NOT_YET:
@@ -196,88 +182,26 @@ class Transfer(NotABatch, Generic[B_co]):
         return self._leaves
 
     def __repr__(self) -> str:
-        done = " done" if self.query() else ""
-        return (
-            f"<Transfer nbytes={self.nbytes} copies={self.copies} to {self._target.device}{done}>"
-        )
+        device = self._target.device
+        done = " done" if capturing_device(device.index) is None and self.query() else ""
+        return f"<Transfer nbytes={self.nbytes} copies={self.copies} to {device}{done}>"
 
 
-class TransferInto(Transfer[B_co]):
-    """A staged batch that the first `wait` copies into existing tensors. Made by
-    ``Stager.stage(out=)``.
-    """
-
-    __slots__ = ("_destinations", "is_handed_out")
-
-    def __init__(self, staged: Transfer[Any], destinations: Destinations) -> None:
-        self.is_handed_out = False  # to a caller who may forget to wait for it
-        super().__init__(
-            staged._target, staged._structure, staged._table, staged._sent, staged._moved
-        )
-        self._destinations = destinations
-
-    def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
-        """See `Transfer.wait`."""
-        if self._batch is _NOT_YET:
-            self._destinations.check_again()
-        return self.wait_now(stream)
-
-    def wait_now(self, stream: torch.cuda.Stream | None = None) -> B_co:
-        """Do what `wait` does, right after staging: `out` can't have changed."""
-        target, consumer = self._target, self._target.consumer(stream)
-        with step("hand_over"), target.on(consumer):
-            refuse_capture(target)
-            if self._batch is not _NOT_YET:
-                target.hand_over(self._sent.event, [], consumer)
-            else:
-                self._hand_over(consumer)
-                with step("unpack"):
-                    blocks, others = self._sent.blocks, self._moved.others
-                    slab = blocks.tensors[0] if len(blocks) else None
-                    self._destinations.fill(lambda: blocks.leaves(others), slab)
-                self._end(target.record(consumer))
-            batch: B_co = self._batch
-            return batch
-
-    def _end(self, event: Fence | None) -> None:
-        """Drop the staged memory, and keep the destinations until the copy's event, if they may be
-        another stream's.
-        """
-        leaves = self._destinations.leaves
-        if self.is_handed_out:
-            keep_until(event, leaves)
-        sent = Sent(_NO_BLOCKS, event, self.copies, None)
-        batch = self._structure.rebuild(leaves)
-        # No interrupt is seen between assignments. After one before them, `wait` can copy again.
-        self._sent, self._moved, self._batch = sent, _NOTHING_MOVED, batch
-
-    def __del__(self) -> None:
-        is_expected = getattr(self, "is_handed_out", False) and self._batch is _NOT_YET
-        if is_expected and not sys.is_finalizing():
-            warnings.warn(
-                f"out= was not written: a transfer of {format_bytes(self.nbytes)} was dropped "
-                "before wait(); call transfer.wait(), or to_device(batch, out=...)",
-                StagingWarning,
-                stacklevel=2,
-            )
-
-
-def refuse_capture(target: Target) -> None:
-    """Check that the current stream isn't captured.
-
-    Raises:
-        PinstageError: it is.
-    """
-    if target.is_capturing():
-        raise PinstageError(
-            "out= cannot be used while a CUDA graph is captured: the graph would copy the same "
-            "batch each time; call it before or after graph.replay(), outside of the capture"
-        )
+def leaves_of(transfer: Transfer[Any]) -> list[Any]:
+    """Return the leaves of a batch, safe to use on the current stream."""
+    with step("hand_over"):
+        transfer._hand_over(transfer._target.consumer(None))
+        return transfer._cut()
 
 
 def table_of(transfer: Transfer[Any]) -> Table:
     """Return the offset table of a batch."""
     return transfer._table
+
+
+def structure_of(transfer: Transfer[Any]) -> Structure:
+    """Return the structure of a batch."""
+    return transfer._structure
 
 
 def copy_event_of(transfer: Transfer[Any]) -> Fence | None:

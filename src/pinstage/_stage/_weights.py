@@ -3,11 +3,12 @@
 ::
 
     tensors      mapping, pairs, or safetensors' safe_open; read in its order, group by group
-    known names  all names, shapes and devices are checked before the first byte is written
+    known names  names, devices and known shapes are checked before the first byte is written
     each group   host tensors --staged--> device --copied--> destinations of a module or dict;
                  those on meta are made just before
 
 The packing threads take the page faults of mapped files, each group while the one before is copied.
+At most two groups are on the device.
 """
 
 from __future__ import annotations
@@ -15,20 +16,35 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
+from .._batch import ALIGNMENT, Whole, take_apart
 from .._compat.calls import (
     changes_its_loading,
     check_checkpoints_are_known,
+    may_lack_counter,
     modules_by_path,
     tensors_of,
 )
-from ._out import key_of, overlapping, span_of
-from ._writer import Write
+from .._compat.views import range_of
+from .._pool import Fence
+from .._sizes import format_bytes, round_up, size_to_paste
+from ..errors import AcquireTimeoutError
+from ._out import Destinations, detached, with_own_copies
+from ._sender import SMALL_BYTES, PendingSend, Sender
+from ._transfer import leaves_of
+
+GROUP_BYTES = 64 << 20
+"""The most bytes of a group. The bus takes 1.2 ms for them, more than ten times as long as starting
+a group.
+"""
+
+_LEAST_CAP = 64 << 10
+"""The smallest cap: a group has half of it, and starting a group takes as long as copying this."""
 
 SAMPLE_BYTES = 64
 """Bytes at the start, in the middle and at the end of a tensor that `Destination.check_unchanged`
@@ -51,31 +67,37 @@ Shape: TypeAlias = tuple[int, ...] | None
 """None for values that aren't tensors."""
 
 
-def _opened(
-    tensors: Any,
-) -> tuple[dict[str, Shape] | None, Callable[[Iterable[str]], Iterable[tuple[str, Any]]]]:
-    """Return the shapes of a checkpoint's tensors, and a function that reads tensors by name.
+class _Checkpoint(NamedTuple):
+    names: Collection[str] | None
+    """None if the names aren't known before everything is read."""
+    shapes: Mapping[str, Shape]
+    """Shapes that are known before."""
+    read: Callable[[Iterable[str]], Iterable[tuple[str, Any]]]
+    """Reads tensors by name; all, if the names aren't known."""
+    may_reuse_memory: bool
+    """Whether reading a tensor may overwrite those that were read before."""
 
-    If names aren't known beforehand, the shapes are None and all tensors are read.
-    """
+
+def _opened(tensors: Any) -> _Checkpoint:
     if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
-        shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        return shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names)
+        names = tensors.keys()
+        shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        return _Checkpoint(
+            names, shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names), False
+        )
     if isinstance(tensors, Mapping):
-        shapes = {name: _shape_of(tensor) for name, tensor in tensors.items()}
-        return shapes, lambda names: ((name, tensors[name]) for name in names)
+        # It has all its tensors, unless its class makes them when they are read.
+        has_all = type(tensors) in (dict, OrderedDict)
+        shapes = {name: _shape_of(tensors[name]) for name in tensors} if has_all else {}
+        return _Checkpoint(
+            list(tensors),
+            shapes,
+            lambda names: ((name, tensors[name]) for name in names),
+            not has_all,
+        )
     if isinstance(tensors, Iterable) and not isinstance(tensors, str | bytes | torch.Tensor):
-        return None, lambda _: map(_pair, tensors)
+        return _Checkpoint(None, {}, lambda _: map(_pair, tensors), True)
     raise _not_a_checkpoint(tensors, f"a {type(tensors).__name__}")
-
-
-def _may_reuse_memory(tensors: Any) -> bool:
-    """Return whether reading a checkpoint's tensor may overwrite those that were read before.
-
-    A dict has all its tensors, unless its class makes them when they are read, and `safe_open`
-    makes a new tensor for each call.
-    """
-    return not (type(tensors) in (dict, OrderedDict) or hasattr(tensors, "get_slice"))
 
 
 def _pair(item: Any) -> tuple[str, Any]:
@@ -94,8 +116,26 @@ def _not_a_checkpoint(value: object, kind: str) -> TypeError:
     )
 
 
+class Write(NamedTuple):
+    """A tensor, or a piece of one, and the tensor it is copied to."""
+
+    name: str
+    source: Any
+    destination: torch.Tensor
+    key: Any
+    """Writes with the same key are in different groups: the later one counts."""
+    ends_group: bool
+    """Whether it must be copied before the next one is read."""
+
+
 class Destination:
     """The tensors of a module or dict, and which of them were read.
+
+    Args:
+        target: the module or dict.
+        device: where its tensors are, or are made.
+        metadata: the checkpoint's versions by path of a module, as in torch's state dicts.
+        strict: whether missing and unexpected names are errors.
 
     Attributes:
         tensors: the tensors that a checkpoint has, by name, in the order of `load_state_dict`.
@@ -103,11 +143,15 @@ class Destination:
         unexpected: names of the checkpoint that aren't here.
     """
 
-    def __init__(self, target: Any, device: torch.device, *, strict: bool) -> None:
+    def __init__(
+        self, target: Any, device: torch.device, metadata: Mapping[str, Any], *, strict: bool
+    ) -> None:
         self._target, self._device, self._strict = target, device, strict
+        self._metadata = metadata
         self.tensors: dict[str, Any] = {}
         self._all: dict[str, Any] = {}
         self._removed: tuple[str, ...] = ()
+        self._counters: set[str] = set()  # that the checkpoint may lack
         if isinstance(target, torch.nn.Module):
             self._read_module(target)
         elif isinstance(target, dict):
@@ -144,6 +188,8 @@ class Destination:
                     "a _load_from_state_dict of its own, a load hook or extra state. Use "
                     "load_state_dict, or pass a dict of its tensors"
                 )
+            if may_lack_counter(module, self._metadata.get(path, {})):
+                self._counters.add(f"{prefix}num_batches_tracked")
             for name, tensor, is_persistent in tensors_of(module):
                 self._all[prefix + name] = tensor
                 if is_persistent:
@@ -155,7 +201,7 @@ class Destination:
         """
         keys = list(dict.fromkeys(self.keys[name] for name in self.tensors))
         one_of = {self.keys[name]: tensor for name, tensor in self.tensors.items()}
-        numbers = overlapping([span_of(_local(one_of[key])) for key in keys])
+        numbers = _overlapping([_span_of(_local(one_of[key])) for key in keys])
         shared = {keys[number] for number in numbers}
         return {
             name: position
@@ -163,19 +209,24 @@ class Destination:
             if self.keys[name] in shared
         }
 
-    def plan(self, shapes: dict[str, Shape] | None) -> list[str]:
+    def plan(self, names: Collection[str] | None, shapes: Mapping[str, Shape]) -> list[str]:
         """Check a checkpoint's names, and return those to read, in this order.
 
         Args:
-            shapes: None if names and shapes aren't known before the tensors are read; then only the
-                module is checked.
+            names: None if they aren't known before the tensors are read; then only the module is
+                checked.
+            shapes: those that are known.
         """
-        if shapes is None:
+        if names is None:
             self._check({self.keys[name] for name in self.tensors}, [])
             return []
-        self.unexpected = [name for name in shapes if self._is_unexpected(name)]
-        known = [name for name in shapes if name in self.tensors]
-        problems = [problem for name in known if (problem := self._problem_of(name, shapes[name]))]
+        self.unexpected = [name for name in names if self._is_unexpected(name)]
+        known = [name for name in names if name in self.tensors]
+        problems = [
+            problem
+            for name in known
+            if (problem := self._problem_of(name, shapes.get(name, self.tensors[name].shape)))
+        ]
         self._check({self.keys[name] for name in known}, problems)
         return self._in_order(known)
 
@@ -261,6 +312,9 @@ class Destination:
         `load_state_dict`.
         """
         self._check(self._last_read.keys(), [])
+        for name in self._counters & self.tensors.keys():
+            if self._all[name].is_meta:
+                self.local(name).zero_()
         return IncompatibleKeys(self._missing(self._last_read.keys()), self.unexpected)
 
     def _is_unexpected(self, name: str) -> bool:
@@ -281,7 +335,7 @@ class Destination:
         if shape is None:
             return f"{name} in state_dict isn't a tensor."
         is_scalar = not tensor.dim() and shape == (1,)  # torch 0.3 had no 0-d tensors
-        if tuple(tensor.shape) != shape and not is_scalar:
+        if tensor.shape != shape and not is_scalar:
             return (
                 f"size mismatch for {name}: copying a param with shape {torch.Size(shape)} from "
                 f"checkpoint, the shape in current model is {tensor.shape}."
@@ -324,11 +378,17 @@ class Destination:
             self._refuse([*lines, *problems])
 
     def _missing(self, loaded: Collection[Any]) -> list[str]:
-        return [name for name in self.tensors if self.keys[name] not in loaded]
+        return [
+            name
+            for name in self.tensors
+            if self.keys[name] not in loaded and name not in self._counters
+        ]
 
     def _left_on_meta(self, named: Collection[Any]) -> list[str]:
         names = [name for name, tensor in self._all.items() if tensor.is_meta]
-        return [name for name in names if self.keys[name] not in named]
+        return [
+            name for name in names if self.keys[name] not in named and name not in self._counters
+        ]
 
     def _refuse(self, problems: list[str]) -> NoReturn:
         lines = "\n\t".join(problems)
@@ -388,26 +448,149 @@ class Destination:
         return part
 
 
+def check_cap(max_bytes: int) -> None:
+    """Check that weights can be loaded through a pool with this cap.
+
+    Raises:
+        ValueError: it is too small.
+    """
+    if max_bytes < _LEAST_CAP:
+        raise ValueError(
+            f"the pool is too small to load weights: its cap is {format_bytes(max_bytes)}. Pass "
+            f'max_bytes="{size_to_paste(_LEAST_CAP)}" or more'
+        )
+
+
+# -- groups ----------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
-def load_weights(
-    write: Callable[[Iterable[Write], Callable[[list[str]], None] | None], None],
-    destination: Destination,
-    tensors: Any,
-) -> IncompatibleKeys:
+def load_weights(sender: Sender, destination: Destination, tensors: Any) -> IncompatibleKeys:
     """Copy a checkpoint's tensors to their destinations; see `Stager.load_weights`.
 
     Args:
-        write: copies tensors into other tensors; see `Writer.write_all`.
+        sender: stages each group, in one device slab.
         destination: where they are copied.
         tensors: see `Stager.load_weights`.
     """
-    shapes, read = _opened(tensors)
-    pairs = read(destination.plan(shapes))
-    may_reuse_memory = _may_reuse_memory(tensors)
+    names, shapes, read, may_reuse_memory = _opened(tensors)
+    pairs = read(destination.plan(names, shapes))
     parts = destination.parts(pairs, may_reuse_memory=may_reuse_memory)
-    check = destination.check_unchanged if may_reuse_memory else None
-    write((destination.write(name, part) for name, part in parts), check)
+    groups = _Groups(sender, destination.check_unchanged if may_reuse_memory else None)
+    try:
+        writes = (destination.write(name, part) for name, part in parts)
+        for group in groups_of(writes, min(GROUP_BYTES, sender.slabs.pool.max_bytes // 2)):
+            groups.start(group)
+            # Then the next group isn't read earlier.
+            groups.finish(all_but=0 if may_reuse_memory or group[-1].ends_group else 1)
+        groups.finish()
+    finally:
+        groups.close()
     return destination.result()
+
+
+class _Started(NamedTuple):
+    """A group that is being packed."""
+
+    names: list[str]
+    pending: PendingSend
+    destinations: Destinations
+
+
+class _Groups:
+    """Groups on their way: one is packed while the one before is sent, and two are on the device.
+
+    Args:
+        sender: stages them.
+        check: called with the names of a group when it is packed, before it is written.
+    """
+
+    def __init__(self, sender: Sender, check: Callable[[list[str]], None] | None) -> None:
+        self._sender, self._check = sender, check
+        self._started: deque[_Started] = deque()
+        self._written: deque[Fence | None] = deque()
+
+    def start(self, group: list[Write]) -> None:
+        """Check a group's destinations, and let threads begin to pack it."""
+        device = self._sender.target.device
+        sources = {(write.name, number): write.source for number, write in enumerate(group)}
+        parts = detached(take_apart(sources), torch.device("cpu"))
+        destinations = Destinations(parts, [write.destination for write in group], device)
+        parts = with_own_copies(parts, device)
+        try:
+            pending = self._sender.start(parts, SMALL_BYTES, timeout=0)
+        except AcquireTimeoutError:
+            self.finish()  # with its slab, two loads could wait for each other's
+            pending = self._sender.start(parts, SMALL_BYTES)
+        names = list(dict.fromkeys(write.name for write in group))
+        self._started.append(_Started(names, pending, destinations))
+
+    def finish(self, all_but: int = 0) -> None:
+        """Send the groups that were started, apart from the last ones, and copy them into place."""
+        target = self._sender.target
+        while len(self._started) > all_but:
+            if len(self._written) > 1 and (event := self._written.popleft()) is not None:
+                event.synchronize()  # or a third group would need memory
+            names, pending, destinations = self._started.popleft()
+            transfer = self._sender.finish(pending)
+            if self._check is not None:
+                self._check(names)
+            destinations.fill(leaves_of(transfer))
+            self._written.append(target.record(target.consumer(None)))
+
+    def close(self) -> None:
+        """Stop packing, after an error."""
+        for group in self._started:
+            group.pending.close(None)
+
+
+def groups_of(writes: Iterable[Write], group_bytes: int) -> Iterator[list[Write]]:
+    """Yield groups of at most `group_bytes` in a slab, in order; larger tensors are cut into
+    several.
+    """
+    group: list[Write] = []
+    keys: set[Any] = set()
+    room = group_bytes
+    for write in writes:
+        is_again = write.key in keys
+        for piece, needed in _pieces(write, group_bytes):
+            if group and (needed > room or is_again):
+                yield group
+                group, keys, room, is_again = [], set(), group_bytes, False
+            group.append(piece)
+            keys.add(piece.key)
+            room -= round_up(needed, ALIGNMENT)
+        if room <= 0 or write.ends_group:
+            yield group
+            group, keys, room = [], set(), group_bytes
+    if group:
+        yield group
+
+
+def _pieces(write: Write, most: int) -> Iterator[tuple[Write, int]]:
+    """Cut a tensor, and its destination in the same way, along the destination's largest stride.
+
+    Yields:
+        Pieces of at most `most` bytes in a slab, and the bytes of each.
+    """
+    tensor, destination = write.source, write.destination
+    is_dense = tensor.layout is torch.strided
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1] if is_dense else []
+    if not is_dense or tensor.nbytes <= most or not dims:
+        yield write, tensor.nbytes if is_dense else 0
+    elif destination.layout is not torch.strided or hasattr(destination, "__tensor_flatten__"):
+        yield write._replace(source=Whole(tensor)), 0  # moves by its own .to(), so it needs no slab
+    else:
+        dim = max(dims, key=destination.stride)
+        size = tensor.shape[dim]
+        rows = max(1, size * most // tensor.nbytes)
+        for start in range(0, size, rows):
+            count = min(rows, size - start)
+            source, there = tensor.narrow(dim, start, count), destination.narrow(dim, start, count)
+            yield from _pieces(write._replace(source=source, destination=there), most)
+
+
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def _line(what: str, names: list[str]) -> str:
@@ -426,11 +609,41 @@ def _local(tensor: Any) -> torch.Tensor:
     return local
 
 
+def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte, and of the byte behind its last; -1 if only
+    torch knows them.
+    """
+    if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return -1, -1
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        return -1, -1
+    if not start and tensor.numel():  # on meta, or in other tensors, as in a quantised weight
+        return -1, -1
+    begin, end = range_of(tensor)
+    return start, start + end - begin
+
+
 def _key_of(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for tensors of the same memory."""
+    """Return a key that is equal for tensors of the same elements in memory."""
     local = _local(tensor)
-    start, end = span_of(local)
-    return key_of(local) if start < end else id(tensor)
+    start, end = _span_of(local)
+    return (start, local.dtype, local.shape, local.stride()) if start < end else id(tensor)
+
+
+def _overlapping(spans: list[tuple[int, int]]) -> set[int]:
+    """Return the tensors whose memory may overlap that of another, by number."""
+    shared: set[int] = set()
+    furthest, last = 0, -1
+    for start, end, index in sorted(
+        (*span, index) for index, span in enumerate(spans) if span[0] < span[1]
+    ):
+        if start < furthest:
+            shared |= {last, index}
+        if end > furthest:
+            furthest, last = end, index
+    return shared
 
 
 def _sample_of(tensor: torch.Tensor) -> bytes | None:
@@ -441,7 +654,7 @@ def _sample_of(tensor: torch.Tensor) -> bytes | None:
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
-    start, end = span_of(tensor)
+    start, end = _span_of(tensor)
     if start == end:
         return None
     width = min(SAMPLE_BYTES, end - start)

@@ -12,7 +12,8 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._memory import SharedMemory
+from .._batch import ALIGNMENT
+from .._memory import SharedMemory, refuse_capture
 from .._pool import (
     Fence,
     HostBudget,
@@ -23,9 +24,12 @@ from .._pool import (
     close_for,
     descriptor_of,
 )
-from .._sizes import Size, format_bytes
+from .._sizes import Size, format_bytes, round_up
 from .._stage import (
+    EventGroup,
     Fetcher,
+    FetchPlan,
+    HostSlabs,
     HostTransfer,
     Targets,
     clear_own_frames,
@@ -36,14 +40,14 @@ from .._stage import (
 from .._steps import step
 from ..errors import AcquireTimeoutError, BudgetExceededError
 from ._snapshot import Snapshot, take
-from ._staged import Save, StagedBytes, StagedSave
+from ._staged import Save, Slabs, StagedBytes, StagedSave
 
 _CPU = torch.device("cpu")
 _OWNER = "checkpoint"
 
 
 class CheckpointStager(AsyncStager):
-    """Stages state dicts for ``torch.distributed.checkpoint.async_save`` in a slab of a pool.
+    """Stages state dicts for ``torch.distributed.checkpoint.async_save`` in slabs of a pool.
 
     ```python
     stager = CheckpointStager(pool=pool)
@@ -55,6 +59,11 @@ class CheckpointStager(AsyncStager):
     `stage` starts the copies of tensors on a GPU, behind the earlier work of the current stream,
     and returns. Tensors on the CPU are copied before it returns. Later saves of the same state use
     the same slab, and page-lock nothing.
+
+    A state has one slab. If the platform refuses to page-lock one of that size, a `StagingWarning`
+    says so once, and states have several slabs of at most 256 MiB, or of the pool's largest slab if
+    that is larger; a larger tensor has a slab of its own. Slabs that are refused, too, are pageable
+    memory of the same kind, which is slower. A save gets all its slabs or none.
 
     The result is a copy of everything, like that of torch's ``DefaultStager``: tensors on the CPU
     with a storage each (tied tensors stay tied), DTensors and ShardedTensors with this rank's
@@ -106,6 +115,7 @@ class CheckpointStager(AsyncStager):
             SlabPool(max_bytes, budget=budget, memory=SharedMemory()) if pool is None else pool
         )
         self._timeout = timeout
+        self._slabs = HostSlabs(self._pool, _OWNER, timeout, shares=True)
         self._targets = Targets()
         self._save: Save | None = None
         self._thread: threading.Thread | None = None
@@ -136,20 +146,24 @@ class CheckpointStager(AsyncStager):
             content, in tensors over the slab. The slab returns to the pool when they are freed.
 
         Raises:
-            BudgetExceededError: the state is larger than the pool's cap; nothing was copied.
+            BudgetExceededError: the state is larger than the pool's cap, or than the part that
+                frozen modules leave; nothing was copied.
             AcquireTimeoutError: the previous save is still being written after `timeout` seconds,
                 or no slab became free.
             PoolClosedError, PoolFrozenError, ForkedPoolError: as `SlabPool.acquire`.
+            PinstageError: the current stream captures a CUDA graph.
         """
+        refuse_capture()
         timeout = self._wait_for_last()
         with step("describe"):
             snapshot = take(state_dict)
-        transfer, slab = self._fetch(snapshot, timeout)
-        self._save = Save(None if slab is None else slab.memory)
+        transfers, slabs = self._fetch(snapshot, timeout)
+        self._save = Save(slabs)
         staging = StagedSave(self._save)
         if self._hold == "step":
-            self._copies = event_of(transfer)
-        self._thread = staging.bring(transfer, snapshot, slab)
+            events = [event_of(transfer) for transfer in transfers]
+            self._copies = EventGroup([event for event in events if event is not None])
+        self._thread = staging.bring(transfers, snapshot, slabs)
         return staging
 
     def wait_before_change(self) -> None:
@@ -157,7 +171,12 @@ class CheckpointStager(AsyncStager):
         host does not wait.
 
         For ``hold="step"``, before code other than an optimizer's step changes the tensors.
+
+        Raises:
+            PinstageError: the current stream captures a CUDA graph, and a copy may be under way.
         """
+        if self._copies is not None:
+            refuse_capture()
         copies, self._copies = self._copies, None
         wait_here(copies)
 
@@ -173,6 +192,7 @@ class CheckpointStager(AsyncStager):
         if self._hook is not None:
             self.wait_before_change()
             self._hook.remove()
+        self._slabs.close()
         if self._owns_pool:
             close_for(self._pool, "CheckpointStager")
 
@@ -193,30 +213,46 @@ class CheckpointStager(AsyncStager):
             )
         return self._timeout if last is None or last.is_over() else 0
 
-    def _fetch(
-        self, snapshot: Snapshot, timeout: float | None
-    ) -> tuple[HostTransfer, StagedBytes | None]:
-        slab: StagedBytes | None = None
-
-        def acquire(nbytes: int) -> Lease:
-            nonlocal slab
-            lease = self._acquire(nbytes, len(snapshot.tensors), timeout)
-            slab = StagedBytes(lease.numpy(), descriptor_of(lease))
-            return lease
-
+    def _fetch(self, snapshot: Snapshot, timeout: float | None) -> tuple[list[HostTransfer], Slabs]:
+        """Start the copies of the tensors; return the transfer and the slab of each group."""
+        fetcher = Fetcher(_CPU, self._slabs, self._targets, hold=self._hold == "stream")
+        transfers: list[HostTransfer] = []
+        slabs: Slabs = []
+        groups, plans, leases = self._plan(fetcher, snapshot.tensors, timeout)
         try:
-            fetcher = Fetcher(_CPU, acquire, self._targets, hold=self._hold == "stream")
-            transfer = fetcher.fetch(snapshot.tensors, copy=False)
-            duplicate_rest(transfer, snapshot.tensors)
-            return transfer, slab
+            for lease in leases:
+                slabs.append(None if lease is None else _bytes_of(lease))
+            for group, plan in zip(groups, plans, strict=True):
+                transfer = fetcher.begin(plan, leases.pop(0), copy=False)
+                duplicate_rest(transfer, group)
+                transfers.append(transfer)
         except BaseException as error:
-            slab = None
+            slabs.clear()
             clear_own_frames(error)
             raise
+        finally:
+            for lease in filter(None, leases):
+                lease.release()
+        return transfers, slabs
 
-    def _acquire(self, nbytes: int, tensors: int, timeout: float | None) -> Lease:
+    def _plan(
+        self, fetcher: Fetcher, tensors: list[torch.Tensor], timeout: float | None
+    ) -> tuple[list[list[torch.Tensor]], list[FetchPlan], list[Lease | None]]:
+        """Divide the tensors into groups, of a slab each. Return them, their plans and leases."""
+        leased: list[Lease] | None = None
+        while leased is None:
+            groups = _groups(tensors, self._slabs.most)
+            plans = [fetcher.plan(group) for group in groups]
+            sizes = [plan.nbytes for plan in plans if plan.nbytes]
+            leased = self._lease_all(sizes, len(tensors), timeout)
+        rest = iter(leased)
+        return groups, plans, [next(rest) if plan.nbytes else None for plan in plans]
+
+    def _lease_all(
+        self, sizes: list[int], tensors: int, timeout: float | None
+    ) -> list[Lease] | None:
         try:
-            return self._pool.acquire(nbytes, timeout=timeout, owner=_OWNER)
+            return self._slabs.lease_all(sizes, timeout)
         except BudgetExceededError as error:
             raise BudgetExceededError(
                 f"the state of this rank does not fit the pool: {tensors} tensors; {error}",
@@ -238,6 +274,24 @@ class CheckpointStager(AsyncStager):
 
     def __repr__(self) -> str:
         return f"<CheckpointStager {self._pool!r}>"
+
+
+def _bytes_of(lease: Lease) -> StagedBytes:
+    return StagedBytes(lease.numpy(), descriptor_of(lease))
+
+
+def _groups(tensors: list[torch.Tensor], most: int) -> list[list[torch.Tensor]]:
+    """Divide tensors into groups of at most `most` bytes, or of one larger tensor."""
+    groups, room = [list[torch.Tensor]()], most
+    for tensor in tensors:
+        # Where tensors can't be packed, this may be wrong; they need no slab.
+        nbytes = round_up(tensor.numel() * tensor.itemsize, ALIGNMENT)
+        if nbytes > room and groups[-1]:
+            groups.append([])
+            room = most
+        groups[-1].append(tensor)
+        room -= nbytes
+    return groups
 
 
 def _weakly(method: Callable[[], None]) -> Callable[..., None]:

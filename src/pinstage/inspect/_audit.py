@@ -27,7 +27,7 @@ _ROWS = 40
 
 
 class LeafReport(NamedTuple):
-    """One tensor or array of the batch."""
+    """One tensor or numeric array of the batch."""
 
     path: str  # as you would write it after the batch's name
     type: str
@@ -72,7 +72,7 @@ class Audit:
     """The findings of `audit`. Print them, show them with rich, or use `to_dict`.
 
     Attributes:
-        leaves: each tensor and array, in the order of the batch, each as often as it appears.
+        leaves: each tensor and numeric array, in order, each as often as it appears.
         pinning: the effect of ``DataLoader(pin_memory=True)``.
         each: the cost of ``.to()`` on each leaf.
         slab: the cost of one slab.
@@ -223,7 +223,7 @@ def audit(batch: Any, *, bus: Bus | None = None) -> Audit:
     moved = [
         (report, located.leaf)
         for report, located in zip(leaves, located_leaves, strict=True)
-        if report.device == "cpu" and report.nbytes and _is_numeric(located.leaf)
+        if report.device == "cpu" and report.nbytes
     ]
     each = LeafCopies(
         len(moved),
@@ -239,7 +239,7 @@ def sections_of(findings: Audit, *, every_leaf: bool = False) -> list[Section]:
     """Return the report: the verdict, then the table."""
     leaves = findings.leaves
     if not leaves:
-        return [Line("there is no tensor and no array in this batch", "warning")]
+        return [Line("there is no tensor and no numeric array in this batch", "warning")]
     shown = leaves if every_leaf else leaves[:_ROWS]
     sections: list[Section] = [
         *findings._pinning_lines(),
@@ -270,13 +270,6 @@ def _copies(cost: LeafCopies | SlabCopy) -> str:
     return f"{count(cost.copies, 'copy', 'copies')}, {format_bytes(cost.nbytes)}"
 
 
-def _is_numeric(leaf: Leaf) -> bool:
-    """Return whether a leaf is a tensor, or an array that can become one. Strings, dates and
-    records are not moved.
-    """
-    return isinstance(leaf, torch.Tensor) or leaf.dtype.kind in "biufc"
-
-
 def _slab_copy(batch: Any, located_leaves: Sequence[LocatedLeaf], bus: Bus) -> SlabCopy:
     """Return the slab of the batch once all classes are registered, and the error of staging the
     batch as it is.
@@ -287,8 +280,8 @@ def _slab_copy(batch: Any, located_leaves: Sequence[LocatedLeaf], bus: Bus) -> S
     except ps.errors.LayoutError as reason:
         error = str(reason)
     # By id, so that an alias counts once.
-    on_host = {id(leaf): leaf for _, leaf, _ in located_leaves if str(leaf.device) == "cpu"}
-    staged = list(filter(_is_numeric, on_host.values()))
+    on_host = {id(leaf): leaf for _, leaf, *_ in located_leaves if str(leaf.device) == "cpu"}
+    staged = list(on_host.values())
     packed = list(filter(_is_packable, staged))
     layout = ps.Layout.of(packed)
     unpackable = len(staged) - len(packed)
@@ -325,7 +318,7 @@ def _is_packable(leaf: Leaf) -> bool:
 
 def _reports(located_leaves: Sequence[LocatedLeaf], pinning: Pinning) -> Iterator[LeafReport]:
     path_by_id: dict[int, str] = {}
-    for (path, leaf, _), stopped_by in zip(located_leaves, pinning.stopped_by, strict=True):
+    for (path, leaf, *_), stopped_by in zip(located_leaves, pinning.stopped_by, strict=True):
         pinned = _is_pinned(leaf)
         yield LeafReport(
             path=path,

@@ -14,6 +14,7 @@ needed, and other threads aren't affected.
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,30 +33,39 @@ _NO_DATA = (memoryview, torch.nn.Module, types.MethodType)
 
 
 class LocatedLeaf(NamedTuple):
-    """A tensor or array, and where it is."""
+    """A tensor or numeric array, and where it is."""
 
     path: str
     """As you would write it after the batch's name; empty if the batch is the leaf."""
     leaf: Leaf
     parents: tuple[Any, ...]
     """The objects it was reached through, the batch itself first."""
+    steps: tuple[str, ...]
+    """The part of the path that each of the parents adds."""
 
 
 def find_leaves(batch: Any) -> Iterator[LocatedLeaf]:
-    """Yield each tensor and array of a batch, in order, as often as it appears.
+    """Yield each tensor and numeric array of a batch, in order, as often as it appears.
 
     An object that refers back to one it was reached through is not entered again.
     """
-    pending: list[tuple[str, Any, tuple[Any, ...]]] = [("", batch, ())]
+    pending: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [(batch, (), ())]
     while pending:
-        path, obj, parents = pending.pop()
-        if isinstance(obj, torch.Tensor | np.ndarray):
-            yield LocatedLeaf(path, obj, parents)
+        obj, parents, steps = pending.pop()
+        if isinstance(obj, torch.Tensor) or _is_numeric(obj):
+            yield LocatedLeaf("".join(steps), obj, parents, steps)
             continue
         has_no_data = is_atom(type(obj)) or isinstance(obj, _NO_DATA)
         if not has_no_data and all(parent is not obj for parent in parents):
             for step, child in reversed(_children(obj)):
-                pending.append((path + step, child, (*parents, obj)))
+                pending.append((child, (*parents, obj), (*steps, step)))
+
+
+def _is_numeric(obj: Any) -> bool:
+    """Return whether an object is an array that can become a tensor: not one of objects, strings,
+    dates, times or records.
+    """
+    return isinstance(obj, np.ndarray) and obj.dtype.kind in "biufc"
 
 
 def _children(obj: Any) -> list[tuple[str, Any]]:
@@ -77,6 +87,8 @@ def _items(obj: Any) -> list[tuple[str, Any]]:
         return [(f"[{index}]", value) for index, value in enumerate(obj)]
     if isinstance(obj, Set):
         return [(f".<item {index}>", value) for index, value in enumerate(obj)]
+    if isinstance(obj, np.ndarray) and obj.dtype.kind == "O":
+        return [(f"[{index}]", value) for index, value in np.ndenumerate(obj)]
     return []
 
 
@@ -99,17 +111,15 @@ def ask_torch(batch: Any, leaves: Sequence[LocatedLeaf]) -> Pinning:
     The batch stays as it was, unless a ``pin_memory()`` method of its own changes more than
     tensors.
     """
-    _, pinned, error = _ask(batch)
-    devices = [tensor.device for tensor in pinned if tensor.device.type != "cpu"]
+    whole = _ask(batch)
+    devices = [tensor.device for tensor in whole.tensors if tensor.device.type != "cpu"]
+    error = whole.error
     # The call that was not carried out would have raised this.
     if error is None and devices:
         error = f"RuntimeError: cannot pin a tensor on {devices[0]}: only CPU tensors can be pinned"
-    ids = {id(tensor) for tensor in pinned}
-    stops: dict[int, bool] = {}  # by id, since one object may hold many leaves
-    stopped_by = tuple(
-        None if id(located.leaf) in ids else type_name(_first_stop(located, stops))
-        for located in leaves
-    )
+    answers = {id(batch): whole}  # by id, since one object may hold many leaves
+    stops = [_first_stop(located, answers) for located in leaves]
+    stopped_by = tuple(None if stop is None else type_name(stop) for stop in stops)
     return Pinning(tuple(name is None for name in stopped_by), stopped_by, error)
 
 
@@ -135,27 +145,63 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _ask(obj: Any) -> tuple[Any, list[torch.Tensor], str | None]:
-    """Return the result of torch's function for an object, the tensors that it would pin, and its
-    error.
-    """
+class _Answer(NamedTuple):
+    """The effect of torch's function on an object."""
+
+    is_entered: bool
+    """Whether it pins something in the object, or makes another one."""
+    tensors: list[torch.Tensor]
+    """The tensors that it would pin, each as often as it would."""
+    pinned_paths: frozenset[str]
+    """Where in the object these are, if it has a ``pin_memory()`` of its own."""
+    error: str | None
+
+
+def _ask(obj: Any) -> _Answer:
     result = error = None
     with _Recorder() as recorder:
         try:
             result = pin_as_loader(obj)
         except Exception as raised:  # noqa: BLE001 - a pin_memory() method may raise anything: that is the finding
             error = f"{type(raised).__name__}: {raised}"
-    return result, recorder.tensors, error
+    tensors = recorder.tensors
+    paths = _paths_of(tensors, obj) if _pins_itself(obj) else frozenset()
+    return _Answer(bool(tensors) or result is not obj, tensors, paths, error)
 
 
-def _first_stop(located: LocatedLeaf, stops: dict[int, bool]) -> Any:
-    """Return the first object on the way to a leaf that torch does not look into."""
-    for parent in located.parents:
-        if id(parent) not in stops:
-            result, pinned, _ = _ask(parent)
-            stops[id(parent)] = result is parent and not pinned
-        if hasattr(parent, "pin_memory") or stops[id(parent)]:  # its pin_memory() left the leaf out
-            return parent
-    if isinstance(located.leaf, torch.Tensor) and located.parents:
-        return located.parents[-1]  # torch looks at its items, and the leaf is an attribute
-    return located.leaf
+def _pins_itself(obj: Any) -> bool:
+    return hasattr(obj, "pin_memory") and not isinstance(obj, torch.Tensor)
+
+
+def _paths_of(tensors: Sequence[torch.Tensor], obj: Any) -> frozenset[str]:
+    """Return the paths of tensors in an object.
+
+    If one of them is in more places than its method pins, these are the first.
+    """
+    left = Counter(map(id, tensors))
+    paths = []
+    for path, leaf, *_ in find_leaves(obj):
+        if left[id(leaf)]:
+            left[id(leaf)] -= 1
+            paths.append(path)
+    return frozenset(paths)
+
+
+def _first_stop(located: LocatedLeaf, answers: dict[int, _Answer]) -> Any:
+    """Return the first object on the way to a leaf that torch does not look into, the leaf itself
+    included; None if torch pins the leaf.
+
+    Each object is asked about by itself: the same tensor may be pinned elsewhere in the batch.
+    """
+    objects = zip((*located.parents, located.leaf), (*located.steps, ""), strict=True)
+    for depth, (obj, step) in enumerate(objects):
+        answer = answers.get(id(obj))
+        if answer is None:
+            answer = answers[id(obj)] = _ask(obj)
+        if _pins_itself(obj):
+            return None if "".join(located.steps[depth:]) in answer.pinned_paths else obj
+        has_items = isinstance(obj, Mapping | Sequence) and not hasattr(obj, "_fields")
+        is_passed_by = has_items and step.startswith(".")  # torch enters the items only
+        if is_passed_by or not answer.is_entered:
+            return obj
+    return None

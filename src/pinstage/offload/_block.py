@@ -11,8 +11,8 @@ import torch
 from .._compat.views import range_of, view_of
 from .._pool import Fence, Lease, SlabPool, lease_in_flight
 from .._reaper import reaper
-from .._stage import Arrival, EventGroup, HostCopy, Kept, Target
-from ..errors import AcquireTimeoutError, ForkedPoolError, PoolClosedError
+from .._stage import Arrival, EventGroup, HostCopy, HostSlabs, Kept, Target
+from ..errors import ForkedPoolError, PoolClosedError
 
 OWNER = "offload"
 """The name under which the pool counts the slabs."""
@@ -31,8 +31,9 @@ garbage, the collector could report the lease as unreleased to the pool before t
 releases it."""
 
 
-def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
-    """Lease a slab without waiting for one to become free.
+def lease_now(slabs: HostSlabs, nbytes: int) -> tuple[Lease, Fence | None] | None:
+    """Lease a slab without waiting for one to become free; a pageable one if page-locking is
+    refused.
 
     Slabs in flight are taken first: a host that runs ahead finds no idle slab, and the pool would
     grow with each step that the host is ahead.
@@ -45,20 +46,19 @@ def lease_now(pool: SlabPool, nbytes: int) -> tuple[Lease, Fence | None] | None:
         PoolClosedError, ForkedPoolError: as `SlabPool.acquire`.
         TimeoutError: a signal's handler raised it.
     """
-    leased = lease_in_flight(pool, nbytes, owner=OWNER)
+    leased = lease_in_flight(slabs.pool, nbytes, owner=OWNER)
     if leased is not None:
         lease, after = leased
         if hasattr(after, "wait"):
             return leased
         lease.release(after=after)  # `after` is a stream, because a copy had failed
     try:
-        return pool.acquire(nbytes, timeout=0, owner=OWNER), None
-    except AcquireTimeoutError:  # at the cap
-        return None
+        own = slabs.lease_now(nbytes)
     except (PoolClosedError, ForkedPoolError, TimeoutError, torch.AcceleratorError):
         raise
-    except (MemoryError, OSError, RuntimeError):  # frozen, or refused by the memory
+    except (MemoryError, OSError, RuntimeError):  # frozen, too small, or out of memory
         return None
+    return None if own is None else (own, None)
 
 
 def keep_until(event: Fence | None, memory: torch.Tensor) -> None:

@@ -27,16 +27,20 @@ import torch
 from .._compat.registered import Registered, entries_of
 from .._compat.storages import version_of
 from .._compat.views import range_of, tensor_over, view_of
-from .._pool import SlabPool, check_pool
-from .._sizes import format_bytes, round_up
-from .._stage import Arrival, HostCopy, Target, shared_targets, target_for
+from .._pool import SlabPool, check_pool, hold_for_good
+from .._sizes import round_up
+from .._stage import (
+    SLAB_BYTES,
+    Arrival,
+    HostCopy,
+    HostSlabs,
+    Target,
+    shared_targets,
+    target_for,
+)
 from ..errors import BudgetExceededError
 from ._block import ALIGNMENT, OWNER, bytes_of, drop_arrival, has_plain_memory, keep_until
 from ._offloaded import Offloaded, OffloadedStats
-
-SLAB_BYTES = 256 << 20
-"""Tensors are gathered in slabs of at most this size; a larger tensor has a slab of its own. A copy
-of about 16 MiB or more reaches the bandwidth of the bus."""
 
 COPIED_BACK_BYTES = 64 << 20
 """Buffers of at most this size in all are copied back by every block: in 1.2 ms, at the bandwidth
@@ -172,7 +176,9 @@ class FrozenModule(Offloaded):
             RuntimeError: a parameter or buffer was moved, replaced, added or removed, or has
                 another shape, dtype or other strides, or the handle was closed. The error names it.
             torch.OutOfMemoryError: the device has too little memory; the module is unchanged.
+            PinstageError: the current stream captures a CUDA graph.
         """
+        self._target.refuse_capture()
         if self._arrivals:
             return
         moved = self._moved_outside()
@@ -193,6 +199,7 @@ class FrozenModule(Offloaded):
             raise
 
     def __enter__(self) -> Self:
+        self._target.refuse_capture()
         if self._before is not None:
             raise RuntimeError(f"{self!r} is on the device already; leave its other block first")
         if self._arrivals and (self._moved_outside() or self._written()):
@@ -223,7 +230,10 @@ class FrozenModule(Offloaded):
             RuntimeError: inside the block, a parameter was changed, a buffer was replaced by one of
                 another shape or dtype, or a tensor was added or removed. The error names one. The
                 module is as before the block, its buffers included.
+            PinstageError: the current stream captures a CUDA graph. The module stays on the device
+                until `offload` is called behind the capture.
         """
+        self._target.refuse_capture()
         if self._before is None:
             self._drop()
             return
@@ -428,17 +438,17 @@ def _arrange(parts: list[UsedPart]) -> list[int]:
 
 def _acquire(sizes: list[int], pool: SlabPool) -> list[torch.Tensor]:
     """Return slabs, uint8 ``[n]``. Each is returned to the pool when its views are freed."""
-    if sum(sizes) > pool.max_bytes:
+    try:
+        leases = HostSlabs(pool, OWNER, ACQUIRE_SECONDS, most=SLAB_BYTES).lease_all(sizes)
+    except BudgetExceededError as error:
         raise BudgetExceededError(
-            f"the module doesn't fit the pool: {format_bytes(sum(sizes))} of max_bytes "
-            f"{format_bytes(pool.max_bytes)}; pass a larger max_bytes to SlabPool",
-            requested_bytes=sum(sizes),
-            max_bytes=pool.max_bytes,
-        )
+            f"the module doesn't fit the pool: {error}", **vars(error)
+        ) from None
+    assert leases is not None
     slabs = []
-    for nbytes in sizes:
-        lease = pool.acquire(nbytes, timeout=ACQUIRE_SECONDS, owner=OWNER)
+    for lease in leases:
         slabs.append(torch.from_numpy(lease.numpy()))
+        hold_for_good(lease)
         lease.release()  # the view keeps the slab
     return slabs
 
@@ -500,8 +510,9 @@ def frozen_module(
     Args:
         module: a module on any device. No parameter may require grad, or be held by another handle.
         pool: source of the slabs, which have at most 256 MiB each, or more for a larger tensor.
-            They are in use as long as the tensors live. Copies from a pool over page-locked memory
-            have the bandwidth of the bus.
+            They are held for good: until the handle is closed and the tensors are freed. Copies
+            from page-locked memory have the bandwidth of the bus. Where page-locking is refused,
+            slabs are pageable, and a `StagingWarning` says so once.
         device: the block's device. None is the current CUDA device, or the CPU if CUDA isn't
             available.
 
@@ -513,10 +524,14 @@ def frozen_module(
         TypeError: `module` isn't a module, or `pool` isn't a `SlabPool`.
         ValueError: a parameter or buffer requires grad, has no plain memory, or is held already;
             the error names it.
-        BudgetExceededError, AcquireTimeoutError: the pool has no room. The module is as before, as
-            after every error.
+        PinstageError: the current stream captures a CUDA graph. A block is refused then, too.
+        BudgetExceededError: the module is larger than the pool's cap, or than the part that other
+            modules leave. The module is as before, as after every error.
+        AcquireTimeoutError: no room became free within 60 seconds.
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module: {module!r}")
     check_pool(pool)
-    return FrozenModule(module, pool, shared_targets.of(target_for(device).device))
+    target = shared_targets.of(target_for(device).device)
+    target.refuse_capture()
+    return FrozenModule(module, pool, target)

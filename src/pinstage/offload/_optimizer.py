@@ -10,10 +10,11 @@ from typing import Any, Self
 import torch
 
 from .._compat.views import range_of, view_of
+from .._memory import refuse_capture
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
-from .._stage import shared_targets
-from ._block import Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now
+from .._stage import HostSlabs, shared_targets
+from ._block import OWNER, Load, OffloadedBlock, bytes_of, can_leave, keep_until, lease_now
 from ._offloaded import Offloaded, OffloadedStats
 
 
@@ -21,7 +22,7 @@ class OffloadedOptimizer(Offloaded):
     """An optimizer's state on the host between steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, pool: SlabPool, min_bytes: int) -> None:
-        self._pool = pool
+        self._slabs = HostSlabs(pool, OWNER, None)
         self._min_bytes = min_bytes
         self._optimizer = weakref.ref(optimizer)
         self._blocks: dict[torch.Tensor, OffloadedBlock] = {}  # by the placeholder
@@ -52,6 +53,7 @@ class OffloadedOptimizer(Offloaded):
         The next step would do this itself. If you call this before backward, backward hides the
         copies, but the device needs room for both.
         """
+        refuse_capture()
         for block in self._blocks.values():
             if block.arrival is None:
                 block.fetch()
@@ -74,11 +76,12 @@ class OffloadedOptimizer(Offloaded):
         """
         if not self._hooks:
             return
+        refuse_capture()
         for block in self._blocks.values():  # from an `onload` that no step has used
             block.drop_arrival()
         self._stayed_at_cap_bytes = 0
         for state, key, value in self._own_values():
-            leased = lease_now(self._pool, value.nbytes)
+            leased = lease_now(self._slabs, value.nbytes)
             if leased is None:
                 self._stayed_at_cap_bytes += value.nbytes
                 continue
@@ -125,7 +128,7 @@ class OffloadedOptimizer(Offloaded):
         assert optimizer is not None
         users = _users_of_storages(optimizer)
         for state, key, value in self._values():
-            if not can_leave(value, self._pool) or value.requires_grad:
+            if not can_leave(value, self._slabs.pool) or value.requires_grad:
                 continue
             storage = value.untyped_storage()
             is_whole = range_of(value) == (0, storage.nbytes()) == (0, value.nbytes)
@@ -171,7 +174,8 @@ def optimizer_state(
     Between steps, ``optimizer.state`` has tensors on ``"meta"`` instead, so that reading them
     fails. Each step has new tensors: later steps don't change a tensor of the state that you keep.
     These stay on the device: tensors of less than `min_bytes`, subclasses (``DTensor``), tensors
-    that share memory or repeat elements, and tensors for which the pool has no room.
+    that share memory or repeat elements, and tensors for which the pool has no room. Where
+    page-locking is refused, slabs are pageable, and a `StagingWarning` says so once.
 
     Args:
         optimizer: any optimizer whose state is in ``optimizer.state[parameter]``, like all of
@@ -186,6 +190,8 @@ def optimizer_state(
     Raises:
         TypeError: `optimizer` is not a ``torch.optim.Optimizer``, or `pool` is not a `SlabPool`.
         ValueError: a negative size.
+        PinstageError: the current stream captures a CUDA graph. The handle's methods and the
+            optimizer's steps are refused then, too.
     """
     # In Accelerate's wrapper, or Lightning's.
     optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -195,4 +201,5 @@ def optimizer_state(
             "torch.optim"
         )
     check_pool(pool)
+    refuse_capture()
     return OffloadedOptimizer(optimizer, pool, parse_bytes(min_bytes))

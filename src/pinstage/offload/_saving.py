@@ -13,12 +13,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._compat.storages import base_of, check_changes_are_seen
 from .._compat.views import range_of
+from .._memory import capturing_device
 from .._pool import SlabPool, check_pool
 from .._sizes import Size, parse_bytes
-from .._stage import shared_targets
+from .._stage import HostSlabs, shared_targets
 from .._steps import step
 from ..errors import PinstageError
-from ._block import Load, can_leave, lease_now
+from ._block import OWNER, Load, can_leave, lease_now
 from ._scheduler import OffloadScheduler, OffloadStats, Saved, Stayed
 
 
@@ -28,7 +29,7 @@ class Saving:
     a graph.
     """
 
-    pool: SlabPool
+    slabs: HostSlabs
     min_bytes: int
     max_device_bytes: int
     keep_on_device: Callable[[torch.Tensor], bool] | None
@@ -36,17 +37,17 @@ class Saving:
     _schedulers: dict[torch.device, OffloadScheduler] = field(default_factory=dict)
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stayed:
-        scheduler = None if self._stays(tensor) else self._scheduler(tensor.device)
-        if scheduler is None or scheduler.target.is_capturing():
+        if self._stays(tensor) or capturing_device(tensor.device.index) is not None:
             self.counters["stayed"] += 1
             return Stayed(tensor)
+        scheduler = self._scheduler(tensor.device)
         with step("offload"):
             saved = scheduler.find(tensor)
             if saved is not None:
                 return saved
             load = Load.of(tensor)
             nbytes = load.source.numel()
-            leased = lease_now(self.pool, nbytes)
+            leased = lease_now(self.slabs, nbytes)
             if leased is None:
                 self.counters["stayed_at_cap"] += 1
                 self.counters["stayed_at_cap_bytes"] += nbytes
@@ -64,7 +65,7 @@ class Saving:
 
     def _stays(self, tensor: torch.Tensor) -> bool:
         least = max(self.min_bytes, 1)  # an empty tensor stays
-        if not can_leave(tensor, self.pool) or tensor.untyped_storage().nbytes() < least:
+        if not can_leave(tensor, self.slabs.pool) or tensor.untyped_storage().nbytes() < least:
             return True
         begin, end = range_of(tensor)
         if end - begin < least or isinstance(base_of(tensor), torch.nn.Parameter):
@@ -108,6 +109,8 @@ class save_on_cpu:  # noqa: N801 - torch's name
     Args:
         pool: source of the slabs. A pool over page-locked memory takes CUDA tensors. A pool over
             pageable memory also takes CPU tensors, by plain copies: for machines without a GPU.
+            Where page-locking is refused, slabs are pageable, and the host waits for copies to
+            them; a `StagingWarning` says so once.
         min_bytes: smaller tensors stay: an int, or text such as ``"1MiB"``.
         keep_on_device: called with each tensor; returns true for tensors that stay. It must not
             change them.
@@ -137,7 +140,10 @@ class save_on_cpu:  # noqa: N801 - torch's name
             )
         check_pool(pool)
         self._saving = Saving(
-            pool, parse_bytes(min_bytes), parse_bytes(max_device_bytes), keep_on_device
+            HostSlabs(pool, OWNER, None),
+            parse_bytes(min_bytes),
+            parse_bytes(max_device_bytes),
+            keep_on_device,
         )
         self._hooks = saved_tensors_hooks(self._saving.pack, self._saving.unpack)
         self._is_hidden = False  # from the compiler

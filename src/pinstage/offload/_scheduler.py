@@ -256,7 +256,12 @@ class OffloadScheduler:
     def bring(self, saved: Saved) -> torch.Tensor:
         """Return a saved tensor, for the current stream, and start copying back the tensors saved
         before it.
+
+        Raises:
+            PinstageError: the current stream captures a graph, which would wait for copies made
+                before it.
         """
+        self.target.refuse_capture()
         block = saved.block
         with self._lock:
             self._count_dropped()
