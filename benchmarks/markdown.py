@@ -225,17 +225,12 @@ def source(result: dict[str, Any]) -> str:
     """Return the source of the figures: machine, versions, commit and date."""
     machine, versions = result["machine"], result["versions"]
     commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
+    device = f"{machine['cpu']}, no GPU"
+    if machine["gpu"]:
+        device = f"{machine['gpu']}, driver {machine['driver']}"
     return (
-        f"{_device(machine)}, {machine['cores']} cores, torch {versions['torch']}, Python "
+        f"{device}, {machine['cores']} cores, torch {versions['torch']}, Python "
         f"{versions['python']}; commit {commit}, {result['date'][:10]}"
-    )
-
-
-def _device(machine: dict[str, Any]) -> str:
-    return (
-        f"{machine['gpu']}, driver {machine['driver']}"
-        if machine["gpu"]
-        else f"{machine['cpu']}, no GPU"
     )
 
 

@@ -58,6 +58,7 @@ def _batch(device: torch.device, case: BatchShape) -> Send:
     failed = [] if call else [ctypes.byref(ctypes.c_size_t())]
     call = call or driver.cuMemcpyBatchAsync  # of CUDA 12.8
     stream = torch.cuda.Stream(device)
+    handle = ctypes.c_void_p(stream.cuda_stream)
     there = [
         torch.empty(case.leaf_bytes // 8, dtype=torch.int64, device=device)
         for _ in range(case.leaves)
@@ -70,8 +71,8 @@ def _batch(device: torch.device, case: BatchShape) -> Send:
     def send(batch: Tensors) -> Tensors:
         sources = addresses(*(leaf.data_ptr() for leaf in batch))
         kinds = ctypes.byref(attributes), ctypes.byref(begins), ctypes.c_size_t(1)
-        count, on = ctypes.c_size_t(case.leaves), ctypes.c_void_p(stream.cuda_stream)
-        status = call(targets, sources, nbytes, count, *kinds, *failed, on)
+        count = ctypes.c_size_t(case.leaves)
+        status = call(targets, sources, nbytes, count, *kinds, *failed, handle)
         if status:
             raise RuntimeError(f"cuMemcpyBatchAsync: error {status}")
         return there

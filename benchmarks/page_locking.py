@@ -29,7 +29,7 @@ import torch
 
 import pinstage as ps
 from comparison.harness import Outcome, Size, Variant
-from comparison.plot import DARK, dark
+from comparison.plot import in_both_colours
 from comparison.program import Args, Program
 from comparison.record import Row
 from comparison.timing import kernel, resident, synchronize
@@ -385,12 +385,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw for light and for dark pages."""
-    from matplotlib import rc_context
-
-    (result,) = results
-    _draw(result, path)
-    with rc_context(DARK):
-        _draw(result, dark(path))
+    in_both_colours(partial(_draw, results[0]), path)
 
 
 PROGRAM = Program(

@@ -43,7 +43,7 @@ from comparison.timing import beside_kernels, timed
 
 MIB = 1 << 20
 IN_FLIGHT = 2
-FRAMES_OF_A_BATCH, BATCHES = 10, 4
+BATCHES = 4
 FILLING_THREADS = 12
 
 Tensors = list[torch.Tensor]
@@ -72,17 +72,17 @@ def result(shape: BatchShape) -> Case:
     return Case(f"results, {shape.id}", "result", shape.leaves, shape.leaf_bytes // 4)
 
 
-RESULTS = """
+RESULTS = shapes("""
     1x4B 8x4B 200x4B 8x4KiB 64x1KiB 1x256KiB 1x1MiB 8x1MiB 64x256KiB 1000x4KiB 1x64MiB 16x16MiB
-"""
+""")
 CASES = (
-    *map(result, shapes(RESULTS)),
+    *map(result, RESULTS),
     Case("1000x256B", "result", 1000, 64),
     Case("64MiB", "large", 1, 16 * MIB),
     Case("512MiB", "large", 1, 128 * MIB),
     Case("8x64MiB", "series", 8, 16 * MIB),
     Case("256MiB both ways", "both", 1, 64 * MIB),
-    Case("frames", "frames", FRAMES_OF_A_BATCH, 3 * 3840 * 2160),
+    Case("frames", "frames", 10, 3 * 3840 * 2160),
 )
 SMALL_CASES = (
     *map(result, shapes("1x4B 8x4B 10x4KiB 1x4MiB")),

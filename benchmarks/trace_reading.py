@@ -34,7 +34,7 @@ KERNEL = (
 def measure(variant: Variant, args: Args, case: Size) -> Outcome:  # noqa: ARG001
     """Write the trace, and return the seconds until it was read."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
+        path = Path(folder, "trace.json")
         events = write(path, case.nbytes)
         began = time.perf_counter()
         variant.setup(path)
@@ -81,16 +81,8 @@ def events_of_step(step: int) -> Iterator[Event]:
         at, ids = start + COPIES * 20 + index * 15, {"correlation": step * 10_000 + COPIES + index}
         yield _on_host("cpu_op", "aten::addmm", at, 11.5, shapes)
         yield _on_host("cuda_runtime", "cudaLaunchKernel", at + 5, 3.1, ids)
-        yield {
-            "ph": "f",
-            "id": index,
-            "pid": 0,
-            "tid": 7,
-            "ts": at + 9,
-            "cat": "ac2g",
-            "name": "ac2g",
-            "bp": "e",
-        }
+        flow = {"pid": 0, "tid": 7, "ts": at + 9, "cat": "ac2g", "name": "ac2g"}
+        yield {"ph": "f", "id": index, "bp": "e", **flow}
         yield _on_device(
             "kernel", KERNEL, at + 9, 12.3, ids | {"grid": [8, 4, 2], "block": [32, 1, 1]}
         )
@@ -98,16 +90,17 @@ def events_of_step(step: int) -> Iterator[Event]:
 
 def _on_host(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
     args = {"External id": 1, "Record function id": 0, "Ev Idx": 1} | more
-    return _event(category, name, start, lasts, args) | {"pid": 1, "tid": 1}
+    return _event(category, name, start, lasts, args, 1, 1)
 
 
 def _on_device(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
     args = {"External id": 1, "device": 0, "context": 1, "stream": 7, "blocks per SM": 0.48} | more
-    return _event(category, name, start, lasts, args) | {"pid": 0, "tid": 7}
+    return _event(category, name, start, lasts, args, 0, 7)
 
 
-def _event(category: str, name: str, start: float, lasts: float, args: Event) -> Event:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": lasts, "args": args}
+def _event(*values: Any) -> Event:
+    keys = ("cat", "name", "ts", "dur", "args", "pid", "tid")
+    return {"ph": "X", **dict(zip(keys, values, strict=True))}
 
 
 PROGRAM = Program(

@@ -166,18 +166,16 @@ def _pinstage(path: Path, case: Case, device: torch.device, *, way: str) -> Iter
         yield load
 
 
-# Each way has a process of its own, so it can set the environment variables that its package reads.
+def _buffered(setup: Callable[..., Any], *given: Any) -> Any:
+    """Set a way up whose package reads through the page cache. It reads its environment variable
+    when it is imported, and each way has a process of its own.
+    """
+    os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
+    os.environ["RUNAI_STREAMER_FS_STRATEGY"] = "io_uring_buffered,sync_buffered"
+    return setup(*given)
 
 
-def _fastsafetensors(
-    path: Path,
-    case: Case,  # noqa: ARG001
-    device: torch.device,
-    *,
-    buffered: bool = False,
-) -> Load:
-    if buffered:
-        os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
+def _fastsafetensors(path: Path, case: Case, device: torch.device) -> Load:  # noqa: ARG001
     from fastsafetensors import fastsafe_open
 
     def load() -> dict[str, torch.Tensor]:
@@ -188,25 +186,11 @@ def _fastsafetensors(
     return load
 
 
-def _streamer_class(buffered: bool) -> Any:
-    if buffered:
-        os.environ["RUNAI_STREAMER_FS_STRATEGY"] = "io_uring_buffered,sync_buffered"
+def _streamer(path: Path, case: Case, device: torch.device) -> Load:  # noqa: ARG001
     from runai_model_streamer import SafetensorsStreamer
 
-    return SafetensorsStreamer
-
-
-def _streamer(
-    path: Path,
-    case: Case,  # noqa: ARG001
-    device: torch.device,
-    *,
-    buffered: bool = False,
-) -> Load:
-    streamer_class = _streamer_class(buffered)
-
     def load() -> dict[str, torch.Tensor]:
-        with streamer_class() as streamer:
+        with SafetensorsStreamer() as streamer:
             streamer.stream_file(str(path), device=str(device))
             return dict(streamer.get_tensors())
 
@@ -214,17 +198,16 @@ def _streamer(
 
 
 @contextmanager
-def _pinstage_streamer(
-    path: Path, case: Case, device: torch.device, *, buffered: bool = False
-) -> Iterator[Load]:
+def _pinstage_streamer(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
+    from runai_model_streamer import SafetensorsStreamer
+
     import pinstage as ps
 
-    streamer_class = _streamer_class(buffered)
     model = model_of(case, device)
     with ps.Stager(device, max_bytes="1GiB") as stager:
 
         def load() -> dict[str, torch.Tensor]:
-            with streamer_class() as streamer:
+            with SafetensorsStreamer() as streamer:
                 streamer.stream_file(str(path))
                 stager.load_weights(model, streamer.get_tensors())
             return model.state_dict()
@@ -252,7 +235,7 @@ WAYS = (
     ),
     Variant(
         "fastsafetensors_buffered",
-        partial(_fastsafetensors, buffered=True),
+        partial(_buffered, _fastsafetensors),
         "with `FASTSAFETENSORS_ODIRECT=0`",
         package=_FAST,
     ),
@@ -264,7 +247,7 @@ WAYS = (
     ),
     Variant(
         "streamer_buffered",
-        partial(_streamer, buffered=True),
+        partial(_buffered, _streamer),
         "with `RUNAI_STREAMER_FS_STRATEGY=io_uring_buffered,sync_buffered`",
         package=_STREAMER,
     ),
@@ -299,7 +282,7 @@ WAYS = (
     ),
     Variant(
         "pinstage_streamer_buffered",
-        partial(_pinstage_streamer, buffered=True),
+        partial(_buffered, _pinstage_streamer),
         "with the streamer's buffered strategies",
         package=_STREAMER,
         ours=True,

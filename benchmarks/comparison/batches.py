@@ -61,11 +61,6 @@ class BatchShape:
         return self.id.partition("-")[2]
 
     @property
-    def in_place(self) -> bool:
-        """Whether the leaves are in page-locked memory."""
-        return self.kind == "in-place"
-
-    @property
     def nbytes(self) -> int:
         """Bytes of one batch, approximate if it is ragged."""
         return self.leaves * self.leaf_bytes

@@ -178,13 +178,11 @@ def collect(
         }
 
     def rows() -> list[Row]:
-        of_variants = (
-            (variant, outcomes[variant.id]) for variant in variants if variant.id in outcomes
-        )
         return [
-            _row(benchmark, variant, case, [of_round[case.id] for of_round in rounds_of], unit)
-            for variant, rounds_of in of_variants
-            for case in filter(variant.suits, cases)
+            _row(benchmark, way, case, [found[case.id] for found in outcomes[way.id]], unit)
+            for way in variants
+            if way.id in outcomes
+            for case in filter(way.suits, cases)
         ]
 
     outcomes: dict[str, list[dict[str, Outcome]]] = {}

@@ -87,11 +87,8 @@ def _multi_tensor_copier(package: str, device: torch.device) -> Stage:
 def _pinstage(device: torch.device) -> Iterator[Stage]:
     import pinstage as ps
 
-    stager = ps.Stager(device, max_bytes="8GiB")
-    try:
+    with ps.Stager(device, max_bytes="8GiB") as stager:
         yield stager.to_device
-    finally:
-        stager.close()
 
 
 @contextmanager
@@ -207,6 +204,6 @@ VARIANTS = (
         "non_blocking=True)` and an event",
         ours=True,
         in_place=_lease,
-        where=lambda shape: shape.in_place,
+        where=lambda shape: shape.kind == "in-place",
     ),
 )

@@ -67,12 +67,13 @@ def set_up(
     variant: Variant, device: torch.device, shape: batches.BatchShape
 ) -> Iterator[tuple[Stage, Stage]]:
     """Yield a function that stages a batch, and one that first puts it where the shape has it."""
-    if shape.in_place and variant.in_place:
+    in_place = shape.kind == "in-place"
+    if in_place and variant.in_place:
         with variant.in_place(device) as both:
             yield both
         return
     with variant.open(device) as stage:
-        if shape.in_place and device.type == "cuda":
+        if in_place and device.type == "cuda":
             yield stage, lambda batch: batches.map_leaves(batch, torch.Tensor.pin_memory)
         else:
             yield stage, lambda batch: batch
