@@ -166,7 +166,7 @@ loader() { benchmark loader 1200 ${LOADER_ARGS:-}; }
 loader_refused() { benchmark loader_refused 300; }
 # shellcheck disable=SC2086
 loops() { benchmark loops 900 ${LOOPS_ARGS:-}; }
-in_memory() { benchmark in_memory 600; }
+in_memory() { benchmark in_memory 240; }
 to_host() { benchmark to_host 180; }
 page_locked() { benchmark page_locked 120; }
 out() { benchmark out 120; }
