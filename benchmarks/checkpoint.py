@@ -24,27 +24,24 @@ resident memory.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import script
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from comparison import harness, table
 from comparison.harness import Outcome, Size, Variant
+from comparison.program import Args, Program
+from comparison.timing import resident, synchronize
 
 MIB = 1 << 20
-LARGE, LARGE_ELEMENTS, SMALL, SMALL_ELEMENTS = 150, 50 * MIB // 4, 2000, 8
 STEP_SECONDS = 0.25
 
 
@@ -86,19 +83,24 @@ class LooksOnly(StorageWriter):
         return True
 
 
+def elements(smoke: bool) -> list[int]:
+    """Return the elements of each tensor."""
+    return [1000] * 4 + [8] * 20 if smoke else [50 * MIB // 4] * 150 + [8] * 2000
+
+
 class Job:
     """A state on a device, and saves of it."""
 
     def __init__(self, device: torch.device, stager: Any, smoke: bool) -> None:
         self.device, self.stager, self.saves = device, stager, 0
-        large, small = (4, 20) if smoke else (LARGE, SMALL)
-        elements = 1000 if smoke else LARGE_ELEMENTS
-        sizes = [elements] * large + [SMALL_ELEMENTS] * small
-        self._tensors = [torch.full((n,), float(i), device=device) for i, n in enumerate(sizes)]
+        self._tensors = [
+            torch.full((n,), float(i), device=device) for i, n in enumerate(elements(smoke))
+        ]
         self.state: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
         for i, tensor in enumerate(self._tensors):
             self.state["optimizer" if i % 3 else "model"][f"p{i}"] = tensor
-        self._factor = torch.randn(64 if smoke else 8192, 64 if smoke else 8192, device=device)
+        side = 64 if smoke else 8192
+        self._factor = torch.randn(side, side, device=device)
         self._rounds = 1
         if device.type == "cuda" and not smoke:
             self._work()
@@ -107,10 +109,6 @@ class Job:
             self._work()
             torch.cuda.synchronize()
             self._rounds = max(1, round(STEP_SECONDS / (time.perf_counter() - start)))
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _work(self) -> None:
         for _ in range(self._rounds):
@@ -143,7 +141,7 @@ class Job:
 
     def sample_save(self) -> tuple[float, float]:
         """Return the seconds until all is staged, and until the call returned."""
-        self.synchronize()
+        synchronize(self.device)
         start = time.perf_counter()
         staged, end = self.save()
         returned = time.perf_counter()
@@ -159,14 +157,14 @@ class Job:
         """Return the seconds of a step during which a save begins, and the seconds until the save's
         call returned.
         """
-        self.synchronize()
+        synchronize(self.device)
         start = time.perf_counter()
         staged, end = self.save() if self.stager is not None else (lambda: None, lambda: None)
         returned = time.perf_counter()
         self._work()
         allow_change(staged)
         self.change()
-        self.synchronize()
+        synchronize(self.device)
         total = time.perf_counter()
         end()
         return total - start, returned - start
@@ -196,16 +194,8 @@ def _torchs(name: str, pinned: bool, shared: bool, in_thread: bool) -> Variant:
     return Variant(name, _default(pinned, shared, in_thread), about, needs_cuda=pinned or in_thread)
 
 
-class WithoutSave(Variant):
-    """A step without a save."""
-
-    def suits(self, case: harness.Case) -> bool:
-        """Return whether the case applies."""
-        return case.id == "step"
-
-
 VARIANTS = (
-    WithoutSave("none", lambda: None, "no save"),
+    Variant("none", lambda: None, "no save", where=lambda case: case.id == "step"),
     Variant("blocking", BlockingAsyncStager, "`BlockingAsyncStager()`"),
     Variant(
         "blocking_cached",
@@ -220,23 +210,14 @@ VARIANTS = (
     _torchs("default_thread", False, False, True),
     _torchs("default_pinned_thread", True, False, True),
     _torchs("default_pinned_shared_thread", True, True, True),
-    Variant(
-        "pinstage", partial(_pool, "stream"), "`CheckpointStager()`", package="pinstage", ours=True
-    ),
+    Variant("pinstage", partial(_pool, "stream"), "`CheckpointStager()`", ours=True),
     Variant(
         "pinstage_step",
         partial(_pool, "step"),
         "`CheckpointStager(hold='step')`",
-        package="pinstage",
         ours=True,
     ),
 )
-
-
-def resident() -> int:
-    """Return the bytes of this process that are resident."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def pinned_by(stager: Any, before: int) -> str:
@@ -255,65 +236,47 @@ def pinned_by(stager: Any, before: int) -> str:
     )
 
 
-class Run:
-    """The cases of one variant, which share a stager."""
+def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
+    """Return the samples of all cases, which share a stager."""
+    gc.collect()
+    gc.freeze()  # so that collections during saves don't walk torch's objects
+    job, before = Job(args.device, variant.setup(), args.smoke), resident()
 
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._repeats = args.repeats
-        self._job = Job(torch.device(args.device), variant.setup(), args.smoke)
-        self._before = resident()
-        self._id = variant.id
-
-    def allow_change(self, staged: Callable[[], None]) -> None:
+    def allow_change(staged: Callable[[], None]) -> None:
         """Wait, if needed, until the state may change."""
-        if self._id == "pinstage_step":
-            self._job.stager.wait_before_change()  # what an optimizer's step does by itself
-        elif self._id != "pinstage":
+        if variant.id == "pinstage_step":
+            job.stager.wait_before_change()  # what an optimizer's step does by itself
+        elif variant.id != "pinstage":
             staged()
 
-    def measure(self, case: harness.Case) -> Outcome:
-        """Return the samples of a case."""
-        step = partial(self._job.sample_step, self.allow_change)
-        sample = step if case.id == "step" else self._job.sample_save
-        found = [sample() for _ in range(1 if case.id == "first" else self._repeats)]
+    outcomes = {}
+    for case in filter(variant.suits, cases(args)):
+        sample = partial(job.sample_step, allow_change) if case.id == "step" else job.sample_save
+        found = [sample() for _ in range(1 if case.id == "first" else args.repeats)]
         total, main = ([pair[i] for pair in found] for i in range(2))
-        return {
-            "status": "ok",
-            "detail": pinned_by(self._job.stager, self._before),
-            "total": total,
-            "main": main,
-        }
+        detail = pinned_by(job.stager, before)
+        outcomes[case.id] = {"status": "ok", "detail": detail, "total": total, "main": main}
+    return outcomes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or saved wrong bytes."""
-    parser = script.parser(__doc__, repeats=3, repeats_help="saves and steps after the first save")
-    parser.set_defaults(rounds=1)
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    nbytes = (LARGE * LARGE_ELEMENTS + SMALL * SMALL_ELEMENTS) * 4
-    if args.smoke:
-        args.repeats, args.rounds, nbytes = 2, 1, (4 * 1000 + 20 * SMALL_ELEMENTS) * 4
-    cases = [Size(name, nbytes) for name in ("first", "later", "step")]
-    if args.child:
-        warnings.simplefilter("ignore")  # torch warns in each save that there is no process group
-        (variant,) = script.chosen(args.child, VARIANTS)
-        harness.start_device(torch.device(args.device))
-        gc.collect()
-        gc.freeze()  # so that collections during saves don't walk torch's objects
-        harness.work(cases, Run(variant, args).measure, lambda: None)
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--smoke"] if args.smoke else []
-    judge = script.compare_on_a_gpu(args, "none")
-    rows = script.collect("checkpoint", __file__, variants, cases, args, further, judge=judge)
-    table.grid("ms until async_save returned", rows, "main_median")
-    table.grid("ms until all is on the host (step: of the whole step)", rows, "median")
-    for row in rows:
-        if row.status == "ok":
-            print(f"{row.variant} {row.case}: {row.detail}")
-    return script.finish("checkpoint", rows, variants, args)
+def cases(args: Args) -> list[Size]:
+    """Return the cases, whose bytes are those of the state."""
+    return [Size(name, 4 * sum(elements(args.smoke))) for name in ("first", "later", "step")]
 
+
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until all is on the host (step: of the whole step)",
+    ways=VARIANTS,
+    cases=cases,
+    measure_all=measure,
+    options={"repeats": (3, "saves and steps after the first save")},
+    small={"repeats": 2},
+    limits=("none",),
+    # torch warns in each save that there is no process group.
+    begin=lambda _: warnings.simplefilter("ignore"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

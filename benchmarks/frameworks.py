@@ -16,7 +16,6 @@ end, so that no step waits for the one before.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import os
@@ -31,15 +30,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import script
 import torch
+from loader import Kept
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import pinstage as ps
-from comparison import harness, table
-from comparison.harness import Outcome, Variant
+from comparison.harness import Outcome, Variant, importable
 from comparison.loop_timer import LoopTimer
+from comparison.program import Args, Program
 from comparison.record import Row
 
 FIELDS, WIDTH = 100, 256
@@ -47,6 +46,16 @@ SLOW_SECONDS = 0.006
 """The time that a slow source takes for a batch."""
 
 Batch = Any
+
+
+def pins(way: str, args: Args) -> bool:
+    """Return whether a way's loader page-locks its batches."""
+    return way == "pin_memory" and args.device.type == "cuda"
+
+
+def stager(args: Args) -> ps.Stager:
+    """Return a stager for the device."""
+    return ps.Stager(args.device, max_bytes="8GiB")
 
 
 class Watch:
@@ -74,23 +83,15 @@ class Watch:
         )
 
 
-class Nested(Dataset[Batch]):
-    """Samples of many fields, stored in memory."""
-
-    def __init__(self, length: int, fields: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._kept = [
-            {f"field_{name:03}": torch.randn(WIDTH, generator=generator) for name in range(fields)}
-            | {"label": torch.randn((), generator=generator)}
-            for _ in range(128)
-        ]
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._kept[index % len(self._kept)]
+def nested(length: int, fields: int) -> Kept:
+    """Return samples of many fields, stored in memory."""
+    generator = torch.Generator().manual_seed(0)
+    samples = [
+        {f"field_{name:03}": torch.randn(WIDTH, generator=generator) for name in range(fields)}
+        | {"label": torch.randn((), generator=generator)}
+        for _ in range(128)
+    ]
+    return Kept(samples, length)
 
 
 class Dense(nn.Module):
@@ -125,45 +126,35 @@ class Graphs(nn.Module):
         return nn.functional.mse_loss(self.last(pooled).squeeze(1), batch.y)
 
 
-class OnDevice(Dataset[Batch]):
-    """A loader's first batch on the device, again and again. Read it with a batch size of None."""
-
-    def __init__(self, loader: Iterable[Batch], device: torch.device, length: int) -> None:
-        self._batch = ps.Stager(device, own_storage=True).to_device(next(iter(loader)))
-        # The seed that each new pass over a loader would draw.
-        torch.empty((), dtype=torch.int64).random_()
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._batch
+def on_device(loader: Iterable[Batch], args: Args) -> DataLoader[Batch]:
+    """Return a loader of another one's first batch on the device, again and again."""
+    batch = ps.Stager(args.device, own_storage=True).to_device(next(iter(loader)))
+    # The seed that each new pass over a loader would draw.
+    torch.empty((), dtype=torch.int64).random_()
+    return DataLoader(Kept([batch], args.steps), batch_size=None)
 
 
-def nested_loader(way: str, args: argparse.Namespace) -> Any:
+def nested_loader(way: str, args: Args) -> Any:
     """Return the loader of a variant, before the framework prepares it."""
-    dataset = Nested(args.steps * args.batch_size, args.fields)
+    dataset = nested(args.steps * args.batch_size, args.fields)
     return plain_loader(way, args, partial(DataLoader, dataset, args.batch_size))
 
 
-def plain_loader(way: str, args: argparse.Namespace, loader_class: Callable[..., Any]) -> Any:
+def plain_loader(way: str, args: Args, loader_class: Callable[..., Any]) -> Any:
     """Return torch's or PyG's loader for a variant."""
-    device = torch.device(args.device)
     if way == "model":
-        return DataLoader(OnDevice(loader_class(), device, args.steps), batch_size=None)
-    pin = way == "pin_memory" and device.type == "cuda"
+        return on_device(loader_class(), args)
     return loader_class(
-        num_workers=args.workers, pin_memory=pin, persistent_workers=args.workers > 0
+        num_workers=args.workers, pin_memory=pins(way, args), persistent_workers=args.workers > 0
     )
 
 
-def dense(args: argparse.Namespace) -> nn.Module:
+def dense(args: Args) -> nn.Module:
     """Return the model for nested batches."""
     return Dense(args.fields, args.width, args.depth)
 
 
-def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def lightning_loop(way: str, args: Args, watch: Watch) -> None:
     """Train with Lightning's trainer."""
     import lightning
 
@@ -185,11 +176,10 @@ def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
 
-    device = torch.device(args.device)
     stages = way.startswith("pinstage")
     trainer = lightning.Trainer(
-        accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices=1 if device.type == "cpu" else [device.index],
+        accelerator="cpu" if args.device.type == "cpu" else "gpu",
+        devices=1 if args.device.type == "cpu" else [args.device.index],
         callbacks=[StageBatches(max_bytes="8GiB", workers=way == "pinstage")] if stages else [],
         max_epochs=1,
         logger=False,
@@ -200,15 +190,14 @@ def lightning_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     trainer.fit(Module(), nested_loader(way, args))
 
 
-def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def accelerate_loop(way: str, args: Args, watch: Watch) -> None:
     """Train with Accelerate."""
     from accelerate import Accelerator, DataLoaderConfiguration
 
     from pinstage.integrations.accelerate import prepare
 
-    device = torch.device(args.device)
     accelerator = Accelerator(
-        cpu=device.type == "cpu",
+        cpu=args.device.type == "cpu",
         dataloader_config=DataLoaderConfiguration(non_blocking=way == "pin_memory"),
     )
     model = dense(args)
@@ -227,7 +216,7 @@ def accelerate_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         watch.end(loss)
 
 
-def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def trainer_loop(way: str, args: Args, watch: Watch) -> None:
     """Train with a `Trainer` of transformers."""
     import transformers
 
@@ -255,15 +244,14 @@ def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         max_bytes = "8GiB"
         workers = way == "pinstage"
 
-    device = torch.device(args.device)
     plain = nested_loader(way, args)
     arguments = transformers.TrainingArguments(
         output_dir=tempfile.mkdtemp(),  # nothing is saved there
-        use_cpu=device.type == "cpu",
+        use_cpu=args.device.type == "cpu",
         max_steps=args.steps,
         per_device_train_batch_size=args.batch_size,
         dataloader_num_workers=args.workers,
-        dataloader_pin_memory=way == "pin_memory" and device.type == "cuda",
+        dataloader_pin_memory=pins(way, args),
         dataloader_persistent_workers=args.workers > 0,
         train_sampling_strategy="sequential",
         optim="sgd",
@@ -283,7 +271,7 @@ def trainer_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
     ).train()
 
 
-def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def pyg_loop(way: str, args: Args, watch: Watch) -> None:
     """Train on PyG graphs."""
     from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader as GraphLoader
@@ -295,28 +283,20 @@ def pyg_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
         edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)
         values = torch.randn(nodes, 32, generator=generator)
         kept.append(Data(x=values, edge_index=edges, y=torch.randn(1, generator=generator)))
-    device = torch.device(args.device)
-    model = Graphs(args.width // 4, args.depth).to(device)  # first: an iterator draws a seed
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = Graphs(args.width // 4, args.depth)  # first: an iterator draws a seed
     graphs = list(itertools.islice(itertools.cycle(kept), args.steps * args.batch_size))
     loader = plain_loader(way, args, partial(GraphLoader, graphs, args.batch_size))
-    batches: Iterable[Batch]
     if way == "pinstage":
-        batches = ps.wrap_loader(loader, device=device, max_bytes="8GiB")
-    elif way == "pinstage_main":
-        batches = ps.Stager(device, max_bytes="8GiB").prefetch(loader)
-    else:
-        batches = (batch.to(device, non_blocking=True) for batch in loader)
-    train(batches, model, optimizer, watch)
+        loader = ps.wrap_loader(loader, device=args.device, max_bytes="8GiB")
+    train_on(way, loader, args, watch, background="auto", model=model)
 
 
-def webdataset_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def webdataset_loop(way: str, args: Args, watch: Watch) -> None:
     """Train on shards that webdataset reads in workers: one small file, again and again."""
     import webdataset as wds
 
-    device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as folder:
-        samples = Nested(128, args.fields)
+        samples = nested(128, args.fields)
         with wds.TarWriter(f"{folder}/0.tar") as file:
             for index in range(len(samples)):
                 *fields, label = samples[index].values()
@@ -327,69 +307,64 @@ def webdataset_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
                         "label.npy": label.numpy(),
                     }
                 )
-        shards = -(
-            -args.steps * args.batch_size // len(samples)
-        ) + args.workers * args.batch_size // len(samples)
+        shards = (args.steps + args.workers) * args.batch_size // len(samples) + 1
         dataset = wds.WebDataset(
             [f"{folder}/0.tar"] * max(shards, args.workers), shardshuffle=False
         )
         dataset = dataset.decode().batched(args.batch_size, named_fields, partial=False)
         if way == "pinstage":
             loader: Any = ps.DataLoader(
-                dataset, None, num_workers=args.workers, device=device, max_bytes="8GiB"
+                dataset, None, num_workers=args.workers, device=args.device, max_bytes="8GiB"
             )
         elif way == "model":
-            loader = DataLoader(OnDevice(dataset, device, args.steps), batch_size=None)
+            loader = on_device(dataset, args)
         else:
-            pin = way == "pin_memory" and device.type == "cuda"
             loader = wds.WebLoader(
-                dataset, batch_size=None, num_workers=args.workers, pin_memory=pin
+                dataset, batch_size=None, num_workers=args.workers, pin_memory=pins(way, args)
             )
         train_on(way, loader, args, watch)
 
 
 def named_fields(samples: Sequence[dict[str, Any]]) -> Batch:
-    """Collate decoded samples into a batch as `Nested` gives it."""
+    """Collate decoded samples into a batch as `nested` gives it."""
     fields = default_collate([sample["fields.npy"] for sample in samples]).unbind(1)
     batch = {f"field_{name:03}": values.contiguous() for name, values in enumerate(fields)}
     return batch | {"label": default_collate([sample["label.npy"] for sample in samples])}
 
 
-def nodes_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def nodes_loop(way: str, args: Args, watch: Watch) -> None:
     """Train on a pipeline of torchdata.nodes."""
     from torchdata.nodes import Batcher, IterableWrapper, Loader, ParallelMapper, PinMemory
 
     from pinstage.integrations.torchdata import Stage
 
-    device = torch.device(args.device)
-    dataset = Nested(args.steps * args.batch_size, args.fields)
+    dataset = nested(args.steps * args.batch_size, args.fields)
     node: Any = Batcher(IterableWrapper(range(len(dataset))), args.batch_size)
     node = ParallelMapper(
         node, partial(collated_samples, dataset), num_workers=max(args.workers, 1), method="process"
     )
     if way == "pinstage":
-        node = Stage(node, ps.Stager(device, max_bytes="8GiB"))
-    elif way == "pin_memory" and device.type == "cuda":
+        node = Stage(node, stager(args))
+    elif pins(way, args):
         node = PinMemory(node)
     loader: Iterable[Batch] = Loader(node)
     if way == "model":
-        loader = DataLoader(OnDevice(loader, device, args.steps), batch_size=None)
+        loader = on_device(loader, args)
     train_on(way, loader, args, watch)
 
 
-def collated_samples(dataset: Nested, indices: Sequence[int]) -> Batch:
+def collated_samples(dataset: Kept, indices: Sequence[int]) -> Batch:
     """Collate samples, in a process of `ParallelMapper`."""
     return default_collate([dataset[index] for index in indices])
 
 
-def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
+def slow_loop(way: str, args: Args, watch: Watch) -> None:
     """Train on a plain generator, which takes some time for each batch.
 
     Both variants read ahead in the main process: `pinstage` in a thread, `pinstage_main` without
     one.
     """
-    device = torch.device(args.device)
-    samples = Nested(args.batch_size, args.fields)
+    samples = nested(args.batch_size, args.fields)
     batch = default_collate([samples[index] for index in range(args.batch_size)])
 
     def batches() -> Iterable[Batch]:
@@ -399,10 +374,10 @@ def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
 
     source: Iterable[Batch] = batches()
     if way == "model":
-        source = DataLoader(OnDevice([batch], device, args.steps), batch_size=None)
+        source = on_device([batch], args)
     elif way == "pinstage":
-        source = ps.Stager(device, max_bytes="8GiB").prefetch(source, background=True)
-    elif way == "pin_memory" and device.type == "cuda":
+        source = stager(args).prefetch(source, background=True)
+    elif pins(way, args):
         source = ({name: leaf.pin_memory() for name, leaf in each.items()} for each in source)
     train_on(way, source, args, watch, background=False)
 
@@ -410,33 +385,23 @@ def slow_loop(way: str, args: argparse.Namespace, watch: Watch) -> None:
 def train_on(
     way: str,
     loader: Iterable[Batch],
-    args: argparse.Namespace,
+    args: Args,
     watch: Watch,
     *,
-    background: bool = True,
+    background: Any = True,
+    model: nn.Module | None = None,
 ) -> None:
     """Train on as many batches as there are steps. Batches on the host are staged, or moved leaf by
     leaf.
     """
-    device = torch.device(args.device)
     torch.manual_seed(0)  # whatever the loaders have drawn
-    model = dense(args).to(device)
+    model = (model or dense(args)).to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if way == "pinstage_main":
-        loader = ps.Stager(device, max_bytes="8GiB").prefetch(loader, background=background)
+        loader = stager(args).prefetch(loader, background=background)
     elif way != "pinstage":
-        loader = (
-            {name: leaf.to(device, non_blocking=True) for name, leaf in batch.items()}
-            for batch in loader
-        )
-    train(itertools.islice(loader, args.steps), model, optimizer, watch)
-
-
-def train(
-    batches: Iterable[Batch], model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch
-) -> None:
-    """Train on batches that are on the device."""
-    for batch in batches:
+        loader = (moved(batch, args.device) for batch in loader)
+    for batch in itertools.islice(loader, args.steps):
         watch.begin()
         loss = model(batch)
         optimizer.zero_grad()
@@ -445,13 +410,20 @@ def train(
         watch.end(loss)
 
 
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Return a dict's tensors on a device, or a graph there."""
+    if isinstance(batch, dict):
+        return {name: leaf.to(device, non_blocking=True) for name, leaf in batch.items()}
+    return batch.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Case:
     """A loop of a framework."""
 
     id: str
     package: str
-    loop: Callable[[str, argparse.Namespace, Watch], None]
+    loop: Callable[[str, Args, Watch], None]
     nbytes: int = 0
 
 
@@ -464,15 +436,6 @@ CASES = (
     Case("nodes", "torchdata", nodes_loop),
     Case("slow", "torch", slow_loop),
 )
-
-
-class InMainProcess(Variant):
-    """The way without packing workers. `prefetch` refuses Accelerate's loaders."""
-
-    def suits(self, case: harness.Case) -> bool:
-        """Return whether the framework has the way."""
-        return case.id != "accelerate"
-
 
 VARIANTS = (
     Variant(
@@ -488,31 +451,29 @@ VARIANTS = (
         "prefetch(background=True)",
         ours=True,
     ),
-    InMainProcess(
+    Variant(
         "pinstage_main",
         nullcontext,
         "the plain loader, packed in the main process: StageBatches(workers=False), "
         "Stager.prefetch, StageInputs with workers = False; webdataset, nodes: "
         "prefetch(background=True)",
         ours=True,
+        where=lambda case: case.id != "accelerate",
     ),
     Variant("model", nullcontext, "one batch that is on the device before the loop begins"),
 )
 
 
-def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return one variant's status in one loop, and its samples in seconds."""
-    if not harness.importable(case.package):
+    if not importable(case.package):
         return {"status": "not installed", "detail": case.package}
     torch.manual_seed(0)
-    watch = Watch(timer_of(args))
+    # All ways take as many steps, and so have the same losses.
+    timer = LoopTimer(args.device, args.workers, fewest=args.repeats)
+    args.steps, watch = timer.steps, Watch(timer)
     case.loop(variant.id, args, watch)
     return watch.outcome()
-
-
-def timer_of(args: argparse.Namespace) -> LoopTimer:
-    """Return the timer of a loop. All ways take its number of steps, and so have the same losses."""
-    return LoopTimer(torch.device(args.device), args.workers, fewest=args.repeats)
 
 
 def check_losses(rows: Sequence[Row]) -> None:
@@ -536,67 +497,44 @@ def check_losses(rows: Sequence[Row]) -> None:
             row.status, row.median, row.p10, row.p90 = "incorrect", None, None, None
 
 
-def report(rows: Sequence[Row]) -> None:
-    """Print the medians, and the share of the time in which the GPU was idle."""
-    table.grid("ms per step", rows, "median", "minimum", "maximum")
-    table.show(
-        "said",
-        ["loop", "said"],
-        [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows],
-    )
-    if any(row.vs_best_rival for row in rows):
-        table.grid("speed-up over pin_memory", [row for row in rows if row.ours], "vs_best_rival")
+def begin(args: Args) -> None:
+    """Let each way compute the same bits."""
+    warnings.simplefilter("ignore")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    # All of it is overwritten anyway.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or trained to other losses."""
-    parser = script.parser(
-        __doc__,
-        repeats=100,
-        repeats_help="timed steps for each variant and loop, at least; ten times as many as workers "
-        "hold ready, if that is more",
-    )
-    parser.set_defaults(rounds=3)
-    names = [case.id for case in CASES]
-    parser.add_argument("--loops", help=f"these, separated by commas: {', '.join(names)}")
-    parser.add_argument("--workers", type=int, default=8, help="worker processes")
-    parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--fields", type=int, default=FIELDS, help=f"float32 [{WIDTH}] of a sample")
-    parser.add_argument("--width", type=int, default=4096, help="of the model")
-    parser.add_argument("--depth", type=int, default=8, help="layers of the model")
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    if args.smoke:
-        args.repeats, args.workers, args.batch_size = min(args.repeats, 4), min(args.workers, 1), 4
-        args.fields, args.width, args.depth, args.rounds = 3, 16, 1, 1
-    args.steps = timer_of(args).steps
-    wanted = script.named(args.loops, names, "loop")
-    cases = [case for case in CASES if case.id in wanted]
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        cases = [*filter(variant.suits, cases)]
-        warnings.simplefilter("ignore")
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.use_deterministic_algorithms(True)
-        # All of it is overwritten anyway.
-        torch.utils.deterministic.fill_uninitialized_memory = False
-        torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
-        harness.start_device(torch.device(args.device))
-        harness.work(cases, partial(measure, variant, args), lambda: None)
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--loops", ",".join(wanted), *(["--smoke"] if args.smoke else [])]
-    for name in ("workers", "batch_size", "fields", "width", "depth"):
-        further += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-
-    def judge(rows: list[Row]) -> None:
-        check_losses(rows)
-        script.compare_on_a_gpu(args)(rows)
-
-    rows = script.collect("frameworks", __file__, variants, cases, args, further, judge=judge)
-    report(rows)
-    return script.finish("frameworks", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms per step",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={
+        "repeats": (100, "timed steps, at least; ten times as many as workers hold ready, if more"),
+        "workers": (8, "worker processes"),
+        "batch_size": (256, "samples of a batch"),
+        "fields": (FIELDS, f"float32 [{WIDTH}] of a sample"),
+        "width": (4096, "of the model"),
+        "depth": (8, "layers of the model"),
+    },
+    small={
+        "repeats": 4,
+        "workers": 1,
+        "batch_size": 4,
+        "rounds": 1,
+        "fields": 3,
+        "width": 16,
+        "depth": 1,
+    },
+    rounds=3,
+    judge=check_losses,
+    begin=begin,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

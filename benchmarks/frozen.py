@@ -29,17 +29,18 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any, NamedTuple
 
-import script
 import torch
 
-from comparison import harness, table
+import pinstage as ps
 from comparison.harness import Outcome, Variant
+from comparison.program import Args, Program
+from comparison.timing import bus, synchronize, timed, turns
+from pinstage import offload
 
 MIB = 1 << 20
 MODULES = 3
@@ -68,14 +69,10 @@ class Case:
 
 def cases_of(width: int, layers: int, tokens: int) -> tuple[Case, ...]:
     """Return the cases for modules of one size."""
-    modules = {
-        "first": MODULES,
-        "onload": 1,
-        "offload": 1,
-        "in turn": MODULES,
-        "in turn, buffers": MODULES,
-    }
-    return tuple(Case(name, width, layers, tokens, count) for name, count in modules.items())
+    names = ("first", "onload", "offload", "in turn", "in turn, buffers")
+    return tuple(
+        Case(name, width, layers, tokens, 1 if "load" in name else MODULES) for name in names
+    )
 
 
 CASES = cases_of(4096, 60, 8192)
@@ -200,22 +197,6 @@ def count_uses(module: torch.nn.Module) -> None:
     module.register_forward_hook(count)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def turns(repeats: int) -> Iterator[int]:
-    """Yield once for the allocations and kernels, then for each sample: at least one, until the
-    time is up.
-    """
-    began = time.perf_counter()
-    for turn in range(1 + repeats):
-        if turn < 2 or time.perf_counter() - began < SECONDS:
-            yield turn
-
-
 # -- the ways of modules ----------------------------------------------------------------------------
 
 Modules = list[torch.nn.Sequential]
@@ -230,21 +211,19 @@ def _pin(module: torch.nn.Module, device: torch.device) -> None:
         tensor.data = tensor.data.pin_memory() if device.type == "cuda" else tensor.data.clone()
 
 
-@contextmanager
-def _to(modules: Modules, device: torch.device, *, pinned: bool) -> Iterator[Way]:
+def _to(modules: Modules, device: torch.device, *, pinned: bool) -> Way:
     def before(number: int) -> None:
         if pinned:  # `.to("cpu")` returns pageable memory
             _pin(modules[number], device)
 
-    yield Way(
+    return Way(
         lambda number: modules[number].to(device, non_blocking=pinned),
         lambda number: modules[number].to("cpu"),
         before=before,
     )
 
 
-@contextmanager
-def _by_hand(modules: Modules, device: torch.device) -> Iterator[Way]:
+def _by_hand(modules: Modules, device: torch.device) -> Way:
     for module in modules:
         _pin(module, device)
     host = [[tensor.data for tensor in _tensors(module)] for module in modules]
@@ -259,236 +238,183 @@ def _by_hand(modules: Modules, device: torch.device) -> Iterator[Way]:
                 content.copy_(tensor)
             tensor.data = content
 
-    yield Way(onload, offload)
+    return Way(onload, offload)
+
+
+def _bus(modules: Modules, device: torch.device) -> Way:
+    onload, _ = bus(device, sum(parameter.nbytes for parameter in modules[0].parameters()))
+    return Way(onload, lambda _: None, use=lambda _, x: (onload(), x)[1])
 
 
 @contextmanager
-def _bus(modules: Modules, device: torch.device) -> Iterator[Way]:
-    nbytes = sum(parameter.nbytes for parameter in modules[0].parameters())
-    size = min(nbytes, 256 * MIB)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(-(-nbytes // size))]
-
-    def onload(_: int) -> None:
-        left = nbytes
-        for block in there:
-            block[:left].copy_(host[: min(left, size)], non_blocking=True)
-            left -= size
-
-    yield Way(onload, lambda _: None, use=lambda number, x: (onload(number), x)[1])
-
-
-@contextmanager
-def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
-    import pinstage as ps
-
+def _handles(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[list[Any]]:
+    """Yield a handle for each module."""
     with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
-        handles = [ps.offload.frozen_module(module, pool, device=device) for module in modules]
-
-        def use(number: int, x: torch.Tensor) -> torch.Tensor:
-            with handles[number]:
-                if number + 1 < MODULES:
-                    handles[number + 1].onload()
-                y: torch.Tensor = modules[number](x)
-                return y
-
-        yield Way(
-            lambda number: handles[number].__enter__(),
-            lambda number: handles[number].offload(),
-            use,
-        )
+        handles = [offload.frozen_module(module, pool, device=device) for module in modules]
+        yield handles
         for handle in handles:
             handle.close()
 
 
-class ModulesVariant(Variant):
-    """A way of three modules."""
+def _used(
+    handles: Sequence[Any], modules: Sequence[torch.nn.Module], number: int, x: torch.Tensor
+) -> torch.Tensor:
+    """Compute with a module, while the next one is copied to the device."""
+    with handles[number]:
+        if number + 1 < len(handles):
+            handles[number + 1].onload()
+        y: torch.Tensor = modules[number](x)
+        return y
 
-    def suits(self, case: harness.Case) -> bool:
-        """Return whether the case has three modules."""
-        return isinstance(case, Case)
+
+@contextmanager
+def _pinstage(modules: Modules, device: torch.device) -> Iterator[Way]:
+    with _handles(modules, device) as handles:
+        yield Way(
+            lambda number: handles[number].__enter__(),
+            lambda number: handles[number].offload(),
+            partial(_used, handles, modules),
+        )
+
+
+_of_modules = partial(Variant, where=lambda case: isinstance(case, Case))
 
 
 WAYS = (
-    ModulesVariant("to", partial(_to, pinned=False), '`module.to("cuda")`, `.to("cpu")`'),
-    ModulesVariant(
+    _of_modules("to", partial(_to, pinned=False), '`module.to("cuda")`, `.to("cpu")`'),
+    _of_modules(
         "to_pinned",
         partial(_to, pinned=True),
         "the same from page-locked memory, made outside the timer",
     ),
-    ModulesVariant(
-        "by_hand", _by_hand, "page-locked copies, and `parameter.data =` tensor by tensor"
-    ),
-    ModulesVariant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
-    ModulesVariant(
+    _of_modules("by_hand", _by_hand, "page-locked copies, and `parameter.data =` tensor by tensor"),
+    _of_modules("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
+    _of_modules(
         "pinstage",
         _pinstage,
         "`ps.offload.frozen_module(module, pool)`",
-        package="pinstage",
         ours=True,
     ),
 )
 
 
-class Measure:
-    """One variant's samples; the first case measures all of them."""
-
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant, self._repeats, self._device = (
-            variant,
-            args.repeats,
-            torch.device(args.device),
-        )
-        self._samples: dict[str, list[float]] = {}
-        self._outcome: Outcome = {}
-
-    def measure(self, case: Case) -> Outcome:
-        """Return the samples of a case."""
-        if not self._samples:
-            self._run(case)
-        return {**self._outcome, "total": self._samples[case.id]}
-
-    def _run(self, case: Case) -> None:
-        device, modules = self._device, make(case)
-        x = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
-        expected = x
-        for module in modules:
-            for parameter in module.parameters():
-                expected = torch.nn.functional.linear(expected, parameter.to(device))
-        synchronize(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(device).total_memory
-            limit = torch.cuda.memory_reserved(device) + 2 * case.nbytes // MODULES + 1024 * MIB
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-            torch.cuda.reset_peak_memory_stats(device)
-        if self._variant.package:
-            import_module("pinstage.offload")
-        began = time.perf_counter()
-        with torch.inference_mode(), self._variant.setup(modules, device) as way:
-            self._add("first", began)
-            for _ in turns(self._repeats):
-                way.before(0)
-                began = self._begin()
-                way.onload(0)
-                self._add("onload", began)
-                began = self._begin()
-                way.offload(0)
-                self._add("offload", began)
-            results = self._in_turns("in turn", way, modules, x)
-        for module in modules:
-            count_uses(module)
-        with torch.inference_mode(), self._variant.setup(modules, device) as way:
-            results += self._in_turns("in turn, buffers", way, modules, x)
-        is_right = self._variant.id == "bus" or self._is_right(results, expected, modules)
-        for name in ("onload", "offload", "in turn", "in turn, buffers"):
-            del self._samples[name][0]  # made allocations and loaded kernels
-        peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
-        self._outcome = {
-            "status": "ok" if is_right else "incorrect",
+def measure_modules(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+    """Return the samples of all cases of three modules."""
+    device, modules = args.device, make(case)
+    x = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
+    expected = x
+    for weight in torch.nn.ModuleList(modules).parameters():
+        expected = torch.nn.functional.linear(expected, weight.to(device))
+    _limit_memory(case, device)
+    samples: dict[str, list[float]] = {}
+    results = [_take(variant, args, modules, x, samples, "in turn")]
+    for module in modules:
+        count_uses(module)
+    results.append(_take(variant, args, modules, x, samples, "in turn, buffers"))
+    uses = len(samples["in turn, buffers"])
+    right = all(torch.equal(y, expected) for y in results) and all(
+        int(module.uses) == uses for module in modules
+    )
+    peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
+    status = "ok" if right or variant.id == "bus" else "incorrect"
+    # In the first turn, allocations are made and kernels loaded.
+    return {
+        name: {
+            "status": status,
             "detail": f"device peak {peak:.1f} GB",
+            "total": some[:1] if name == "first" else some[1:],
         }
+        for name, some in samples.items()
+    }
 
-    def _in_turns(
-        self, name: str, way: Way, modules: Modules, x: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """Take the samples of all modules in turn; return the last output."""
-        for _ in turns(self._repeats):
+
+def _take(
+    variant: Variant,
+    args: Args,
+    modules: Modules,
+    x: torch.Tensor,
+    samples: dict[str, list[float]],
+    name: str,
+) -> torch.Tensor:
+    """Take samples of a way, and of all modules in turn under a name; return the last output."""
+
+    def add(name: str, call: Callable[..., Any], *given: Any) -> Any:
+        synchronize(args.device)
+        began = time.perf_counter()
+        found = call(*given)
+        synchronize(args.device)
+        samples.setdefault(name, []).append(time.perf_counter() - began)
+        return found
+
+    some_turns = partial(turns, 1 + args.repeats, fewest=2, seconds=SECONDS)
+    with torch.inference_mode(), ExitStack() as opened:
+        way = add("first", opened.enter_context, variant.open(modules, args.device))
+        for _ in () if "onload" in samples else some_turns():
+            way.before(0)
+            add("onload", way.onload, 0)
+            add("offload", way.offload, 0)
+        for _ in some_turns():
             for number in range(MODULES):
                 way.before(number)
-            began = self._begin()
-            y = self._in_turn(way, modules, x)
-            self._add(name, began)
-        return [y]
-
-    def _is_right(
-        self, results: list[torch.Tensor], expected: torch.Tensor, modules: Modules
-    ) -> bool:
-        """Return whether outputs are as expected, and the modules have counted their uses."""
-        uses = len(self._samples["in turn, buffers"])
-        has_counted = all(int(module.uses) == uses for module in modules)
-        return has_counted and all(torch.equal(y, expected) for y in results)
-
-    def _in_turn(self, way: Way, modules: Modules, x: torch.Tensor) -> torch.Tensor:
-        for number in range(MODULES):
-            if way.use is not None:
-                x = way.use(number, x)
-                continue
-            way.onload(number)
-            x = modules[number](x)
-            way.offload(number)
-        return x
-
-    def _begin(self) -> float:
-        synchronize(self._device)
-        return time.perf_counter()
-
-    def _add(self, name: str, began: float) -> None:
-        synchronize(self._device)
-        self._samples.setdefault(name, []).append(time.perf_counter() - began)
+            y: torch.Tensor = add(name, _in_turn, way, modules, x)
+    return y
 
 
-# -- the ways of a stack: each yields a call that runs it on an input on the device ----------------
+def _limit_memory(case: Case, device: torch.device) -> None:
+    """Leave device memory for two modules."""
+    if device.type != "cuda":
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = torch.cuda.memory_reserved(device) + 2 * case.nbytes // MODULES + 1024 * MIB
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def _in_turn(way: Way, modules: Modules, x: torch.Tensor) -> torch.Tensor:
+    for number in range(MODULES):
+        if way.use is not None:
+            x = way.use(number, x)
+            continue
+        way.onload(number)
+        x = modules[number](x)
+        way.offload(number)
+    return x
+
+
+# -- the ways of a stack: a call that runs it on an input on the device ----------------
 
 Run = Callable[[torch.Tensor], torch.Tensor | None]
 """Returns the output, or None if nothing is computed."""
 
 
-@contextmanager
-def _stack_bus(stack: Stack, device: torch.device) -> Iterator[Run]:
-    size = sum(parameter.nbytes for parameter in stack.blocks[0].parameters())
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def run(_: torch.Tensor) -> None:
-        for _block in stack.blocks:
-            there.copy_(host, non_blocking=True)
-
-    yield run
+def _stack_bus(stack: Stack, device: torch.device) -> Run:
+    nbytes = sum(parameter.nbytes for parameter in stack.blocks.parameters())
+    return bus(device, nbytes, nbytes // len(stack.blocks))[0]
 
 
 @contextmanager
 def _stack_blocks(stack: Stack, device: torch.device) -> Iterator[Run]:
-    import pinstage as ps
-
     stack.norm.to(device)
-    with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
-        handles = [ps.offload.frozen_module(block, pool, device=device) for block in stack.blocks]
+    with _handles(list(stack.blocks), device) as handles:
 
         def run(x: torch.Tensor) -> torch.Tensor:
-            for number, block in enumerate(stack.blocks):
-                with handles[number]:
-                    if number + 1 < len(handles):
-                        handles[number + 1].onload()
-                    x = block(x)
+            for number in range(len(handles)):
+                x = _used(handles, stack.blocks, number, x)
             y: torch.Tensor = stack.norm(x)
             return y
 
         yield run
-        for handle in handles:
-            handle.close()
 
 
 @contextmanager
 def _stack_whole(stack: Stack, device: torch.device) -> Iterator[Run]:
-    import pinstage as ps
-
-    with ps.SlabPool(POOL, memory=ps.memory.default_memory(device)) as pool:
-        handle = ps.offload.frozen_module(stack, pool, device=device)
-
-        def run(x: torch.Tensor) -> torch.Tensor:
-            with handle:
-                y: torch.Tensor = stack(x)
-                return y
-
-        yield run
-        handle.close()
+    with _handles([stack], device) as handles:
+        yield partial(_used, handles, [stack], 0)
 
 
-@contextmanager
-def _diffusers(
-    stack: Stack, device: torch.device, *, level: str, record: bool = False
-) -> Iterator[Run]:
+def _diffusers(stack: Stack, device: torch.device, *, level: str, record: bool = False) -> Run:
     from diffusers.hooks import apply_group_offloading
 
     has_streams = device.type == "cuda"
@@ -500,68 +426,60 @@ def _diffusers(
         use_stream=has_streams,
         record_stream=record and has_streams,
     )
-    yield stack
+    return stack
 
 
-@contextmanager
-def _accelerate(stack: Stack, device: torch.device) -> Iterator[Run]:
+def _accelerate(stack: Stack, device: torch.device) -> Run:
     from accelerate import cpu_offload
 
     cpu_offload(stack, execution_device=device)
-    yield stack
+    return stack
 
 
-class StackVariant(Variant):
-    """A way of a stack."""
-
-    def suits(self, case: harness.Case) -> bool:
-        """Return whether the case is a stack."""
-        return isinstance(case, StackCase)
+_of_stack = partial(Variant, where=lambda case: isinstance(case, StackCase))
 
 
 DIFFUSERS = "diffusers accelerate"
 """diffusers' hooks import accelerate, and fail without it."""
 STACK_WAYS = (
-    StackVariant("stack_bus", _stack_bus, "one page-locked buffer of a block's size, copies only"),
-    StackVariant(
+    _of_stack("stack_bus", _stack_bus, "one page-locked buffer of a block's size, copies only"),
+    _of_stack(
         "stack_blocks",
         _stack_blocks,
         "`frozen_module` with a handle for each block, the next one's `onload()` ahead",
-        package="pinstage",
         ours=True,
     ),
-    StackVariant(
+    _of_stack(
         "stack_whole",
         _stack_whole,
         "`frozen_module` with one handle for the stack",
-        package="pinstage",
         ours=True,
     ),
-    StackVariant(
+    _of_stack(
         "diffusers_block",
         partial(_diffusers, level="block_level"),
         "diffusers' group offloading of each block, `use_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant(
+    _of_stack(
         "diffusers_block_recorded",
         partial(_diffusers, level="block_level", record=True),
         "the same, `record_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant(
+    _of_stack(
         "diffusers_leaf",
         partial(_diffusers, level="leaf_level"),
         "diffusers' group offloading of each leaf module, `use_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant(
+    _of_stack(
         "diffusers_leaf_recorded",
         partial(_diffusers, level="leaf_level", record=True),
         "the same, `record_stream=True`",
         package=DIFFUSERS,
     ),
-    StackVariant(
+    _of_stack(
         "accelerate",
         _accelerate,
         "accelerate's `cpu_offload`, from pageable memory",
@@ -570,74 +488,50 @@ STACK_WAYS = (
 )
 
 
-class StackMeasure:
-    """One variant's passes through the stack."""
-
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant, self._repeats = variant, args.repeats
-        self._device = torch.device(args.device)
-
-    def measure(self, case: StackCase) -> Outcome:
-        """Return the samples, and whether every pass gave the plain stack's output."""
-        device, stack = self._device, make_stack(case)
-        x = torch.randn(1, case.tokens, case.width).to(device, torch.bfloat16)
-        with torch.inference_mode():
-            expected = copy.deepcopy(stack).to(device)(x)
-        synchronize(device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
-        seconds, differing = [], 0
-        with torch.inference_mode(), self._variant.setup(stack, device) as run:
-            for _ in turns(self._repeats):
-                synchronize(device)
-                began = time.perf_counter()
-                y = run(x)
-                synchronize(device)
-                seconds.append(time.perf_counter() - began)
-                differing += y is not None and not torch.equal(y, expected)
-        peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
-        detail = f"device peak {peak:.2f} GB"
-        if differing:
-            detail += f"; {differing} of {len(seconds)} outputs differ from the plain stack's"
-        # The first pass made allocations, loaded kernels, and traced the order of modules.
-        return {
-            "status": "incorrect" if differing else "ok",
-            "detail": detail,
-            "total": seconds[1:],
-        }
+def measure_stack(variant: Variant, args: Args, case: StackCase) -> Outcome:
+    """Return the samples, and whether every pass gave the plain stack's output."""
+    device, stack = args.device, make_stack(case)
+    x = torch.randn(1, case.tokens, case.width).to(device, torch.bfloat16)
+    with torch.inference_mode():
+        expected = copy.deepcopy(stack).to(device)(x)
+    synchronize(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    with torch.inference_mode(), variant.open(stack, device) as run:
+        # The first pass makes allocations, loads kernels, and traces the order of modules.
+        outcome = timed(
+            partial(run, x),
+            device,
+            repeats=args.repeats,
+            seconds=SECONDS,
+            fewest=1,
+            warm_ups=1,
+            check=lambda y: y is None or torch.equal(y, expected),
+        )
+    peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+    outcome["detail"] = "; ".join(filter(None, [f"device peak {peak:.2f} GB", outcome["detail"]]))
+    return outcome
 
 
-# -- the comparison --------------------------------------------------------------------------------
+def measure(variant: Variant, args: Args, case: Any) -> dict[str, Outcome]:
+    """Return the outcomes of a way of modules, or of a stack."""
+    if isinstance(case, StackCase):
+        return {case.id: measure_stack(variant, args, case)}
+    return measure_modules(variant, args, case)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or gave other outputs."""
-    parser = script.parser(__doc__, repeats=5, repeats_help="samples for each variant and case")
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    cases, stack = (SMOKE_CASES, SMOKE_STACK) if args.smoke else (CASES, STACK)
-    known = (*WAYS, *STACK_WAYS)
-    if args.child:
-        (variant,) = script.chosen(args.child, known)
-        harness.start_device(torch.device(args.device))
-        kind, own = (Measure, cases) if variant in WAYS else (StackMeasure, [stack])
-        harness.work(own, kind(variant, args).measure, lambda: None)  # type: ignore[arg-type]
-        return 0
-    variants = script.chosen(args.only, known)
-    judge = script.compare_on_a_gpu(args, "bus", "stack_bus")
-    further = ["--smoke"] if args.smoke else []
-    rows = script.collect("frozen", __file__, variants, [*cases, stack], args, further, judge=judge)
-    for ways in (WAYS, STACK_WAYS):
-        shown = [row for row in rows if row.variant in {variant.id for variant in ways}]
-        if shown:
-            table.grid("median ms", shown, "median")
-            table.grid("GB/s", shown, "gb_per_s")
-    for row in rows:
-        if row.detail and row.case == stack.id:
-            table.say(f"{row.variant}: {row.detail}")
-    return script.finish("frozen", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms",
+    ways=(*WAYS, *STACK_WAYS),
+    cases=(*CASES, STACK),
+    measure_all=measure,
+    options={"repeats": (5, "samples for each variant and case")},
+    small_cases=(*SMOKE_CASES, SMOKE_STACK),
+    limits=("bus", "stack_bus"),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

@@ -8,40 +8,42 @@ which makes the permutation, is left out, and is the ``detail`` of the loaders. 
 slices of a permutation that was made outside the timer; the variant `permutation` is the time of
 making it. `C gather` is code as one would write it for this purpose, compiled here: all tensors are
 gathered into one page-locked slab in one OpenMP region, with the number of threads that is quickest
-in the warm-up, and copied at once. Slow ways end after `--seconds` for each case. Each variant runs
-in a fresh process. A batch is compared bit for bit with indexing, outside the timer.
+in the warm-up, and copied at once. torch's loader takes 20 steps at most. A way's first batch is
+compared bit for bit with indexing, outside the timer.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
-import script
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from comparison import harness, table
 from comparison.harness import Outcome, Variant
-from comparison.record import Row
+from comparison.program import Args, Program
+from comparison.timing import bus, synchronize, timed, turns
 
 WARM_UPS = 5
 SEED = 3
 THREADS = (1, 4, 12)
+SLOW_STEPS = 20
+"""The most steps of torch's loader, which takes up to a second for each."""
 
 Tensors = list[torch.Tensor]
-Step = Callable[[Tensors, torch.Tensor], Any]
+Step = Callable[[torch.Tensor], Any]
+Pass = Callable[[], Iterator[Any]]
 
 
 @dataclass(frozen=True)
@@ -68,11 +70,16 @@ class Case:
         return len(self.columns)
 
     def make(self) -> Tensors:
-        """Make the tensors."""
-        made = []
-        for number, (dtype, shape) in enumerate(self.columns):
-            tensor = torch.arange(self.length * max(1, torch.Size(shape).numel()))
-            made.append((tensor * 7 + number).to(dtype).view(self.length, *shape))
+        """Make the tensors: all values of a row depend on its number."""
+        numbers, made = torch.arange(self.length), []
+        for column, (dtype, shape) in enumerate(self.columns):
+            kind = torch.uint8 if dtype is torch.bool else dtype
+            low, high = (
+                part.to(kind).view(-1, *[1] * len(shape))
+                for part in (numbers % 251, numbers // 251)
+            )
+            factors = (torch.arange(torch.Size(shape).numel()) % 64 + column + 1).to(kind)
+            made.append(torch.addcmul(low, high, factors.view(shape)).to(dtype))
         return [tensor.unfold(0, self.window, 1) for tensor in made] if self.window else made
 
 
@@ -98,6 +105,8 @@ def cases(scale: int) -> tuple[Case, ...]:
     )
 
 
+CASES, SMALL_CASES = cases(1), cases(1000)
+
 # -- ways by hand ----------------------------------------------------------------------------------
 
 
@@ -106,32 +115,25 @@ def _rows(device: torch.device, tensors: Tensors, batch: int) -> Iterator[Step]:
     import pinstage as ps
 
     with ps.Stager(device, max_bytes="2GiB") as stager:
-        yield lambda sources, index: stager.to_device([ps.rows(x, index) for x in sources])
+        yield lambda index: stager.to_device([ps.rows(x, index) for x in tensors])
 
 
-@contextmanager
-def _indexed(device: torch.device, tensors: Tensors, batch: int) -> Iterator[Step]:  # noqa: ARG001
-    yield lambda sources, index: [
-        x[index].pin_memory().to(device, non_blocking=True) for x in sources
+def _index(device: torch.device, tensors: Tensors, batch: int) -> Step:  # noqa: ARG001
+    return lambda index: [x[index].pin_memory().to(device, non_blocking=True) for x in tensors]
+
+
+def _index_select(device: torch.device, tensors: Tensors, batch: int) -> Step:
+    is_cuda = device.type == "cuda"
+    places = [
+        torch.empty((batch, *x.shape[1:]), dtype=x.dtype, pin_memory=is_cuda) for x in tensors
     ]
 
-
-def _slabs(device: torch.device, tensors: Tensors, batch: int) -> Tensors:
-    """Return page-locked memory for a batch of each tensor."""
-    is_cuda = device.type == "cuda"
-    return [torch.empty((batch, *x.shape[1:]), dtype=x.dtype, pin_memory=is_cuda) for x in tensors]
-
-
-@contextmanager
-def _index_select(device: torch.device, tensors: Tensors, batch: int) -> Iterator[Step]:
-    places = _slabs(device, tensors, batch)
-
-    def step(sources: Tensors, index: torch.Tensor) -> Tensors:
-        for source, place in zip(sources, places, strict=True):
+    def step(index: torch.Tensor) -> Tensors:
+        for source, place in zip(tensors, places, strict=True):
             torch.index_select(source, 0, index, out=place)
         return [place.to(device, non_blocking=True) for place in places]
 
-    yield step
+    return step
 
 
 SOURCE = """
@@ -162,19 +164,19 @@ void gather(int64_t count, const char **from, char **to, const int64_t *row_byte
 """
 
 
-def compiled(folder: str) -> Any:
+def compiled() -> Any:
     """Compile `SOURCE`, and return its function."""
-    source, library = Path(folder, "gather.c"), Path(folder, "gather.so")
-    source.write_text(SOURCE)
-    command = ["cc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    function = ctypes.CDLL(str(library)).gather
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "gather.c"), Path(folder, "gather.so")
+        source.write_text(SOURCE)
+        command = ["cc", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC"]
+        subprocess.run([*command, source, "-o", library], check=True)
+        function = ctypes.CDLL(str(library)).gather
     function.restype = None
     return function
 
 
-@contextmanager
-def _c_gather(device: torch.device, tensors: Tensors, batch: int) -> Iterator[Step]:
+def _c_gather(device: torch.device, tensors: Tensors, batch: int) -> Step:
     def numbers(values: Sequence[int]) -> Any:
         return (ctypes.c_int64 * len(values))(*values)
 
@@ -186,70 +188,52 @@ def _c_gather(device: torch.device, tensors: Tensors, batch: int) -> Iterator[St
     addresses = numbers([x.data_ptr() for x in tensors])
     places = numbers([slab.data_ptr() + offset for offset in offsets[:-1]])
     row_bytes, distances = numbers(sizes), numbers([x.stride(0) * x.itemsize for x in tensors])
+    function = compiled()
 
-    with tempfile.TemporaryDirectory() as folder:
-        function = compiled(folder)
+    def run(index: torch.Tensor, threads: int) -> None:
+        rows = ctypes.c_void_p(index.data_ptr()), ctypes.c_int64(len(index))
+        count = ctypes.c_int64(len(tensors))
+        function(count, addresses, places, row_bytes, distances, *rows, ctypes.c_int(threads))
 
-        def run(index: torch.Tensor, threads: int) -> None:
-            rows = ctypes.c_void_p(index.data_ptr()), ctypes.c_int64(len(index))
-            count = ctypes.c_int64(len(tensors))
-            function(count, addresses, places, row_bytes, distances, *rows, ctypes.c_int(threads))
-
-        def seconds(threads: int) -> float:
-            found = []
-            for seed in range(7):
-                generator = torch.Generator().manual_seed(seed)
-                index = torch.randint(len(tensors[0]), (batch,), generator=generator)
-                began = time.perf_counter()
-                run(index, threads)
-                found.append(time.perf_counter() - began)
-            return sorted(found)[3]
-
-        cores = len(os.sched_getaffinity(0))
-        threads = min((count for count in THREADS if count <= cores), key=seconds)
-
-        def step(sources: Tensors, index: torch.Tensor) -> Tensors:
+    def seconds(threads: int) -> float:
+        found = []
+        for _ in range(7):
+            index = torch.randint(len(tensors[0]), (batch,))
+            began = perf_counter()
             run(index, threads)
-            there = slab.to(device, non_blocking=True)
-            pairs = zip(sources, offsets, sizes, strict=False)
-            return [
-                there[at : at + size * batch].view(x.dtype).view(batch, *x.shape[1:])
-                for x, at, size in pairs
-            ]
+            found.append(perf_counter() - began)
+        return median(found)
 
-        yield step
+    cores = len(os.sched_getaffinity(0))
+    threads = min((count for count in THREADS if count <= cores), key=seconds)
 
+    def step(index: torch.Tensor) -> Tensors:
+        run(index, threads)
+        there = slab.to(device, non_blocking=True)
+        return [
+            there[at : at + size * batch].view(x.dtype).view(batch, *x.shape[1:])
+            for x, at, size in zip(tensors, offsets, sizes, strict=False)
+        ]
 
-@contextmanager
-def _bus(device: torch.device, tensors: Tensors, batch: int) -> Iterator[Step]:
-    nbytes = sum(x[0].nbytes for x in tensors) * batch
-    slab = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    yield lambda _, __: slab.to(device, non_blocking=True)
+    return step
 
 
 # -- loaders ---------------------------------------------------------------------------------------
 
 
-def _torchs(device: torch.device, dataset: TensorDataset, batch: int, sampler: Any) -> Any:
+def _torchs(device: torch.device, dataset: TensorDataset, batch: int, sampler: Any) -> Pass:
     loader = DataLoader(dataset, batch, sampler=sampler, pin_memory=device.type == "cuda")
-    return ([x.to(device, non_blocking=True) for x in leaves] for leaves in loader)
+    return lambda: ([x.to(device, non_blocking=True) for x in leaves] for leaves in loader)
 
 
-def _ours(device: torch.device, dataset: TensorDataset, batch: int, sampler: Any) -> Any:
+def _ours(device: torch.device, dataset: TensorDataset, batch: int, sampler: Any) -> Pass:
     import pinstage as ps
 
-    return ps.DataLoader(dataset, batch, sampler=sampler, device=device, max_bytes="2GiB")
+    loader = ps.DataLoader(dataset, batch, sampler=sampler, device=device, max_bytes="2GiB")
+    return lambda: iter(loader)
 
 
-class Compiled(Variant):
-    """A way that needs a C compiler."""
-
-    def obstacle(self, device: torch.device) -> str | None:
-        """Return why this variant cannot run here, or None."""
-        return super().obstacle(device) if shutil.which("cc") else "not installed"
-
-
-LOADERS = {"torch_loader": _torchs, "pinstage_loader": _ours}
+LIMITS = ("bus", "permutation")
 
 VARIANTS = (
     Variant("torch_loader", _torchs, "`DataLoader(dataset, batch, shuffle=True)`, `.to()`"),
@@ -257,137 +241,92 @@ VARIANTS = (
         "pinstage_loader",
         _ours,
         "`ps.DataLoader(dataset, batch, shuffle=True, device=device)`",
-        package="pinstage",
         ours=True,
     ),
-    Variant("rows", _rows, "`stager.to_device(ps.rows(x, index))`", "pinstage", ours=True),
-    Variant("index", _indexed, "`x[index].pin_memory().to()`", needs_cuda=True),
+    Variant("rows", _rows, "`stager.to_device(ps.rows(x, index))`", ours=True),
+    Variant("index", _index, "`x[index].pin_memory().to()`", needs_cuda=True),
     Variant("index_select", _index_select, "`index_select` into page-locked memory, `.to()`"),
-    Compiled("c_gather", _c_gather, "C with OpenMP into one page-locked slab, one copy"),
-    Variant("bus", _bus, "the copy alone"),
-    Variant("permutation", _bus, "`torch.randperm` of the dataset, which is not in the others"),
+    Variant("c_gather", _c_gather, "C with OpenMP into one page-locked slab, one copy"),
+    Variant("bus", lambda device, case: bus(device, case.nbytes, case.nbytes)[0], "the copy alone"),
+    Variant(
+        "permutation",
+        lambda _, case: lambda: torch.randperm(case.length),
+        "`torch.randperm` of the dataset, which is not in the others",
+    ),
 )
 
 
-def measure(
-    variant: Variant, repeats: int, seconds: float, device: torch.device, case: Case
-) -> Outcome:
+def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return the seconds of each step."""
-    settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
+    limits = {"repeats": args.repeats, "seconds": args.seconds}
+    if variant.id in LIMITS:
+        with variant.open(args.device, case) as call:
+            return timed(call, args.device, **limits)
     tensors = case.make()
-    if variant.id == "permutation":
-        return _permutations(len(tensors[0]))
-    if variant.id in LOADERS:
-        return _passes(variant, repeats, seconds, device, case, tensors, settle)
-    with variant.setup(device, tensors, case.batch) as step:
-        times: list[float] = []
-        ends = time.perf_counter() + seconds
-        indices = _indices(len(tensors[0]), case.batch)
-        while len(times) < WARM_UPS + repeats and (len(times) < 2 or time.perf_counter() < ends):
-            index = next(indices)
-            began = time.perf_counter()
-            got = step(tensors, index)
-            settle()
-            times.append(time.perf_counter() - began)
-    right = variant.id == "bus" or _is_right(got, tensors, index)
-    return {"status": "ok" if right else "incorrect", "detail": "", "total": _steady(times)}
-
-
-def _steady(times: list[float]) -> list[float]:
-    return times[min(WARM_UPS, len(times) - 1) :]
-
-
-def _permutations(length: int) -> Outcome:
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        torch.randperm(length)
-        times.append(time.perf_counter() - began)
-    return {"status": "ok", "detail": "", "total": times}
+    if variant.id.endswith("loader"):
+        return measure_passes(variant, args, case, tensors)
+    fresh = _indices(len(tensors[0]), case.batch)
+    indices = list(islice(fresh, 1 + WARM_UPS + args.repeats))
+    with variant.open(args.device, tensors, case.batch) as step:
+        index = indices.pop()
+        right = is_right(step(index), tensors, index)
+        outcome = timed(lambda: step(indices.pop()), args.device, **limits, warm_ups=WARM_UPS)
+    return outcome | {"status": "ok" if right else "incorrect"}
 
 
 def _indices(length: int, batch: int) -> Iterator[torch.Tensor]:
     while True:
-        permutation = torch.randperm(length)
-        yield from permutation[: length // batch * batch].split(batch)
+        yield from torch.randperm(length)[: length // batch * batch].split(batch)
 
 
-def _is_right(got: Any, tensors: Tensors, index: torch.Tensor) -> bool:
+def is_right(got: Sequence[torch.Tensor], tensors: Tensors, index: torch.Tensor) -> bool:
+    """Return whether a batch has the rows of an index."""
     pairs = zip(got, tensors, strict=True)
     return all(torch.equal(there.cpu(), source[index]) for there, source in pairs)
 
 
-def _passes(
-    variant: Variant,
-    repeats: int,
-    seconds: float,
-    device: torch.device,
-    case: Case,
-    tensors: Tensors,
-    settle: Callable[[], Any],
-) -> Outcome:
+def measure_passes(variant: Variant, args: Args, case: Case, tensors: Tensors) -> Outcome:
     """Measure a loader: the steps of several passes, but not the first of each."""
     dataset, length = TensorDataset(*tensors), len(tensors[0])
     sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(SEED))
     expected = torch.randperm(length, generator=torch.Generator().manual_seed(SEED))[: case.batch]
     firsts: list[float] = []
-    times: list[float] = []
-    right = True
-    ends = time.perf_counter() + seconds
-    loader = variant.setup(device, dataset, case.batch, sampler)
-    while len(times) < WARM_UPS + repeats and (len(times) < 2 or time.perf_counter() < ends):
-        if firsts and variant.id == "torch_loader":
-            loader = variant.setup(device, dataset, case.batch, sampler)
-        iterator = iter(loader)
-        for number in range(length // case.batch):
-            began = time.perf_counter()
-            got = next(iterator)
-            settle()
-            (times if number else firsts).append(time.perf_counter() - began)
-            if not number and len(firsts) == 1:
-                right = _is_right(got, tensors, expected)
-            is_late = len(times) > 1 and time.perf_counter() > ends
-            if len(times) >= WARM_UPS + repeats or is_late:
-                break
-    detail = f"first step {sorted(firsts)[len(firsts) // 2] * 1e3:.1f} ms"
-    return {"status": "ok" if right else "incorrect", "detail": detail, "total": _steady(times)}
+    later: list[float] = []
+    most = WARM_UPS + (args.repeats if variant.ours else min(args.repeats, SLOW_STEPS))
+    with variant.open(args.device, dataset, case.batch, sampler) as begin:
+        for turn in turns(most, fewest=WARM_UPS, seconds=args.seconds):
+            number = turn % (length // case.batch)
+            if not number:
+                batches = begin()
+            began = perf_counter()
+            got = next(batches)
+            synchronize(args.device)
+            (later if number else firsts).append(perf_counter() - began)
+            if not turn:
+                right = is_right(got, tensors, expected)
+    return {
+        "status": "ok" if right else "incorrect",
+        "detail": f"first step {median(firsts) * 1e3:.1f} ms",
+        "total": later[min(WARM_UPS, len(later) // 2) :],
+    }
 
 
-def judge(rows: list[Row]) -> None:
-    """Compare our ways with the quicker of the ways by hand."""
-    for case in {row.case for row in rows}:
-        of_case = {row.variant: row for row in rows if row.case == case and row.median}
-        rivals = [of_case[name].median for name in ("c_gather", "index_select") if name in of_case]
-        for row in of_case.values():
-            if row.ours and rivals:
-                row.vs_best_rival = min(rivals) / row.median  # type: ignore[type-var, operator]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or delivered a wrong byte."""
-    parser = script.parser(__doc__, repeats=200, repeats_help="steps for each variant and case")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="seconds after which a slow case ends"
-    )
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    chosen = cases(1000 if args.smoke else 1)
-    if args.smoke:
-        args.repeats, args.seconds = min(args.repeats, 3), 2.0
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        device = torch.device(args.device)
-        harness.start_device(device)
-        run = partial(measure, variant, args.repeats, args.seconds, device)
-        harness.work(chosen, run, lambda: None)
-        return 0
-    args.batches = {case.id: case.batch for case in chosen}
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    rows = script.collect("in_memory", __file__, variants, chosen, args, further, judge=judge)
-    table.grid("ms until a batch of rows is on the device", rows, "median", "p10", "p90")
-    return script.finish("in_memory", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until a batch of rows is on the device",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={
+        "repeats": (200, "timed steps for each variant and case, at most"),
+        "seconds": (3.0, "stop after this time, once a few are done"),
+    },
+    small_cases=SMALL_CASES,
+    small={"repeats": 3, "seconds": 0.5},
+    limits=LIMITS,
+    settings=lambda args: {"batches": {case.id: case.batch for case in PROGRAM.chosen_cases(args)}},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

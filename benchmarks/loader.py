@@ -2,7 +2,6 @@
 
     python benchmarks/loader.py --out benchmarks/results/loader.json
     python benchmarks/loader.py --scenario ready --only torch_pin,pinstage
-    python benchmarks/loader.py --refused --out benchmarks/results/loader_refused.json
 
 Three scenarios, each for every variant, with `--workers` processes and torch's default collation:
 
@@ -14,12 +13,6 @@ Three scenarios, each for every variant, with `--workers` processes and torch's 
   ``main`` is the time that the loop spent in `next` and `.to()`.
 - ``decode``: workers decode JPEG images, so they are the bottleneck and there is little to gain.
 
-With ``--refused`` there are batches of 16 and of 128 MiB as in ``ready``, and two more ways: CUDA
-refuses to register any memory, as it does on GB10 or in confidential computing, or refuses the
-third block and all later ones. ``detail`` then has
-what the loader holds, and the resident memory, before and after 2,000 more batches of 16 MiB; if
-either grows, the row is an error.
-
 A figure is the time of the whole loop over its batches (`comparison/loop_timer.py`). Each variant
 runs in a fresh process in each of the `--rounds` passes. The first batch is compared bit for bit
 with the default collation of the same samples, outside the timer.
@@ -27,36 +20,28 @@ with the default collation of the same samples, outside the timer.
 
 from __future__ import annotations
 
-import argparse
 import io
-import itertools
-import mmap
+import math
 import sys
 import time
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import loader_by_hand
-import script
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from comparison import harness, table
-from comparison.harness import Outcome, Variant
+from comparison.harness import Outcome, Variant, importable
 from comparison.loop_timer import LoopTimer
-from comparison.record import Row
+from comparison.program import Args, Program
+from comparison.timing import synchronize
 
 KEPT = 128
 """Samples in memory; the dataset repeats them, but no batch has a sample twice."""
 STEP_SIZE = 4096
-MIB = 1 << 20
-GROWTH = 64 * MIB
-"""Bytes by which memory may differ between two moments of a steady loop: four of 2,000 batches."""
 SETTLE_SECONDS = 1.5
 """Untimed at least: the largest slabs are 7.4 GB, and take so long to page-lock."""
 
@@ -64,32 +49,48 @@ Sample = dict[str, torch.Tensor]
 Batches = Iterable[Sample]
 
 
-class Ready(Dataset[Sample]):
-    """Samples stored in memory."""
+class Kept(Dataset[Any]):
+    """Samples stored in memory, again and again.
+
+    Args:
+        samples: the samples.
+        length: the number of items.
+        copy: makes an item of a sample. Without default collation, torch's workers would move the
+            samples themselves to shared memory, and only once.
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, fields: int, length: int
+        self, samples: Sequence[Any], length: int, copy: Callable[[Any], Any] | None = None
     ) -> None:
-        self._length = length
-        generator = torch.Generator().manual_seed(0)
-        nbytes = torch.empty(shape, dtype=dtype, device="meta").nbytes
-        rows = torch.randint(0, 120, (KEPT, fields, nbytes), dtype=torch.uint8, generator=generator)
-        self._samples = [
-            # Each has its own storage: SPDL pickles the samples, and a tensor's pickle contains its
-            # whole storage.
-            {f"field_{i:03}": row.view(dtype).view(shape).clone() for i, row in enumerate(rows[k])}
-            for k in range(KEPT)
-        ]
+        self._samples, self._length, self._copy = samples, length, copy
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> Sample:
-        return self._samples[index % KEPT]
+    def __getitem__(self, index: int) -> Any:
+        sample = self._samples[index % len(self._samples)]
+        return sample if self._copy is None else self._copy(sample)
+
+
+def ready(shape: tuple[int, ...], fields: int, length: int) -> Kept:
+    """Return samples of some fields."""
+    generator = torch.Generator().manual_seed(0)
+    nbytes = 4 * math.prod(shape)
+    rows = torch.randint(0, 120, (KEPT, fields, nbytes), dtype=torch.uint8, generator=generator)
+    samples = [
+        # Each has its own storage: SPDL pickles the samples, and a tensor's pickle contains its
+        # whole storage.
+        {
+            f"field_{i:03}": row.view(torch.float32).view(shape).clone()
+            for i, row in enumerate(sample)
+        }
+        for sample in rows
+    ]
+    return Kept(samples, length)
 
 
 class Decoded(Dataset[Sample]):
-    """Images that are decoded for each sample; without Pillow, decompressed and scaled noise."""
+    """Images that are decoded for each sample."""
 
     def __init__(self, side: int, length: int) -> None:
         self._length = length
@@ -104,17 +105,7 @@ class Decoded(Dataset[Sample]):
         )
         self._coded = [self._encode(image.permute(1, 2, 0).contiguous()) for image in images]
 
-    @staticmethod
-    def kind() -> str:
-        return (
-            "JPEG by Pillow"
-            if harness.importable("PIL")
-            else "no Pillow here: zlib instead of JPEG"
-        )
-
     def _encode(self, image: torch.Tensor) -> bytes:
-        if not harness.importable("PIL"):
-            return zlib.compress(image.numpy().tobytes())
         from PIL import Image
 
         file = io.BytesIO()
@@ -125,13 +116,9 @@ class Decoded(Dataset[Sample]):
         return self._length
 
     def __getitem__(self, index: int) -> Sample:
-        coded = self._coded[index % KEPT]
-        if harness.importable("PIL"):
-            from PIL import Image
+        from PIL import Image
 
-            raw = Image.open(io.BytesIO(coded)).convert("RGB").tobytes()
-        else:
-            raw = zlib.decompress(coded)
+        raw = Image.open(io.BytesIO(self._coded[index % KEPT])).convert("RGB").tobytes()
         image = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(self._side, self._side, 3)
         return {
             "image": image.permute(2, 0, 1).float().div_(255),
@@ -148,9 +135,6 @@ class Case:
     batch_size: int
     leaves: int
     shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    watched: int = 0
-    """Batches after the timed ones, over which our memory must not grow."""
 
     @property
     def id(self) -> str:
@@ -160,16 +144,12 @@ class Case:
     def nbytes(self) -> int:
         if self.scenario == "decode":
             return self.batch_size * (4 * 3 * self.shape[0] ** 2 + 8)
-        return (
-            self.batch_size
-            * self.leaves
-            * torch.empty(self.shape, dtype=self.dtype, device="meta").nbytes
-        )
+        return self.batch_size * self.leaves * 4 * math.prod(self.shape)
 
     def dataset(self, length: int) -> Dataset[Sample]:
         if self.scenario == "decode":
             return Decoded(self.shape[0], length)
-        return Ready(self.shape, self.dtype, self.leaves, length)
+        return ready(self.shape, self.leaves, length)
 
 
 CASES = (
@@ -186,60 +166,19 @@ SMOKE_CASES = (
     Case("step", "5 fields", 4, 5, (64,)),
     Case("decode", "4 images", 4, 2, (32,)),
 )
-SCENARIOS = ("ready", "step", "decode")
-REFUSED_CASES = (
-    Case("refused", "8 x 2 MiB", 8, 8, (65_536,), watched=2000),
-    Case("refused", "8 x 16 MiB", 64, 8, (65_536,)),
-)
-SMOKE_REFUSED_CASES = (Case("refused", "8 x 8 KiB", 8, 8, (256,), watched=20),)
 
 
-@contextmanager
-def _torch(
-    dataset: Any, batch_size: int, workers: int, device: torch.device, pin: bool
-) -> Iterator[Batches]:
+def _torch(dataset: Any, batch_size: int, workers: int, device: torch.device, pin: bool) -> Batches:
     loader = DataLoader(dataset, batch_size, num_workers=workers, pin_memory=pin)
-    yield (
+    return (
         {key: leaf.to(device, non_blocking=pin) for key, leaf in batch.items()} for batch in loader
     )
 
 
-@contextmanager
-def _pinstage(
-    dataset: Any, batch_size: int, workers: int, device: torch.device
-) -> Iterator[Batches]:
+def pinstage(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Batches:
     import pinstage as ps
 
-    yield ps.DataLoader(dataset, batch_size, num_workers=workers, device=device, max_bytes="16GiB")
-
-
-@contextmanager
-def _refused(
-    dataset: Any, batch_size: int, workers: int, device: torch.device, **refusal: Any
-) -> Iterator[Batches]:
-    if device.type == "cuda":
-        refuse_registering(**refusal)
-    with _pinstage(dataset, batch_size, workers, device) as batches:
-        yield batches
-
-
-def refuse_registering(allowed: int = 0, error: str = "cudaErrorNotSupported") -> None:
-    """Let CUDA refuse to register memory in this process.
-
-    Args:
-        allowed: number of calls that succeed before.
-        error: name of CUDA's error; by default that of platforms that register nothing.
-    """
-    from cuda.bindings import runtime
-
-    register, calls = runtime.cudaHostRegister, itertools.count()
-
-    def refuse(*args: Any) -> Any:
-        if next(calls) < allowed:
-            return register(*args)
-        return (getattr(runtime.cudaError_t, error),)
-
-    runtime.cudaHostRegister = refuse
+    return ps.DataLoader(dataset, batch_size, num_workers=workers, device=device, max_bytes="16GiB")
 
 
 def _consolidated(samples: list[Sample]) -> Any:
@@ -248,15 +187,12 @@ def _consolidated(samples: list[Sample]) -> Any:
     return TensorDict(default_collate(samples), batch_size=[len(samples)]).consolidate()
 
 
-@contextmanager
-def _tensordict(
-    dataset: Any, batch_size: int, workers: int, device: torch.device
-) -> Iterator[Batches]:
+def _tensordict(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Batches:
     pin = device.type == "cuda"
     loader = DataLoader(
         dataset, batch_size, num_workers=workers, collate_fn=_consolidated, pin_memory=pin
     )
-    yield (batch.to(device, non_blocking=True) for batch in loader)
+    return (batch.to(device, non_blocking=True) for batch in loader)
 
 
 @contextmanager
@@ -310,24 +246,7 @@ VARIANTS = (
         "no loader, but the least that one can do: fixed shared slots, one byte for a batch, one "
         "copy, the views",
     ),
-    Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
-)
-REFUSED_VARIANTS = (
-    *script.chosen("torch_pin,pinstage", VARIANTS),
-    Variant(
-        "pinstage_refused",
-        _refused,
-        "the same where CUDA refuses to register memory",
-        package="pinstage",
-        ours=True,
-    ),
-    Variant(
-        "pinstage_third",
-        partial(_refused, allowed=2, error="cudaErrorInvalidValue"),
-        "the same where CUDA refuses the third and later blocks",
-        package="pinstage",
-        ours=True,
-    ),
+    Variant("pinstage", pinstage, "`ps.DataLoader(device=device)`", ours=True),
 )
 
 
@@ -348,79 +267,54 @@ class Step:
             value = value @ self._weight
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return one variant's status on one case, the seconds per batch, and those of each `next`."""
-    device = torch.device(args.device)
-    timer = LoopTimer(
-        device,
-        args.workers,
-        fewest=args.repeats,
-        seconds=args.seconds,
-        settle_seconds=0 if args.smoke else SETTLE_SECONDS,
+    if case.scenario == "decode" and not importable("PIL"):
+        return {"status": "not installed", "detail": "Pillow"}
+    with variant.open(*arguments(args, case)) as batches:
+        return timed_loop(iter(batches), args, case)
+
+
+def timer_of(args: Args, workers: int, settle_seconds: float = SETTLE_SECONDS) -> LoopTimer:
+    """Return the timer of a loop."""
+    settle = 0 if args.smoke else settle_seconds
+    limits = {"fewest": args.repeats, "seconds": args.seconds, "settle_seconds": settle}
+    return LoopTimer(args.device, workers, **limits)
+
+
+def arguments(args: Args, case: Case, further: int = 0) -> tuple[Any, int, int, torch.device]:
+    """Return a loader's arguments: the dataset, of some batches more than are timed, and so on."""
+    length = (timer_of(args, args.workers).steps + 1 + further) * case.batch_size
+    return case.dataset(length), case.batch_size, args.workers, args.device
+
+
+def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
+    """Compare the first batch, and time the others."""
+    timer = timer_of(args, args.workers)
+    dataset = case.dataset(case.batch_size)
+    wrong = differences(
+        next(iterator), default_collate([dataset[index] for index in range(case.batch_size)])
     )
-    dataset = case.dataset((timer.steps + 1 + case.watched) * case.batch_size)
-    expected = default_collate([dataset[index] for index in range(case.batch_size)])
-    step = Step(device, args.products) if case.scenario == "step" else None
+    if wrong:
+        return {"status": "incorrect", "detail": wrong}
+    step = Step(args.device, args.products) if case.scenario == "step" else None
     clock = time.perf_counter if step else time.thread_time
     main_thread: list[float] = []
-    with variant.setup(dataset, case.batch_size, args.workers, device) as batches:
-        iterator = iter(batches)
-        wrong = differences(next(iterator), expected)
-        if wrong:
-            return {"status": "incorrect", "detail": wrong}
-        goes_on = True
-        while goes_on:
-            batch = None  # freed now, not in the next line
-            before = clock()
-            batch = next(iterator)
-            if timer.timing:
-                main_thread.append(clock() - before)
-            timer.begin()
-            if step:
-                step(next(iter(batch.values())))
-            else:
-                synchronize(device)
-            goes_on = timer.end()
-        outcome = timer.outcome() | {"main": main_thread}
-        if case.scenario == "decode":
-            outcome["detail"] = Decoded.kind()
-        elif case.scenario == "refused" and variant.ours:
-            outcome |= watched(batches, iterator, case, device)
-        elif not step:
-            outcome["detail"] = ""
-    return outcome
-
-
-def watched(loader: Any, iterator: Iterator[Sample], case: Case, device: torch.device) -> Outcome:
-    """Take further batches, and return the memory before and after as the detail; an error if it
-    grew.
-    """
-
-    def memory() -> tuple[int, int, int]:
-        pool = loader.stats().pool
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return pool.held_bytes, pool.pinned_bytes, pages * mmap.PAGESIZE
-
-    before = memory()
-    for _ in range(case.watched):
-        next(iterator)
-        synchronize(device)
-    after = memory()
-    texts = [
-        "{:.0f} MiB held, {:.0f} page-locked, {:.0f} resident".format(*(n / MIB for n in numbers))
-        for numbers in (before, after)
-    ]
-    grew = after[0] > before[0] + GROWTH or after[2] > before[2] + GROWTH
-    detail = f"{texts[0]}; after {case.watched} more batches {texts[1]}"
-    if not case.watched:
-        detail = texts[0]
-    return {"status": "error" if grew else "ok", "detail": detail}
+    goes_on = True
+    while goes_on:
+        batch = None  # freed now, not in the next line
+        before = clock()
+        batch = next(iterator)
+        if timer.timing:
+            main_thread.append(clock() - before)
+        timer.begin()
+        if step:
+            step(next(iter(batch.values())))
+        else:
+            synchronize(args.device)
+        goes_on = timer.end()
+    outcome = timer.outcome() | {"main": main_thread}
+    return outcome if step else outcome | {"detail": ""}
 
 
 def differences(batch: Any, expected: Sample) -> str:
@@ -434,82 +328,32 @@ def differences(batch: Any, expected: Sample) -> str:
     return ""
 
 
-def report(rows: Sequence[Row]) -> None:
-    """Print the medians, the time of the main thread, and the share of the time in which the GPU
-    was idle.
-    """
-    for scenario in dict.fromkeys(row.case.partition(":")[0] for row in rows):
-        some = [row for row in rows if row.case.startswith(scenario)]
-        table.grid("ms per batch", some, "median", "minimum", "maximum")
-        table.grid("ms of the main thread per batch", some, "main_median")
-        if scenario != "ready":
-            lines = [[f"{row.variant}, {row.case}", row.detail or "-"] for row in some]
-            table.show(f"{scenario}", ["variant", "said"], lines)
-    if any(row.vs_best_rival for row in rows):
-        table.grid(
-            "speed-up over the best rival", [row for row in rows if row.ours], "vs_best_rival"
-        )
+def begin(args: Args) -> None:
+    """Leave the CPUs to the workers: the threads of a step on the CPU would wait for them."""
+    if args.device.type == "cpu":
+        torch.set_num_threads(1)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or gave wrong batches."""
-    parser = script.parser(
-        __doc__,
-        repeats=64,
-        repeats_help="timed batches for each variant and case, at least; ten times as many as "
-        "workers hold ready, if that is more",
-    )
-    parser.set_defaults(rounds=3)
-    parser.add_argument("--scenario", help=f"these, separated by commas: {', '.join(SCENARIOS)}")
-    parser.add_argument("--workers", type=int, help="worker processes; 8, with --refused 4")
-    parser.add_argument(
-        "--products",
-        type=int,
-        default=50,
-        help="matrix products of a training step; 50 take 10 ms on an H100",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="stop timing a case after this time"
-    )
-    parser.add_argument(
-        "--refused", action="store_true", help="a loader whose memory CUDA refuses to register"
-    )
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    args.workers = args.workers or (4 if args.refused else 8)
-    if args.smoke:
-        args.repeats, args.seconds, args.workers = 4, 0.0, min(args.workers, 2)
-        args.rounds = 1
-    wanted = script.named(args.scenario, SCENARIOS, "scenario")
-    benchmark, known = "loader", VARIANTS
-    cases = [case for case in (SMOKE_CASES if args.smoke else CASES) if case.scenario in wanted]
-    if args.refused:
-        benchmark, known = "loader_refused", REFUSED_VARIANTS
-        cases = list(SMOKE_REFUSED_CASES if args.smoke else REFUSED_CASES)
-    if args.child:
-        (variant,) = script.chosen(args.child, known)
-        device = torch.device(args.device)
-        harness.start_device(device)
-        if device.type == "cpu":
-            torch.set_num_threads(1)  # else the step's threads wait for the workers' CPUs
-        harness.work(cases, partial(measure, variant, args), lambda: None)
-        return 0
-    variants = script.chosen(args.only, known)
-    further = [
-        "--scenario",
-        ",".join(wanted),
-        "--workers",
-        str(args.workers),
-        "--products",
-        str(args.products),
-    ]
-    further += ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    further += ["--refused"] if args.refused else []
-    judge = script.compare_on_a_gpu(args, "by_hand")  # which isn't a loader
-    rows = script.collect(benchmark, __file__, variants, cases, args, further, judge=judge)
-    report(rows)
-    return script.finish(benchmark, rows, variants, args)
-
+REPEATS = "timed batches, at least; ten times as many as workers hold ready, if that is more"
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms per batch",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={
+        "repeats": (64, REPEATS),
+        "seconds": (3.4, "stop timing a pass of a case after this time"),
+        "workers": (8, "worker processes"),
+        "products": (50, "matrix products of a training step; 50 take 10 ms on an H100"),
+    },
+    small_cases=SMOKE_CASES,
+    small={"repeats": 4, "seconds": 0.0, "workers": 2, "rounds": 1},
+    rounds=3,
+    limits=("by_hand",),  # which isn't a loader
+    begin=begin,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

@@ -9,7 +9,7 @@ Loops with a model of a fixed time on the GPU (a chain of matrix products that t
 for):
 
 - ``segmentation``: 32 images of 3 x 384 x 384 bytes and their masks, int64, stacked by default
-  collation; without workers 16.
+  collation.
 - ``lidar``: a list of 32 dataclasses of points, intensities, boxes and labels, all of different
   sizes.
 - ``columns``: a dict of 120 columns of 512 floats, taken from a table.
@@ -26,27 +26,23 @@ far as the system allows: at 1,024, torch's loader fails on ``lidar``.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import queue
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import loader
-import script
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from comparison import harness, table
 from comparison.harness import Outcome, Variant
-from comparison.loop_timer import LoopTimer
-from comparison.record import Row
+from comparison.program import Args, Program
 
 KEPT = 64
 """Samples in memory, which a dataset repeats."""
@@ -129,33 +125,15 @@ def token_sample(rng: torch.Generator, scale: int) -> Any:
     return {"input_ids": tokens, "labels": tokens.roll(-1)}
 
 
-class Kept(Dataset[Any]):
-    """Samples stored in memory.
-
-    Args:
-        copies: whether each item is a copy. Without default collation, torch's workers would move
-            the samples themselves to shared memory, and only once.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[torch.Generator, int], Any],
-        scale: int,
-        length: int,
-        *,
-        copies: bool = False,
-    ) -> None:
-        rng = torch.Generator().manual_seed(0)
-        self._samples = [make(rng, scale) for _ in range(KEPT)]
-        self._length = length
-        self._copies = copies
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Any:
-        sample = self._samples[index % KEPT]
-        return mapped(torch.Tensor.clone, sample) if self._copies else sample
+def kept(
+    make: Callable[[torch.Generator, int], Any],
+    scale: int,
+    length: int,
+    copy: Callable[[Any], Any] | None = None,
+) -> loader.Kept:
+    """Return samples in memory."""
+    rng = torch.Generator().manual_seed(0)
+    return loader.Kept([make(rng, scale) for _ in range(KEPT)], length, copy)
 
 
 class Columns(Dataset[Any]):
@@ -199,14 +177,27 @@ class Case:
     def id(self) -> str:
         return f"{self.name}, {self.workers or 'no'} workers"
 
+    @cached_property
+    def batch(self) -> Any:
+        """The first batch, on the host."""
+        dataset, collate = self.dataset(self.scale, 1), self.collate or default_collate
+        if self.batch_size is None:
+            return dataset[0]
+        return collate([dataset[index] for index in range(self.batch_size)])
+
     @property
     def nbytes(self) -> int:
-        return 0
+        return sum(leaf.nbytes for leaf in tensors(self.batch))
+
+    @property
+    def leaves(self) -> int:
+        return len(tensors(self.batch))
 
     def small(self) -> Case:
         """Return the case for a smoke run."""
-        size = self.batch_size and min(self.batch_size, 4)
-        return replace(self, batch_size=size, workers=min(self.workers, 2), scale=1)
+        return replace(
+            self, batch_size=self.batch_size and 4, workers=min(self.workers, 2), scale=1
+        )
 
     def loader(self, length: int, **options: Any) -> DataLoader[Any]:
         """Return torch's loader of `length` batches."""
@@ -222,18 +213,19 @@ class Case:
         }
 
 
-segmentation = partial(Kept, segmentation_sample)
-tokens = partial(Kept, token_sample)
+segmentation = partial(kept, segmentation_sample)
+lidar = partial(kept, lidar_sample, copy=partial(mapped, torch.Tensor.clone))
+tokens = partial(kept, token_sample)
 CASES = (
     Case("segmentation", segmentation, 32, 8, 9),
-    Case("lidar", partial(Kept, lidar_sample, copies=True), 32, 8, 6, list),
+    Case("lidar", lidar, 32, 8, 6, list),
     Case("columns", Columns, None, 6, 2),
     Case("tokens", tokens, 16, 4, 2),
-    Case("segmentation", segmentation, 16, 0, 9),
+    Case("segmentation", segmentation, 32, 0, 9),
+    Case("lidar", lidar, 32, 0, 6, list),
     Case("columns", Columns, None, 0, 2),
     Case("tokens", tokens, 16, 0, 2),
 )
-NAMES = tuple(dict.fromkeys(case.name for case in CASES))
 
 
 def _moved(batches: Iterable[Any], device: torch.device, non_blocking: bool) -> Iterator[Any]:
@@ -241,9 +233,8 @@ def _moved(batches: Iterable[Any], device: torch.device, non_blocking: bool) -> 
         yield mapped(lambda leaf: leaf.to(device, non_blocking=non_blocking), batch)
 
 
-@contextmanager
-def _torch(case: Case, length: int, device: torch.device, pin: bool) -> Iterator[Iterable[Any]]:
-    yield _moved(case.loader(length, pin_memory=pin), device, pin)
+def _torch(case: Case, length: int, device: torch.device, pin: bool) -> Iterable[Any]:
+    return _moved(case.loader(length, pin_memory=pin), device, pin)
 
 
 @contextmanager
@@ -288,31 +279,29 @@ def _thread(case: Case, length: int, device: torch.device) -> Iterator[Iterable[
 
 
 @contextmanager
-def _prefetch(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
+def _prefetch(
+    case: Case, length: int, device: torch.device, pin: bool = False
+) -> Iterator[Iterable[Any]]:
     import pinstage as ps
 
     with ps.Stager(device, max_bytes="4GiB") as stager:
-        yield stager.prefetch(case.loader(length))
+        yield stager.prefetch(case.loader(length, pin_memory=pin))
 
 
-@contextmanager
-def _wrapped(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
+def _wrapped(case: Case, length: int, device: torch.device) -> Iterable[Any]:
     import pinstage as ps
 
-    yield ps.wrap_loader(case.loader(length), device=device, max_bytes="8GiB")
+    return ps.wrap_loader(case.loader(length), device=device, max_bytes="8GiB")
 
 
-@contextmanager
-def _pinstage(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:
+def _pinstage(case: Case, length: int, device: torch.device) -> Iterable[Any]:
     import pinstage as ps
 
-    yield ps.DataLoader(**case.arguments(length), device=device, max_bytes="8GiB")
+    return ps.DataLoader(**case.arguments(length), device=device, max_bytes="8GiB")
 
 
-@contextmanager
-def _model(case: Case, length: int, device: torch.device) -> Iterator[Iterable[Any]]:  # noqa: ARG001
-    batch = next(iter(replace(case, workers=0).loader(1)))
-    yield itertools.repeat(mapped(lambda leaf: leaf.to(device), batch))
+def _model(case: Case, length: int, device: torch.device) -> Iterable[Any]:  # noqa: ARG001
+    return itertools.repeat(mapped(lambda leaf: leaf.to(device), case.batch))
 
 
 VARIANTS = (
@@ -338,95 +327,65 @@ VARIANTS = (
         "prefetch",
         _prefetch,
         "torch's DataLoader, then `Stager.prefetch(loader)`",
-        package="pinstage",
+        ours=True,
+    ),
+    Variant(
+        "prefetch_pin",
+        partial(_prefetch, pin=True),
+        "torch's DataLoader with pin_memory=True, then `Stager.prefetch(loader)`",
+        needs_cuda=True,
         ours=True,
     ),
     Variant(
         "wrap_loader",
         _wrapped,
         "torch's DataLoader, then `ps.wrap_loader(loader, device=device)`",
-        package="pinstage",
         ours=True,
     ),
-    Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", package="pinstage", ours=True),
+    Variant("pinstage", _pinstage, "`ps.DataLoader(device=device)`", ours=True),
     Variant("model", _model, "the model alone, with one batch that is on the device"),
 )
 
 
-def measure(variant: Variant, args: argparse.Namespace, case: Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return one way's status on one loop, and the seconds per step."""
-    device = torch.device(args.device)
-    timer = LoopTimer(
-        device,
-        case.workers,
-        fewest=args.repeats,
-        seconds=args.seconds,
-        settle_seconds=0 if args.smoke else SETTLE_SECONDS,
-    )
-    step = loader.Step(device, case.products)
-    with variant.setup(case, timer.steps + 1, device) as batches:
+    timer = loader.timer_of(args, case.workers, SETTLE_SECONDS)
+    step = loader.Step(args.device, case.products)
+    with variant.open(case, timer.steps + 1, args.device) as batches:
         iterator = iter(batches)
-        dataset, collate = case.dataset(case.scale, 1), case.collate or default_collate
-        expected = (
-            dataset[0]
-            if case.batch_size is None
-            else collate([dataset[index] for index in range(case.batch_size)])
-        )
-        pairs = list(zip(tensors(next(iterator)), tensors(expected), strict=True))
+        pairs = list(zip(tensors(next(iterator)), tensors(case.batch), strict=True))
         if not all(torch.equal(found.cpu(), leaf) for found, leaf in pairs):
             return {"status": "incorrect", "detail": "other values"}
         timer.run(iterator, lambda batch: step(first(batch)))
         return timer.outcome()
 
 
-def report(rows: Sequence[Row]) -> None:
-    """Print the time per step, and how busy the GPU was."""
-    table.grid("ms per step", rows, "median", "minimum", "maximum")
-    table.show(
-        "the GPU",
-        ["way, loop", "said"],
-        [[f"{row.variant}, {row.case}", row.detail or "-"] for row in rows],
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the loops; return 1 if a way failed or gave wrong batches."""
-    # torch's loader opens a file for each tensor on its way: `lidar` has 128 in a batch.
+def begin(args: Args) -> None:
+    """Raise the limit of open files: torch's loader opens one for each tensor on its way, and
+    `lidar` has 128 in a batch.
+    """
+    loader.begin(args)
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
-    parser = script.parser(
-        __doc__,
-        repeats=100,
-        repeats_help="timed steps of each way and loop, at least; ten times as many as workers "
-        "hold ready, if that is more",
-    )
-    parser.set_defaults(rounds=3)
-    parser.add_argument("--loops", help=f"these, separated by commas: {', '.join(NAMES)}")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="stop timing a loop after this time"
-    )
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    if args.smoke:
-        args.repeats, args.seconds, args.rounds = min(args.repeats, 4), 0.0, 1
-    wanted = script.named(args.loops, NAMES, "loop")
-    cases = [case.small() if args.smoke else case for case in CASES if case.name in wanted]
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        device = torch.device(args.device)
-        harness.start_device(device)
-        if device.type == "cpu":
-            torch.set_num_threads(1)  # otherwise the model's threads wait for the workers' CPUs
-        harness.work(cases, partial(measure, variant, args), lambda: None)
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--loops", ",".join(wanted), "--seconds", str(args.seconds)]
-    further += ["--smoke"] if args.smoke else []
-    judge = script.compare_on_a_gpu(args, "model")  # which brings nothing to the device
-    rows = script.collect("loops", __file__, variants, cases, args, further, judge=judge)
-    report(rows)
-    return script.finish("loops", rows, variants, args)
 
+
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms per step",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={
+        "repeats": (100, loader.REPEATS),
+        "seconds": (3.4, "stop timing a pass of a loop after this time"),
+    },
+    small_cases=[case.small() for case in CASES],
+    small={"repeats": 4, "seconds": 0.0, "rounds": 1},
+    rounds=3,
+    limits=("model",),  # which brings nothing to the device
+    begin=begin,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

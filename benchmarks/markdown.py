@@ -3,18 +3,20 @@ hand.
 
     python benchmarks/markdown.py          # prints them
     python benchmarks/markdown.py --write  # puts them between the markers of the pages
+
+Bold is the best of the ways that are compared: of a row, or of a column where each row is a way.
+Ways whose spreads overlap with the best one's are bold too; if that is every way, none is.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,114 @@ NAMES = {
     "multi_tensor_copier_openmp": "the same with OpenMP",
 }
 SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()} | {
-    "multi_tensor_copier": "C++",
-    "multi_tensor_copier_openmp": "C++, OpenMP",
+    "multi_tensor_copier": "multi_tensor_copier",
+    "multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP",
 }
 OURS = {"pinstage": "**pinstage**"}
+BATCHES = "tensors x bytes of each"
+LIMITS = {
+    *("bus", "stack_bus", "state_bus", "fill", "batch", "model", "graph", "none", "kept"),
+    *("filled_before", "pinstage_lease", "permutation"),
+}
+"""Ways that show a limit and compete with no other."""
+
+Row = dict[str, Any]
+Result = dict[str, Any]
+Rows = Mapping[str, Row]
+"""Rows of one case, by their ways."""
+Ways = Mapping[str, str]
+"""What ways are called."""
 
 
-def folded(short: list[str], whole: list[str], said: list[str]) -> str:
+# -- the parts of a table --------------------------------------------------------------------------
+
+
+def table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table."""
+    whole = (heads, ["---"] * len(heads), *lines)
+    return [f"| {' | '.join(cells)} |".replace("| --- ", "|---") for cells in whole]
+
+
+def by_case(result: Result) -> dict[str, dict[str, Row]]:
+    """Return the rows of each case by their variants."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in result["rows"]:
+        cases.setdefault(row["case"], {})[row["variant"]] = row
+    return cases
+
+
+def best(rows: Rows, field: str = "median", limits: Iterable[str] = LIMITS) -> set[str]:
+    """Return the fastest way, and those whose spreads overlap with its own; none if all do."""
+    racing = {
+        way: row for way, row in rows.items() if way not in limits and row.get(field) is not None
+    }
+    if not racing:
+        return set()
+    _, most = spread_of(min(racing.values(), key=lambda row: row[field]), field)
+    found = {way for way, row in racing.items() if spread_of(row, field)[0] <= most}
+    return found if len(found) < len(racing) else set()
+
+
+def spread_of(row: Row, field: str = "median") -> tuple[float, float]:
+    """Return between what a row's figures are: of all passes if they are few, else of 80%."""
+    prefix = field.removesuffix("median")
+    low, high = row.get(f"{prefix}p10"), row.get(f"{prefix}p90")
+    if field == "median" and row["repeats"] < 10:
+        low, high = row.get("minimum", low), row.get("maximum", high)
+    return low or row[field], high or row[field]
+
+
+def cells(
+    rows: Rows,
+    ways: Iterable[str],
+    field: str = "median",
+    more: Callable[[Row], str] = lambda row: "",  # noqa: ARG005
+    scale: float = 1.0,
+    limits: Iterable[str] = LIMITS,
+) -> list[str]:
+    """Return the figures of ways, the best in bold, with more of each; or why there is none."""
+    ways = list(ways)
+    shown = {way: rows[way] for way in ways if way in rows}
+    bold = set() if field == "gb_per_s" else best(shown, field, limits)
+    found = []
+    for way in ways:
+        row = shown.get(way, {})
+        if row.get(field) is None:
+            found.append(row["status"] if row.get("status", "ok") != "ok" else "-")
+            continue
+        text = figure(row[field] * scale)
+        found.append((f"**{text}**" if way in bold else text) + more(row))
+    return found
+
+
+def by_ways(
+    corner: str, cases: Mapping[str, Rows], ways: Ways, columns: Ways | None = None, **options: Any
+) -> list[str]:
+    """Return a table with a line for each case and a column for each way; `columns` has further
+    columns, and for each its text by cases.
+    """
+    further: Mapping[str, Any] = columns or {}
+    return table(
+        [corner, *ways.values(), *further],
+        (
+            [case, *cells(rows, ways, **options), *(text[case] for text in further.values())]
+            for case, rows in cases.items()
+        ),
+    )
+
+
+def in_use(ways: Ways, cases: Mapping[str, Rows]) -> Ways:
+    """Return the ways that any case has."""
+    return {way: text for way, text in ways.items() if any(way in rows for rows in cases.values())}
+
+
+def by_cases(corner: str, ways: Ways, columns: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Return a table with a line for each way, of columns with their headings."""
+    heads, texts = zip(*columns, strict=True)
+    return table([corner, *heads], zip(ways.values(), *texts, strict=True))
+
+
+def folded(short: list[str], whole: list[str], said: Sequence[str] = ()) -> list[str]:
     """Return a table that fits a narrow page, the whole table to unfold, and the text about
     both.
     """
@@ -58,18 +161,10 @@ def folded(short: list[str], whole: list[str], said: list[str]) -> str:
         "",
         "</details>",
     ]
-    return "\n".join([*short, "", *unfold, "", *said])
+    return [*short, "", *unfold, *(line for text in said for line in ("", text))]
 
 
-def best_rival(rows: dict[str, dict[str, Any]], names: dict[str, str]) -> dict[str, Any]:
-    """Return the row of the fastest way that isn't ours."""
-    return min(
-        (row for name, row in rows.items() if name in names and row["status"] == "ok"),
-        key=lambda row: row["median"],
-    )
-
-
-def load(name: str) -> dict[str, Any]:
+def load(name: str) -> Result:
     """Read a result file.
 
     Raises:
@@ -84,6 +179,46 @@ def load(name: str) -> dict[str, Any]:
     return result
 
 
+def measured(name: str) -> Result | None:
+    """Read a result file that says nothing without a GPU; None until there is one."""
+    if not (RESULTS / f"{name}.json").exists():
+        return None
+    result = load(name)
+    if not result["machine"]["gpu"]:
+        raise ValueError(f"{name}.json was measured without a GPU, and the page is about one")
+    return result
+
+
+TABLES: dict[str, Callable[..., str]] = {}
+"""The tables by their names on the pages."""
+
+
+def said_by(
+    name: str, heading: str = "", read: Callable[[str], Result | None] = load
+) -> Callable[[Callable[..., list[str]]], Callable[..., str]]:
+    """Make a table of a function's lines: with a heading and the source of the figures, those of a
+    result file if no other result is given; nothing without either.
+    """
+
+    def wrap(lines: Callable[..., list[str]]) -> Callable[..., str]:
+        @wraps(lines)
+        def text(result: Result | None = None, **options: Any) -> str:
+            result = result or read(name)
+            found = lines(result, **options) if result else []
+            whole = [heading, "", *found] if heading else found
+            return "\n".join([*whole, "", source(result)]) if result and found else ""
+
+        TABLES[lines.__name__] = text
+        return text
+
+    return wrap
+
+
+def section(name: str, heading: str = "## Measured") -> Callable[..., Any]:
+    """The same, of a file that is measured on a GPU and may not be there yet."""
+    return said_by(name, heading, measured)
+
+
 def figure(value: float | None) -> str:
     """Three digits are all that a median on a shared machine is worth."""
     if value is None:
@@ -95,95 +230,74 @@ def source(result: dict[str, Any]) -> str:
     """Return the source of the figures: machine, versions, commit and date."""
     machine, versions = result["machine"], result["versions"]
     commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
+    device = f"{machine['cpu']}, no GPU"
+    if machine["gpu"]:
+        device = f"{machine['gpu']}, driver {machine['driver']}"
     return (
-        f"{_device(machine)}, {machine['cores']} cores, torch {versions['torch']}, Python "
+        f"{device}, {machine['cores']} cores, torch {versions['torch']}, Python "
         f"{versions['python']}; commit {commit}, {result['date'][:10]}"
     )
 
 
-def _device(machine: dict[str, Any]) -> str:
-    return (
-        f"{machine['gpu']}, driver {machine['driver']}"
-        if machine["gpu"]
-        else f"{machine['cpu']}, no GPU"
-    )
+def times(row: Row, other: Row) -> str:
+    """Return how many times as long as the other a row took."""
+    medians = row["median"], other["median"]
+    return "-" if None in medians else f"{medians[0] / medians[1]:.2f}"
 
 
-def staging(result: dict[str, Any] | None = None) -> str:
+def best_rival(rows: Rows, names: Iterable[str]) -> Row:
+    """Return the row of the fastest way of some."""
+    measured = (rows[name] for name in names if name in rows and rows[name]["status"] == "ok")
+    return min(measured, key=lambda row: row["median"])
+
+
+def titled(case: str) -> str:
+    """Return a case of the comparison as text."""
+    return case.replace("x", " x ", 1).replace("-", ", ")
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+
+@said_by("staging")
+def staging(result: Result) -> list[str]:
     """Every rival on every batch. Ways that are missing from the file, or could not run, have no
     column.
     """
-    result = result or load("staging")
     shown = result["settings"].get("table")  # if the file has a series too, only these
-    rows = [row for row in result["rows"] if not shown or row["case"] in shown]
-    ran = {row["variant"] for row in rows if row["status"] == "ok"}
-    rivals, ours = ([name for name in names if name in ran] for names in (NAMES, OURS))
-    heads = [NAMES[name] for name in rivals]
-    for name in ours:
-        heads += [OURS[name], "beside the best rival"]
+    cases = {case: rows for case, rows in by_case(result).items() if not shown or case in shown}
+    in_place = [_in_place(case, rows) for case, rows in cases.items() if case.endswith("-in-place")]
+    cases = {case: rows for case, rows in cases.items() if not case.endswith("-in-place")}
+    ran = {way for rows in cases.values() for way, row in rows.items() if row["status"] == "ok"}
+    ways = {name: text for name, text in (NAMES | OURS).items() if name in ran}
+    named = {titled(case): rows for case, rows in cases.items()}
+    ratio = {case: times(best_rival(rows, NAMES), rows["pinstage"]) for case, rows in named.items()}
     whole = [
-        "| tensors x bytes of each | " + " | ".join(heads) + " |",
-        "|---" * (len(heads) + 1) + "|",
+        *by_ways(BATCHES, named, ways, {"ratio": ratio}),
+        "",
+        "Milliseconds until the call returns while the GPU has 100 ms of kernels to run first:",
+        "",
+        *by_ways("call beside a busy GPU", named, ways, field="busy_median"),
     ]
-    ours_names = [OURS[name] for name in ours]
-    short = [
-        "| tensors x bytes of each | " + " | ".join(ours_names) + " | best rival | ratio |",
-        "|---" * (len(ours) + 3) + "|",
-    ]
-    beside = [
-        (
-            f"| call beside a busy GPU | {' | '.join(NAMES[name] for name in rivals)} | "
-            f"{' | '.join(ours_names)} |"
-        )
-    ]
-    beside.append("|---" * (len(rivals) + len(ours) + 1) + "|")
-    in_place = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        of_case = {row["variant"]: row for row in rows if row["case"] == case}
-        if case.endswith("-in-place"):
-            in_place.append(_in_place(case, of_case))
-            continue
-        cells = [figure(of_case.get(name, {}).get("median")) for name in rivals]
-        best = best_rival(of_case, NAMES)
-        medians = [f"**{figure(of_case.get(name, {}).get('median'))}**" for name in ours]
-        ratios = [of_case.get(name, {}).get("vs_best_rival") for name in ours]
-        for median, ratio in zip(medians, ratios, strict=True):
-            cells += [median, "-" if ratio is None else f"{ratio:.2f} x"]
-        title = case.replace("x", " x ", 1).replace("-", ", ")
-        whole.append(f"| {title} | {' | '.join(cells)} |")
-        busy = [figure(of_case.get(name, {}).get("busy_median")) for name in (*rivals, *ours)]
-        beside.append(f"| {title} | {' | '.join(busy)} |")
-        rival = f"{figure(best['median'])}, {SHORT_NAMES[best['variant']]}"
-        short.append(f"| {title} | {' | '.join(medians)} | {rival} | {ratios[0]:.2f} |")
-    said = "Milliseconds until the call returns while the GPU has 100 ms of kernels to run first:"
-    whole += ["", said, "", *beside]
-    return folded(short, whole, [*in_place, source(result)])
+    return folded(beside_rival(named, OURS | {"rival": "best rival"}), whole, in_place)
 
 
-def staging_busy() -> str:
-    """The same while other processes compute on half of the CPUs."""
-    return staging(load("staging_busy"))
+def beside_rival(cases: Mapping[str, Rows], ways: Ways) -> list[str]:
+    """Return a table with the best rival, and its name beside its figure."""
+    raced, ratio = {}, {}
+    for case, rows in cases.items():
+        rival = best_rival(rows, NAMES)
+        raced[case] = {**rows, "rival": rival | {"name": f", {SHORT_NAMES[rival['variant']]}"}}
+        ratio[case] = times(rival, rows["pinstage"])
+    return by_ways(BATCHES, raced, ways, {"ratio": ratio}, more=lambda row: row.get("name", ""))
 
 
-def staging_short() -> str:
+@said_by("staging")
+def staging_short(result: Result) -> list[str]:
     """`.to()`, the best rival, and ours on five batches, a loss and a near one among them."""
-    result = load("staging")
-    names = NAMES | {"multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP"}
-    lines = head(["tensors x bytes of each", "`.to()`", "best other way", "**pinstage**", "ratio"])
-    for case in ("1x5KiB", "64x1KiB", "1000x16KiB", "1x38MiB", "16x16MiB"):
-        rows = {
-            row["variant"]: row
-            for row in result["rows"]
-            if row["case"] == case and row["status"] == "ok"
-        }
-        best = best_rival(rows, NAMES)
-        ours = rows["pinstage"]
-        lines.append(
-            f"| {case.replace('x', ' x ', 1).replace('-', ', ')} | {figure(rows['to']['median'])} "
-            f"| {figure(best['median'])}, {names[best['variant']].replace(' each', '')} | "
-            f"**{figure(ours['median'])}** | {ours['vs_best_rival']:.2f} |"
-        )
-    return "\n".join([*lines, "", source(result)])
+    cases, shown = by_case(result), "1x5KiB 64x1KiB 1000x16KiB 1x38MiB 16x16MiB"
+    named = {titled(case): cases[case] for case in shown.split()}
+    return beside_rival(named, {"to": "`.to()`", "rival": "best other way", **OURS})
 
 
 GAINS = {
@@ -216,22 +330,21 @@ they gain.
 """
 
 
-def gains() -> str:
+@said_by("staging")
+def gains(result: Result) -> list[str]:
     """The gain of each kind of batch: the range over its rows of `staging`."""
-    result = load("staging")
-    lines = head(["your batch", "speed-up over `.to()`", "over the best other way", "why"])
+    lines = []
     for kind, (matches, why) in GAINS.items():
         over = []
         for case, rows in by_case(result).items():
-            ours = rows["pinstage"]
+            ours, median = rows["pinstage"], rows["pinstage"]["median"]
             if not case.endswith("in-place") and matches(
                 ours["leaves"], ours["nbytes"] / ours["leaves"]
             ):
-                best = best_rival(rows, NAMES)["median"]
-                over.append((rows["to"]["median"] / ours["median"], best / ours["median"]))
-        cells = [_range([row[column] for row in over]) for column in (0, 1)]
-        lines.append(f"| {kind} | {' | '.join(cells)} | {why} |")
-    return "\n".join([*lines, "", source(result)])
+                rival = best_rival(rows, NAMES)["median"]
+                over.append((rows["to"]["median"] / median, rival / median))
+        lines.append([kind, *(_range([row[column] for row in over]) for column in (0, 1)), why])
+    return table(["your batch", "speed-up over `.to()`", "over the best other way", "why"], lines)
 
 
 def _range(ratios: list[float]) -> str:
@@ -241,27 +354,19 @@ def _range(ratios: list[float]) -> str:
     return f"{low}x" if low == high else f"{low}x to {high}x"
 
 
-def native_threads() -> str:
+@said_by("native_threads")
+def native_threads(result: Result) -> list[str]:
     """Large leaves by native threads, and by the bus alone."""
-    result = load("native_threads")
-    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-
-    def table(cases: list[str]) -> list[str]:
-        lines = ["| ms | " + " | ".join(case.replace("x", " x ") for case in cases) + " |"]
-        lines.append("|---" * (len(cases) + 1) + "|")
-        ways = dict(result["settings"]["variants"])
-        del ways["pinstage"]  # measured before it had native threads
-        for variant, about in ways.items():
-            rows = {row["case"]: row for row in result["rows"] if row["variant"] == variant}
-            lines.append(
-                f"| {about} | {' | '.join(figure(rows[case]['median']) for case in cases)} |"
-            )
-        return lines
-
-    return folded(table(["64x1MiB", "1x512MiB"]), table(cases), [source(result)])
+    ways = dict(result["settings"]["variants"])
+    ways.pop("pinstage", None)  # measured before it had native threads
+    columns = [
+        (case.replace("x", " x "), cells(rows, ways)) for case, rows in by_case(result).items()
+    ]
+    few = [column for column in columns if column[0] in ("64 x 1MiB", "1 x 512MiB")]
+    return folded(by_cases("ms", ways, few), by_cases("ms", ways, columns))
 
 
-def _in_place(case: str, rows: dict[str, dict[str, Any]]) -> str:
+def _in_place(case: str, rows: Rows) -> str:
     """Return the speed for a batch that was written into page-locked memory, so that nothing is
     packed.
     """
@@ -294,92 +399,110 @@ def pictures(text: str, path: Path) -> str:
     return f"![{text}]({path.name}#only-light)\n![{text}]({dark(path).name}#only-dark)"
 
 
-def waste() -> str:
-    """Host memory that was allocated but not requested."""
-    result = load("rounding_waste")
-    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    lines = ["| percent | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
-    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
-        of_variant = [row for row in result["rows"] if row["variant"] == variant]
-        cells = [
-            figure(row["median"]) if row["status"] == "ok" else row["status"] for row in of_variant
-        ]
-        lines.append(f"| {result['settings']['variants'][variant]} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", source(result)])
+@said_by("rounding_waste")
+def waste(result: Result, corner: str = "percent") -> list[str]:
+    """Host memory that was allocated but not requested: a line for each way, and a column for each
+    case.
+    """
+    ways = result["settings"]["variants"]
+    columns = [(case, cells(rows, ways)) for case, rows in by_case(result).items()]
+    return by_cases(corner, ways, columns)
 
 
-def startup() -> str:
+@said_by("memory_startup")
+def startup(result: Result) -> list[str]:
     """Time until 1 GiB is page-locked."""
-    result = load("memory_startup")
-    lines = ["| memory | 1 GiB ready, ms: first | again |", "|---|---|---|"]
-    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
-        first, again = (row["median"] for row in result["rows"] if row["variant"] == variant)
-        lines.append(f"| `{variant}` | {figure(first)} | {figure(again)} |")
-    return "\n".join([*lines, "", source(result)])
+    ways = {way: f"`{way}`" for way in result["settings"]["variants"]}
+    first, again = (cells(rows, ways) for rows in by_case(result).values())
+    return by_cases("memory", ways, [("1 GiB ready, ms: first", first), ("again", again)])
 
 
-def latency() -> str:
-    """The cost of a lease."""
-    result = load("pool_latency")
-    rows = result["rows"]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
-    lines = ["| one cycle, us | " + " | ".join(cases) + " |", "|---" * (len(cases) + 1) + "|"]
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        cells = [figure(row["median"]) for row in rows if row["variant"] == variant]
-        lines.append(f"| {result['settings']['variants'][variant]} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", source(result)])
-
-
-def loader() -> str:
+@said_by("loader")
+def loader(result: Result) -> list[str]:
     """Batches of a DataLoader, for every way of bringing them to the device."""
-    result = load("loader")
-    about = result["settings"]["variants"]
-    rivals = {name: text for name, text in about.items() if name not in ("by_hand", "pinstage")}
-    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    whole = [
-        "| ms per batch (main thread) | " + " | ".join(cases) + " |",
-        "|---" * (len(cases) + 1) + "|",
-    ]
-    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
-        cells = []
-        for row in (row for row in result["rows"] if row["variant"] == variant):
-            idle = _said(r"(GPU idle [\d.]+%)", row["detail"])
-            idle = "" if idle == "-" else f", {idle}"
-            shown = f"{figure(row['median'])} ({figure(row['main_median'])}){idle}"
-            cells.append(shown if row["status"] == "ok" else row["status"])
-        whole.append(f"| {about[variant]} | {' | '.join(cells)} |")
-    short = [
-        "| ms per batch | **pinstage** | `pin_memory=True` | best rival | ratio |",
-        "|---" * 5 + "|",
-    ]
-    for case in cases:
-        rows = {row["variant"]: row for row in result["rows"] if row["case"] == case}
-        best, ours = best_rival(rows, rivals)["median"], rows["pinstage"]["median"]
-        pinned = figure(rows["torch_pin"]["median"])
-        short.append(
-            f"| {case} | **{figure(ours)}** | {pinned} | {figure(best)} | {best / ours:.2f} |"
-        )
+    about, cases = result["settings"]["variants"], by_case(result)
+    limits = {"by_hand"}  # which isn't a loader
+
+    def more(row: Row) -> str:
+        idle = _said(r"(GPU idle [\d.]+%)", row["detail"])
+        return f" ({figure(row['main_median'])})" + ("" if idle == "-" else f", {idle}")
+
+    columns = [(case, cells(rows, about, more=more, limits=limits)) for case, rows in cases.items()]
+    whole = by_cases("ms per batch (main thread)", about, columns)
+    raced, ratio = {}, {}
+    for case, rows in cases.items():
+        rival = best_rival(rows, about.keys() - {"by_hand", "pinstage"})
+        raced[case] = {**rows, "rival": rival}
+        ratio[case] = times(rival, rows["pinstage"])
+    ways = {**OURS, "torch_pin": "`pin_memory=True`", "rival": "best rival"}
+    short = by_ways("ms per batch", raced, ways, {"ratio": ratio})
     said = passes(result) or "Medians of single batches, not whole loops over their steps."
-    return folded(short, whole, [said, "", source(result)])
+    return folded(short, whole, [said])
 
 
-def to_host() -> str:
+@said_by("to_host")
+def to_host(result: Result) -> list[str]:
     """From the device to the host: milliseconds, and ours as a share of the speed of the bus."""
-    result = load("to_host")
-    rows = {(row["case"], row["variant"]): row for row in result["rows"]}
-    cases = list(dict.fromkeys(row["case"] for row in result["rows"]))
-    variants = list(dict.fromkeys(row["variant"] for row in result["rows"]))
+    cases = {name: rows for name, rows in by_case(result).items() if not _is_result(name)}
+    share = {
+        case: f"{rows['bus']['median'] / rows['pinstage']['median']:.0%}"
+        for case, rows in cases.items()
+    }
+    ways = {way: f"`{way}`" for way in result["settings"]["variants"] if way in cases["64MiB"]}
+    few = {way: ways[way] for way in ("pinstage", "by_hand")}
+    tables = (by_ways("ms", cases, some, {"share of the bus": share}) for some in (few, ways))
+    return folded(*tables)
 
-    def table(variants: list[str]) -> list[str]:
-        heads = " | ".join(f"`{name}`" for name in variants)
-        lines = [f"| ms | {heads} | **share of the bus** |", "|---" * (len(variants) + 2) + "|"]
-        for case in cases:
-            bus, ours = rows[case, "bus"]["median"], rows[case, "pinstage"]["median"]
-            cells = [figure(rows[case, name]["median"]) for name in variants]
-            lines.append(f"| {case} | {' | '.join(cells)} | **{bus / ours:.0%}** |")
-        return lines
 
-    return folded(table(["pinstage", "by_hand"]), table(variants), [source(result)])
+def _is_result(case: str) -> bool:
+    return case.startswith("results, ")
+
+
+@section("to_host", "## Results")
+def results(result: Result) -> list[str]:
+    """Results of all sizes; nothing until they were measured."""
+    cases = {
+        titled(name.removeprefix("results, ")): rows
+        for name, rows in by_case(result).items()
+        if _is_result(name)
+    }
+    if not cases:
+        return []
+    ways = {
+        "cpu_each": "`.cpu()` each",
+        "pinned_each": "by hand",
+        "pinstage_copy": "`to_host`",
+        "pinstage": "views",
+        "fill": "new memory",
+        "bus": "bus",
+    }
+    returns = {
+        case: figure(rows.get("fetch", {}).get("main_median")) for case, rows in cases.items()
+    }
+    said = (
+        "Milliseconds until the tensors are on the host. `by hand`: page-locked tensors, "
+        "`copy_(non_blocking=True)`, one wait. `views`: `fetch(copy=False)`. `new memory`: threads "
+        "fill as much. `fetch`: until it returns."
+    )
+    return [*by_ways("tensors", cases, ways, {"`fetch`": returns}), "", said]
+
+
+@section("page_locked", "## Page-locked batches")
+def page_locked(result: Result) -> list[str]:
+    """Batches that are page-locked already; nothing until they were measured."""
+    ways = {
+        "to": "`.to()`",
+        "borrow": "`borrow_pinned=True`",
+        "default": "`to_device`",
+        "batch": "by hand",
+        "bus": "bus",
+    }
+    said = (
+        "Milliseconds until all tensors are on the device. `by hand`: one `cuMemcpyBatchAsync` "
+        "into memory that exists."
+    )
+    cases = {titled(case): rows for case, rows in by_case(result).items()}
+    return [*by_ways("tensors", cases, ways), "", said]
 
 
 LOOP_WAYS = {
@@ -388,11 +511,12 @@ LOOP_WAYS = {
     "pinstage": "`ps.DataLoader`",
     "wrap_loader": "`ps.wrap_loader`",
     "prefetch": "`prefetch`",
+    "prefetch_pin": "`prefetch`, pinned",
     "model": "model alone",
 }
 """What the short table shows, and calls it."""
 LOOP_BATCHES = {
-    "segmentation": "32 images of 3 x 384 x 384 bytes and masks; 16 without workers",
+    "segmentation": "32 images of 3 x 384 x 384 bytes and masks of int64",
     "lidar": "32 dataclasses of 20,000 to 30,000 points, boxes and labels",
     "columns": "120 columns of 512 floats, in a dict",
     "tokens": "2 tensors of 16 x 4,096 integers",
@@ -404,26 +528,28 @@ LOOP_CONDITIONS = (
 )
 
 
-def loops(result: dict[str, Any] | None = None) -> str:
+@section("loops", "")
+def loops(result: Result) -> list[str]:
     """Milliseconds per step of training loops; below, the range of the passes, and the share of the
-    time for which the GPU was busy. Nothing until measured.
+    time for which the GPU was busy.
     """
-    result = result or measured("loops")
-    if result is None:
-        return ""
-    cases = by_case(result)
-    about = result["settings"]["variants"]
-    whole = head(["ms per step", *cases])
-    for way, text in about.items():
-        cells = [f"{spread(rows[way])}{_busy(rows[way])}" for rows in cases.values()]
-        whole.append(f"| {text} | {' | '.join(cells)} |")
+    cases, about = by_case(result), result["settings"]["variants"]
+
+    def more(row: Row) -> str:
+        few = row["repeats"] < 2 or row.get("minimum") is None
+        spread = "" if few else f" ({figure(row['minimum'])} to {figure(row['maximum'])})"
+        return spread + _busy(row)
+
+    columns = [(case, cells(rows, about, more=more)) for case, rows in cases.items()]
     batches = [
         f"- `{name}`: {batch}."
         for name, batch in LOOP_BATCHES.items()
         if any(case.startswith(name) for case in cases)
     ]
     said = f"The time of whole loops over their steps. {LOOP_CONDITIONS} {passes(result)}".strip()
-    return folded(short_loops(result), whole, [*batches, "", said, "", source(result)])
+    said += " The limit of open files is raised: at 1,024, torch's loader fails on `lidar`."
+    whole = by_cases("ms per step", about, columns)
+    return folded(short_loops(result), whole, ["\n".join(batches), said])
 
 
 def loops_short(name: str = "loops") -> str:
@@ -435,23 +561,22 @@ def loops_short(name: str = "loops") -> str:
     return "\n".join([*short_loops(result), "", said])
 
 
-def short_loops(result: dict[str, Any]) -> list[str]:
-    """Return the table of the loops with the ways that `LOOP_WAYS` names."""
-    named = [way for way in LOOP_WAYS if way in result["settings"]["variants"]]
-    lines = head(["ms per step", *(LOOP_WAYS[way] for way in named)])
-    for case, rows in by_case(result).items():
-        lines.append(f"| {case} | {' | '.join(shown(rows[way]) for way in named)} |")
-    return lines
+def short_loops(result: Result) -> list[str]:
+    """Return the table of the loops with the ways that `LOOP_WAYS` names, and what a batch is."""
+    ways = {way: text for way, text in LOOP_WAYS.items() if way in result["settings"]["variants"]}
+    cases = by_case(result)
+    moved = {case: _moved(next(iter(rows.values()))) for case, rows in cases.items()}
+    return by_ways("ms per step", cases, ways, {"a batch": moved} if all(moved.values()) else {})
 
 
-def spread(row: dict[str, Any]) -> str:
-    """Return a row's median, and the fastest and the slowest pass in brackets."""
-    if row.get("minimum") is None or row["repeats"] < 2:
-        return shown(row)
-    return f"{shown(row)} ({figure(row['minimum'])} to {figure(row['maximum'])})"
+def _moved(row: Row) -> str:
+    """Return what a batch consists of; empty in older files."""
+    if not row["nbytes"]:
+        return ""
+    return f"{figure(row['nbytes'] / 1e6)} MB, {row['leaves']:,} tensors"
 
 
-def passes(result: dict[str, Any]) -> str:
+def passes(result: Result) -> str:
     """Return how many passes the figures are medians of, how many steps a pass takes at least, and
     how much the passes differ; empty if the file doesn't say it. A killed run has fewer passes of
     some ways.
@@ -464,9 +589,7 @@ def passes(result: dict[str, Any]) -> str:
     length = f" of at least {min(steps)} steps" if steps else ""
     if counts[-1] == 1:
         return f"A single pass{length}."
-    most = max(
-        max(row["maximum"] / row["median"] - 1, 1 - row["minimum"] / row["median"]) for row in rows
-    )
+    most = max(abs(end / row["median"] - 1) for row in rows for end in spread_of(row))
     number = " or ".join(map(str, counts))
     return (
         f"Medians of {number} alternating passes{length}; a pass differs from its median by at most "
@@ -497,50 +620,45 @@ LOOPS_PICTURE = """\
 
 
 def loops_picture() -> str:
-    """Return the loops with workers as bars, as SVG: steps/s with torch's loader, with or without
-    pinning, and with ours.
+    """Return the loops as bars, as SVG: steps/s with torch's loader and with ours, each in the best
+    of its ways, with and without workers, for batches of the same bytes.
     """
     result = load("loops")
     bars = [
         '  <rect class="before" x="16" y="16" width="12" height="12" rx="2"/>',
-        '  <text x="34" y="27">torch\'s DataLoader, with pin_memory if faster</text>',
+        '  <text x="34" y="27">torch\'s DataLoader, the best of its ways</text>',
         '  <rect class="after" x="16" y="36" width="12" height="12" rx="2"/>',
         '  <text x="34" y="47">ps.DataLoader(..., device="cuda:0")</text>',
     ]
-    described, without, y = [], [], 68
-    for case, rows in by_case(result).items():
-        torchs = [
-            row for name, row in rows.items() if name.startswith("torch") and row["status"] == "ok"
-        ]
-        before, after = min(torchs, key=lambda row: row["median"]), rows["pinstage"]
-        if case.endswith("no workers"):
-            without.append(f"{figure(1e3 / before['median'])} ({case.partition(',')[0]})")
-            continue
+    described, y = [], 68
+    for name, batch in LOOP_BATCHES.items():
+        before = _best_of_loop(result, name, ("torch_pin", "torch_to"))
+        after = _best_of_loop(result, name, ("pinstage",))
         gain = before["median"] / after["median"]
         scale = 408 / max(1 / before["median"], 1 / after["median"])
+        moved = _moved(after)
+        workers = [row["case"].partition(", ")[2] for row in (before, after)]
+        pinned = ", pin_memory" * (before["variant"] == "torch_pin")
         bars += [
-            f'  <text class="case" x="16" y="{y + 12}">{case}</text>',
+            f'  <text class="case" x="16" y="{y + 12}">{name}{moved and f": {moved}"}</text>',
             f'  <text class="gain" x="424" y="{y + 14}" text-anchor="end">{gain:.1f}x</text>',
-            f'  <text class="note" x="16" y="{y + 29}">{LOOP_BATCHES[case.partition(",")[0]]}</text>',
+            f'  <text class="note" x="16" y="{y + 29}">{batch}</text>',
+            f'  <text class="note" x="16" y="{y + 45}">torch: {workers[0]}{pinned}; pinstage: {workers[1]}</text>',
         ]
-        for row, kind, top in ((before, "before", y + 36), (after, "after", y + 58)):
+        for row, kind, top in ((before, "before", y + 52), (after, "after", y + 74)):
             width = round(scale / row["median"])
-            text = (
-                f"{figure(1e3 / row['median'])} steps/s{_busy(row).replace(', busy', ', GPU busy')}"
-            )
+            busy = _busy(row).replace("busy", "GPU busy")
             at = f'x="{8 + width}" text-anchor="end"' if width > 220 else f'x="{24 + width}"'
             bars.append(
                 f'  <rect class="{kind}" x="16" y="{top}" width="{width}" height="20" rx="3"/>'
             )
-            bars.append(f'  <text {at} y="{top + 15}">{text}</text>')
-        described.append(
-            f"{case}: {figure(1e3 / before['median'])} and {figure(1e3 / after['median'])} steps/s."
-        )
-        y += 98
-    said = LOOP_CONDITIONS
-    if without:
-        said += f" Without workers, torch reaches {', '.join(without)} steps/s."
-    for line in [*textwrap.wrap(said, 56), *textwrap.wrap(source(result), 56)]:
+            bars.append(
+                f'  <text {at} y="{top + 15}">{figure(1e3 / row["median"])} steps/s{busy}</text>'
+            )
+        speeds = (figure(1e3 / row["median"]) for row in (before, after))
+        described.append(f"{name}: {' and '.join(speeds)} steps/s.")
+        y += 114
+    for line in [*textwrap.wrap(LOOP_CONDITIONS, 56), *textwrap.wrap(source(result), 56)]:
         bars.append(f'  <text class="note" x="16" y="{y + 12}">{line}</text>')
         y += 17
     return LOOPS_PICTURE.format(
@@ -550,25 +668,25 @@ def loops_picture() -> str:
     )
 
 
-def frameworks(result: dict[str, Any] | None = None, only: str | None = None) -> str:
-    """Loops of frameworks, with their heading, or one of them; nothing until they were measured."""
-    result = result or measured("frameworks")
-    if result is None:
-        return ""
+def _best_of_loop(result: Result, name: str, ways: Sequence[str]) -> Row:
+    """Return the fastest row of some ways in a loop: with workers, and without if a batch is known
+    to have the same bytes.
+    """
+    cases = [rows for case, rows in by_case(result).items() if case.startswith(f"{name}, ")]
+    nbytes = cases[0]["pinstage"]["nbytes"]
+    same = [rows for rows in cases if nbytes and rows["pinstage"]["nbytes"] == nbytes] or cases[:1]
+    return min((best_rival(rows, ways) for rows in same), key=lambda row: row["median"])
+
+
+@section("frameworks", "")
+def frameworks(result: Result, only: str | None = None) -> list[str]:
+    """Loops of frameworks, with their heading, or one of them."""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
-    measured_ways = {row["variant"] for row in result["rows"] if only in (None, row["case"])}
-    ways = {name: title for name, title in ways.items() if name in measured_ways}
-    lines = head(["ms per step", *ways.values(), "speed-up"])
-    for case, rows in by_case(result).items():
-        if only not in (None, case):
-            continue
-        cells = [
-            f"{shown(rows[name])}{_busy(rows[name])}" if name in rows else "-" for name in ways
-        ]
-        lines.append(
-            f"| {case} | {' | '.join(cells)} | {times(rows['pin_memory'], rows['pinstage'])} |"
-        )
+    cases = {case: rows for case, rows in by_case(result).items() if only in (None, case)}
+    ways = in_use(ways, cases)
+    speed_up = {case: times(rows["pin_memory"], rows["pinstage"]) for case, rows in cases.items()}
+    lines = by_ways("ms per step", cases, ways, {"speed-up": speed_up}, more=_busy)
     said = (
         "Time of a training step, and the share of the time for which the GPU was busy. The last "
         "column is the time with `pin_memory=True` over that with workers that pack."
@@ -597,8 +715,8 @@ def frameworks(result: dict[str, Any] | None = None, only: str | None = None) ->
             " `slow` is a generator that takes 6 ms for a batch: without and with a thread that "
             "packs."
         )
-    said = f"{said} {passes(result)}".strip()
-    return "\n".join([*([] if only else ["## Measured", ""]), *lines, "", said, "", source(result)])
+    heading = [] if only else ["## Measured", ""]
+    return [*heading, *lines, "", f"{said} {passes(result)}".strip()]
 
 
 CHECKPOINTS = {
@@ -612,30 +730,28 @@ CHECKPOINTS = {
 """What the short table shows, and calls it."""
 
 
-def checkpoint(result: dict[str, Any] | None = None) -> str:
-    """How long training stands still for a save, with its heading; nothing until it was
-    measured.
-    """
-    result = result or measured("checkpoint")
-    if result is None:
-        return ""
-    about, cases = result["settings"]["variants"], by_case(result)
-    ran = [name for name in about if name in cases["step"]]
+@section("checkpoint")
+def checkpoint(result: Result) -> list[str]:
+    """How long training stands still for a save."""
+    cases = by_case(result)
+    about = {
+        way: text for way, text in result["settings"]["variants"].items() if way in cases["step"]
+    }
 
-    short = head(["ms", "the call", "on the host", "a step"])
-    whole = head(
-        ["ms", "the call, first", "later", "on the host, first", "later", "a step", "memory"]
-    )
-    for name in ran:
-        first, later, step = (cases[case].get(name, {}) for case in ("first", "later", "step"))
-        few = [shown(later, "main_median"), shown(later), shown(step)]
-        memory = (
-            "-" if step["median"] is None else _said(r"([\d.]+ GB) more resident", step["detail"])
-        )
-        if name in CHECKPOINTS:
-            short.append(f"| {CHECKPOINTS[name]} | {' | '.join(few)} |")
-        cells = [shown(first, "main_median"), few[0], shown(first), *few[1:], memory]
-        whole.append(f"| {about[name]} | {' | '.join(cells)} |")
+    def column(case: str, field: str, ways: Iterable[str]) -> list[str]:
+        return cells(cases[case], ways, field)
+
+    few = {way: text for way, text in CHECKPOINTS.items() if way in about}
+    fields = {"the call": "main_median", "on the host": "median"}
+    short = [(heading, column("later", field, few)) for heading, field in fields.items()]
+    short.append(("a step", column("step", "median", few)))
+    whole = []
+    for heading, field in fields.items():
+        whole.append((f"{heading}, first", column("first", field, about)))
+        whole.append(("later", column("later", field, about)))
+    whole.append(("a step", column("step", "median", about)))
+    details = (cases["step"][way]["detail"] for way in about)
+    whole.append(("memory", [_said(r"([\d.]+ GB) more resident", said) for said in details]))
     nbytes = max(row["nbytes"] for row in result["rows"])
     said = (
         f"A state of {nbytes / 1e9:.1f} GB in 2,150 tensors; the short table is of saves after the "
@@ -643,7 +759,7 @@ def checkpoint(result: dict[str, Any] | None = None) -> str:
         "all is on the host. In the step a save begins, and all tensors are changed at its end, "
         "as soon as the stager allows it. Memory is what stays resident on the host between saves."
     )
-    return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
+    return folded(by_cases("ms", few, short), by_cases("ms", about, whole), [said])
 
 
 OFFLOADS = {
@@ -658,102 +774,68 @@ OFFLOADS = {
 """What the short table shows, and calls it."""
 
 
-def offload(result: dict[str, Any] | None = None) -> str:
-    """Activations and an optimizer's state on the host, with their heading; nothing until they were
-    measured.
-    """
-    result = result or measured("offload")
-    if result is None:
-        return ""
-    about, cases = result["settings"]["variants"], by_case(result)
+@section("offload")
+def offload(result: Result) -> list[str]:
+    """Activations and an optimizer's state on the host."""
+    cases = by_case(result)
     first, later = cases["first step"], cases["later steps"]
-    ran = [name for name in about if name in later]
+    about = {way: text for way, text in result["settings"]["variants"].items() if way in later}
 
-    short = head(["ms per step", "first", "later", "peak on the device"])
-    whole = head(
-        ["ms per step", "first", "later", "over the bus alone", "peak on the device", "page-locked"]
+    def columns(ways: Ways) -> list[tuple[str, list[str]]]:
+        details = [later[way]["detail"] for way in ways]
+        return [
+            ("first", cells(first, ways)),
+            ("later", cells(later, ways)),
+            ("peak on the device", [_said(r"peak ([\d.]+ GiB)", said) for said in details]),
+            ("over the bus alone", [times(later[way], later["bus"]) for way in ways]),
+            ("page-locked", [_said(r"page-locked ([\d.]+ GB)", said) for said in details]),
+        ]
+
+    few = {way: text for way, text in OFFLOADS.items() if way in about}
+    short = by_cases("ms per step", few, columns(few)[:3])
+    whole = by_cases("ms per step", about, columns(about))
+    out, back = (
+        {way: figure(row["median"]) for way, row in cases[case].items()}
+        for case in ("state out", "state back")
     )
-    for name in ran:
-        times_taken = [shown(first[name]), shown(later[name])]
-        peak, locked = (
-            _said(what, later[name]["detail"])
-            for what in (r"peak ([\d.]+ GiB)", r"page-locked ([\d.]+ GB)")
-        )
-        if name in OFFLOADS:
-            short.append(f"| {OFFLOADS[name]} | {' | '.join([*times_taken, peak])} |")
-        cells = [*times_taken, times(later[name], later["bus"]), peak, locked]
-        whole.append(f"| {about[name]} | {' | '.join(cells)} |")
-    out, back = cases["state out"], cases["state back"]
+    nbytes = cases["state out"]["state_bus"]["nbytes"]
     said = (
-        f"An optimizer's state of {out['state_bus']['nbytes'] / 1e9:.1f} GB leaves in "
-        f"{shown(out['state_pinstage'])} ms and returns in {shown(back['state_pinstage'])}; the "
-        f"bus alone takes {shown(out['state_bus'])} and {shown(back['state_bus'])}. The bus "
+        f"An optimizer's state of {nbytes / 1e9:.1f} GB leaves in {out['state_pinstage']} ms and "
+        f"returns in {back['state_pinstage']}; the bus alone takes {out['state_bus']} and "
+        f"{back['state_bus']}. The bus "
         "alone moves all activations, out and then back; `save_on_cpu(pool)` keeps the last ones "
         "on the device."
     )
-    return "## Measured\n\n" + folded(short, whole, [said, "", source(result)])
+    return folded(short, whole, [said])
 
 
-def refusals(result: dict[str, Any] | None = None) -> str:
-    """What is left of the speed where page-locking is refused, with its heading; nothing until it
-    was measured.
-    """
-    result = result or measured("refusals")
-    if result is None:
-        return ""
-    cases = by_case(result)
-    lines = head(
-        ["ms per batch", *(heading for case in cases for heading in (case, "of full speed"))]
-    )
-    for variant, about in result["settings"]["variants"].items():
-        cells = []
-        for rows in cases.values():
-            cells += [
-                shown(rows[variant]),
-                f"{rows['all']['median'] / rows[variant]['median']:.0%}",
-            ]
-        lines.append(f"| {about} | {' | '.join(cells)} |")
-    return "\n".join(["## Measured", "", *lines, "", source(result)])
+@section("refusals")
+def refusals(result: Result) -> list[str]:
+    """What is left of the speed where page-locking is refused."""
+    ways, columns = result["settings"]["variants"], []
+    for case, rows in by_case(result).items():
+        full = rows["all"]["median"]
+        share = [f"{full / rows[way]['median']:.0%}" for way in ways]
+        # Nothing competes here: it is one way with less and less memory.
+        columns += [(case, cells(rows, ways, limits=ways)), ("of full speed", share)]
+    return by_cases("ms per batch", ways, columns)
 
 
-def ways_by_cases(
-    result: dict[str, Any] | None = None, *, name: str, rates: Sequence[str], said: str
-) -> str:
-    """Return each way's medians, with GB/s for some cases, and a heading; nothing until they were
-    measured.
-    """
-    result = result or measured(name)
-    if result is None:
-        return ""
-    cases = by_case(result)
-    lines = head(
-        [
-            "ms",
-            *(
-                heading
-                for case in cases
-                for heading in [case, *(["GB/s"] if case in rates else [])]
-            ),
-        ]
-    )
-    for variant, about in result["settings"]["variants"].items():
-        cells = []
-        for case, rows in cases.items():
-            cells.append(shown(rows[variant]))
-            cells += [shown(rows[variant], "gb_per_s")] if case in rates else []
-        lines.append(f"| {about} | {' | '.join(cells)} |")
-    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+def ways_by_cases(result: Result, *, rates: Sequence[str] = (), said: str) -> list[str]:
+    """Return each way's medians, with GB/s for some cases, and text."""
+    ways, columns = result["settings"]["variants"], []
+    for case, rows in by_case(result).items():
+        columns.append((case, cells(rows, ways)))
+        if case in rates:
+            columns.append(("GB/s", cells(rows, ways, "gb_per_s")))
+    return [*by_cases("ms", ways, columns), "", said]
 
 
-def frozen(result: dict[str, Any] | None = None) -> str:
-    """Return the ways to keep modules, and a stack of blocks, on the host, with their heading;
-    nothing until they were measured.
-    """
-    result = result or measured("frozen")
-    if result is None:
-        return ""
-    cases = by_case(result)
-    stack = cases.pop("stack")
+@section("frozen")
+def frozen(result: Result) -> list[str]:
+    """The ways to keep modules, and a stack of blocks, on the host."""
+    about = result["settings"]["variants"]
+    stack = by_case(result)["stack"]
     said = (
         "Three modules of 2 GB. `first`: page-locking for all three. `onload`, `offload`: one "
         "module, until it is on the device, or its device memory is free. `in turn`: all three, "
@@ -761,21 +843,25 @@ def frozen(result: dict[str, Any] | None = None) -> str:
         "in each, so that the host waits at the end of each use. The bus alone copies as many "
         "bytes and computes nothing."
     )
-    about = result["settings"]["variants"]
     said = "\n".join([said, "", *_frozen_stack(stack, about)])
     settings = {"variants": {name: text for name, text in about.items() if name not in stack}}
-    rows = [row for row in result["rows"] if row["case"] in cases]
+    rows = [row for row in result["rows"] if row["case"] != "stack"]
     modules = result | {"settings": settings, "rows": rows}
-    return ways_by_cases(modules, name="frozen", rates=["onload"], said=said)
+    return ways_by_cases(modules, rates=["onload"], said=said)
 
 
-def _frozen_stack(stack: dict[str, dict[str, Any]], about: dict[str, str]) -> list[str]:
+def _frozen_stack(stack: Rows, about: Ways) -> list[str]:
     """Return the lines about a stack of blocks."""
-    lines = head(["one stack", "ms per pass", "GB/s", "over the bus alone", "peak on the device"])
-    for name, row in stack.items():
-        cells = [shown(row), shown(row, "gb_per_s"), times(row, stack["stack_bus"])]
-        peak = _said(r"peak ([\d.]+ GB)", row["detail"])
-        lines.append(f"| {about[name]} | {' | '.join([*cells, peak])} |")
+    columns = [
+        ("ms per pass", cells(stack, stack)),
+        ("GB/s", cells(stack, stack, "gb_per_s")),
+        ("over the bus alone", [times(row, stack["stack_bus"]) for row in stack.values()]),
+        (
+            "peak on the device",
+            [_said(r"peak ([\d.]+ GB)", row["detail"]) for row in stack.values()],
+        ),
+    ]
+    lines = by_cases("one stack", {name: about[name] for name in stack}, columns)
     said = (
         "24 equal transformer blocks of 3.6 GB in all, and a norm; a pass has 4,096 tokens. A way "
         "whose outputs differ from the plain stack's in any bit says `incorrect`. The peak is of "
@@ -784,11 +870,9 @@ def _frozen_stack(stack: dict[str, dict[str, Any]], about: dict[str, str]) -> li
     return [*lines, "", said]
 
 
-def out(result: dict[str, Any] | None = None) -> str:
-    """Batches into existing tensors, with their heading; nothing until they were measured."""
-    result = result or measured("out")
-    if result is None:
-        return ""
+@section("out")
+def out(result: Result) -> list[str]:
+    """Batches into existing tensors."""
     ways = {
         "pinstage_out": "`out=`",
         "by_hand": "by hand",
@@ -798,25 +882,18 @@ def out(result: dict[str, Any] | None = None) -> str:
         "graph": "graph alone",
     }
     cases = by_case(result)
-    ran = [way for way in ways if any(way in rows for rows in cases.values())]
-    lines = head(["ms", *(ways[way] for way in ran)])
-    for case, rows in cases.items():
-        cells = [shown(rows[way]) if way in rows else "" for way in ran]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
     said = (
         "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. "
         "The weights go by `load_weights`, through a cap of 256 MiB; `pinned`: of page-locked "
         "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
         "loop with `non_blocking=True`, at the end from memory that `pin_memory()` made before."
     )
-    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+    return [*by_ways("ms", cases, in_use(ways, cases)), "", said]
 
 
-def in_memory(result: dict[str, Any] | None = None) -> str:
-    """Return the ways to batches of rows, with their heading; nothing until they were measured."""
-    result = result or measured("in_memory")
-    if result is None:
-        return ""
+@section("in_memory")
+def in_memory(result: Result) -> list[str]:
+    """The ways to batches of rows."""
     ways = {
         "torch_loader": "torch's loader",
         "pinstage_loader": "`ps.DataLoader`",
@@ -827,30 +904,27 @@ def in_memory(result: dict[str, Any] | None = None) -> str:
         "bus": "bus",
         "permutation": "permutation",
     }
-    cases = by_case(result)
-    ran = [way for way in ways if any(way in rows for rows in cases.values())]
-    lines = head(["ms", *(ways[way] for way in ran), "rows/s", "speed-up"])
+    cases, rates, gains = by_case(result), {}, {}
     for case, rows in cases.items():
-        cells = [shown(rows[way]) if way in rows else "" for way in ran]
-        ours, theirs = (rows.get(f"{name}_loader", {}) for name in ("pinstage", "torch"))
-        rate = gain = "-"
-        if ours.get("median") and theirs.get("median"):
-            gain = f"{theirs['median'] / ours['median']:,.0f}x"
-            rate = f"{result['settings']['batches'][case] / ours['median'] / 1e3:,.1f} M"
-        lines.append(f"| {case} | {' | '.join(cells)} | {rate} | {gain} |")
+        ours, theirs = (
+            rows.get(f"{name}_loader", {}).get("median") for name in ("pinstage", "torch")
+        )
+        batch = result["settings"]["batches"][case]
+        rates[case] = f"{batch / ours / 1e3:,.1f} M" if ours else "-"
+        gains[case] = f"{theirs / ours:,.0f}x" if ours and theirs else "-"
     said = (
         "Until a batch is on the device, without the first step of a pass, whose permutation has a "
         "column of its own. `x[i]`: `x[i].pin_memory().to()`. `index_select`: into page-locked "
         "memory that is kept. `C gather`: C with OpenMP, into one slab. `bus`: the copy alone. The "
         "speed-up is that of `ps.DataLoader` over torch's loader."
     )
-    return "\n".join(["## Measured", "", *lines, "", said, "", source(result)])
+    further = {"rows/s": rates, "speed-up": gains}
+    return [*by_ways("ms", cases, in_use(ways, cases), further), "", said]
 
 
-def weights(result: dict[str, Any] | None = None) -> str:
-    """Return the ways to load weights from a file, with their heading; nothing until they were
-    measured.
-    """
+@section("weights")
+def weights(result: Result) -> list[str]:
+    """The ways to load weights from a file."""
     said = (
         "8 GB in 300 tensors, until all are on the device. `cold`: the file was dropped from the "
         "page cache, and everything is used for the first time. `warm`: the file is in the page "
@@ -858,25 +932,22 @@ def weights(result: dict[str, Any] | None = None) -> str:
         "`fastsafe_open` and `SafetensorsStreamer` read with O_DIRECT where the host and the "
         "file system allow it: from the disk, also when the file is in the page cache."
     )
-    return ways_by_cases(result, name="weights", rates=["cold", "warm"], said=said)
+    return ways_by_cases(result, rates=["cold", "warm"], said=said)
 
 
-loader_refused = partial(
-    ways_by_cases,
-    name="loader_refused",
-    rates=[],
-    said="Milliseconds per batch, until it is on the device; four workers. Over 2,000 batches of 16 MiB, "
-    "neither the pool's memory nor the resident memory of the process grew.",
-)
+@section("loader_refused")
+def loader_refused(result: Result) -> list[str]:
+    """A loader where CUDA refuses to register memory."""
+    said = (
+        "Milliseconds per batch, until it is on the device; four workers. Over 2,000 batches of "
+        "16 MiB, neither the pool's memory nor the resident memory of the process grew."
+    )
+    return ways_by_cases(result, said=said)
 
 
-def page_locking(result: dict[str, Any] | None = None) -> str:
-    """How a large range is page-locked, with its heading and picture; nothing until it was
-    measured.
-    """
-    result = result or measured("page_locking")
-    if result is None:
-        return ""
+@section("page_locking")
+def page_locking(result: Result) -> list[str]:
+    """How a large range is page-locked, with its picture."""
     cases = by_case(result)
     nbytes = next(row["nbytes"] for row in result["rows"] if row["case"] == "last byte, idle")
     figures = {
@@ -890,63 +961,23 @@ def page_locking(result: dict[str, Any] | None = None) -> str:
         "freed beside a busy GPU, s": ("given back, busy", 1e-3),
     }
     ways = result["settings"]["variants"]
-    lines = head([f"{nbytes / 2**30:g} GiB", *ways.values()])
-    for figure, (case, scale) in figures.items():
-        cells = []
-        for variant in ways:
-            row = cases.get(case, {}).get(variant, {"median": None, "ours": False})
-            cells.append(shown(row | {"median": row["median"] and row["median"] * scale}))
-        lines.append(f"| {figure} | {' | '.join(cells)} |")
+    lines = table(
+        [f"{nbytes / 2**30:g} GiB", *ways.values()],
+        (
+            [text, *cells(cases.get(case, {}), ways, scale=scale)]
+            for text, (case, scale) in figures.items()
+        ),
+    )
     said = (
         f"Medians of {result['rows'][0]['repeats']} runs. Of calls, the worst while the memory is "
         "made ready: `cudaMemGetInfo` in another process, and the launch of a kernel, with its "
         "end, in another thread."
     )
     picture = [pictures("The times of the table", PAGE_LOCKING).replace("](", "](../images/"), ""]
-    return "\n".join(
-        [
-            "## Measured",
-            "",
-            *lines,
-            "",
-            said,
-            "",
-            *(picture * PAGE_LOCKING.exists()),
-            source(result),
-        ]
-    )
+    return [*lines, "", said, *(["", *picture[:1]] if PAGE_LOCKING.exists() else [])]
 
 
-def by_case(result: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the rows of each case by their variants."""
-    cases: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in result["rows"]:
-        cases.setdefault(row["case"], {})[row["variant"]] = row
-    return cases
-
-
-def head(heads: Sequence[str]) -> list[str]:
-    """Return the first two lines of a table."""
-    return ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-
-
-def shown(row: dict[str, Any], field: str = "median") -> str:
-    """Return a figure of a row in bold where it is ours, or why there is none."""
-    if row.get(field) is None:
-        return row["status"] if row.get("status", "ok") != "ok" else "-"
-    return f"**{figure(row[field])}**" if row["ours"] else figure(row[field])
-
-
-def times(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return how many times as long as the other a row took."""
-    return (
-        "-"
-        if None in (row["median"], other["median"])
-        else f"{row['median'] / other['median']:.2f}"
-    )
-
-
-def _busy(row: dict[str, Any]) -> str:
+def _busy(row: Row) -> str:
     idle = _said(r"GPU idle ([\d.]+)%", row["detail"])
     return "" if idle == "-" else f", busy {100 - float(idle):.0f}%"
 
@@ -960,17 +991,12 @@ def trace_loops() -> str:
     """What `pinstage trace` promises beside what was saved: of the recorded loops, by the script
     that recorded them.
     """
-    spec = importlib.util.spec_from_file_location(
-        "record_traces", ROOT / "scripts" / "record_traces.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    # Dataclasses look a class's module up.
-    script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    sys.path.append(str(ROOT / "scripts"))
+    import record_traces
+
     folder = ROOT / "tests" / "traces" / "loops"
     about = json.loads((folder / "loops.json").read_text())
-    rows, _ = script.check(folder)
+    rows, _ = record_traces.check(folder)
     said = (
         f"{about['device']}, torch {about['torch']}; medians of {about['rounds']} rounds of "
         f"{about['steps']} steps"
@@ -978,11 +1004,11 @@ def trace_loops() -> str:
     return "\n".join([*rows, "", f"{said}; in ms."])
 
 
-def trace_reading() -> str:
+@said_by("trace_reading")
+def trace_reading(result: Result) -> list[str]:
     """How long a large trace takes to read."""
-    result = load("trace_reading")
     (row,) = result["rows"]
-    return f"{row['case']}, {row['detail']}: {figure(row['median'])} s.\n\n{source(result)}"
+    return [f"{row['case']}, {row['detail']}: {figure(row['median'])} s."]
 
 
 def demo() -> str:
@@ -1037,118 +1063,55 @@ def draw_bandwidth() -> None:
         save_plot(points, dark(BANDWIDTH), title=gpu[0], link_rate=float(link[1]) * 1e9)
 
 
-def measured(name: str) -> dict[str, Any] | None:
-    """Read a result file that says nothing without a GPU; None until there is one."""
-    if not (RESULTS / f"{name}.json").exists():
-        return None
-    result = load(name)
-    if not result["machine"]["gpu"]:
-        raise ValueError(f"{name}.json was measured without a GPU, and the page is about one")
-    return result
-
-
-def weather_batch(result: dict[str, Any] | None = None) -> str:
-    """The weather batch before and after, with its heading; nothing until it was measured."""
-    result = result or measured("weather_batch")
-    if result is None:
-        return ""
+@section("weather_batch")
+def weather_batch(result: Result) -> list[str]:
+    """The weather batch before and after."""
     rows = {(row["case"], row["variant"]): row for row in result["rows"]}
     ways = ("before", "after")
-    lines = ["## Measured", "", "| of a step, medians | before | after |", "|---|---|---|"]
-    lines.append(
-        "| copies to the device | "
-        + " | ".join(rows["staging", way]["detail"] for way in ways)
-        + " |"
-    )
+    lines = [["copies to the device", *(rows["staging", way]["detail"] for way in ways)]]
     for case, text in (
         ("staging", "the host stages, or a copy runs, ms"),
         ("GPU waits for staging", "of it, the GPU idles, ms"),
         ("step, profiled", "the step, under the profiler, ms"),
         ("step", "**the step, without it, ms**"),
     ):
-        lines.append(
-            f"| {text} | " + " | ".join(figure(rows[case, way]["median"]) for way in ways) + " |"
-        )
+        lines.append([text, *(figure(rows[case, way]["median"]) for way in ways)])
     predicted = rows["saving, predicted", "before"]["median"]
     saved = rows["step", "before"]["median"] - rows["step", "after"]["median"]
     said = (
         f"From the first trace alone, `pinstage trace` predicted a saving of {figure(predicted)} "
         f"ms per step. Measured, without the profiler: {figure(saved)} ms."
     )
-    return "\n".join([*lines, "", said, "", source(result)])
+    return [*table(["of a step, medians", *ways], lines), "", said]
 
 
-def frame_bandwidth(result: dict[str, Any] | None = None) -> str:
-    """The ways to send a frame, with their heading; nothing until they were measured."""
-    result = result or measured("frame_bandwidth")
-    if result is None:
-        return ""
-    about = result["settings"]["variants"]
-    rows = {(row["case"], row["variant"]): row for row in result["rows"]}
-    cases = list(
-        dict.fromkeys(row["case"] for row in result["rows"] if row["variant"] == "filled_before")
-    )
-
-    def table(cases: list[str], units: Sequence[str]) -> list[str]:
-        heads = [f"{case}, {unit}" for case in cases for unit in units]
-        lines = ["| way | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-        for variant in about:
-            cells = []
-            for row in (rows[case, variant] for case in cases):
-                share = row["vs_best_rival"]
-                shown = (
-                    figure(row["median"]),
-                    figure(row["gb_per_s"]),
-                    "-" if share is None else f"{share:.0%}",
-                )
-                cells += [
-                    text
-                    for text, unit in zip(shown, ("ms", "GB/s", "of the bus"), strict=True)
-                    if unit in units
-                ]
-            lines.append(f"| {about[variant]} | {' | '.join(cells)} |")
-        return lines
-
-    units = ("ms", "GB/s", "of the bus")
-    tables = table(cases[-1:], ("ms", "of the bus")), table(cases, units)
-    early = next((row for case, row in rows.items() if case[0] == "filled again too early"))
+@section("frame_bandwidth")
+def frame_bandwidth(result: Result) -> list[str]:
+    """The ways to send a frame."""
+    about, cases = result["settings"]["variants"], by_case(result)
+    of_all = {case: rows for case, rows in cases.items() if "filled_before" in rows}
+    few, whole = [], []
+    for case, rows in of_all.items():
+        found = [rows[way]["vs_best_rival"] for way in about]
+        share = ["-" if ratio is None else f"{ratio:.0%}" for ratio in found]
+        ms = (f"{case}, ms", cells(rows, about)), (f"{case}, of the bus", share)
+        whole += [ms[0], (f"{case}, GB/s", cells(rows, about, "gb_per_s")), ms[1]]
+        few = ms
+    early = cases["filled again too early"]["reused"]
     said = f"The pinned buffer filled again without waiting: {early['detail']}."
-    return "## Measured\n\n" + folded(*tables, [said, "", source(result)])
+    return folded(by_cases("way", about, few), by_cases("way", about, whole), [said])
 
 
-TABLES = {
-    "staging": staging,
-    "staging_busy": staging_busy,
-    "staging_short": staging_short,
-    "gains": gains,
-    "native_threads": native_threads,
-    "startup": startup,
-    "latency": latency,
-    "loader": loader,
-    "loader_refused": loader_refused,
-    "loops": loops,
+TABLES |= {
+    "staging_busy": lambda: staging(load("staging_busy")),
+    "latency": lambda: waste(load("pool_latency"), corner="one cycle, us"),
     "loops_short": loops_short,
     "loops_cpu": partial(loops_short, "loops_cpu"),
-    "frameworks": frameworks,
-    "checkpoint": checkpoint,
-    "offload": offload,
-    "frozen": frozen,
-    "out": out,
-    "weights": weights,
-    "in_memory": in_memory,
-    "page_locking": page_locking,
-    "refusals": refusals,
-    "to_host": to_host,
-    "waste": waste,
     "scaling": scaling,
     "demo": demo,
     "trace_loops": trace_loops,
     "doctor": doctor,
-    "trace_reading": trace_reading,
-    "weather_batch": weather_batch,
-    "frame_bandwidth": frame_bandwidth,
 }
-
 
 UNTIL_READY = (
     "Milliseconds from the call until every leaf is ready on the device. The ratio is the best "

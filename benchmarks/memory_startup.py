@@ -12,75 +12,41 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-import script
 import torch
+from page_locking import Allocate, Held, resource, torch_pin_memory, touched
 
-from comparison import harness, record, table
 from comparison.harness import Outcome, Size, Variant
+from comparison.program import Args, Program
 
 MIB, GIB = 1 << 20, 1 << 30
-TOUCHED_FIRST = 4 * GIB
-
-Allocate = Callable[[int], Callable[[], Any]]
-"""Makes the given number of bytes ready, and returns a function that frees them."""
 
 
-def _resource(name: str) -> Allocate:
-    from cuda.bindings import driver, runtime  # noqa: F401 - an import is paid once, and is not part of an allocation
-
-    import pinstage as ps
-
-    def allocate(nbytes: int) -> Callable[[], Any]:
-        memory = getattr(ps.memory, name)()
-        block = memory.allocate(nbytes)
-        return lambda: memory.deallocate(block)
-
-    return allocate
-
-
-def _torch_pin_memory() -> Allocate:
-    def allocate(nbytes: int) -> Callable[[], Any]:
-        held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)]
-
-        def release() -> None:
-            held.clear()
-            torch._C._host_emptyCache()
-
-        return release
-
-    return allocate
-
-
-def _cuda_host_alloc() -> Allocate:
+def _cuda_host_alloc(_: str) -> Allocate:
     from cuda.bindings import runtime
 
     runtime.cudaFree(0)  # this runtime finds the context now, not in the timer
 
-    def allocate(nbytes: int) -> Callable[[], Any]:
+    def allocate(nbytes: int) -> Held:
         status, address = runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocPortable)
         if status != runtime.cudaError_t.cudaSuccess:
             raise RuntimeError(f"cudaHostAlloc: {status.name}")
-        return lambda: runtime.cudaFreeHost(address)
+        return Held(int, torch.empty, lambda: runtime.cudaFreeHost(address))
 
     return allocate
 
 
-def _pageable_touched() -> Allocate:
-    def allocate(nbytes: int) -> Callable[[], Any]:
+def _pageable_touched(_: str) -> Allocate:
+    def allocate(nbytes: int) -> Held:
         held = [torch.empty(nbytes, dtype=torch.uint8).zero_()]
-        return held.clear
+        return Held(int, torch.empty, held.clear)
 
     return allocate
 
 
 def _ours(name: str, about: str) -> Variant:
-    return Variant(
-        name, partial(_resource, name), about, package="pinstage", needs_cuda=True, ours=True
-    )
+    return Variant(name, partial(resource, name), about, needs_cuda=True, ours=True)
 
 
 VARIANTS = (
@@ -95,53 +61,50 @@ VARIANTS = (
         needs_cuda=True,
     ),
     Variant(
-        "torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
+        "torch_pin_memory", torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
+    ),
+    Variant(
+        "pageable_touched",
+        _pageable_touched,
+        "`torch.empty(n).zero_()`, not page-locked",
+        where=lambda case: case.nbytes <= MIB,  # of a smoke run
     ),
 )
-SMOKE_VARIANTS = (
-    Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),
-)
 
 
-def measure(allocate: Allocate, repeats: int, case: harness.Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Size) -> Outcome:
     """Return the samples of the first allocation, whose case comes first, or of the later ones."""
-    total = []
-    for _ in range(1 if case.id.endswith("first") else repeats):
+    allocate, total = variant.setup(str(args.device)), []
+    for _ in range(1 if case.id.endswith("first") else args.repeats):
         start = time.perf_counter()
-        release = allocate(case.nbytes)
+        held = allocate(case.nbytes)
         total.append(time.perf_counter() - start)
-        release()
+        held.release()
     return {"status": "ok", "detail": "", "total": total}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed."""
-    parser = script.parser(__doc__, repeats=2, repeats_help="later allocations of each process")
-    parser.add_argument("--nbytes", type=int, default=GIB, help="bytes to make ready")
-    parser.set_defaults(rounds=3)
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    if args.smoke:
-        args.nbytes, args.rounds = min(args.nbytes, MIB), 1
-    name = f"{args.nbytes // MIB}MiB" if args.nbytes % GIB else f"{args.nbytes // GIB}GiB"
-    cases = [Size(f"{name} first", args.nbytes), Size(f"{name} again", args.nbytes)]
-    variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
-    if args.child:
-        (variant,) = script.chosen(args.child, variants)
-        harness.start_device(torch.device(args.device))
-        harness.work(cases, partial(measure, variant.setup(), args.repeats), lambda: None)
-        return 0
-    variants = tuple(script.chosen(args.only, variants))
-    if not args.smoke:
-        torch.empty(TOUCHED_FIRST, dtype=torch.uint8).zero_()
-    further = ["--nbytes", str(args.nbytes)]
-    rows = script.collect(
-        "memory_startup", __file__, variants, cases, args, further, judge=record.compare
-    )
-    table.grid("ms until the memory is ready", rows, "median", "p10", "p90")
-    table.grid("speed-up over the best rival", [row for row in rows if row.ours], "vs_best_rival")
-    return script.finish("memory_startup", rows, variants, args)
+def cases(args: Args) -> list[Size]:
+    """Return the first allocation, and the later ones."""
+    size, unit = (MIB, "MiB") if args.nbytes % GIB else (GIB, "GiB")
+    name = f"{args.nbytes // size}{unit}"
+    return [Size(f"{name} {turn}", args.nbytes) for turn in ("first", "again")]
 
+
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until the memory is ready",
+    ways=VARIANTS,
+    cases=cases,
+    measure=measure,
+    options={
+        "repeats": (2, "later allocations of each process"),
+        "nbytes": (GIB, "bytes to make ready"),
+    },
+    small={"nbytes": MIB, "rounds": 1},
+    rounds=3,
+    around=touched,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

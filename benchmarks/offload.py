@@ -18,24 +18,23 @@ gradients of its fused kernels differ from run to run without offloading too.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import script
 import torch
 from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from comparison import harness, table
 from comparison.harness import Outcome, Variant
+from comparison.program import Args, Program
+from comparison.timing import bus, synchronize, timed, turns
 
 MIB, GIB = 1 << 20, 1 << 30
 FEWEST_REPEATS = 3
@@ -150,12 +149,6 @@ class Training:
         return not found or all(map(torch.equal, found, self.gradients()))
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def pinned_by_torch() -> int:
     """Return the most bytes that torch had page-locked."""
     stats = torch.cuda.host_memory_stats() if torch.cuda.is_initialized() else {}
@@ -170,55 +163,35 @@ Said = Callable[[], str]
 """Returns the details at the end."""
 
 
-@contextmanager
-def _kept(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
-    yield lambda: training.step(nullcontext(), training.forward), str
+def _step(
+    training: Training,
+    case: Case,  # noqa: ARG001
+    *,
+    context: Callable[[torch.device], Any] = nullcontext,
+    forward: Callable[[Training, torch.Tensor], torch.Tensor] = Training.forward,
+) -> tuple[Step, Said]:
+    made = context(training.device)
+    return lambda: training.step(made, partial(forward, training)), _page_locked
 
 
-@contextmanager
-def _recomputed(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
-    yield lambda: training.step(nullcontext(), training.recomputed), str
+def _page_locked() -> str:
+    return f"page-locked {pinned_by_torch() / 1e9:.1f} GB"
 
 
-@contextmanager
-def _torch(training: Training, case: Case, *, pin: bool) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
-    pinned = pin and training.device.type == "cuda"
-    yield (
-        lambda: training.step(save_on_cpu(pin_memory=pinned), training.forward),
-        lambda: f"page-locked {pinned_by_torch() / 1e9:.1f} GB",
-    )
+def _save_on_cpu(device: torch.device, *, pin: bool) -> Any:
+    return save_on_cpu(pin_memory=pin and device.type == "cuda")
 
 
-@contextmanager
-def _torchtune(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:  # noqa: ARG001
+def _torchtune(_: torch.device) -> Any:
     from torchtune.training import OffloadActivations
 
-    offload = OffloadActivations(use_pin_memory=True, use_streams=True)
-    yield (
-        lambda: training.step(offload, training.forward),
-        lambda: f"page-locked {pinned_by_torch() / 1e9:.1f} GB",
-    )
+    return OffloadActivations(use_pin_memory=True, use_streams=True)
 
 
-@contextmanager
-def _bus(training: Training, case: Case) -> Iterator[tuple[Step, Said]]:
-    on_cuda = training.device.type == "cuda"
-    buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_cuda) for nbytes in case.saved]
-    tensors = [
-        torch.zeros(nbytes, dtype=torch.uint8, device=training.device) for nbytes in case.saved[:4]
-    ]
-
-    def step() -> float:
-        synchronize(training.device)
-        start = time.perf_counter()
-        for number, buffer in enumerate(buffers):
-            buffer.copy_(tensors[number % 4], non_blocking=True)
-        for number, buffer in enumerate(buffers):
-            tensors[number % 4].copy_(buffer, non_blocking=True)
-        synchronize(training.device)
-        return time.perf_counter() - start
-
-    yield step, lambda: f"page-locked {pinned_by_torch() / 1e9:.1f} GB"
+def _bus(training: Training, case: Case) -> tuple[Step, Said]:
+    back, out = bus(training.device, sum(case.saved))
+    once = partial(timed, lambda: (out(), back()), training.device, repeats=1, warm_ups=0)
+    return lambda: once()["total"][0], _page_locked
 
 
 @contextmanager
@@ -255,103 +228,66 @@ def _pinstage(
         yield step, said
 
 
-class Way(Variant):
-    """A way of a step."""
-
-    def suits(self, case: harness.Case) -> bool:
-        """Return whether the case is a step."""
-        return case in (*STEPS, *SMOKE_STEPS)
+_of_step = partial(Variant, where=lambda case: case.blocks)
 
 
 WAYS = (
-    Way("kept", _kept, "all activations stay on the device"),
-    Way("recomputed", _recomputed, "`torch.utils.checkpoint` around each block"),
-    Way("save_on_cpu", partial(_torch, pin=False), "torch's `save_on_cpu()`"),
-    Way("save_on_cpu_pinned", partial(_torch, pin=True), "torch's `save_on_cpu(pin_memory=True)`"),
-    Way("torchtune", _torchtune, "torchtune's `OffloadActivations(use_pin_memory=True, use_streams=True)`",
+    _of_step("kept", _step, "all activations stay on the device"),
+    _of_step("recomputed", partial(_step, forward=Training.recomputed), "`torch.utils.checkpoint` around each block"),
+    _of_step("save_on_cpu", partial(_step, context=partial(_save_on_cpu, pin=False)), "torch's `save_on_cpu()`"),
+    _of_step("save_on_cpu_pinned", partial(_step, context=partial(_save_on_cpu, pin=True)), "torch's `save_on_cpu(pin_memory=True)`"),
+    _of_step("torchtune", partial(_step, context=_torchtune), "torchtune's `OffloadActivations(use_pin_memory=True, use_streams=True)`",
         package="torchtune torchao", needs_cuda=True),
-    Way("bus", _bus, "the bytes that are saved, out and then back, page-locked buffers that are there already"),
-    Way("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", package="pinstage", ours=True),
-    Way("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before", package="pinstage",
+    _of_step("bus", _bus, "as many bytes out and then back, by a page-locked buffer"),
+    _of_step("pinstage", _pinstage, "`ps.offload.save_on_cpu(pool)`", ours=True),
+    _of_step("pinstage_reserved", partial(_pinstage, reserve=True), "with `pool.reserve()` before",
         ours=True),
-    Way("pinstage_4GiB", partial(_pinstage, tensors_on_device=16), 'with `max_device_bytes="4GiB"`',
-        package="pinstage", ours=True),
+    _of_step("pinstage_4GiB", partial(_pinstage, tensors_on_device=16), 'with `max_device_bytes="4GiB"`',
+        ours=True),
 )  # fmt: skip
 
 
-class Steps:
-    """One variant's training; the cases show its first and its later steps."""
+def measure_steps(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+    """Return the samples of the first step and of later ones."""
+    device = args.device
+    training = Training(case, device)
+    training.step(nullcontext(), training.forward)  # loads kernels, for every way
+    with variant.open(training, case) as (step, said):
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        limits = {"fewest": FEWEST_REPEATS, "seconds": args.seconds}
+        total = [step() for _ in turns(1 + args.repeats, **limits)]
+        peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0
+        detail = "; ".join(filter(None, (f"device peak {peak:.1f} GiB", said())))
+        found = training.gradients()
+    wrong = [] if training.repeats(found) else ["those of a plain step"]
+    if not _is_right_with_attention(variant, args):
+        wrong.append("those of a plain step with attention")
+    outcome = {"status": "ok", "detail": detail}
+    if wrong:
+        outcome = {"status": "incorrect", "detail": f"other gradients than {' and '.join(wrong)}"}
+    return {
+        "first step": outcome | {"total": total[:1]},
+        "later steps": outcome | {"total": total[1:]},
+    }
 
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant = variant
-        self._args = args
-        self._later: list[float] = []
-        self._verdict: Outcome = {"status": "error", "detail": "an earlier part failed"}
 
-    def measure(self, case: Case) -> Outcome:
-        """Train at the first case; return the samples of each."""
-        if case.id != "first step":
-            return {**self._verdict, "total": self._later}
-        device = torch.device(self._args.device)
-        training = Training(case, device)
-        training.step(nullcontext(), training.forward)  # loads kernels, for every way
-        with self._variant.setup(training, case) as (step, said):
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-            first = step()
-            began = time.perf_counter()
-            while len(self._later) < self._args.repeats:
-                if (
-                    len(self._later) >= FEWEST_REPEATS
-                    and time.perf_counter() - began > self._args.seconds
-                ):
-                    break
-                self._later.append(step())
-            peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0
-            detail = "; ".join(filter(None, (f"device peak {peak:.1f} GiB", said())))
-            found = training.gradients()
-        wrong = [] if training.repeats(found) else ["those of a plain step"]
-        if not self._is_right_with_attention(device):
-            wrong.append("those of a plain step with attention")
-        self._verdict = (
-            {"status": "incorrect", "detail": f"other gradients than {' and '.join(wrong)}"}
-            if wrong
-            else {"status": "ok", "detail": detail}
-        )
-        return {**self._verdict, "total": [first]}
-
-    def _is_right_with_attention(self, device: torch.device) -> bool:
-        case = SMOKE_ATTENTION if self._args.smoke else ATTENTION
-        training = Training(case, device)
-        with self._variant.setup(training, case) as (step, _):
-            for _turn in range(2):  # the second step uses the first one's host memory again
-                step()
-            found = training.gradients()
-        return training.repeats(found)
+def _is_right_with_attention(variant: Variant, args: Args) -> bool:
+    case = SMOKE_ATTENTION if args.smoke else ATTENTION
+    training = Training(case, args.device)
+    with variant.open(training, case) as (step, _):
+        for _turn in range(2):  # the second step uses the first one's host memory again
+            step()
+        found = training.gradients()
+    return training.repeats(found)
 
 
 # -- an optimizer's state --------------------------------------------------------------------------
 
 
-@contextmanager
-def _state_bus(device: torch.device, case: Case) -> Iterator[dict[str, Callable[[], None]]]:
-    on_cuda = device.type == "cuda"
-    buffers = [
-        torch.empty(case.bytes_each, dtype=torch.uint8, pin_memory=on_cuda)
-        for _ in range(case.tensors)
-    ]
-    tensors = [
-        torch.zeros(case.bytes_each, dtype=torch.uint8, device=device) for _ in range(case.tensors)
-    ]
-
-    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-
-    yield {
-        "state out": partial(copy, buffers, tensors),
-        "state back": partial(copy, tensors, buffers),
-    }
+def _state_bus(device: torch.device, case: Case) -> dict[str, Callable[[], None]]:
+    back, out = bus(device, case.nbytes)
+    return {"state out": out, "state back": back}
 
 
 @contextmanager
@@ -374,91 +310,52 @@ def _state_pinstage(device: torch.device, case: Case) -> Iterator[dict[str, Call
         offloaded.close()
 
 
-class StateWay(Variant):
-    """A way of an optimizer's state."""
-
-    def suits(self, case: harness.Case) -> bool:
-        """Return whether the case is a state."""
-        return case in (*STATES, *SMOKE_STATES)
+_of_state = partial(Variant, where=lambda case: case.tensors)
 
 
 STATE_WAYS = (
-    StateWay("state_bus", _state_bus, "page-locked buffers that are there already, copies only"),
-    StateWay(
+    _of_state("state_bus", _state_bus, "one page-locked buffer, copies only"),
+    _of_state(
         "state_pinstage",
         _state_pinstage,
         "`ps.offload.optimizer_state(...)`",
-        package="pinstage",
         ours=True,
     ),
 )
 
 
-class States:
-    """One variant's state, which is moved out and back in turn."""
-
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant = variant
-        self._args = args
-        self._total: dict[str, list[float]] = {}
-
-    def measure(self, case: Case) -> Outcome:
-        """Time both ways at the first case; return the samples of each."""
-        device = torch.device(self._args.device)
-        if not self._total:
-            with self._variant.setup(device, case) as ways:
-                for turn in range(2 + self._args.repeats):
-                    for name in ("state back", "state out"):
-                        synchronize(device)
-                        start = time.perf_counter()
-                        ways[name]()
-                        synchronize(device)
-                        if turn > 1:
-                            self._total.setdefault(name, []).append(time.perf_counter() - start)
-        return {"status": "ok", "detail": "", "total": self._total[case.id]}
+def measure_states(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+    """Return the samples of both ways, which are taken in turn."""
+    samples: dict[str, list[float]] = {"state back": [], "state out": []}
+    with variant.open(args.device, case) as ways:
+        for _ in range(2 + args.repeats):
+            for name in samples:
+                one = timed(ways[name], args.device, repeats=1, warm_ups=0)
+                samples[name] += one["total"]
+    ok = {"status": "ok", "detail": ""}
+    return {name: ok | {"total": taken[2:]} for name, taken in samples.items()}
 
 
-# -- the comparison --------------------------------------------------------------------------------
+def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+    """Return the outcomes of a way of a step, or of a state."""
+    return (measure_steps if case.blocks else measure_states)(variant, args, case)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or gave other gradients."""
-    parser = script.parser(
-        __doc__, repeats=20, repeats_help="later steps for each variant, at most"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=4.0,
-        help=f"stop after this time, once {FEWEST_REPEATS} are done",
-    )
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    steps, states = (SMOKE_STEPS, SMOKE_STATES) if args.smoke else (STEPS, STATES)
-    if args.smoke:
-        args.repeats, args.seconds = FEWEST_REPEATS, 0.0
-    known = (*WAYS, *STATE_WAYS)
-    if args.child:
-        (variant,) = script.chosen(args.child, known)
-        harness.start_device(torch.device(args.device))
-        kind, cases = (Steps, steps) if variant in WAYS else (States, states)
-        harness.work(cases, kind(variant, args).measure, lambda: gc.collect() and None)  # type: ignore[arg-type]
-        return 0
-    variants = script.chosen(args.only, known)
-    further = ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    judge = script.compare_on_a_gpu(args, "bus")
-    rows = script.collect(
-        "offload", __file__, variants, [*steps, *states], args, further, judge=judge
-    )
-    for ways in (WAYS, STATE_WAYS):
-        ids = [variant.id for variant in ways]
-        table.grid("median ms", [row for row in rows if row.variant in ids], "median")
-        table.grid("GB/s", [row for row in rows if row.variant in ids], "gb_per_s")
-    for row in rows:
-        if row.status == "ok" and row.detail and row.case == "later steps":
-            table.say(f"{row.variant}: {row.detail}")
-    return script.finish("offload", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms",
+    ways=(*WAYS, *STATE_WAYS),
+    cases=(*STEPS, *STATES),
+    measure_all=measure,
+    options={
+        "repeats": (20, "later steps for each variant, at most"),
+        "seconds": (4.0, f"stop after this time, once {FEWEST_REPEATS} are done"),
+    },
+    small_cases=(*SMOKE_STEPS, *SMOKE_STATES),
+    small={"repeats": FEWEST_REPEATS, "seconds": 0.0},
+    limits=("bus",),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

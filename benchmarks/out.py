@@ -15,20 +15,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import script
 import torch
 
-from comparison import harness, table
 from comparison.harness import Outcome, Variant
+from comparison.program import Args, Program
+from comparison.timing import timed
 
 KIB, MIB = 1 << 10, 1 << 20
-WARM_UPS = 3
 STEPS = 60
 """Steps of a loop that replays a graph."""
 GRAPH_ALONE = "graph"
@@ -124,9 +123,8 @@ def _by_hand(device: torch.device, case: Batch) -> Iterator[Way]:
         yield Way(list, write)
 
 
-@contextmanager
-def _nothing(device: torch.device, case: Batch) -> Iterator[Way]:  # noqa: ARG001
-    yield Way(list, lambda _, places: places)
+def _nothing(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
+    return Way(list, lambda _, places: places)
 
 
 @contextmanager
@@ -137,14 +135,12 @@ def _new(device: torch.device, case: Batch) -> Iterator[Way]:
         yield Way(list, lambda sources, _: stager.to_device(sources))
 
 
-@contextmanager
-def _copy(device: torch.device, case: Batch) -> Iterator[Way]:  # noqa: ARG001
-    yield Way(list, _copy_each)
+def _copy(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
+    return Way(list, _copy_each)
 
 
-@contextmanager
-def _pinned_copy(device: torch.device, case: Batch) -> Iterator[Way]:  # noqa: ARG001
-    yield Way(lambda sources: [source.pin_memory() for source in sources], _copy_each)
+def _pinned_copy(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
+    return Way(lambda sources: [source.pin_memory() for source in sources], _copy_each)
 
 
 def _copy_each(sources: Tensors, places: Tensors) -> Tensors:
@@ -153,27 +149,14 @@ def _copy_each(sources: Tensors, places: Tensors) -> Tensors:
     return places
 
 
-class GraphAlone(Variant):
-    """Loops in which nothing is written."""
-
-    def suits(self, case: Any) -> bool:
-        """Return whether a case is a loop."""
-        return bool(case.products)
-
-
 VARIANTS = (
-    Variant(
-        "pinstage_out", _out, "`stager.to_device(batch, out=places)`", package="pinstage", ours=True
-    ),
+    Variant("pinstage_out", _out, "`stager.to_device(batch, out=places)`", ours=True),
     Variant(
         "by_hand",
         _by_hand,
         "`torch._foreach_copy_(places, stager.to_device(batch))`",
-        package="pinstage",
     ),
-    Variant(
-        "pinstage", _new, "`stager.to_device(batch)`: new tensors", package="pinstage", ours=True
-    ),
+    Variant("pinstage", _new, "`stager.to_device(batch)`: new tensors", ours=True),
     Variant("copy", _copy, "`place.copy_(leaf, non_blocking=True)` for each leaf"),
     Variant(
         "pin_copy",
@@ -181,32 +164,40 @@ VARIANTS = (
         "the same from memory that `pin_memory()` made before",
         needs_cuda=True,
     ),
-    GraphAlone(GRAPH_ALONE, _nothing, "the loops without a write: the graph alone"),
+    Variant(
+        GRAPH_ALONE,
+        _nothing,
+        "the loops without a write: the graph alone",
+        where=lambda case: case.products,
+    ),
 )
 
 
-def measure(variant: Variant, repeats: int, device: torch.device, case: Batch) -> Outcome:
+def measure(variant: Variant, args: Args, case: Batch) -> Outcome:
     """Return the seconds of each write, until it is done on the device; of each step if a graph is
     replayed.
     """
+    device = args.device
     batches = [_batch(device, case, seed) for seed in range(4 if case.products else 1)]
     places = _places(device, case, batches[0])
-    settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
-    with variant.setup(device, case) as way:
+    with variant.open(device, case) as way:
         began = time.perf_counter()
         ready = [way.prepare(batch) for batch in batches]
         prepared = time.perf_counter() - began
+        call, steps, repeats = partial(way.write, ready[0], places), 1, args.repeats
         if case.products:
-            times, got = _loops(way.write, ready, places, settle, case)
-        else:
-            repeats = min(repeats, 5) if case.nbytes >= 1 << 30 else repeats
-            times, got = _writes(way.write, ready[0], places, settle, repeats)
-        pairs = zip(got, batches[-1], strict=True)
+            call, steps = (
+                partial(_loop, way.write, _graph(places, case.products), ready, places),
+                STEPS,
+            )
+        if case.products or case.nbytes >= 1 << 30:
+            repeats = min(repeats, 5)
+        outcome = timed(call, device, repeats=repeats, steps=steps)
         right = variant.id == GRAPH_ALONE or all(
-            torch.equal(there.cpu(), here) for there, here in pairs
+            torch.equal(there.cpu(), here) for there, here in zip(call(), batches[-1], strict=True)
         )
     detail = f"made ready in {prepared * 1e3:.0f} ms" if prepared > 1e-3 else ""
-    return {"status": "ok" if right else "incorrect", "detail": detail, "total": times}
+    return outcome | {"status": "ok" if right else "incorrect", "detail": detail}
 
 
 def _batch(device: torch.device, case: Batch, seed: int) -> Tensors:
@@ -215,36 +206,14 @@ def _batch(device: torch.device, case: Batch, seed: int) -> Tensors:
     return [leaf.pin_memory() for leaf in made] if case.pinned and device.type == "cuda" else made
 
 
-def _writes(
-    write: Write, sources: Tensors, places: Tensors, settle: Callable[[], Any], repeats: int
-) -> tuple[list[float], Tensors]:
-    times = []
-    for _ in range(WARM_UPS + repeats):
-        settle()
-        start = time.perf_counter()
-        got = write(sources, places)
-        settle()
-        times.append(time.perf_counter() - start)
-    return times[WARM_UPS:], got
-
-
-def _loops(
-    write: Write, batches: list[Tensors], places: Tensors, settle: Callable[[], Any], case: Batch
-) -> tuple[list[float], Tensors]:
-    """Return the seconds per step of loops that write each batch and replay a graph, which reads
-    it.
-    """
-    replay = _graph(places, case.products)
-    times = []
-    for _ in range(WARM_UPS + 5):
-        settle()
-        start = time.perf_counter()
-        for step in range(STEPS):
-            got = write(batches[step % len(batches)], places)
-            replay()
-        settle()
-        times.append((time.perf_counter() - start) / STEPS)
-    return times[WARM_UPS:], got if got is places or len(got) == len(places) else places
+def _loop(
+    write: Write, replay: Callable[[], Any], batches: list[Tensors], places: Tensors
+) -> Tensors:
+    """Write each batch and replay a graph, which reads it; return the last one."""
+    for step in range(STEPS):
+        got: Tensors = write(batches[step % len(batches)], places)
+        replay()
+    return got
 
 
 def _graph(places: Tensors, products: int) -> Callable[[], Any]:
@@ -283,29 +252,17 @@ def _places(device: torch.device, case: Batch, sources: Tensors) -> Tensors:
         return stager.to_device([torch.zeros_like(source) for source in sources])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or delivered a wrong byte."""
-    parser = script.parser(
-        __doc__, repeats=50, repeats_help="writes for each variant and case; 5 of the largest"
-    )
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    cases = SMOKE_CASES if args.smoke else CASES
-    if args.smoke:
-        args.repeats = min(args.repeats, 2)
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        device = torch.device(args.device)
-        harness.start_device(device)
-        suitable = [case for case in cases if variant.suits(case)]
-        harness.work(suitable, partial(measure, variant, args.repeats, device), lambda: None)
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--smoke"] if args.smoke else []
-    rows = script.collect("out", __file__, variants, cases, args, further)
-    table.grid("ms until a batch is in its place", rows, "median", "p10", "p90")
-    return script.finish("out", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until a batch is in its place",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={"repeats": (50, "writes for each variant and case; 5 of the largest")},
+    small_cases=SMOKE_CASES,
+    small={"repeats": 2},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

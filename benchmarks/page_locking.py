@@ -14,10 +14,8 @@ first touch.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
-import json
 import subprocess
 import sys
 import threading
@@ -27,18 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import script
 import torch
 
 import pinstage as ps
-from comparison import harness, record, table
-from comparison.harness import Size, Variant
-from comparison.plot import DARK, dark
+from comparison.harness import Outcome, Size, Variant
+from comparison.plot import in_both_colours
+from comparison.program import Args, Program
 from comparison.record import Row
+from comparison.timing import kernel, resident, synchronize
 
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK_BYTES = 64 * MIB
-COPIED_BYTES = 4 * GIB
+COPIED_BYTES = TOUCHED_FIRST = 4 * GIB
 KERNEL_SECONDS = 0.02
 
 FIRST, LAST, RESIDENT, TO_DEVICE, BACK = (
@@ -73,7 +71,7 @@ def _parts(held: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
     return lambda number: held[0][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
 
-def _torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
+def torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
     def allocate(nbytes: int) -> Held:
         held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)]
 
@@ -86,7 +84,9 @@ def _torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
     return allocate
 
 
-def _resource(name: str, device: str) -> Allocate:
+def resource(name: str, device: str) -> Allocate:
+    from cuda.bindings import driver, runtime  # noqa: F401 - imported here, and not in the timer
+
     def allocate(nbytes: int) -> Held:
         memory = getattr(ps.memory, name)(device)
         block = memory.allocate(nbytes)
@@ -107,9 +107,9 @@ def _region(device: str, **options: Any) -> Allocate:
             return region.tensor(min(CHUNK_BYTES, nbytes - start), offset=start)
 
         def release() -> None:
-            full = _resident()
+            full = resident()
             region.close()  # and another thread frees it
-            while _resident() > full - 0.99 * nbytes:
+            while resident() > full - 0.99 * nbytes:
                 time.sleep(0.001)
 
         return Held(region.synchronize, part, release)
@@ -117,51 +117,30 @@ def _region(device: str, **options: Any) -> Allocate:
     return allocate
 
 
-def _pageable_touched(device: str) -> Allocate:  # noqa: ARG001 - as the others
-    def allocate(nbytes: int) -> Held:
-        held = [torch.empty(nbytes, dtype=torch.uint8).zero_()]
-        return Held(int, _parts(held), held.clear)
-
-    return allocate
-
-
 VARIANTS = (
-    Variant("HostRegion", _region, "`ps.HostRegion(n)`", package="pinstage", ours=True),
+    Variant("HostRegion", _region, "`ps.HostRegion(n)`", ours=True),
     Variant(
         "HostRegion_shared",
         partial(_region, shared=True),
         "`ps.HostRegion(n, shared=True)`",
-        package="pinstage",
         ours=True,
     ),
     Variant(
         "one_registration",
-        partial(_resource, "RegisteredMemory"),
+        partial(resource, "RegisteredMemory"),
         "touched by 8 threads, then one `cudaHostRegister`",
-        package="pinstage",
         needs_cuda=True,
     ),
     Variant(
-        "cuda_host_alloc", partial(_resource, "HostAllocMemory"), "`cudaHostAlloc`", needs_cuda=True
+        "cuda_host_alloc", partial(resource, "HostAllocMemory"), "`cudaHostAlloc`", needs_cuda=True
     ),
     Variant(
-        "torch_pin_memory", _torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
+        "torch_pin_memory", torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
     ),
-)
-SMOKE_VARIANTS = (
-    Variant("pageable_touched", _pageable_touched, "`torch.empty(n).zero_()`, not page-locked"),
 )
 
 
 # -- witnesses -------------------------------------------------------------------------------------
-
-
-def _resident() -> int:
-    """Return the resident bytes of this process, explicit huge pages included."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return sum(
-        int(line.split()[1]) << 10 for line in lines if line.startswith(("VmRSS", "HugetlbPages"))
-    )
 
 
 class Worst:
@@ -202,7 +181,7 @@ def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], f
     """Let a neighbour and our own thread call CUDA meanwhile; yield functions that return the worst
     call of each.
     """
-    command = [sys.executable, __file__, "--device", device, "--neighbour"]
+    command = [sys.executable, "-c", f"import page_locking; page_locking.neighbour({device!r})"]
     over, worst = threading.Event(), Worst()
 
     def launch() -> None:
@@ -218,7 +197,8 @@ def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], f
             while not over.is_set():
                 worst.time(once)
 
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    pipe, folder = subprocess.PIPE, Path(__file__).parent
+    other = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder)
     thread = threading.Thread(target=launch)
     thread.start()
     assert other.stdin is not None
@@ -248,15 +228,10 @@ def kernels(device: str) -> Iterator[None]:
     def run() -> None:
         stream = torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            marks[0].record()
-            torch.cuda._sleep(10_000_000)
-            marks[1].record()
-            marks[1].synchronize()
-            cycles = int(10_000_000 * KERNEL_SECONDS * 1e3 / marks[0].elapsed_time(marks[1]))
+            run_kernel = kernel(torch.device(device), KERNEL_SECONDS)
             events: list[torch.cuda.Event] = []
             while not over.is_set():
-                torch.cuda._sleep(cycles)
+                run_kernel()
                 events.append(stream.record_event())
                 began.set()
                 if len(events) == 4:
@@ -287,12 +262,12 @@ def once(
     found: dict[str, float] = {}
     neighbours()
     launches()
-    before, began = _resident(), time.perf_counter()
+    before, began = resident(), time.perf_counter()
     held = allocate(nbytes)
     found[FIRST] = time.perf_counter() - began
     held.wait()
     found[LAST] = time.perf_counter() - began
-    found[RESIDENT] = (_resident() - before) / nbytes
+    found[RESIDENT] = (resident() - before) / nbytes
     found |= {NEIGHBOUR: neighbours(), LAUNCH: launches()}
     found[TO_DEVICE] = _copy(held, nbytes, device)
     launches()
@@ -309,35 +284,40 @@ def _copy(held: Held, nbytes: int, device: str) -> float:
     began = time.perf_counter()
     for number in range(count):
         there.copy_(held.part(number), non_blocking=True)
-    if there.is_cuda:
-        torch.cuda.current_stream(device).synchronize()
+    synchronize(there.device)
     return time.perf_counter() - began
 
 
-def run(
-    allocate: Allocate, nbytes: int, device: str, repeats: int, gpu: str
-) -> dict[str, list[float]]:
-    """Measure `repeats` times in each state of the GPU; return the samples of each case."""
+def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
+    """Measure `repeats` times in each state of the GPU; return the outcomes of all cases."""
     samples: dict[str, list[float]] = {}
-    cuda = torch.device(device).type == "cuda"
+    device, cuda = str(args.device), args.device.type == "cuda"
+    allocate = variant.setup(device)
     states = {"idle": contextlib.nullcontext, "busy": partial(kernels, device)}
     with witnesses(device) if cuda else contextlib.nullcontext((float, float)) as others:
-        for _ in range(repeats):
-            for state in gpu.split(","):
+        for _ in range(args.repeats):
+            for state in args.gpu.split(",") if cuda else ["idle"]:
                 with states[state]():
-                    found = once(allocate, nbytes, device, *others)
+                    found = once(allocate, args.nbytes, device, *others)
                 for what, value in found.items():
                     samples.setdefault(f"{what}, {state}", []).append(value)
-    return samples
+    return {name: {"status": "ok", "detail": "", "total": total} for name, total in samples.items()}
 
 
-def _cases(args: Any) -> list[Size]:
-    if torch.device(args.device).type != "cuda":
+def touched(args: Args) -> contextlib.AbstractContextManager[None]:
+    """Touch more memory than a process needs, before the first one."""
+    if not args.smoke:
+        torch.empty(max(TOUCHED_FIRST, args.nbytes), dtype=torch.uint8).zero_()
+    return contextlib.nullcontext()
+
+
+def cases(args: Args) -> list[Size]:
+    """Return what is measured, on an idle GPU and on a busy one."""
+    if args.device.type != "cuda":
         return [Size(f"{what}, idle", args.nbytes) for what in (FIRST, LAST, RESIDENT, BACK)]
+    copied = min(args.nbytes, COPIED_BYTES)
     return [
-        Size(
-            f"{what}, {state}", min(args.nbytes, COPIED_BYTES) if what == TO_DEVICE else args.nbytes
-        )
+        Size(f"{what}, {state}", copied if what == TO_DEVICE else args.nbytes)
         for state in args.gpu.split(",")
         for what in MEASURED
     ]
@@ -351,7 +331,7 @@ def _share_resident(rows: list[Row]) -> None:
         what = row.case.partition(",")[0]
         if what == RESIDENT and row.unit == "ms" and row.median is not None:
             row.unit = "%"
-            for name in ("median", "p10", "p90"):
+            for name in ("median", "p10", "p90", "minimum", "maximum"):
                 setattr(row, name, getattr(row, name) / 10)
         if what not in (LAST, TO_DEVICE):
             row.gb_per_s = None
@@ -368,7 +348,7 @@ _LABELS = {
 }
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def _draw(result: dict[str, Any], path: Path) -> None:
     """Write a PNG: seconds until the last byte is ready, and the worst calls of others meanwhile,
     on an idle GPU.
     """
@@ -403,67 +383,28 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, format="png", dpi=130)
 
 
-def draw_both(result: dict[str, Any], path: Path) -> None:
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw for light and for dark pages."""
-    from matplotlib import rc_context
-
-    draw(result, path)
-    with rc_context(DARK):
-        draw(result, dark(path))
+    in_both_colours(partial(_draw, results[0]), path)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed."""
-    parser = script.parser(
-        __doc__, repeats=1, repeats_help="runs of each way, on an idle GPU and on a busy one"
-    )
-    parser.add_argument("--nbytes", type=int, default=48 * GIB, help="bytes to page-lock")
-    parser.add_argument("--gpu", default="idle,busy", help="idle, busy or both; without a GPU idle")
-    parser.add_argument(
-        "--plot", type=Path, help="draw a PNG here, and one for dark pages beside it"
-    )
-    parser.add_argument(
-        "--from", dest="source", type=Path, help="draw from this result file; measure nothing"
-    )
-    parser.add_argument("--neighbour", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    plot, source, is_neighbour = args.plot, args.source, args.neighbour
-    del args.plot, args.source, args.neighbour  # not settings of the result
-    if is_neighbour:
-        neighbour(args.device)
-    if source:
-        draw_both(json.loads(source.read_text()), plot)
-        return 0
-    if args.smoke:
-        args.nbytes = min(args.nbytes, 256 * MIB)
-    if torch.device(args.device).type != "cuda":
-        args.gpu = "idle"
-    variants = (*VARIANTS, *SMOKE_VARIANTS) if args.smoke or args.child else VARIANTS
-    cases = _cases(args)
-    if args.child:
-        (variant,) = script.chosen(args.child, variants)
-        harness.start_device(torch.device(args.device))
-        samples = run(variant.setup(args.device), args.nbytes, args.device, args.repeats, args.gpu)
-        harness.work(
-            cases,
-            lambda case: {"status": "ok", "detail": "", "total": samples[case.id]},
-            lambda: None,
-        )
-        return 0
-    variants = tuple(script.chosen(args.only, variants))
-    if not args.smoke:
-        torch.empty(args.nbytes, dtype=torch.uint8).zero_()
-    further = ["--nbytes", str(args.nbytes), "--gpu", args.gpu]
-    rows = script.collect(
-        "page_locking", __file__, variants, cases, args, further, judge=_share_resident
-    )
-    table.grid("idle and busy: ms, resident in %", rows, "median", "p10", "p90")
-    status = script.finish("page_locking", rows, variants, args)
-    if plot:
-        draw_both(record.result_of("page_locking", {}, rows), plot)
-    return status
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="idle and busy: ms, resident in %",
+    ways=VARIANTS,
+    cases=cases,
+    measure_all=measure,
+    options={
+        "repeats": (1, "runs of each way, on an idle GPU and on a busy one"),
+        "nbytes": (48 * GIB, "bytes to page-lock"),
+        "gpu": ("idle,busy", "idle, busy or both; without a GPU idle"),
+    },
+    small={"nbytes": 256 * MIB},
+    judge=_share_resident,
+    around=touched,
+    draw=draw,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

@@ -10,17 +10,16 @@ variant runs in a fresh process.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
-import script
 import torch
 
-from comparison import harness, table
 from comparison.harness import Outcome, Size, Variant
+from comparison.program import Args, Program
 from comparison.record import Row
+from comparison.timing import timed
 
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 200
@@ -45,20 +44,17 @@ def _pool(resource: str) -> Iterator[Cycle]:
         yield cycle
 
 
-@contextmanager
-def _torch_empty(pin_memory: bool) -> Iterator[Cycle]:
+def _torch_empty(pin_memory: bool) -> Cycle:
     def cycle(nbytes: int) -> None:
         tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin_memory)
         del tensor
 
-    yield cycle
+    return cycle
 
 
 def _ours(name: str, resource: str, needs_cuda: bool) -> Variant:
     about = f"`ps.SlabPool(memory=ps.memory.{resource}())`: acquire, tensor(), release"
-    return Variant(
-        name, partial(_pool, resource), about, package="pinstage", needs_cuda=needs_cuda, ours=True
-    )
+    return Variant(name, partial(_pool, resource), about, needs_cuda=needs_cuda, ours=True)
 
 
 VARIANTS = (
@@ -75,18 +71,13 @@ VARIANTS = (
 )
 
 
-def measure(variant: Variant, repeats: int, case: harness.Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Size) -> Outcome:
     """Return the samples of one variant on one size."""
-    setup: AbstractContextManager[Cycle] = variant.setup()
-    with setup as cycle:
-        for _ in range(min(WARM_UPS, repeats)):
-            cycle(case.nbytes)
-        total = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            cycle(case.nbytes)
-            total.append(time.perf_counter() - start)
-    return {"status": "ok", "detail": "", "total": total}
+    with variant.open() as cycle:
+        cpu, warm_ups = torch.device("cpu"), min(WARM_UPS, args.repeats)
+        inputs = [(case.nbytes,)]
+        outcome = timed(cycle, cpu, repeats=args.repeats, warm_ups=warm_ups, inputs=inputs)
+    return outcome | {"total": outcome["main"], "main": []}
 
 
 def forget_rates(rows: list[Row]) -> None:
@@ -95,25 +86,18 @@ def forget_rates(rows: list[Row]) -> None:
         row.gb_per_s = None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed."""
-    parser = script.parser(__doc__, repeats=5000, repeats_help="cycles for each variant and size")
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    if args.smoke:
-        args.repeats = min(args.repeats, 100)
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        harness.start_device(torch.device(args.device))
-        harness.work(CASES, partial(measure, variant, args.repeats), lambda: None)
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    rows = script.collect(
-        "pool_latency", __file__, variants, CASES, args, unit="us", judge=forget_rates
-    )
-    table.grid("us per cycle: acquire, make a tensor, release", rows, "median", "p10", "p90")
-    return script.finish("pool_latency", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="us per cycle: acquire, make a tensor, release",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={"repeats": (5000, "cycles for each variant and size")},
+    small={"repeats": 100},
+    unit="us",
+    judge=forget_rates,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

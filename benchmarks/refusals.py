@@ -9,18 +9,17 @@ without a limit, and zero, which is pageable memory. Each variant runs in a fres
 from __future__ import annotations
 
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import script
 import torch
 
-from comparison import harness, table
 from comparison.harness import Outcome, Size, Variant
+from comparison.program import Args, Program
+from comparison.timing import timed
 from pinstage.errors import StagingWarning
 
 MIB = 1 << 20
@@ -70,7 +69,7 @@ def _stager(share: float, device: torch.device, nbytes: int) -> Iterator[Stage]:
 
 def _variant(name: str, share: float) -> Variant:
     about = f"{share:.0%} of what {AHEAD} batches need can be page-locked"
-    return Variant(name, partial(_stager, share), about, package="pinstage", ours=True)
+    return Variant(name, partial(_stager, share), about, ours=True)
 
 
 VARIANTS = (
@@ -81,57 +80,39 @@ VARIANTS = (
 )
 
 
-def measure(variant: Variant, repeats: int, device: torch.device, case: harness.Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Size) -> Outcome:
     """Return the seconds per batch of each run of `AHEAD` batches."""
     leaf = case.nbytes // LEAVES // 4
     batch = [torch.arange(leaf, dtype=torch.int32).add_(i) for i in range(LEAVES)]
-    setup: AbstractContextManager[Stage] = variant.setup(device, case.nbytes)
-    total = []
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), variant.open(args.device, case.nbytes) as stager:
         warnings.simplefilter("ignore", StagingWarning)
-        with setup as stager:
-            for repeat in range(repeats + 1):
-                start = time.perf_counter()
-                for _ in range(AHEAD):
-                    got = stager.to_device(batch)
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                if repeat:  # the first run allocates slabs, or is refused them
-                    total.append((time.perf_counter() - start) / AHEAD)
-            right = all(
-                torch.equal(there.cpu(), here) for there, here in zip(got, batch, strict=True)
-            )
-            refused = stager.stats().fallback_batches
-    status = "ok" if right else "incorrect"
-    return {
-        "status": status,
-        "detail": f"{refused} batches were refused a slab of their size",
-        "total": total,
-    }
+
+        def stage() -> Any:
+            for _ in range(AHEAD):
+                got = stager.to_device(batch)
+            return got
+
+        # The first run allocates slabs, or is refused them.
+        outcome = timed(stage, args.device, repeats=args.repeats, warm_ups=1, steps=AHEAD)
+        right = all(
+            torch.equal(there.cpu(), here) for there, here in zip(stage(), batch, strict=True)
+        )
+        refused = stager.stats().fallback_batches
+    detail = f"{refused} batches were refused a slab of their size"
+    return outcome | {"status": "ok" if right else "incorrect", "detail": detail}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or delivered a wrong byte."""
-    parser = script.parser(
-        __doc__, repeats=20, repeats_help="runs of four batches for each variant and size"
-    )
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    cases = SMOKE_CASES if args.smoke else CASES
-    if args.smoke:
-        args.repeats = min(args.repeats, 2)
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        device = torch.device(args.device)
-        harness.start_device(device)
-        harness.work(cases, partial(measure, variant, args.repeats, device), lambda: None)
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--smoke"] if args.smoke else []
-    rows = script.collect("refusals", __file__, variants, cases, args, further)
-    table.grid("ms per batch", rows, "median", "p10", "p90")
-    return script.finish("refusals", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms per batch",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={"repeats": (20, "runs of four batches for each variant and size")},
+    small_cases=SMOKE_CASES,
+    small={"repeats": 2},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

@@ -13,18 +13,17 @@ Nothing is timed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import script
 import torch
 
 import pinstage as ps
-from comparison import harness, table
 from comparison.harness import Outcome, Size, Variant
+from comparison.program import Args, Program
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from demo.data import Archive, make_batches
@@ -48,8 +47,7 @@ def _pinstage(with_padding: bool, device: torch.device) -> Iterator[Taken]:
         yield taken
 
 
-@contextmanager
-def _torch_each(device: torch.device) -> Iterator[Taken]:
+def _torch_each(device: torch.device) -> Taken:
     def taken(batch: Any) -> tuple[int, int]:
         before = _lent_by_torch()
         batch.map_tensors(
@@ -57,18 +55,17 @@ def _torch_each(device: torch.device) -> Iterator[Taken]:
         )
         return _leaf_bytes(batch), _lent_by_torch() - before
 
-    yield taken
+    return taken
 
 
-@contextmanager
-def _torch_once(device: torch.device) -> Iterator[Taken]:
+def _torch_once(device: torch.device) -> Taken:
     def taken(batch: Any) -> tuple[int, int]:
         before = _lent_by_torch()
         nbytes = ps.Layout.of(batch).nbytes
         torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).to(device, non_blocking=True)
         return nbytes, _lent_by_torch() - before
 
-    yield taken
+    return taken
 
 
 def _leaf_bytes(batch: Any) -> int:
@@ -99,12 +96,11 @@ VARIANTS = (
 )
 
 
-@cache
 def shares(variant: Variant, device: torch.device, limit: int | None) -> tuple[float, list[float]]:
     """Return the wasted share of all allocated bytes, and of each batch."""
     asked_in_all = taken_in_all = 0
     of_batches = []
-    with variant.setup(device) as taken:
+    with variant.open(device) as taken:
         for batch in make_batches(Archive.read(), batch_size=BATCH_SIZE, seed=SEED, limit=limit):
             asked, took = taken(batch)
             asked_in_all, taken_in_all = asked_in_all + asked, taken_in_all + took
@@ -112,37 +108,26 @@ def shares(variant: Variant, device: torch.device, limit: int | None) -> tuple[f
     return 1 - asked_in_all / taken_in_all, of_batches
 
 
-def measure(
-    variant: Variant, device: torch.device, limit: int | None, case: harness.Case
-) -> Outcome:
-    """Return one figure, as a sample."""
-    in_all, of_batches = shares(variant, device, limit)
-    figures = {
-        "all batches": in_all,
-        "mean batch": sum(of_batches) / len(of_batches),
-        "worst batch": max(of_batches),
+def measure(variant: Variant, args: Args, case: Size) -> dict[str, Outcome]:  # noqa: ARG001
+    """Return each figure, as a sample."""
+    in_all, of_batches = shares(variant, args.device, SMOKE_BATCHES if args.smoke else None)
+    detail = f"{len(of_batches)} batches"
+    figures = in_all, sum(of_batches) / len(of_batches), max(of_batches)
+    return {
+        case.id: {"status": "ok", "detail": detail, "total": [figure]}
+        for case, figure in zip(CASES, figures, strict=True)
     }
-    return {"status": "ok", "detail": f"{len(of_batches)} batches", "total": [figures[case.id]]}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed."""
-    parser = script.parser(__doc__, repeats=1, repeats_help="has no effect here")
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        device = torch.device(args.device)
-        harness.start_device(device)
-        limit = SMOKE_BATCHES if args.smoke else None
-        harness.work(CASES, partial(measure, variant, device, limit), lambda: None)
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--smoke"] if args.smoke else []
-    rows = script.collect("rounding_waste", __file__, variants, CASES, args, further, unit="%")
-    table.grid("percent of the allocated host memory that is wasted", rows, "median")
-    return script.finish("rounding_waste", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="percent of the allocated host memory that is wasted",
+    ways=VARIANTS,
+    cases=CASES,
+    measure_all=measure,
+    unit="%",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

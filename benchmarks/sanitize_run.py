@@ -13,18 +13,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from comparison import batches
-from comparison.batches import KIB, MIB, BatchShape
+from comparison.program import choose_device
 
-LOCKED = (BatchShape(1, 128 * KIB), BatchShape(8, MIB), BatchShape(12, 64 * KIB))
+LOCKED = batches.shapes("1x128KiB 8x1MiB 12x64KiB")
 """Batches that are page-locked already."""
 
-SHAPES = (BatchShape(64, KIB), BatchShape(132, 284), BatchShape(5, 3 * MIB))
+SHAPES = batches.shapes("64x1KiB 132x284B 5x3MiB")
 
 
 def mixed(seed: int) -> batches.Batch:
@@ -52,13 +53,6 @@ def runs() -> Iterator[list[batches.Batch]]:
     yield [mixed(seed) for seed in range(3)]
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Move each leaf by itself."""
-    if isinstance(tree, dict):
-        return {key: to_device(value, device) for key, value in tree.items()}
-    return tree.to(device, non_blocking=True)
-
-
 def replayed(stager: Any, sources: list[batches.Batch]) -> Iterator[Any]:
     """Yield what a graph has copied from its static input, which ``out=`` fills for each batch."""
     static = stager.to_device(sources[0])
@@ -79,10 +73,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--baseline", action="store_true", help="stage with .to() instead")
     args = parser.parse_args()
-    device = torch.device(args.device)
+    device = choose_device(args.device)
     wrong: list[str] = []
     count = 0
 
@@ -97,8 +91,9 @@ def main() -> int:
             from cuda.bindings import driver
 
             driver.cuInit(0)  # as loading cuda-python does
+        move = partial(torch.Tensor.to, device=device, non_blocking=True)
         for sources in runs():
-            compare(sources, [to_device(source, device) for source in sources])
+            compare(sources, [batches.map_leaves(source, move) for source in sources])
     else:
         import pinstage as ps
 

@@ -1,10 +1,12 @@
-"""From the device to the host: many small tensors, large ones, both directions at once, and frames
-there and back.
+"""From the device to the host: results of all sizes, both directions at once, and frames there and
+back.
 
     python benchmarks/to_host.py --out benchmarks/results/to_host.json
+    python benchmarks/to_host.py --cases results --only cpu_each,pinned_each,pinstage_copy
 
 | case | sample |
 |---|---|
+| `results, 8x4KiB` | 8 tensors of 4 KiB on the host, and so on |
 | `1000x256B` | 1000 tensors of 64 floats on the host |
 | `64MiB`, `512MiB` | one tensor on the host |
 | `8x64MiB` | eight tensors, two of them in flight at a time |
@@ -13,14 +15,15 @@ there and back.
   the forum's round-trip script; time and bytes of one batch, both ways |
 
 `bus` is the limit of the hardware: existing page-locked buffers, no packing and nothing to return.
-On large tensors our figure in the last table is a share of the bus. Bits are checked outside the
-timer. The round trip checks some elements of each frame in each batch, so that it detects a buffer
-that is reused too early.
+`fill` is the limit of tensors with memory of their own: threads fill new memory of that size from
+page-locked memory, with huge pages. `main` is the time until `fetch` returned. Bits are checked
+outside the timer. The round trip checks some elements of each frame in each batch, so that it
+detects a buffer that is reused too early.
 """
 
 from __future__ import annotations
 
-import gc
+import mmap
 import sys
 import time
 from collections import deque
@@ -28,22 +31,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any
 
-import script
 import torch
 
-from comparison import harness, table
+from comparison.batches import BatchShape, shapes
 from comparison.harness import Outcome, Variant
+from comparison.program import Args, Program
+from comparison.timing import beside_kernels, timed
 
 MIB = 1 << 20
-FEWEST_REPEATS, WARM_UPS = 3, 2
-OF_FRAMES = 2, 1  # the same: a sample of the slowest way takes two seconds
 IN_FLIGHT = 2
-FRAMES_OF_A_BATCH, BATCHES = 10, 4
+BATCHES = 4
+FILLING_THREADS = 12
 
-Sample = Callable[[], Any]
-"""The timed work: returns everything for the check, once it is on the host."""
+Tensors = list[torch.Tensor]
+Finish = Callable[[], Any]
+"""Returns tensors, once they are on the host; None if they are not to be checked."""
+Start = Callable[[Tensors], Finish]
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,27 @@ class Case:
         return self.leaves * self.elements * 4 * (2 if self.kind in ("both", "frames") else 1)
 
 
+def result(shape: BatchShape) -> Case:
+    """Return the case of a result."""
+    return Case(f"results, {shape.id}", "result", shape.leaves, shape.leaf_bytes // 4)
+
+
+RESULTS = shapes("""
+    1x4B 8x4B 200x4B 8x4KiB 64x1KiB 1x256KiB 1x1MiB 8x1MiB 64x256KiB 1000x4KiB 1x64MiB 16x16MiB
+""")
 CASES = (
-    Case("1000x256B", "small", 1000, 64),
+    *map(result, RESULTS),
+    Case("1000x256B", "result", 1000, 64),
     Case("64MiB", "large", 1, 16 * MIB),
     Case("512MiB", "large", 1, 128 * MIB),
     Case("8x64MiB", "series", 8, 16 * MIB),
     Case("256MiB both ways", "both", 1, 64 * MIB),
-    Case("frames", "frames", FRAMES_OF_A_BATCH, 3 * 3840 * 2160),
+    Case("frames", "frames", 10, 3 * 3840 * 2160),
 )
-SMOKE_CASES = tuple(Case(case.id, case.kind, min(case.leaves, 10), 1000) for case in CASES)
+SMALL_CASES = (
+    *map(result, shapes("1x4B 8x4B 10x4KiB 1x4MiB")),
+    *(Case(case.id, case.kind, min(case.leaves, 10), 1000) for case in CASES[-6:]),
+)
 
 
 class Device:
@@ -78,43 +96,36 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cuda = device.type == "cuda"
+        self._streams: Any = torch.cuda if self.cuda else torch.cpu
 
     def stream(self) -> Any:
-        return torch.cuda.Stream(self.device) if self.cuda else None
+        return self._streams.Stream(self.device)
 
-    def pinned(self, *sizes: int) -> list[torch.Tensor]:
+    def pinned(self, *sizes: int) -> Tensors:
         return [torch.empty(size, pin_memory=self.cuda) for size in sizes]
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
 
     def copy(
         self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Any = None
     ) -> Any:
         """Copy on a stream, after an event, and return the event after the copy."""
-        if not self.cuda:
-            target.copy_(source)
-            return None
-        with torch.cuda.stream(stream):
+        with self._streams.stream(stream):
             if after is not None:
                 stream.wait_event(after)
             target.copy_(source, non_blocking=True)
             return stream.record_event()
 
     def mark(self) -> Any:
-        return torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        return self._streams.current_stream(self.device).record_event()
 
     def wait(self, event: Any) -> None:
         if event is not None:
             event.synchronize()
 
     def wait_here(self, event: Any) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        self._streams.current_stream(self.device).wait_event(event)
 
 
-def on_device(case: Case, device: torch.device) -> list[torch.Tensor]:
+def on_device(case: Case, device: torch.device) -> Tensors:
     """Return the tensors to fetch, all different; made on the CPU, since a GPU's large floats
     differ.
     """
@@ -122,7 +133,7 @@ def on_device(case: Case, device: torch.device) -> list[torch.Tensor]:
     return [(first + i).to(device) for i in range(case.leaves)]
 
 
-def frame_batches(case: Case) -> list[list[torch.Tensor]]:
+def frame_batches(case: Case) -> list[Tensors]:
     """Return two batches of frames on the host, each frame of one value."""
     return [
         [torch.full((case.elements,), float(10 * b + i)) for i in range(case.leaves)]
@@ -140,129 +151,84 @@ def seen(batch: int, fetched: Sequence[torch.Tensor]) -> None:
             )
 
 
-# -- the ways --------------------------------------------------------------------------------------
+def round_trip(there: Iterator[Tensors], start: Start) -> None:
+    """Fetch all batches of frames, with some in flight, and look at them."""
+    returned: deque[Finish] = deque()
+    numbers = iter(range(BATCHES))
+    for frames in there:
+        returned.append(start([frame + 1 for frame in frames]))
+        if len(returned) == IN_FLIGHT:
+            seen(next(numbers), returned.popleft()())
+    while returned:
+        seen(next(numbers), returned.popleft()())
 
 
-@contextmanager
-def _cpu_each(device: Device, case: Case) -> Iterator[Sample]:
-    if case.kind == "frames":
-        batches = frame_batches(case)
+# -- the ways: a function that starts to fetch tensors, and one that sends frames -------------------
 
-        def sample() -> None:
-            for number in range(BATCHES):
-                there = [frame.to(device.device) + 1 for frame in batches[number % 2]]
-                seen(number, [frame.cpu() for frame in there])
-
-        yield sample
-        return
-    tensors = on_device(case, device.device)
-    with _beside(device, case) as beside:
-
-        def fetch() -> list[torch.Tensor]:
-            beside()
-            return [tensor.cpu() for tensor in tensors]
-
-        yield fetch
+Way = tuple[Start, Callable[[list[Tensors]], Any]]
 
 
-@contextmanager
-def _pinned_each(device: Device, case: Case) -> Iterator[Sample]:
+def _cpu_each(device: Device, case: Case) -> Way:  # noqa: ARG001
+    return (
+        lambda tensors: lambda: [tensor.cpu() for tensor in tensors],
+        lambda batches: ([frame.to(device.device) for frame in batch] for batch in batches),
+    )
+
+
+def _pinned_each(device: Device, case: Case) -> Way:  # noqa: ARG001
     """Pinned torch targets, made in each call since the caller keeps them; one synchronise."""
-    if case.kind == "frames":
-        batches = frame_batches(case)
 
-        def sample() -> None:
-            for number in range(BATCHES):
-                pin = (lambda frame: frame.pin_memory()) if device.cuda else (lambda frame: frame)
-                there = [
-                    pin(frame).to(device.device, non_blocking=True) + 1
-                    for frame in batches[number % 2]
-                ]
-                here = [_to_pinned(device, frame) for frame in there]
-                device.wait(device.mark())
-                seen(number, here)
+    def start(tensors: Tensors) -> Finish:
+        here = [
+            torch.empty(tensor.shape, pin_memory=device.cuda).copy_(tensor, non_blocking=True)
+            for tensor in tensors
+        ]
+        event = device.mark()
+        return lambda: (device.wait(event), here)[1]
 
-        yield sample
-        return
-    tensors = on_device(case, device.device)
-    with _beside(device, case) as beside:
+    def send(frame: torch.Tensor) -> torch.Tensor:
+        pinned = frame.pin_memory() if device.cuda else frame
+        return pinned.to(device.device, non_blocking=True)
 
-        def fetch() -> list[torch.Tensor]:
-            beside()
-            here = [_to_pinned(device, tensor) for tensor in tensors]
-            device.wait(device.mark())
-            return here
-
-        yield fetch
+    return start, lambda batches: (list(map(send, batch)) for batch in batches)
 
 
-def _to_pinned(device: Device, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, pin_memory=device.cuda).copy_(tensor, non_blocking=True)
+def _bus(device: Device, case: Case) -> Way:
+    """Existing buffers; nothing is packed. The tensors of a result are one tensor here."""
+    together = case.kind == "result"
+    size = case.elements * (case.leaves if together else 1)
+    buffers, back = cycle(device.pinned(*[size] * min(IN_FLIGHT, case.leaves))), device.stream()
+    one = torch.zeros(size, device=device.device)
+
+    def start(tensors: Tensors) -> Finish:
+        for tensor in [one] if together else tensors:
+            here = next(buffers)
+            event = device.copy(here, tensor, back, device.mark())
+        return lambda: (device.wait(event), None if together else [here])[1]
+
+    return start, iter
 
 
-@contextmanager
-def _bus(device: Device, case: Case) -> Iterator[Sample]:
-    """Existing buffers; nothing is packed. The small tensors are one tensor here."""
-    back = device.stream()
-    if case.kind == "frames":
-        yield _frames_by_hand(device, case, pack=False)
-        return
-    if case.kind == "small":
-        (tensor,) = on_device(Case(case.id, "large", 1, case.leaves * case.elements), device.device)
-        (here,) = device.pinned(tensor.numel())
-
-        def fetch_one() -> None:
-            device.wait(device.copy(here, tensor, back, device.mark()))
-
-        yield fetch_one
-        return
-    tensors = on_device(case, device.device)
-    buffers = device.pinned(*[case.elements] * min(IN_FLIGHT, case.leaves))
-    with _beside(device, case) as beside:
-
-        def fetch() -> list[torch.Tensor] | None:
-            beside()
-            after, events = device.mark(), deque[Any]()
-            for i, tensor in enumerate(tensors):
-                if len(events) == IN_FLIGHT:
-                    device.wait(events.popleft())
-                events.append(device.copy(buffers[i % len(buffers)], tensor, back, after))
-            while events:
-                device.wait(events.popleft())
-            return buffers if len(buffers) == len(tensors) else None
-
-        yield fetch
-
-
-@contextmanager
-def _by_hand(device: Device, case: Case) -> Iterator[Sample]:
+def _by_hand(device: Device, case: Case) -> Way:
     """Careful code by hand: buffers made once, two of each, and an event before each reuse."""
-    if case.kind == "frames":
-        yield _frames_by_hand(device, case, pack=True)
-        return
-    if case.kind != "small":
-        with _bus(device, case) as sample:
-            yield sample
-        return
-    tensors, back = on_device(case, device.device), device.stream()
-    (here,) = device.pinned(case.leaves * case.elements)
+    if case.kind != "result":
+        return _bus(device, case)
+    (here,), back = device.pinned(case.leaves * case.elements), device.stream()
 
-    def fetch() -> list[torch.Tensor]:
-        together = torch.cat(tensors)
-        device.wait(device.copy(here, together, back, device.mark()))
-        return list(here.split(case.elements))
+    def start(tensors: Tensors) -> Finish:
+        event = device.copy(here, torch.cat(tensors), back, device.mark())
+        return lambda: (device.wait(event), list(here.split(case.elements)))[1]
 
-    yield fetch
+    return start, iter
 
 
-def _frames_by_hand(device: Device, case: Case, *, pack: bool) -> Sample:
+def _frames_by_hand(device: Device, case: Case, *, pack: bool) -> Callable[[], None]:
     batches, size = frame_batches(case), case.leaves * case.elements
     sent, fetched = device.pinned(size, size), device.pinned(size, size)
     slabs = [torch.empty(size, device=device.device) for _ in range(2)]
     forth, back = device.stream(), device.stream()
-    if not pack:
-        for buffer, batch in zip(sent, batches, strict=True):
-            torch.cat(batch, out=buffer)
+    for buffer, batch in zip(sent, batches, strict=True):
+        torch.cat(batch, out=buffer)
 
     def sample() -> None:
         arrived: list[Any] = [None, None]
@@ -292,65 +258,29 @@ def _frames_by_hand(device: Device, case: Case, *, pack: bool) -> Sample:
 
 
 @contextmanager
-def _pinstage(device: Device, case: Case, *, copy: bool = False) -> Iterator[Sample]:
+def _pinstage(device: Device, case: Case, *, copy: bool, waits: bool = False) -> Iterator[Way]:
     import pinstage as ps
 
     with ps.Stager(device.device, max_bytes="8GiB") as stager:
-        if case.kind == "frames":
-            batches = frame_batches(case)
 
-            def sample() -> None:
-                returned: deque[Any] = deque()
-                numbers = range(BATCHES)
-                for staged in stager.prefetch((batches[number % 2] for number in numbers), depth=1):
-                    returned.append(stager.fetch([frame + 1 for frame in staged], copy=copy))
-                    if len(returned) == IN_FLIGHT:
-                        seen(numbers[0], returned.popleft().result())
-                        numbers = numbers[1:]
-                while returned:
-                    seen(numbers[0], returned.popleft().result())
-                    numbers = numbers[1:]
+        def start(tensors: Tensors) -> Finish:
+            if waits and case.kind not in ("series", "frames"):
+                return partial(stager.to_host, tensors)
+            return stager.fetch(tensors, copy=copy).result
 
-            yield sample
-            return
-        tensors = on_device(case, device.device)
-        if case.kind == "series":
-
-            def series() -> None:
-                transfers: deque[Any] = deque()
-                for tensor in tensors:
-                    if len(transfers) == IN_FLIGHT:
-                        transfers.popleft().result()
-                    transfers.append(stager.fetch([tensor], copy=copy))
-                while transfers:
-                    transfers.popleft().result()
-
-            yield series
-            return
-        with _beside(device, case) as beside:
-
-            def fetch() -> list[torch.Tensor]:
-                beside()
-                return stager.fetch(tensors, copy=copy).result()  # type: ignore[no-any-return]
-
-            yield fetch
+        yield start, partial(stager.prefetch, depth=1)
 
 
-@contextmanager
-def _beside(device: Device, case: Case) -> Iterator[Callable[[], None]]:
-    """Yield a function that starts a copy to the device in the case of both ways, and otherwise
-    does nothing.
-    """
-    if case.kind != "both":
-        yield lambda: None
-        return
-    (source,), forth = device.pinned(case.elements), device.stream()
-    target = torch.empty(case.elements, device=device.device)
+def _fill(device: Device, case: Case) -> Way:
+    (source,) = device.pinned(case.leaves * case.elements)
+    torch.set_num_threads(min(FILLING_THREADS, torch.get_num_threads()))
 
-    def start() -> None:
-        device.copy(target, source, forth)
+    def fill() -> None:
+        memory = mmap.mmap(-1, source.nbytes)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        torch.frombuffer(memory, dtype=source.dtype).copy_(source)
 
-    yield start
+    return lambda _: fill, iter
 
 
 VARIANTS = (
@@ -363,101 +293,99 @@ VARIANTS = (
     Variant("by_hand", _by_hand, "one `torch.cat`, buffers made once and used again with events"),
     Variant("bus", _bus, "page-locked buffers filled before, copies only"),
     Variant(
+        "fill",
+        _fill,
+        "threads fill new memory of that size",
+        where=lambda case: case.kind == "result" and case.nbytes >= 4 * MIB,
+    ),
+    Variant(
         "pinstage",
-        _pinstage,
+        partial(_pinstage, copy=False),
         "`stager.fetch(tensors, copy=False).result()`",
-        package="pinstage",
         ours=True,
     ),
     Variant(
         "pinstage_copy",
-        partial(_pinstage, copy=True),
+        partial(_pinstage, copy=True, waits=True),
         "`stager.to_host(tensors)`",
-        package="pinstage",
         ours=True,
+    ),
+    Variant(
+        "fetch",
+        partial(_pinstage, copy=True),
+        "`stager.fetch(tensors).result()`",
+        ours=True,
+        where=lambda case: case.kind == "result",
     ),
 )
 
 
-def measure(variant: Variant, args: Any, case: Case) -> Outcome:
+def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return the samples of one variant on one case, in seconds; for the frames, per batch."""
-    device = Device(torch.device(args.device))
-    with variant.setup(device, case) as sample:
-        result = sample()
-        expected = (
-            on_device(case, torch.device("cpu"))
-            if case.kind != "frames" and result is not None
-            else []
-        )
-        if any(
-            not torch.equal(one, other) for one, other in zip(expected, result or [], strict=True)
-        ):
-            return {"status": "incorrect", "detail": "other bytes"}
-        del result, expected
-        fewest, warm_ups = OF_FRAMES if case.kind == "frames" else (FEWEST_REPEATS, WARM_UPS)
-        for _ in range(warm_ups):
-            sample()
-        device.synchronize()
-        total: list[float] = []
-        began = time.perf_counter()
-        while len(total) < args.repeats:
-            if len(total) >= fewest and time.perf_counter() - began > args.seconds:
-                break
-            start = time.perf_counter()
-            kept = sample()
-            device.synchronize()  # also waits for the other direction
-            total.append((time.perf_counter() - start) / (BATCHES if case.kind == "frames" else 1))
-            del kept
-    return {"status": "ok", "detail": "", "total": total}
+    device = Device(args.device)
+    limits = {"repeats": args.repeats, "seconds": args.seconds}
+    if case.kind == "frames":
+        # A sample of the slowest way takes two seconds.
+        frames = limits | {"fewest": 2, "warm_ups": 1, "steps": BATCHES}
+        if variant.id in ("bus", "by_hand"):
+            by_hand = _frames_by_hand(device, case, pack=variant.id == "by_hand")
+            return timed(by_hand, args.device, **frames)
+        batches = frame_batches(case) * (BATCHES // 2)
+        with variant.open(device, case) as (start, send):
+            return timed(lambda: round_trip(send(batches), start), args.device, **frames)
+    size = case.elements if case.kind == "both" else 0
+    (source,), forth = device.pinned(size), device.stream()
+    target = torch.empty_like(source, device=args.device)
+    tensors = on_device(case, args.device)
+    with variant.open(device, case) as (start, _):
+        started: list[float] = []
+
+        def whole() -> Any:
+            if case.kind == "both":
+                device.copy(target, source, forth)
+            began = time.perf_counter()
+            finish = start(tensors)
+            started.append(time.perf_counter() - began)
+            return finish()
+
+        def series() -> None:
+            finishing: deque[Finish] = deque()
+            for tensor in tensors:
+                if len(finishing) == IN_FLIGHT:
+                    finishing.popleft()()
+                finishing.append(start([tensor]))
+            while finishing:
+                finishing.popleft()()
+
+        expected = on_device(case, torch.device("cpu"))
+        got = start(tensors)() or expected
+        right = len(got) != len(expected) or all(map(torch.equal, got, expected))
+        del got
+        call = series if case.kind == "series" else whole
+        # A small result hundreds of times, as a training loop does.
+        warm = {"warm_ups": 2, "warm_seconds": args.seconds / 4}
+        outcome = timed(call, args.device, **limits, **warm)
+        outcome["main"] = []
+        if variant.id in ("pinstage", "fetch") and call is whole:
+            outcome["main"] = started[-len(outcome["total"]) :]
+            outcome["busy"] = beside_kernels(partial(start, tensors), args.device)
+    return outcome | {"status": "ok" if right else "incorrect"}
 
 
-def forget(device: torch.device) -> None:
-    """Free cached memory, so that all cases start from the same state."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", lambda: None)()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or gave wrong bits."""
-    parser = script.parser(
-        __doc__, repeats=100, repeats_help="samples for each variant and case, at most"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=0.4,
-        help=f"stop after this time, once {FEWEST_REPEATS} are done",
-    )
-    parser.set_defaults(rounds=1)
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    cases = SMOKE_CASES if args.smoke else CASES
-    if args.smoke:
-        args.repeats, args.seconds = FEWEST_REPEATS, 0.0
-    if args.child:
-        (variant,) = script.chosen(args.child, VARIANTS)
-        device = torch.device(args.device)
-        harness.start_device(device)
-        harness.work(cases, partial(measure, variant, args), partial(forget, device))  # type: ignore[arg-type]
-        return 0
-    variants = script.chosen(args.only, VARIANTS)
-    further = ["--seconds", str(args.seconds), *(["--smoke"] if args.smoke else [])]
-    judge = script.compare_on_a_gpu(args)
-    rows = script.collect("to_host", __file__, variants, cases, args, further, judge=judge)
-    table.grid(
-        "median ms until all is on the host (frames: for a batch, there and back)", rows, "median"
-    )
-    table.grid("GB/s", rows, "gb_per_s")
-    table.grid(
-        "speed-up over the best rival; on large tensors, the share of the bus",
-        rows,
-        "vs_best_rival",
-    )
-    return script.finish("to_host", rows, variants, args)
-
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until all is on the host (frames: for a batch, there and back)",
+    ways=VARIANTS,
+    cases=CASES,
+    measure=measure,
+    options={
+        "repeats": (100, "samples for each variant and case, at most"),
+        "seconds": (0.1, "stop after this time, once 3 are done"),
+    },
+    small_cases=SMALL_CASES,
+    small={"repeats": 3, "seconds": 0.0},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

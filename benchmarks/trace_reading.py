@@ -9,16 +9,17 @@ operators, and 900 kernels with theirs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from comparison import record
+from comparison.harness import Outcome, Size, Variant
+from comparison.program import Args, Program
 from pinstage.inspect._trace import trace_report
 
 Event = dict[str, Any]
@@ -30,32 +31,17 @@ KERNEL = (
 )
 
 
-def main() -> None:
-    """Write the trace, read it, print the time and memory."""
-    parser = argparse.ArgumentParser(description="Measure how fast a large trace is read.")
-    parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--out", type=Path, help="write the row here, as JSON")
-    options = parser.parse_args()
+def measure(variant: Variant, args: Args, case: Size) -> Outcome:  # noqa: ARG001
+    """Write the trace, and return the seconds until it was read."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        events = write(path, options.megabytes * 1_000_000)
-        nbytes = path.stat().st_size
+        path = Path(folder, "trace.json")
+        events = write(path, case.nbytes)
         began = time.perf_counter()
-        report = trace_report(path)
+        variant.setup(path)
         read = time.perf_counter() - began
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        detail = f"{events:,} events, peak memory {peak / 1e9:.2f} GB"
-        print(f"{nbytes / 1e6:.0f} MB, {detail}: read in {read:.1f} s")
-        print(f"{len(report.analysis.steps):,} steps")
-    if options.out:
-        row = record.Row(
-            "trace_reading", f"{options.megabytes} MB", "pinstage trace", "ok", detail, ours=True
-        )
-        row.nbytes, row.unit = nbytes, "s"
-        row.fill([read])
-        record.save(
-            options.out, record.result_of("trace_reading", {"megabytes": options.megabytes}, [row])
-        )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    detail = f"{events:,} events, peak memory {peak / 1e9:.2f} GB"
+    return {"status": "ok", "detail": detail, "total": [read]}
 
 
 def write(path: Path, nbytes: int) -> int:
@@ -95,16 +81,8 @@ def events_of_step(step: int) -> Iterator[Event]:
         at, ids = start + COPIES * 20 + index * 15, {"correlation": step * 10_000 + COPIES + index}
         yield _on_host("cpu_op", "aten::addmm", at, 11.5, shapes)
         yield _on_host("cuda_runtime", "cudaLaunchKernel", at + 5, 3.1, ids)
-        yield {
-            "ph": "f",
-            "id": index,
-            "pid": 0,
-            "tid": 7,
-            "ts": at + 9,
-            "cat": "ac2g",
-            "name": "ac2g",
-            "bp": "e",
-        }
+        flow = {"pid": 0, "tid": 7, "ts": at + 9, "cat": "ac2g", "name": "ac2g"}
+        yield {"ph": "f", "id": index, "bp": "e", **flow}
         yield _on_device(
             "kernel", KERNEL, at + 9, 12.3, ids | {"grid": [8, 4, 2], "block": [32, 1, 1]}
         )
@@ -112,31 +90,30 @@ def events_of_step(step: int) -> Iterator[Event]:
 
 def _on_host(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
     args = {"External id": 1, "Record function id": 0, "Ev Idx": 1} | more
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 1,
-        "tid": 1,
-        "ts": start,
-        "dur": lasts,
-        "args": args,
-    }
+    return _event(category, name, start, lasts, args, 1, 1)
 
 
 def _on_device(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
     args = {"External id": 1, "device": 0, "context": 1, "stream": 7, "blocks per SM": 0.48} | more
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 0,
-        "tid": 7,
-        "ts": start,
-        "dur": lasts,
-        "args": args,
-    }
+    return _event(category, name, start, lasts, args, 0, 7)
 
+
+def _event(*values: Any) -> Event:
+    keys = ("cat", "name", "ts", "dur", "args", "pid", "tid")
+    return {"ph": "X", **dict(zip(keys, values, strict=True))}
+
+
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="s until the trace is read",
+    ways=(Variant("pinstage trace", trace_report, "`pinstage trace`", ours=True),),
+    cases=lambda args: [Size(f"{args.megabytes} MB", args.megabytes * 1_000_000)],
+    measure=measure,
+    options={"megabytes": (500, "the size of the trace")},
+    small={"megabytes": 1},
+    unit="s",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(PROGRAM.main())

@@ -21,8 +21,7 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +29,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import script
 import torch
 
-from comparison import harness, table
 from comparison.harness import Outcome, Variant
+from comparison.program import Args, Program
+from comparison.timing import bus, timed
 
-MIB = 1 << 20
 SECONDS = 5.0
 
 
@@ -56,7 +54,7 @@ class Case:
 
 
 CASES = tuple(Case(name, 300, 3256, 4096) for name in ("cold", "warm"))
-SMOKE_CASES = tuple(Case(name, 5, 24, 64) for name in ("cold", "warm"))
+SMOKE_CASES = tuple(Case(case.id, 5, 24, 64) for case in CASES)
 
 
 def write(path: Path, case: Case) -> None:
@@ -110,20 +108,18 @@ def model_of(case: Case, device: torch.device | str) -> torch.nn.ModuleList:
     return torch.nn.ModuleList(layers).to_empty(device=device).requires_grad_(False)
 
 
-# -- the ways: each yields a call that loads, and returns the tensors by name ----------------------
+# -- the ways: a call that loads, and returns the tensors by name ----------------------
 
 Load = Callable[[], dict[str, torch.Tensor]]
 
 
-@contextmanager
-def _load_file(path: Path, case: Case, device: torch.device) -> Iterator[Load]:  # noqa: ARG001
+def _load_file(path: Path, case: Case, device: torch.device) -> Load:  # noqa: ARG001
     from safetensors.torch import load_file
 
-    yield lambda: load_file(path, device=str(device))
+    return lambda: load_file(path, device=str(device))
 
 
-@contextmanager
-def _load_state_dict(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
+def _load_state_dict(path: Path, case: Case, device: torch.device) -> Load:
     from safetensors.torch import load_file
 
     model = model_of(case, device)
@@ -132,11 +128,10 @@ def _load_state_dict(path: Path, case: Case, device: torch.device) -> Iterator[L
         model.load_state_dict(load_file(path))
         return model.state_dict()
 
-    yield load
+    return load
 
 
-@contextmanager
-def _model_to(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
+def _model_to(path: Path, case: Case, device: torch.device) -> Load:
     from safetensors.torch import load_file
 
     def load() -> dict[str, torch.Tensor]:
@@ -144,22 +139,7 @@ def _model_to(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
         model.load_state_dict(load_file(path), assign=True)
         return model.to(device).state_dict()
 
-    yield load
-
-
-@contextmanager
-def _bus(path: Path, case: Case, device: torch.device) -> Iterator[Load]:  # noqa: ARG001
-    size = min(256 * MIB, case.nbytes)
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def load() -> dict[str, torch.Tensor]:
-        for begin in range(0, case.nbytes, size):
-            left = min(size, case.nbytes - begin)
-            there[:left].copy_(host[:left], non_blocking=True)
-        return {}
-
-    yield load
+    return load
 
 
 @contextmanager
@@ -186,19 +166,16 @@ def _pinstage(path: Path, case: Case, device: torch.device, *, way: str) -> Iter
         yield load
 
 
-# Each way has a process of its own, so it can set the environment variables that its package reads.
+def _buffered(setup: Callable[..., Any], *given: Any) -> Any:
+    """Set a way up whose package reads through the page cache. It reads its environment variable
+    when it is imported, and each way has a process of its own.
+    """
+    os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
+    os.environ["RUNAI_STREAMER_FS_STRATEGY"] = "io_uring_buffered,sync_buffered"
+    return setup(*given)
 
 
-@contextmanager
-def _fastsafetensors(
-    path: Path,
-    case: Case,  # noqa: ARG001
-    device: torch.device,
-    *,
-    buffered: bool = False,
-) -> Iterator[Load]:
-    if buffered:
-        os.environ["FASTSAFETENSORS_ODIRECT"] = "0"
+def _fastsafetensors(path: Path, case: Case, device: torch.device) -> Load:  # noqa: ARG001
     from fastsafetensors import fastsafe_open
 
     def load() -> dict[str, torch.Tensor]:
@@ -206,47 +183,31 @@ def _fastsafetensors(
         with fastsafe_open(filenames=[str(path)], nogds=True, device=str(device)) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
-    yield load
+    return load
 
 
-def _streamer_class(buffered: bool) -> Any:
-    if buffered:
-        os.environ["RUNAI_STREAMER_FS_STRATEGY"] = "io_uring_buffered,sync_buffered"
+def _streamer(path: Path, case: Case, device: torch.device) -> Load:  # noqa: ARG001
     from runai_model_streamer import SafetensorsStreamer
 
-    return SafetensorsStreamer
-
-
-@contextmanager
-def _streamer(
-    path: Path,
-    case: Case,  # noqa: ARG001
-    device: torch.device,
-    *,
-    buffered: bool = False,
-) -> Iterator[Load]:
-    streamer_class = _streamer_class(buffered)
-
     def load() -> dict[str, torch.Tensor]:
-        with streamer_class() as streamer:
+        with SafetensorsStreamer() as streamer:
             streamer.stream_file(str(path), device=str(device))
             return dict(streamer.get_tensors())
 
-    yield load
+    return load
 
 
 @contextmanager
-def _pinstage_streamer(
-    path: Path, case: Case, device: torch.device, *, buffered: bool = False
-) -> Iterator[Load]:
+def _pinstage_streamer(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
+    from runai_model_streamer import SafetensorsStreamer
+
     import pinstage as ps
 
-    streamer_class = _streamer_class(buffered)
     model = model_of(case, device)
     with ps.Stager(device, max_bytes="1GiB") as stager:
 
         def load() -> dict[str, torch.Tensor]:
-            with streamer_class() as streamer:
+            with SafetensorsStreamer() as streamer:
                 streamer.stream_file(str(path))
                 stager.load_weights(model, streamer.get_tensors())
             return model.state_dict()
@@ -274,7 +235,7 @@ WAYS = (
     ),
     Variant(
         "fastsafetensors_buffered",
-        partial(_fastsafetensors, buffered=True),
+        partial(_buffered, _fastsafetensors),
         "with `FASTSAFETENSORS_ODIRECT=0`",
         package=_FAST,
     ),
@@ -286,11 +247,15 @@ WAYS = (
     ),
     Variant(
         "streamer_buffered",
-        partial(_streamer, buffered=True),
+        partial(_buffered, _streamer),
         "with `RUNAI_STREAMER_FS_STRATEGY=io_uring_buffered,sync_buffered`",
         package=_STREAMER,
     ),
-    Variant("bus", _bus, "one page-locked buffer of 256 MiB, copies only"),
+    Variant(
+        "bus",
+        lambda _, case, device: bus(device, case.nbytes)[0],
+        "one page-locked buffer of 256 MiB, copies only",
+    ),
     Variant(
         "pinstage_each",
         partial(_pinstage, way="each"),
@@ -317,7 +282,7 @@ WAYS = (
     ),
     Variant(
         "pinstage_streamer_buffered",
-        partial(_pinstage_streamer, buffered=True),
+        partial(_buffered, _pinstage_streamer),
         "with the streamer's buffered strategies",
         package=_STREAMER,
         ours=True,
@@ -325,78 +290,46 @@ WAYS = (
 )
 
 
-class Measure:
-    """One variant's samples; the first case measures both."""
+def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+    """Return the first sample, and the later ones."""
+    path = Path(args.file)
 
-    def __init__(self, variant: Variant, args: Any) -> None:
-        self._variant, self._repeats, self._device = (
-            variant,
-            args.repeats,
-            torch.device(args.device),
-        )
-        self._path = Path(args.file)
-        self._samples: dict[str, list[float]] = {"cold": [], "warm": []}
-        self._is_right = True
-
-    def measure(self, case: Case) -> Outcome:
-        """Return the samples of a case."""
-        if not self._samples["cold"]:
-            with torch.no_grad(), self._variant.setup(self._path, case, self._device) as load:
-                self._run(load)
-        detail = "" if self._is_right else "other weights than the file's"
-        status = "ok" if self._is_right else "incorrect"
-        return {"status": status, "detail": detail, "total": self._samples[case.id]}
-
-    def _run(self, load: Load) -> None:
-        drop(self._path)
-        began = time.perf_counter()
-        while len(self._samples["warm"]) < self._repeats:
-            if len(self._samples["warm"]) > 1 and time.perf_counter() - began > SECONDS:
-                break
-            self._synchronize()
-            start = time.perf_counter()
-            found = load()
-            self._synchronize()
-            kind = "warm" if self._samples["cold"] else "cold"
-            self._samples[kind].append(time.perf_counter() - start)
-            self._is_right &= self._variant.id == "bus" or self._is_the_files(found)
-            del found
-
-    def _is_the_files(self, found: dict[str, torch.Tensor]) -> bool:
-        return all(
-            torch.equal(found[name], tensor.to(self._device)) for name, tensor in mapped(self._path)
+    def is_the_files(weights: dict[str, torch.Tensor]) -> bool:
+        return variant.id == "bus" or all(
+            torch.equal(weights[name], tensor.to(args.device)) for name, tensor in mapped(path)
         )
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    with torch.no_grad(), variant.open(path, case, args.device) as load:
+        drop(path)
+        loads = partial(timed, load, args.device, warm_ups=0, check=is_the_files)
+        cold = loads(repeats=1)
+        return {"cold": cold, "warm": loads(repeats=args.repeats, fewest=2, seconds=SECONDS)}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparison; return 1 if a variant failed or gave other weights."""
-    parser = script.parser(__doc__, repeats=5, repeats_help="warm samples for each variant")
-    parser.add_argument("--folder", type=Path, help="folder for the file, on a local disk")
-    parser.add_argument("--file", help=script.argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    script.settle_device(args)
-    cases = SMOKE_CASES if args.smoke else CASES
-    if args.child:
-        (variant,) = script.chosen(args.child, WAYS)
-        harness.start_device(torch.device(args.device))
-        harness.work(cases, Measure(variant, args).measure, lambda: None)  # type: ignore[arg-type]
-        return 0
-    variants = script.chosen(args.only, WAYS)
-    judge = script.compare_on_a_gpu(args, "bus")
+@contextmanager
+def file_of(args: Args) -> Iterator[None]:
+    """Write the file, and remove it at the end."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        path = Path(folder) / "weights.safetensors"
-        write(path, cases[0])
-        args.folder = None
-        further = ["--file", str(path), *(["--smoke"] if args.smoke else [])]
-        rows = script.collect("weights", __file__, variants, cases, args, further, judge=judge)
-    table.grid("median ms", rows, "median")
-    table.grid("GB/s", rows, "gb_per_s")
-    return script.finish("weights", rows, variants, args)
+        args.file = str(Path(folder) / "weights.safetensors")
+        write(Path(args.file), PROGRAM.chosen_cases(args)[0])
+        yield
 
+
+PROGRAM = Program(
+    path=__file__,
+    about=__doc__,
+    title="ms until all weights are on the device",
+    ways=WAYS,
+    cases=CASES,
+    measure_all=measure,
+    options={
+        "repeats": (5, "warm samples for each variant"),
+        "folder": (None, "folder for the file, on a local disk"),
+    },
+    small_cases=SMOKE_CASES,
+    limits=("bus",),
+    around=file_of,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

@@ -163,13 +163,12 @@ pool_latency() { benchmark pool_latency 60; }
 refusals() { benchmark refusals 120; }
 # shellcheck disable=SC2086
 loader() { benchmark loader 1200 ${LOADER_ARGS:-}; }
-loader_refused() {
-  step bench loader_refused 300 "$PYTHON" benchmarks/loader.py --refused --device "$DEVICE" --out "$RESULTS/loader_refused.json"
-}
+loader_refused() { benchmark loader_refused 300; }
 # shellcheck disable=SC2086
 loops() { benchmark loops 900 ${LOOPS_ARGS:-}; }
-in_memory() { benchmark in_memory 600; }
+in_memory() { benchmark in_memory 240; }
 to_host() { benchmark to_host 180; }
+page_locked() { benchmark page_locked 120; }
 out() { benchmark out 120; }
 checkpoint() { benchmark checkpoint 600; }
 offload() { benchmark offload 300; }
@@ -181,7 +180,7 @@ native_threads() { benchmark native_threads 120; }
 frameworks() { benchmark frameworks 1200 ${FRAMEWORKS_ARGS:-}; } # not part of bench: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
-  staging staging_busy memory_startup page_locking pool_latency loader loader_refused in_memory loops to_host out checkpoint
+  staging staging_busy memory_startup page_locking pool_latency loader loader_refused in_memory loops page_locked to_host out checkpoint
   offload frozen weights rounding_waste native_threads refusals
 )
 

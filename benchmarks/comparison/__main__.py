@@ -8,6 +8,6 @@ if __name__ == "__main__":
     # `comparison`.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-    from comparison.command import main
+    from comparison.command import PROGRAM
 
-    sys.exit(main())
+    sys.exit(PROGRAM.main())

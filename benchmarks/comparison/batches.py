@@ -32,41 +32,38 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A number of float32 leaves of one size."""
+    """A number of float32 leaves of one size.
 
-    leaves: int
-    leaf_bytes: int
-    ragged: bool = False
-    """Whether leaves have 0.5 to 1.5 times this size, drawn for each batch."""
-    in_place: bool = False
-    """Whether the leaves are written directly into page-locked memory, so that nothing has to be
-    packed.
+    Attributes:
+        id: tensors x bytes of each: `1000x256B`, `1x512MiB`; with `-ragged`, leaves have 0.5 to 1.5
+            times this size, drawn for each batch; with `-mixed`, three dtypes in turn, all with
+            random bytes; with `-in-place`, they are written directly into page-locked memory, so
+            that nothing has to be packed.
     """
-    mixed: bool = False
-    """Whether leaves have three dtypes in turn, all with random bytes."""
+
+    id: str
 
     @property
-    def id(self) -> str:
-        """The name in result files: `1000x256B`, `1000x256B-ragged`, `1x512MiB-in-place`,
-        `16x64KiB-mixed`.
-        """
-        size, unit = self.leaf_bytes, "B"
-        for factor, name in ((MIB, "MiB"), (KIB, "KiB")):
-            if self.leaf_bytes % factor == 0:
-                size, unit = self.leaf_bytes // factor, name
-                break
-        kinds = "-ragged" * self.ragged + "-in-place" * self.in_place + "-mixed" * self.mixed
-        return f"{self.leaves}x{size}{unit}{kinds}"
+    def leaves(self) -> int:
+        """The number of leaves."""
+        return int(self.id.partition("x")[0])
+
+    @property
+    def leaf_bytes(self) -> int:
+        """Bytes of a leaf."""
+        size = self.id.partition("x")[2].partition("-")[0]
+        number = size.rstrip("BKMi")
+        return int(number) * {"B": 1, "KiB": KIB, "MiB": MIB}[size.removeprefix(number)]
+
+    @property
+    def kind(self) -> str:
+        """`ragged`, `mixed`, `in-place` or nothing."""
+        return self.id.partition("-")[2]
 
     @property
     def nbytes(self) -> int:
         """Bytes of one batch, approximate if it is ragged."""
         return self.leaves * self.leaf_bytes
-
-    @property
-    def most_slab_bytes(self) -> int:
-        """Upper bound on the bytes of a batch's slab, with each leaf at a multiple of 64 bytes."""
-        return self.leaves * (self.leaf_bytes * 3 // 2 // 64 * 64 + 64)
 
     @property
     def instances(self) -> int:
@@ -77,53 +74,28 @@ class BatchShape:
         )
 
 
-SHAPES = (
-    BatchShape(1, 5 * KIB),
-    BatchShape(1, 588 * KIB),
-    BatchShape(2, 196 * KIB),
-    BatchShape(3, 32 * KIB),
-    BatchShape(4, 256 * KIB),
-    BatchShape(6, 100 * KIB),
-    BatchShape(10, KIB),
-    BatchShape(16, KIB),
-    BatchShape(16, 64 * KIB, mixed=True),
-    BatchShape(4, KIB),
-    BatchShape(4, KIB, ragged=True),
-    BatchShape(64, KIB),
-    BatchShape(64, KIB, ragged=True),
-    BatchShape(528, 284),
-    BatchShape(1000, 256),
-    BatchShape(1000, 256, ragged=True),
-    BatchShape(10_000, 512),
-    BatchShape(10_000, 512, ragged=True),
-    BatchShape(1000, 16 * KIB),
-    BatchShape(1000, 16 * KIB, ragged=True),
-    BatchShape(8, 256 * KIB),
-    BatchShape(8, MIB),
-    BatchShape(1, 38 * MIB),
-    BatchShape(16, 16 * MIB),
-    BatchShape(1000, 256 * KIB),
-    BatchShape(64, MIB),
-    BatchShape(300, MIB),
-    BatchShape(1, 512 * MIB),
-    BatchShape(1, 512 * MIB, in_place=True),
-)
+def shapes(ids: str) -> tuple[BatchShape, ...]:
+    """Return the shapes with these ids."""
+    return tuple(map(BatchShape, ids.split()))
+
+
+SHAPES = shapes("""
+    1x5KiB 1x588KiB 2x196KiB 3x32KiB 4x256KiB 6x100KiB 10x1KiB 16x1KiB 16x64KiB-mixed
+    4x1KiB 4x1KiB-ragged 64x1KiB 64x1KiB-ragged 528x284B 1000x256B 1000x256B-ragged
+    10000x512B 10000x512B-ragged 1000x16KiB 1000x16KiB-ragged
+    8x256KiB 8x1MiB 1x38MiB 16x16MiB 1000x256KiB 64x1MiB 300x1MiB 1x512MiB 1x512MiB-in-place
+""")
 SERIES = {
-    "leaves": tuple(
-        BatchShape(leaves, 256) for leaves in (10, 32, 100, 316, 1000, 3162, 10_000, 31_623)
-    ),
-    "bytes": tuple(BatchShape(16, 4**power) for power in range(3, 14)),
+    "leaves": shapes("10x256B 32x256B 100x256B 316x256B 1000x256B 3162x256B 10000x256B 31623x256B"),
+    "bytes": shapes("""
+        16x64B 16x256B 16x1KiB 16x4KiB 16x16KiB 16x64KiB 16x256KiB 16x1MiB 16x4MiB 16x16MiB
+        16x64MiB
+    """),
 }
 """Shapes that differ in one thing, to see how cost grows with it: the number of leaves, and the
 size of 16 of them.
 """
-SMOKE_SHAPES = (
-    BatchShape(16, KIB),
-    BatchShape(33, 284, ragged=True),
-    BatchShape(3, 256 * KIB),
-    BatchShape(9, 5 * KIB, mixed=True),
-    BatchShape(1, 64 * KIB, in_place=True),
-)
+SMOKE_SHAPES = shapes("16x1KiB 33x284B-ragged 3x256KiB 9x5KiB-mixed 1x64KiB-in-place")
 SMOKE_POINTS = 3
 """Number of small shapes at the start of each series."""
 
@@ -141,7 +113,7 @@ def build(shape: BatchShape, seed: int) -> Batch:
     """Return one nested batch of random float32 leaves, the same for the same seed."""
     rng = np.random.Generator(np.random.SFC64(seed))
     sizes = np.full(shape.leaves, shape.leaf_bytes // 4)
-    if shape.ragged:
+    if shape.kind == "ragged":
         sizes = rng.integers(sizes // 2, sizes * 3 // 2, endpoint=True)
     batch: Batch = {}
     for leaf in range(shape.leaves):
@@ -150,7 +122,7 @@ def build(shape: BatchShape, seed: int) -> Batch:
         tensor = torch.empty(int(sizes[leaf]), dtype=torch.float32)
         rng.random(dtype=np.float32, out=tensor.numpy())
         streams = batch.setdefault(f"sample_{sample:04d}", {})
-        dtype = DTYPES[leaf % len(DTYPES)] if shape.mixed else torch.float32
+        dtype = DTYPES[leaf % len(DTYPES)] if shape.kind == "mixed" else torch.float32
         streams.setdefault(f"stream_{stream}", {})[FIELDS[field]] = tensor.view(dtype)
     return batch
 

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +52,6 @@ class Case(Named, Protocol):
 
 
 ANamed = TypeVar("ANamed", bound=Named)
-ACase = TypeVar("ACase", bound=Case)
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,19 @@ class Variant:
     """Set-up for a case whose data is written in place; None if `setup` takes torch's page-locked
     tensors.
     """
-    only_in_place: bool = False
-    sized: bool = False
-    """Whether `setup` also takes the size of a slab in bytes."""
+    where: Callable[[Any], Any] | None = None
+    """Whether this variant applies to a case; None if it applies to all."""
+
+    @contextmanager
+    def open(self, *given: Any) -> Iterator[Any]:
+        """Set the variant up for the body; what it returns may be closed at the end."""
+        made = self.setup(*given)
+        with made if hasattr(made, "__exit__") else nullcontext(made) as ready:
+            yield ready
 
     def suits(self, case: Case) -> bool:
         """Return whether this variant applies to a case."""
-        return not self.only_in_place or getattr(case, "in_place", False)
+        return self.where is None or bool(self.where(case))
 
     def obstacle(self, device: torch.device) -> str | None:
         """Return why this variant cannot run here, as the status of its rows, or None."""
@@ -95,30 +100,6 @@ class Variant:
         if self.needs_cuda and device.type != "cuda":
             return "needs CUDA"
         return None
-
-
-class Watcher(Protocol):
-    """Receives the progress of `collect`."""
-
-    def case_done(self, variant: str) -> None:
-        """Record that a case of a variant is done."""
-        ...
-
-    def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:
-        """Record the end of a process that missed `missed` cases; `failure` is empty on success."""
-        ...
-
-
-class Lines:
-    """A line on stderr for each process."""
-
-    def case_done(self, variant: str) -> None:
-        """Print nothing."""
-
-    def process_done(self, variant: str, missed: int, seconds: float, failure: str) -> None:  # noqa: ARG002
-        """Print the time, and what failed."""
-        sys.stderr.write(f"{variant}: {seconds:.1f} s {failure}".rstrip() + "\n")
-        sys.stderr.flush()
 
 
 def importable(module: str) -> bool:
@@ -158,7 +139,6 @@ def collect(
     timeout: float = 240.0,
     at_once: int = 1,
     unit: str = "ms",
-    watcher: Watcher | None = None,
     keep: Callable[[list[Row], str], None] | None = None,
 ) -> list[Row]:
     """Run every variant `rounds` times, each in a fresh process, and return a row for each variant
@@ -176,11 +156,9 @@ def collect(
         timeout: Seconds that one process may take.
         at_once: Processes that run at a time; use more than one only if times don't matter.
         unit: Unit of the times in the rows: "s", "ms" or "us".
-        watcher: Receives the progress.
         keep: Called after each process except the last, with the rows so far and the progress as
             text, so that a killed run keeps them.
     """
-    told = watcher or Lines()
 
     def outcomes_of(variant: Variant) -> dict[str, Outcome]:
         suitable = [case for case in cases if variant.suits(case)]
@@ -191,23 +169,20 @@ def collect(
             }
         began = time.perf_counter()
         whole = [*command, "--child", variant.id]
-        emitted, failure = _run_fresh(whole, timeout, lambda: told.case_done(variant.id))
-        told.process_done(
-            variant.id, len(suitable) - len(emitted), time.perf_counter() - began, failure
-        )
+        emitted, failure = _run_fresh(whole, timeout)
+        took = time.perf_counter() - began
+        sys.stderr.write(f"{variant.id}: {took:.1f} s {failure}".rstrip() + "\n")
         missing = {"status": "error", "detail": failure[:300] or "no result"}
         return {case.id: missing for case in suitable} | {
             outcome["case"]: outcome for outcome in emitted
         }
 
     def rows() -> list[Row]:
-        of_variants = (
-            (variant, outcomes[variant.id]) for variant in variants if variant.id in outcomes
-        )
         return [
-            _row(benchmark, variant, case, [of_round[case.id] for of_round in rounds_of], unit)
-            for variant, rounds_of in of_variants
-            for case in filter(variant.suits, cases)
+            _row(benchmark, way, case, [found[case.id] for found in outcomes[way.id]], unit)
+            for way in variants
+            if way.id in outcomes
+            for case in filter(way.suits, cases)
         ]
 
     outcomes: dict[str, list[dict[str, Outcome]]] = {}
@@ -275,7 +250,7 @@ def start_device(device: torch.device) -> None:
 
 
 def work(
-    cases: Sequence[ACase], measure: Callable[[ACase], Outcome], between: Callable[[], None]
+    cases: Sequence[Any], measure: Callable[[Any], Outcome], between: Callable[[], None]
 ) -> None:
     """In the child: measure each case, and emit its outcome at once, so that it survives a later
     crash.
@@ -308,9 +283,7 @@ def _kill(pid: int) -> None:
             _kill(int(worker))
 
 
-def _run_fresh(
-    command: Sequence[str], timeout: float, on_outcome: Callable[[], None]
-) -> tuple[list[Outcome], str]:
+def _run_fresh(command: Sequence[str], timeout: float) -> tuple[list[Outcome], str]:
     """Run a command and return the outcomes that it emitted, and the error or an empty string."""
     outcomes: list[Outcome] = []
     timed_out = threading.Event()
@@ -327,10 +300,9 @@ def _run_fresh(
         timer.start()
         try:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(MARK):
-                    outcomes.append(json.loads(line[len(MARK) :]))
-                    on_outcome()
+            outcomes.extend(
+                json.loads(line[len(MARK) :]) for line in process.stdout if line.startswith(MARK)
+            )
             process.wait()
         except BaseException:  # Ctrl-C: no process may keep computing
             _kill(process.pid)

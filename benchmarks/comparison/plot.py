@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +60,22 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
     Raises:
         BenchError: No series was measured.
     """
-    from matplotlib import rc_context
-
     series = {name: rows for name in SERIES if (rows := _rows_of_series(results, name))}
     if not series:
         raise BenchError(
             "no series was measured, so there is nothing to draw; --series all measures both"
         )
+    title = "\n".join(dict.fromkeys(map(described, results)))
+    in_both_colours(lambda path: _draw(series, title, path), out)
+
+
+def in_both_colours(draw_one: Callable[[Path], None], out: Path) -> None:
+    """Draw for light and for dark pages."""
+    from matplotlib import rc_context
+
     for colours, path in ((LIGHT, out), (DARK, dark(out))):
         with rc_context(colours):
-            _draw(series, "\n".join(dict.fromkeys(map(described, results))), path)
+            draw_one(path)
 
 
 def dark(out: Path) -> Path:

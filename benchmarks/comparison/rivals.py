@@ -26,24 +26,22 @@ if TYPE_CHECKING:
 Stage = Callable[[Any], Any]
 
 
-@contextmanager
-def _to(device: torch.device) -> Iterator[Stage]:
+def _to(device: torch.device) -> Stage:
     def stage(tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: stage(value) for key, value in tree.items()}
         return tree.to(device, non_blocking=True)
 
-    yield stage
+    return stage
 
 
-@contextmanager
-def _pin_to(device: torch.device) -> Iterator[Stage]:
+def _pin_to(device: torch.device) -> Stage:
     def stage(tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: stage(value) for key, value in tree.items()}
         return tree.pin_memory().to(device, non_blocking=True)
 
-    yield stage
+    return stage
 
 
 def _tensordict(batch: Any) -> Any:
@@ -53,64 +51,44 @@ def _tensordict(batch: Any) -> Any:
     return TensorDict(batch, batch_size=[])
 
 
-@contextmanager
-def _tensordict_consolidate(device: torch.device) -> Iterator[Stage]:
+def _tensordict_consolidate(
+    device: torch.device, build: Stage = _tensordict, **options: int
+) -> Stage:
     # Without CUDA nothing can be pinned; the smoke run takes the same path otherwise.
     pin = device.type == "cuda"
-    yield lambda batch: _tensordict(batch).consolidate(pin_memory=pin).to(device, non_blocking=True)
-
-
-@contextmanager
-def _tensordict_consolidate_threads(device: torch.device) -> Iterator[Stage]:
-    pin, threads = device.type == "cuda", len(os.sched_getaffinity(0))
-    yield (
-        lambda batch: (
-            _tensordict(batch)
-            .consolidate(pin_memory=pin, num_threads=threads)
-            .to(device, non_blocking=True)
-        )
+    return lambda batch: (
+        build(batch).consolidate(pin_memory=pin, **options).to(device, non_blocking=True)
     )
 
 
-@contextmanager
-def _tensordict_consolidate_prebuilt(device: torch.device) -> Iterator[Stage]:
-    pin = device.type == "cuda"
-    yield lambda ready: ready.consolidate(pin_memory=pin).to(device, non_blocking=True)
+def _tensordict_non_blocking_pin(device: torch.device) -> Stage:
+    return lambda batch: _tensordict(batch).to(device, non_blocking=True, non_blocking_pin=True)
 
 
-@contextmanager
-def _tensordict_non_blocking_pin(device: torch.device) -> Iterator[Stage]:
-    yield lambda batch: _tensordict(batch).to(device, non_blocking=True, non_blocking_pin=True)
-
-
-@contextmanager
-def _spdl_transfer(device: torch.device) -> Iterator[Stage]:
+def _spdl_transfer(device: torch.device) -> Stage:
     # The only place where SPDL looks for the device.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     import spdl.io
 
     # named transfer_tensor up to 0.7; since 0.8 that name warns on each call
-    yield getattr(spdl.io, "transfer_tensor_h2d", None) or spdl.io.transfer_tensor
+    stage: Stage = getattr(spdl.io, "transfer_tensor_h2d", None) or spdl.io.transfer_tensor
+    return stage
 
 
-@contextmanager
-def _multi_tensor_copier(package: str, device: torch.device) -> Iterator[Stage]:
+def _multi_tensor_copier(package: str, device: torch.device) -> Stage:
     start_copy = import_module(package).start_copy
     # All documented features (packing, pinned staging, its own thread) are on by default, and its
     # own evaluation calls it like this. The number of threads is torch's, if it was built with
     # threads.
-    yield lambda batch: start_copy(batch, device).get()
+    return lambda batch: start_copy(batch, device).get()
 
 
 @contextmanager
 def _pinstage(device: torch.device) -> Iterator[Stage]:
     import pinstage as ps
 
-    stager = ps.Stager(device, max_bytes="8GiB")
-    try:
+    with ps.Stager(device, max_bytes="8GiB") as stager:
         yield stager.to_device
-    finally:
-        stager.close()
 
 
 @contextmanager
@@ -170,14 +148,14 @@ VARIANTS = (
     ),
     Variant(
         "tensordict_consolidate_threads",
-        _tensordict_consolidate_threads,
+        partial(_tensordict_consolidate, num_threads=len(os.sched_getaffinity(0))),
         "the same with `num_threads=` all cpus, as its docstring offers for the copy into the "
         "storage",
         package="tensordict",
     ),
     Variant(
         "tensordict_consolidate_prebuilt",
-        _tensordict_consolidate_prebuilt,
+        partial(_tensordict_consolidate, build=lambda ready: ready),
         "tensordict_consolidate, the TensorDict built before the timer starts: for a pipeline "
         "that has one already",
         package="tensordict",
@@ -216,7 +194,6 @@ VARIANTS = (
         _pinstage,
         "`ps.Stager(device, max_bytes='8GiB').to_device(batch)`; of what is written in place "
         "`borrow_pinned=True`",
-        package="pinstage",
         ours=True,
         in_place=_pinstage_in_place,
     ),
@@ -225,9 +202,8 @@ VARIANTS = (
         _lease,
         "`pool.acquire(n)`, written in place, then `lease.tensor(...).to(device, "
         "non_blocking=True)` and an event",
-        package="pinstage",
         ours=True,
         in_place=_lease,
-        only_in_place=True,
+        where=lambda shape: shape.kind == "in-place",
     ),
 )

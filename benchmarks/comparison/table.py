@@ -1,4 +1,4 @@
-"""Rows as tables: with rich on a terminal, as plain text elsewhere."""
+"""Rows as tables, in plain text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import sys
 from collections.abc import Sequence
 
 from comparison.record import Row
+
+FIGURES = {
+    "main_median": "until the call returned, or of the main thread: median",
+    "busy_median": "until the call returned while the GPU has 100 ms of kernels to run first: median",
+    "gb_per_s": "GB/s",
+    "vs_best_rival": "speed-up over the best rival",
+}
+"""Further figures of a row, and what they are."""
 
 
 def say(text: str) -> None:
@@ -15,13 +23,6 @@ def say(text: str) -> None:
 
 def show(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """Print a table. The first column is text, the others are figures."""
-    if sys.stdout.isatty():
-        try:
-            _show_on_terminal(title, header, lines)
-        except ModuleNotFoundError:  # the scripts of benchmarks/ do without rich
-            pass
-        else:
-            return
     widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
     say(f"\n{title}")
     for line in (header, *lines):
@@ -49,6 +50,23 @@ def grid(title: str, rows: Sequence[Row], field: str, *spread: str) -> None:
     )
 
 
+def report(title: str, rows: Sequence[Row]) -> None:
+    """Print whatever figures the rows have, and what they say."""
+    grid(f"{title}: median", rows, "median", "p10", "p90")
+    for field, said in FIGURES.items():
+        of_field = [row for row in rows if getattr(row, field) is not None]
+        if field == "vs_best_rival":
+            of_field = [row for row in of_field if row.ours]
+        if of_field:
+            grid(said, of_field, field)
+    notes: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        if row.detail or row.status != "ok":
+            notes.setdefault((row.variant, row.status, row.detail), []).append(row.case)
+    for (variant, status, detail), cases in notes.items():
+        say(f"{variant} on {'; '.join(cases)}: {status}: {detail}".rstrip(": "))
+
+
 def cell(row: Row, field: str) -> str:
     """Return a figure of a row to three digits, or the row's status if it has no figures."""
     return row.status if row.status != "ok" else digits(getattr(row, field))
@@ -59,66 +77,3 @@ def digits(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def comparison(rows: Sequence[Row]) -> None:
-    """Print the table of a comparison: a line per way, with its median on each case and the best
-    rival's over it.
-
-    Ways that could not run, and failures, are listed below the table with the reason.
-    """
-    ran = list(
-        dict.fromkeys(
-            row.variant for row in rows if row.status not in ("not installed", "needs CUDA")
-        )
-    )
-    by_pair = {(row.case, row.variant): row for row in rows}
-    cases = list(dict.fromkeys(row.case for row in rows))
-    compared = any(row.vs_best_rival for row in rows)
-    lines = []
-    for variant in ran:
-        line = [variant]
-        for case in cases:
-            row = by_pair.get((case, variant))
-            ratio = (
-                ""
-                if row is None or row.vs_best_rival is None
-                else f" {f'{row.vs_best_rival:.2f}x':>6}"
-            )
-            line.append("" if row is None else cell(row, "median") + ratio)
-        lines.append(line)
-    if lines:
-        meaning = (
-            "; the best rival's time over it, above 1.00x is faster than every rival"
-            if compared
-            else ""
-        )
-        show(f"median ms until every leaf is ready on the device{meaning}", ["", *cases], lines)
-    if any(row.busy_median for row in rows):
-        grid(
-            "median ms until the call returns while the GPU has 100 ms of kernels to run first",
-            rows,
-            "busy_median",
-        )
-    if lines and not compared:
-        say("no ratios: these take a GPU, since on the CPU .to() moves nothing, and a rival")
-    for reason in ("not installed", "needs CUDA"):
-        absent = dict.fromkeys(row.variant for row in rows if row.status == reason)
-        if absent:
-            say(f"{reason}: {', '.join(absent)}")
-    for row in rows:
-        if row.status in ("error", "incorrect"):
-            say(f"{row.variant} on {row.case}: {row.status}: {row.detail}")
-
-
-def _show_on_terminal(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(header):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    for line in lines:
-        table.add_row(*(Text(text) for text in line))
-    Console().print(table)

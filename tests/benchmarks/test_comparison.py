@@ -2,7 +2,6 @@
 line.
 """
 
-import io
 import json
 import os
 import re
@@ -10,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,11 +21,10 @@ from result_files import read
 
 from comparison import batches, harness, plot, record, rivals, staging, table
 from comparison.batches import BatchShape
-from comparison.command import main
+from comparison.command import PROGRAM, chosen_shapes
 from comparison.errors import BenchError
 from comparison.harness import Size, Variant
 from comparison.record import Row
-from comparison.run import Settings, chosen_shapes, run_bench
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "benchmarks" / "results" / "staging.json"
@@ -71,23 +71,26 @@ def test_a_smoke_run_stages_every_shape(tmp_path):
         assert row["vs_best_rival"] is None  # on the CPU there is no race
     assert not any(obstacles[name] for name in obstacles if name.startswith("pinstage"))
     assert "\x1b" not in printed  # plain text, where it is not a terminal
-    header = [shape.id for shape in batches.SMOKE_SHAPES]
+    header = ["variant", *(shape.id for shape in batches.SMOKE_SHAPES)]
     assert header in [line.split() for line in printed.splitlines()]
 
 
-def test_a_missing_rival_is_a_row_saying_so(tmp_path, monkeypatch, capsys):
+def test_a_missing_rival_is_a_row_saying_so(tmp_path, capsys):
     ghost = Variant("ghost", rivals._to, "a rival nobody has", package="no_such_package.inside")
-    monkeypatch.setattr(rivals, "VARIANTS", (*rivals.VARIANTS, ghost))
+    program = replace(PROGRAM, ways=(*rivals.VARIANTS, ghost))
     out = tmp_path / "staging.json"
 
-    assert run_bench(Settings(smoke=True, device="cpu", only="ghost,pin_to", out=out)) == 0
+    assert program.main(["--smoke", "--only", "ghost,pin_to", "--out", str(out)]) == 0
 
     statuses = {row["variant"]: (row["status"], row["detail"]) for row in read(out)["rows"]}
     assert statuses == {
         "ghost": ("not installed", "no_such_package.inside"),
         "pin_to": ("needs CUDA", ""),
     }
-    assert capsys.readouterr().out.splitlines() == ["not installed: ghost", "needs CUDA: pin_to"]
+    shown = capsys.readouterr().out
+    cases = "; ".join(shape.id for shape in batches.SMOKE_SHAPES)
+    assert f"ghost on {cases}: not installed: no_such_package.inside" in shown
+    assert f"pin_to on {cases}: needs CUDA\n" in shown
 
 
 def test_a_rival_may_need_several_packages():
@@ -120,7 +123,8 @@ def test_the_c_rival_is_waited_for(tree, monkeypatch):
     monkeypatch.syspath_prepend(tree({"accvlab/multi_tensor_copier/__init__.py": RIVAL}))
 
     assert variant.obstacle(CPU) is None
-    outcome = staging.measure(variant, CPU, 2, 0.0, BatchShape(9, 64))
+    args = SimpleNamespace(device=CPU, repeats=2, seconds=0.0)
+    outcome = staging.measure(variant, args, BatchShape("9x64B"))
     for name in [name for name in sys.modules if name.partition(".")[0] == "accvlab"]:
         del sys.modules[name]
     assert outcome["status"] == "ok"
@@ -128,7 +132,7 @@ def test_the_c_rival_is_waited_for(tree, monkeypatch):
 
 
 def test_wrong_bits_are_named_by_their_path():
-    batch, other = (batches.build(BatchShape(9, 64), seed=0) for _ in range(2))
+    batch, other = (batches.build(BatchShape("9x64B"), seed=0) for _ in range(2))
     assert list(batches.differences(batch, other, CPU)) == []
 
     other["sample_0000"]["stream_1"]["times"][3] += 1
@@ -138,15 +142,28 @@ def test_wrong_bits_are_named_by_their_path():
     ]
 
 
+def chosen(*arguments):
+    return chosen_shapes(PROGRAM.parsed(["--device", "cpu", *arguments]))
+
+
 def test_one_run_measures_the_chosen_batches_and_series():
-    tabled, series = chosen_shapes(Settings(plot=Path("p.png")))
+    tabled, series = chosen("--plot", "p.png")
     published = json.loads(PUBLISHED.read_text())["settings"]["table"]
     assert set(published) <= {shape.id for shape in tabled}
     assert [series["leaves"][0].leaves, series["leaves"][-1].leaves] == [10, 31_623]
     assert [series["bytes"][0].nbytes, series["bytes"][-1].nbytes] == [1 << 10, 1 << 30]
-    assert chosen_shapes(Settings())[1] == {}
-    assert chosen_shapes(Settings(series="bytes")) == ([], {"bytes": series["bytes"]})
-    assert [shape.id for shape in chosen_shapes(Settings(batches="64x1MiB"))[0]] == ["64x1MiB"]
+    assert chosen()[1] == {}
+    assert chosen("--series", "bytes") == ([], {"bytes": series["bytes"]})
+    assert [shape.id for shape in chosen("--batches", "64x1MiB")[0]] == ["64x1MiB"]
+
+
+def test_a_child_measures_the_series_of_a_picture(tmp_path):
+    args = PROGRAM.parsed(["--plot", str(tmp_path / "p.png"), "--smoke"])
+    child = PROGRAM.parsed([*PROGRAM.command(args)[2:], "--child", "to"])
+    assert child.child == "to"
+    assert PROGRAM.chosen_cases(child) == PROGRAM.chosen_cases(args)
+    assert len(PROGRAM.chosen_cases(args)) > len(batches.SMOKE_SHAPES)
+    assert (child.repeats, child.device) == (args.repeats, CPU)
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -234,7 +251,7 @@ def test_a_killed_run_leaves_an_incomplete_file(tmp_path):
 def test_an_older_incomplete_file_is_shown_as_such(tmp_path, capsys):
     rows = [a_row("to", "a", 4.0), a_row("pinstage_gone", "a", 1.0, ours=True)]
     record.save(tmp_path / "part.json", record.result_of("staging", {}, rows, "9 of 28 processes"))
-    assert run_bench(Settings(read=(tmp_path / "part.json",))) == 0
+    assert PROGRAM.main(["--from", str(tmp_path / "part.json")]) == 0
     shown = capsys.readouterr()
     assert "part.json is incomplete: 9 of 28 processes" in shown.err
     assert "pin" not in shown.out.lower()  # a way that is gone
@@ -248,20 +265,6 @@ def test_a_variant_that_hangs_is_ended(tmp_path, hang):
     _, second = collected(tmp_path, EMIT + hang, timeout=2.0)
 
     assert (second.status, second.detail) == ("error", "took more than 2 s")
-
-
-def test_the_bar_ends_full_after_failed_processes(tmp_path):
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from comparison.progress import Bar
-
-    file = io.StringIO()
-    with Progress(console=Console(file=file, force_terminal=True, width=100)) as bar:
-        collected(tmp_path, EMIT + "sys.exit('out of luck')\n", watcher=Bar(bar, 4), rounds=2)
-        (task,) = bar.tasks
-        assert (task.completed, task.total) == (4, 4)
-    assert "out of luck" in file.getvalue()
 
 
 # -- what is shown ---------------------------------------------------------------------------------
@@ -281,27 +284,29 @@ def test_the_table_has_the_best_rival_s_time(capsys):
     ]
     record.compare(rows)
 
-    table.comparison(rows)
+    table.report("ms", rows)
 
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["a", "b"] in lines
-    assert ["to", "4", "0.50x", "1", "1.00x"] in lines
-    assert ["pin_to", "2", "1.00x", "error"] in lines
-    assert ["pinstage", "1", "2.00x", "4", "0.25x"] in lines
-    assert ["pinstage_lease", "0.5", "4.00x"] in lines
-    assert lines[-2:] == [
-        ["not", "installed:", "ghost"],
-        ["pin_to", "on", "b:", "error:", "out", "of", "luck"],
+    lines = capsys.readouterr().out.splitlines()
+    assert ["variant", "a", "b"] in [line.split() for line in lines]
+    assert ["to", *["4", "[4", "..", "4]", "1", "[1", "..", "1]"]] in [
+        line.split() for line in lines
     ]
+    assert ["pin_to", *["2", "[2", "..", "2]", "error"]] in [line.split() for line in lines]
+    begin = lines.index("speed-up over the best rival")
+    assert [line.split() for line in lines[begin + 2 : begin + 4]] == [
+        ["pinstage", "2", "0.25"],
+        ["pinstage_lease", "4", "-"],
+    ]
+    assert lines[-2:] == ["pin_to on b: error: out of luck", "ghost on a; b: not installed"]
 
 
 def test_calls_beside_a_busy_gpu_have_a_table(capsys):
     rows = [a_row("to", "a", 4.0), a_row("pinstage", "a", 1.0, ours=True)]
-    table.comparison(rows)
+    table.report("ms", rows)
     assert "kernels" not in capsys.readouterr().out
     for row, milliseconds in zip(rows, (100.0, 0.2), strict=True):
         row.fill([row.median / 1e3], [], [milliseconds / 1e3, 0.3, 0.0])
-    table.comparison(rows)
+    table.report("ms", rows)
     lines = capsys.readouterr().out.splitlines()
     (begin,) = [i for i, line in enumerate(lines) if "while the GPU has 100 ms of kernels" in line]
     assert [line.split() for line in lines[begin + 1 : begin + 4]] == [
@@ -312,8 +317,8 @@ def test_calls_beside_a_busy_gpu_have_a_table(capsys):
 
 
 def test_a_mixed_batch_has_three_dtypes():
-    shape = BatchShape(6, 64, mixed=True)
-    assert shape.id == "6x64B-mixed"
+    shape = BatchShape("6x64B-mixed")
+    assert (shape.leaves, shape.leaf_bytes, shape.nbytes) == (6, 64, 384)
     leaves = []
     batches.map_leaves(batches.build(shape, seed=0), leaves.append)
     assert [leaf.dtype for leaf in leaves] == [torch.float32, torch.int64, torch.uint8] * 2
@@ -332,9 +337,7 @@ def test_a_series_is_measured_and_drawn_again(tmp_path):
     for drawn in (picture, tmp_path / "series-dark.png"):
         assert drawn.read_bytes().startswith(b"\x89PNG")
 
-    settings = Settings(read=(out,), plot=again)
-
-    assert run_bench(settings) == 0
+    assert PROGRAM.main(["--from", str(out), "--plot", str(again)]) == 0
     assert b"<svg" in again.read_bytes()
 
 
@@ -359,11 +362,10 @@ def test_a_picture_combines_series_of_several_files(tmp_path):
 
 
 def test_the_committed_result_is_shown_with_its_ratios(capsys):
-    assert run_bench(Settings(read=(PUBLISHED,))) == 0
-    ours, _beside_a_busy_gpu = (
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("pinstage ")
-    )
-    assert ours.count("x") >= 8
+    assert PROGRAM.main(["--from", str(PUBLISHED)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = lines.index("speed-up over the best rival")
+    assert len(lines[begin + 2].split()) >= 9
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git isn't installed")
@@ -396,38 +398,60 @@ def test_a_commit_is_of_the_file_s_repository(tmp_path, monkeypatch):
         (["--out", "file/inside.json"], "file/inside.json cannot be written: "),
         (["--from", "absent.json"], "absent.json cannot be read: No such file or directory"),
         (["--from", "file"], "file is not JSON: "),
-        (["--from", "other.json"], "other.json is not a result of this comparison"),
-        (["--from", "other.json", "--out", "new.json"], "--out writes what was measured"),
+        (["--from", "other.json"], "other.json is not a result of this benchmark"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(tree, monkeypatch, capsys, arguments, message):
     files = {"file": "not JSON", "other.json": '{"benchmark": "loader", "rows": []}'}
     monkeypatch.chdir(tree(files))
-    assert main(["--smoke", *arguments]) == 2
+    assert PROGRAM.main(["--smoke", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"comparison: {message}")
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("package", "module", "arguments"),
-    [("matplotlib", "matplotlib", ["--plot", "p.png"]), ("rich", "rich.console", [])],
-)
-def test_without_a_package_nothing_is_measured(monkeypatch, capsys, package, module, arguments):
-    monkeypatch.delitem(sys.modules, "comparison.progress", raising=False)
+def test_without_matplotlib_nothing_is_measured_for_a_picture(monkeypatch, capsys):
     # The import system reads None as "not installed".
-    monkeypatch.setitem(sys.modules, module, None)
-    assert main(["--smoke", "--only", "to", *arguments]) == 2
-    assert (
-        capsys.readouterr().err
-        == f"comparison: {package} is not installed; run: pip install -e . --group bench\n"
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert PROGRAM.main(["--smoke", "--only", "to", "--plot", "p.png"]) == 2
+    assert capsys.readouterr().err == (
+        "comparison: matplotlib is not installed; run: pip install -e . --group bench\n"
     )
+
+
+def a_file(path, rows, **changed):
+    record.save(path, a_result(rows, variants={row.variant: "" for row in rows}) | changed)
+    return str(path)
+
+
+def test_results_of_different_cases_are_joined(tmp_path, capsys):
+    first, second = (
+        a_file(tmp_path / f"{case}.json", [a_row("to", case, 4.0), a_row("pinstage", case, 1.0)])
+        for case in "ab"
+    )
+    both = tmp_path / "both.json"
+    assert PROGRAM.main(["--from", first, "--from", second, "--out", str(both)]) == 0
+    result = json.loads(both.read_text())
+    assert [(row["variant"], row["case"]) for row in result["rows"]] == [
+        (way, case) for case in "ab" for way in ("to", "pinstage")
+    ]
+    assert list(result["settings"]["variants"]) == ["to", "pinstage"]
+
+
+def test_results_of_two_commits_are_not_joined(tmp_path, capsys):
+    files = [
+        a_file(tmp_path / f"{commit}.json", [a_row("to", "a", 4.0)], commit=commit)
+        for commit in "xy"
+    ]
+    given = [part for file in files for part in ("--from", file)]
+    assert PROGRAM.main([*given, "--out", str(tmp_path / "both.json")]) == 2
+    assert "--out joins results of one commit and one machine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--repeats"])
 def test_a_number_that_makes_no_run_is_refused(capsys, option):
     with pytest.raises(SystemExit) as exit_:
-        main(["--smoke", option, "0"])
+        PROGRAM.main(["--smoke", option, "0"])
     assert exit_.value.code == 2
     assert f"{option}: 0 is not 1 or more" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import frozen
-import loader
+import loader_refused
 import loops
 import markdown
 import offload
@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import pinstage as ps
 from comparison.harness import Variant, importable
+from comparison.program import AtOnce
 from pinstage._memory import _cuda
 from pinstage.errors import StagingWarning
 
@@ -39,7 +40,8 @@ def run(script, out, *arguments):
 
 LOOPS = [
     *("segmentation, 2 workers", "lidar, 2 workers", "columns, 2 workers", "tokens, 2 workers"),
-    *("segmentation, no workers", "columns, no workers", "tokens, no workers"),
+    *("segmentation, no workers", "lidar, no workers"),
+    *("columns, no workers", "tokens, no workers"),
 ]
 
 
@@ -48,12 +50,32 @@ def rows_of(result, variant):
 
 
 def has_every_loop(result):
-    ways = ["torch_to", "thread", "prefetch", "wrap_loader", "pinstage", "model"]
     rows = {(row["variant"], row["case"]): row for row in result["rows"]}
-    assert list(rows) == [(way, case) for way in ["torch_pin", *ways] for case in LOOPS]
-    for (way, _), row in rows.items():
-        assert row["status"] == ("needs CUDA" if way == "torch_pin" else "ok")
+    assert list(rows) == [(way.id, case) for way in loops.VARIANTS for case in LOOPS]
+    for (way, case), row in rows.items():
+        assert row["status"] == ("needs CUDA" if way in ("torch_pin", "prefetch_pin") else "ok")
         assert (row["detail"].startswith("GPU idle ")) is (row["status"] == "ok")
+        assert row["nbytes"] == rows["model", case]["nbytes"] > 0
+    assert {row["leaves"] for row in result["rows"]} == {2, 16, 120}
+
+
+def has_results_and_limits(result):
+    cases = markdown.by_case(result)
+    assert set(cases["results, 8x4B"]) == {
+        *("cpu_each", "pinned_each", "by_hand", "bus", "pinstage", "pinstage_copy", "fetch")
+    }
+    assert "fill" in cases["results, 1x4MiB"]
+    for way in ("pinstage", "fetch"):
+        row = cases["results, 8x4B"][way]
+        assert 0 < row["main_median"] < row["median"]
+
+
+def has_batches_by_hand(result):
+    statuses = {row["variant"]: row["status"] for row in result["rows"]}
+    assert statuses == {
+        **dict.fromkeys(("to", "borrow", "default", "bus"), "ok"),
+        "batch": "needs CUDA",
+    }
 
 
 def has_every_way_of_a_stack(result):
@@ -122,17 +144,18 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
     ("name", "page", "expected"),
     [
         ("memory_startup", None, None),
-        ("page_locking", "guides/large_host_memory.md", "| first byte, s | **"),
+        ("page_locked", "performance.md", "| 1 x 128KiB | "),
+        ("page_locking", "guides/large_host_memory.md", "| first byte, s | "),
         ("pool_latency", None, None),
         ("to_host", None, None),
-        ("out", "guides/fixed_addresses.md", "| 4MiB-weights | **"),
-        ("checkpoint", "guides/checkpoints.md", "| `CheckpointStager()` | **"),
-        ("offload", "guides/offload.md", "| `ps.offload.save_on_cpu(pool)` | **"),
-        ("frozen", "guides/frozen_modules.md", "| `ps.offload.frozen_module(module, pool)` | **"),
-        ("weights", "guides/weights.md", "| with pairs of a mapped file | **"),
+        ("out", "guides/fixed_addresses.md", "| 4MiB-weights | "),
+        ("checkpoint", "guides/checkpoints.md", "| `CheckpointStager()` | "),
+        ("offload", "guides/offload.md", "| `ps.offload.save_on_cpu(pool)` | "),
+        ("frozen", "guides/frozen_modules.md", "| `ps.offload.frozen_module(module, pool)` | "),
+        ("weights", "guides/weights.md", "| with pairs of a mapped file | "),
         ("in_memory", "guides/data_in_memory.md", "| 13 floats, label | "),
         ("rounding_waste", None, None),
-        ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | **"),
+        ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | "),
         ("loops", "performance.md", "| tokens, no workers | "),
     ],
 )
@@ -142,6 +165,8 @@ def test_a_result_file_becomes_its_page_s_table(tmp_path, monkeypatch, name, pag
     assert "ok" in {row["status"] for row in result["rows"]}
     has_rows = {
         "loops": has_every_loop,
+        "to_host": has_results_and_limits,
+        "page_locked": has_batches_by_hand,
         "frozen": has_every_way_of_a_stack,
         "weights": has_rows_of_readers,
         "offload": has_rows_of_torchtune,
@@ -158,8 +183,8 @@ def measured_stack():
 
     def measured(run):
         variant = Variant("way", lambda stack, _: nullcontext(partial(run, stack)), "a way")
-        args = SimpleNamespace(repeats=3, device="cpu")
-        return frozen.StackMeasure(variant, args).measure(frozen.SMOKE_STACK)
+        args = SimpleNamespace(repeats=3, device=CPU)
+        return frozen.measure_stack(variant, args, frozen.SMOKE_STACK)
 
     return measured
 
@@ -174,7 +199,7 @@ def test_one_differing_output_makes_a_stack_incorrect(measured_stack):
     passes = itertools.count()
     outcome = measured_stack(lambda stack, x: stack(x) + (next(passes) == 1))
     assert outcome["status"] == "incorrect"
-    assert outcome["detail"].endswith("; 1 of 4 outputs differ from the plain stack's")
+    assert outcome["detail"].endswith("; 1 of 4 results are wrong")
 
 
 def test_each_block_s_weights_count(measured_stack):
@@ -206,14 +231,14 @@ def test_the_table_of_frozen_modules_has_the_stack():
         "accelerate": ("not installed", None, "accelerate"),
     }
     for name, (status, median, detail) in ways.items():
-        row = {"case": "stack", "variant": name, "status": status, "detail": detail}
+        row = {"case": "stack", "variant": name, "status": status, "detail": detail, "repeats": 3}
         row |= {"ours": name == "stack_blocks", "median": median, "gb_per_s": None}
         result["rows"].append(row)
         about[name] = f"way {name}"
     lines = markdown.frozen(result).splitlines()
     assert [line for line in lines if line.startswith("| way ")] == [
         "| way stack_bus | 64 | - | 1.00 | 0.21 GB |",
-        "| way stack_blocks | **80** | - | 1.25 | 0.52 GB |",
+        "| way stack_blocks | 80 | - | 1.25 | 0.52 GB |",
         "| way diffusers_block | incorrect | incorrect | - | 0.53 GB |",
         "| way accelerate | not installed | not installed | - | - |",
     ]
@@ -231,7 +256,7 @@ def test_the_loader_benchmark_has_all_rows(tmp_path):
 
 
 def test_the_loader_benchmark_has_refused_memory(tmp_path):
-    result = run("loader.py", tmp_path / "loader.json", "--refused")
+    result = run("loader_refused.py", tmp_path / "loader.json")
 
     assert result["benchmark"] == "loader_refused"
     rows = {row["variant"]: row for row in result["rows"]}
@@ -243,14 +268,14 @@ def test_the_loader_benchmark_has_refused_memory(tmp_path):
         assert "after 20 more batches" in row["detail"]
     table = markdown.TABLES["loader_refused"](result).splitlines()
     assert table[2] == "| ms | refused: 8 x 8 KiB |"
-    assert table[6].startswith("| the same where CUDA refuses to register memory | **")
+    assert table[6].startswith("| the same where CUDA refuses to register memory | ")
 
 
 def test_registering_may_be_refused_from_the_third_on(monkeypatch):
     from cuda.bindings import runtime
 
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: (0,))
-    loader.refuse_registering(2, "cudaErrorInvalidValue")
+    loader_refused.refuse_registering(2, "cudaErrorInvalidValue")
     results = [runtime.cudaHostRegister(1 << 20, 4096, 1)[0] for _ in range(4)]
     assert [int(result) for result in results] == [0, 0, 1, 1]
 
@@ -260,7 +285,7 @@ def test_registering_is_refused_as_by_a_platform(cuda, monkeypatch):
 
     monkeypatch.setattr(runtime, "cudaHostRegister", runtime.cudaHostRegister)  # restores it
     monkeypatch.setattr(_cuda, "_bindings", _cuda.Bindings(runtime, cuda))
-    loader.refuse_registering()
+    loader_refused.refuse_registering()
     memory = ps.memory.SharedMemory(0)
     with pytest.warns(StagingWarning, match=r"shared memory isn't page-locked here: .*NotSupport"):
         block = memory.allocate(5 << 14)
@@ -269,7 +294,8 @@ def test_registering_is_refused_as_by_a_platform(cuda, monkeypatch):
     memory.deallocate(block)
 
 
-ONE_STEP = SimpleNamespace(device="cpu", repeats=1, seconds=0.0, smoke=True)
+CPU = torch.device("cpu")
+ONE_STEP = SimpleNamespace(device=CPU, repeats=1, seconds=0.0, smoke=True)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +318,9 @@ def test_offloading_that_changes_gradients_is_incorrect(is_changed, wrong):
         hooks = saved_tensors_hooks(pack, lambda tensor: tensor)
         yield lambda: training.step(hooks, training.forward), str
 
-    steps = offload.Steps(offload.Way("changed", changed, "a way"), ONE_STEP)
-    first, later = map(steps.measure, offload.SMOKE_STEPS)
+    way = Variant("changed", changed, "a way")
+    outcomes = offload.measure_steps(way, ONE_STEP, offload.SMOKE_STEPS[0])
+    first, later = (outcomes[case.id] for case in offload.SMOKE_STEPS)
     assert first["status"] == later["status"]
     assert later["status"] == ("incorrect" if wrong else "ok")
     assert not wrong or later["detail"] == f"other gradients than {wrong}"
@@ -306,11 +333,12 @@ def test_later_steps_after_a_failure_are_errors():
             raise RuntimeError("attention")
         yield lambda: training.step(nullcontext(), training.forward), str
 
-    steps = offload.Steps(offload.Way("fails", fails_with_attention, "a way"), ONE_STEP)
+    way = Variant("fails", fails_with_attention, "a way")
+    measure = AtOnce(partial(offload.measure_steps, way, ONE_STEP))
     first, later = offload.SMOKE_STEPS
     with pytest.raises(RuntimeError, match="attention"):
-        steps.measure(first)
-    outcome = steps.measure(later)
+        measure(first)
+    outcome = measure(later)
     assert (outcome["status"], outcome["detail"]) == ("error", "an earlier part failed")
 
 
@@ -320,9 +348,9 @@ def test_memory_that_grows_is_an_error():
 
     taken = []
     batches = (taken.append(number) for number in range(100))
-    (case,) = loader.SMOKE_REFUSED_CASES
+    (case,) = loader_refused.SMALL_CASES
     growing = SimpleNamespace(stats=stats)
-    found = loader.watched(growing, batches, case, torch.device("cpu"))
+    found = loader_refused.watched(growing, batches, case, CPU)
     assert found["status"] == "error"
     assert len(taken) == case.watched
 
@@ -347,7 +375,7 @@ def test_the_table_of_loops_has_spread_and_utilisation():
     result["settings"]["variants"] = {name: f"way {name}" for name in ways}
     table = markdown.loops(result).splitlines()
     assert table[2] == "| tokens, no workers | 16 | 20 | **8** | **10** | 7 |"
-    assert "| way thread | 12 (9 to 13.5), busy 40% |" in table
+    assert "| way thread | **12** (9 to 13.5), busy 40% |" in table
     assert "| way pinstage | **8** (6 to 9), busy 40% |" in table
     said = next(line for line in table if "Medians" in line)
     assert "Medians of 3 alternating passes of at least 160 steps; a pass differs" in said
@@ -382,18 +410,99 @@ def test_frameworks_say_which_way_failed():
     assert "A single pass of at least 160 steps." in text
 
 
-def test_the_picture_has_loops_with_workers(monkeypatch):
-    names = [case.id for case in loops.CASES]
+def a_loop(name, way, median, nbytes=4_000_000, **more):
+    row = {"case": name, "variant": way, "status": "ok", "detail": "GPU idle 60.0% of 9 timed"}
+    return row | {"median": median, "nbytes": nbytes, "leaves": 2, "repeats": 3} | more
+
+
+def picture_of(monkeypatch, *rows):
+    """Return the picture where all loops have the same rows."""
     result = markdown.load("loops")
-    rows = markdown.by_case(result)["tokens, 4 workers"].values()
-    result["rows"] = [row | {"case": name} for name in names for row in rows]
+    names = dict.fromkeys(case.name for case in loops.CASES)
+    result["rows"] = [row | {"case": f"{name}, {row['case']}"} for name in names for row in rows]
     monkeypatch.setattr(markdown, "load", lambda name: result)
     picture = markdown.loops_picture()
-    assert [name for name in names if f">{name}<" in picture] == [
-        name for name in names if not name.endswith("no workers")
-    ]
-    for name in loops.NAMES:
+    for name in names:
         assert markdown.LOOP_BATCHES[name] in picture
+    return picture
+
+
+def test_the_picture_has_the_best_ways_of_both(monkeypatch):
+    picture = picture_of(
+        monkeypatch,
+        *(a_loop("8 workers", way, 20) for way in ("torch_pin", "torch_to")),
+        a_loop("8 workers", "pinstage", 2),
+        *(a_loop("no workers", way, median) for way, median in [("torch_pin", 8), ("torch_to", 6)]),
+        a_loop("no workers", "pinstage", 3),
+    )
+    assert picture.count(">3.0x<") == len(markdown.LOOP_BATCHES)
+    assert "torch: no workers; pinstage: 8 workers" in picture
+    assert ">tokens: 4 MB, 2 tensors<" in picture
+    assert "167 steps/s, GPU busy 40%" in picture
+
+
+@pytest.mark.parametrize("nbytes", [2_000_000, 0])
+def test_the_picture_leaves_out_other_batch_sizes(monkeypatch, nbytes):
+    with_workers = 4_000_000 if nbytes else 0  # older files don't say it
+    picture = picture_of(
+        monkeypatch,
+        a_loop("8 workers", "torch_pin", 20, with_workers),
+        a_loop("8 workers", "pinstage", 2, with_workers),
+        a_loop("no workers", "torch_pin", 8, nbytes),
+        a_loop("no workers", "pinstage", 3, nbytes),
+    )
+    assert picture.count(">10.0x<") == len(markdown.LOOP_BATCHES)
+    assert "torch: 8 workers, pin_memory; pinstage: 8 workers" in picture
+
+
+def bold(*spreads, field="median"):
+    """Return the numbers of the ways that are bold, by their medians and spreads."""
+    rows = {
+        str(number): {field: median, "repeats": 3, "minimum": low, "maximum": high, "status": "ok"}
+        for number, (low, median, high) in enumerate(spreads)
+    }
+    texts = markdown.cells(rows, rows, field)
+    return [number for number, text in enumerate(texts) if text.startswith("**")]
+
+
+def test_bold_is_the_best_of_a_row():
+    assert bold((34, 34.7, 36), (30, 31.5, 33)) == [1]
+    assert bold((9, 9.24, 10), (4, 4.54, 5), (9, 9.3, 10)) == [1]
+
+
+def test_overlapping_ways_are_both_bold_or_none():
+    assert bold((1, 2, 3), (2.5, 3, 4), (5, 6, 7)) == [0, 1]
+    assert bold((1, 2, 3), (2.5, 3, 4)) == []
+
+
+def test_a_limit_isn_t_bold():
+    ours = {"median": 2.0, "repeats": 1, "status": "ok"}
+    rows = {"bus": ours | {"median": 1.0}, "to": ours | {"median": 3.0}, "pinstage": ours}
+    assert markdown.cells(rows, rows) == ["1", "3", "**2**"]
+
+
+def test_loops_say_what_they_move():
+    result = markdown.load("loops")
+    for row in result["rows"]:
+        row |= {"nbytes": 51_904_512, "leaves": 2}
+    lines = markdown.short_loops(result)
+    assert lines[0].endswith(" | a batch |")
+    assert lines[2].endswith(" | 51.9 MB, 2 tensors |")
+
+
+def test_results_have_a_table_with_when_fetch_returns(tmp_path):
+    result = markdown.load("to_host")
+    assert markdown.results(result) == ""  # of older files
+    row = {"status": "ok", "detail": "", "repeats": 3, "case": "results, 8x4B"}
+    medians = {"cpu_each": 0.08, "pinned_each": 0.09, "pinstage_copy": 0.1, "pinstage": 0.2}
+    result["rows"] += [row | {"variant": way, "median": at} for way, at in medians.items()]
+    result["rows"].append(row | {"variant": "fetch", "median": 0.3, "main_median": 0.05})
+    table = markdown.results(result).splitlines()
+    assert table[2] == (
+        "| tensors | `.cpu()` each | by hand | `to_host` | views | new memory | bus | `fetch` |"
+    )
+    assert table[4] == "| 8 x 4B | **0.08** | 0.09 | 0.1 | 0.2 | - | - | 0.05 |"
+    assert "results, " not in markdown.to_host(result)
 
 
 def test_doctor_s_output_is_drawn_for_dark_pages(tmp_path, monkeypatch):

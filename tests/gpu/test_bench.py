@@ -1,19 +1,18 @@
-"""The comparison runs on the device, with a ratio for each way, and no way gives wrong bits."""
+"""The comparison runs on the device, with a ratio for each way; no way gives wrong bits."""
 
+import importlib
 from importlib.util import find_spec
 
 import pytest
 
-from comparison.run import Settings, measured
+from comparison.command import PROGRAM
 
 pytestmark = pytest.mark.gpu
 OURS = ["pinstage", "pinstage_lease"]
 
 
 def test_every_installed_variant_stages_on_the_device(cuda_device):
-    pytest.importorskip("rich", reason="the group bench is not installed")
-
-    result = measured(Settings(device=str(cuda_device), smoke=True))
+    result = PROGRAM.measured(PROGRAM.parsed(["--smoke", "--device", str(cuda_device)]))
 
     for row in result["rows"]:
         assert row["status"] != "incorrect", row
@@ -23,6 +22,16 @@ def test_every_installed_variant_stages_on_the_device(cuda_device):
     statuses = {row["variant"]: row["status"] for row in result["rows"]}
     assert [statuses[name] for name in ["to", "pin_to", *OURS]] == ["ok"] * 4
     assert result["settings"]["device"].startswith("cuda:")
+
+
+@pytest.mark.parametrize("name", ["page_locked", "to_host"])
+def test_each_way_brings_its_bits(cuda_device, name):
+    program = importlib.import_module(name).PROGRAM
+    args = program.parsed(["--smoke", "--device", str(cuda_device)])
+    for way in program.ways:
+        for case in filter(way.suits, program.small_cases):
+            outcome = program.measure(way, args, case)
+            assert outcome["status"] == "ok", (way.id, case.id)
 
 
 def test_waste_is_measured_beside_torch_s_allocator(cuda_device):

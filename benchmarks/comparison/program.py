@@ -1,0 +1,327 @@
+"""What all benchmarks do around their cases and ways: options, a fresh process for each way, passes
+in turn, the result file, and tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from comparison import harness, record, table, timing
+from comparison.errors import BenchError
+from comparison.harness import Case, Outcome, Variant
+from comparison.record import Row
+
+Args = argparse.Namespace
+Result = dict[str, Any]
+INTERNAL = ("out", "only", "child", "settings", "timeout", "plot", "read", "folder")
+"""Options that aren't settings of a measurement."""
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A benchmark.
+
+    Attributes:
+        path: The program, which runs itself as the child of each way.
+        about: What it asks, as its help.
+        title: What the figures are.
+        ways: The ways to measure.
+        cases: What they are measured on, or a function that chooses it.
+        measure: Returns the outcome of a way on a case, in a process of the way.
+        measure_all: The same for all cases at once, from the first one: outcomes by their ids.
+        options: Further options, each with its default and help.
+        small_cases: The cases of a smoke run.
+        small: The most that options have in a smoke run.
+        benchmark: The name in the rows and in the result file; by default that of the program.
+        rounds: Passes, each with a process for each way.
+        limits: Ways that show a limit, and are no rivals.
+        unit: The unit of the figures.
+        judge: Changes the rows before they are compared.
+        around: Prepares the measurement, in the parent.
+        begin: Prepares a process of a way.
+        settings: Returns more for the settings of the result.
+        draw: Draws results into a file.
+    """
+
+    path: str
+    about: str | None
+    title: str
+    ways: Sequence[Variant]
+    cases: Sequence[Any] | Callable[[Args], Sequence[Any]]
+    measure: Any = None
+    measure_all: Callable[[Variant, Args, Any], dict[str, Outcome]] | None = None
+    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    small_cases: Sequence[Any] = ()
+    small: Mapping[str, Any] = field(default_factory=dict)
+    benchmark: str = ""
+    rounds: int = 1
+    limits: Sequence[str] = ()
+    unit: str = "ms"
+    judge: Callable[[list[Row]], None] = lambda rows: None  # noqa: ARG005
+    around: Callable[[Args], AbstractContextManager[Any]] = nullcontext
+    begin: Callable[[Args], None] = lambda args: None  # noqa: ARG005
+    settings: Callable[[Args], dict[str, Any]] = lambda args: {}  # noqa: ARG005
+    draw: Callable[[Sequence[Result], Path], None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in the rows and in the result file."""
+        return self.benchmark or Path(self.path).stem
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Run the program; return 1 if a way failed or gave wrong results, 2 for a wrong option."""
+        try:
+            args = self.parsed(argv)
+            if args.child:
+                self._work(args)
+                return 0
+            return self._run(args)
+        except BenchError as error:
+            sys.stderr.write(f"{Path(self.path).stem}: {error}\n")
+            return 2
+
+    def parsed(self, argv: Sequence[str] | None = None) -> Args:
+        """Return the options; a child has those of its parent."""
+        args = self._parser().parse_args(argv)
+        if args.settings:
+            vars(args).update(json.loads(args.settings), child=args.child)
+        elif args.smoke:
+            for name, most in self.small.items():
+                setattr(args, name, min(most, getattr(args, name)))
+        args.device = choose_device(args.device, smoke=args.smoke)
+        return args
+
+    def _parser(self) -> argparse.ArgumentParser:
+        found = argparse.ArgumentParser(
+            description=self.about, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        add = found.add_argument
+        add("--device", default="auto", help="cpu, cuda or cuda:1; auto: a GPU if there is one")
+        add("--only", help="these ways, separated by commas")
+        add(
+            *("--cases", "--batches", "--loops", "--scenario"),
+            dest="cases",
+            help="these cases, separated by commas: what their ids begin with",
+        )
+        add("--out", type=Path, help="write the results to this JSON file")
+        passes = "processes per way, in turn; every second round runs backwards"
+        add("--rounds", type=positive, default=self.rounds, help=passes)
+        add("--timeout", type=float, default=600.0, help="seconds that one process may take")
+        add("--smoke", action="store_true", help="small and short, on the CPU by default")
+        for name, (default, said) in self.options.items():
+            kind = positive if name == "repeats" else str if default is None else type(default)
+            add(f"--{name.replace('_', '-')}", type=kind, default=default, help=said)
+        add("--plot", type=Path, help="draw the results into this file, where there is a picture")
+        add(
+            "--from",
+            dest="read",
+            metavar="FILE",
+            type=Path,
+            action="append",
+            default=[],
+            help="show a result file, and measure nothing; with several, --out joins them",
+        )
+        for internal in ("--child", "--settings"):
+            add(internal, help=argparse.SUPPRESS)
+        return found
+
+    def chosen_cases(self, args: Args) -> list[Any]:
+        """Return the cases that the options choose.
+
+        Raises:
+            BenchError: there is no such case.
+        """
+        if callable(self.cases):
+            return list(self.cases(args))
+        known = (args.smoke and self.small_cases) or self.cases
+        if args.cases is None:
+            return list(known)
+        wanted = args.cases.split(",")
+        kinds = {case.id: case.id.replace(":", ",").partition(",")[0] for case in known}
+        unknown = set(wanted) - {*kinds, *kinds.values()}
+        if unknown:
+            names = dict.fromkeys(kinds.values())
+            raise BenchError(
+                f"no such case: {', '.join(sorted(unknown))}; known: {', '.join(names)}"
+            )
+        return [case for case in known if {case.id, kinds[case.id]} & set(wanted)]
+
+    def measured(self, args: Args) -> Result:
+        """Measure, and return the content of a result file; write the rows so far after each
+        process.
+        """
+        ways = harness.chosen(args.only, self.ways, "variant")
+        cases = self.chosen_cases(args)
+        settings = {name: value for name, value in vars(args).items() if name not in INTERNAL}
+        settings |= {"device": str(args.device), **self.settings(args)}
+        settings["variants"] = {way.id: way.about for way in ways}
+        with self.around(args):
+
+            def result_of(rows: list[Row], incomplete: str | None = None) -> Result:
+                self.judge(rows)
+                if args.device.type == "cuda":  # on the CPU `.to()` moves nothing
+                    record.compare([row for row in rows if row.variant not in self.limits])
+                return record.result_of(self.name, settings, rows, incomplete)
+
+            def keep(rows: list[Row], incomplete: str) -> None:
+                if args.out is not None:
+                    record.save(args.out, result_of(rows, incomplete))
+
+            rows = harness.collect(
+                self.name,
+                self.command(args),
+                ways,
+                cases,
+                device=args.device,
+                rounds=args.rounds,
+                timeout=args.timeout,
+                at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
+                unit=self.unit,
+                keep=keep,
+            )
+        return result_of(rows)
+
+    def command(self, args: Args) -> list[str]:
+        """Return the command of a child with these options."""
+        return [sys.executable, self.path, "--settings", json.dumps(vars(args), default=str)]
+
+    def _run(self, args: Args) -> int:
+        """Measure or read, show, and write; return the exit status."""
+        _check_targets(args)
+        results = [self._read(path) for path in args.read] or [self.measured(args)]
+        if args.out is not None:
+            record.save(args.out, joined(results))
+            sys.stderr.write(f"written: {args.out}\n")
+        rows, shown = [], []
+        for result in results:
+            of_table = result["settings"].get("table")  # if it has a series too, only these
+            found = record.rows_of(result)
+            rows += found
+            shown += [row for row in found if not of_table or row.case in of_table]
+        table.report(self.title, shown)
+        if args.plot is not None and self.draw is not None:
+            self.draw(results, args.plot)
+            sys.stderr.write(f"written: {args.plot}\n")
+        return int(any(row.status in ("error", "incorrect") for row in rows))
+
+    def _read(self, path: Path) -> Result:
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise BenchError(f"{path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise BenchError(f"{path} is not JSON: {error}") from error
+        if not isinstance(result, dict) or result.get("benchmark") != self.name:
+            raise BenchError(f"{path} is not a result of this benchmark")
+        if "incomplete" in result:
+            sys.stderr.write(f"{path} is incomplete: {result['incomplete']}\n")
+        known = {way.id for way in self.ways}  # older files have ways that were removed
+        return result | {"rows": [row for row in result["rows"] if row["variant"] in known]}
+
+    def _work(self, args: Args) -> None:
+        """In the child: measure one way, and emit an outcome for each case."""
+        (way,) = harness.chosen(args.child, self.ways, "variant")
+        cases = [case for case in self.chosen_cases(args) if way.suits(case)]
+        self.begin(args)
+        harness.start_device(args.device)
+        if self.measure_all is None:
+            measure: Callable[[Case], Outcome] = partial(self.measure, way, args)
+        else:
+            measure = AtOnce(partial(self.measure_all, way, args))
+        harness.work(cases, measure, partial(timing.empty_caches, args.device))
+
+
+class AtOnce:
+    """Measures all cases when the first one is asked for."""
+
+    def __init__(self, measure_all: Callable[[Any], dict[str, Outcome]]) -> None:
+        self._measure_all = measure_all
+        self._outcomes: dict[str, Outcome] | None = None
+
+    def __call__(self, case: Any) -> Outcome:
+        """Return the outcome of a case."""
+        if self._outcomes is None:
+            self._outcomes = {}
+            self._outcomes = self._measure_all(case)
+        failed = {"status": "error", "detail": "an earlier part failed"}
+        return self._outcomes.get(case.id, failed)
+
+
+def joined(results: Sequence[Result]) -> Result:
+    """Return one result of several, whose cases or ways are measured apart.
+
+    Raises:
+        BenchError: they are of different commits or machines.
+    """
+    first = results[0]
+    if any(result[name] != first[name] for result in results for name in ("commit", "machine")):
+        raise BenchError("--out joins results of one commit and one machine, and these differ")
+    variants: dict[str, str] = {}
+    for result in results:
+        variants |= result["settings"].get("variants", {})
+    settings = first["settings"] | {"variants": variants}
+    return first | {"settings": settings, "rows": [row for one in results for row in one["rows"]]}
+
+
+def positive(text: str) -> int:
+    """Return a number that is 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+def choose_device(text: str, *, smoke: bool = False) -> torch.device:
+    """Return the device to measure on; for "auto" a GPU if there is one, but not in a smoke run.
+
+    Raises:
+        BenchError: The device is unknown or missing.
+    """
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if text == "auto":
+        text = "cuda:0" if present and not smoke else "cpu"
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise BenchError(f'unknown device {text!r}: say "auto", "cpu", "cuda" or "cuda:1"')
+    if device.type == "cpu":
+        return torch.device("cpu")
+    index = device.index or 0
+    if index >= present:
+        raise BenchError(
+            f"{text!r} is not there: torch sees {present} CUDA devices; --device cpu runs without "
+            "one"
+        )
+    return torch.device("cuda", index)
+
+
+def _check_targets(args: Args) -> None:
+    """Check before minutes of measuring that the results can be written afterwards."""
+    for path in filter(None, (args.out, args.plot)):
+        if path.is_dir():
+            raise BenchError(f"{path} is a folder; name a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(
+                f"{path} cannot be written: {error.strerror}; name another place"
+            ) from error
+    if args.plot is not None:
+        if args.plot.suffix.lower() not in PICTURES:
+            raise BenchError(f"{args.plot}: a picture is one of {', '.join(PICTURES)}")
+        if find_spec("matplotlib") is None:
+            raise BenchError("matplotlib is not installed; run: pip install -e . --group bench")

@@ -1,0 +1,158 @@
+"""Timers that all benchmarks share: calls until the device is done, and calls beside a busy GPU."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from comparison.harness import Outcome
+
+BUSY_SECONDS = 0.1
+BUSY_KERNELS = 10
+BUSY_REPEATS = 3
+
+
+def timed(
+    call: Callable[..., Any],
+    device: torch.device,
+    *,
+    repeats: int,
+    seconds: float = math.inf,
+    fewest: int = 3,
+    warm_ups: int = 3,
+    warm_seconds: float = 0.0,
+    inputs: Sequence[Sequence[Any]] = ((),),
+    steps: int = 1,
+    check: Callable[[Any], bool] = lambda result: True,  # noqa: ARG005
+) -> Outcome:
+    """Return the seconds of calls until the device is done as `total`, and until they returned as
+    `main`. What a call returns is dropped before the next one, outside the timer.
+
+    Args:
+        call: The call.
+        device: The device to wait for.
+        repeats: The most timed calls.
+        seconds: Time limit for these calls, once `fewest` are done.
+        fewest: The fewest timed calls.
+        warm_ups: The fewest untimed calls before.
+        warm_seconds: Untimed calls go on for this time.
+        inputs: The arguments of calls, in turn.
+        steps: The steps of a call; the seconds are those of a step.
+        check: Returns whether a result is right; called after each call, outside the timer. If one
+            isn't, the status is "incorrect".
+    """
+    right: list[bool] = []
+
+    def sample(turn: int) -> tuple[float, float]:
+        arguments = inputs[turn % len(inputs)]
+        start = perf_counter()
+        kept = call(*arguments)
+        returned = perf_counter()
+        synchronize(device)
+        done = perf_counter()
+        right.append(check(kept))
+        del kept
+        return (done - start) / steps, (returned - start) / steps
+
+    synchronize(device)
+    for turn in turns(fewest=warm_ups, seconds=warm_seconds):
+        sample(turn)
+    timed_turns = turns(repeats, fewest=fewest, seconds=seconds)
+    total, main = zip(*map(sample, timed_turns), strict=True)
+    outcome = {"status": "ok", "detail": "", "total": list(total), "main": list(main)}
+    wrong = right.count(False)
+    if wrong:
+        outcome |= {"status": "incorrect", "detail": f"{wrong} of {len(right)} results are wrong"}
+    return outcome
+
+
+def turns(most: float = math.inf, *, fewest: int, seconds: float) -> Iterator[int]:
+    """Yield the numbers of turns: at most `most`, for some seconds once `fewest` are done."""
+    began = perf_counter()
+    for turn in count():
+        if turn >= most or (turn >= fewest and perf_counter() - began > seconds):
+            return
+        yield turn
+
+
+def beside_kernels(
+    call: Callable[..., Any], device: torch.device, inputs: Sequence[Sequence[Any]] = ((),)
+) -> list[float]:
+    """Return the seconds until calls returned while the current stream has kernels to run before
+    them; nothing without a GPU.
+    """
+    if device.type != "cuda":
+        return []
+    run_kernel = kernel(device, BUSY_SECONDS / BUSY_KERNELS)
+    took: list[float] = []
+    for turn in range(BUSY_REPEATS):
+        for _ in range(BUSY_KERNELS):
+            run_kernel()
+        start = perf_counter()
+        kept = call(*inputs[turn % len(inputs)])
+        took.append(perf_counter() - start)
+        synchronize(device)
+        del kept
+    return took
+
+
+def kernel(device: torch.device, seconds: float) -> Callable[[], None]:
+    """Return a function that starts a kernel of some seconds on the current stream."""
+    sleep: Callable[[int], None] = torch.cuda._sleep
+    for cycles in (1000, 10_000_000):  # the first turn loads the kernel
+        began = perf_counter()
+        sleep(cycles)
+        synchronize(device)
+        took = perf_counter() - began
+    return partial(sleep, int(cycles * seconds / took))
+
+
+def resident() -> int:
+    """Return the resident bytes of this process, explicit huge pages included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    sizes = (line.split()[1] for line in lines if line.startswith(("VmRSS", "HugetlbPages")))
+    return sum(map(int, sizes)) << 10
+
+
+def bus(
+    device: torch.device, nbytes: int, piece: int = 256 << 20
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return functions that copy as many bytes to the device, and back: the limit of the hardware.
+    They use one page-locked buffer, piece by piece.
+    """
+    size = min(piece, nbytes)
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def copy(target: torch.Tensor, source: torch.Tensor, *_: Any) -> None:
+        for begin in range(0, nbytes, size):
+            target[: nbytes - begin].copy_(source[: nbytes - begin], non_blocking=True)
+
+    return partial(copy, there, host), partial(copy, host, there)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def empty_caches(device: torch.device) -> None:
+    """Free torch's cached device and page-locked memory, so that all cases start from the same
+    state.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        # torch 2.11 has only its private name.
+        private = getattr(torch._C, "_host_emptyCache", lambda: None)
+        getattr(torch.accelerator, "empty_host_cache", private)()
