@@ -292,7 +292,7 @@ NUMPYS = list(np.arange(50, dtype=np.int16))
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("sampler", [NUMPYS, SubsetRandomSampler(Y), SubsetRandomSampler(NUMPYS)])
-def test_another_dataset_in_a_stack_gets_the_samplers_own_indices(sampler, workers):
+def test_other_datasets_get_the_samplers_own_indices(sampler, workers):
     options = {"sampler": sampler, "batch_size": 8, "num_workers": workers}
     dataset = StackDataset(TensorDataset(X), IndexTypes())
     found = [batch[1] for batch in ps.DataLoader(dataset, device="cpu", **options)]
@@ -303,7 +303,7 @@ def test_another_dataset_in_a_stack_gets_the_samplers_own_indices(sampler, worke
 @pytest.mark.parametrize(
     "sampler", [SubsetRandomSampler(torch.arange(3)), [np.uint8(1)] * 50, [np.uint16(1), 2, 3]]
 )
-def test_lists_that_torch_doesnt_index_by_integers_go_as_before(sampler):
+def test_lists_torch_takes_for_masks_go_as_before(sampler):
     def trace_of(make, **options):
         dataset = TensorDataset(torch.arange(50 * 50 * 50).view(50, 50, 50))
         sampled = BatchSampler(sampler, len(sampler), False)
