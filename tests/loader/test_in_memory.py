@@ -317,6 +317,17 @@ def test_lists_torch_takes_for_masks_go_as_before(sampler):
     assert same(trace_of(ps.DataLoader, device="cpu"), trace_of(DataLoader))
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_another_batch_size_counts_when_torch_reads_it(drop_last):
+    def sizes(make, **options):
+        loader = make(TensorDataset(X), 8, drop_last=drop_last, **options)
+        for batch in loader:
+            loader.batch_sampler.batch_size = 12
+            yield len(batch[0])
+
+    assert [*sizes(ps.DataLoader, device="cpu")] == [*sizes(DataLoader)]
+
+
 def test_patches_of_torchs_class_are_called(monkeypatch):
     dataset = TensorDataset(X)
     monkeypatch.setattr(
