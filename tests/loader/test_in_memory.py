@@ -292,7 +292,7 @@ NUMPYS = list(np.arange(50, dtype=np.int16))
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("sampler", [NUMPYS, SubsetRandomSampler(Y), SubsetRandomSampler(NUMPYS)])
-def test_another_dataset_in_a_stack_gets_the_samplers_own_indices(sampler, workers):
+def test_other_datasets_get_the_samplers_own_indices(sampler, workers):
     options = {"sampler": sampler, "batch_size": 8, "num_workers": workers}
     dataset = StackDataset(TensorDataset(X), IndexTypes())
     found = [batch[1] for batch in ps.DataLoader(dataset, device="cpu", **options)]
@@ -303,7 +303,7 @@ def test_another_dataset_in_a_stack_gets_the_samplers_own_indices(sampler, worke
 @pytest.mark.parametrize(
     "sampler", [SubsetRandomSampler(torch.arange(3)), [np.uint8(1)] * 50, [np.uint16(1), 2, 3]]
 )
-def test_lists_that_torch_doesnt_index_by_integers_go_as_before(sampler):
+def test_lists_torch_takes_for_masks_go_as_before(sampler):
     def trace_of(make, **options):
         dataset = TensorDataset(torch.arange(50 * 50 * 50).view(50, 50, 50))
         sampled = BatchSampler(sampler, len(sampler), False)
@@ -315,6 +315,17 @@ def test_lists_that_torch_doesnt_index_by_integers_go_as_before(sampler):
             return type(error), str(error)
 
     assert same(trace_of(ps.DataLoader, device="cpu"), trace_of(DataLoader))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_another_batch_size_counts_when_torch_reads_it(drop_last):
+    def sizes(make, **options):
+        loader = make(TensorDataset(X), 8, drop_last=drop_last, **options)
+        for batch in loader:
+            loader.batch_sampler.batch_size = 12
+            yield len(batch[0])
+
+    assert [*sizes(ps.DataLoader, device="cpu")] == [*sizes(DataLoader)]
 
 
 def test_patches_of_torchs_class_are_called(monkeypatch):

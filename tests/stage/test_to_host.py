@@ -161,7 +161,7 @@ def test_a_tree_may_be_larger_than_the_slab(make_stager, cap):
         assert stager.pool.stats().peak_held_bytes <= min(stager.pool.max_bytes // 2, 64 << 20)
 
 
-def test_a_tree_may_be_larger_than_the_stagers_part_of_the_pool(make_stager):
+def test_a_tree_may_exceed_the_stagers_quota(make_stager):
     stager = make_stager(max_bytes="8MiB")
     stager.pool.set_quota("frozen modules", min_bytes="6MiB")
     with stager.pool.acquire("1MiB", owner="frozen modules") as lease:
@@ -171,7 +171,7 @@ def test_a_tree_may_be_larger_than_the_stagers_part_of_the_pool(make_stager):
     assert_same(tree, stager.to_host(tree))
 
 
-def test_a_small_tree_needs_no_larger_slab_than_its_own(make_stager):
+def test_a_small_tree_needs_no_larger_slab(make_stager):
     stager, tree = make_stager(max_bytes="1MiB"), [torch.ones(3)]
     HeldOut(stager)  # a device with a stream of its own
     stager.pool.set_quota("stager", max_bytes="32KiB")

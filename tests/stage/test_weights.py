@@ -279,7 +279,7 @@ def test_a_cap_too_small_for_weights_is_refused():
         assert stager.load_weights(module, module.state_dict()) == ([], [])
 
 
-def test_weights_of_any_size_go_through_the_stagers_part_of_a_pool(stager):
+def test_weights_of_any_size_fit_a_quota(stager):
     stager.pool.set_quota("stager", max_bytes="256KiB")
     weights = {"w": torch.arange(500_000.0), "b": torch.ones(3)}
     loaded = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}

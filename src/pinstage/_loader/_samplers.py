@@ -140,10 +140,11 @@ def _of_batch_sampler(batches: Any) -> Iterator[Any]:
 
 def _tensors(batches: Any) -> Iterator[Any]:
     """Yield the batches of torch's batch sampler over a sampler that `_NUMBERS` has."""
-    sampler, drops_last = batches.sampler, batches.drop_last
+    sampler, size, drops_last = batches.sampler, batches.batch_size, batches.drop_last
     runs, rest = _NUMBERS[type(sampler)](sampler), torch.empty(0, dtype=torch.int64, device="cpu")
     while True:
-        size, ready, count = batches.batch_size, [rest], len(rest)
+        size = size if drops_last else batches.batch_size  # as torch reads it
+        ready, count = [rest], len(rest)
         while count < size and (run := next(runs, None)) is not None:
             ready.append(run)
             count += len(run)
