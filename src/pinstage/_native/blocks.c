@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 /* The size from which the system is asked to use huge pages for a tensor. */
-enum { HUGE_FROM_BYTES = 4 * 1024 * 1024 };
+enum { HUGE_FROM_BYTES = 4 * 1024 * 1024, HUGE_PAGE_BYTES = 2 * 1024 * 1024 };
 
 enum { ONE, SHARED, EACH }; /* one block; the table's blocks; one for each leaf */
 
@@ -382,6 +382,29 @@ static bool move_all(const Leaf *leaves, int64_t count, int64_t nbytes, int thre
     return true;
 }
 
+/* touch(threads): let threads touch the huge pages of large tensors for the first time. */
+static PyObject *blocks_touch(PyObject *object, PyObject *args) {
+    Blocks *self = (Blocks *)object;
+    int threads;
+    if (!PyArg_ParseTuple(args, "i:touch", &threads)) return NULL;
+    Leaf *leaves = malloc(sizeof *leaves * (size_t)(self->run_count + 1));
+    if (leaves == NULL) return PyErr_NoMemory();
+    int64_t count = 0, nbytes = 0;
+    for (int64_t i = 0; i < self->run_count && !self->is_cuda; i++) {
+        const Run *run = &self->runs[i];
+        uintptr_t page = HUGE_PAGE_BYTES, start = ((uintptr_t)run->to + page - 1) / page * page,
+                  end = ((uintptr_t)run->to + (uintptr_t)(run->end - run->start)) / page * page;
+        if (run->end - run->start < HUGE_FROM_BYTES || start >= end) continue;
+        leaves[count++] =
+            (Leaf){.offset = nbytes, .nbytes = (int64_t)(end - start), .to = (char *)start};
+        nbytes += (int64_t)(end - start);
+    }
+    bool is_done = count == 0 || move_all(leaves, count, nbytes, threads);
+    free(leaves);
+    if (!is_done) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 /* unpack(host, start, end, threads): copy bytes `start` to `end` of the host slab, which begins at
  * address `host`, to tensors in host memory. */
 static PyObject *blocks_unpack(PyObject *object, PyObject *args) {
@@ -518,6 +541,8 @@ static PyMethodDef blocks_type_methods[] = {
      "copy(host, start, end, stream, is_page_locked): the number of copies, or -error of CUDA"},
     {"copy_locked", blocks_copy_locked, METH_VARARGS,
      "copy_locked(sources, pieces, stream, at_once): from page-locked memory of their own"},
+    {"touch", blocks_touch, METH_VARARGS,
+     "touch(threads): let threads touch large tensors on the CPU for the first time"},
     {"unpack", blocks_unpack, METH_VARARGS,
      "unpack(host, start, end, threads): copy bytes of the host slab to tensors on the CPU"},
     {"fill", blocks_fill, METH_VARARGS,

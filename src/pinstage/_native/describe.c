@@ -341,7 +341,7 @@ static bool add_leaf(Describing *self, Py_ssize_t index) {
 
 enum { LOCKED_FROM = 32 * 1024, LOCKED_FROM_OF_FEW = 16 * 1024 };
 
-/* Unless each leaf is to be asked: if none of so many is page-locked, no other is asked. */
+/* Unless each leaf is to be asked: if none of this number is page-locked, no other is asked. */
 enum { ASKED = 3 };
 
 static bool add_piece(Describing *self, int64_t row, int64_t start, int64_t end) {

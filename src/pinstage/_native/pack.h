@@ -29,7 +29,8 @@ typedef struct {
     const int64_t *strides; /* of a strided leaf, in elements; NULL to copy its bytes */
     int32_t ndim;
     int32_t itemsize;
-    char *to;         /* where it is moved to; NULL: to its place in the slab */
+    char *to; /* where it is moved to; NULL: to its place in the slab. Without a source, its pages
+                 are only touched. */
     const Rows *rows; /* NULL unless rows are gathered */
 } Leaf;
 

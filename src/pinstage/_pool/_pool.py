@@ -471,7 +471,7 @@ class SlabPool:
         1. an idle slab that wastes at most 12.5%, or, from 1 MiB on, of at most twice the class;
         2. there is room under the cap: grow by a slab of the request's class;
         3. any larger idle slab;
-        4. the memory resource may allow more by now: check, and decide again;
+        4. the memory resource may allow more: check, and decide again;
         5. idle slabs of other classes would make room: evict them, least recently used first, and
            grow;
         6. waiting is useless: refuse (`_why_never`);

@@ -598,7 +598,7 @@ class PoolState:
             slab.put(None)
         return idle
 
-    # -- what is held, as far as is known without querying events
+    # -- bytes held, as far as is known without querying events
 
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or set aside for growths."""

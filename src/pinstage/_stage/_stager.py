@@ -433,7 +433,8 @@ class Stager:
         Raises:
             LayoutError: as `fetch`; or `out` doesn't fit, as for `to_device`.
             PinstageError: the current stream captures a CUDA graph.
-            AcquireTimeoutError, BudgetExceededError: as `fetch`.
+            AcquireTimeoutError: as `fetch`.
+            BudgetExceededError: bytes for `out` that need a slab are more than the pool's cap.
             Exception: torch can't copy a tensor into `out`, which may be written in part.
         """
         self._target.refuse_capture()

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ from ._frames import clear_own_frames
 from ._host_slabs import HostSlabs
 from ._not_a_batch import B_co, NotABatch
 from ._out import Destinations, detached, in_order, with_own_copies
-from ._target import MOST_FEW, Few, HostCopy
+from ._target import MOST_FEW, Few, HostCopy, Target
 from ._targets import Targets
 from ._transfer import kept, move
 
@@ -89,6 +90,18 @@ class Copied(NamedTuple):
     event: Fence | None
     """Behind the copies; None if they are done."""
     copies: int
+
+
+class _Chunk(NamedTuple):
+    """A part of a tree on its way to the host."""
+
+    extent: tuple[int, int]
+    """Its first byte in the tree's table, and the byte behind the last one."""
+    host: int
+    """The address where the tree's first byte would be."""
+    copies: int
+    event: Fence | None
+    """Behind its copies; None if they are done."""
 
 
 class HostTransfer(NotABatch, Generic[B_co]):
@@ -205,6 +218,8 @@ def leaves_of(transfer: HostTransfer[Any], timeout: float | None = None) -> list
             leaves = _with_others(blocks, table, leaves)
             copied_out.append((blocks, start, table.nbytes))
             start += table.nbytes
+            if threads:
+                blocks.touch(threads)
     transfer.synchronize()
     if threads:
         with step("unpack"):
@@ -342,35 +357,43 @@ class Fetcher:
         if stream is not None:
             guard_until_release(lease, stream)
         try:
-            pieces = list(_sources(device, gathering, leaves))
+            sources = list(_sources(device, gathering, leaves))
             places = [lease.data_ptr() + at for at in range(0, size - step_bytes + 1, step_bytes)]
-            on_the_way: deque[tuple[tuple[int, int], int, Fence | None]] = deque()
+            extents = _extents(nbytes, step_bytes)
+            sending = self._send(target, sources, extents, places, stream)
+            on_the_way = deque(islice(sending, len(places)))
+            with step("unpack"):
+                blocks.touch(self.threads)  # while the first chunks cross the bus
             copies = 0
-            for number, extent in enumerate(_extents(nbytes, step_bytes)):
-                if len(on_the_way) == len(places):
-                    self._take(blocks, *on_the_way.popleft())
-                place = places[number % len(places)] - extent[0]  # of the slab's first byte
-                with step("copy"):
-                    parts = [*_within(pieces, extent, place)]
-                    target.copy_out(parts, stream)
-                copies += len(parts)
-                on_the_way.append((extent, place, target.record(stream)))
             while on_the_way:
-                self._take(blocks, *on_the_way.popleft())
+                chunk = on_the_way.popleft()
+                copies += chunk.copies
+                if chunk.event is not None:
+                    with step("wait"):
+                        chunk.event.synchronize()
+                with step("unpack"):
+                    unpack(blocks, chunk.host, chunk.extent, self.threads)
+                on_the_way.extend(islice(sending, 1))
             after = None
             return copies
         finally:
             lease.release(after=after)
 
-    def _take(
-        self, blocks: Blocks, extent: tuple[int, int], host: int, event: Fence | None
-    ) -> None:
-        """Copy a chunk out of the slab when it is there."""
-        if event is not None:
-            with step("wait"):
-                event.synchronize()
-        with step("unpack"):
-            unpack(blocks, host, extent, self.threads)
+    def _send(
+        self,
+        target: Target,
+        sources: list[tuple[int, int, torch.Tensor]],
+        extents: Iterable[tuple[int, int]],
+        places: list[int],
+        stream: Any,
+    ) -> Iterator[_Chunk]:
+        """Start the copies of one chunk after the other, each to the next of some places."""
+        for extent, place in zip(extents, cycle(places), strict=False):
+            host = place - extent[0]
+            pieces = [*_within(sources, extent, host)]
+            with step("copy"):
+                target.copy_out(pieces, stream)
+            yield _Chunk(extent, host, len(pieces), target.record(stream))
 
     def fetch(self, tree: Any, *, copy: bool) -> HostTransfer[Any]:
         """Start the copies of a tree's tensors into a slab; see `Stager.fetch`.
