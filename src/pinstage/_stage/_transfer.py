@@ -88,12 +88,19 @@ class Look:
             return False
         for _ in range(len(kept.things)):
             event, things = kept.things.popleft()
-            if not event.query():
+            if not _is_done(event):
                 kept.things.append((event, things))
         if kept.look is self:
             kept.look = None  # before the check, since `until` adds before it asks
             kept.look = self if kept.things else None
         return kept.look is not self
+
+
+def _is_done(event: Fence) -> bool:
+    try:
+        return event.query()
+    except Exception:  # noqa: BLE001 - the device has failed, and reads nothing any more
+        return True
 
 
 kept = Kept()
