@@ -156,7 +156,7 @@ def becomes_its_table(result, name, page, expected, folder, monkeypatch):
         ("in_memory", "guides/data_in_memory.md", "| 13 floats, label | "),
         ("rounding_waste", None, None),
         ("refusals", "guides/limits.md", "| 5% of what 4 batches need can be page-locked | "),
-        ("loops", "performance.md", "| tokens, no workers | "),
+        ("loops", "measurements.md", "| tokens, no workers | "),
     ],
 )
 def test_a_result_file_becomes_its_page_s_table(tmp_path, monkeypatch, name, page, expected):

@@ -193,7 +193,7 @@ class Reading:
     # -- the thread
 
     def is_over(self) -> bool:
-        """Return whether nobody takes another batch: the pass was stopped, or the program is
+        """Return whether no other batch will be taken: the pass was stopped, or the program is
         ending. The main thread may end while others train.
         """
         asked_by = self._asked_by
