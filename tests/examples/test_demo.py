@@ -384,7 +384,11 @@ def test_asking_for_a_missing_gpu_fails_with_advice(capsys):
 
 @pytest.mark.parametrize(
     ("size", "status", "message"),
-    [("plenty", 2, "--max-bytes: not a size: 'plenty'"), ("1KiB", 1, "request can never fit: ")],
+    [
+        ("plenty", 2, "--max-bytes: not a size: 'plenty'"),
+        ("1KiB", 2, "--max-bytes: max_bytes is too small: '1KiB'"),
+        ("4KiB", 1, "request can never fit: "),
+    ],
 )
 def test_an_impossible_cap_is_one_line(size, status, message, capsys):
     assert main([*SMOKE, "--max-bytes", size]) == status
