@@ -188,6 +188,9 @@ class Prefetcher(Generic[T]):
             return getattr(self._source, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_iterator":  # Lightning ends a loader's workers, and sets it to None
+                setattr(self._source, name, value)
+                return
             self._check_own(name)
             super().__setattr__(name, value)
 
