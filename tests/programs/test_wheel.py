@@ -200,7 +200,7 @@ def test_its_metadata_is_that_of_the_project(installed):
 def test_a_release_has_absolute_links(source, tmp_path):
     text = metadata_of(source, tmp_path, PINSTAGE_REPOSITORY="https://example.org/pinstage/")
     links = links_in(text)
-    assert "https://example.org/pinstage/blob/main/docs/performance.md" in links
+    assert "https://example.org/pinstage/blob/main/docs/guides/data_in_memory.md" in links
     assert all(link.startswith("https://") for link in links)
     assert (
         HeaderParser().parsestr(text).get_all("Project-URL")[0]
@@ -213,7 +213,7 @@ def test_its_doc_links_lead_to_the_site(source, tmp_path):
     repository = "https://example.org/pinstage"
     addresses = {"PINSTAGE_REPOSITORY": repository, "PINSTAGE_SITE": site}
     links = links_in(metadata_of(source, tmp_path, **addresses))
-    assert f"{site}performance/" in links
+    assert f"{site}guides/data_in_memory/" in links
     for page in [link.removeprefix(site) for link in links if link.startswith(site)]:
         name = page.partition("#")[0].removesuffix("/")
         assert any(

@@ -228,12 +228,14 @@ class Destination:
             if (problem := self._problem_of(name, shapes.get(name, self.tensors[name].shape)))
         ]
         self._check({self.keys[name] for name in known}, problems)
-        return self._in_order(known)
+        return self._in_order(known, shapes)
 
-    def _in_order(self, names: list[str]) -> list[str]:
-        """Return the names to read, so that `parts` needn't skip or keep a tensor."""
+    def _in_order(self, names: list[str], shapes: Collection[str]) -> list[str]:
+        """Return the names to read, so that `parts` needn't skip or keep a tensor whose shape is
+        known.
+        """
         last = {self.keys[name]: name for name in sorted(names, key=self._positions.__getitem__)}
-        wanted = [name for name in names if last[self.keys[name]] == name]
+        wanted = [name for name in names if last[self.keys[name]] == name or name not in shapes]
         return sorted(wanted, key=lambda name: self._overlapping.get(name, -1))
 
     def parts(
