@@ -227,6 +227,17 @@ def test_modules_that_take_part_in_loading_are_refused(stager, make):
         stager.load_weights(module, {})
 
 
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_tied_tensor_of_another_shape_is_refused(stager, kind):
+    module = torch.nn.Sequential(
+        torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+    )
+    module[1].weight = module[0].weight
+    state = {"0.weight": torch.zeros(5, 5), "1.weight": torch.ones(3, 3)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        stager.load_weights(module, SOURCES[kind](state))
+
+
 def norms(device=None):
     return torch.nn.Sequential(
         torch.nn.BatchNorm1d(3, device=device),
