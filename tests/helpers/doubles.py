@@ -354,18 +354,18 @@ class HeldOut(Target):
 
     def __init__(self, stager):
         self.out_stream = self.event = ManualEvent()
-        self.pieces = []
+        self.copies = []
         stager._fetcher.targets._made[self.device] = self
 
-    def to_host(self, pieces, *, hold=True, after=None):
-        self.pieces += pieces
-        for _, here, _ in pieces:  # not `fill_`, which counts as a change
-            ctypes.memset(here.data_ptr(), 0xEE, here.numel())
+    def to_host(self, copies, **_):
+        self.copies += copies
+        for here, _, _, nbytes in copies:  # not `fill_`, which counts as a change
+            ctypes.memset(here, 0xEE, nbytes)
         return self.event
 
     def finish(self):
-        super().to_host(self.pieces)
-        self.pieces.clear()
+        super().to_host(self.copies)
+        self.copies.clear()
         self.event.finish()
 
 
@@ -613,14 +613,16 @@ class QueuedTarget(Target):
     def synchronize(self):
         self.run_all()
 
-    def to_host(self, copies, *, hold=True, after=None):
-        for there, here, _ in copies:
-            event = self._queued(self._out, there, here, after, leaves=True)
+    def to_host(self, copies, *, after=None, **_):
+        for copy in copies:
+            here, there, nbytes = copy.memory()
+            event = self._queued(self._out, copy.there, (here, there), nbytes, after)
         return event
 
     def bring_back(self, here, after):
         there = torch.full((here.numel(),), 0xFF, dtype=torch.uint8)
-        return Arrival(there, self._queued(self._back, there, here, after, leaves=False), None)
+        ends = there.data_ptr(), here.data_ptr()
+        return Arrival(there, self._queued(self._back, there, ends, here.numel(), after), None)
 
     def hand_over(self, event, tensors, consumer):
         self.run(event)
@@ -641,16 +643,15 @@ class QueuedTarget(Target):
                 while queue:
                     queue.pop(0).run()
 
-    def _queued(self, queue, there, here, after, *, leaves):
+    def _queued(self, queue, there, ends, nbytes, after):
         # A reference to the tensor would be cleared too soon.
         memory = weakref.ref(there.untyped_storage())
-        ends, nbytes = (there.data_ptr(), here.data_ptr()), here.numel()
 
         def copy():
             if memory() is None:
                 self.lost += 1
             else:
-                ctypes.memmove(*(reversed(ends) if leaves else ends), nbytes)
+                ctypes.memmove(*ends, nbytes)
 
         with self._lock:
             event = _QueuedCopy(self, queue, after, copy)

@@ -486,7 +486,7 @@ def test_batches_with_destinations_count_for_running_ahead(monkeypatch):
 def test_destinations_are_filled_from_the_slab(stager, held, background):
     place = torch.zeros(3)
     written = background(stager.to_host, [torch.ones(3)], out=[place])
-    wait_until(lambda: held.pieces)
+    wait_until(lambda: held.copies)
     assert not place.any()
     held.finish()
     assert outcome(written)[0] is place
@@ -515,8 +515,8 @@ def test_page_locked_destinations_are_kept_after_an_interrupt(stager, held, monk
         interrupts.during(lambda place=place: stager.to_host(source, out=place))
         if interrupts.countdown > 0:  # numpy swallows interrupts in its look-ups
             break
-        is_being_written = bool(held.pieces)
-        held.pieces.clear()
+        is_being_written = bool(held.copies)
+        held.copies.clear()
         del place, interrupts
         assert gone() is not None or not is_being_written
         kept += is_being_written

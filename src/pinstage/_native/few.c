@@ -203,13 +203,16 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
 
 /* -- to the host ------------------------------------------------------------------------------- */
 
+/* Where the next source begins in the slab, behind byte `end`. */
+static int64_t start_behind(int64_t end) { return (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
 /* Add a tensor of the device. Returns what `add_source` returns. */
 static int add_fetched(Few *few, PyObject *leaf, Py_ssize_t index, int64_t room) {
     if (few->count == MOST_FEW || is_repeated(few, leaf)) return NOT_PLAIN;
     Found *source = &few->sources[few->count];
     int result = find_tensor(leaf, DL_CUDA, few->device_index, source);
     if (result != 0) return result;
-    int64_t start = (few->nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    int64_t start = start_behind(few->nbytes);
     if (source->nbytes > room - start || source->kind != RAW || torch.scalar[source->dtype] < 0)
         return NOT_PLAIN;
     few->nbytes = start + source->nbytes;
@@ -217,29 +220,32 @@ static int add_fetched(Few *few, PyObject *leaf, Py_ssize_t index, int64_t room)
     return 0;
 }
 
-/* Copy the sources to a slab, one behind the other, and wait; return CUDA's error. */
+/* Start the copies of the sources to a slab, one behind the other; return CUDA's error. */
 static int copy_to_slab(const Few *few, char *slab) {
     int code = 0;
     int64_t end = 0;
     PyThreadState *state = PyEval_SaveThread();
     for (int i = 0; i < few->count && code == 0; i++) {
-        int64_t start = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        int64_t start = start_behind(end);
         end = start + few->sources[i].nbytes;
         if (start < end) code = copy_to_host(slab + start, &few->sources[i], few->stream);
     }
-    if (code == 0 && end > 0) code = wait_for_stream(few->stream);
     PyEval_RestoreThread(state);
     return code;
 }
 
-/* Fill new tensors from the slab. */
-static void fill_tensors(const Few *few, const char *slab) {
+/* Wait for the copies, and fill the new tensors that there are; return CUDA's error. */
+static int fill_tensors(const Few *few, const char *slab) {
     int64_t end = 0;
-    for (int i = 0; i < few->count; i++) {
-        int64_t start = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    PyThreadState *state = PyEval_SaveThread();
+    int code = few->nbytes > 0 ? wait_for_stream(few->stream) : 0;
+    for (int i = 0; i < few->made && code == 0; i++) {
+        int64_t start = start_behind(end);
         end = start + few->sources[i].nbytes;
         if (start < end) memcpy(few->to[i], slab + start, (size_t)(end - start));
     }
+    PyEval_RestoreThread(state);
+    return code;
 }
 
 /* fetch_few(leaves, (atoms, wrappers), device_index, stream, slab, room): copy tensors of a device
@@ -266,16 +272,12 @@ PyObject *fetch_few(UNUSED PyObject *module, PyObject *args) {
     }
     if (result == -1) return NULL;
     if (result == NOT_PLAIN || few.count == 0) Py_RETURN_NONE;
-    PyObject *answer;
     int code = copy_to_slab(&few, slab);
-    if (code != 0) {
-        answer = PyLong_FromLong(-(long)code);
-    } else if (make_tensors(&few)) {
-        fill_tensors(&few, slab);
-        answer = moved(&few);
-    } else {
-        answer = Py_NewRef(Py_None);
-    }
+    bool is_made = code == 0 && make_tensors(&few); /* while the copies are under way */
+    if (code == 0) code = fill_tensors(&few, slab);
+    PyObject *answer = code != 0 ? PyLong_FromLong(-(long)code)
+                       : is_made ? moved(&few)
+                                 : Py_NewRef(Py_None);
     for (int i = 0; i < few.made; i++) Py_DECREF(few.tensors[i]);
     return answer;
 }

@@ -174,7 +174,12 @@ class CudaTarget(Target):
         self._at_once.add(copies, nbytes)
 
     def to_host(
-        self, copies: Sequence[HostCopy], *, hold: bool = True, after: Any = None
+        self,
+        copies: Sequence[HostCopy],
+        *,
+        hold: bool = False,
+        owned: Sequence[torch.Tensor] = (),
+        after: Any = None,
     ) -> Fence | None:
         """See `Target`."""
         consumer, stream = self.consumer(None), self.out_stream
@@ -182,21 +187,20 @@ class CudaTarget(Target):
         if after is not None:
             after.wait(stream)
         try:
-            self.copy_out([copy.memory() for copy in copies], stream)
-            for there, _, owned in copies:
-                if owned:  # freed when this call returns; the allocator has to wait for the copy
-                    there.record_stream(stream)
+            self.copy_out(copies, stream)
+            for tensor in owned:
+                tensor.record_stream(stream)
             event = self.record(stream)
         except BaseException:
             stream.synchronize()
             raise
-        if hold and not all(copy.owned for copy in copies):
+        if hold:
             self.wait(event, consumer)
         return event
 
-    def copy_out(self, pieces: list[tuple[int, int, int]], stream: torch.cuda.Stream) -> None:
+    def copy_out(self, copies: Sequence[HostCopy], stream: torch.cuda.Stream) -> None:
         """See `Target`."""
-        args = pieces, stream.cuda_stream
+        args = [copy.memory() for copy in copies], stream.cuda_stream
         with self.selected():
             code = _native.core.copy_out(*args)
             if code < 0:

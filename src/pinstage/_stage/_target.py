@@ -62,16 +62,17 @@ class Few(NamedTuple):
 class HostCopy(NamedTuple):
     """A copy to the host."""
 
+    here: int
+    """The address on the host."""
     there: torch.Tensor
-    """uint8 ``[n]`` on the device."""
-    here: torch.Tensor
-    """uint8 ``[n]`` on the host."""
-    owned: bool
-    """Whether only the copy uses `there`. If not, it is the caller's own tensor."""
+    """The tensor on the device. Its elements are dense."""
+    start: int
+    """The first of its bytes to copy."""
+    nbytes: int
 
     def memory(self) -> tuple[int, int, int]:
         """Return the addresses on the host and on the device, and the number of bytes."""
-        return self.here.data_ptr(), self.there.data_ptr(), self.here.numel()
+        return self.here, self.there.data_ptr() + self.start, self.nbytes
 
 
 class Arrival(NamedTuple):
@@ -267,35 +268,31 @@ class Target:
         self,
         copies: Sequence[HostCopy],
         *,
-        hold: bool = True,  # noqa: ARG002
+        hold: bool = False,  # noqa: ARG002
+        owned: Sequence[torch.Tensor] = (),  # noqa: ARG002
         after: Any = None,  # noqa: ARG002
     ) -> Fence | None:
         """Copy to the host, behind all work queued on the caller's current stream.
 
         Args:
-            copies: sources and destinations.
-            hold: whether later work on that stream waits for the copies of the caller's own
-                tensors. Then these may be changed or freed as if the copies were work of that
-                stream. If not, the caller keeps them, unchanged, until the event is done.
+            copies: from where to where. The host memory is page-locked, or the call blocks.
+            hold: whether later work on that stream waits for the copies. Then the sources may be
+                changed or freed as if the copies were work of that stream. If not, the caller keeps
+                them, unchanged, until the event is done.
+            owned: sources that only the copies use; the caller frees them when this call returns.
             after: an event that the copies have to wait for, too.
 
         Returns:
             The event behind the copies; None if they are done when the call returns. If the call
             raises, it has waited for the copies that it had started.
         """
-        self.copy_out([copy.memory() for copy in copies], None)
+        self.copy_out(copies, None)
         return None
 
-    def copy_out(self, pieces: list[tuple[int, int, int]], stream: Any) -> None:  # noqa: ARG002
-        """Copy to the host, behind a stream's earlier work.
-
-        Args:
-            pieces: addresses on the host and on the device, and numbers of bytes. The host memory
-                is page-locked, or the call blocks.
-            stream: the stream that copies.
-        """
-        for to, there, nbytes in pieces:  # not torch's ``copy_``, as in `copy`
-            ctypes.memmove(to, there, nbytes)
+    def copy_out(self, copies: Sequence[HostCopy], stream: Any) -> None:  # noqa: ARG002
+        """Copy to the host, behind a stream's earlier work; see `to_host`."""
+        for copy in copies:  # not torch's ``copy_``, as in `copy`
+            ctypes.memmove(*copy.memory())
 
     def fetch_few(self, leaves: list[Any], slab: Lease) -> Few | None:  # noqa: ARG002
         """Copy a few small tensors of the device to new ones on the host, behind the current

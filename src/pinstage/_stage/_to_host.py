@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import torch
 
@@ -39,7 +39,6 @@ from .._batch import (
     Table,
     arrange,
     describe,
-    flat,
     gather,
     make_blocks,
     match,
@@ -47,11 +46,10 @@ from .._batch import (
     unwrapped,
     walk,
 )
-from .._compat.views import check_is_plain
 from .._memory import capturing_device, refuse_capture
 from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
-from .._sizes import count, format_bytes
+from .._sizes import count, format_bytes, round_up
 from .._steps import step
 from ..errors import PoolError
 from ._at_once import AT_ONCE_BYTES
@@ -67,6 +65,9 @@ from ._transfer import kept, move
 DIRECT_FROM_BYTES = 64 * 1024
 """The device writes page-locked destinations of this size itself."""
 
+_MOST_FEW_BYTES = 1 << 20
+"""Up to this size, threads wouldn't fill new tensors sooner than the calling thread."""
+
 _MOST_SLAB_BYTES = 64 << 20
 """The most bytes of a slab through which `Stager.to_host` copies."""
 
@@ -80,6 +81,10 @@ _POLL_SECONDS = 1e-4
 
 _CPU = torch.device("cpu")
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+Source: TypeAlias = tuple[int, int, torch.Tensor]
+"""Where a range of a slab comes from: its first byte, its size, and the tensor that has it."""
 
 
 class Copied(NamedTuple):
@@ -324,9 +329,14 @@ class Fetcher:
         target = self.targets.of(self.home)
         if target.out_stream is None or len(leaves) > MOST_FEW:
             return None
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+        nbytes = sum(round_up(leaf.numel() * leaf.itemsize, ALIGNMENT) for leaf in tensors)
+        if nbytes > _MOST_FEW_BYTES:
+            return None
         lease = None
         with suppress(PoolError):  # the other way needs a slab of the tree's size at most
-            lease = self.slabs.lease_now(min(AT_ONCE_BYTES, self.slabs.pool.max_bytes))
+            size = min(max(nbytes, AT_ONCE_BYTES), self.slabs.pool.max_bytes)
+            lease = self.slabs.lease_now(size)
         if lease is None:
             return None
         consumer = target.consumer(None)
@@ -357,7 +367,7 @@ class Fetcher:
         if stream is not None:
             guard_until_release(lease, stream)
         try:
-            sources = list(_sources(device, gathering, leaves))
+            sources = _sources(device, gathering, leaves)
             places = [lease.data_ptr() + at for at in range(0, size - step_bytes + 1, step_bytes)]
             extents = _extents(nbytes, step_bytes)
             sending = self._send(target, sources, extents, places, stream)
@@ -382,7 +392,7 @@ class Fetcher:
     def _send(
         self,
         target: Target,
-        sources: list[tuple[int, int, torch.Tensor]],
+        sources: list[Source],
         extents: Iterable[tuple[int, int]],
         places: list[int],
         stream: Any,
@@ -520,13 +530,15 @@ class Fetcher:
         copies = start = 0
         torch.autograd.graph.increment_version(list(plan.direct.values()))
         for device, gathering in plan.gatherings.items():
-            here = host[start : start + gathering.table.nbytes]
-            check_is_plain(here)
-            start += gathering.table.nbytes
-            pieces = plan.pieces(device, here)
+            sources = _sources(device, gathering, plan.parts.leaves)
+            owned = [tensor for _, _, tensor in sources[: gathering.gathered_bytes > 0]]
+            nbytes = gathering.table.nbytes
+            pieces = [*_within(sources, (0, nbytes), host.data_ptr() + start), *plan.outside(device)]
+            start += nbytes
             if pieces:
+                hold = plan.hold and len(pieces) > len(owned)
                 with step("copy"):
-                    event = self.targets.of(device).to_host(pieces, hold=plan.hold)
+                    event = self.targets.of(device).to_host(pieces, hold=hold, owned=owned)
                 events += [] if event is None else [event]
                 copies += len(pieces)
         if len(events) > 1:
@@ -579,27 +591,13 @@ class FetchPlan(NamedTuple):
         """Return the tables of all devices, with places in the slab."""
         return [gathering.table for gathering in self.gatherings.values()]
 
-    def pieces(self, device: torch.device, here: torch.Tensor) -> list[HostCopy]:
-        """Gather the small leaves of a device, and return its copies: into its part of the slab,
-        and outside of it.
-        """
-        gathering, leaves, pieces = self.gatherings[device], self.parts.leaves, []
-        if gathering.gathered_bytes:
-            slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
-            with step("gather"):
-                gather(gathering, leaves, slab)
-            pieces.append(HostCopy(slab, here[: gathering.gathered_bytes], owned=True))
-        for index, offset, nbytes in gathering.direct:
-            pieces.append(
-                HostCopy(_bytes_of(leaves[index]), here[offset : offset + nbytes], owned=False)
-            )
-        for index in (index for index in self.direct if leaves[index].device == device):
-            there, destination = _bytes_of(leaves[index]), _bytes_of(self.direct[index])
-            pieces += [
-                HostCopy(there[a:b], destination[a:b], owned=False)
-                for a, b in pieces_of(self.direct[index])
-            ]
-        return pieces
+    def outside(self, device: torch.device) -> Iterator[HostCopy]:
+        """Yield the copies of a device's leaves to destinations outside of the slab."""
+        for index, destination in self.direct.items():
+            leaf = self.parts.leaves[index]
+            if leaf.device == device:
+                for start, end in pieces_of(destination):
+                    yield HostCopy(destination.data_ptr() + start, leaf, start, end - start)
 
 
 def _chunk_bytes(nbytes: int) -> int:
@@ -611,33 +609,25 @@ def _extents(nbytes: int, step_bytes: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + step_bytes, nbytes)) for at in range(0, nbytes, step_bytes))
 
 
-def _sources(
-    device: torch.device, gathering: Gathering, leaves: list[Any]
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Gather the small leaves of a device. Yield where each range of the slab comes from: its first
-    byte, its size, and the tensor that has the bytes.
+def _sources(device: torch.device, gathering: Gathering, leaves: list[Any]) -> list[Source]:
+    """Gather the small leaves of a device, and return where the slab's bytes come from: the
+    gathered ones first.
     """
+    sources = [(offset, nbytes, leaves[index]) for index, offset, nbytes in gathering.direct]
     if gathering.gathered_bytes:
         slab = torch.empty(gathering.gathered_bytes, dtype=torch.uint8, device=device)
         with step("gather"):
             gather(gathering, leaves, slab)
-        yield 0, gathering.gathered_bytes, slab
-    for index, offset, nbytes in gathering.direct:
-        yield offset, nbytes, leaves[index]
+        sources.insert(0, (0, gathering.gathered_bytes, slab))
+    return sources
 
 
-def _within(
-    sources: list[tuple[int, int, torch.Tensor]], extent: tuple[int, int], host: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yield the copies of the bytes of an extent; see `Target.copy_out`."""
+def _within(sources: list[Source], extent: tuple[int, int], host: int) -> Iterator[HostCopy]:
+    """Yield the copies of the bytes of an extent to a slab, whose first byte is at `host`."""
     for offset, nbytes, tensor in sources:
         start, end = max(offset, extent[0]), min(offset + nbytes, extent[1])
         if start < end:
-            yield host + start, tensor.data_ptr() + start - offset, end - start
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return flat(tensor.detach()).view(torch.uint8)
+            yield HostCopy(host + start, tensor, start - offset, end - start)
 
 
 def _left(parts: Parts, tables: list[Table]) -> list[Any]:

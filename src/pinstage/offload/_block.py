@@ -146,9 +146,8 @@ class OffloadedBlock:
         self.event: Fence | None = EventGroup(ends)
         _leases[id(self)] = lease
         self.here = lease.tensor()
-        self.event = target.to_host(
-            [HostCopy(load.source, self.here, owned=False)], hold=False, after=after
-        )
+        copy = HostCopy(self.here.data_ptr(), load.source, 0, self.nbytes)
+        self.event = target.to_host([copy], after=after)
         if self.event is not None:
             self.source = load.source
 

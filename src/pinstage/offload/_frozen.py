@@ -315,11 +315,11 @@ class FrozenModule(Offloaded):
         """Write the values of buffers to the slabs, and make the held tensors the module's
         again.
         """
-        copies = [
-            HostCopy(self._arrivals[slab].there[begin:end], self._slabs[slab][begin:end], False)
-            for slab, (begin, end) in outcome.copies.items()
-        ]
-        event = self._target.to_host(copies, hold=False) if copies else None
+        copies = []
+        for slab, (begin, end) in outcome.copies.items():
+            here, there = self._slabs[slab].data_ptr() + begin, self._arrivals[slab].there
+            copies.append(HostCopy(here, there, begin, end - begin))
+        event = self._target.to_host(copies) if copies else None
         if event is not None:
             event.synchronize()
         for held, value in outcome.values:
