@@ -10,6 +10,7 @@ import strategies
 import torch
 from doubles import stays_blocked
 from hypothesis import HealthCheck, given, settings
+from latch import Latch
 from profiled import names_of
 
 import pinstage as ps
@@ -240,3 +241,66 @@ def test_many_small_tensors_are_faster_than_cpu_calls(cuda_device, stager):
     assert theirs >= 6 * ours, (
         f"{theirs * 1e3:.2f} ms against {ours * 1e3:.2f} ms: {theirs / ours:.1f} times"
     )
+
+
+FEW = {"small": (64, 3), "one MiB": (64, MIB // 4 - 64), "one": (64,)}
+
+
+@pytest.mark.parametrize("sizes", FEW.values(), ids=FEW)
+def test_a_few_tensors_follow_the_stream_and_may_be_overwritten(cuda_device, stager, latch, sizes):
+    stream = torch.cuda.Stream(cuda_device)
+    with torch.cuda.stream(stream):
+        sources = {n: torch.ones(n, device=cuda_device) for n in sizes}
+        stager.fetch(sources).result()
+        latch.hold(stream)
+        for source in sources.values():
+            source.add_(1)
+        transfer = stager.fetch(sources)
+        for source in sources.values():
+            source.zero_()
+        assert not transfer.query()
+        with pytest.raises(TimeoutError):
+            transfer.result(timeout=0.01)
+        assert stager.pool.stats().in_flight_slabs == 1
+        latch.open()
+        assert all((fetched == 2).all() for fetched in transfer.result().values())
+        assert transfer.result() is transfer.result()
+    assert stager.pool.stats().free_slabs == stager.pool.stats().held_slabs
+
+
+@pytest.mark.parametrize("sizes", FEW.values(), ids=FEW)
+def test_a_few_tensors_wait_for_their_stream_only(background, cuda_device, stager, latch, sizes):
+    stream, busy = (torch.cuda.Stream(cuda_device) for _ in range(2))
+    sources = [torch.zeros(n, device=cuda_device) for n in sizes]
+    stager.to_host(sources)
+    torch.cuda.synchronize()
+    latch.hold(busy)  # a device synchronisation would never return
+
+    def fetched():
+        with torch.cuda.stream(stream):
+            for source in sources:
+                source.add_(1)
+            return stager.to_host(sources)
+
+    assert all((one == 1).all() for one in background(fetched).result(20))
+    assert not latch._word.item()
+    with Latch(cuda_device) as own:
+        own.hold(stream)
+        waiting = background(fetched)
+        assert stays_blocked(waiting)
+    assert all((one == 2).all() for one in waiting.result(20))
+
+
+def test_results_of_few_tensors_have_memory_of_their_own(cuda_device, stager):
+    sources = [torch.full((n,), float(n), device=cuda_device) for n in (1, 5, 1000)]
+    kept = [stager.fetch(sources).result(), stager.to_host(sources), [stager.to_host(sources[2])]]
+    for result in kept:
+        for tensor in result:
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            tensor.resize_(2 * tensor.numel())
+    for _ in range(5):  # the slab is used again
+        stager.to_host([torch.zeros(2000, device=cuda_device)] * 2)
+    for result in kept:
+        for tensor in result:
+            assert (tensor[: tensor.numel() // 2] == tensor.numel() // 2).all()
+    assert stager.pool.stats().leased_slabs == 0

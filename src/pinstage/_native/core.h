@@ -283,6 +283,7 @@ PyObject *make_stream(PyObject *module, PyObject *nothing);
 PyObject *match(PyObject *module, PyObject *args);
 PyObject *move_few(PyObject *module, PyObject *args);
 PyObject *fetch_few(PyObject *module, PyObject *args);
+PyObject *fill_few(PyObject *module, PyObject *args);
 PyObject *copy_out(PyObject *module, PyObject *args);
 
 extern PyType_Spec structure_spec, job_spec, blocks_spec;

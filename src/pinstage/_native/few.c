@@ -234,23 +234,42 @@ static int copy_to_slab(const Few *few, char *slab) {
     return code;
 }
 
-/* Wait for the copies, and fill the new tensors that there are; return CUDA's error. */
-static int fill_tensors(const Few *few, const char *slab) {
+/* Fill the new tensors that there are from the slab. */
+static void fill_tensors(const Few *few, const char *slab) {
     int64_t end = 0;
-    PyThreadState *state = PyEval_SaveThread();
-    int code = few->nbytes > 0 ? wait_for_stream(few->stream) : 0;
-    for (int i = 0; i < few->made && code == 0; i++) {
+    for (int i = 0; i < few->made; i++) {
         int64_t start = start_behind(end);
         end = start + few->sources[i].nbytes;
         if (start < end) memcpy(few->to[i], slab + start, (size_t)(end - start));
     }
-    PyEval_RestoreThread(state);
-    return code;
 }
 
-/* fetch_few(leaves, (atoms, wrappers), device_index, stream, slab, room): copy tensors of a device
- * to the host, through page-locked memory of `room` bytes, behind the stream's earlier work. Waits
- * for the stream. Otherwise as `move_few`. */
+/* fill_few(leaves, slab): fill the tensors that `fetch_few` made, when their bytes are there. */
+PyObject *fill_few(UNUSED PyObject *module, PyObject *args) {
+    Few few; /* not all zeros, as in `move_few` */
+    unsigned long long address;
+    few.made = 0;
+    if (!PyArg_ParseTuple(args, "O!K:fill_few", &PyList_Type, &few.leaves, &address)) return NULL;
+    for (Py_ssize_t i = 0; i < PyList_Size(few.leaves); i++) {
+        PyObject *leaf = PyList_GetItem(few.leaves, i);
+        if (Py_TYPE(leaf) != torch.tensor) continue;
+        Found *made = &few.sources[few.made];
+        int result = few.made < MOST_FEW ? find_tensor(leaf, DL_CPU, 0, made) : NOT_PLAIN;
+        if (result == -1) return NULL;
+        if (result == NOT_PLAIN)
+            return PyErr_Format(PyExc_ValueError, "fetch_few didn't make these tensors");
+        few.to[few.made++] = (char *)made->data;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    fill_tensors(&few, (const char *)(uintptr_t)address);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+/* fetch_few(leaves, (atoms, wrappers), device_index, stream, slab, room, waits): start the copies of
+ * a device's tensors to page-locked memory of `room` bytes, behind the stream's earlier work, and
+ * make new tensors on the host. If it `waits`, it waits for the stream, and fills them; otherwise
+ * `fill_few` does that later. Otherwise as `move_few`. */
 PyObject *fetch_few(UNUSED PyObject *module, PyObject *args) {
     Few few; /* not all zeros, as in `move_few` */
     few.count = few.made = few.locked = 0;
@@ -258,8 +277,9 @@ PyObject *fetch_few(UNUSED PyObject *module, PyObject *args) {
     few.is_cuda = false; /* the destinations */
     unsigned long long stream, address;
     long long room;
-    if (!PyArg_ParseTuple(args, "O!(OO)iKKL:fetch_few", &PyList_Type, &few.leaves, &few.atoms,
-                          &few.wrappers, &few.device_index, &stream, &address, &room))
+    int waits;
+    if (!PyArg_ParseTuple(args, "O!(OO)iKKLp:fetch_few", &PyList_Type, &few.leaves, &few.atoms,
+                          &few.wrappers, &few.device_index, &stream, &address, &room, &waits))
         return NULL;
     char *slab = (char *)(uintptr_t)address;
     few.stream = (void *)(uintptr_t)stream;
@@ -274,7 +294,12 @@ PyObject *fetch_few(UNUSED PyObject *module, PyObject *args) {
     if (result == NOT_PLAIN || few.count == 0) Py_RETURN_NONE;
     int code = copy_to_slab(&few, slab);
     bool is_made = code == 0 && make_tensors(&few); /* while the copies are under way */
-    if (code == 0) code = fill_tensors(&few, slab);
+    if (code == 0 && few.nbytes > 0 && (waits || !is_made)) {
+        Py_BEGIN_ALLOW_THREADS
+        code = wait_for_stream(few.stream);
+        if (code == 0) fill_tensors(&few, slab);
+        Py_END_ALLOW_THREADS
+    }
     PyObject *answer = code != 0 ? PyLong_FromLong(-(long)code)
                        : is_made ? moved(&few)
                                  : Py_NewRef(Py_None);

@@ -201,7 +201,8 @@ static PyMethodDef functions[] = {
      "copy_out([(to, from, nbytes)...], stream): copy from a device to the host; the number of "
      "copies, or -error of CUDA"},
     {"fetch_few", fetch_few, METH_VARARGS,
-     "fetch_few(leaves, (atoms, wrappers), device_index, stream, slab, room)"},
+     "fetch_few(leaves, (atoms, wrappers), device_index, stream, slab, room, waits)"},
+    {"fill_few", fill_few, METH_VARARGS, "fill_few(leaves, slab)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -206,12 +206,13 @@ class CudaTarget(Target):
             if code < 0:
                 self._again(code, _native.core.copy_out, *args)
 
-    def fetch_few(self, leaves: list[Any], slab: Lease) -> Few | None:
+    def fetch_few(self, leaves: list[Any], slab: Lease, *, waits: bool) -> Few | None:
         """See `Target`."""
         index = self.device.index
         if self._cuda.device() != index:
             return None
-        args = leaves, FEW_TYPES, index, self._cuda.raw_stream(index), slab.data_ptr(), slab.nbytes
+        memory = self._cuda.raw_stream(index), slab.data_ptr(), slab.nbytes
+        args = leaves, FEW_TYPES, index, *memory, waits
         few = _native.core.fetch_few(*args)
         if isinstance(few, int):
             few = self._again(few, _native.core.fetch_few, *args)

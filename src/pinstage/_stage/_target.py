@@ -294,13 +294,15 @@ class Target:
         for copy in copies:  # not torch's ``copy_``, as in `copy`
             ctypes.memmove(*copy.memory())
 
-    def fetch_few(self, leaves: list[Any], slab: Lease) -> Few | None:  # noqa: ARG002
+    def fetch_few(self, leaves: list[Any], slab: Lease, *, waits: bool) -> Few | None:  # noqa: ARG002
         """Copy a few small tensors of the device to new ones on the host, behind the current
-        stream's earlier work, and wait for them.
+        stream's earlier work.
 
         Args:
             leaves: the leaves of a tree.
             slab: host memory for them.
+            waits: whether to wait for the copies. If not, they go to the slab only, and `fill_few`
+                fills the new tensors when the bytes are there.
 
         Returns:
             None if they are too many, too large, or not plain.

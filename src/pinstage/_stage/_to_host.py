@@ -26,6 +26,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias
 
 import torch
 
+from .. import _native
 from .._batch import (
     ALIGNMENT,
     PACKED,
@@ -97,6 +98,10 @@ class Copied(NamedTuple):
     copies: int
 
 
+_NOTHING = Copied(_NO_BYTES, None, 0)
+_NOT_FEW = None, _NOTHING
+
+
 class _Chunk(NamedTuple):
     """A part of a tree on its way to the host."""
 
@@ -128,6 +133,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
         "_tables",
         "_threads",
         "copies",
+        "nbytes",
     )
 
     def __init__(
@@ -142,7 +148,7 @@ class HostTransfer(NotABatch, Generic[B_co]):
     ) -> None:
         self._structure = structure
         self._leaves: list[Any] | None = leaves  # those that aren't in the slab
-        self._tables = tables
+        self._tables = tables  # none: `Target.fetch_few` has made the leaves
         self._copied = copied
         self._threads = threads  # that copy out of the slab; 0: the result has views of it
         self._device = device
@@ -151,11 +157,8 @@ class HostTransfer(NotABatch, Generic[B_co]):
         """Device-to-host copies issued: one for each device's gathered tensors, and one for each
         large tensor.
         """
-
-    @property
-    def nbytes(self) -> int:
+        self.nbytes = copied.host.numel()
         """Bytes that go through the host slab, padding included."""
-        return sum(table.nbytes for table in self._tables)
 
     def query(self) -> bool:
         """Return whether the bytes are on the host, so that `result` will not block. Does not
@@ -230,6 +233,8 @@ def leaves_of(transfer: HostTransfer[Any], timeout: float | None = None) -> list
         with step("unpack"):
             for blocks, start, nbytes in copied_out:
                 unpack(blocks, host.data_ptr() + start, (0, nbytes), threads)
+            if not copied_out:
+                _native.core.fill_few(leaves, host.data_ptr())
     return leaves
 
 
@@ -309,7 +314,7 @@ class Fetcher:
         """
         with step("walk"):
             leaves, structure = walk(tree)
-        few = self._few(leaves)
+        few, _ = self._few(leaves, waits=True)
         if few is not None:
             return structure.rebuild(few.leaves), few.copies, few.nbytes
         plan = self.plan(tree)
@@ -324,28 +329,36 @@ class Fetcher:
         with step("unflatten"):
             return plan.parts.structure.rebuild(leaves), copies, plan.nbytes
 
-    def _few(self, leaves: list[Any]) -> Few | None:
-        """Copy a few small tensors in one call; None if they aren't few, small and plain."""
+    def _few(self, leaves: list[Any], *, waits: bool) -> tuple[Few | None, Copied]:
+        """Copy a few small tensors in one call, or start their copies, on the current stream; None
+        if they aren't few, small and plain.
+
+        A single tensor needs no slab if the call waits: ``.cpu()`` takes as long.
+        """
         target = self.targets.of(self.home)
         if target.out_stream is None or len(leaves) > MOST_FEW:
-            return None
+            return _NOT_FEW
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         nbytes = sum(round_up(leaf.numel() * leaf.itemsize, ALIGNMENT) for leaf in tensors)
         if nbytes > _MOST_FEW_BYTES:
-            return None
+            return _NOT_FEW
+        if waits and len(tensors) == len(leaves) == 1 and _is_dense(tensors[0]):
+            return Few([tensors[0].cpu()], 1, 0, 1, 0), _NOTHING
         lease = None
         with suppress(PoolError):  # the other way needs a slab of the tree's size at most
             size = min(max(nbytes, AT_ONCE_BYTES), self.slabs.pool.max_bytes)
             lease = self.slabs.lease_now(size)
         if lease is None:
-            return None
-        consumer = target.consumer(None)
+            return _NOT_FEW
+        consumer = after = target.consumer(None)
         guard_until_release(lease, consumer)  # after an error, the device may still write
-        after = consumer
         try:
-            few = target.fetch_few(leaves, lease)
-            after = None
-            return few
+            few = target.fetch_few(leaves, lease, waits=waits)
+            after = None if few is None or waits else target.record(consumer)
+            if after is None:
+                return few, _NOTHING
+            assert few is not None
+            return few, Copied(lease.tensor()[: few.nbytes], after, few.copies)
         finally:
             lease.release(after=after)
 
@@ -412,6 +425,12 @@ class Fetcher:
             tree: what to fetch.
             copy: whether to return ordinary tensors, instead of views of the slab.
         """
+        if copy:
+            with step("walk"):
+                leaves, structure = walk(tree)
+            few, copied = self._few(leaves, waits=False)
+            if few is not None:
+                return HostTransfer(structure, few.leaves, [], copied, threads=1, device=self.home)
         plan = self.plan(tree)
         return self.begin(plan, self._lease_for(plan), copy=copy)
 
@@ -508,7 +527,7 @@ class Fetcher:
     def _copy(self, plan: FetchPlan, lease: Lease | None) -> Copied:
         """Start the copies of all devices."""
         if lease is None:
-            return self._begin(plan, _NO_BYTES) if plan.direct else Copied(_NO_BYTES, None, 0)
+            return self._begin(plan, _NO_BYTES) if plan.direct else _NOTHING
         after: Fence | None = self._streams(plan)
         # An interrupt may come before the release, and before a copy's event.
         guard_until_release(lease, after)
@@ -533,7 +552,10 @@ class Fetcher:
             sources = _sources(device, gathering, plan.parts.leaves)
             owned = [tensor for _, _, tensor in sources[: gathering.gathered_bytes > 0]]
             nbytes = gathering.table.nbytes
-            pieces = [*_within(sources, (0, nbytes), host.data_ptr() + start), *plan.outside(device)]
+            pieces = [
+                *_within(sources, (0, nbytes), host.data_ptr() + start),
+                *plan.outside(device),
+            ]
             start += nbytes
             if pieces:
                 hold = plan.hold and len(pieces) > len(owned)
@@ -562,6 +584,12 @@ class Fetcher:
                 gathering = known[table] = arrange(table)
             gatherings[device] = gathering
         return gatherings
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a GPU has the bytes of a tensor, in the order of its elements."""
+    is_there = tensor.is_cuda and tensor.layout is torch.strided
+    return is_there and tensor.numel() > 0 and tensor.is_contiguous()
 
 
 def _gpus(leaves: list[Any]) -> set[torch.device]:
