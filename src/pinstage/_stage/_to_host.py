@@ -340,7 +340,7 @@ class Fetcher:
             return _NOT_FEW
         tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
         nbytes = sum(round_up(leaf.numel() * leaf.itemsize, ALIGNMENT) for leaf in tensors)
-        if nbytes > _MOST_FEW_BYTES:
+        if nbytes > _MOST_FEW_BYTES or {leaf.device for leaf in tensors} != {self.home}:
             return _NOT_FEW
         if waits and len(tensors) == len(leaves) == 1 and _is_dense(tensors[0]):
             return Few([tensors[0].cpu()], 1, 0, 1, 0), _NOTHING
