@@ -10,8 +10,8 @@
 
 `Fetcher.fetch` starts all copies. Its lease is released at once, with the copies' events: the pool
 doesn't lend the slab again until the copies are done and the last view is gone. `Fetcher.to_host`
-waits: a few small tensors go in one call, others in chunks, which threads copy out of the slab
-while later ones cross the bus.
+waits: the tensors go in chunks, which threads copy out of the slab while later ones cross the bus.
+For tensors of their own, both send a few small ones in one call, on the current stream.
 """
 
 from __future__ import annotations
