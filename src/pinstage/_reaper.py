@@ -109,6 +109,21 @@ class UninterruptedCall(Generic[T]):
             raise self._errors.pop()
         return result  # type: ignore[return-value]
 
+    def begin(self) -> None:
+        """Begin the call, and don't wait for it."""
+        run = partial(self.run)
+        try:
+            _thread.start_new_thread(run, ())
+            reaper.watch(run, self.finish)  # as in `result`, the thread may end before its first line
+        finally:
+            del run
+
+    def finish(self) -> bool:
+        """Make the call in this thread, unless it was made; return True, as a task does."""
+        if not self._is_over:
+            self.run()
+        return True
+
     def query(self) -> bool:
         return self._is_over
 

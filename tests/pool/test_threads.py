@@ -190,6 +190,12 @@ def test_work_whose_thread_fails_is_retried(pool, lose_a_thread):
     lose_a_thread()
     pool.reserve(400, count=2)
     assert pool.stats().free_slabs == 2
+    pool.trim()
+    lose_a_thread()
+    fence = pool.reserve(400, count=2, background=True)
+    wait_until(fence.query)
+    fence.synchronize()
+    assert pool.stats().free_slabs == 2
 
 
 def test_growth_that_fails_early_returns_its_bytes(pool, monkeypatch):
