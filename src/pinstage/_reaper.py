@@ -271,7 +271,7 @@ class Reaper:
                 if not self._is_done(tasks[0]):
                     unfinished.append(tasks[0])
                 del tasks[0]  # perhaps the last reference to it
-                del running[self]
+                running.pop(self, None)
 
     def _is_done(self, task: Task) -> bool:
         self._deaths.discard(task)

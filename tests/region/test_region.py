@@ -12,7 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from doubles import ManualEvent, claim_in_child, is_mapped, outcome, stays_blocked, wait_until
+from doubles import (
+    ManualEvent,
+    claim_in_child,
+    is_held,
+    is_mapped,
+    outcome,
+    stays_blocked,
+    wait_until,
+)
 from processes import completed
 
 import pinstage as ps
@@ -229,6 +237,22 @@ def test_a_thread_that_cannot_be_started_leaves_nothing(make, monkeypatch):
     wait_until(lambda: freed)
 
 
+def test_memory_is_freed_although_threads_are_refused_at_first(make, monkeypatch):
+    region, refused, start = make(), [], _chunks._thread.start_new_thread
+    memory = region._chunks.memory
+
+    def refuse_twice(function, args):
+        if len(refused) < 2:
+            refused.append(function)
+            raise RuntimeError("can't start new thread")
+        return start(function, args)
+
+    monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=refuse_twice))
+    region.close()
+    wait_until(lambda: not is_held(memory))
+    assert len(refused) == 2
+
+
 # -- limits ----------------------------------------------------------------------------------------
 
 
@@ -358,7 +382,7 @@ def test_views_keep_the_memory(make, cuda):
     region = make(device=0)
     region.synchronize()
     view = region.tensor(MIB).view(torch.float32)[5:]
-    address = view.data_ptr()
+    memory = region._chunks.memory
     region.close()
     del region
     gc.collect()
@@ -366,7 +390,7 @@ def test_views_keep_the_memory(make, cuda):
     assert len(cuda.registered) == 4
     del view
     wait_until(lambda: not cuda.registered)
-    wait_until(lambda: not is_mapped(address))
+    wait_until(lambda: not is_held(memory))
 
 
 def test_guards_keep_the_memory_until_they_are_done(make, cuda):
@@ -495,7 +519,7 @@ def test_a_region_is_collected_with_its_views(make):
     del region
     gc.collect()
     assert end() is None
-    wait_until(lambda: not is_mapped(memory.address))
+    wait_until(lambda: not is_held(memory))
 
 
 def test_a_region_is_not_pickled(make):

@@ -245,7 +245,10 @@ class Chunks:
         _living.pop(id(self), None)
         if not self._is_over or not all(guard.query() for guard in list(self.guards.values())):
             return False
-        _thread.start_new_thread(self._free, ())
+        try:
+            _thread.start_new_thread(self._free, ())
+        except (MemoryError, RuntimeError):  # too many threads; the reaper tries again
+            return False
         return True
 
     def _free(self) -> None:
