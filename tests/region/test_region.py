@@ -237,7 +237,7 @@ def test_a_thread_that_cannot_be_started_leaves_nothing(make, monkeypatch):
     wait_until(lambda: freed)
 
 
-def test_memory_is_freed_although_threads_are_refused_at_first(make, monkeypatch):
+def test_memory_is_freed_once_threads_can_start(make, monkeypatch):
     region, refused, start = make(), [], _chunks._thread.start_new_thread
     memory = region._chunks.memory
 
