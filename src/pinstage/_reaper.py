@@ -114,7 +114,7 @@ class UninterruptedCall(Generic[T]):
         run = partial(self.run)
         try:
             _thread.start_new_thread(run, ())
-            reaper.watch(run, self.finish)  # as in `result`, the thread may end before its first line
+            reaper.watch(run, self.finish)  # the thread may end early, as in `result`
         finally:
             del run
 
