@@ -24,6 +24,7 @@ from doubles import (
 from processes import completed
 
 import pinstage as ps
+from pinstage import _reaper
 from pinstage._memory import _limits, _pages, _ranges, _resource
 from pinstage._pool import held_bytes
 from pinstage._region import _chunks
@@ -221,20 +222,40 @@ def test_memory_that_runs_out_at_first_leaves_nothing(make, cuda, monkeypatch):
     assert not cuda.registered
 
 
-def test_a_thread_that_cannot_be_started_leaves_nothing(make, monkeypatch):
-    start, freed, free = _chunks._thread.start_new_thread, [], _ranges.HostRange.free
+@pytest.fixture
+def fail_one_thread(monkeypatch):
+    """Let the next start of a thread that page-locks fail, or that thread's first line."""
 
-    def refuse(function, args):
-        if function.__name__ == "_free":  # the region of an earlier test
-            return start(function, args)
-        monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=start))
-        raise RuntimeError("can't start new thread")
+    def fail(name, error):
+        work, failed = getattr(_reaper.UninterruptedCall, name), []
 
+        def fail_once(call):
+            if failed or getattr(call._function, "__name__", "") != "_run":
+                return work(call)
+            failed.append(call)
+            raise error
+
+        monkeypatch.setattr(_reaper.UninterruptedCall, name, fail_once)
+        monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+        return failed
+
+    return fail
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing(make, fail_one_thread, monkeypatch):
+    freed, free = [], _ranges.HostRange.free
     monkeypatch.setattr(_ranges.HostRange, "free", lambda self: freed.append(free(self)))
-    monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=refuse))
+    fail_one_thread("begin", RuntimeError("can't start new thread"))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         make()
     wait_until(lambda: freed)
+
+
+def test_a_thread_that_ends_at_once_is_replaced(make, fail_one_thread):
+    failed = fail_one_thread("run", MemoryError())
+    region = make()
+    region.synchronize(timeout=20)
+    assert failed
 
 
 def test_memory_is_freed_once_threads_can_start(make, monkeypatch):
