@@ -109,6 +109,21 @@ class UninterruptedCall(Generic[T]):
             raise self._errors.pop()
         return result  # type: ignore[return-value]
 
+    def begin(self) -> None:
+        """Begin the call, and don't wait for it."""
+        run = partial(self.run)
+        try:
+            _thread.start_new_thread(run, ())
+            reaper.watch(run, self.finish)  # the thread may end early, as in `result`
+        finally:
+            del run
+
+    def finish(self) -> bool:
+        """Make the call in this thread, unless it was made; return True, as a task does."""
+        if not self._is_over:
+            self.run()
+        return True
+
     def query(self) -> bool:
         return self._is_over
 
@@ -256,7 +271,7 @@ class Reaper:
                 if not self._is_done(tasks[0]):
                     unfinished.append(tasks[0])
                 del tasks[0]  # perhaps the last reference to it
-                del running[self]
+                running.pop(self, None)
 
     def _is_done(self, task: Task) -> bool:
         self._deaths.discard(task)

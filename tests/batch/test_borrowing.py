@@ -199,6 +199,24 @@ def test_a_refused_call_packs_its_leaves(driver, locking):
     assert locking.stats().pool.misses == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*Movable holds tensors:pinstage.errors.StagingWarning")
+def test_a_refused_call_moves_others_once(driver, locking):
+    class Movable:
+        def __init__(self):
+            self.tensor, self.moves = torch.ones(3), 0
+
+        def to(self, device):
+            self.moves += 1
+
+    batch = [large(1), Movable(), large(2)]
+    driver.lock(batch[0], batch[2])
+    driver.refuse()
+    staged = locking.stage(batch).wait()
+    assert [copies for copies, _ in locking._target.calls] == [-1]
+    assert_same([batch[0], batch[2]], [staged[0], staged[2]])
+    assert staged[1].moves == 1
+
+
 def test_three_leaves_are_asked_at_first(driver, locking):
     batch = [large(i) for i in range(20)]
     locking.stage(batch)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from doubles import is_mapped, wait_until
+from doubles import is_held, wait_until
 from region_processes import copy_on_device
 
 import pinstage as ps
@@ -115,27 +115,27 @@ def test_rows_that_are_not_ready_are_packed(cuda_device, borrowing):
         del last
 
 
-def assert_kept(address):
+def assert_kept(memory):
     gc.collect()
     time.sleep(0.2)  # long enough to be freed, if it could be
-    assert is_mapped(address)
+    assert is_held(memory)
 
 
 def test_a_dropped_region_lives_until_the_copy(cuda_device, borrowing, latch):
     borrowing.to_device([torch.ones(MIB).pin_memory()])
     region = ps.HostRegion(8 * MIB, chunk_bytes=2 * MIB, row_bytes=ROW, device=cuda_device)
     rows = numbered(region)
-    expected, address = rows.clone(), rows.data_ptr()
+    expected, memory = rows.clone(), region._chunks.memory
     region.synchronize()
     torch.cuda.synchronize()
     latch.hold(borrowing._target.stream)
     staged = borrowing.to_device(rows)
     region.close()
     del rows, region
-    assert_kept(address)
+    assert_kept(memory)
     latch.open()
     assert torch.equal(staged.cpu(), expected)
-    wait_until(lambda: not is_mapped(address))
+    wait_until(lambda: not is_held(memory))
 
 
 @pytest.mark.parametrize("part", [slice(None), slice(3, 50), slice(16, 32)])
@@ -198,7 +198,7 @@ def _interrupted_in_the_wait(function, *args, **kwargs):
 def test_a_dropped_region_stays_until_it_is_written(cuda_device, stager, latch):
     region = ps.HostRegion(8 * MIB, chunk_bytes=2 * MIB, row_bytes=ROW, device=cuda_device)
     rows = numbered(region)
-    address = rows.data_ptr()
+    memory = region._chunks.memory
     source = torch.full_like(rows, 5, device=cuda_device)
     region.synchronize()
     stager.to_host([source], out=[rows])
@@ -208,10 +208,10 @@ def test_a_dropped_region_stays_until_it_is_written(cuda_device, stager, latch):
         _interrupted_in_the_wait(stager.to_host, [source], out=[rows])
     region.close()
     del rows, region
-    assert_kept(address)
+    assert_kept(memory)
     latch.open()
     torch.cuda.synchronize()
-    wait_until(lambda: not is_mapped(address))
+    wait_until(lambda: not is_held(memory))
 
 
 def test_a_guard_keeps_memory_for_torch_s_copy(cuda_device, latch):
@@ -225,14 +225,14 @@ def test_a_guard_keeps_memory_for_torch_s_copy(cuda_device, latch):
     with torch.cuda.stream(stream):
         there.copy_(view, non_blocking=True)
     region.guard(stream.record_event())
-    address = view.data_ptr()
+    memory = region._chunks.memory
     region.close()
     del view, region
-    assert_kept(address)
+    assert_kept(memory)
     latch.open()
     stream.synchronize()
     assert there.eq(9).all()
-    wait_until(lambda: not is_mapped(address))
+    wait_until(lambda: not is_held(memory))
 
 
 def test_a_graph_is_captured_meanwhile(cuda_device):

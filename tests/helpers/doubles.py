@@ -211,6 +211,13 @@ def is_mapped(address):
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
+def is_held(memory):
+    """Return whether a region's memory is still mapped. Its address wouldn't tell: once it is free,
+    any other mapping of this process may get it.
+    """
+    return memory._unmap is not None
+
+
 def open_files():
     """Return the name and the inode of each file that this process has open."""
     found = []

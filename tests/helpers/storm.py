@@ -39,6 +39,18 @@ def is_inside(frame):
     return False
 
 
+def is_in_other_finaliser(frame):
+    """Return whether a frame is in a finaliser that isn't pinstage's: Python would report an
+    interrupt there, and go on.
+    """
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" and not code.co_filename.startswith(INSIDE):
+            return True
+        frame = frame.f_back
+    return False
+
+
 class Storm:
     """Interrupts the main thread wherever it is inside pinstage.
 
@@ -83,7 +95,7 @@ class Storm:
             time.sleep(random.expovariate(1 / self._pause))
 
     def _interrupt(self, _, frame):
-        if is_inside(frame):
+        if is_inside(frame) and not is_in_other_finaliser(frame):
             self.left -= 1
             raise KeyboardInterrupt
 

@@ -12,7 +12,6 @@ import time
 import pytest
 from doubles import ManualEvent, outcome, wait_until
 
-from pinstage import _reaper
 from pinstage._pool import _growth
 from pinstage.errors import PoolClosedError
 
@@ -190,17 +189,25 @@ def test_work_whose_thread_fails_is_retried(pool, lose_a_thread):
     lose_a_thread()
     pool.reserve(400, count=2)
     assert pool.stats().free_slabs == 2
+    pool.trim()
+    lose_a_thread()
+    fence = pool.reserve(400, count=2, background=True)
+    wait_until(fence.query)
+    fence.synchronize()
+    assert pool.stats().free_slabs == 2
 
 
 def test_growth_that_fails_early_returns_its_bytes(pool, monkeypatch):
-    class Full(dict):
-        def __setitem__(self, key, value):
-            if isinstance(key, _growth.Growth):  # not in the reaper's thread, which would end
-                raise MemoryError
-            super().__setitem__(key, value)
+    def fail():
+        raise MemoryError
 
+    init = _growth.Growth.__init__
     with monkeypatch.context() as patch:
-        patch.setattr(_reaper, "running", Full(_reaper.running))
+        patch.setattr(
+            _growth.Growth,
+            "__init__",
+            lambda self, *given: init(self, *given) or setattr(self, "_surroundings", fail),
+        )
         with pytest.raises(MemoryError):
             pool.acquire(1000, timeout=LONGEST_WAIT_SECONDS)
     pool.acquire(1000, timeout=0).release()

@@ -5,7 +5,7 @@ import itertools
 import threading
 
 import pytest
-from doubles import is_mapped, wait_until
+from doubles import is_held, wait_until
 
 import pinstage as ps
 from pinstage._region import _chunks
@@ -43,14 +43,13 @@ def make(request):
         return made[-1]
 
     yield make
-    addresses = [region._chunks.memory for region in made]
+    memories = [region._chunks.memory for region in made]
     while made:
         made.pop().close()
     gc.collect()
     if cuda is not None:
         wait_until(lambda: not (cuda.registered or cuda.allocated or cuda.context_stack))
-    for memory in addresses:
-        wait_until(lambda memory=memory: not is_mapped(memory.address))
+    wait_until(lambda: not any(map(is_held, memories)))
 
 
 @pytest.fixture

@@ -12,10 +12,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from doubles import ManualEvent, claim_in_child, is_mapped, outcome, stays_blocked, wait_until
+from doubles import (
+    ManualEvent,
+    claim_in_child,
+    is_held,
+    is_mapped,
+    outcome,
+    stays_blocked,
+    wait_until,
+)
 from processes import completed
 
 import pinstage as ps
+from pinstage import _reaper
 from pinstage._memory import _limits, _pages, _ranges, _resource
 from pinstage._pool import held_bytes
 from pinstage._region import _chunks
@@ -213,20 +222,56 @@ def test_memory_that_runs_out_at_first_leaves_nothing(make, cuda, monkeypatch):
     assert not cuda.registered
 
 
-def test_a_thread_that_cannot_be_started_leaves_nothing(make, monkeypatch):
-    start, freed, free = _chunks._thread.start_new_thread, [], _ranges.HostRange.free
+@pytest.fixture
+def fail_one_thread(monkeypatch):
+    """Let the next start of a thread that page-locks fail, or that thread's first line."""
 
-    def refuse(function, args):
-        if function.__name__ == "_free":  # the region of an earlier test
-            return start(function, args)
-        monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=start))
-        raise RuntimeError("can't start new thread")
+    def fail(name, error):
+        work, failed = getattr(_reaper.UninterruptedCall, name), []
 
+        def fail_once(call):
+            if failed or getattr(call._function, "__name__", "") != "_run":
+                return work(call)
+            failed.append(call)
+            raise error
+
+        monkeypatch.setattr(_reaper.UninterruptedCall, name, fail_once)
+        monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+        return failed
+
+    return fail
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing(make, fail_one_thread, monkeypatch):
+    freed, free = [], _ranges.HostRange.free
     monkeypatch.setattr(_ranges.HostRange, "free", lambda self: freed.append(free(self)))
-    monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=refuse))
+    fail_one_thread("begin", RuntimeError("can't start new thread"))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         make()
     wait_until(lambda: freed)
+
+
+def test_a_thread_that_ends_at_once_is_replaced(make, fail_one_thread):
+    failed = fail_one_thread("run", MemoryError())
+    region = make()
+    region.synchronize(timeout=20)
+    assert failed
+
+
+def test_memory_is_freed_once_threads_can_start(make, monkeypatch):
+    region, refused, start = make(), [], _chunks._thread.start_new_thread
+    memory = region._chunks.memory
+
+    def refuse_twice(function, args):
+        if len(refused) < 2:
+            refused.append(function)
+            raise RuntimeError("can't start new thread")
+        return start(function, args)
+
+    monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=refuse_twice))
+    region.close()
+    wait_until(lambda: not is_held(memory))
+    assert len(refused) == 2
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -358,7 +403,7 @@ def test_views_keep_the_memory(make, cuda):
     region = make(device=0)
     region.synchronize()
     view = region.tensor(MIB).view(torch.float32)[5:]
-    address = view.data_ptr()
+    memory = region._chunks.memory
     region.close()
     del region
     gc.collect()
@@ -366,7 +411,7 @@ def test_views_keep_the_memory(make, cuda):
     assert len(cuda.registered) == 4
     del view
     wait_until(lambda: not cuda.registered)
-    wait_until(lambda: not is_mapped(address))
+    wait_until(lambda: not is_held(memory))
 
 
 def test_guards_keep_the_memory_until_they_are_done(make, cuda):
@@ -495,7 +540,7 @@ def test_a_region_is_collected_with_its_views(make):
     del region
     gc.collect()
     assert end() is None
-    wait_until(lambda: not is_mapped(memory.address))
+    wait_until(lambda: not is_held(memory))
 
 
 def test_a_region_is_not_pickled(make):

@@ -376,7 +376,7 @@ class SlabPool:
             if growth.count:
                 refuse_capture()
             if background:
-                _thread.start_new_thread(growth.run, ())
+                growth.begin()
             else:
                 growth.result()
         except BaseException:

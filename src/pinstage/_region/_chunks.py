@@ -25,7 +25,7 @@ import torch
 
 from .._memory import REFUSALS, HostRange, disregard_captures, remedy
 from .._pool import Claim, Fence
-from .._reaper import begin, ending, running, warn
+from .._reaper import UninterruptedCall, begin, ending, running, warn
 from .._sizes import format_bytes
 from ..errors import ClosedError, PinningError, PinstageError, StagingWarning
 
@@ -103,7 +103,7 @@ class Chunks:
         if self.ready < self.ends[-1]:
             self._is_over = False
             try:
-                _thread.start_new_thread(self._run, ())
+                UninterruptedCall(self._run).begin()
             except RuntimeError:
                 self._is_over = True  # else `reap` would wait for the thread
                 raise
@@ -245,7 +245,10 @@ class Chunks:
         _living.pop(id(self), None)
         if not self._is_over or not all(guard.query() for guard in list(self.guards.values())):
             return False
-        _thread.start_new_thread(self._free, ())
+        try:
+            _thread.start_new_thread(self._free, ())
+        except (MemoryError, RuntimeError):  # too many threads; the reaper tries again
+            return False
         return True
 
     def _free(self) -> None:

@@ -45,7 +45,7 @@ from ._out import Destinations, detached, in_order, with_own_copies
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
 from ._target import Few, HostBytes, Target
-from ._transfer import Sent, Transfer, kept, leaves_of, move_others, table_of
+from ._transfer import Moved, Sent, Transfer, kept, leaves_of, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024
 """`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy
@@ -75,6 +75,8 @@ class PendingSend:
     """Threads that pack into the slab; None: all bytes are there, or the slab is smaller than the
     batch.
     """
+    moved: Moved | None = None
+    """The leaves that aren't packed, once they were moved."""
 
     def pack_into(self, slab: Lease, threads: int) -> None:
         """Pack a small batch, or let threads begin."""
@@ -263,7 +265,9 @@ class Sender:
         """
         transfer = self._send(pending)
         if transfer is None:
-            return self.finish(self.start(pending.parts.unlocked(), 0))
+            again = self.start(pending.parts.unlocked(), 0)
+            again.moved = pending.moved
+            return self.finish(again)
         self.count(transfer)
         return transfer
 
@@ -291,7 +295,10 @@ class Sender:
                 if self.borrows:
                     locked = self._copy_locked(parts, blocks, stream)
                 copies = self._copy_packed(pending, blocks) if locked >= 0 else 0
-                moved = move_others(target, parts.structure, table, parts.others())
+                moved = pending.moved
+                if moved is None:
+                    moved = move_others(target, parts.structure, table, parts.others())
+                    pending.moved = moved
                 with step("views"):
                     leaves = blocks.leaves(moved.others)
                 if not self.borrows:
