@@ -263,12 +263,12 @@ def describe(
     def plainly(leaf: Any, index: int) -> Described:
         if type(leaf) is Rows:
             path = partial(structure.path, index)
-            stack = stack_of(leaf, row_stacks, path) if arrays else gathered(leaf, path)
-            if isinstance(stack, Stack):
-                stacks[index] = stack
-                stack = stack.stand_in
-            computed[id(leaf)] = stack
-            return _describe_tensor(structure, device, stack, index)
+            tensor = stack_of(leaf, row_stacks, path) if arrays else gathered(leaf, path)
+            if isinstance(tensor, Stack):
+                stacks[index] = tensor
+                tensor = tensor.stand_in
+            computed[id(leaf)] = tensor
+            return _describe_tensor(structure, device, tensor, index)
         described = _describe_leaf(leaves, structure, device, arrays, index)
         source = described.source
         if source is not None and source is not leaf and isinstance(leaf, torch.Tensor):

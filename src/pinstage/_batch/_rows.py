@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from ._arrays import as_tensor
-from ._stacks import RowStacks, Stack, stack_samples
+from ._stacks import Array, RowStacks, Stack, stack_samples
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+_INTEGERS = {int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32}
 
 
 @final
@@ -33,7 +33,7 @@ class Rows:
     @property
     def shape(self) -> torch.Size:
         """The shape of the index, then the shape of a row."""
-        return torch.Size((*self._index.shape, *self._source.shape[1:]))
+        return torch.Size(self._index.shape + self._source.shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,7 +108,11 @@ def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stac
     """
     source, index = leaf._source, leaf._index
     try:
-        return row_stacks.stack(source, index) or source[row_stacks.index_for(source, index)]
+        stack = row_stacks.stack(source, index)
+        if stack is not None:
+            return stack
+        numbers = np.frombuffer(row_stacks.copy(source, index), np.int64).reshape(index.shape)
+        return source[numbers.copy()]
     except IndexError as error:
         raise IndexError(f"batch{path()} {error}") from None
 
@@ -140,19 +144,31 @@ def _checked_source(tensor: Any) -> torch.Tensor:
     )
 
 
-def _checked_index(index: Any) -> torch.Tensor:
-    numbers = as_tensor(index)
-    is_list = isinstance(index, list | tuple | range)
-    if is_list and set(map(type, index)) <= {int}:
-        numbers = torch.tensor(list(index), dtype=torch.int64, device="cpu")
+def _checked_index(index: Any) -> Array:
+    numbers = integers_of(index) if isinstance(index, list | tuple | range) else index
+    if type(index) is torch.Tensor and index.is_cpu:
+        numbers = index.numpy()
     if (
-        type(numbers) is torch.Tensor
-        and numbers.is_cpu
-        and numbers.dtype in (torch.int32, torch.int64)
+        isinstance(numbers, np.ndarray)
+        and not isinstance(numbers, np.ma.MaskedArray)
+        and numbers.dtype.kind == "i"
+        and numbers.itemsize >= 4
     ):
         return numbers
-    given = f" of {numbers.dtype}" if isinstance(numbers, torch.Tensor) else ""
+    given = f" of {index.dtype}" if hasattr(index, "dtype") else ""
     raise TypeError(
         f"rows takes an index of int32 or int64 on the CPU, or a list of ints: "
         f"{type(index).__name__}{given}; for a mask, pass mask.nonzero()[:, 0]"
     )
+
+
+def integers_of(numbers: Array | Sequence[Any]) -> Array | None:
+    """Return integers of Python and numpy, which bools are not, as int64 ``[n]``; None if there is
+    anything else, or a number that has no int64.
+    """
+    is_flat = isinstance(numbers, np.ndarray) and numbers.ndim == 1
+    kinds = {numbers.dtype.type} if is_flat else set(map(type, numbers))
+    try:
+        return np.array(numbers, np.int64) if kinds <= _INTEGERS else None
+    except OverflowError:
+        return None

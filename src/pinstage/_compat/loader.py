@@ -173,7 +173,11 @@ def next_batch(batches: Any) -> Any:
     if (
         is_profiling()
         or why_loader_is_unknown()
-        or type(batches) is not _data.dataloader._MultiProcessingDataLoaderIter
+        or type(batches)
+        not in (
+            _data.dataloader._MultiProcessingDataLoaderIter,
+            _data.dataloader._SingleProcessDataLoaderIter,
+        )
         or batches._dataset_kind != _data.dataloader._DatasetKind.Map
     ):
         return next(batches)
