@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ._arrays import as_tensor
-from ._stacks import Array, RowStacks, Stack, stack_samples
+from ._stacks import Array, Index, RowStacks, Stack, stack_samples
 
 _INTEGERS = {int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32}
 
@@ -111,8 +111,8 @@ def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stac
         stack = row_stacks.stack(source, index)
         if stack is not None:
             return stack
-        numbers = np.frombuffer(row_stacks.copy(source, index), np.int64).reshape(index.shape)
-        return source[numbers.copy()]
+        numbers = np.frombuffer(row_stacks.copy(source, index), np.int64)
+        return source[numbers.reshape(index.shape).copy()]
     except IndexError as error:
         raise IndexError(f"batch{path()} {error}") from None
 
@@ -144,15 +144,12 @@ def _checked_source(tensor: Any) -> torch.Tensor:
     )
 
 
-def _checked_index(index: Any) -> Array:
-    numbers = integers_of(index) if isinstance(index, list | tuple | range) else index
-    if type(index) is torch.Tensor and index.is_cpu:
-        numbers = index.numpy()
-    if (
-        isinstance(numbers, np.ndarray)
-        and not isinstance(numbers, np.ma.MaskedArray)
-        and numbers.dtype.kind == "i"
-        and numbers.itemsize >= 4
+def _checked_index(index: Any) -> Index:
+    numbers = integers_of(index) if isinstance(index, list | tuple | range) else as_tensor(index)
+    if isinstance(numbers, np.ndarray) or (
+        type(numbers) is torch.Tensor
+        and numbers.is_cpu
+        and numbers.dtype in (torch.int32, torch.int64)
     ):
         return numbers
     given = f" of {index.dtype}" if hasattr(index, "dtype") else ""

@@ -13,6 +13,8 @@ import torch
 from .. import _native
 
 Array: TypeAlias = np.ndarray[Any, Any]
+Index: TypeAlias = torch.Tensor | Array
+"""Integers of any shape, on the CPU."""
 
 _ROW_BYTES: int = _native.core.ROW_BYTES
 
@@ -42,9 +44,9 @@ class RowStacks:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, int], tuple[Array, bytes]] = {}
+        self._copies: dict[tuple[int, int], tuple[Index, bytes]] = {}
 
-    def copy(self, source: torch.Tensor, index: Array) -> bytes:
+    def copy(self, source: torch.Tensor, index: Index) -> bytes:
         """Return a copy of an index into a tensor: int64, no number negative.
 
         Raises:
@@ -58,7 +60,7 @@ class RowStacks:
             self._copies[key] = index, _native.core.copy_index(numbers, length)
         return self._copies[key][1]
 
-    def stack(self, source: torch.Tensor, index: Array) -> Stack | None:
+    def stack(self, source: torch.Tensor, index: Index) -> Stack | None:
         """Return ``source[index]`` as a stack; None unless the source is plain, on the CPU, and its
         rows have the strides of new tensors. Raises as `copy`.
         """
@@ -66,6 +68,7 @@ class RowStacks:
         found = _native.core.gather(source, shape[0], copy)
         if found is None:
             return None
-        stand_in = source.new_empty(index.shape + shape[1:])
-        more_work = max(index.size * _ROW_BYTES - stand_in.nbytes, 0) if stand_in.nbytes else 0
+        stand_in = source.new_empty((*index.shape, *shape[1:]))
+        nbytes = stand_in.nbytes
+        more_work = max(len(copy) // 8 * _ROW_BYTES - nbytes, 0) if nbytes else 0
         return Stack(stand_in, (source, copy), found, more_work)

@@ -162,10 +162,15 @@ static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
     return PyList_Append(kept, source) == 0;
 }
 
-/* Let Python describe a leaf; -1 with an error. */
+/* Let Python describe a leaf, or return a plain tensor in its place; -1 with an error. */
 static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
     PyObject *answer = PyObject_CallFunction(plainly, "On", object, index);
-    bool is_good = answer != NULL && read_described(answer, kept, leaf);
+    bool is_good = answer != NULL;
+    if (is_good && Py_TYPE(answer) == torch.tensor && find_tensor(answer, DL_CPU, 0, leaf) == 0) {
+        is_good = PyList_Append(kept, answer) == 0;
+    } else if (is_good) {
+        is_good = read_described(answer, kept, leaf);
+    }
     Py_XDECREF(answer);
     return is_good ? 0 : -1;
 }
@@ -538,15 +543,15 @@ PyObject *alike(UNUSED PyObject *module, PyObject *args) {
 /* Let negative numbers count from the end, in place; false with an error if one is out of range. */
 static bool count_from_start(int64_t *index, int64_t count, long long length) {
     for (int64_t i = 0; i < count; i++) {
-        int64_t row = index[i] < 0 ? index[i] + length : index[i];
-        if (row < 0 || row >= length) {
+        if ((uint64_t)index[i] < (uint64_t)length) continue;
+        if (index[i] >= 0 || index[i] + length < 0) {
             PyErr_Format(PyExc_IndexError,
                          "has an index out of range: %lld for %lld rows, at place %lld of the "
                          "index; pass numbers from %lld to %lld",
                          (long long)index[i], length, (long long)i, -length, length - 1);
             return false;
         }
-        index[i] = row;
+        index[i] += length;
     }
     return true;
 }
