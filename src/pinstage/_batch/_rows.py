@@ -130,17 +130,18 @@ def gathered(leaf: Any, path: Callable[[], str] = str) -> Any:
 
 def _checked_source(tensor: Any) -> torch.Tensor:
     source = as_tensor(tensor)
-    if type(source) is not torch.Tensor:
-        what = f"a {type(tensor).__name__}"
-    elif not source.is_cpu or source.layout is not torch.strided:
-        what = f"{source.layout} on {source.device}"
-    elif source.requires_grad or not source.ndim:
-        what = "a tensor that requires grad" if source.requires_grad else "a tensor without rows"
-    else:
+    if (
+        type(source) is torch.Tensor
+        and source.is_cpu
+        and source.layout is torch.strided
+        and source.ndim
+        and not source.requires_grad
+    ):
         return source
     raise TypeError(
-        f"rows takes a plain tensor with rows on the CPU, or a numeric array: {what}; index it "
-        "yourself, or pass its .detach() or .cpu()"
+        "rows takes a numeric array, or a plain tensor on the CPU, with rows, which doesn't "
+        f"require grad: a {type(tensor).__name__}; index it yourself, or pass its .detach() or "
+        ".cpu()"
     )
 
 
@@ -159,7 +160,7 @@ def _checked_index(index: Any) -> Index:
     )
 
 
-def integers_of(numbers: Array | Sequence[Any]) -> Array | None:
+def integers_of(numbers: Any) -> Array | None:
     """Return integers of Python and numpy, which bools are not, as int64 ``[n]``; None if there is
     anything else, or a number that has no int64.
     """

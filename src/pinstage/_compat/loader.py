@@ -126,11 +126,14 @@ def begins_as_shipped(loader: Any, begin: Any) -> bool:
 def is_as_shipped(dataset: Any, kind: type) -> bool:
     """Return whether a dataset is of one of torch's classes, and reads samples as torch does."""
     names = "__getitem__", "__getitems__"
-    functions = [getattr(kind, name) for name in names if hasattr(kind, name)]
     return (
         type(dataset) is kind
-        and not any(name in vars(dataset) for name in names)
-        and all(getattr(function, "__module__", "") == _DATASETS for function in functions)
+        and vars(dataset).keys().isdisjoint(names)
+        and all(
+            getattr(getattr(kind, name), "__module__", "") == _DATASETS
+            for name in names
+            if hasattr(kind, name)
+        )
     )
 
 

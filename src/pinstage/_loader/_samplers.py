@@ -76,51 +76,37 @@ def _of_rank(sampler: Any) -> Numbers:
     yield repeated[sampler.rank :: sampler.num_replicas]
 
 
-_NUMBERS: dict[type, Callable[[Any], Numbers]] = {
-    SequentialSampler: _in_order,
-    RandomSampler: _random,
-    SubsetRandomSampler: _permuted,
-    WeightedRandomSampler: _weighted,
-    DistributedSampler: _of_rank,
+_KNOWN: dict[type, tuple[Callable[[Any], Numbers], list[tuple[Any, ...]]]] = {
+    SequentialSampler: (_in_order, [(range(7),)]),
+    RandomSampler: (_random, [(range(7),), (range(7), False, 17), (range(7), True, 70)]),
+    SubsetRandomSampler: (_permuted, [([3, 5, 1],)]),
+    WeightedRandomSampler: (_weighted, [([0.5, 0.1, 0.4], 9), ([0.5, 0.1, 0.4], 2, False)]),
+    DistributedSampler: (
+        _of_rank,
+        [(range(7), 3, 1), (range(2), 5, 4, False), (range(7), 3, 2, True, 4, True)],
+    ),
 }
-
-_EXAMPLES: list[tuple[Any, ...]] = [
-    (SequentialSampler, range(7)),
-    (RandomSampler, range(7)),
-    (RandomSampler, range(7), False, 17),
-    (RandomSampler, range(7), True, 70),
-    (SubsetRandomSampler, [3, 5, 1]),
-    (WeightedRandomSampler, [0.5, 0.1, 0.4], 9),
-    (WeightedRandomSampler, [0.5, 0.1, 0.4], 2, False),
-    (DistributedSampler, range(7), 3, 1),
-    (DistributedSampler, range(2), 5, 4, False),
-    (DistributedSampler, range(7), 3, 2, True, 4, True),
-]
-"""Classes of samplers, and arguments."""
+"""What samplers of a class yield, and arguments of examples."""
 
 
 @cache
-def _is_as_here(kind: Any) -> bool:
-    """Return whether the installed torch's samplers of a class agree with `_NUMBERS`, also in the
+def _is_as_here(kind: type) -> bool:
+    """Return whether the installed torch's samplers of a class agree with `_KNOWN`, also in the
     state of the generator behind them.
     """
-    examples = [args for known, *args in _EXAMPLES if known is kind]
     try:
-        return bool(examples) and all(
-            _results(_as_they_are, kind, args) == _results(_at_once, kind, args)
-            for args in examples
+        return all(
+            _results(_as_they_are, kind(*args)) == _results(_at_once, kind(*args))
+            for args in _KNOWN[kind][1]
         )
-    except Exception:  # noqa: BLE001 - samplers of another torch may lack any attribute
+    except Exception:  # noqa: BLE001 - another class; or another torch, which may lack any attribute
         return False
 
 
-def _results(read: Callable[[Any], Iterator[IndexedBatch]], kind: Any, args: list[Any]) -> Any:
+def _results(read: Callable[[Any], Iterator[Any]], sampler: Any) -> tuple[Any, Any]:
     """Return the batches of a sampler with a generator of its own, and the generator's state."""
-    sampler, generator = kind(*args), torch.Generator().manual_seed(1)
-    sampler.generator = generator
-    batches = [
-        list(index) for _, index in read(BatchSampler(sampler, 3, False)) if index is not None
-    ]
+    sampler.generator = generator = torch.Generator().manual_seed(1)
+    batches = [index.tolist() for _, index in read(BatchSampler(sampler, 3, False))]
     return batches, generator.get_state().tolist()
 
 
@@ -128,22 +114,21 @@ def index_batches(batches: Any) -> Iterator[IndexedBatch]:
     """Return what a batch sampler yields. Random numbers are drawn from the same generators, at the
     same time.
     """
-    is_known = type(batches) is BatchSampler and _is_as_here(type(batches.sampler))  # type: ignore[arg-type]
+    is_known = type(batches) is BatchSampler and _is_as_here(type(batches.sampler))
     return _at_once(batches) if is_known else _as_they_are(batches)
 
 
 def _as_they_are(batches: Any) -> Iterator[IndexedBatch]:
-    return map(_with_index, iter(batches))
-
-
-def _with_index(batch: Any) -> IndexedBatch:
-    return batch, integers_of(batch) if type(batch) in (list, tuple) and batch else None
+    return (
+        (batch, integers_of(batch) if type(batch) in (list, tuple) and batch else None)
+        for batch in iter(batches)
+    )
 
 
 def _at_once(batches: Any) -> Iterator[IndexedBatch]:
-    """Yield the batches of torch's batch sampler over a sampler that `_NUMBERS` has."""
+    """Yield the batches of torch's batch sampler over a sampler that `_KNOWN` has."""
     sampler, size, drops_last = batches.sampler, batches.batch_size, batches.drop_last
-    runs = map(torch.Tensor.numpy, _NUMBERS[type(sampler)](sampler))
+    runs = map(torch.Tensor.numpy, _KNOWN[type(sampler)][0](sampler))
     rest: Array = next(runs, np.empty(0, np.int64))
     while True:
         size = size if drops_last else batches.batch_size  # as torch reads it
@@ -173,7 +158,7 @@ def yields_ints(sampler: Any) -> bool:
     """Return whether a sampler is known to yield ints. In a list, torch takes numpy's uint8 for a
     mask, and tensors for one index of each dimension.
     """
-    return type(sampler) in _NUMBERS and type(sampler) is not SubsetRandomSampler
+    return type(sampler) in _KNOWN and type(sampler) is not SubsetRandomSampler
 
 
 def look_up(indices: Any, numbers: Array) -> Array:
@@ -184,14 +169,13 @@ def look_up(indices: Any, numbers: Array) -> Array:
         TypeError: `indices` are not of Python's or numpy's integers, a range, or an int32 or int64
             tensor on the CPU, of one dimension.
     """
-    found: Any = None
+    index: Array | None = None
     if type(indices) is torch.Tensor and indices.dtype in (torch.int32, torch.int64):
         indices = indices.numpy()
     if type(indices) is np.ndarray:
-        found = indices[numbers]
+        index = integers_of(indices[numbers])
     elif type(indices) in (list, tuple, range):
-        found = [indices[number] for number in numbers.tolist()]
-    index = None if found is None else integers_of(found)
+        index = integers_of([indices[number] for number in numbers.tolist()])
     if index is None:
         raise TypeError("indices of another kind")
     return index

@@ -177,7 +177,8 @@ static PyMethodDef functions[] = {
      "copy_index(index, length): bytes with the int64 of an array, which count from the start; an "
      "IndexError, without a subject, if one is out of range."},
     {"gather", gather, METH_VARARGS,
-     "gather(tensor, length, index): a stack of the rows that `copy_index` numbered, or None if the "
+     "gather(tensor, length, index): a stack of the rows that `copy_index` numbered, or None if "
+     "the "
      "tensor isn't plain, or its rows haven't the strides of new tensors."},
     {"fill", fill, METH_VARARGS,
      "fill(stack, address, nbytes): write the samples of a stack, or its rows, one behind the "
