@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -68,12 +67,12 @@ def _of_rank(sampler: Any) -> Numbers:
     length, total = len(sampler.dataset), sampler.total_size
     if total != length and (total > length) == sampler.drop_last:
         iter(sampler)  # raises its error: the dataset has another length than before
-    numbers = torch.arange(length, device="cpu")
+    places = torch.arange(total, device="cpu")[sampler.rank :: sampler.num_replicas]
+    numbers = places % max(length, 1)
     if sampler.shuffle:
         generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
-        numbers = torch.randperm(length, generator=generator, device="cpu")
-    repeated = numbers.repeat(math.ceil(total / max(length, 1)))[:total]
-    yield repeated[sampler.rank :: sampler.num_replicas]
+        numbers = torch.randperm(length, generator=generator, device="cpu")[numbers]
+    yield numbers
 
 
 _KNOWN: dict[type, tuple[Callable[[Any], Numbers], list[tuple[Any, ...]]]] = {
