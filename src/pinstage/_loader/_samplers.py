@@ -29,8 +29,8 @@ torch.
 """
 
 IndexedBatch: TypeAlias = tuple[Any, Array | None]
-"""What a batch sampler yields for a batch, and the same as int64 ``[n]``; None in place of the
-first if it wasn't made, and of the second if it isn't a list or tuple of integers.
+"""A batch as torch's sampler yields it, None if it wasn't made; and its indices, int64 ``[n]``, None
+if it isn't a list or tuple of integers.
 """
 
 
@@ -85,7 +85,7 @@ _KNOWN: dict[type, tuple[Callable[[Any], Numbers], list[tuple[Any, ...]]]] = {
         [(range(7), 3, 1), (range(2), 5, 4, False), (range(7), 3, 2, True, 4, True)],
     ),
 }
-"""What samplers of a class yield, and arguments of examples."""
+"""By class: the function for its numbers, and arguments of samplers that are compared."""
 
 
 @cache
