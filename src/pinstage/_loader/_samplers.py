@@ -29,8 +29,8 @@ torch.
 """
 
 IndexedBatch: TypeAlias = tuple[Any, Array | None]
-"""A batch as torch's sampler yields it, None if it wasn't made; and its indices, int64 ``[n]``, None
-if it isn't a list or tuple of integers.
+"""A batch as torch yields it, None if it was not made; and its indices, int64 ``[n]``, None
+if they are not a list or tuple of integers.
 """
 
 
