@@ -29,7 +29,7 @@ _LOADER_HAS = (
     "_utils.collate.default_collate_fn_map", "_utils.signal_handling._remove_worker_pids",
     "_utils.signal_handling._set_worker_pids", "_utils.worker._ResumeIteration",
     "dataloader._BaseDataLoaderIter", "dataloader._DatasetKind.Map",
-    "dataloader._MultiProcessingDataLoaderIter",
+    "dataloader._MultiProcessingDataLoaderIter", "dataloader._SingleProcessDataLoaderIter",
 )  # fmt: skip
 """Names of `torch.utils.data` that are used here."""
 
