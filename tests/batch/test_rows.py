@@ -244,8 +244,9 @@ def test_a_refused_slab_gathers_rows_in_parts(monkeypatch):
 
 
 def test_a_stack_of_another_size_is_refused():
-    source, index = torch.arange(10), torch.tensor([1, 2])
-    found = core.gather(source, 10, index.data_ptr(), 2)
+    source = torch.arange(10)
+    index = core.copy_index(np.array([1, -2]), 10)
+    found = core.gather(source, 10, index)
     parts = ps._batch.take_apart([torch.zeros(5)])
     memory = torch.empty(parts.table.nbytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match="don't fill"):

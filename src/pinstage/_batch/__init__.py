@@ -57,7 +57,7 @@ from ._pack import (
     windows,
 )
 from ._refusals import SOURCES
-from ._rows import Rows, rows
-from ._stacks import RowStacks, Stack, stack_samples
+from ._rows import Rows, integers_of, rows
+from ._stacks import Array, RowStacks, Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, PACKED, Place, RowKind, Table

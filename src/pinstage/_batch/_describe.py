@@ -260,15 +260,16 @@ def describe(
     stacks: dict[int, Stack] = {}
     row_stacks = RowStacks()
 
-    def plainly(leaf: Any, index: int) -> Described:
+    def plainly(leaf: Any, index: int) -> Described | torch.Tensor:
         if type(leaf) is Rows:
             path = partial(structure.path, index)
-            stack = stack_of(leaf, row_stacks, path) if arrays else gathered(leaf, path)
-            if isinstance(stack, Stack):
-                stacks[index] = stack
-                stack = stack.stand_in
-            computed[id(leaf)] = stack
-            return _describe_tensor(structure, device, stack, index)
+            tensor = stack_of(leaf, row_stacks, path) if arrays else gathered(leaf, path)
+            if isinstance(tensor, Stack):
+                stacks[index] = tensor
+                computed[id(leaf)] = tensor.stand_in
+                return tensor.stand_in
+            computed[id(leaf)] = tensor
+            return _describe_tensor(structure, device, tensor, index)
         described = _describe_leaf(leaves, structure, device, arrays, index)
         source = described.source
         if source is not None and source is not leaf and isinstance(leaf, torch.Tensor):
@@ -295,7 +296,8 @@ def _with_stacks(parts: Parts, stacks: Mapping[int, Stack]) -> Parts:
         if id(leaf) in rest and row not in moved
     }
     stack_samples(rest.values())
-    return parts._replace(stacks=parts.stacks | packed)
+    parts.stacks.update(packed)
+    return parts
 
 
 class IsContainer(Exception):  # noqa: N818 - a signal, which never reaches a user

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from ._arrays import as_tensor
-from ._stacks import RowStacks, Stack, stack_samples
+from ._stacks import Array, Index, RowStacks, Stack, stack_samples
 
-Array: TypeAlias = "np.ndarray[Any, Any]"
+_INTEGERS = {int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32}
 
 
 @final
@@ -33,7 +33,7 @@ class Rows:
     @property
     def shape(self) -> torch.Size:
         """The shape of the index, then the shape of a row."""
-        return torch.Size((*self._index.shape, *self._source.shape[1:]))
+        return torch.Size(self._index.shape + self._source.shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,7 +108,11 @@ def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stac
     """
     source, index = leaf._source, leaf._index
     try:
-        return row_stacks.stack(source, index) or source[row_stacks.index_for(source, index)]
+        stack = row_stacks.stack(source, index)
+        if stack is not None:
+            return stack
+        numbers = np.frombuffer(row_stacks.copy(source, index), np.int64)
+        return source[numbers.reshape(index.shape).copy()]
     except IndexError as error:
         raise IndexError(f"batch{path()} {error}") from None
 
@@ -126,33 +130,43 @@ def gathered(leaf: Any, path: Callable[[], str] = str) -> Any:
 
 def _checked_source(tensor: Any) -> torch.Tensor:
     source = as_tensor(tensor)
-    if type(source) is not torch.Tensor:
-        what = f"a {type(tensor).__name__}"
-    elif not source.is_cpu or source.layout is not torch.strided:
-        what = f"{source.layout} on {source.device}"
-    elif source.requires_grad or not source.ndim:
-        what = "a tensor that requires grad" if source.requires_grad else "a tensor without rows"
-    else:
+    if (
+        type(source) is torch.Tensor
+        and source.is_cpu
+        and source.layout is torch.strided
+        and source.ndim
+        and not source.requires_grad
+    ):
         return source
     raise TypeError(
-        f"rows takes a plain tensor with rows on the CPU, or a numeric array: {what}; index it "
-        "yourself, or pass its .detach() or .cpu()"
+        "rows takes a numeric array, or a plain tensor on the CPU, with rows, which doesn't "
+        f"require grad: a {type(tensor).__name__}; index it yourself, or pass its .detach() or "
+        ".cpu()"
     )
 
 
-def _checked_index(index: Any) -> torch.Tensor:
-    numbers = as_tensor(index)
-    is_list = isinstance(index, list | tuple | range)
-    if is_list and set(map(type, index)) <= {int}:
-        numbers = torch.tensor(list(index), dtype=torch.int64, device="cpu")
-    if (
+def _checked_index(index: Any) -> Index:
+    numbers = integers_of(index) if isinstance(index, list | tuple | range) else as_tensor(index)
+    if isinstance(numbers, np.ndarray) or (
         type(numbers) is torch.Tensor
         and numbers.is_cpu
         and numbers.dtype in (torch.int32, torch.int64)
     ):
         return numbers
-    given = f" of {numbers.dtype}" if isinstance(numbers, torch.Tensor) else ""
+    given = f" of {index.dtype}" if hasattr(index, "dtype") else ""
     raise TypeError(
         f"rows takes an index of int32 or int64 on the CPU, or a list of ints: "
         f"{type(index).__name__}{given}; for a mask, pass mask.nonzero()[:, 0]"
     )
+
+
+def integers_of(numbers: Any) -> Array | None:
+    """Return integers of Python and numpy, which bools are not, as int64 ``[n]``; None if there is
+    anything else, or a number that has no int64.
+    """
+    is_flat = isinstance(numbers, np.ndarray) and numbers.ndim == 1
+    kinds = {numbers.dtype.type} if is_flat else set(map(type, numbers))
+    try:
+        return np.array(numbers, np.int64) if kinds <= _INTEGERS else None
+    except OverflowError:
+        return None

@@ -5,11 +5,16 @@ to be gathered.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 
 from .. import _native
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Index: TypeAlias = torch.Tensor | Array
+"""Integers of any shape, on the CPU."""
 
 _ROW_BYTES: int = _native.core.ROW_BYTES
 
@@ -19,7 +24,7 @@ class Stack(NamedTuple):
 
     stand_in: torch.Tensor
     """The leaf: of the dtype and shape of the result, contiguous, uninitialised."""
-    kept: Sequence[torch.Tensor]
+    kept: Sequence[object]
     """The samples, or the source and the index: to be kept alive until they are read."""
     found: object
     """Where the bytes are, as ``_native.core.alike`` or ``gather`` returned it."""
@@ -39,38 +44,31 @@ class RowStacks:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._copies: dict[tuple[int, int], tuple[Index, bytes]] = {}
 
-    def index_for(self, source: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return a copy of an index into a tensor: int64, contiguous, no number negative.
+    def copy(self, source: torch.Tensor, index: Index) -> bytes:
+        """Return a copy of an index into a tensor: int64, no number negative.
 
         Raises:
             IndexError: a number is out of range. The text has no subject.
         """
-        key = id(index), len(source)
+        length = source.shape[0]
+        key = id(index), length
         if key not in self._copies:
-            self._copies[key] = index, _checked_index(index, len(source))
+            # By numpy: after a large copy, torch's threads take the CPUs for a while.
+            numbers = np.ascontiguousarray(index, np.int64)
+            self._copies[key] = index, _native.core.copy_index(numbers, length)
         return self._copies[key][1]
 
-    def stack(self, source: torch.Tensor, index: torch.Tensor) -> Stack | None:
+    def stack(self, source: torch.Tensor, index: Index) -> Stack | None:
         """Return ``source[index]`` as a stack; None unless the source is plain, on the CPU, and its
-        rows have the strides of new tensors. Raises as `index_for`.
+        rows have the strides of new tensors. Raises as `copy`.
         """
-        copy = self.index_for(source, index)
-        found = _native.core.gather(source, len(source), copy.data_ptr(), copy.numel())
+        copy, shape = self.copy(source, index), source.shape
+        found = _native.core.gather(source, shape[0], copy)
         if found is None:
             return None
-        stand_in = source.new_empty((*copy.shape, *source.shape[1:]))
-        more_work = max(copy.numel() * _ROW_BYTES - stand_in.nbytes, 0) if stand_in.nbytes else 0
+        stand_in = source.new_empty((*index.shape, *shape[1:]))
+        nbytes = stand_in.nbytes
+        more_work = max(len(copy) // 8 * _ROW_BYTES - nbytes, 0) if nbytes else 0
         return Stack(stand_in, (source, copy), found, more_work)
-
-
-def _checked_index(index: torch.Tensor, length: int) -> torch.Tensor:
-    copy = torch.empty(index.shape, dtype=torch.int64, device="cpu").copy_(index)
-    wrong = _native.core.check_index(copy.data_ptr(), copy.numel(), length)
-    if wrong >= 0:
-        raise IndexError(
-            f"has an index out of range: {int(copy.view(-1)[wrong])} for {length} rows, at place "
-            f"{wrong} of the index; pass numbers from {-length} to {length - 1}"
-        )
-    return copy

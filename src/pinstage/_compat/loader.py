@@ -29,7 +29,7 @@ _LOADER_HAS = (
     "_utils.collate.default_collate_fn_map", "_utils.signal_handling._remove_worker_pids",
     "_utils.signal_handling._set_worker_pids", "_utils.worker._ResumeIteration",
     "dataloader._BaseDataLoaderIter", "dataloader._DatasetKind.Map",
-    "dataloader._MultiProcessingDataLoaderIter",
+    "dataloader._MultiProcessingDataLoaderIter", "dataloader._SingleProcessDataLoaderIter",
 )  # fmt: skip
 """Names of `torch.utils.data` that are used here."""
 
@@ -126,11 +126,14 @@ def begins_as_shipped(loader: Any, begin: Any) -> bool:
 def is_as_shipped(dataset: Any, kind: type) -> bool:
     """Return whether a dataset is of one of torch's classes, and reads samples as torch does."""
     names = "__getitem__", "__getitems__"
-    functions = [getattr(kind, name) for name in names if hasattr(kind, name)]
     return (
         type(dataset) is kind
-        and not any(name in vars(dataset) for name in names)
-        and all(getattr(function, "__module__", "") == _DATASETS for function in functions)
+        and vars(dataset).keys().isdisjoint(names)
+        and all(
+            getattr(getattr(kind, name), "__module__", "") == _DATASETS
+            for name in names
+            if hasattr(kind, name)
+        )
     )
 
 
@@ -173,7 +176,11 @@ def next_batch(batches: Any) -> Any:
     if (
         is_profiling()
         or why_loader_is_unknown()
-        or type(batches) is not _data.dataloader._MultiProcessingDataLoaderIter
+        or type(batches)
+        not in (
+            _data.dataloader._MultiProcessingDataLoaderIter,
+            _data.dataloader._SingleProcessDataLoaderIter,
+        )
         or batches._dataset_kind != _data.dataloader._DatasetKind.Map
     ):
         return next(batches)

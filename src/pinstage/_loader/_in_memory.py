@@ -7,20 +7,27 @@ torch no indices, so that it fetches no samples. If they can't be found, torch g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from itertools import starmap
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, StackDataset, Subset, TensorDataset
 
-from .._batch import RowStacks
+from .._batch import Array, RowStacks
 from .._compat.loader import begins_as_shipped, collation, is_as_shipped
 from ._collate import Collated, InlineCollate, SlabCollate, Stacks, collates_as_shipped
 from ._samplers import index_batches, look_up, yields_ints
 
+_NO_INDEX: Array = np.empty(0, np.int64)
+
 
 def index_sampler(loader: Any, begin: Any, collate: Any) -> dict[str, Any]:
     """Return the attribute of a loader that makes torch's iterator read rows; none if it can't.
+
+    Datasets that aren't torch's own are never read so: they would see indices of another type than
+    the sampler yields.
 
     Args:
         loader: the loader.
@@ -30,10 +37,10 @@ def index_sampler(loader: Any, begin: Any, collate: Any) -> dict[str, Any]:
     dataset = loader.dataset
     if (
         isinstance(dataset, torch.Tensor)
-        or not _is_of_rows(dataset)
         or not isinstance(collate, InlineCollate | SlabCollate)
         or (collate.keeping is not None and collate.keeping.says is not None)
         or not begins_as_shipped(loader, begin)
+        or rows_of(dataset, _NO_INDEX) is None
     ):
         return {}
     name, collates, is_read = "batch_sampler", collation().default_collate, True
@@ -47,20 +54,6 @@ def index_sampler(loader: Any, begin: Any, collate: Any) -> dict[str, Any]:
     if collate.collate is not collates or not is_read:
         return {}
     return {name: InMemory(getattr(loader, name), dataset, collate)}
-
-
-def _is_of_rows(source: Any) -> bool:
-    """Return whether a dataset consists of tensors and torch's own datasets. Any other would see
-    indices of another type than its sampler yields.
-    """
-    if isinstance(source, torch.Tensor) or is_as_shipped(source, TensorDataset):
-        return True
-    if is_as_shipped(source, Subset):
-        return _is_of_rows(source.dataset)
-    if not is_as_shipped(source, StackDataset):
-        return False
-    parts = source.datasets
-    return all(map(_is_of_rows, parts.values() if isinstance(parts, dict) else parts))
 
 
 class InMemory:
@@ -81,16 +74,18 @@ class InMemory:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._hand_over, index_batches(self._batches))
+        return starmap(self._hand_over, index_batches(self._batches))
 
-    def _hand_over(self, index: Any) -> Any:
-        collate = self._collate
+    def _hand_over(self, batch: Any, index: Array | None) -> Any:
+        collate, rows = self._collate, None
         if isinstance(collate, SlabCollate):
-            return ToWorker(index) if isinstance(index, torch.Tensor) else index
-        collate.tell(None)  # an interrupt may have left the last batch
-        if not isinstance(index, torch.Tensor):
-            return index
-        return _tell(collate.tell, self._dataset, index) if collate.is_unseen else index.tolist()
+            return batch if index is None else ToWorker(index)
+        if index is not None and collate.is_unseen:
+            rows = rows_of(self._dataset, index)
+        collate.tell(rows)  # also if there are none: an interrupt may have left the last batch
+        if rows is not None:
+            return []
+        return index.tolist() if batch is None and index is not None else batch
 
 
 class ToWorker:
@@ -99,59 +94,48 @@ class ToWorker:
     A tensor would go through shared memory, with all of the permutation that it is a part of.
     """
 
-    __slots__ = ("_data",)
+    __slots__ = ("_index",)
 
-    def __init__(self, index: torch.Tensor) -> None:
-        self._data = index.numpy().tobytes()
+    def __init__(self, index: Array) -> None:
+        self._index = index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _in_worker, (self._data,)
+        return _in_worker, (self._index,)
 
 
-def _in_worker(data: bytes) -> list[int]:
+def _in_worker(index: Array) -> list[int]:
     info: Any = torch.utils.data.get_worker_info()
-    index = torch.frombuffer(bytearray(data), dtype=torch.int64)
-    return _tell(SlabCollate.tell, info.dataset, index)
-
-
-def _tell(tell: Callable[[Collated | None], None], dataset: Any, index: torch.Tensor) -> list[int]:
-    """Tell a collate function of the rows of a batch; return the indices that torch fetches."""
-    rows = rows_of(dataset, index)
-    tell(rows)
+    rows = rows_of(info.dataset, index)
+    SlabCollate.tell(rows)
     return index.tolist() if rows is None else []
 
 
-def rows_of(dataset: Any, index: torch.Tensor) -> Collated | None:
+def rows_of(dataset: Any, index: Array) -> Collated | None:
     """Return what default collation makes of the samples at an index, to be gathered; None if torch
     has to do it.
     """
     stacks: Stacks = {}
+    row_stacks = RowStacks()
+
+    def read(source: Any, index: Array) -> Any:
+        if isinstance(source, torch.Tensor):
+            stack = row_stacks.stack(source, index)
+            if stack is None:
+                raise TypeError("not a plain tensor")
+            stacks[id(stack.stand_in)] = stack
+            return stack.stand_in
+        if is_as_shipped(source, Subset):
+            return read(source.dataset, look_up(source.indices, index))
+        if is_as_shipped(source, TensorDataset):
+            return [read(tensor, index) for tensor in source.tensors]
+        if not is_as_shipped(source, StackDataset):
+            raise TypeError("not a source of rows")
+        parts = source.datasets
+        if isinstance(parts, dict):
+            return {key: read(part, index) for key, part in parts.items()}
+        return [read(part, index) for part in parts]
+
     try:
-        is_usual = collates_as_shipped(collation())
-        return Collated(_rows(dataset, index, stacks, RowStacks()), stacks) if is_usual else None
+        return Collated(read(dataset, index), stacks) if collates_as_shipped(collation()) else None
     except Exception:  # noqa: BLE001 - torch raises its own error, or finds none
         return None
-
-
-def _rows(source: Any, index: torch.Tensor, stacks: Stacks, row_stacks: RowStacks) -> Any:
-    """Return stand-ins for the rows of a source, and add their stacks. Raise any error if there is
-    something else in it.
-    """
-    if isinstance(source, torch.Tensor):
-        stack = row_stacks.stack(source, index)
-        if stack is None:
-            raise TypeError("not a plain tensor")
-        stacks[id(stack.stand_in)] = stack
-        return stack.stand_in
-    if is_as_shipped(source, Subset):
-        index = look_up(source.indices, index)
-        return _rows(source.dataset, index, stacks, row_stacks)
-    if is_as_shipped(source, StackDataset):
-        parts = source.datasets
-        if type(parts) is dict:
-            return {key: _rows(part, index, stacks, row_stacks) for key, part in parts.items()}
-    elif is_as_shipped(source, TensorDataset):
-        parts = source.tensors
-    else:
-        raise TypeError("not a source of rows")
-    return [_rows(part, index, stacks, row_stacks) for part in parts]

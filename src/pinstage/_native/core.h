@@ -273,7 +273,7 @@ void work_do(Work *work, char *slab);
 PyObject *figures(PyObject *module, PyObject *data);
 PyObject *describe(PyObject *module, PyObject *args);
 PyObject *alike(PyObject *module, PyObject *args);
-PyObject *check_index(PyObject *module, PyObject *args);
+PyObject *copy_index(PyObject *module, PyObject *args);
 PyObject *gather(PyObject *module, PyObject *args);
 PyObject *fill(PyObject *module, PyObject *args);
 PyObject *pack(PyObject *module, PyObject *args);

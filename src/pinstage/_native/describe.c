@@ -162,10 +162,15 @@ static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
     return PyList_Append(kept, source) == 0;
 }
 
-/* Let Python describe a leaf; -1 with an error. */
+/* Let Python describe a leaf, or return a plain tensor in its place; -1 with an error. */
 static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
     PyObject *answer = PyObject_CallFunction(plainly, "On", object, index);
-    bool is_good = answer != NULL && read_described(answer, kept, leaf);
+    bool is_good = answer != NULL;
+    if (is_good && Py_TYPE(answer) == torch.tensor && find_tensor(answer, DL_CPU, 0, leaf) == 0) {
+        is_good = PyList_Append(kept, answer) == 0;
+    } else if (is_good) {
+        is_good = read_described(answer, kept, leaf);
+    }
     Py_XDECREF(answer);
     return is_good ? 0 : -1;
 }
@@ -535,19 +540,34 @@ PyObject *alike(UNUSED PyObject *module, PyObject *args) {
 
 /* -- rows to be gathered ----------------------------------------------------------------------- */
 
-/* check_index(address, count, length): let negative int64 count from the end, in place; the place
- * of the first number that isn't in a dimension of `length`, or -1. */
-PyObject *check_index(UNUSED PyObject *module, PyObject *args) {
-    unsigned long long address;
-    long long count, length;
-    if (!PyArg_ParseTuple(args, "KLL:check_index", &address, &count, &length)) return NULL;
-    int64_t *index = (int64_t *)(uintptr_t)address, place = 0;
-    for (; place < count; place++) {
-        int64_t row = index[place] < 0 ? index[place] + length : index[place];
-        if (row < 0 || row >= length) break;
-        index[place] = row;
+/* Let negative numbers count from the end, in place; false with an error if one is out of range. */
+static bool count_from_start(int64_t *index, int64_t count, long long length) {
+    for (int64_t i = 0; i < count; i++) {
+        if ((uint64_t)index[i] < (uint64_t)length) continue;
+        if (index[i] >= 0 || index[i] + length < 0) {
+            PyErr_Format(PyExc_IndexError,
+                         "has an index out of range: %lld for %lld rows, at place %lld of the "
+                         "index; pass numbers from %lld to %lld",
+                         (long long)index[i], length, (long long)i, -length, length - 1);
+            return false;
+        }
+        index[i] += length;
     }
-    return PyLong_FromLongLong(place < count ? place : -1);
+    return true;
+}
+
+/* copy_index(index, length): bytes with the int64 of a contiguous array, none of them negative. An
+ * IndexError, without a subject, if one isn't in a dimension of `length`. */
+PyObject *copy_index(UNUSED PyObject *module, PyObject *args) {
+    Py_buffer given;
+    long long length;
+    if (!PyArg_ParseTuple(args, "y*L:copy_index", &given, &length)) return NULL;
+    PyObject *copy = PyBytes_FromStringAndSize(given.buf, given.len);
+    int64_t count = given.len / (int64_t)sizeof(int64_t);
+    PyBuffer_Release(&given);
+    if (copy != NULL && !count_from_start((int64_t *)PyBytes_AsString(copy), count, length))
+        Py_CLEAR(copy);
+    return copy;
 }
 
 /* A stack of one leaf: `count` rows of a tensor; NULL with an error. */
@@ -567,23 +587,25 @@ static Stack *stack_of_rows(const Found *source, const int64_t *index, int64_t c
     return stack;
 }
 
-/* gather(tensor, length, address, count): a stack of the rows whose numbers are at an address,
- * which must exist as long as the stack; None unless the tensor is a plain CPU tensor of `length`
- * rows, which have the strides of new tensors. */
+/* gather(tensor, length, index): a stack of the rows whose numbers `copy_index` returned, which must
+ * exist as long as the stack; None unless the tensor is a plain CPU tensor of `length` rows, which
+ * have the strides of new tensors. */
 PyObject *gather(UNUSED PyObject *module, PyObject *args) {
     PyObject *tensor;
-    unsigned long long address;
-    long long length, count;
-    if (!PyArg_ParseTuple(args, "OLKL:gather", &tensor, &length, &address, &count)) return NULL;
+    const char *index;
+    Py_ssize_t nbytes;
+    long long length;
+    if (!PyArg_ParseTuple(args, "OLy#:gather", &tensor, &length, &index, &nbytes)) return NULL;
     Found source;
     bool is_tensor = Py_TYPE(tensor) == torch.tensor && !may_be_dual();
     int result = is_tensor ? find_tensor(tensor, DL_CPU, 0, &source) : NOT_PLAIN;
     if (result == -1) return NULL;
+    int64_t count = nbytes / (int64_t)sizeof(int64_t);
     if (result == NOT_PLAIN || source.ndim < 1 || source.shape[0] != length ||
         !has_usual_strides(&source, 1) ||
         (source.nbytes > 0 && count > INT64_MAX / 4 / source.nbytes * length))
         Py_RETURN_NONE;
-    Stack *stack = stack_of_rows(&source, (const int64_t *)(uintptr_t)address, count);
+    Stack *stack = stack_of_rows(&source, (const int64_t *)index, count);
     PyObject *capsule = stack == NULL ? NULL : PyCapsule_New(stack, STACK, stack_end);
     if (capsule == NULL) free(stack);
     return capsule;

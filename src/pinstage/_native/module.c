@@ -173,12 +173,13 @@ static PyMethodDef functions[] = {
     {"alike", alike, METH_VARARGS,
      "alike(samples, usual): a stack for `pack` or `Job`, or None if they differ or are not "
      "plain, or if `usual` and they have other strides than new tensors."},
-    {"check_index", check_index, METH_VARARGS,
-     "check_index(address, count, length): let negative int64 count from the end; the place of the "
-     "first number out of range, or -1."},
+    {"copy_index", copy_index, METH_VARARGS,
+     "copy_index(index, length): bytes with the int64 of an array, which count from the start; an "
+     "IndexError, without a subject, if one is out of range."},
     {"gather", gather, METH_VARARGS,
-     "gather(tensor, length, address, count): a stack of the rows numbered at an address, or None "
-     "if the tensor isn't plain, or its rows haven't the strides of new tensors."},
+     "gather(tensor, length, index): a stack of the rows that `copy_index` numbered, or None if "
+     "the "
+     "tensor isn't plain, or its rows haven't the strides of new tensors."},
     {"fill", fill, METH_VARARGS,
      "fill(stack, address, nbytes): write the samples of a stack, or its rows, one behind the "
      "other."},
