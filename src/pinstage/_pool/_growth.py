@@ -100,7 +100,7 @@ class Growth(UninterruptedCall[Lease | None]):
                         lease = Lease(state, slab, waiter.nbytes, waiter.account)
                     else:
                         slab.put(None)
-            state.wake_first()
+            state.wake(1)
         if self.count and state.closed:
             state.reap()
         return lease

@@ -366,11 +366,8 @@ class Claim:
         check_budget(budget)
         self._budget, self._nbytes, self._path = budget, nbytes, folder_path()
         self._row = Row(new_usage(budget.name, budget.max_bytes), is_inherited=is_shared)
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The descriptors of the row: the memory counts as long as any process has one of them."""
-        return self._row.descriptors
+        self.descriptors = self._row.descriptors
+        """Those of the row: the memory counts as long as any process has one of them."""
 
     def take(self, inode: str) -> None:
         """Take the bytes. Blocks. Call it in a thread that no interrupt reaches, as the other

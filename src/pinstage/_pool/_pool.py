@@ -11,7 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NoReturn, SupportsIndex
 
@@ -143,56 +143,58 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
         if state.waiters:
             return None  # the slab is for the first in line
         limit = reuse_limit(nbytes, state.granularity)
-        in_flight = [
-            slab
-            for slab in list(state.slabs)
-            if nbytes <= slab.capacity <= limit and slab.is_in_flight_of(account)
-        ]
+        fitting = [slab for slab in list(state.slabs) if nbytes <= slab.capacity <= limit]
         # The smallest, and of several of a size the one that was leased first.
-        slab = min(in_flight, key=attrgetter("capacity", "used_at"), default=None)
-        if slab is None or slab.event is None:
-            return None
-        state.hits += 1
-        return Lease(state, slab, nbytes, account), slab.event
+        for slab in sorted(fitting, key=attrgetter("capacity", "used_at")):
+            if slab.account is not account or slab.lease is not None or slab.has_views():
+                continue
+            event = slab.event  # read only now: a release sets it
+            if event is not None and not slab.guards:
+                state.hits += 1
+                return Lease(state, slab, nbytes, account), event
+    return None
 
 
+@dataclass(eq=False)
 class Waiter:
-    """A request, which may have to wait. `sleep` waits for `wake`, which raises RuntimeError if it
-    is still pending.
+    """A request, which may have to wait until it is woken.
 
-    `wake` releases a lock. A `threading.Event` isn't used, because an interrupt may leave it locked
-    forever. Nor is a `SimpleQueue`: it may treat a short time-out as none, and wait on when the
-    rest of the time is below zero.
-
-    Attributes:
-        account: its owner's.
-        nbytes: bytes needed; 0 for calls that lease nothing.
-        capacity: the size class of `nbytes`.
-        limit: the size of the largest idle slab that serves it before the pool grows.
-        timeout: the most seconds to wait; None for no limit.
-        deadline: the time until which it waits, by `time.monotonic`.
-        began: the time at which it began, without the time for growing.
-        waits: 1 if it had to wait, else 0.
-        pause: the last pause, in seconds.
-        is_over: whether its call has ended, perhaps by an interrupt.
+    It waits for a lock that `wake` releases. A `threading.Event` isn't used, because an interrupt
+    may leave it locked forever. Nor is a `SimpleQueue`: it may treat a short time-out as none, and
+    wait on when the rest of the time is below zero.
     """
 
-    def __init__(
-        self,
-        account: Account = NOBODY,
-        nbytes: int = 0,
-        capacity: int = 0,
-        limit: int = 0,
-        timeout: float | None = None,
-    ) -> None:
-        wakeup = _thread.allocate_lock()
-        wakeup.acquire()
-        self.wake, self.sleep = wakeup.release, wakeup.acquire
-        self.account, self.nbytes, self.timeout = account, nbytes, timeout
-        self.capacity, self.limit = capacity, limit
-        self.began, self.waits, self.pause = time.monotonic(), 0, 0.0
-        self.deadline = math.inf if timeout is None else self.began + timeout
-        self.is_over = False
+    account: Account = NOBODY
+    """Its owner's."""
+    nbytes: int = 0
+    """Bytes needed; 0 for calls that lease nothing."""
+    capacity: int = 0
+    """The size class of `nbytes`."""
+    limit: int = 0
+    """The size of the largest idle slab that serves it before the pool grows."""
+    timeout: float | None = None
+    """The most seconds to wait; None for no limit."""
+    waits: int = 0
+    """1 if it had to wait, else 0."""
+    pause: float = 0.0
+    """The last pause, in seconds."""
+    is_over: bool = False
+    """Whether its call has ended, perhaps by an interrupt."""
+
+    def __post_init__(self) -> None:
+        self._wakeup = _thread.allocate_lock()
+        self._wakeup.acquire()
+        self.began = time.monotonic()
+        """The time at which it began, without the time for growing."""
+        self.deadline = math.inf if self.timeout is None else self.began + self.timeout
+        """The time until which it waits."""
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is awake
+            self._wakeup.release()
+
+    def sleep(self, seconds: float) -> None:
+        self._wakeup.acquire(timeout=seconds)
 
 
 class SlabPool:
@@ -346,7 +348,7 @@ class SlabPool:
         check_open(self)
         with self._state.lock:
             self._state.accounts.set_quota(owner, least, most)
-        self._state.wake_all()
+        self._state.wake()
 
     def reserve(self, nbytes: Size, *, count: int = 1, background: bool = False) -> Fence:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
@@ -428,7 +430,7 @@ class SlabPool:
         """
         self._check_entry()
         self._state.frozen = True
-        self._state.wake_all()
+        self._state.wake()
 
     def close(self) -> None:
         """Refuse new leases, wait for slabs in flight, and free all slabs that are idle then.
@@ -442,7 +444,7 @@ class SlabPool:
         if state.is_forked:
             return
         state.closed = True
-        state.wake_all()
+        state.wake()
         # In a capture, or a finaliser in the middle of a call of this thread: the reaper does the
         # rest.
         if state.is_entered() or capturing_device() is not None:
@@ -611,8 +613,7 @@ class SlabPool:
         try:
             while lease is None:
                 with state.lock:
-                    if me not in state.waiters:
-                        state.waiters.append(me)
+                    state.waiters.setdefault(me)
                     decision = self._decide(me)
                 if isinstance(decision, Growth):
                     lease = self._work(decision, me)
@@ -622,10 +623,8 @@ class SlabPool:
                     lease = decision
         finally:
             me.is_over = True
-            # An interrupt may have come before it was added; `remove` is a single C call.
-            if me in state.waiters:
-                state.waiters.remove(me)
-            state.wake_first()
+            state.waiters.pop(me, None)
+            state.wake(1)
             me.account.wait_seconds += me.waits * (time.monotonic() - me.began)
         return lease
 
@@ -636,8 +635,8 @@ class SlabPool:
         refuse_capture()
         state, began, lease = self._state, time.monotonic(), None
         if growth.count:
-            state.waiters.remove(me)
-        state.wake_first()
+            state.waiters.pop(me, None)
+        state.wake(1)
         try:
             lease = growth.result()
         except RefusedForNow:
@@ -673,9 +672,9 @@ class SlabPool:
         position = line.index(me)
         me.account.waits += 1 - me.waits
         me.waits = 1
-        if state.accounts.have_quotas and line[position + 1 :]:
-            with contextlib.suppress(RuntimeError):
-                line[position + 1].wake()
+        if state.accounts.have_quotas:
+            for following in line[position + 1 :][:1]:
+                following.wake()
         left = me.deadline - time.monotonic()
         if left <= 0 or (gives_up is not None and gives_up()):
             raise _refusals.timed_out(state.figures(), me.nbytes, me.timeout, len(line) - 1)
@@ -683,7 +682,7 @@ class SlabPool:
         if position == 0:  # a little longer each time
             shortest, longest = POLL_SECONDS
             me.pause = patience = min(max(shortest, 2 * me.pause), longest)
-        me.sleep(timeout=min(left, patience))
+        me.sleep(min(left, patience))
 
     # -- checks
 
@@ -732,5 +731,9 @@ class SlabPool:
 
 def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab]:
     """Return the first slabs that have that many bytes together, or all."""
-    before = accumulate([slab.capacity for slab in idle], initial=0)
-    return [slab for slab, earlier in zip(idle, before, strict=False) if earlier < nbytes]
+    chosen: list[Slab] = []
+    for slab in idle:
+        if nbytes > 0:
+            chosen.append(slab)
+        nbytes -= slab.capacity
+    return chosen

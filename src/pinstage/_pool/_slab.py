@@ -7,7 +7,6 @@ every view references. When it is gone, so is the last view.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import os
@@ -15,7 +14,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter, methodcaller
@@ -145,13 +144,6 @@ class Slab:
         self.event = None  # nothing can have replaced it: the slab has no lease
         self.guards.clear()
         return True
-
-    def is_in_flight_of(self, account: Account) -> bool:
-        """Return whether the slab's only obstacle is the event behind which an owner has released
-        it.
-        """
-        is_released = self.account is account and self.lease is None and self.event is not None
-        return is_released and not self.guards and not self.has_views()
 
     def is_forgotten(self) -> bool:
         """Return whether its lease is gone without a release."""
@@ -349,7 +341,7 @@ class Lease:
         slab.put(None)
         state.unrecorded.pop(self, None)
         if state.waiters:
-            state.wake_first()
+            state.wake(1)
         if state.closed:
             state.tidy_later()
 
@@ -506,7 +498,7 @@ class PoolState:
         if (is_in_memory := memory.is_entered) is not None:
             self.is_entered = lambda: has_lock() or is_in_memory()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.waiters: deque[Any] = deque()
+        self.waiters: dict[Any, None] = {}
         self.clock = itertools.count(1)
         self.slabs: dict[Slab, None] = {}
         self.growths: dict[Any, None] = {}
@@ -569,7 +561,7 @@ class PoolState:
                     slab.doomed = False
                 del self.growths[growth]  # last: an interrupt may come before
         slabs = list(self.slabs)
-        idle = [slab for slab in slabs if slab.is_free()]
+        idle = list(filter(Slab.is_free, slabs))
         # Afterwards: querying events may run the garbage collector, which frees leases.
         for slab in slabs:
             if slab.is_forgotten():
@@ -586,7 +578,7 @@ class PoolState:
 
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or set aside for growths."""
-        growths = sum([growth.promised() for growth in list(self.growths)])
+        growths: int = sum([growth.promised() for growth in list(self.growths)])
         return growths + total(slab for slab in list(self.slabs) if not slab.doomed)
 
     def whole(self) -> int:
@@ -645,18 +637,10 @@ class PoolState:
 
     # -- waking and freeing
 
-    def wake_first(self) -> None:
-        """Wake the first request in line. Finalisers call this."""
-        try:  # noqa: SIM105 - contextlib.suppress runs Python code, which an interrupt may end
-            self.waiters[0].wake()
-        except (IndexError, RuntimeError):
-            pass  # no thread waits, or it is awake
-
-    def wake_all(self) -> None:
-        """Wake all requests in line."""
-        for waiter in list(self.waiters):
-            with contextlib.suppress(RuntimeError):
-                waiter.wake()
+    def wake(self, most: int | None = None) -> None:
+        """Wake the first requests in line; None for all. Finalisers call this."""
+        for waiter in list(self.waiters)[:most]:
+            waiter.wake()
 
     def tidy_later(self) -> None:
         """Let the reaper free slabs that were returned to a closed pool. Finalisers call this."""
