@@ -174,12 +174,9 @@ def warn(text: str) -> None:
         warnings.warn(text, StagingWarning, stacklevel=2)
 
 
-class _Buried:
-    def __init__(self, thing: object) -> None:
-        self._thing = thing
-
+class _Buried(list[Any]):
     def reap(self) -> bool:
-        self._thing = None
+        self.clear()
         return True
 
 
@@ -209,17 +206,11 @@ class Reaper:
             in_children: also run it in a forked child, when the child's copy of the object is gone.
                 The child needs a thread for that, which its first call that uses the reaper starts.
         """
-        self._watch(thing, reap, in_children)
+        self.note(thing, reap, in_children)
         self.start()
 
-    def watch_inherited(self, deaths: set[Any]) -> None:
-        """Watch the objects of a parent that this forked child has to watch, too."""
-        for death in deaths:
-            thing = death()
-            if death.in_children and thing is not None:
-                self._watch(thing, death.reap, in_children=True)
-
-    def _watch(self, thing: Any, reap: Callable[[], bool], in_children: bool) -> None:
+    def note(self, thing: Any, reap: Callable[[], bool], in_children: bool) -> None:
+        """Do so without starting the thread."""
         death = Death(thing, self.tasks.put)
         death.reap, death.in_children = reap, in_children
         self._deaths.add(death)
@@ -228,7 +219,7 @@ class Reaper:
         """Drop an object in the reaper's thread, where no interrupt can cut its finalisers
         short.
         """
-        self.tasks.put(_Buried(thing))
+        self.tasks.put(_Buried([thing]))
 
     def start(self) -> None:
         """Start the thread, unless it is running.
@@ -287,7 +278,10 @@ def _forget() -> None:
     of_parent = vars(reaper).copy()
     _of_parents.append(of_parent)
     reaper.__init__()  # type: ignore[misc]
-    reaper.watch_inherited(of_parent["_deaths"])
+    for death in of_parent["_deaths"]:
+        thing = death()
+        if death.in_children and thing is not None:
+            reaper.note(thing, death.reap, in_children=True)
 
 
 os.register_at_fork(after_in_child=_forget)

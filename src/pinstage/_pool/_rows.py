@@ -8,8 +8,9 @@ A forked child inherits all descriptors. It closes those of memory that it doesn
 memory stays mapped in the child, and so its rows stay open there, and count until the child has
 ended, too.
 
-Rows fail closed: a row that can't be written keeps its last numbers, and a damaged row is an error,
-never a 0.
+Rows fail closed: a row that can't be written keeps its last numbers, and a damaged row, which its
+checksum shows, is an error, never a 0.
+
 """
 
 from __future__ import annotations

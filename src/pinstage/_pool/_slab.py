@@ -108,17 +108,19 @@ class Slab:
         for_good: whether no release is expected of the current or last lease and its views.
     """
 
+    account: Account | None = None
+    requested = 0
+    lease: weakref.ref[Any] | None = None
+    views: weakref.ref[Any] | None = None
+    event: Fence | None = None
+    doomed = for_good = False
+
     def __init__(self, block: Block, stacks: dict[int, dict[Slab, Any]], used_at: int) -> None:
         self.block, self.ptr, self.capacity = block, block.ptr, block.nbytes
         self.stack = stacks.setdefault(block.nbytes, {})
         self.put: Callable[[object], object] = partial(self.stack.setdefault, self)
-        self.account: Account | None = None
-        self.requested, self.used_at = 0, used_at
-        self.lease: weakref.ref[Any] | None = None
-        self.views: weakref.ref[Any] | None = None
-        self.event: Fence | None = None
+        self.used_at = used_at
         self.guards: dict[int, Fence] = {}
-        self.doomed = self.for_good = False
 
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
@@ -485,13 +487,16 @@ class PoolState:
             page-locking is refused; by whether they are shared. They are closed with this one.
     """
 
+    closed = frozen = is_forked = False
+    user: str | None = None
+    refusal: _refusals.Refusal | None = None
+    hits = misses = peak_held_bytes = peak_held_slabs = total_held_bytes = total_held_slabs = 0
+
     def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
         self.memory, self.max_bytes, self._reason = memory, max_bytes, reason
         # A copy from pageable memory has read the memory when the call returns.
         self.record = record_current_streams if memory.resource.is_pinned else None
         self.granularity = memory.resource.granularity
-        self.closed = self.frozen = self.is_forked = False
-        self.user: str | None = None
         self.pageable: dict[bool, Any] = {}
         self.lock = threading.RLock()
         self.is_entered = has_lock = ownership(self.lock)
@@ -506,9 +511,6 @@ class PoolState:
         self.sizes: list[int] = []
         self.unrecorded: dict[Any, None] = {}
         self.forgotten: list[tuple[int, int]] = []
-        self.refusal: _refusals.Refusal | None = None
-        self.hits = self.misses = self.peak_held_bytes = self.peak_held_slabs = 0
-        self.total_held_bytes = self.total_held_slabs = 0
         _all.add(self)
         # Not the state itself: in a garbage cycle, the collector calls back before finalisers use
         # it for the last time.
@@ -611,8 +613,8 @@ class PoolState:
 
     def largest(self, bound: int) -> int:
         """Return the size of the largest slab within a bound that isn't held for good."""
-        usable = [slab for slab in list(self.slabs) if not slab.is_held_for_good()]
-        return max([slab.capacity for slab in usable if slab.capacity <= bound], default=0)
+        usable = [slab for slab in list(self.slabs) if slab.capacity <= bound]
+        return max([slab.capacity for slab in usable if not slab.is_held_for_good()], default=0)
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
