@@ -10,7 +10,6 @@ ended, too.
 
 Rows fail closed: a row that can't be written keeps its last numbers, and a damaged row, which its
 checksum shows, is an error, never a 0.
-
 """
 
 from __future__ import annotations

@@ -532,12 +532,16 @@ class PoolState:
         """
         sizes = self.sizes
         for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]:
-            # A single C call: a release in another thread may add to the stack at any moment.
-            stack = list(self.stacks[size])
-            for slab in [*stack[-1:], *stack[:-1]]:
-                if slab.is_free():
-                    self.hits += 1
-                    return Lease(self, slab, nbytes, account)
+            # Only single C calls touch the stack: a release in another thread may add to it at any
+            # moment.
+            stack = self.stacks[size]
+            slab = stack.popitem()[0] if stack else None
+            if slab is not None and not slab.is_free():
+                slab.put(None)
+                slab = next(filter(Slab.is_free, list(stack)), None)
+            if slab is not None:
+                self.hits += 1
+                return Lease(self, slab, nbytes, account)
         return None
 
     def add(self, block: Block) -> Slab:
