@@ -174,9 +174,12 @@ def warn(text: str) -> None:
         warnings.warn(text, StagingWarning, stacklevel=2)
 
 
-class _Buried(list[Any]):
+class _Buried:
+    def __init__(self, thing: object) -> None:
+        self._thing = thing
+
     def reap(self) -> bool:
-        self.clear()
+        self._thing = None
         return True
 
 
@@ -219,7 +222,7 @@ class Reaper:
         """Drop an object in the reaper's thread, where no interrupt can cut its finalisers
         short.
         """
-        self.tasks.put(_Buried([thing]))
+        self.tasks.put(_Buried(thing))
 
     def start(self) -> None:
         """Start the thread, unless it is running.

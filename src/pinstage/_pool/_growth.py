@@ -69,12 +69,15 @@ class Growth(UninterruptedCall[Lease | None]):
         return max(self.capacity * self.count, total(self.victims))
 
     def is_abandoned(self) -> bool:
+        """Return whether an interrupt ended the call of its request before the thread began. Then
+        it never begins.
+        """
         return self.waiter.is_over and not self._has_begun
 
     def _call(self) -> Lease | None:
         state: PoolState = self._keeps
         with state.lock:
-            if self not in state.growths:
+            if self.is_abandoned():
                 return None
             self._has_begun = True
         lease, waiter = None, self.waiter

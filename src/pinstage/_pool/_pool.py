@@ -98,11 +98,12 @@ def state_of(pool: SlabPool) -> PoolState:
 
 def why_never(pool: SlabPool, owner: str, nbytes: int) -> PoolError | MemoryError | None:
     """Return the error of a request for which waiting is useless; None if it may be served later.
-    Nothing is leased, and refusals of memory are left out.
+    Nothing is leased.
     """
     state = pool._state
     with state.lock:
-        return pool._why_never(Waiter(state.accounts[owner], nbytes))
+        capacity = size_class(nbytes, state.granularity)
+        return pool._why_never(Waiter(state.accounts[owner], nbytes, capacity))
 
 
 def largest_for(pool: SlabPool, owner: str) -> int:

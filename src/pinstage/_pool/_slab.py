@@ -537,7 +537,8 @@ class PoolState:
             stack = self.stacks[size]
             slab = stack.popitem()[0] if stack else None
             if slab is not None and not slab.is_free():
-                slab.put(None)
+                if slab.fences():
+                    slab.put(None)  # else its release, or the end of its last view, does it
                 slab = next(filter(Slab.is_free, list(stack)), None)
             if slab is not None:
                 self.hits += 1
@@ -565,7 +566,7 @@ class PoolState:
             if growth.is_abandoned():
                 for slab in growth.victims:
                     slab.doomed = False
-                del self.growths[growth]  # last: an interrupt may come before
+                del self.growths[growth]  # last, because an interrupt may come before
         slabs = list(self.slabs)
         idle = list(filter(Slab.is_free, slabs))
         # Afterwards: querying events may run the garbage collector, which frees leases.
