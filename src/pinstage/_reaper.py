@@ -224,17 +224,11 @@ class Reaper:
             in_children: also run it in a forked child, when the child's copy of the object is gone.
                 The child needs a thread for that, which its first call that uses the reaper starts.
         """
-        self._watch(thing, reap, in_children)
+        self.note(thing, reap, in_children)
         self.start()
 
-    def watch_inherited(self, deaths: set[Any]) -> None:
-        """Watch the objects of a parent that this forked child has to watch, too."""
-        for death in deaths:
-            thing = death()
-            if death.in_children and thing is not None:
-                self._watch(thing, death.reap, in_children=True)
-
-    def _watch(self, thing: Any, reap: Callable[[], bool], in_children: bool) -> None:
+    def note(self, thing: Any, reap: Callable[[], bool], in_children: bool) -> None:
+        """Do so without starting the thread."""
         death = Death(thing, self.tasks.put)
         death.reap, death.in_children = reap, in_children
         self._deaths.add(death)
@@ -302,7 +296,10 @@ def _forget() -> None:
     of_parent = vars(reaper).copy()
     _of_parents.append(of_parent)
     reaper.__init__()  # type: ignore[misc]
-    reaper.watch_inherited(of_parent["_deaths"])
+    for death in of_parent["_deaths"]:
+        thing = death()
+        if death.in_children and thing is not None:
+            reaper.note(thing, death.reap, in_children=True)
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -281,11 +281,10 @@ def test_a_slab_that_cannot_be_freed_stays_out(pool, memory):
     with pytest.raises(RuntimeError, match="device is gone"):
         pool.trim()
     stats = pool.stats()
-    assert (stats.held_bytes, stats.free_bytes, stats.free_slabs) == (128, 128, 1)
+    assert (stats.held_bytes, stats.free_bytes, stats.free_slabs) == (0, 0, 0)
+    assert memory.live_blocks == [lost]  # the others are freed nevertheless
     with pool.acquire(112) as lease:
-        assert lease.capacity == 128
-    assert pool.trim() == 128
-    assert memory.live_blocks == [lost]
+        assert lease.data_ptr() != lost.ptr
     memory.deallocate(lost)
 
 
@@ -296,7 +295,8 @@ def test_a_failed_free_fails_only_its_request(pool, memory):
     with pytest.raises(RuntimeError, match="device is gone"):
         pool.acquire(900)
     stats = pool.stats()
-    assert (stats.held_bytes, stats.free_bytes, stats.leased_bytes) == (416, 416, 0)
+    assert (stats.held_bytes, stats.free_bytes, stats.leased_bytes) == (0, 0, 0)
+    assert memory.live_blocks == [lost]
     memory.deallocate(lost)
     pool.acquire(1000, timeout=0).release()
 

@@ -20,7 +20,7 @@ from doubles import (
 from pinstage import SlabPool, Stager
 from pinstage._memory import Block
 from pinstage._pool import lease_in_flight
-from pinstage._pool._slab import Slab, free_what_is_done
+from pinstage._pool._slab import Slab, free
 from pinstage.errors import PoolClosedError, PoolError, UnreleasedLeaseWarning
 
 
@@ -232,7 +232,8 @@ def test_errors_of_slabs_keep_nothing():
     gc.disable()
     try:
         with contextlib.suppress(LostError):
-            free_what_is_done({Slab(Block(0, 1), {}, 0): None for _ in range(2)}, Memory())
+            slabs = dict.fromkeys(Slab(Block(0, 1), {}, 0) for _ in range(2))
+            free(slabs, slabs, Memory())
         assert [error() for error in made] == [None, None]
     finally:
         gc.enable()

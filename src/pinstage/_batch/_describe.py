@@ -351,24 +351,17 @@ def _describe_tensor(
     if (
         type(tensor) is not torch.Tensor
         or tensor.device != device
-        or tensor.layout is not torch.strided
         or tensor.is_nested
         or tensor.dtype not in CODES
         or tensor.ndim > MOST_DIMS
         or tensor.requires_grad
         or is_dual(tensor)
+        or has_no_memory(tensor)
     ):
         return Described(RowKind.MOVED)
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # of torch.func, such as inside vmap
-        return Described(RowKind.MOVED)
-    if tensor.numel():
-        if has_no_memory(tensor):
-            return Described(RowKind.MOVED)
-        _, needed = range_of(tensor)
-        if storage.nbytes() < needed or not tensor.data_ptr():
-            raise without_memory(structure, tensor, needed, index)
+    _, needed = range_of(tensor)
+    if needed and (tensor.untyped_storage().nbytes() < needed or not tensor.data_ptr()):
+        raise without_memory(structure, tensor, needed, index)
     return _describe_plain(structure, tensor, index)
 
 

@@ -100,7 +100,7 @@ def _in_class(cls: Any, plain: torch.Tensor, attributes: dict[str, Any]) -> Any:
 
 T = TypeVar("T")
 
-_BY_ATTRIBUTES = "by its attributes"
+_BY_ATTRIBUTES = None, None
 
 REGISTERED: dict[type, Any] = {}
 """The classes registered with `register_node`, each with its two functions, or `_BY_ATTRIBUTES`."""
@@ -265,7 +265,7 @@ def register_node(
             f"register_node({cls.__name__}): its base {builtin_base(cls).__name__} keeps data "
             "outside its attributes; pass flatten and unflatten"
         )
-    how = _BY_ATTRIBUTES if flatten is None else (flatten, unflatten)
+    how = flatten, unflatten
     if _is_container_otherwise(cls, how):
         raise ValueError(
             f"{cls.__module__}.{cls.__qualname__} is already registered in another way, or was met "
@@ -427,7 +427,7 @@ def _find(cls: Any) -> Any:
         return _BUILTIN[cls]
     how = REGISTERED.get(cls)
     if how is not None:
-        return attribute_handler(cls) if how == _BY_ATTRIBUTES else _of_functions(cls, *how)
+        return _of_functions(cls, *how)
     if is_atom(cls):
         return None
     functions = library_functions(cls)
@@ -435,22 +435,42 @@ def _find(cls: Any) -> Any:
         return None if isinstance(functions, bool) else _of_functions(cls, *functions)
     if issubclass(cls, torch.Tensor):
         return tensor_handler(cls)
-    own: Any = getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None)
-    handler: Any = checked(cls, *own) if all(map(callable, own)) else _sequence_handler(cls)
-    if handler is None and _goes_by_attributes(cls) and has_attributes_only(cls):
-        handler = attribute_handler(
-            cls, None if issubclass(cls, _by_attributes()) else _stays_the_same
-        )
-    if handler is None:
-        handler = pytree_handler(cls)
+    handler = (
+        _protocol_handler(cls)
+        or _sequence_handler(cls)
+        or _object_handler(cls)
+        or pytree_handler(cls)
+    )
     if handler is not None:
         _tell_of_pinning(cls)
     return handler
 
 
-def _of_functions(cls: type, flatten: Flatten, unflatten: Unflatten) -> Handler:
-    """Return the handler of functions that take arguments in the order of torch's pytree."""
+def _of_functions(cls: type, flatten: Flatten | None, unflatten: Any) -> Any:
+    """Return the handler of functions that take arguments in the order of torch's pytree; without
+    functions, that of an object with attributes.
+    """
+    if flatten is None:
+        return attribute_handler(cls)
     return checked(cls, flatten, lambda context, children: unflatten(children, context))
+
+
+def _protocol_handler(cls: Any) -> Any:
+    """Return the handler of a `StagingNode`; None for other classes."""
+    own: Any = getattr(cls, "tree_flatten", None), getattr(cls, "tree_unflatten", None)
+    return checked(cls, *own) if all(map(callable, own)) else None
+
+
+def _object_handler(cls: Any) -> Any:
+    """Return how an object is taken apart whose content is its attributes and items; None for other
+    classes.
+    """
+    by_attributes = _by_attributes()
+    plain = (dict, list, tuple, UserDict, UserList, *by_attributes)
+    is_data = dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
+    if not (is_data or issubclass(cls, plain)) or not has_attributes_only(cls):
+        return None
+    return attribute_handler(cls, None if issubclass(cls, by_attributes) else _stays_the_same)
 
 
 def _stays_the_same(obj: Any) -> bool:
@@ -464,13 +484,6 @@ def _stays_the_same(obj: Any) -> bool:
 
 def _by_attributes() -> tuple[type, ...]:
     return tuple(cls for cls, how in REGISTERED.copy().items() if how == _BY_ATTRIBUTES)
-
-
-def _goes_by_attributes(cls: type) -> bool:
-    plain = (dict, list, tuple, UserDict, UserList, *_by_attributes())
-    return (
-        issubclass(cls, plain) or dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__")
-    )
 
 
 def registration_of(cls: Any) -> Callable[[Any], Any] | None:

@@ -27,9 +27,13 @@ def is_dual(tensor: torch.Tensor) -> bool:
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has no memory of its own: a wrapper of functionalisation, or zeros of
-    forward-mode AD.
+    """Return whether a tensor has no memory of its own: one of torch.func, such as inside vmap, a
+    wrapper of functionalisation, zeros of forward-mode AD, or one whose layout isn't strided.
     """
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return True
     kinds = (
         getattr(torch, "_is_functional_tensor", None),
         getattr(torch.Tensor, "_is_zerotensor", None),

@@ -7,14 +7,14 @@ the line that records it. Nor do they break the capture of a CUDA graph in anoth
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._memory import REFUSALS, Block, more_may_help, remedy
 from .._reaper import UninterruptedCall
 from . import _refusals
 from ._adaptor import RefusedForNow
-from ._slab import Lease, PoolState, Slab, total
+from ._slab import Lease, PoolState, Slab, free, total
 
 RETRY_SECONDS = 60.0
 """Seconds for which a pool doesn't try to grow after memory was refused: a refusal may take as long
@@ -62,27 +62,30 @@ class Growth(UninterruptedCall[Lease | None]):
         for slab in victims:
             slab.doomed = True
 
-    def promised(self, slabs: Collection[Slab]) -> int:
-        """Return the bytes of the cap that it needs beyond those of victims that are in a
-        collection.
+    def promised(self) -> int:
+        """Return the bytes of the cap that it has: those to allocate, or those of its victims if
+        they have more.
         """
-        held = total(slab for slab in self.victims if slab in slabs)
-        return max(0, self.capacity * self.count - held)
+        return max(self.capacity * self.count, total(self.victims))
 
     def is_abandoned(self) -> bool:
+        """Return whether an interrupt ended the call of its request before the thread began. Then
+        it never begins.
+        """
         return self.waiter.is_over and not self._has_begun
 
     def _call(self) -> Lease | None:
         state: PoolState = self._keeps
         with state.lock:
-            if self not in state.growths:
+            if self.is_abandoned():
                 return None
             self._has_begun = True
         lease, waiter = None, self.waiter
         blocks: Iterable[Block] = ()
         try:
+            free(state.slabs, self.victims, state.memory)
+            self.victims = ()
             state.memory.look()
-            state.free(self.victims)
             if self.count:
                 blocks = self._allocate(state)
         except RefusedForNow:
@@ -95,12 +98,12 @@ class Growth(UninterruptedCall[Lease | None]):
                 del state.growths[self]
                 for block in blocks:
                     slab = state.add(block)
-                    if waiter.nbytes and not waiter.is_over:
+                    if waiter.nbytes and not waiter.is_over and not state.closed:
                         state.misses += 1
                         lease = Lease(state, slab, waiter.nbytes, waiter.account)
                     else:
                         slab.put(None)
-            state.wake_first()
+            state.wake(1)
         if self.count and state.closed:
             state.reap()
         return lease

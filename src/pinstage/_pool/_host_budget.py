@@ -128,6 +128,11 @@ class LimitedMemory(ResourceAdaptor):
     is_entered = staticmethod(ownership(turn))
     """Returns whether the calling thread is reading or writing the files."""
 
+    _held = 0
+    """Bytes that this row should have. It has more if it could not be written."""
+    _checked_at = 0.0
+    _is_ending = _is_busy = _is_late = False
+
     def __init__(self, resource: MemoryResource, budget: HostBudget) -> None:
         super().__init__(resource)
         self.others: list[PoolUsage] = []
@@ -139,12 +144,8 @@ class LimitedMemory(ResourceAdaptor):
         self._budget, self._path = budget, folder_path()
         self._usage = new_usage(budget.name, budget.max_bytes)
         self._row = Row(self._usage, is_inherited=False)
-        self._held = 0
-        """Bytes that this row should have. It has more if it could not be written."""
         self._shared: dict[int, Row] = {}
         """The rows of shared slabs, by the `id` of the block."""
-        self._checked_at = 0.0
-        self._is_ending = self._is_busy = self._is_late = False
         uninterrupted(partial(in_folder, self._path, self._begin))
 
     def holders(self) -> str:
@@ -366,11 +367,8 @@ class Claim:
         check_budget(budget)
         self._budget, self._nbytes, self._path = budget, nbytes, folder_path()
         self._row = Row(new_usage(budget.name, budget.max_bytes), is_inherited=is_shared)
-
-    @property
-    def descriptors(self) -> list[int]:
-        """The descriptors of the row: the memory counts as long as any process has one of them."""
-        return self._row.descriptors
+        self.descriptors = self._row.descriptors
+        """Those of the row: the memory counts as long as any process has one of them."""
 
     def take(self, inode: str) -> None:
         """Take the bytes. Blocks. Call it in a thread that no interrupt reaches, as the other
@@ -384,7 +382,20 @@ class Claim:
             AcquireTimeoutError: the rest of the budget is in use.
             ValueError, HostBudgetError: as `LimitedMemory`.
         """
-        in_folder(self._path, partial(self._take, inode))
+
+        def take(folder: int) -> None:
+            budget, nbytes = self._budget, self._nbytes
+            others = read_rows(folder, budget.name)
+            _check_caps(budget, others)
+            is_counted = any(inode in other.shared for other in others)
+            if not is_counted and nbytes > budget.max_bytes - held_bytes(others):
+                error = AcquireTimeoutError if nbytes <= budget.max_bytes else BudgetExceededError
+                asked = f"{format_bytes(nbytes)} requested from {budget!r}"
+                text = f"{asked}{_text_of(others)}; ask for less, or raise the budget"
+                raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
+            self._row.write(folder, nbytes, inode)
+
+        in_folder(self._path, take)
 
     def share(self, inode: str) -> None:
         """Note the inode of the memory, so that processes that map it, too, don't count it again.
@@ -395,18 +406,6 @@ class Claim:
     def release(self) -> None:
         """Give the bytes back, unless other processes hold the memory. Doesn't block."""
         self._row.close()
-
-    def _take(self, inode: str, folder: int) -> None:
-        budget, nbytes = self._budget, self._nbytes
-        others = read_rows(folder, budget.name)
-        _check_caps(budget, others)
-        is_counted = any(inode in other.shared for other in others)
-        if not is_counted and nbytes > budget.max_bytes - held_bytes(others):
-            error = AcquireTimeoutError if nbytes <= budget.max_bytes else BudgetExceededError
-            asked = f"{format_bytes(nbytes)} requested from {budget!r}"
-            text = f"{asked}{_text_of(others)}; ask for less, or raise the budget"
-            raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
-        self._row.write(folder, nbytes, inode)
 
 
 def _check_caps(budget: HostBudget, others: list[PoolUsage]) -> None:

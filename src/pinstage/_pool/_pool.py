@@ -11,7 +11,8 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import NoReturn, SupportsIndex
 
 from .._memory import (
@@ -28,13 +29,16 @@ from . import _refusals
 from ._adaptor import RefusedForNow
 from ._growth import Growth
 from ._host_budget import HostBudget, adaptor_for, cap_of, given_bytes
-from ._slab import Fence, Lease, PoolState, Slab, event_of, total
+from ._slab import Fence, Lease, PoolState, Slab, total
 from ._stats import PoolStats, snapshot
 from ._waiting import NOBODY, Account, check_timeout, this_thread
 
 POLL_SECONDS = (50e-6, 2e-3)
 """First and longest pause of the first request in line. A release wakes it at once. Finished events
 and freed views wake no thread, so it also polls."""
+
+_NONE = sys.maxsize
+"""In decisions, the size of a slab that there isn't."""
 
 GIVE_UP_SECONDS = 0.2
 """Interval at which the requests behind it check whether to give up."""
@@ -98,9 +102,8 @@ def why_never(pool: SlabPool, owner: str, nbytes: int) -> PoolError | MemoryErro
     """
     state = pool._state
     with state.lock:
-        account = state.accounts[owner]
-        me = Waiter(account, nbytes, size_class(nbytes, state.granularity))
-        return pool._why_never(account, me)
+        capacity = size_class(nbytes, state.granularity)
+        return pool._why_never(Waiter(state.accounts[owner], nbytes, capacity))
 
 
 def largest_for(pool: SlabPool, owner: str) -> int:
@@ -141,47 +144,58 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
         if state.waiters:
             return None  # the slab is for the first in line
         limit = reuse_limit(nbytes, state.granularity)
-        lease = state.lease(account, nbytes, limit, lambda slab: slab.is_in_flight_of(account))
-    return None if lease is None else (lease, event_of(lease))
+        fitting = [slab for slab in list(state.slabs) if nbytes <= slab.capacity <= limit]
+        # The smallest, and of several of a size the one that was leased first.
+        for slab in sorted(fitting, key=attrgetter("capacity", "used_at")):
+            if slab.account is not account or slab.lease is not None or slab.has_views():
+                continue
+            event = slab.event  # read only now: a release sets it
+            if event is not None and not slab.guards:
+                state.hits += 1
+                return Lease(state, slab, nbytes, account), event
+    return None
 
 
+@dataclass(eq=False)
 class Waiter:
-    """A request, which may have to wait. `sleep` waits for `wake`, which raises RuntimeError if it
-    is still pending.
+    """A request, which may have to wait until it is woken.
 
-    `wake` releases a lock. A `threading.Event` isn't used, because an interrupt may leave it locked
-    forever. Nor is a `SimpleQueue`: it may treat a short time-out as none, and wait on when the
-    rest of the time is below zero.
-
-    Attributes:
-        account: its owner's.
-        nbytes: bytes needed; 0 for calls that lease nothing.
-        capacity: the size class of `nbytes`.
-        limit: the size of the largest idle slab that serves it before the pool grows.
-        timeout: the most seconds to wait; None for no limit.
-        deadline: the time until which it waits, by `time.monotonic`.
-        began: the time at which it began, without the time for growing.
-        waits: 1 if it had to wait, else 0.
-        pause: the last pause, in seconds.
-        is_over: whether its call has ended, perhaps by an interrupt.
+    It waits for a lock that `wake` releases. A `threading.Event` isn't used, because an interrupt
+    may leave it locked forever. Nor is a `SimpleQueue`: it may treat a short time-out as none, and
+    wait on when the rest of the time is below zero.
     """
 
-    def __init__(
-        self,
-        account: Account = NOBODY,
-        nbytes: int = 0,
-        capacity: int = 0,
-        limit: int = 0,
-        timeout: float | None = None,
-    ) -> None:
-        wakeup = _thread.allocate_lock()
-        wakeup.acquire()
-        self.wake, self.sleep = wakeup.release, wakeup.acquire
-        self.account, self.nbytes, self.timeout = account, nbytes, timeout
-        self.capacity, self.limit = capacity, limit
-        self.began, self.waits, self.pause = time.monotonic(), 0, 0.0
-        self.deadline = math.inf if timeout is None else self.began + timeout
-        self.is_over = False
+    account: Account = NOBODY
+    """Its owner's."""
+    nbytes: int = 0
+    """Bytes needed; 0 for calls that lease nothing."""
+    capacity: int = 0
+    """The size class of `nbytes`."""
+    limit: int = 0
+    """The size of the largest idle slab that serves it before the pool grows."""
+    timeout: float | None = None
+    """The most seconds to wait; None for no limit."""
+    waits: int = 0
+    """1 if it had to wait, else 0."""
+    pause: float = 0.0
+    """The last pause, in seconds."""
+    is_over: bool = False
+    """Whether its call has ended, perhaps by an interrupt."""
+
+    def __post_init__(self) -> None:
+        self._wakeup = _thread.allocate_lock()
+        self._wakeup.acquire()
+        self.began = time.monotonic()
+        """The time at which it began, without the time for growing."""
+        self.deadline = math.inf if self.timeout is None else self.began + self.timeout
+        """The time until which it waits."""
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is awake
+            self._wakeup.release()
+
+    def sleep(self, seconds: float) -> None:
+        self._wakeup.acquire(timeout=seconds)
 
 
 class SlabPool:
@@ -289,7 +303,7 @@ class SlabPool:
             raise ValueError(
                 f"nbytes must be at least 1: {nbytes}; a batch without bytes needs no slab"
             )
-        if timeout is not None and (type(timeout) is not float or not timeout >= 0):
+        if timeout is not None:
             check_timeout(timeout)
         state = self._state
         if state.is_entered() or state.forgotten:
@@ -304,8 +318,7 @@ class SlabPool:
                     if lease is not None:
                         return lease
             capacity = size_class(nbytes, state.granularity)
-            me = Waiter(account, nbytes, capacity, limit, timeout)
-            return self._serve(account, me)
+            return self._serve(Waiter(account, nbytes, capacity, limit, timeout))
 
     def set_quota(self, owner: str, *, min_bytes: Size = 0, max_bytes: Size | None = None) -> None:
         """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and
@@ -333,11 +346,10 @@ class SlabPool:
         least, most = parse_bytes(min_bytes), None
         if max_bytes is not None:
             most = given_bytes(max_bytes, self._state.granularity)
-        self._check_entry()
+        check_open(self)
         with self._state.lock:
-            self._refuse_if_closed()
             self._state.accounts.set_quota(owner, least, most)
-        self._state.wake_all()
+        self._state.wake()
 
     def reserve(self, nbytes: Size, *, count: int = 1, background: bool = False) -> Fence:
         """Allocate now, so that `count` leases of `nbytes` at once need no allocation later.
@@ -419,7 +431,7 @@ class SlabPool:
         """
         self._check_entry()
         self._state.frozen = True
-        self._state.wake_all()
+        self._state.wake()
 
     def close(self) -> None:
         """Refuse new leases, wait for slabs in flight, and free all slabs that are idle then.
@@ -433,7 +445,7 @@ class SlabPool:
         if state.is_forked:
             return
         state.closed = True
-        state.wake_all()
+        state.wake()
         # In a capture, or a finaliser in the middle of a call of this thread: the reaper does the
         # rest.
         if state.is_entered() or capturing_device() is not None:
@@ -461,7 +473,7 @@ class SlabPool:
 
     # -- decisions
 
-    def _decide(self, account: Account, me: Waiter) -> Lease | Growth | None:
+    def _decide(self, me: Waiter) -> Lease | Growth | None:
         """Decide a request: return its lease, the slow work that it needs first, or None if it has
         to wait. Call it under the lock.
 
@@ -487,25 +499,24 @@ class SlabPool:
         """
         state = self._state
         self._refuse_if_closed()
-        if me not in state.waiters:
-            state.waiters.append(me)
         idle = state.scan()
-        room = self._room(account, me)
-        capacity, may_grow = min(me.capacity, room), me.nbytes <= room and not state.frozen
+        room = self._room(me)
         fitting = [slab.capacity for slab in idle if me.nbytes <= slab.capacity <= room]
-        smallest = min(fitting, default=sys.maxsize)
+        smallest = min(fitting, default=_NONE)
+        may_grow = me.nbytes <= room and not state.frozen
+        capacity = min(me.capacity, room) if may_grow else _NONE
         if smallest <= me.limit:
-            return state.lease(account, me.nbytes, smallest)
-        if may_grow and capacity <= self._headroom():
+            return state.lease(me.account, me.nbytes, smallest)
+        if capacity <= self._headroom():
             return Growth(state, me, (), capacity, 1)
         if smallest <= room:
-            return state.lease(account, me.nbytes, smallest)
+            return state.lease(me.account, me.nbytes, smallest)
         if may_grow and state.memory.is_due():
             return Growth(state, me)
         missing = capacity - self._headroom(by_freeing=True)
-        if may_grow and missing <= total(idle):
+        if missing <= total(idle):
             return Growth(state, me, _oldest(idle, missing), capacity, 1)
-        if (error := self._why_never(account, me)) is None:
+        if (error := self._why_never(me)) is None:
             return None
         try:
             raise error
@@ -513,7 +524,7 @@ class SlabPool:
             del error  # or it and this frame would keep one another, and all that called
 
     def _why_never(
-        self, account: Account, me: Waiter, just_now: _refusals.Refusal | None = None
+        self, me: Waiter, just_now: _refusals.Refusal | None = None
     ) -> PoolError | MemoryError | None:
         """Return the error of a request for which waiting is useless; None if it may be served
         later.
@@ -528,8 +539,8 @@ class SlabPool:
 
         Slabs held for good aren't counted as large enough.
         """
-        state, nbytes, room = self._state, me.nbytes, self._state.accounts.room
-        busy = state.held_for_good()
+        state, nbytes, account = self._state, me.nbytes, me.account
+        room, busy = state.accounts.room, state.held_for_good()
         largest, left = room(account, state.max_bytes), room(account, state.whole(), busy)
         held = state.largest(left)
         if nbytes > largest:
@@ -541,7 +552,7 @@ class SlabPool:
             return None
         if state.frozen:
             return _refusals.frozen(state.figures(), nbytes, held)
-        refusal, capacity = just_now or self._standing_refusal(), min(me.capacity, left)
+        refusal, capacity = just_now or state.refusal, min(me.capacity, left)
         if (
             refusal is None
             or capacity + busy.total() <= refusal.held
@@ -573,9 +584,9 @@ class SlabPool:
             raise _refusals.reserve_does_not_fit(state.figures(), capacity, missing)
         return capacity, missing
 
-    def _room(self, account: Account, me: Waiter) -> int:
+    def _room(self, me: Waiter) -> int:
         """Return the size of the largest slab that a request may take now, after a `scan`."""
-        state, line = self._state, list(self._state.waiters)
+        state, account, line = self._state, me.account, list(self._state.waiters)
         ahead = line[: line.index(me)]
         if ahead or state.accounts.have_quotas:
             return state.accounts.room(account, state.whole(), state.busy(), ahead)
@@ -583,20 +594,15 @@ class SlabPool:
 
     def _headroom(self, *, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if bytes must be freed first."""
-        most = min(self._state.max_bytes, self._state.memory.allowed)
-        if (refusal := self._standing_refusal()) is not None:
+        state = self._state
+        most = min(state.max_bytes, state.memory.allowed)
+        if (refusal := state.refusal) is not None:
             most = min(most, refusal.held if by_freeing else refusal.total - 1)
-        return most - self._state.promised()
-
-    def _standing_refusal(self) -> _refusals.Refusal | None:
-        refusal = self._state.refusal
-        if refusal is not None and time.monotonic() >= refusal.until:
-            refusal = self._state.refusal = None
-        return refusal
+        return most - state.promised()
 
     # -- slow work, and waiting
 
-    def _serve(self, account: Account, me: Waiter) -> Lease:
+    def _serve(self, me: Waiter) -> Lease:
         """Serve a request: first come, first served, within what quotas allow.
 
         Each request checks for itself, and takes the requests before it into account. A release
@@ -608,35 +614,30 @@ class SlabPool:
         try:
             while lease is None:
                 with state.lock:
-                    decision = self._decide(account, me)
+                    state.waiters.setdefault(me)
+                    decision = self._decide(me)
                 if isinstance(decision, Growth):
-                    lease = self._work(decision, account, me)
+                    lease = self._work(decision, me)
                 elif decision is None:
-                    self._pause(account, me)
+                    self._pause(me)
                 else:
                     lease = decision
         finally:
             me.is_over = True
-            # An interrupt may have come before it was added; `remove` is a single C call.
-            if me in state.waiters:
-                state.waiters.remove(me)
-            state.wake_first()
-            account.wait_seconds += me.waits * (time.monotonic() - me.began)
-        if state.closed:
-            lease.release()
-            self.trim()
-            self._refuse_if_closed()
+            state.waiters.pop(me, None)
+            state.wake(1)
+            me.account.wait_seconds += me.waits * (time.monotonic() - me.began)
         return lease
 
-    def _work(self, growth: Growth, account: Account, me: Waiter) -> Lease | None:
+    def _work(self, growth: Growth, me: Waiter) -> Lease | None:
         """Do slow work in a thread of the pool. Return the lease; None if there is none, and the
         request has to be decided again.
         """
         refuse_capture()
         state, began, lease = self._state, time.monotonic(), None
         if growth.count:
-            state.waiters.remove(me)
-        state.wake_first()
+            state.waiters.pop(me, None)
+        state.wake(1)
         try:
             lease = growth.result()
         except RefusedForNow:
@@ -646,7 +647,7 @@ class SlabPool:
             if refusal is None:
                 raise
             with state.lock:
-                if self._why_never(account, me, refusal) is not None:
+                if self._why_never(me, refusal) is not None:
                     raise
             if is_first_refusal(self):
                 warnings.warn(
@@ -662,7 +663,7 @@ class SlabPool:
             me.deadline += took
         return lease
 
-    def _pause(self, account: Account, me: Waiter) -> None:
+    def _pause(self, me: Waiter) -> None:
         """Wait until a request may have become possible.
 
         Raises:
@@ -670,11 +671,11 @@ class SlabPool:
         """
         state, line, gives_up = self._state, list(self._state.waiters), this_thread.gives_up
         position = line.index(me)
-        account.waits += 1 - me.waits
+        me.account.waits += 1 - me.waits
         me.waits = 1
-        if state.accounts.have_quotas and line[position + 1 :]:
-            with contextlib.suppress(RuntimeError):
-                line[position + 1].wake()
+        if state.accounts.have_quotas:
+            for following in line[position + 1 :][:1]:
+                following.wake()
         left = me.deadline - time.monotonic()
         if left <= 0 or (gives_up is not None and gives_up()):
             raise _refusals.timed_out(state.figures(), me.nbytes, me.timeout, len(line) - 1)
@@ -682,7 +683,7 @@ class SlabPool:
         if position == 0:  # a little longer each time
             shortest, longest = POLL_SECONDS
             me.pause = patience = min(max(shortest, 2 * me.pause), longest)
-        me.sleep(timeout=min(left, patience))
+        me.sleep(min(left, patience))
 
     # -- checks
 
@@ -731,5 +732,9 @@ class SlabPool:
 
 def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab]:
     """Return the first slabs that have that many bytes together, or all."""
-    before = accumulate([slab.capacity for slab in idle], initial=0)
-    return [slab for slab, earlier in zip(idle, before, strict=False) if earlier < nbytes]
+    chosen: list[Slab] = []
+    for slab in idle:
+        if nbytes > 0:
+            chosen.append(slab)
+        nbytes -= slab.capacity
+    return chosen

@@ -8,8 +8,8 @@ A forked child inherits all descriptors. It closes those of memory that it doesn
 memory stays mapped in the child, and so its rows stay open there, and count until the child has
 ended, too.
 
-Rows fail closed: a row that can't be written keeps its last numbers, and a damaged row is an error,
-never a 0.
+Rows fail closed: a row that can't be written keeps its last numbers, and a damaged row, which its
+checksum shows, is an error, never a 0.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import sys
 import threading
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -101,17 +102,6 @@ class PoolUsage:
     """
 
 
-_FIELDS = {
-    "budget": str,
-    "max_bytes": int,
-    "pid": int,
-    "program": str,
-    "pool": str,
-    "held_bytes": int,
-    "shared": dict,
-}
-
-
 def held_bytes(pools: list[PoolUsage]) -> int:
     """Return the bytes that pools hold together. Memory that several of them share counts once."""
     private, shared = 0, dict[str, int]()
@@ -136,7 +126,6 @@ class Row:
         self.is_inherited = is_inherited
         self.descriptors: list[int] = []
         """The file's; empty if there is none."""
-        self._nbytes = 0
         self._life = np.empty(0)  # not the row: see `Reaper.watch`
         _rows.add(self)
         reaper.watch(self._life, partial(close_files, self.descriptors))
@@ -154,43 +143,32 @@ class Row:
                 removed.
         """
         usage = replace(self.usage, held_bytes=held, shared={inode: held} if inode and held else {})
-        record = json.dumps(asdict(usage)).encode()
-        if self.descriptors and os.fstat(self.descriptors[-1]).st_nlink:
-            self._overwrite(record)
-        else:
-            self._create(folder, record)
+        fields = asdict(usage)
+        record = json.dumps(fields | {"check": _check_of(fields)}).encode()
+        if not self.descriptors or not os.fstat(self.descriptors[-1]).st_nlink:
+            self.close()
+            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            self.descriptors.append(os.open(self.name, flags, 0o600, dir_fd=folder))
+        file = self.descriptors[-1]
+        before = os.pread(file, os.fstat(file).st_size, 0)
+        # All writes have the same size, so that later ones need no space.
+        nbytes = len(before) or round_up(len(record) + _SPARE_BYTES, _ROW_BYTES)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.pwrite(file, record.ljust(nbytes), 0) < nbytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                if before:
+                    os.pwrite(file, before, 0)
+                else:  # the next call makes another one
+                    os.unlink(self.name, dir_fd=folder)
+            raise
         self.usage = usage
 
     def close(self) -> None:
         """Close the file. The row still counts if another process has its descriptor."""
         close_files(self.descriptors)
-
-    def _create(self, folder: int, record: bytes) -> None:
-        # All later writes have the same size, so that they need no space.
-        self._nbytes = round_up(len(record) + _SPARE_BYTES, _ROW_BYTES)
-        flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(self.name, flags, 0o600, dir_fd=folder)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write(file, record.ljust(self._nbytes))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(self.name, dir_fd=folder)
-            os.close(file)
-            raise
-        removed = self.descriptors.copy()
-        self.descriptors[:] = [file]
-        close_files(removed)
-
-    def _overwrite(self, record: bytes) -> None:
-        file = self.descriptors[-1]
-        before = os.pread(file, self._nbytes, 0)
-        try:
-            _write(file, record.ljust(self._nbytes))
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.pwrite(file, before, 0)
-            raise
 
 
 _rows: weakref.WeakSet[Row] = weakref.WeakSet()
@@ -205,12 +183,6 @@ def close_files(descriptors: list[int]) -> bool:
             with contextlib.suppress(OSError):  # it is closed nevertheless
                 os.close(descriptors.pop())
     return True
-
-
-def _write(file: int, text: bytes) -> None:
-    if os.pwrite(file, text, 0) < len(text):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(file, len(text))
 
 
 def _prefix_of(budget: str) -> str:
@@ -331,17 +303,13 @@ def read_rows(folder: int, budget: str | None = None, but: Container[str] = ()) 
         if not name.endswith(_SUFFIX) or name in but:
             continue
         row = _read_living(folder, name, prefix)
-        if row is not None:
-            pools[row.pool] = _together(pools.get(row.pool), row)
+        if row is None:
+            continue
+        if (other := pools.get(row.pool)) is not None:
+            held, shared = row.held_bytes + other.held_bytes, row.shared | other.shared
+            row = replace(row, held_bytes=held, shared=shared)
+        pools[row.pool] = row
     return list(pools.values())
-
-
-def _together(one: PoolUsage | None, other: PoolUsage) -> PoolUsage:
-    """Return the sum of two rows of a pool."""
-    if one is None:
-        return other
-    held, shared = one.held_bytes + other.held_bytes, one.shared | other.shared
-    return replace(one, held_bytes=held, shared=shared)
 
 
 def _read_living(folder: int, name: str, prefix: str) -> PoolUsage | None:
@@ -366,28 +334,20 @@ def _read(file: int) -> PoolUsage | None:
     if not text:
         return None
     try:
-        return _checked(json.loads(text))
-    except (RecursionError, TypeError, ValueError) as error:
+        fields = json.loads(text)
+        if fields.pop("check") != _check_of(fields):
+            raise ValueError("its checksum is wrong")
+        return PoolUsage(**{name: fields[name] for name in PoolUsage.__annotations__})
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file)
         remedy = f"end the process that has it open{holder}, or name another folder in {VARIABLE}"
         damage = f"a host budget's file is damaged: {path}: {error}"
         raise HostBudgetError(f"{damage}; {remedy}") from error
 
 
-def _checked(record: Any) -> PoolUsage:
-    if not isinstance(record, dict):
-        raise TypeError(f"it holds {record!r:.50}, not an object")
-    fields = {name: record[name] for name in _FIELDS if name in record}
-    for name, value in fields.items():
-        if type(value) is not _FIELDS[name]:
-            raise TypeError(f"{name} is {value!r:.50}")
-    usage = PoolUsage(**fields)
-    numbers = [usage.max_bytes, usage.pid, usage.held_bytes, *usage.shared.values()]
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"its numbers are {numbers!r:.100}")
-    if sum(usage.shared.values()) > usage.held_bytes:
-        raise ValueError(f"of {usage.held_bytes} bytes it shares more: {usage.shared!r:.100}")
-    return usage
+def _check_of(fields: dict[str, Any]) -> int:
+    """Return the checksum of a row's fields."""
+    return zlib.crc32(json.dumps(fields).encode())
 
 
 def _holder(file: int) -> str:

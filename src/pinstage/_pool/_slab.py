@@ -7,17 +7,17 @@ every view references. When it is gone, so is the last view.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import os
 import threading
+import time
 import weakref
 from bisect import bisect_left, bisect_right
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import TracebackType
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
@@ -33,6 +33,7 @@ from . import _refusals
 from ._adaptor import ResourceAdaptor
 from ._waiting import Account, Accounts
 
+_is_done = methodcaller("query")
 _BYTE, _tensor_of = torch.uint8, torch.frombuffer  # faster to look up than torch's attributes
 
 
@@ -107,17 +108,19 @@ class Slab:
         for_good: whether no release is expected of the current or last lease and its views.
     """
 
+    account: Account | None = None
+    requested = 0
+    lease: weakref.ref[Any] | None = None
+    views: weakref.ref[Any] | None = None
+    event: Fence | None = None
+    doomed = for_good = False
+
     def __init__(self, block: Block, stacks: dict[int, dict[Slab, Any]], used_at: int) -> None:
         self.block, self.ptr, self.capacity = block, block.ptr, block.nbytes
         self.stack = stacks.setdefault(block.nbytes, {})
         self.put: Callable[[object], object] = partial(self.stack.setdefault, self)
-        self.account: Account | None = None
-        self.requested, self.used_at = 0, used_at
-        self.lease: weakref.ref[Any] | None = None
-        self.views: weakref.ref[Any] | None = None
-        self.event: Fence | None = None
+        self.used_at = used_at
         self.guards: dict[int, Fence] = {}
-        self.doomed = self.for_good = False
 
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
@@ -126,31 +129,23 @@ class Slab:
         Raises:
             PinstageError: it has events, and the current stream captures a graph.
         """
+        # Without the methods below: an acquired slab should cost few calls.
         if self.lease is not None or self.doomed:
             return False
         views = self.views  # read only now: without a lease, no new views are made
         if views is not None and views() is not None:
             return False
-        event = self.event
-        # The first question saves a call without CUDA.
-        if (event is not None or self.guards) and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            refuse_capture()
+        event, fences = self.event, list(self.guards.values())
         if event is not None:
-            if not event.query():
-                return False
-            self.event = None  # nothing can have replaced it: the slab has no lease
-        if self.guards:
-            if not all(guard.query() for guard in list(self.guards.values())):
-                return False
-            self.guards.clear()
+            fences.append(event)
+        # The second question saves a call without CUDA.
+        if fences and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            refuse_capture()
+        if not all(map(_is_done, fences)):
+            return False
+        self.event = None  # nothing can have replaced it: the slab has no lease
+        self.guards.clear()
         return True
-
-    def is_in_flight_of(self, account: Account) -> bool:
-        """Return whether the slab's only obstacle is the event behind which an owner has released
-        it.
-        """
-        is_released = self.account is account and self.lease is None and self.event is not None
-        return is_released and not self.guards and not self.has_views()
 
     def is_forgotten(self) -> bool:
         """Return whether its lease is gone without a release."""
@@ -167,7 +162,7 @@ class Slab:
         """Return what keeps it from others, as far as is known without querying events."""
         if self.lease is not None and not self.is_forgotten():
             return "leased"
-        return "in_flight" if not self.doomed and (self.fences() or self.has_views()) else "free"
+        return "in_flight" if self.fences() or self.has_views() else "free"
 
     def fences(self) -> list[Fence]:
         """Return all pending work that is known."""
@@ -213,6 +208,7 @@ class Lease:
         slab.account = account
         slab.requested = nbytes
         slab.used_at = next(state.clock)
+        slab.stack.pop(slab, None)
         # `slab.lease` is this reference as long as the slab is this lease's. In a garbage cycle,
         # the collector clears the slab's reference before finalisers use the lease for the last
         # time; by then the slab may be another lease's.
@@ -345,10 +341,9 @@ class Lease:
             slab.lease = None
         self._exporter = None
         slab.put(None)
-        if state.unrecorded:
-            state.unrecorded.pop(self, None)
+        state.unrecorded.pop(self, None)
         if state.waiters:
-            state.wake_first()
+            state.wake(1)
         if state.closed:
             state.tidy_later()
 
@@ -446,13 +441,6 @@ def hold_for_good(lease: Lease) -> None:
     lease._held("hold_for_good()").for_good = True
 
 
-def event_of(lease: Lease) -> Fence:
-    """Return the event behind which the slab of a lease was released before."""
-    event = lease._held("event_of()").event
-    assert event is not None
-    return event
-
-
 def is_page_locked(lease: Lease) -> bool:
     """Return whether a slab is page-locked for CUDA.
 
@@ -499,20 +487,23 @@ class PoolState:
             page-locking is refused; by whether they are shared. They are closed with this one.
     """
 
+    closed = frozen = is_forked = False
+    user: str | None = None
+    refusal: _refusals.Refusal | None = None
+    hits = misses = peak_held_bytes = peak_held_slabs = total_held_bytes = total_held_slabs = 0
+
     def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
         self.memory, self.max_bytes, self._reason = memory, max_bytes, reason
         # A copy from pageable memory has read the memory when the call returns.
         self.record = record_current_streams if memory.resource.is_pinned else None
         self.granularity = memory.resource.granularity
-        self.closed = self.frozen = self.is_forked = False
-        self.user: str | None = None
         self.pageable: dict[bool, Any] = {}
         self.lock = threading.RLock()
         self.is_entered = has_lock = ownership(self.lock)
         if (is_in_memory := memory.is_entered) is not None:
             self.is_entered = lambda: has_lock() or is_in_memory()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.waiters: deque[Any] = deque()
+        self.waiters: dict[Any, None] = {}
         self.clock = itertools.count(1)
         self.slabs: dict[Slab, None] = {}
         self.growths: dict[Any, None] = {}
@@ -520,47 +511,36 @@ class PoolState:
         self.sizes: list[int] = []
         self.unrecorded: dict[Any, None] = {}
         self.forgotten: list[tuple[int, int]] = []
-        self.refusal: _refusals.Refusal | None = None
-        self.hits = self.misses = self.peak_held_bytes = self.peak_held_slabs = 0
-        self.total_held_bytes = self.total_held_slabs = 0
         _all.add(self)
         # Not the state itself: in a garbage cycle, the collector calls back before finalisers use
         # it for the last time.
         self._life = np.empty(0)
-        reaper.watch(self._life, partial(free_what_is_done, self.slabs, self.memory))
+        reaper.watch(self._life, partial(free, self.slabs, self.slabs, self.memory))
 
     # -- slabs; call these under the lock
 
-    def lease(
-        self,
-        account: Account,
-        nbytes: int,
-        bound: int,
-        is_usable: Callable[[Slab], bool] | None = None,
-    ) -> Lease | None:
-        """Lease the smallest suitable slab; return None if there is none. All slabs that the pool
-        has are chosen here.
+    def lease(self, account: Account, nbytes: int, bound: int) -> Lease | None:
+        """Lease the smallest free slab; return None if there is none.
+
+        Of several of a size, the one returned last is tried first, because it is in the caches,
+        then the others, the one returned first at the beginning.
 
         Args:
             account: the owner.
             nbytes: the request's bytes.
             bound: bytes of the largest slab that may serve the request.
-            is_usable: says which slabs may serve it; of several of a size, the first in the stack
-                does. None for free slabs: then the last in the stack, which was returned last and
-                is in the caches, comes first.
         """
         sizes = self.sizes
         for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]:
             # Only single C calls touch the stack: a release in another thread may add to it at any
             # moment.
             stack = self.stacks[size]
-            slab = last = stack.popitem()[0] if stack and is_usable is None else None
-            if last is None or not last.is_free():
-                slab = next(filter(is_usable or Slab.is_free, list(stack)), None)
-                if last is not None and last.fences():
-                    last.put(None)  # else its release, or the end of its last view, does it
+            slab = stack.popitem()[0] if stack else None
+            if slab is not None and not slab.is_free():
+                if slab.fences():
+                    slab.put(None)  # else its release, or the end of its last view, does it
+                slab = next(filter(Slab.is_free, list(stack)), None)
             if slab is not None:
-                stack.pop(slab, None)
                 self.hits += 1
                 return Lease(self, slab, nbytes, account)
         return None
@@ -578,14 +558,17 @@ class PoolState:
 
     def scan(self) -> list[Slab]:
         """Check all slabs. Return the free ones, least recently used first, and put them in their
-        stacks.
+        stacks. Forget a refusal that is old enough to try again.
         """
-        self.growths = {growth: None for growth in self.growths if not growth.is_abandoned()}
-        doomed = {slab for growth in self.growths for slab in growth.victims}
+        if self.refusal is not None and time.monotonic() >= self.refusal.until:
+            self.refusal = None
+        for growth in list(self.growths):
+            if growth.is_abandoned():
+                for slab in growth.victims:
+                    slab.doomed = False
+                del self.growths[growth]  # last, because an interrupt may come before
         slabs = list(self.slabs)
-        for slab in slabs:
-            slab.doomed = slab in doomed
-        idle = [slab for slab in slabs if slab.is_free()]
+        idle = list(filter(Slab.is_free, slabs))
         # Afterwards: querying events may run the garbage collector, which frees leases.
         for slab in slabs:
             if slab.is_forgotten():
@@ -602,9 +585,8 @@ class PoolState:
 
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or set aside for growths."""
-        growths: list[Any] = list(self.growths)
-        promised: int = sum(growth.promised(self.slabs) for growth in growths)
-        return total(self.slabs) + promised
+        growths: int = sum([growth.promised() for growth in list(self.growths)])
+        return growths + total(slab for slab in list(self.slabs) if not slab.doomed)
 
     def whole(self) -> int:
         """Return the bytes that quotas divide: those of the cap, or those held by a frozen pool."""
@@ -636,8 +618,8 @@ class PoolState:
 
     def largest(self, bound: int) -> int:
         """Return the size of the largest slab within a bound that isn't held for good."""
-        usable = [slab.capacity for slab in list(self.slabs) if not slab.is_held_for_good()]
-        return max((size for size in usable if size <= bound), default=0)
+        usable = [slab for slab in list(self.slabs) if slab.capacity <= bound]
+        return max([slab.capacity for slab in usable if not slab.is_held_for_good()], default=0)
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
@@ -662,27 +644,10 @@ class PoolState:
 
     # -- waking and freeing
 
-    def wake_first(self) -> None:
-        """Wake the first request in line. Finalisers call this."""
-        try:  # noqa: SIM105 - contextlib.suppress runs Python code, which an interrupt may end
-            self.waiters[0].wake()
-        except (IndexError, RuntimeError):
-            pass  # no thread waits, or it is awake
-
-    def wake_all(self) -> None:
-        """Wake all requests in line."""
-        for waiter in list(self.waiters):
-            with contextlib.suppress(RuntimeError):
-                waiter.wake()
-
-    def free(self, slabs: Sequence[Slab]) -> None:
-        """Free doomed slabs. Call it in a thread that no interrupt reaches."""
-        for slab in slabs:
-            try:
-                self.memory.deallocate(slab.block)
-            finally:  # a slab that could not be freed is never used again
-                slab.stack.pop(slab, None)
-                del self.slabs[slab]
+    def wake(self, most: int | None = None) -> None:
+        """Wake the first requests in line; None for all. Finalisers call this."""
+        for waiter in list(self.waiters)[:most]:
+            waiter.wake()
 
     def tidy_later(self) -> None:
         """Let the reaper free slabs that were returned to a closed pool. Finalisers call this."""
@@ -693,11 +658,10 @@ class PoolState:
         pending.
         """
         with self.lock:
-            idle = dict.fromkeys(self.scan())
+            idle = self.scan()
             for slab in idle:
                 slab.doomed = True
-                del self.slabs[slab]
-        free_what_is_done(idle, self.memory)
+        free(self.slabs, idle, self.memory)
         return not self.pending()
 
 
@@ -714,23 +678,29 @@ def by_owner(slabs: Iterable[Slab]) -> Counter[Account | None]:
     return held
 
 
-def free_what_is_done(slabs: dict[Slab, None], memory: ResourceAdaptor) -> bool:
-    """Free the slabs of a dropped pool, except slabs whose events aren't done; return whether none
-    is left.
+def free(slabs: dict[Slab, None], victims: Iterable[Slab], memory: ResourceAdaptor) -> bool:
+    """Free some of the slabs that a pool holds, except slabs whose events aren't done; return
+    whether the pool holds none any more.
+
+    Call it in a thread that no interrupt reaches, for the slabs of a dropped pool, or those that
+    are doomed.
 
     Raises:
-        Exception: the error of the first slab that could not be freed; the others are freed
-            nevertheless.
+        Exception: the error of the first slab that could not be freed, and is never used again; the
+            others are freed nevertheless.
     """
     errors: list[Exception] = []
-    for slab in list(slabs):
+    for slab in list(victims):
         try:
-            if all(fence.query() for fence in slab.fences()):
+            if all(map(_is_done, slab.fences())):
                 # Else events may end in a forked child: a slab is a cycle.
                 slab.event = None
                 slab.guards.clear()
-                del slabs[slab]
-                memory.deallocate(slab.block)
+                try:
+                    memory.deallocate(slab.block)
+                finally:
+                    slab.stack.pop(slab, None)
+                    del slabs[slab]
         except Exception as error:  # noqa: BLE001 - raised below, when the others are free
             if not errors:
                 errors.append(error)
