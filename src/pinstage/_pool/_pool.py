@@ -145,7 +145,7 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
             return None  # the slab is for the first in line
         limit = reuse_limit(nbytes, state.granularity)
         fitting = [slab for slab in list(state.slabs) if nbytes <= slab.capacity <= limit]
-        # The smallest, and of several of a size the one that was leased first.
+        # The smallest slab, and among equals the one leased first.
         for slab in sorted(fitting, key=attrgetter("capacity", "used_at")):
             if slab.account is not account or slab.lease is not None or slab.has_views():
                 continue
