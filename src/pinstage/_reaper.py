@@ -209,7 +209,7 @@ class Reaper:
         self.tasks: SimpleQueue[Task] = SimpleQueue()
         # Kept here: a weak reference that is garbage itself is never called back.
         self._deaths: set[Any] = set()
-        self._claimed = _thread.allocate_lock()  # by the thread, which never releases it
+        self._claimed = _thread.allocate_lock()  # by the thread, until it ends
 
     def watch(self, thing: Any, reap: Callable[[], bool], *, in_children: bool = False) -> None:
         """Run a task when an object is gone. The task must not keep the object alive.
@@ -251,21 +251,29 @@ class Reaper:
     def _serve(self) -> None:
         if not self._claimed.acquire(blocking=False):
             return  # two callers at once have started two threads
+        tasks: list[Task] = []
         unfinished: list[Task] = []
-        while True:
-            if unfinished:
-                time.sleep(_POLL_SECONDS)
-            tasks, unfinished = unfinished, []
-            # Take all tasks: a waiting task must not delay others.
-            while not tasks or not self.tasks.empty():
-                tasks.append(self.tasks.get())
-            while tasks:
-                while not begin(self):
-                    time.sleep(_EXIT_SECONDS)
-                if not self._is_done(tasks[0]):
-                    unfinished.append(tasks[0])
-                del tasks[0]  # perhaps the last reference to it
-                running.pop(self, None)
+        try:
+            while True:
+                if unfinished:
+                    time.sleep(_POLL_SECONDS)
+                tasks, unfinished = unfinished, []
+                # Take all tasks: a waiting task must not delay others.
+                while not tasks or not self.tasks.empty():
+                    tasks.append(self.tasks.get())
+                while tasks:
+                    while not begin(self):
+                        time.sleep(_EXIT_SECONDS)
+                    if not self._is_done(tasks[0]):
+                        unfinished.append(tasks[0])
+                    del tasks[0]  # perhaps the last reference to it
+                    running.pop(self, None)
+        finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``
+            running.pop(self, None)
+            for task in tasks + unfinished:
+                self.tasks.put(task)
+            self._claimed.release()
+            self.start()
 
     def _is_done(self, task: Task) -> bool:
         self._deaths.discard(task)
