@@ -121,6 +121,14 @@ def test_dicts_are_loaded_in_place(stager, source):
         assert torch.equal(views[name].to_dense().float(), tensor)
 
 
+@pytest.mark.parametrize("keep", [["['a']"], lambda path, leaf: True], ids=["paths", "function"])
+def test_weights_never_stay_on_the_host(make_stager, keep):
+    found = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    stager = make_stager("1MiB", keep_on_host=keep)
+    assert stager.load_weights(found, {name: torch.ones(3) for name in found}) == ([], [])
+    assert all(tensor.all() for tensor in found.values())
+
+
 def test_overlapping_tensors_are_copied_in_the_modules_order(stager, source):
     memory = torch.zeros(4, 4)
     found = {"w": memory, "flat": memory[1:].view(-1), "bits": memory[2:].view(torch.int32)}
