@@ -569,6 +569,17 @@ def test_a_tensor_of_many_caps_is_cut(make_stager, kind):
     assert torch.equal(bits(place), bits(tensor.to(place.dtype)))
 
 
+class Flattened(torch.Tensor):
+    __tensor_flatten__ = None
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_what_cannot_be_cut_needs_no_slab(make_stager, kind):
+    place = torch.zeros(100_000).as_subclass(Flattened)
+    make_stager("64KiB").load_weights({"x": place}, {"x": kind(torch.ones(100_000))})
+    assert (place == 1).all()
+
+
 def test_at_most_two_groups_are_on_the_device(make_stager, monkeypatch):
     monkeypatch.setattr(_weights, "GROUP_BYTES", 1000)
     alive = weakref.WeakSet()

@@ -37,11 +37,14 @@ _EXACT = COPIED_AS_THEY_ARE - {torch.float16, torch.bfloat16}
 precision in float32, which changes NaNs. Others are copied as integers."""
 
 
-def checked(parts: Parts, existing: list[Any], device: torch.device) -> Matched:
-    """Check that torch can copy a batch into existing tensors, before anything is written.
+def prepare(parts: Parts, existing: list[Any], device: torch.device) -> Matched:
+    """Check that torch can copy a batch into existing tensors. Nothing is written before `fill`.
+
+    The leaves that are on the device already are replaced by copies, made on the current stream: so
+    all sources have been read before the first destination is written, which may be one of them.
 
     Args:
-        parts: the batch's parts, as `detached` returns them.
+        parts: the batch's parts, detached.
         existing: see `match`.
         device: where the existing tensors have to be.
 
@@ -58,6 +61,9 @@ def checked(parts: Parts, existing: list[Any], device: torch.device) -> Matched:
         if why is not None:
             path = parts.structure.path(index)
             raise LayoutError(f"out{path} {why}", path)
+    for index, tensor in _moved(parts).items():
+        if tensor.device == device:
+            parts.leaves[index] = tensor.clone()
     return matched
 
 
@@ -72,7 +78,7 @@ def fill(existing: list[Any], leaves: list[Any], matched: Matched) -> None:
     alike, others = matched
     for (code, its), rows in alike.items():
         places, sources = existing, leaves
-        if len(rows) < len(leaves):
+        if len(rows) < len(leaves):  # else they are all leaves
             places, sources = ([some[index] for index in rows] for some in (existing, leaves))
         if code == its and DTYPES[code] not in _EXACT:
             places, sources = [*map(as_integers, places)], [*map(as_integers, sources)]
@@ -89,7 +95,7 @@ def in_order(structure: Structure, out: Any) -> list[Any]:
         LayoutError: `out` has another structure.
     """
     leaves, its_own = walk(out)
-    if its_own is structure or its_own.matches(structure):  # leaves are in the order of sorted keys
+    if its_own.matches(structure):  # leaves are in the order of sorted keys
         return leaves
     paths, theirs = structure.paths(), its_own.paths()
     missing = [path for path in paths if path not in theirs]
@@ -159,17 +165,6 @@ def detached(parts: Parts, device: torch.device, *, arrays: bool = True) -> Part
         parts.leaves[index] = tensor.detach()
     changed = describe(parts.leaves, parts.structure, device, arrays=arrays)
     return changed._replace(stacks=parts.stacks)
-
-
-def with_own_copies(parts: Parts, device: torch.device) -> Parts:
-    """Copy the tensors of a batch that are on the device already, on the current stream.
-
-    So all sources have been read before the first destination is written, which may be one of them.
-    """
-    for index, tensor in _moved(parts).items():
-        if tensor.device == device:
-            parts.leaves[index] = tensor.clone()
-    return parts
 
 
 def _moved(parts: Parts) -> dict[int, torch.Tensor]:

@@ -43,7 +43,7 @@ from .._pool import Fence, Lease, guard_until_release, is_page_locked
 from .._steps import step
 from ._at_once import AT_ONCE_BYTES
 from ._host_slabs import HostSlabs
-from ._out import checked, detached, fill, in_order, with_own_copies
+from ._out import detached, fill, in_order, prepare
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
 from ._target import MOST_FEW, Few, HostBytes, Target
@@ -134,7 +134,6 @@ class Sender:
 
     def move_into(self, batch: Any, out: Any) -> Any:
         """Move a batch as `move` does, and copy it into existing tensors, on the current stream."""
-        device = self.target.device
         with step("stage"):
             with step("walk"):
                 walked = walk(batch)
@@ -144,8 +143,8 @@ class Sender:
             parts = detached(self.take_apart(batch, walked=walked), _CPU)
             existing = in_order(parts.structure, out)
             with step("check"):
-                matched = checked(parts, existing, device)
-            leaves = leaves_of(self.transfer(with_own_copies(parts, device), SMALL_BYTES))
+                matched = prepare(parts, existing, self.target.device)
+            leaves = leaves_of(self.transfer(parts, SMALL_BYTES))
             with step("unpack"):
                 fill(existing, leaves, matched)
             return parts.structure.rebuild(existing)

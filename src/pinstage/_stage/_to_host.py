@@ -60,7 +60,7 @@ from ._events import EventGroup
 from ._frames import clear_own_frames
 from ._host_slabs import HostSlabs
 from ._not_a_batch import B_co, NotABatch
-from ._out import checked, detached, fill, in_order, with_own_copies
+from ._out import detached, fill, in_order, prepare
 from ._target import MOST_FEW, Few, HostCopy, Target
 from ._targets import Targets
 from ._transfer import kept, move
@@ -447,11 +447,11 @@ class Fetcher:
         parts, tables = self._taken_apart(tree, detach=True)
         with step("check"):
             existing = in_order(parts.structure, out)
-            matched = alike, others = checked(parts, existing, _CPU)
+            matched = alike, others = prepare(parts, existing, _CPU)
             direct = _direct(parts.leaves, existing, list(tables.values()))
         for rows in (*alike.values(), others):
             rows[:] = [index for index in rows if index not in direct]
-        left = _left(with_own_copies(parts, _CPU), list(tables.values()))
+        left = _left(parts, list(tables.values()))
         tables = {device: _without(table, [*direct]) for device, table in tables.items()}
         plan = FetchPlan(self._gatherings(tables), parts, left, direct, self.hold)
         try:

@@ -34,7 +34,7 @@ from .._compat.views import range_of
 from .._pool import Fence
 from .._sizes import format_bytes, round_up, size_to_paste
 from ..errors import AcquireTimeoutError
-from ._out import checked, detached, fill, with_own_copies
+from ._out import fill, prepare
 from ._sender import SMALL_BYTES, PendingSend, Sender
 from ._transfer import leaves_of
 
@@ -286,7 +286,7 @@ class Destination:
         destination = self.local(name)
         if destination.layout is torch.strided:  # the copy replaces the parts of a sparse one
             destination = destination.detach()
-        return Write(name, part, destination, self.keys[name], ends_group)
+        return Write(name, part.detach(), destination, self.keys[name], ends_group)
 
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Raise an error if a tensor was overwritten after it was read. Call it when a group is
@@ -515,12 +515,10 @@ class _Groups:
 
     def start(self, group: list[Write]) -> None:
         """Check a group's destinations, and let threads begin to pack it."""
-        device = self._sender.target.device
         sources = {(write.name, number): write.source for number, write in enumerate(group)}
-        parts = detached(self._sender.take_apart(sources), torch.device("cpu"))
+        parts = self._sender.take_apart(sources)
         existing: list[Any] = [write.destination for write in group]
-        matched = checked(parts, existing, device)
-        parts = with_own_copies(parts, device)
+        matched = prepare(parts, existing, self._sender.target.device)
         try:
             pending = self._sender.start(parts, SMALL_BYTES, timeout=0)
         except AcquireTimeoutError:
