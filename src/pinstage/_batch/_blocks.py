@@ -121,7 +121,7 @@ def match(
 
     Args:
         leaves: the leaves of a batch.
-        existing: what is in their places. Leaves that stay as they are replace it.
+        existing: the objects in their places. Leaves that stay as they are replace these.
         table: the leaves' table; None if they weren't described.
         device: where existing tensors have to be.
 

@@ -74,7 +74,7 @@ static int find_leaf(const Matching *self, Py_ssize_t index, Found *found) {
     return result == 0 ? NOT_PLAIN : result < 0 ? -1 : STAYS;
 }
 
-/* Put a leaf that stays as it is in the place of what is there. */
+/* Put a leaf that stays as it is among the existing tensors. */
 static bool put(const Matching *self, Py_ssize_t index) {
     PyObject *leaf = PyList_GetItem(self->leaves, index);
     int is_wrapper = PySet_Contains(self->wrappers, (PyObject *)Py_TYPE(leaf));
