@@ -1,6 +1,7 @@
 """The thread that does deferred work of finalisers."""
 
 import _thread
+import ctypes
 import time
 
 import pytest
@@ -58,6 +59,32 @@ def test_a_second_thread_ends_no_first_one():
     wait_until(lambda: len(done) == 2)
     reaper.tasks.put(Counted(done))
     wait_until(lambda: len(done) == 3)
+
+
+def test_an_exception_from_outside_loses_no_task():
+    """As of ``PyThreadState_SetAsyncExc``, which a program may call with the id of a thread that
+    has just ended.
+    """
+    reaper, event, done, threads = Reaper(), ManualEvent(), [], []
+
+    class Interrupted(Counted):
+        def reap(self):
+            if not threads:
+                threads.append(_thread.get_ident())
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(threads[0]), ctypes.py_object(KeyboardInterrupt)
+                )
+            return super().reap()
+
+    reaper.start()
+    reaper.tasks.put(Waiting(event))
+    wait_until(lambda: event.queries)
+    reaper.tasks.put(Interrupted(done))
+    reaper.tasks.put(Counted(done))
+    wait_until(lambda: any(type(task) is Counted for task in done))
+    asked = event.queries
+    wait_until(lambda: event.queries > asked + 1)
+    event.finish()
 
 
 def test_a_child_reaps_its_copies_of_objects():

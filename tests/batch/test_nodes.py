@@ -382,6 +382,9 @@ def test_a_class_registered_with_pytree_later_is_known(stager, is_refused):
     register_pytree_node(
         Late, lambda late: ((late.hidden,), None), lambda children, context: Late(*children)
     )
+    out = [Late(torch.zeros_like(leaf())), torch.zeros_like(leaf(2))]
+    assert stager.to_device(batch, out=out)[1] is out[1]
+    assert_same(batch, out)
     for way in (stager.to_host, through_slab, stager.to_device):
         assert_same(batch, way(batch))
 

@@ -205,6 +205,16 @@ def test_a_batch_above_the_cap_is_refused(make_stager):
     assert not place.any()
 
 
+def test_a_few_leaves_need_no_slab(stager):
+    stager.to_device("text")  # looks the type up
+    batch = {"x": torch.ones(50_000), "y": np.ones(50_000), "text": "new"}
+    out = {"x": torch.zeros(50_000), "y": torch.zeros(50_000), "text": "old"}
+    staged = stager.to_device(batch, out=out)
+    assert stager.pool.stats().held_slabs == 0
+    assert (staged["text"], out["text"]) == ("new", "old")
+    assert are_ones([staged["x"], out["y"]])
+
+
 @pytest.mark.parametrize("method", ["to_device", "to_host"])
 def test_an_empty_batch_copies_nothing(stager, method):
     empty = torch.zeros(0, 3)

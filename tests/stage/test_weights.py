@@ -121,6 +121,14 @@ def test_dicts_are_loaded_in_place(stager, source):
         assert torch.equal(views[name].to_dense().float(), tensor)
 
 
+@pytest.mark.parametrize("keep", [["['a']"], lambda path, leaf: True], ids=["paths", "function"])
+def test_weights_never_stay_on_the_host(make_stager, keep):
+    found = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    stager = make_stager("1MiB", keep_on_host=keep)
+    assert stager.load_weights(found, {name: torch.ones(3) for name in found}) == ([], [])
+    assert all(tensor.all() for tensor in found.values())
+
+
 def test_overlapping_tensors_are_copied_in_the_modules_order(stager, source):
     memory = torch.zeros(4, 4)
     found = {"w": memory, "flat": memory[1:].view(-1), "bits": memory[2:].view(torch.int32)}
@@ -559,6 +567,17 @@ def test_a_tensor_of_many_caps_is_cut(make_stager, kind):
     tensor, place = OF_MANY_CAPS[kind]()
     make_stager("64KiB").load_weights({"x": place}, {"x": tensor})
     assert torch.equal(bits(place), bits(tensor.to(place.dtype)))
+
+
+class Flattened(torch.Tensor):
+    __tensor_flatten__ = None
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter])
+def test_what_cannot_be_cut_needs_no_slab(make_stager, kind):
+    place = torch.zeros(100_000).as_subclass(Flattened)
+    make_stager("64KiB").load_weights({"x": place}, {"x": kind(torch.ones(100_000))})
+    assert (place == 1).all()
 
 
 def test_at_most_two_groups_are_on_the_device(make_stager, monkeypatch):

@@ -16,6 +16,7 @@ from ._arrays import as_tensor
 from ._attributes import stored_attributes
 from ._blocks import (
     Blocks,
+    Matched,
     OwnStorage,
     Sharing,
     check_own_storage,

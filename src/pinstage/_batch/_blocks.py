@@ -17,6 +17,7 @@ from pinstage._native import _core
 
 from .._compat.views import check_is_plain, view_of
 from ._describe import dlpack_device
+from ._leaves import ATOM_TYPES, WRAPPERS
 from ._table import ALIGNMENT, DTYPES, Table
 
 Blocks = _core.Blocks
@@ -26,6 +27,10 @@ OwnStorage: TypeAlias = Literal["auto"] | bool
 OWN_LEAVES = 8
 """In batches of at most this many leaves, each leaf has its own tensor by default. That costs 1 us
 per leaf; 16 leaves of 64 KiB take as long as one tensor and one copy."""
+
+
+Matched: TypeAlias = tuple[dict[tuple[int, int], list[int]], list[int]]
+"""Which leaves torch can copy by one call for many; see `match`."""
 
 
 class Sharing(IntEnum):
@@ -110,21 +115,23 @@ def _view(
 
 
 def match(
-    table: Table, tensors: list[Any], device: torch.device
-) -> tuple[dict[tuple[int, int], list[int]], list[int]]:
-    """Look for existing tensors that torch can write by one call for many.
+    leaves: list[Any], existing: list[Any], table: Table | None, device: torch.device
+) -> Matched:
+    """Look for leaves that torch can copy into existing tensors by one call for many.
 
     Args:
-        table: the offset table.
-        tensors: one for each row; those of leaves that aren't tensors are ignored.
-        device: where they have to be.
+        leaves: the leaves of a batch.
+        existing: the objects in their places. Leaves that stay as they are replace these.
+        table: the leaves' table; None if they weren't described.
+        device: where existing tensors have to be.
 
     Returns:
-        Rows of packed leaves, by the codes of their dtype and of their tensor's. These tensors are
-        plain, have memory, and have the leaf's shape and strides. Then all other rows that have a
-        tensor.
+        Numbers of leaves that are packed, by the codes of their dtype and of their destination's.
+        These destinations are plain, have memory, and have the shape and the strides of the packed
+        leaf. Then the numbers of all other leaves that are, or without a table may be, tensors.
     """
-    return _core.match(table.data, tensors, *dlpack_device(device))
+    data = None if table is None else table.data
+    return _core.match(leaves, existing, data, (ATOM_TYPES, WRAPPERS), *dlpack_device(device))
 
 
 def cut(table: Table, slab: torch.Tensor, others: list[Any]) -> list[Any]:

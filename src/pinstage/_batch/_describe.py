@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,6 +117,7 @@ def _is_in(path: str, containers: Iterable[str]) -> bool:
 _DLPACK = {"cpu": 1, "cuda": 2}
 
 
+@lru_cache(maxsize=16)
 def dlpack_device(device: torch.device) -> tuple[int, int]:
     """Return DLPack's numbers for a device, which the extension uses."""
     return _DLPACK[device.type], device.index or 0

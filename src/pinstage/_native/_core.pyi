@@ -37,5 +37,11 @@ class Blocks:
     def leaves(self, others: list[Any], /) -> list[Any]: ...
 
 def match(
-    table: bytes, tensors: list[Any], device_type: int, device_index: int, /
+    leaves: list[Any],
+    existing: list[Any],
+    table: bytes | None,
+    types: tuple[set[type], frozenset[type]],
+    device_type: int,
+    device_index: int,
+    /,
 ) -> tuple[dict[tuple[int, int], list[int]], list[int]]: ...

@@ -235,6 +235,14 @@ enum { NOT_PLAIN = -2 }; /* Python has to describe it; no error */
 /* Describe a torch.Tensor, of exactly that class. Returns 0, or NOT_PLAIN, or -1 with an error. */
 int find_tensor(PyObject *object, int32_t device_type, int32_t device_id, Found *leaf);
 
+/* Prefetch the memory of the next leaves: a batch's tensors are usually scattered, and not in
+ * the caches. */
+void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index);
+
+/* Whether a leaf of this type, neither a tensor nor an array, stays as it is: objects of `atoms`
+ * hold no tensor, and those of `wrappers` are replaced by what they wrap. -1 with an error. */
+int stays(PyObject *atoms, PyObject *wrappers, PyTypeObject *type);
+
 /* Describe a numpy.ndarray, of exactly that class, which has to keep its memory. */
 int find_array(PyObject *object, Found *leaf);
 

@@ -252,9 +252,7 @@ static bool widen(Growing *self, int64_t rows, int64_t width) {
     return true;
 }
 
-/* Prefetch the memory of the next leaves: a batch's tensors are usually scattered, and not in
- * the caches. */
-static void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
+void look_ahead(PyObject *leaves, Py_ssize_t count, Py_ssize_t index) {
     if (index + 16 < count) __builtin_prefetch(PyList_GetItem(leaves, index + 16));
     if (index + 8 >= count || torch.handle_at == 0) return;
     PyObject *object = PyList_GetItem(leaves, index + 8);

@@ -56,12 +56,16 @@ static int add_source(Few *few, PyObject *leaf, Py_ssize_t index) {
     return 0;
 }
 
+int stays(PyObject *atoms, PyObject *wrappers, PyTypeObject *type) {
+    int is_atom = PySet_Contains(atoms, (PyObject *)type),
+        is_wrapper = PySet_Contains(wrappers, (PyObject *)type);
+    return is_atom < 0 || is_wrapper < 0 ? -1 : is_atom && !is_wrapper;
+}
+
 /* Check that a leaf of another type stays as it is. Returns what `add_source` returns. */
-static int check_stays(const Few *few, PyObject *type) {
-    int is_atom = PySet_Contains(few->atoms, type),
-        is_wrapper = PySet_Contains(few->wrappers, type);
-    if (is_atom < 0 || is_wrapper < 0) return -1;
-    return is_atom && !is_wrapper ? 0 : NOT_PLAIN;
+static int check_stays(const Few *few, PyTypeObject *type) {
+    int result = stays(few->atoms, few->wrappers, type);
+    return result < 0 ? -1 : result ? 0 : NOT_PLAIN;
 }
 
 /* Find the sources, which are few, small, dense, and different objects, and are read at once.
@@ -72,7 +76,7 @@ static int find_sources(Few *few) {
         PyObject *leaf = PyList_GetItem(few->leaves, i);
         PyTypeObject *type = Py_TYPE(leaf);
         bool is_data = type == torch.tensor || type == torch.array;
-        result = is_data ? add_source(few, leaf, i) : check_stays(few, (PyObject *)type);
+        result = is_data ? add_source(few, leaf, i) : check_stays(few, type);
     }
     if (result != 0) return result;
     bool is_read =
@@ -287,8 +291,7 @@ PyObject *fetch_few(UNUSED PyObject *module, PyObject *args) {
     for (Py_ssize_t i = 0; i < PyList_Size(few.leaves) && result == 0; i++) {
         PyObject *leaf = PyList_GetItem(few.leaves, i);
         PyTypeObject *type = Py_TYPE(leaf);
-        result = type == torch.tensor ? add_fetched(&few, leaf, i, room)
-                                      : check_stays(&few, (PyObject *)type);
+        result = type == torch.tensor ? add_fetched(&few, leaf, i, room) : check_stays(&few, type);
     }
     if (result == -1) return NULL;
     if (result == NOT_PLAIN || few.count == 0) Py_RETURN_NONE;

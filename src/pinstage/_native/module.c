@@ -193,8 +193,8 @@ static PyMethodDef functions[] = {
     {"make_stream", make_stream, METH_NOARGS,
      "make_stream(): the handle of another non-blocking stream, or -error of CUDA"},
     {"match", match, METH_VARARGS,
-     "match(table, tensors, device_type, device_index): rows whose tensors torch can write by one "
-     "call for each pair of dtypes, by these, and the other rows that have a tensor."},
+     "match(leaves, existing, table, (atoms, wrappers), device_type, device_index): leaves that "
+     "torch can copy by one call for each pair of dtypes, by these, and all others."},
     {"move_few", move_few, METH_VARARGS,
      "move_few(leaves, (atoms, wrappers), device_type, device_index, stream, copies, borrows, "
      "most_bytes)"},

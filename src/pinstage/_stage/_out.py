@@ -10,7 +10,6 @@ batch before it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from .._batch import (
     COPIED_AS_THEY_ARE,
     DTYPES,
+    Matched,
     Parts,
     RowKind,
     Structure,
@@ -37,55 +37,55 @@ _EXACT = COPIED_AS_THEY_ARE - {torch.float16, torch.bfloat16}
 precision in float32, which changes NaNs. Others are copied as integers."""
 
 
-class Destinations:
-    """Existing tensors, checked against a batch. Nothing is written before `fill`.
+def prepare(parts: Parts, existing: list[Any], device: torch.device) -> Matched:
+    """Check that torch can copy a batch into existing tensors. Nothing is written before `fill`.
+
+    The leaves that are on the device already are replaced by copies, made on the current stream: so
+    all sources have been read before the first destination is written, which may be one of them.
 
     Args:
-        parts: the batch's parts, as `detached` returns them.
-        existing: a destination for each tensor and array of the batch; other leaves are ignored.
-        device: where the destinations have to be.
+        parts: the batch's parts, detached.
+        existing: see `match`.
+        device: where the existing tensors have to be.
+
+    Returns:
+        What `match` returns, for `fill`.
 
     Raises:
         LayoutError: a destination isn't a tensor, has another shape, is on another device, or has
             no memory; or the leaf is an object that moves by its own ``.to()``.
     """
+    matched = match(parts.leaves, existing, parts.table, device)
+    for index in matched[1]:
+        why = _why_not(as_tensor(unwrapped(parts.leaves[index])), existing[index], device)
+        if why is not None:
+            path = parts.structure.path(index)
+            raise LayoutError(f"out{path} {why}", path)
+    for index, tensor in _moved(parts).items():
+        if tensor.device == device:
+            parts.leaves[index] = tensor.clone()
+    return matched
 
-    def __init__(self, parts: Parts, existing: list[Any], device: torch.device) -> None:
-        self._parts, self._existing = parts, existing
-        self._alike, self._others = match(parts.table, existing, device)
-        for index in self._others:
-            why = _why_not(as_tensor(unwrapped(parts.leaves[index])), existing[index], device)
-            if why is not None:
-                path = parts.structure.path(index)
-                raise LayoutError(f"out{path} {why}", path)
 
-    def fill(self, leaves: list[Any], besides: Collection[int] = ()) -> None:
-        """Copy leaves into their destinations, on the current stream.
+def fill(existing: list[Any], leaves: list[Any], matched: Matched) -> None:
+    """Copy leaves into existing tensors, on the current stream.
 
-        Args:
-            leaves: the batch's leaves, on the device.
-            besides: numbers of leaves that are in place already.
-        """
-        for (code, its), group in self._alike.items():
-            rows = [index for index in group if index not in besides] if besides else group
-            if not rows:
-                continue
-            places = [self._existing[index] for index in rows]
-            sources = [leaves[index] for index in rows]
-            if code == its and DTYPES[code] not in _EXACT:
-                places, sources = [*map(as_integers, places)], [*map(as_integers, sources)]
+    Args:
+        existing: the tensors, in the places of the leaves.
+        leaves: the batch's leaves, on the device.
+        matched: what `match` returned for them.
+    """
+    alike, others = matched
+    for (code, its), rows in alike.items():
+        places, sources = existing, leaves
+        if len(rows) < len(leaves):  # else they are all leaves
+            places, sources = ([some[index] for index in rows] for some in (existing, leaves))
+        if code == its and DTYPES[code] not in _EXACT:
+            places, sources = [*map(as_integers, places)], [*map(as_integers, sources)]
+        if rows:
             copy_each(places, sources)
-        for index in self._others:
-            self._existing[index].copy_(leaves[index])
-
-    def result(self) -> Any:
-        """Return the batch, with the destinations in the places of its tensors."""
-        parts, leaves = self._parts, self._existing
-        if parts.table.others:
-            leaves = list(leaves)
-            for index in parts.table.positions(RowKind.OTHER):
-                leaves[index] = unwrapped(parts.leaves[index])
-        return parts.structure.rebuild(leaves)
+    for index in others:
+        existing[index].copy_(leaves[index])
 
 
 def in_order(structure: Structure, out: Any) -> list[Any]:
@@ -154,31 +154,22 @@ def detached(parts: Parts, device: torch.device, *, arrays: bool = True) -> Part
         device: see `describe`.
         arrays: see `describe`.
     """
-    if not parts.table.moved:
+    attached = {
+        index: tensor
+        for index, tensor in _moved(parts).items()
+        if tensor.requires_grad or type(tensor) is torch.nn.Parameter
+    }
+    if not attached:
         return parts
-    leaves, has_changed = list(parts.leaves), False
-    for index in parts.table.positions(RowKind.MOVED):
-        tensor = unwrapped(leaves[index])
-        if isinstance(tensor, torch.Tensor) and (
-            tensor.requires_grad or type(tensor) is torch.nn.Parameter
-        ):
-            leaves[index], has_changed = tensor.detach(), True
-    if not has_changed:
-        return parts
-    changed = describe(leaves, parts.structure, device, arrays=arrays)
+    for index, tensor in attached.items():
+        parts.leaves[index] = tensor.detach()
+    changed = describe(parts.leaves, parts.structure, device, arrays=arrays)
     return changed._replace(stacks=parts.stacks)
 
 
-def with_own_copies(parts: Parts, device: torch.device) -> Parts:
-    """Copy the tensors of a batch that are on the device already, on the current stream.
-
-    So all sources have been read before the first destination is written, which may be one of them.
-    """
+def _moved(parts: Parts) -> dict[int, torch.Tensor]:
+    """Return the tensors that move by their own ``.to()``."""
     if not parts.table.moved:
-        return parts
-    leaves = list(parts.leaves)
-    for index in parts.table.positions(RowKind.MOVED):
-        tensor = unwrapped(leaves[index])
-        if isinstance(tensor, torch.Tensor) and tensor.device == device:
-            leaves[index] = tensor.clone()
-    return parts._replace(leaves=leaves)
+        return {}
+    moved = {i: unwrapped(parts.leaves[i]) for i in parts.table.positions(RowKind.MOVED)}
+    return {i: leaf for i, leaf in moved.items() if isinstance(leaf, torch.Tensor)}

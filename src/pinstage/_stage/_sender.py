@@ -28,6 +28,8 @@ from .._batch import (
     OwnStorage,
     Parts,
     Stack,
+    Structure,
+    match,
     pack_by_threads,
     reuses_places,
     sharing_of,
@@ -41,10 +43,10 @@ from .._pool import Fence, Lease, guard_until_release, is_page_locked
 from .._steps import step
 from ._at_once import AT_ONCE_BYTES
 from ._host_slabs import HostSlabs
-from ._out import Destinations, detached, in_order, with_own_copies
+from ._out import detached, fill, in_order, prepare
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
-from ._target import Few, HostBytes, Target
+from ._target import MOST_FEW, Few, HostBytes, Target
 from ._transfer import Moved, Sent, Transfer, kept, leaves_of, move_others, table_of
 
 SMALL_BYTES = 1024 * 1024
@@ -135,16 +137,31 @@ class Sender:
     def move_into(self, batch: Any, out: Any) -> Any:
         """Move a batch as `move` does, and copy it into existing tensors, on the current stream."""
         with step("stage"):
-            parts = detached(self.take_apart(batch), _CPU)
-            device = self.target.device
+            with step("walk"):
+                walked = walk(batch)
+            few = self._move_few_into(*walked, out)
+            if few is not None:
+                return few
+            parts = detached(self.take_apart(batch, walked=walked), _CPU)
+            existing = in_order(parts.structure, out)
             with step("check"):
-                destinations = Destinations(parts, in_order(parts.structure, out), device)
-            leaves = None if parts.stacks else self._move_few(parts.leaves)
-            if leaves is None:
-                leaves = leaves_of(self.transfer(with_own_copies(parts, device), SMALL_BYTES))
+                matched = prepare(parts, existing, self.target.device)
+            leaves = leaves_of(self.transfer(parts, SMALL_BYTES))
             with step("unpack"):
-                destinations.fill(leaves)
-            return destinations.result()
+                fill(existing, leaves, matched)
+            return parts.structure.rebuild(existing)
+
+    def _move_few_into(self, leaves: list[Any], structure: Structure, out: Any) -> Any:
+        """Move a few leaves as `_move_few` does, and copy them into existing tensors."""
+        if len(leaves) > MOST_FEW or self.keeping is not None:
+            return None
+        existing = in_order(structure, out)
+        _, others = matched = match(leaves, existing, None, self.target.device)
+        moved = None if others else self._move_few(leaves)
+        if moved is None:
+            return None
+        fill(existing, moved, matched)
+        return structure.rebuild(existing)
 
     def begin(self, batch: Any, stacks: Mapping[int, Stack] | None = None) -> Transfer[Any]:
         """See `Stager.stage`; for `stacks`, see `take_apart`. All samples have been read when it

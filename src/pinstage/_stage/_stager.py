@@ -371,7 +371,8 @@ class Stager:
         check_cap(self.pool.max_bytes)
         metadata = getattr(tensors, "_metadata", None) or {}
         destination = Destination(module_or_dict, self.device, metadata, strict=strict)
-        return load_weights(replace(self._sender, own_storage=False), destination, tensors)
+        sender = replace(self._sender, own_storage=False, keeping=None)
+        return load_weights(sender, destination, tensors)
 
     def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
         """Start copying a nested tree of tensors to the host.

@@ -33,6 +33,7 @@ from .._batch import (
     Blocks,
     Gathering,
     IsContainer,
+    Matched,
     Parts,
     RowKind,
     Sharing,
@@ -58,7 +59,7 @@ from ._events import EventGroup
 from ._frames import clear_own_frames
 from ._host_slabs import HostSlabs
 from ._not_a_batch import B_co, NotABatch
-from ._out import Destinations, detached, in_order, with_own_copies
+from ._out import detached, fill, in_order, prepare
 from ._target import MOST_FEW, Few, HostCopy, Target
 from ._targets import Targets
 from ._transfer import kept, move
@@ -475,25 +476,27 @@ class Fetcher:
         parts, tables = self._taken_apart(tree, detach=True)
         with step("check"):
             existing = in_order(parts.structure, out)
-            destinations = Destinations(parts, existing, _CPU)
-            direct = _direct(existing, list(tables.values()))
-        left = _left(with_own_copies(parts, _CPU), list(tables.values()))
+            matched = alike, others = prepare(parts, existing, _CPU)
+            direct = _direct(parts.leaves, existing, list(tables.values()))
+        for rows in (*alike.values(), others):
+            rows[:] = [index for index in rows if index not in direct]
+        left = _left(parts, list(tables.values()))
         tables = {device: _without(table, [*direct]) for device, table in tables.items()}
         plan = FetchPlan(self._gatherings(tables), parts, left, direct, self.hold)
         try:
-            copies = self._fill(destinations, plan)
+            copies = self._fill(existing, matched, plan)
         except BaseException as error:
             kept.until(self._streams(plan), list(direct.values()))  # the device may be writing
             clear_own_frames(error)
             raise
-        return destinations.result(), copies, sum(table.nbytes for table in plan.tables())
+        return parts.structure.rebuild(existing), copies, plan.nbytes
 
-    def _fill(self, destinations: Destinations, plan: FetchPlan) -> int:
-        """Copy into destinations; return the number of copies to the host."""
+    def _fill(self, existing: list[Any], matched: Matched, plan: FetchPlan) -> int:
+        """Copy into existing tensors; return the number of copies to the host."""
         transfer = self.begin(plan, self._lease_for(plan), copy=False)
         leaves = leaves_of(transfer)
         with step("unpack"):
-            destinations.fill(leaves, besides=plan.direct)
+            fill(existing, leaves, matched)
         return transfer.copies
 
     def _taken_apart(
@@ -686,7 +689,7 @@ def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
     return move(leaf, _CPU, parts.structure, index)
 
 
-def _direct(existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]:
+def _direct(leaves: list[Any], existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]:
     """Return the destinations that the device writes, by leaf: large page-locked ones, with bytes
     as in a slab.
     """
@@ -695,7 +698,7 @@ def _direct(existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]
         rows = table.rows
         is_large = (rows["kind"] == RowKind.RAW) & (rows["nbytes"] >= DIRECT_FROM_BYTES)
         is_large[rows["offset"][rows["kind"] == RowKind.ALIAS]] = False  # others need its bytes
-        alike, _ = match(table, existing, _CPU) if is_large.any() else ({}, [])
+        alike, _ = match(leaves, existing, table, _CPU) if is_large.any() else ({}, [])
         for (code, its), group in alike.items():
             for index in group if code == its else ():
                 tensor = existing[index]

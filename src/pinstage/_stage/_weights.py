@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
-from .._batch import ALIGNMENT, Whole
+from .._batch import ALIGNMENT, Matched, Whole
 from .._compat.calls import (
     changes_its_loading,
     check_checkpoints_are_known,
@@ -34,7 +34,7 @@ from .._compat.views import range_of
 from .._pool import Fence
 from .._sizes import format_bytes, round_up, size_to_paste
 from ..errors import AcquireTimeoutError
-from ._out import Destinations, detached, with_own_copies
+from ._out import fill, prepare
 from ._sender import SMALL_BYTES, PendingSend, Sender
 from ._transfer import leaves_of
 
@@ -286,7 +286,7 @@ class Destination:
         destination = self.local(name)
         if destination.layout is torch.strided:  # the copy replaces the parts of a sparse one
             destination = destination.detach()
-        return Write(name, part, destination, self.keys[name], ends_group)
+        return Write(name, part.detach(), destination, self.keys[name], ends_group)
 
     def check_unchanged(self, names: Iterable[str]) -> None:
         """Raise an error if a tensor was overwritten after it was read. Call it when a group is
@@ -496,7 +496,8 @@ class _Started(NamedTuple):
 
     names: list[str]
     pending: PendingSend
-    destinations: Destinations
+    existing: list[Any]
+    matched: Matched
 
 
 class _Groups:
@@ -514,18 +515,17 @@ class _Groups:
 
     def start(self, group: list[Write]) -> None:
         """Check a group's destinations, and let threads begin to pack it."""
-        device = self._sender.target.device
         sources = {(write.name, number): write.source for number, write in enumerate(group)}
-        parts = detached(self._sender.take_apart(sources), torch.device("cpu"))
-        destinations = Destinations(parts, [write.destination for write in group], device)
-        parts = with_own_copies(parts, device)
+        parts = self._sender.take_apart(sources)
+        existing: list[Any] = [write.destination for write in group]
+        matched = prepare(parts, existing, self._sender.target.device)
         try:
             pending = self._sender.start(parts, SMALL_BYTES, timeout=0)
         except AcquireTimeoutError:
             self.finish()  # with its slab, two loads could wait for each other's
             pending = self._sender.start(parts, SMALL_BYTES)
         names = list(dict.fromkeys(write.name for write in group))
-        self._started.append(_Started(names, pending, destinations))
+        self._started.append(_Started(names, pending, existing, matched))
 
     def finish(self, all_but: int = 0) -> None:
         """Send the groups that were started, apart from the last ones, and copy them into place."""
@@ -533,11 +533,11 @@ class _Groups:
         while len(self._started) > all_but:
             if len(self._written) > 1 and (event := self._written.popleft()) is not None:
                 event.synchronize()  # or a third group would need memory
-            names, pending, destinations = self._started.popleft()
+            names, pending, existing, matched = self._started.popleft()
             transfer = self._sender.finish(pending)
             if self._check is not None:
                 self._check(names)
-            destinations.fill(leaves_of(transfer))
+            fill(existing, leaves_of(transfer), matched)
             self._written.append(target.record(target.consumer(None)))
 
     def close(self) -> None:
