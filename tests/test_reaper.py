@@ -61,6 +61,7 @@ def test_a_second_thread_ends_no_first_one():
     wait_until(lambda: len(done) == 3)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_from_outside_loses_no_task():
     """As of ``PyThreadState_SetAsyncExc``, which a program may call with the id of a thread that
     has just ended.

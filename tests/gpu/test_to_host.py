@@ -57,7 +57,7 @@ def test_any_tensors_arrive_bit_for_bit(cuda_device, stager, tensors):
     results = [stager.fetch(tree, copy=copy).result()["tensors"] for copy in (False, True)]
     for fetched in [*results, [stager.to_host(source) for source in sources]]:
         for mine, source in zip(fetched, sources, strict=True):
-            assert not (mine.is_conj() or mine.is_neg())
+            assert (mine.is_conj(), mine.is_neg()) == (False, False)
             assert (mine.device.type, mine.dtype, mine.shape) == ("cpu", source.dtype, source.shape)
             assert torch.equal(strategies.bits(mine), strategies.bits(source))
 
