@@ -152,9 +152,7 @@ class CudaTarget(Target):
             make_current(index)
         streams = self._cuda.raw_stream(index), self.stream.cuda_stream
         args = leaves, FEW_TYPES, 1, index, *streams, borrows, most_bytes
-        moved = _native.core.move_few(*args)
-        if isinstance(moved, int) and moved < 0:
-            moved = self._again(moved, _native.core.move_few, *args)
+        moved = self._call(_native.core.move_few, *args)
         if not isinstance(moved, tuple):
             return moved  # type: ignore[no-any-return]
         few: Few = tuple.__new__(Few, moved)
@@ -196,11 +194,8 @@ class CudaTarget(Target):
 
     def copy_out(self, pieces: list[tuple[int, int, int]], stream: torch.cuda.Stream) -> None:
         """See `Target`."""
-        args = pieces, stream.cuda_stream
         with self.selected():
-            code = _native.core.copy_out(*args)
-            if code < 0:
-                self._again(code, _native.core.copy_out, *args)
+            self._call(_native.core.copy_out, pieces, stream.cuda_stream)
 
     def fetch_few(self, leaves: list[Any], slab: Lease) -> Few | None:
         """See `Target`."""
@@ -208,9 +203,7 @@ class CudaTarget(Target):
         if self._cuda.device() != index:
             return None
         args = leaves, FEW_TYPES, index, self._cuda.raw_stream(index), slab.data_ptr(), slab.nbytes
-        few = _native.core.fetch_few(*args)
-        if isinstance(few, int):
-            few = self._again(few, _native.core.fetch_few, *args)
+        few = self._call(_native.core.fetch_few, *args)
         return None if few is None else tuple.__new__(Few, few)
 
     def bring_back(self, here: torch.Tensor, after: Any) -> Arrival:

@@ -76,12 +76,6 @@ class PendingSend:
     batch.
     """
 
-    def pack_into(self, slab: Lease, threads: int) -> None:
-        """Pack a small batch, or let threads begin."""
-        job = start_packing(self.parts, slab, threads, reuses=self.reuses)
-        if job is not None:
-            self.job = job.__enter__()
-
     def close(self, event: Fence | None) -> None:
         """Stop packing. Give the slab back, and keep the page-locked leaves, until the event."""
         if self.job is not None:
@@ -249,7 +243,8 @@ class Sender:
             pending.reuses = reuses_places(parts)
             try:
                 with step("pack"):
-                    pending.pack_into(slab, self.threads)
+                    job = start_packing(parts, slab, self.threads, reuses=pending.reuses)
+                    pending.job = None if job is None else job.__enter__()
             except BaseException:
                 pending.close(None)
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -238,13 +239,6 @@ def structure_of(transfer: Transfer[Any]) -> Structure:
     return transfer._structure
 
 
-def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
-    """Return the event to wait for before the host slab is written again; None if the copy is done
-    already.
-    """
-    return transfer._sent.event
-
-
 def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> Any:
     """Move a tensor, or an object with a ``to()`` method, by its own ``.to()``, on the current
     stream.
@@ -308,30 +302,39 @@ class Packed(NamedTuple):
 
 
 def send_packed(
-    target: Target, packed: Packed, host: HostBytes | None, own_storage: OwnStorage
+    target: Target,
+    packed: Packed,
+    host: HostBytes | None,
+    own_storage: OwnStorage,
+    release: Callable[[Fence | None], object],
 ) -> Transfer[Any]:
     """Start the copy of a batch that is packed in host memory already, and make its leaves.
 
-    Does not block if the memory is page-locked. Don't change the memory until the transfer's
-    `copy_event_of` is done.
+    Does not block if the memory is page-locked.
 
     Args:
         target: the device.
         packed: the batch.
         host: ``packed.table.nbytes`` bytes; None if the table needs none.
         own_storage: see `Stager`.
+        release: takes the memory back, to be written again behind this event. It is called after an
+            error, too.
     """
     structure, table, others = packed
     stream, event, copies = target.stream, None, 0
-    with target.selected():
-        blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
-        if table.nbytes and host is not None:
-            try:
+    try:
+        with target.selected():
+            blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
+            if table.nbytes and host is not None:
                 copies = target.copy(blocks, host, 0, table.nbytes, stream)
-            finally:
                 event = target.record(stream)
-    sent = Sent(blocks, event, copies, stream)
-    moved = move_others(target, structure, table, others)
-    with step("views"):
-        leaves = blocks.leaves(moved.others)
-    return Transfer(target, structure, table, sent, moved, leaves)
+        sent = Sent(blocks, event, copies, stream)
+        moved = move_others(target, structure, table, others)
+        with step("views"):
+            leaves = blocks.leaves(moved.others)
+        return Transfer(target, structure, table, sent, moved, leaves)
+    except BaseException:
+        event = target.record(stream)
+        raise
+    finally:
+        release(event)
