@@ -286,9 +286,9 @@ class Sender:
                 if self.borrows:
                     locked = self._copy_locked(parts, blocks, stream)
                 copies = self._copy_packed(pending, blocks) if locked >= 0 else 0
-                moved = move_others(target, parts.structure, table, parts.others())
+                others, moved = move_others(target, parts.structure, table, parts.others())
                 with step("views"):
-                    leaves = blocks.leaves(moved.others)
+                    leaves = blocks.leaves(others)
                 if not self.borrows:
                     locked = self._copy_locked(parts, blocks, stream)
             finally:
