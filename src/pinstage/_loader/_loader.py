@@ -129,8 +129,7 @@ class Staging(torch.utils.data.DataLoader[T_co]):
         slabs = self._slabs
         for iterator in [iterator for iterator in slabs.iterators if iterator.closed]:
             iterator.close()  # its slabs may be needed
-        generators = filter(None, (torch.default_generator, self.generator))
-        random_states = [(generator, generator.get_state()) for generator in generators]
+        random_states = _random_states(torch.default_generator, self.generator)
         ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.num_workers)), strict=True)
         broker = SlabBroker(slabs, ours)
         ending: Ending | None = None
@@ -405,6 +404,11 @@ def _refuse_staged(loader: object) -> None:
             f"cannot wrap this {type(loader).__name__}: its batches arrive on {loader.device} "
             "already; iterate over it as it is"
         )
+
+
+def _random_states(*generators: Any) -> list[tuple[Any, Any]]:
+    """Return each generator, unless it is None, with its state."""
+    return [(generator, generator.get_state()) for generator in generators if generator is not None]
 
 
 def _wrap(loader: Any, settings: Settings) -> WrappedLoader[Any]:
