@@ -87,12 +87,9 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, boo
         The tensor's name, the tensor, and whether checkpoints have it (it isn't a non-persistent
         buffer).
     """
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter, True
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield name, buffer, name not in module._non_persistent_buffers_set
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor, name not in module._non_persistent_buffers_set
 
 
 @cache

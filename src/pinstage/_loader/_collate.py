@@ -20,7 +20,7 @@ import torch
 import torch.utils.data
 
 from .. import _native
-from .._batch import Keeping, Parts, Stack, pack, take_apart
+from .._batch import Keeping, Stack, pack, take_apart
 from .._compat.loader import collation
 from ._messages import STRUCTURES_KEPT, BatchMessage
 from ._worker import WorkerSlabs
@@ -87,7 +87,10 @@ class SlabCollate:
         told, SlabCollate._told = self._told, None
         batch, stacks = told or collated(self.collate, self.keeping, samples)
         parts = take_apart(batch, keeping=self.keeping, stacks=stacks)
-        pickled = _pickled_others(parts)
+        others = parts.others()
+        # Here, since the queue's thread would only print an error of pickling, and the main process
+        # would wait forever.
+        pickled = bytes(ForkingPickler.dumps(others)) if others else None
         nbytes = parts.table.nbytes
         slab = slabs.take(nbytes) if nbytes else None
         raw = bytearray(nbytes) if nbytes and slab is None else None
@@ -126,16 +129,6 @@ class SlabCollate:
             collate.default_collate_fn_map[torch.Tensor] = stack_privately
         self._slabs = WorkerSlabs(self.channels[info.id], self.main_pid, self.limit)
         return self._slabs
-
-
-def _pickled_others(parts: Parts) -> bytes | None:
-    """Pickle the leaves that aren't packed; return None if there are none.
-
-    The queue's thread would only print an error of pickling, and the main process would wait
-    forever.
-    """
-    others = parts.others()
-    return bytes(ForkingPickler.dumps(others)) if others else None
 
 
 @dataclass(eq=False)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .._compat.loader import close_writing_end, has_lost_a_worker, is_resumption, queue_file
-from .._pool import is_page_locked
-from .._stage import HandOver, HostBytes, Packed, Transfer, copy_event_of, kept, send_packed
+from .._pool import Fence, is_page_locked
+from .._stage import HandOver, HostBytes, Packed, Transfer, kept, send_packed
 from ._messages import Failed, PackedBatch
 from ._slabs import Slabs
 
@@ -27,22 +27,19 @@ def send(slabs: Slabs, batch: PackedBatch) -> Transfer:
     """Start the copy of a packed batch, behind which its slab returns to the worker. Does not
     block; any thread.
     """
-    host, event = None, None
+    host = None
     if batch.number is not None:
         lease = batch.broker.loans.of(None, batch.number).lease
         host = HostBytes(lease.data_ptr(), is_page_locked(lease))
     elif batch.raw is not None:
         host = HostBytes(torch.frombuffer(batch.raw, dtype=torch.uint8).data_ptr(), False)
-    packed = Packed(batch.structure, batch.table, batch.others)
-    try:
-        transfer = send_packed(slabs.target, packed, host, slabs.settings.own_storage)
-        event = copy_event_of(transfer)
-    except BaseException:
-        event = slabs.target.record(slabs.target.stream)
-        raise
-    finally:
+
+    def release(event: Fence | None) -> None:
         batch.give_back(event)
         kept.until(event, [batch.raw])  # some devices read ordinary memory later
+
+    packed = Packed(batch.structure, batch.table, batch.others)
+    transfer = send_packed(slabs.target, packed, host, slabs.settings.own_storage, release)
     slabs.counters.count(transfer, fallback=batch.raw is not None, slab_wait_seconds=batch.waited)
     return transfer
 

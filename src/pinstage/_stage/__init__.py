@@ -33,7 +33,6 @@ from ._to_host import Fetcher, FetchPlan, HostTransfer, duplicate_rest, event_of
 from ._transfer import (
     Packed,
     Transfer,
-    copy_event_of,
     kept,
     send_packed,
     structure_of,

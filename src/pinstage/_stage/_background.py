@@ -230,7 +230,11 @@ class _Thread(threading.Thread):
     def _work(self) -> None:
         give_up_waiting_if(self._is_over)
         while not self._is_over():
-            if self._has_room() and not self._step():
+            try:
+                self._room.get(timeout=_POLL_SECONDS)  # until there is room for a batch
+            except Empty:
+                continue
+            if not self._is_over() and not self._step():
                 return
         reading = self.reading()
         if reading is not None:
@@ -239,14 +243,6 @@ class _Thread(threading.Thread):
     def _is_over(self) -> bool:
         reading = self.reading()
         return reading is None or reading.is_over()
-
-    def _has_room(self) -> bool:
-        """Wait a moment for room for a batch; return whether there is some."""
-        try:
-            self._room.get(timeout=_POLL_SECONDS)
-        except Empty:
-            return False
-        return not self._is_over()
 
     def _step(self) -> bool:
         reading = self.reading()

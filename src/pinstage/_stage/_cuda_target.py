@@ -152,9 +152,7 @@ class CudaTarget(Target):
             make_current(index)
         streams = self._cuda.raw_stream(index), self.stream.cuda_stream
         args = leaves, FEW_TYPES, 1, index, *streams, borrows, most_bytes
-        moved = _native.core.move_few(*args)
-        if isinstance(moved, int) and moved < 0:
-            moved = self._again(moved, _native.core.move_few, *args)
+        moved = self._call(_native.core.move_few, *args)
         if not isinstance(moved, tuple):
             return moved  # type: ignore[no-any-return]
         few: Few = tuple.__new__(Few, moved)
@@ -200,11 +198,9 @@ class CudaTarget(Target):
 
     def copy_out(self, copies: Sequence[HostCopy], stream: torch.cuda.Stream) -> None:
         """See `Target`."""
-        args = [copy.memory() for copy in copies], stream.cuda_stream
+        pieces = [copy.memory() for copy in copies]
         with self.selected():
-            code = _native.core.copy_out(*args)
-            if code < 0:
-                self._again(code, _native.core.copy_out, *args)
+            self._call(_native.core.copy_out, pieces, stream.cuda_stream)
 
     def fetch_few(self, leaves: list[Any], slab: Lease, *, waits: bool) -> Few | None:
         """See `Target`."""
@@ -212,10 +208,7 @@ class CudaTarget(Target):
         if self._cuda.device() != index:
             return None
         memory = self._cuda.raw_stream(index), slab.data_ptr(), slab.nbytes
-        args = leaves, FEW_TYPES, index, *memory, waits
-        few = _native.core.fetch_few(*args)
-        if isinstance(few, int):
-            few = self._again(few, _native.core.fetch_few, *args)
+        few = self._call(_native.core.fetch_few, leaves, FEW_TYPES, index, *memory, waits)
         return None if few is None else tuple.__new__(Few, few)
 
     def bring_back(self, here: torch.Tensor, after: Any) -> Arrival:

@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeGuard, TypeVar
 
@@ -17,6 +18,7 @@ from .._compat.probes import warn_once
 from ._background import Exhausted, Reading, stop_reading, surroundings_of
 from ._own_work import OwnWork
 from ._run_ahead import RunAhead
+from ._sender import Sender
 from ._target import Target
 from ._transfer import Transfer
 
@@ -30,16 +32,16 @@ _NOT_KEPT: Any = object()
 """Stands for the state that the source itself has."""
 
 
+@dataclass(slots=True)
 class _Position:
     """The position of one pass."""
 
-    def __init__(self, consumer: Any = None, state: Any = _NOT_KEPT) -> None:
-        self.state = state
-        """The source's state at the batch yielded last, or at the beginning, or the exception that
-        its ``state_dict()`` raised. `_NOT_KEPT` before any pass and after the last batch."""
-        self.consumer = consumer
-        """The stream on which the pass began. Pipelines, such as torchrec's, request batches on
-        another stream, and use them on this one: both have to wait for the copy."""
+    consumer: Any = None
+    """The stream on which the pass began. Pipelines, such as torchrec's, request batches on
+    another stream, and use them on this one: both have to wait for the copy."""
+    state: Any = _NOT_KEPT
+    """The source's state at the batch yielded last, or at the beginning, or the exception that
+    its ``state_dict()`` raised. `_NOT_KEPT` before any pass and after the last batch."""
 
 
 class Pass(Iterator[T]):
@@ -69,19 +71,17 @@ class Prefetcher(Generic[T]):
     """
 
     __slots__ = (
-        "__weakref__", "_background", "_depth", "_position", "_source", "_stage", "_target"
+        "__weakref__", "_background", "_depth", "_position", "_sender", "_source"
     )  # fmt: skip
 
     def __init__(
         self,
-        stage: Callable[[Any], Transfer],
-        target: Target,
+        sender: Sender,
         source: Iterable[T],
         depth: int,
         background: bool,
     ) -> None:
-        self._stage = stage
-        self._target = target
+        self._sender = sender
         self._source = source
         self._depth = depth
         self._background = background
@@ -104,17 +104,18 @@ class Prefetcher(Generic[T]):
                 minute; or the current stream captures a CUDA graph. A request for a batch is
                 refused then, too, and loses none.
         """
-        self._target.refuse_capture()
+        target, work = self._sender.target, OwnWork()
+        target.refuse_capture()
         stop_reading(self._source)
         active = prepared.active_loader()
         read: Callable[[], Any] = partial(self._read, iter(self._source))
-        stage, work = self._stage, OwnWork()
+        stage: Callable[[Any], Transfer] = self._sender.begin
         if is_read_as_torch_does(self._source):  # else `wrap_loader` doesn't take it
             read, stage = work.timed(read), work.timed(stage)
-        self._position = position = _Position(self._target.consumer(None), self._state())
-        call = surroundings_of(self._target) if self._background else None
+        self._position = position = _Position(target.consumer(None), self._state())
+        call = surroundings_of(target) if self._background else None
         reading = Reading(self._source, read, stage, self._depth)
-        return Pass(self._pass(reading, position, active, call, work), self._target)
+        return Pass(self._pass(reading, position, active, call, work), target)
 
     def _pass(
         self,
@@ -124,7 +125,7 @@ class Prefetcher(Generic[T]):
         call: Callable[..., None] | None,
         work: OwnWork,
     ) -> Generator[T]:
-        run_ahead, target = RunAhead(), self._target
+        run_ahead, target = RunAhead(), self._sender.target
         try:
             goes_on = reading.read_here()
             work.begin()
@@ -158,7 +159,7 @@ class Prefetcher(Generic[T]):
     def _hand_out(self, position: _Position, reading: Reading) -> T:
         transfer, state = reading.get()
         batch: T = transfer.wait()
-        if self._target.consumer(None) != position.consumer:
+        if self._sender.target.consumer(None) != position.consumer:
             transfer.wait(position.consumer)
         position.state = state
         reading.advance()  # last, since the thread that it wakes needs the interpreter lock, too
@@ -183,7 +184,8 @@ class Prefetcher(Generic[T]):
     else:
 
         def __getattr__(self, name: str) -> Any:
-            if self._is_own(name):  # `copy` and Python itself look for these
+            # `copy` and Python itself look for these
+            if name in Prefetcher.__slots__ or (name.startswith("__") and name.endswith("__")):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self._source, name)
 
@@ -198,11 +200,8 @@ class Prefetcher(Generic[T]):
             self._check_own(name)
             super().__delattr__(name)
 
-    def _is_own(self, name: str) -> bool:
-        return name in Prefetcher.__slots__ or (name.startswith("__") and name.endswith("__"))
-
     def _check_own(self, name: str) -> None:
-        if not self._is_own(name):
+        if name not in Prefetcher.__slots__:
             raise AttributeError(
                 f"cannot set or delete {name!r} of a prefetcher: its attributes are those of its "
                 f"{type(self._source).__name__}; use prefetcher.source.{name}"
@@ -210,7 +209,7 @@ class Prefetcher(Generic[T]):
 
     def __repr__(self) -> str:
         return (
-            f"<{type(self).__name__} depth={self._depth} to {self._target.device} of "
+            f"<{type(self).__name__} depth={self._depth} to {self._sender.target.device} of "
             f"{self._source!r}>"
         )
 
@@ -248,8 +247,7 @@ class StatefulPrefetcher(Prefetcher[T]):
 
 
 def prefetcher_of(
-    stage: Callable[[Any], Transfer],
-    target: Target,
+    sender: Sender,
     source: Iterable[T],
     depth: int,
     background: InBackground,
@@ -257,7 +255,7 @@ def prefetcher_of(
     """Return a prefetcher of the kind that the source needs."""
     _check_source(source)
     kind = StatefulPrefetcher if _has_state(source) else Prefetcher
-    return kind(stage, target, source, depth, _in_background(source, depth, background))
+    return kind(sender, source, depth, _in_background(source, depth, background))
 
 
 def _check_source(source: object) -> None:

@@ -13,8 +13,8 @@ host's delays.
 """
 
 
-def check_depth(depth: int) -> int:
-    """Check a number of batches to be staged ahead, and return it.
+def check_depth(depth: int) -> None:
+    """Check a number of batches to be staged ahead.
 
     Raises:
         TypeError: it isn't an int.
@@ -24,24 +24,6 @@ def check_depth(depth: int) -> int:
         raise TypeError(f"depth must be an int: {depth!r}; it is the number of batches ahead")
     if depth < 0:
         raise ValueError(f"depth must not be negative: {depth}; 0 sends nothing ahead")
-    return depth
-
-
-def check_run_ahead(run_ahead: int | None) -> int | None:
-    """Check the number of batches that the host may be ahead of the device, and return it; None if
-    there is no bound.
-
-    Raises:
-        TypeError: it is neither an int nor None.
-        ValueError: it is less than 1.
-    """
-    if run_ahead is not None and (isinstance(run_ahead, bool) or not isinstance(run_ahead, int)):
-        raise TypeError(
-            f"run_ahead must be an int or None: {run_ahead!r}; it is a number of batches"
-        )
-    if run_ahead is not None and run_ahead < 1:
-        raise ValueError(f"run_ahead must be at least 1: {run_ahead}; None sets no bound")
-    return run_ahead
 
 
 class RunAhead:
@@ -50,9 +32,19 @@ class RunAhead:
 
     Args:
         most: number of batches whose work may be queued on each stream.
+
+    Raises:
+        TypeError: `most` isn't an int.
+        ValueError: `most` is less than 1.
     """
 
     def __init__(self, most: int = RUN_AHEAD) -> None:
+        if isinstance(most, bool) or not isinstance(most, int):
+            raise TypeError(
+                f"run_ahead must be an int or None: {most!r}; it is a number of batches"
+            )
+        if most < 1:
+            raise ValueError(f"run_ahead must be at least 1: {most}; None sets no bound")
         self._most = most
         # By stream, batch by batch.
         self._used: defaultdict[Any, deque[Fence | None]] = defaultdict(deque)

@@ -77,14 +77,8 @@ class PendingSend:
     """Threads that pack into the slab; None: all bytes are there, or the slab is smaller than the
     batch.
     """
-    moved: Moved | None = None
-    """The leaves that aren't packed, once they were moved."""
-
-    def pack_into(self, slab: Lease, threads: int) -> None:
-        """Pack a small batch, or let threads begin."""
-        job = start_packing(self.parts, slab, threads, reuses=self.reuses)
-        if job is not None:
-            self.job = job.__enter__()
+    moved: tuple[list[Any], Moved] | None = None
+    """See `move_others`; None before it was called."""
 
     def close(self, event: Fence | None) -> None:
         """Stop packing. Give the slab back, and keep the page-locked leaves, until the event."""
@@ -268,7 +262,8 @@ class Sender:
             pending.reuses = reuses_places(parts)
             try:
                 with step("pack"):
-                    pending.pack_into(slab, self.threads)
+                    job = start_packing(parts, slab, self.threads, reuses=pending.reuses)
+                    pending.job = None if job is None else job.__enter__()
             except BaseException:
                 pending.close(None)
                 raise
@@ -312,12 +307,11 @@ class Sender:
                 if self.borrows:
                     locked = self._copy_locked(parts, blocks, stream)
                 copies = self._copy_packed(pending, blocks) if locked >= 0 else 0
-                moved = pending.moved
-                if moved is None:
-                    moved = move_others(target, parts.structure, table, parts.others())
-                    pending.moved = moved
+                if pending.moved is None:
+                    pending.moved = move_others(target, parts.structure, table, parts.others())
+                others, moved = pending.moved
                 with step("views"):
-                    leaves = blocks.leaves(moved.others)
+                    leaves = blocks.leaves(others)
                 if not self.borrows:
                     locked = self._copy_locked(parts, blocks, stream)
             finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     NoReturn,
@@ -35,17 +34,14 @@ from .._sizes import Size
 from .._steps import step
 from ._host_slabs import HostSlabs
 from ._prefetch import InBackground, Prefetcher, T, page_locks_each_batch, prefetcher_of
-from ._run_ahead import RUN_AHEAD, RunAhead, check_depth, check_run_ahead
+from ._run_ahead import RUN_AHEAD, RunAhead, check_depth
 from ._sender import Sender
 from ._stats import StagerCounters, StagerStats
 from ._target import HostBytes
 from ._targets import Targets, target_for
 from ._to_host import Fetcher, HostTransfer
-from ._transfer import Packed, Transfer, copy_event_of, send_packed
+from ._transfer import Packed, Transfer, send_packed
 from ._weights import Destination, IncompatibleKeys, check_cap, load_weights
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 B = TypeVar("B")
 K = TypeVar("K")
@@ -145,7 +141,7 @@ class Stager:
         self._target = target_for(device)
         threads = most_threads(pack_threads)
         check_own_storage(own_storage)
-        run_ahead = check_run_ahead(run_ahead)
+        bound = None if run_ahead is None else RunAhead(run_ahead)
         self._owns_pool = pool is None
         if pool is None:
             pool = SlabPool(max_bytes, budget=budget, memory=default_memory(self._target.device))
@@ -158,7 +154,7 @@ class Stager:
             own_storage=own_storage,
             threads=threads,
             borrows=borrow_pinned,
-            run_ahead=None if run_ahead is None else RunAhead(run_ahead),
+            run_ahead=bound,
         )
         self._fetcher = Fetcher(self.device, self._slabs, Targets(self._target), threads)
 
@@ -256,16 +252,13 @@ class Stager:
                 )
             host, target = HostBytes(lease.data_ptr(), is_page_locked(lease)), self._target
             guard_until_release(lease, target.stream)  # an interrupt may come before the release
-            event = None
-            try:
-                packed = Packed(structure, table, list(others))
-                transfer = send_packed(target, packed, host, self._sender.own_storage)
-                event = copy_event_of(transfer)
-            except BaseException:
-                event = target.record(target.stream)
-                raise
-            finally:
-                lease.release(after=event)
+            transfer = send_packed(
+                target,
+                Packed(structure, table, list(others)),
+                host,
+                self._sender.own_storage,
+                release=lambda event: lease.release(after=event),
+            )
             self._sender.count(transfer)
             return transfer
 
@@ -556,7 +549,7 @@ class Stager:
         # New buffers each time, never written again.
         borrows = self._sender.borrows or page_locks_each_batch(source)
         sender = replace(self._sender, borrows=borrows, run_ahead=None)
-        return prefetcher_of(sender.begin, self._target, source, depth, background)
+        return prefetcher_of(sender, source, depth, background)
 
     def stats(self) -> StagerStats:
         """Return a snapshot of the counters."""
@@ -580,12 +573,7 @@ class Stager:
     def __enter__(self) -> Stager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

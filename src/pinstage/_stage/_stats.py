@@ -20,7 +20,7 @@ class StagerStats:
     """Counters of a stager, and its pool's statistics."""
 
     batches: int
-    """Batches staged. With `out`, each group of a larger batch counts."""
+    """Batches staged. Each group of `load_weights` counts."""
     copies: int
     """Host-to-device copies of packed leaves: one per block, and several for a large block."""
     blocks: int

@@ -210,9 +210,9 @@ class Target:
             end: the byte behind the last one.
             stream: the stream that copies.
         """
-        args = host.address, start, end, getattr(stream, "cuda_stream", 0), host.is_pinned
-        copies = blocks.copy(*args)
-        return copies if copies >= 0 else self._again(copies, blocks.copy, *args)
+        handle = getattr(stream, "cuda_stream", 0)
+        copies: int = self._call(blocks.copy, host.address, start, end, handle, host.is_pinned)
+        return copies
 
     def copy_locked(self, blocks: Blocks, parts: Parts, stream: Any, *, at_once: bool) -> int:
         """Copy page-locked leaves from where they are, in one call; return the number of copies, or
@@ -234,10 +234,7 @@ class Target:
 
         Otherwise as `copy`.
         """
-        args = parts.sources, getattr(stream, "cuda_stream", 0)
-        copies = blocks.fill(*args)
-        if copies < 0:
-            copies = self._again(copies, blocks.fill, *args)
+        copies: int = self._call(blocks.fill, parts.sources, getattr(stream, "cuda_stream", 0))
         self.sent_at_once(copies, parts.table.nbytes)
         return copies
 
@@ -248,18 +245,19 @@ class Target:
     def sent_at_once(self, copies: int, nbytes: int) -> None:
         """Count copies from ordinary memory, on the current stream."""
 
-    def _again(self, code: int, send: Callable[..., Any], *args: Any) -> Any:
-        """Copy again if the driver has no current device in this thread; raise any other error.
+    def _call(self, send: Callable[..., Any], *args: Any) -> Any:
+        """Copy by a native function, which returns the negative code of the driver's error; raise
+        such an error. If the driver has no current device in this thread, set it, and copy again.
 
         Calls of CUDA's runtime set that device, but torch's allocator makes no such call while it
         has free memory.
         """
-        if code == -_NO_CONTEXT:
+        done = send(*args)
+        if done == -_NO_CONTEXT:
             make_current(self.device.index)
             done = send(*args)
-            code = done if isinstance(done, int) else 0
-        if code < 0:
-            raise copy_error(-code)
+        if isinstance(done, int) and done < 0:
+            raise copy_error(-done)
         return done
 
     # -- to the host, and back

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -43,14 +44,9 @@ class Sent(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The leaves of a batch that aren't packed, after those that have to were moved by their own
-    ``.to()``.
-    """
+    """The leaves of a batch that were moved by their own ``.to()``."""
 
-    others: list[Any]
-    """All leaves that aren't packed, in order."""
-    moved: list[Any]
-    """Those that were moved."""
+    leaves: list[Any]
     event: Fence | None
     """Behind the moves; None if there were none."""
 
@@ -199,8 +195,6 @@ class Transfer(NotABatch, Generic[B_co]):
                 with step("unflatten"):
                     self._batch = self._structure.rebuild(self._leaves)
                 self._leaves = None
-                if self._moved.others:
-                    self._moved = self._moved._replace(others=[])
             batch: B_co = self._batch
             return batch
 
@@ -209,8 +203,8 @@ class Transfer(NotABatch, Generic[B_co]):
         blocks, event, _, writer = self._sent
         if consumer is not writer:
             self._target.hand_over(event, blocks.tensors, consumer)
-        if self._moved.moved:
-            tensors = [tensor for thing in self._moved.moved for tensor in tensors_in(thing)]
+        if self._moved.leaves:
+            tensors = [tensor for thing in self._moved.leaves for tensor in tensors_in(thing)]
             memory = [part for tensor in tensors for part in memory_of(tensor)]
             self._target.hand_over(self._moved.event, memory, consumer)
 
@@ -236,13 +230,6 @@ def table_of(transfer: Transfer[Any]) -> Table:
 def structure_of(transfer: Transfer[Any]) -> Structure:
     """Return the structure of a batch."""
     return transfer._structure
-
-
-def copy_event_of(transfer: Transfer[Any]) -> Fence | None:
-    """Return the event to wait for before the host slab is written again; None if the copy is done
-    already.
-    """
-    return transfer._sent.event
 
 
 def move(thing: Any, device: torch.device, structure: Structure, leaf: int) -> Any:
@@ -278,8 +265,11 @@ def _move(thing: Any, device: torch.device) -> Any:
     return thing if moved is None else moved
 
 
-def move_others(target: Target, structure: Structure, table: Table, others: list[Any]) -> Moved:
+def move_others(
+    target: Target, structure: Structure, table: Table, others: list[Any]
+) -> tuple[list[Any], Moved]:
     """Move the leaves that cannot be packed, each by its own ``.to()``, on the current stream.
+    Return all leaves that aren't in the slab, and those that were moved.
 
     Args:
         target: the device.
@@ -288,13 +278,13 @@ def move_others(target: Target, structure: Structure, table: Table, others: list
         others: the leaves that are not in the slab, in order.
     """
     if not table.moved:
-        return Moved(others, [], None)
+        return others, Moved([], None)
     leaves = table.positions(RowKind.OTHER, RowKind.MOVED)
     result, moved = list(others), []
     for index in (table.rows["kind"][leaves] == RowKind.MOVED).nonzero()[0].tolist():
         result[index] = move(others[index], target.device, structure, leaves[index])
         moved.append(result[index])
-    return Moved(result, moved, target.record(target.consumer(None)))
+    return result, Moved(moved, target.record(target.consumer(None)))
 
 
 class Packed(NamedTuple):
@@ -308,30 +298,39 @@ class Packed(NamedTuple):
 
 
 def send_packed(
-    target: Target, packed: Packed, host: HostBytes | None, own_storage: OwnStorage
+    target: Target,
+    packed: Packed,
+    host: HostBytes | None,
+    own_storage: OwnStorage,
+    release: Callable[[Fence | None], object],
 ) -> Transfer[Any]:
     """Start the copy of a batch that is packed in host memory already, and make its leaves.
 
-    Does not block if the memory is page-locked. Don't change the memory until the transfer's
-    `copy_event_of` is done.
+    Does not block if the memory is page-locked.
 
     Args:
         target: the device.
         packed: the batch.
         host: ``packed.table.nbytes`` bytes; None if the table needs none.
         own_storage: see `Stager`.
+        release: takes the memory back, to be written again behind this event. It is called after an
+            error, too.
     """
     structure, table, others = packed
     stream, event, copies = target.stream, None, 0
-    with target.selected():
-        blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
-        if table.nbytes and host is not None:
-            try:
+    try:
+        with target.selected():
+            blocks = target.blocks(table, sharing_of(own_storage, table.packed), stream)
+            if table.nbytes and host is not None:
                 copies = target.copy(blocks, host, 0, table.nbytes, stream)
-            finally:
                 event = target.record(stream)
-    sent = Sent(blocks, event, copies, stream)
-    moved = move_others(target, structure, table, others)
-    with step("views"):
-        leaves = blocks.leaves(moved.others)
-    return Transfer(target, structure, table, sent, moved, leaves)
+        sent = Sent(blocks, event, copies, stream)
+        others, moved = move_others(target, structure, table, others)
+        with step("views"):
+            leaves = blocks.leaves(others)
+        return Transfer(target, structure, table, sent, moved, leaves)
+    except BaseException:
+        event = target.record(stream)
+        raise
+    finally:
+        release(event)

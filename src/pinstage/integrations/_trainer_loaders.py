@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader
 
 import pinstage as ps
 
+OPTIONS = "max_bytes", "budget", "pool", "depth", "keep_on_host"
+"""The options of a trainer's loaders, as for `wrap_loader`."""
+
 _SUMS = [
     field.name for field in fields(ps.LoaderStats) if field.name not in ("num_workers", "pool")
 ]
@@ -24,8 +27,7 @@ class TrainerLoaders:
 
     Args:
         device: the trainer's device.
-        options: `max_bytes`, `budget`, `pool`, `depth` and `keep_on_host`, as for `wrap_loader`;
-            all are required.
+        options: all of `OPTIONS`.
         in_workers: whether loaders are wrapped. Otherwise the trainer calls `to_device` for each
             batch.
         stager: the stager for batches that no worker packs; None makes one.

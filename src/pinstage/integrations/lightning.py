@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pinstage as ps
 
-from ._trainer_loaders import TrainerLoaders
+from ._trainer_loaders import OPTIONS, TrainerLoaders
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -64,13 +64,8 @@ class StageBatches(Callback):
         keep_on_host: Iterable[str] | Callable[[str, Any], object] | None = None,
         workers: bool = True,
     ) -> None:
-        self._options: dict[str, Any] = {
-            "max_bytes": max_bytes,
-            "budget": budget,
-            "pool": pool,
-            "depth": depth,
-            "keep_on_host": keep_on_host,
-        }
+        given = locals()
+        self._options = {name: given[name] for name in OPTIONS}
         self._workers = workers
         self._has_warned = False
         self._loaders: TrainerLoaders | None = None

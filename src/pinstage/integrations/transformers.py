@@ -9,7 +9,7 @@ from accelerate.data_loader import DataLoaderDispatcher
 
 import pinstage as ps
 
-from ._trainer_loaders import TrainerLoaders
+from ._trainer_loaders import OPTIONS, TrainerLoaders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -79,10 +79,7 @@ class StageInputs(_Trainer):
     def _made(
         self, device: torch.device, *, in_workers: bool, stager: ps.Stager | None = None
     ) -> TrainerLoaders:
-        options = {
-            name: getattr(self, name)
-            for name in ("max_bytes", "budget", "pool", "depth", "keep_on_host")
-        }
+        options = {name: getattr(self, name) for name in OPTIONS}
         return TrainerLoaders(device, options, in_workers=in_workers, stager=stager)
 
     @property
