@@ -130,6 +130,7 @@ PROGRAM = replace(
     options=loader.PROGRAM.options | {"workers": (4, "worker processes")},
     small_cases=SMALL_CASES,
     limits=(),
+    lasting=False,  # refusals add up
 )
 
 if __name__ == "__main__":

@@ -45,7 +45,9 @@ class Program:
         small_cases: The cases of a smoke run.
         small: The most that options have in a smoke run.
         benchmark: The name in the rows and in the result file; by default that of the program.
-        rounds: Passes, each with a process for each way.
+        rounds: Passes, in which each way is measured once.
+        lasting: Whether a way has one process for all passes, and not one for each: where starting
+            it, its imports and the data take longer than the measurement.
         limits: Ways that show a limit, and are no rivals.
         unit: The unit of the figures.
         judge: Changes the rows before they are compared.
@@ -67,6 +69,7 @@ class Program:
     small: Mapping[str, Any] = field(default_factory=dict)
     benchmark: str = ""
     rounds: int = 1
+    lasting: bool = False
     limits: Sequence[str] = ()
     unit: str = "ms"
     judge: Callable[[list[Row]], None] = lambda rows: None  # noqa: ARG005
@@ -116,9 +119,9 @@ class Program:
             help="these cases, separated by commas: what their ids begin with",
         )
         add("--out", type=Path, help="write the results to this JSON file")
-        passes = "processes per way, in turn; every second round runs backwards"
+        passes = "passes over the ways; every second one runs backwards"
         add("--rounds", type=positive, default=self.rounds, help=passes)
-        add("--timeout", type=float, default=600.0, help="seconds that one process may take")
+        add("--timeout", type=float, default=600.0, help="seconds that a way's pass may take")
         add("--smoke", action="store_true", help="small and short, on the CPU by default")
         for name, (default, said) in self.options.items():
             kind = positive if name == "repeats" else str if default is None else type(default)
@@ -188,6 +191,7 @@ class Program:
                 rounds=args.rounds,
                 timeout=args.timeout,
                 at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
+                lasting=self.lasting,
                 unit=self.unit,
                 keep=keep,
             )
