@@ -517,7 +517,7 @@ PROGRAM = Program(
     cases=CASES,
     measure=measure,
     options={
-        "repeats": (24, REPEATS),
+        "repeats": (16, REPEATS),
         "workers": (8, "worker processes"),
         "batch_size": (256, "samples of a batch"),
         "fields": (FIELDS, f"float32 [{WIDTH}] of a sample"),

@@ -127,7 +127,8 @@ PROGRAM = replace(
     ways=VARIANTS,
     cases=CASES,
     measure=measure,
-    options=loader.PROGRAM.options | {"workers": (4, "worker processes")},
+    options=loader.PROGRAM.options
+    | {"workers": (4, "worker processes"), "seconds": (2.0, loader.SECONDS)},
     small_cases=SMALL_CASES,
     limits=(),
     lasting=False,  # refusals add up

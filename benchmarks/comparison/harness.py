@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -141,6 +142,7 @@ def collect(
     timeout: float = 240.0,
     at_once: int = 1,
     lasting: bool = False,
+    within: float = math.inf,
     unit: str = "ms",
     keep: Callable[[list[Row], str], None] | None = None,
 ) -> list[Row]:
@@ -158,6 +160,8 @@ def collect(
         timeout: Seconds that a variant's pass may take.
         at_once: Processes that run at a time; use more than one only if times don't matter.
         lasting: Whether a variant has one process for all passes, and not one for each.
+        within: No further pass begins that would end after these seconds, if it took as long as the
+            longest one.
         unit: Unit of the times in the rows: "s", "ms" or "us".
         keep: Called after each pass of a variant except the last, with the rows so far and the progress as
             text, so that a killed run keeps them.
@@ -194,9 +198,12 @@ def collect(
     children: dict[str, Child] = {}
     outcomes: dict[str, list[dict[str, Outcome]]] = {}
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
-    done = 0
+    done, longest, first = 0, 0.0, time.perf_counter()
     try:
         for turn in range(rounds):
+            began = time.perf_counter()
+            if turn and began - first + longest > within:
+                break
             # A drift of the machine then affects all alike.
             order = ours_first if turn % 2 == 0 else ours_first[::-1]
             with ThreadPoolExecutor(at_once) as executor:
@@ -206,6 +213,7 @@ def collect(
                     done += 1
                     if keep is not None and done < rounds * len(variants):
                         keep(rows(), f"{done} of {rounds * len(variants)} passes")
+            longest = max(longest, time.perf_counter() - began)
     finally:  # after Ctrl-C, too: no process may keep computing
         for child in children.values():
             child.end()

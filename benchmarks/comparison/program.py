@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,7 @@ from comparison.record import Row
 
 Args = argparse.Namespace
 Result = dict[str, Any]
-INTERNAL = ("out", "only", "child", "settings", "timeout", "plot", "read", "folder")
+INTERNAL = ("out", "only", "child", "settings", "timeout", "within", "plot", "read", "folder")
 """Options that aren't settings of a measurement."""
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -122,6 +123,8 @@ class Program:
         passes = "passes over the ways; every second one runs backwards"
         add("--rounds", type=positive, default=self.rounds, help=passes)
         add("--timeout", type=float, default=600.0, help="seconds that a way's pass may take")
+        within = "begin no further pass that would end after these seconds"
+        add("--within", type=float, default=math.inf, help=within)
         add("--smoke", action="store_true", help="small and short, on the CPU by default")
         for name, (default, said) in self.options.items():
             kind = positive if name == "repeats" else str if default is None else type(default)
@@ -192,6 +195,7 @@ class Program:
                 timeout=args.timeout,
                 at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
                 lasting=self.lasting,
+                within=args.within,
                 unit=self.unit,
                 keep=keep,
             )

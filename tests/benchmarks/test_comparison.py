@@ -235,6 +235,12 @@ def test_a_process_may_last_for_all_passes(tmp_path, lasting, last):
     assert (row.repeats, row.minimum, row.maximum) == (2, 1.0, last)
 
 
+@pytest.mark.parametrize(("within", "repeats"), [(0.0, 1), (3600.0, 3)])
+def test_no_pass_begins_that_would_end_too_late(tmp_path, within, repeats):
+    (row,) = collected(tmp_path, EMIT, cases=CASES[:1], rounds=3, within=within)
+    assert row.repeats == repeats
+
+
 def test_a_lasting_process_that_ends_is_started_again(tmp_path, capsys):
     (row,) = collected(tmp_path, PASSES, cases=CASES[:1], rounds=4, lasting=True)
     assert (row.status, row.detail) == ("error", "exit status 1: out of luck")
