@@ -161,7 +161,7 @@ def collect(
         at_once: Processes that run at a time; use more than one only if times don't matter.
         lasting: Whether a variant has one process for all passes, and not one for each.
         within: No further pass begins that would end after these seconds, if it took as long as the
-            longest one.
+            one before.
         unit: Unit of the times in the rows: "s", "ms" or "us".
         keep: Called after each pass of a variant except the last, with the rows so far and the progress as
             text, so that a killed run keeps them.
@@ -198,12 +198,13 @@ def collect(
     children: dict[str, Child] = {}
     outcomes: dict[str, list[dict[str, Outcome]]] = {}
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
-    done, longest, first = 0, 0.0, time.perf_counter()
+    done, first = 0, time.perf_counter()
     try:
         for turn in range(rounds):
-            began = time.perf_counter()
-            if turn and began - first + longest > within:
+            now = time.perf_counter()
+            if turn and (now - first) + (now - began) > within:
                 break
+            began = now
             # A drift of the machine then affects all alike.
             order = ours_first if turn % 2 == 0 else ours_first[::-1]
             with ThreadPoolExecutor(at_once) as executor:
@@ -213,7 +214,6 @@ def collect(
                     done += 1
                     if keep is not None and done < rounds * len(variants):
                         keep(rows(), f"{done} of {rounds * len(variants)} passes")
-            longest = max(longest, time.perf_counter() - began)
     finally:  # after Ctrl-C, too: no process may keep computing
         for child in children.values():
             child.end()
