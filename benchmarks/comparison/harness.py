@@ -198,7 +198,8 @@ def collect(
     children: dict[str, Child] = {}
     outcomes: dict[str, list[dict[str, Outcome]]] = {}
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
-    done, first = 0, time.perf_counter()
+    done = 0
+    first = began = time.perf_counter()
     try:
         for turn in range(rounds):
             now = time.perf_counter()
