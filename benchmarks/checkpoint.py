@@ -24,7 +24,6 @@ resident memory.
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -264,19 +263,15 @@ def cases(args: Args) -> list[Size]:
     return [Size(name, 4 * sum(elements(args.smoke))) for name in ("first", "later", "step")]
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until all is on the host (step: of the whole step)",
-    ways=VARIANTS,
     cases=cases,
-    measure_all=measure,
+    at_once=True,
     options={"repeats": (3, "saves and steps after the first save")},
     small={"repeats": 2},
     limits=("none",),
     # torch warns in each save that there is no process group.
     begin=lambda _: warnings.simplefilter("ignore"),
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

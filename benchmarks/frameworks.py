@@ -20,7 +20,6 @@ import hashlib
 import itertools
 import os
 import struct
-import sys
 import tempfile
 import time
 import warnings
@@ -509,13 +508,9 @@ def begin(args: Args) -> None:
     torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms per step",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
         "repeats": (16, REPEATS),
         "workers": (8, "worker processes"),
@@ -538,6 +533,4 @@ PROGRAM = Program(
     judge=check_losses,
     begin=begin,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

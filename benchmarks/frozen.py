@@ -26,7 +26,6 @@ The rivals with a stack need diffusers and accelerate. On the CPU they run witho
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -76,7 +75,7 @@ def cases_of(width: int, layers: int, tokens: int) -> tuple[Case, ...]:
 
 
 CASES = cases_of(4096, 60, 8192)
-SMOKE_CASES = cases_of(64, 3, 4)
+SMALL_CASES = cases_of(64, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -521,17 +520,14 @@ def measure(variant: Variant, args: Args, case: Any) -> dict[str, Outcome]:
     return measure_modules(variant, args, case)
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms",
     ways=(*WAYS, *STACK_WAYS),
     cases=(*CASES, STACK),
-    measure_all=measure,
+    at_once=True,
     options={"repeats": (5, "samples for each variant and case")},
-    small_cases=(*SMOKE_CASES, SMOKE_STACK),
+    small_cases=(*SMALL_CASES, SMOKE_STACK),
     limits=("bus", "stack_bus"),
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

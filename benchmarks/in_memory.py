@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -311,22 +310,15 @@ def measure_passes(variant: Variant, args: Args, case: Case, tensors: Tensors) -
     }
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until a batch of rows is on the device",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
         "repeats": (200, "timed steps for each variant and case, at most"),
         "seconds": (3.0, "stop after this time, once a few are done"),
     },
-    small_cases=SMALL_CASES,
     small={"repeats": 3, "seconds": 0.5},
     limits=LIMITS,
     settings=lambda args: {"batches": {case.id: case.batch for case in PROGRAM.chosen_cases(args)}},
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import io
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -154,7 +153,7 @@ CASES = (
     Case("step", "200 fields, 13 MB", 64, 200, (256,)),
     Case("decode", "64 images", 64, 2, (256,)),
 )
-SMOKE_CASES = (
+SMALL_CASES = (
     Case("ready", "5 fields", 4, 5, (64,)),
     Case("step", "5 fields", 4, 5, (64,)),
     Case("decode", "4 images", 4, 2, (32,)),
@@ -329,26 +328,19 @@ def begin(args: Args) -> None:
 
 REPEATS = "timed batches, or as many as workers hold ready, if that is more"
 SECONDS = "end a pass of a case after this time untimed, and as much timed"
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms per batch",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
         "repeats": (160, REPEATS),
         "seconds": (0.4, SECONDS),
         "workers": (8, "worker processes"),
         "products": (50, "matrix products of a training step; 50 take 10 ms on an H100"),
     },
-    small_cases=SMOKE_CASES,
     small={"repeats": 4, "seconds": 0.0, "workers": 2, "rounds": 1},
     rounds=3,
     lasting=True,
     limits=("by_hand",),  # which isn't a loader
     begin=begin,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

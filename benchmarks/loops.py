@@ -29,7 +29,6 @@ from __future__ import annotations
 import itertools
 import queue
 import resource
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -378,13 +377,9 @@ def begin(args: Args) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms per step",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
         "repeats": (160, loader.REPEATS),
         "seconds": (0.6, loader.SECONDS),
@@ -396,6 +391,4 @@ PROGRAM = Program(
     limits=("model",),  # which brings nothing to the device
     begin=begin,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

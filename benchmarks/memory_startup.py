@@ -10,7 +10,6 @@ machine may get its memory from the host on first touch, and the first variant w
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 
@@ -90,13 +89,10 @@ def cases(args: Args) -> list[Size]:
     return [Size(f"{name} {turn}", args.nbytes) for turn in ("first", "again")]
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until the memory is ready",
-    ways=VARIANTS,
     cases=cases,
-    measure=measure,
     options={
         "repeats": (2, "later allocations of each process"),
         "nbytes": (GIB, "bytes to make ready"),
@@ -105,6 +101,4 @@ PROGRAM = Program(
     rounds=3,
     around=touched,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

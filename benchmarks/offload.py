@@ -18,7 +18,6 @@ gradients of its fused kernels differ from run to run without offloading too.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -341,13 +340,12 @@ def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
     return (measure_steps if case.blocks else measure_states)(variant, args, case)
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms",
     ways=(*WAYS, *STATE_WAYS),
     cases=(*STEPS, *STATES),
-    measure_all=measure,
+    at_once=True,
     options={
         "repeats": (20, "later steps for each variant, at most"),
         "seconds": (4.0, f"stop after this time, once {FEWEST_REPEATS} are done"),
@@ -356,6 +354,4 @@ PROGRAM = Program(
     small={"repeats": FEWEST_REPEATS, "seconds": 0.0},
     limits=("bus",),
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

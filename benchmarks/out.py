@@ -13,7 +13,6 @@ their times are the loop's, per step. Each variant runs in a fresh process.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,7 +83,7 @@ CASES = (
         )
     ),
 )
-SMOKE_CASES = (
+SMALL_CASES = (
     Batch("4MiB-weights", 4, MIB),
     Batch("tokens-replay", 2, 4 * KIB, separate=False, products=1, dtype=torch.int64),
     Batch("40x256B-returned", 40, 256, separate=False),
@@ -252,17 +251,10 @@ def _places(device: torch.device, case: Batch, sources: Tensors) -> Tensors:
         return stager.to_device([torch.zeros_like(source) for source in sources])
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until a batch is in its place",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={"repeats": (50, "writes for each variant and case; 5 of the largest")},
-    small_cases=SMOKE_CASES,
     small={"repeats": 2},
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -388,13 +388,11 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     in_both_colours(partial(_draw, results[0]), path)
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="idle and busy: ms, resident in %",
-    ways=VARIANTS,
     cases=cases,
-    measure_all=measure,
+    at_once=True,
     options={
         "repeats": (1, "runs of each way, on an idle GPU and on a busy one"),
         "nbytes": (48 * GIB, "bytes to page-lock"),
@@ -405,6 +403,4 @@ PROGRAM = Program(
     around=touched,
     draw=draw,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

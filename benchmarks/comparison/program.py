@@ -20,7 +20,7 @@ import torch
 
 from comparison import harness, record, table, timing
 from comparison.errors import BenchError
-from comparison.harness import Case, Outcome, Variant
+from comparison.harness import Outcome, Variant
 from comparison.record import Row
 
 Args = argparse.Namespace
@@ -28,6 +28,15 @@ Result = dict[str, Any]
 INTERNAL = ("out", "only", "child", "settings", "timeout", "within", "plot", "read", "folder")
 """Options that aren't settings of a measurement."""
 PICTURES = (".png", ".svg", ".pdf")
+OF_MODULE = {
+    "path": "__file__",
+    "about": "__doc__",
+    "ways": "VARIANTS",
+    "cases": "CASES",
+    "small_cases": "SMALL_CASES",
+    "measure": "measure",
+}
+"""What a module has for its program, by the names there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +50,7 @@ class Program:
         ways: The ways to measure.
         cases: What they are measured on, or a function that chooses it.
         measure: Returns the outcome of a way on a case, in a process of the way.
-        measure_all: The same for all cases at once, from the first one: outcomes by their ids.
+        at_once: Whether that returns the outcomes of all cases, by their ids, given the first one.
         options: Further options, each with its default and help.
         small_cases: The cases of a smoke run.
         small: The most that options have in a smoke run.
@@ -64,7 +73,7 @@ class Program:
     ways: Sequence[Variant]
     cases: Sequence[Any] | Callable[[Args], Sequence[Any]]
     measure: Any = None
-    measure_all: Callable[[Variant, Args, Any], dict[str, Outcome]] | None = None
+    at_once: bool = False
     options: dict[str, tuple[Any, str]] = field(default_factory=dict)
     small_cases: Sequence[Any] = ()
     small: Mapping[str, Any] = field(default_factory=dict)
@@ -79,10 +88,20 @@ class Program:
     settings: Callable[[Args], dict[str, Any]] = lambda args: {}  # noqa: ARG005
     draw: Callable[[Sequence[Result], Path], None] | None = None
 
+    @classmethod
+    def of(cls, module: Mapping[str, Any], **said: Any) -> Program:
+        """Return the program of a module whose `globals()` are given, and what they don't say."""
+        return cls(**of_module(module) | said)
+
     @property
     def name(self) -> str:
         """The name in the rows and in the result file."""
         return self.benchmark or Path(self.path).stem
+
+    def run(self, name: str) -> None:
+        """Run the program if its module, of this `__name__`, was started."""
+        if name == "__main__":
+            sys.exit(self.main())
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the program; return 1 if a way failed or gave wrong results, 2 for a wrong option."""
@@ -244,10 +263,9 @@ class Program:
         cases = [case for case in self.chosen_cases(args) if way.suits(case)]
         self.begin(args)
         harness.start_device(args.device)
-        if self.measure_all is None:
-            measure: Callable[[Case], Outcome] = partial(self.measure, way, args)
-        else:
-            measure = AtOnce(partial(self.measure_all, way, args))
+        measure: Callable[[Any], Outcome] = partial(self.measure, way, args)
+        if self.at_once:
+            measure = AtOnce(measure)
         harness.work(cases, measure, partial(timing.empty_caches, args.device))
 
 
@@ -265,6 +283,11 @@ class AtOnce:
             self._outcomes = self._measure_all(case)
         failed = {"status": "error", "detail": "an earlier part failed"}
         return self._outcomes.get(case.id, failed)
+
+
+def of_module(module: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a module says about its program, by `OF_MODULE`."""
+    return {field: module[name] for field, name in OF_MODULE.items() if name in module}
 
 
 def joined(results: Sequence[Result]) -> Result:
