@@ -335,7 +335,7 @@ PROGRAM = Program.of(
         "repeats": (160, REPEATS),
         "seconds": (0.4, SECONDS),
         "workers": (8, "worker processes"),
-        "products": (50, "matrix products of a training step; 50 take 10 ms on an H100"),
+        "products": (50, "matrix products of a training step; 50 take 9 ms on an H100"),
     },
     small={"repeats": 4, "seconds": 0.0, "workers": 2, "rounds": 1},
     rounds=3,
