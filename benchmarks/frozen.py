@@ -438,8 +438,11 @@ def _accelerate(stack: Stack, device: torch.device) -> Run:
 _of_stack = partial(Variant, where=lambda case: isinstance(case, StackCase))
 
 
-DIFFUSERS = "diffusers accelerate"
-"""diffusers' hooks import accelerate, and fail without it."""
+OFFLOADS = "diffusers' group offloading of each {}, `use_stream=True`"
+DIFFUSERS = (
+    ("block", "block_level", OFFLOADS.format("block")),
+    ("leaf", "leaf_level", OFFLOADS.format("leaf module")),
+)
 STACK_WAYS = (
     _of_stack("stack_bus", _stack_bus, "one page-locked buffer of a block's size, copies only"),
     _of_stack(
@@ -454,29 +457,15 @@ STACK_WAYS = (
         "`frozen_module` with one handle for the stack",
         ours=True,
     ),
-    _of_stack(
-        "diffusers_block",
-        partial(_diffusers, level="block_level"),
-        "diffusers' group offloading of each block, `use_stream=True`",
-        package=DIFFUSERS,
-    ),
-    _of_stack(
-        "diffusers_block_recorded",
-        partial(_diffusers, level="block_level", record=True),
-        "the same, `record_stream=True`",
-        package=DIFFUSERS,
-    ),
-    _of_stack(
-        "diffusers_leaf",
-        partial(_diffusers, level="leaf_level"),
-        "diffusers' group offloading of each leaf module, `use_stream=True`",
-        package=DIFFUSERS,
-    ),
-    _of_stack(
-        "diffusers_leaf_recorded",
-        partial(_diffusers, level="leaf_level", record=True),
-        "the same, `record_stream=True`",
-        package=DIFFUSERS,
+    *(
+        _of_stack(
+            f"diffusers_{part}{'_recorded' * record}",
+            partial(_diffusers, level=level, record=record),
+            about if not record else "the same, `record_stream=True`",
+            package="diffusers accelerate",  # its hooks import accelerate, and fail without it
+        )
+        for part, level, about in DIFFUSERS
+        for record in (False, True)
     ),
     _of_stack(
         "accelerate",

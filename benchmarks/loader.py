@@ -33,6 +33,7 @@ import loader_by_hand
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from comparison.batches import differences
 from comparison.harness import Outcome, Variant, importable
 from comparison.loop_timer import LoopTimer
 from comparison.program import Args, Program
@@ -284,10 +285,8 @@ def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
     """Compare the first batch, and time the others."""
     timer = timer_of(args, args.workers, case.nbytes)
     dataset = case.dataset(case.batch_size)
-    wrong = differences(
-        next(iterator), default_collate([dataset[index] for index in range(case.batch_size)])
-    )
-    if wrong:
+    expected = default_collate([dataset[index] for index in range(case.batch_size)])
+    for wrong in differences(expected, next(iterator), args.device):
         return {"status": "incorrect", "detail": wrong}
     step = Step(args.device, args.products) if case.scenario == "step" else None
     clock = time.perf_counter if step else time.thread_time
@@ -307,17 +306,6 @@ def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
         goes_on = timer.end()
     outcome = timer.outcome() | {"main": main_thread}
     return outcome if step else outcome | {"detail": ""}
-
-
-def differences(batch: Any, expected: Sample) -> str:
-    """Return how a batch differs from the expected one, or an empty string."""
-    if set(batch.keys()) != set(expected):
-        return f"other keys: {sorted(batch.keys())[:3]}"
-    for key, leaf in expected.items():
-        found = batch[key].cpu()
-        if found.dtype != leaf.dtype or not torch.equal(found, leaf):
-            return f"{key}: other values"
-    return ""
 
 
 def begin(args: Args) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from comparison.plot import DARK, dark
+from comparison.rivals import NAMES
 from pinstage.inspect._bus import PAGEABLE, PINNED, REGISTERED, Point
 from pinstage.inspect._doctor import save_plot
 
@@ -28,23 +29,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "scaling.png"
 BANDWIDTH = ROOT / "docs" / "bandwidth.png"
-PAGE_LOCKING = ROOT / "docs" / "images" / "page_locking.png"
 LOOPS = ROOT / "docs" / "images" / "loops.svg"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-NAMES = {
-    "to": "`.to()` each",
-    "pin_to": "pin + `.to()` each",
-    "tensordict_consolidate": "tensordict consolidate",
-    "tensordict_consolidate_prebuilt": "the same, built before",
-    "tensordict_non_blocking_pin": "tensordict non_blocking_pin",
-    "spdl_transfer": "SPDL",
-    "multi_tensor_copier": "multi_tensor_copier (C++)",
-    "multi_tensor_copier_openmp": "the same with OpenMP",
-}
-SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()} | {
-    "multi_tensor_copier": "multi_tensor_copier",
-    "multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP",
-}
 OURS = {"pinstage": "**pinstage**"}
 BATCHES = "tensors x bytes of each"
 LIMITS = {
@@ -287,7 +273,7 @@ def beside_rival(cases: Mapping[str, Rows], ways: Ways) -> list[str]:
     raced, ratio = {}, {}
     for case, rows in cases.items():
         rival = best_rival(rows, NAMES)
-        raced[case] = {**rows, "rival": rival | {"name": f", {SHORT_NAMES[rival['variant']]}"}}
+        raced[case] = {**rows, "rival": rival | {"name": f", {NAMES[rival['variant']]}"}}
         ratio[case] = times(rival, rows["pinstage"])
     return by_ways(BATCHES, raced, ways, {"ratio": ratio}, more=lambda row: row.get("name", ""))
 
@@ -973,8 +959,7 @@ def page_locking(result: Result) -> list[str]:
         "made ready: `cudaMemGetInfo` in another process, and the launch of a kernel, with its "
         "end, in another thread."
     )
-    picture = [pictures("The times of the table", PAGE_LOCKING).replace("](", "](../images/"), ""]
-    return [*lines, "", said, *(["", *picture[:1]] if PAGE_LOCKING.exists() else [])]
+    return [*lines, "", said]
 
 
 def _busy(row: Row) -> str:

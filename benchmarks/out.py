@@ -93,45 +93,41 @@ SMALL_CASES = (
 
 
 @contextmanager
-def _out(device: torch.device, case: Batch) -> Iterator[Way]:
+def _ours(
+    device: torch.device, case: Batch, *, write: Callable[[Any, Tensors, Tensors], Tensors]
+) -> Iterator[Way]:
     import pinstage as ps
 
-    def write(sources: Tensors, places: Tensors) -> Tensors:
-        return stager.to_device(sources, out=places)
-
-    def load(sources: Tensors, places: Tensors) -> Tensors:
-        named, found = ({str(i): leaf for i, leaf in enumerate(some)} for some in (sources, places))
-        stager.load_weights(found, named)
-        return places
-
-    are_weights = case.id.endswith("weights")
-    cap = min(256 * MIB, case.nbytes // 4) if are_weights else "2GiB"
+    cap = 2 * case.nbytes + MIB
+    if write is _in_place and case.id.endswith("weights"):
+        write, cap = _load, min(256 * MIB, case.nbytes // 4)
     with ps.Stager(device, max_bytes=cap, borrow_pinned=case.pinned) as stager:
-        yield Way(list, load if are_weights else write)
+        yield Way(list, partial(write, stager))
 
 
-@contextmanager
-def _by_hand(device: torch.device, case: Batch) -> Iterator[Way]:
-    import pinstage as ps
+def _in_place(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
+    got: Tensors = stager.to_device(sources, out=places)
+    return got
 
-    def write(sources: Tensors, places: Tensors) -> Tensors:
-        torch._foreach_copy_(places, stager.to_device(sources))
-        return places
 
-    with ps.Stager(device, max_bytes="6GiB", borrow_pinned=case.pinned) as stager:
-        yield Way(list, write)
+def _load(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
+    named, found = ({str(i): leaf for i, leaf in enumerate(some)} for some in (sources, places))
+    stager.load_weights(found, named)
+    return places
+
+
+def _by_hand(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
+    torch._foreach_copy_(places, stager.to_device(sources))
+    return places
+
+
+def _new(stager: Any, sources: Tensors, _: Tensors) -> Tensors:
+    got: Tensors = stager.to_device(sources)
+    return got
 
 
 def _nothing(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
     return Way(list, lambda _, places: places)
-
-
-@contextmanager
-def _new(device: torch.device, case: Batch) -> Iterator[Way]:
-    import pinstage as ps
-
-    with ps.Stager(device, max_bytes=2 * case.nbytes + MIB, borrow_pinned=case.pinned) as stager:
-        yield Way(list, lambda sources, _: stager.to_device(sources))
 
 
 def _copy(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
@@ -149,13 +145,20 @@ def _copy_each(sources: Tensors, places: Tensors) -> Tensors:
 
 
 VARIANTS = (
-    Variant("pinstage_out", _out, "`stager.to_device(batch, out=places)`", ours=True),
+    Variant(
+        "pinstage_out",
+        partial(_ours, write=_in_place),
+        "`stager.to_device(batch, out=places)`",
+        ours=True,
+    ),
     Variant(
         "by_hand",
-        _by_hand,
+        partial(_ours, write=_by_hand),
         "`torch._foreach_copy_(places, stager.to_device(batch))`",
     ),
-    Variant("pinstage", _new, "`stager.to_device(batch)`: new tensors", ours=True),
+    Variant(
+        "pinstage", partial(_ours, write=_new), "`stager.to_device(batch)`: new tensors", ours=True
+    ),
     Variant("copy", _copy, "`place.copy_(leaf, non_blocking=True)` for each leaf"),
     Variant(
         "pin_copy",

@@ -158,7 +158,7 @@ staging_busy() {
 memory_startup() { benchmark memory_startup 120 --rounds 2; }
 # 48 GiB on a machine of 128 GiB. Medians of five runs take 20 minutes: PAGE_LOCKING_ARGS='--repeats 5 --only ...' way by way.
 # shellcheck disable=SC2086
-page_locking() { benchmark page_locking 480 --plot "$RESULTS/page_locking.png" ${PAGE_LOCKING_ARGS:-}; }
+page_locking() { benchmark page_locking 480 ${PAGE_LOCKING_ARGS:-}; }
 pool_latency() { benchmark pool_latency 60; }
 refusals() { benchmark refusals 120; }
 # shellcheck disable=SC2086

@@ -76,8 +76,6 @@ class Variant:
     """The module to import, or several with spaces between them; None if torch is enough."""
     needs_cuda: bool = False
     ours: bool = False
-    prepare: Callable[[Any], Any] | None = None
-    """Applied to a batch before the timer starts."""
     in_place: Callable[..., Any] | None = None
     """Set-up for a case whose data is written in place; None if `setup` takes torch's page-locked
     tensors.

@@ -9,19 +9,8 @@ from typing import Any
 from comparison.batches import SERIES
 from comparison.errors import BenchError
 from comparison.record import Row, rows_of
+from comparison.rivals import NAMES
 
-LABELS = {
-    "to": ".to() each",
-    "pin_to": "pin + .to() each",
-    "tensordict_consolidate": "tensordict consolidate",
-    "tensordict_consolidate_threads": "tensordict consolidate, threads",
-    "tensordict_consolidate_prebuilt": "tensordict consolidate, built before",
-    "tensordict_non_blocking_pin": "tensordict non_blocking_pin",
-    "spdl_transfer": "SPDL transfer_tensor",
-    "multi_tensor_copier": "multi_tensor_copier (C++)",
-    "multi_tensor_copier_openmp": "multi_tensor_copier (C++, OpenMP)",
-    "pinstage": "pinstage",
-}
 OURS = ("#e41a1c",)
 RIVALS = (
     "#4c9be8",
@@ -164,7 +153,11 @@ def _panel(
             continue
         x = [getattr(row, field) for row in line]
         axis.plot(
-            x, [row.median for row in line], ms=4, label=LABELS.get(variant, variant), **style
+            x,
+            [row.median for row in line],
+            ms=4,
+            label=NAMES.get(variant, variant).replace("`", ""),
+            **style,
         )
         if line[0].ours:
             axis.fill_between(
