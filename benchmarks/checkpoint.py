@@ -17,8 +17,7 @@ last element of each tensor, which change before every save.
 In `step`, the loop waits before the change for stagers that need it; `main` is until the call
 returned, and `none` saves nothing.
 
-`detail` has the bytes page-locked by the pool and by torch's host allocator, and the growth of
-resident memory.
+`detail` has the growth of resident memory.
 """
 
 from __future__ import annotations
@@ -219,22 +218,6 @@ VARIANTS = (
 )
 
 
-def pinned_by(stager: Any, before: int) -> str:
-    """Return how much was page-locked, as text."""
-    pool = getattr(stager, "pool", None)
-    of_pool = f"{pool.stats().held_bytes / 1e9:.2f} GB by the pool, " if pool is not None else ""
-    of_torch = (
-        torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-        if torch.cuda.is_initialized()
-        else 0
-    )
-    grown = resident() - before
-    return (
-        f"{of_pool}{of_torch / 1e9:.2f} GB by torch's host allocator; {grown / 1e9:.2f} GB more "
-        "resident"
-    )
-
-
 def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
     """Return the samples of all cases, which share a stager."""
     gc.collect()
@@ -253,7 +236,7 @@ def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
         sample = partial(job.sample_step, allow_change) if case.id == "step" else job.sample_save
         found = [sample() for _ in range(1 if case.id == "first" else args.repeats)]
         total, main = ([pair[i] for pair in found] for i in range(2))
-        detail = pinned_by(job.stager, before)
+        detail = f"{(resident() - before) / 1e9:.2f} GB more resident"
         outcomes[case.id] = {"status": "ok", "detail": detail, "total": total, "main": main}
     return outcomes
 

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from comparison.plot import DARK, dark
+from comparison.record import source
 from comparison.rivals import NAMES
+from comparison.table import figure
 from pinstage.inspect._bus import PAGEABLE, PINNED, REGISTERED, Point
 from pinstage.inspect._doctor import save_plot
 
@@ -203,26 +205,6 @@ def said_by(
 def section(name: str, heading: str = "## Measured") -> Callable[..., Any]:
     """The same, of a file that is measured on a GPU and may not be there yet."""
     return said_by(name, heading, measured)
-
-
-def figure(value: float | None) -> str:
-    """Three digits are all that a median on a shared machine is worth."""
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"
-
-
-def source(result: dict[str, Any]) -> str:
-    """Return the source of the figures: machine, versions, commit and date."""
-    machine, versions = result["machine"], result["versions"]
-    commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
-    device = f"{machine['cpu']}, no GPU"
-    if machine["gpu"]:
-        device = f"{machine['gpu']}, driver {machine['driver']}"
-    return (
-        f"{device}, {machine['cores']} cores, torch {versions['torch']}, Python "
-        f"{versions['python']}; commit {commit}, {result['date'][:10]}"
-    )
 
 
 def times(row: Row, other: Row) -> str:

@@ -10,8 +10,7 @@
 
 `bus` is the limit of the hardware: the saved bytes are copied from the device to existing
 page-locked buffers, and then back. The detail of a row has the peak of device memory and the
-page-locked bytes; for ours, also the number of slabs allocated after the first step. Gradients are
-compared outside the timer, bit for bit, with those of a plain step in the same process: of the
+page-locked bytes. Gradients are compared outside the timer, bit for bit, with those of a plain step in the same process: of the
 blocks above, and of two small ones with attention. That attention is torch's own formula, since the
 gradients of its fused kernels differ from run to run without offloading too.
 """
@@ -208,23 +207,8 @@ def _pinstage(
         offload = ps.offload.save_on_cpu(
             pool, min_bytes=min(MIB, smallest), max_device_bytes=tensors_on_device * largest
         )
-        made = 0
-
-        def step() -> float:
-            nonlocal made
-            seconds = training.step(offload, training.forward)
-            made = made or pool.stats().held_slabs
-            return seconds
-
-        def said() -> str:
-            stats, counted = pool.stats(), offload.stats()
-            return (
-                f"page-locked {stats.peak_held_bytes / 1e9:.1f} GB, {stats.held_slabs - made} "
-                f"slabs after the first step; {counted.still_there} still there, {counted.ahead} "
-                f"ahead, {counted.late} late, {counted.stayed_at_cap} at the cap"
-            )
-
-        yield step, said
+        step = partial(training.step, offload, training.forward)
+        yield step, lambda: f"page-locked {pool.stats().peak_held_bytes / 1e9:.1f} GB"
 
 
 _of_step = partial(Variant, where=lambda case: case.blocks)

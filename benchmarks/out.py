@@ -13,7 +13,6 @@ their times are the loop's, per step. Each variant runs in a fresh process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -183,9 +182,7 @@ def measure(variant: Variant, args: Args, case: Batch) -> Outcome:
     batches = [_batch(device, case, seed) for seed in range(4 if case.products else 1)]
     places = _places(device, case, batches[0])
     with variant.open(device, case) as way:
-        began = time.perf_counter()
         ready = [way.prepare(batch) for batch in batches]
-        prepared = time.perf_counter() - began
         call, steps, repeats = partial(way.write, ready[0], places), 1, args.repeats
         if case.products:
             call, steps = (
@@ -198,8 +195,7 @@ def measure(variant: Variant, args: Args, case: Batch) -> Outcome:
         right = variant.id == GRAPH_ALONE or all(
             torch.equal(there.cpu(), here) for there, here in zip(call(), batches[-1], strict=True)
         )
-    detail = f"made ready in {prepared * 1e3:.0f} ms" if prepared > 1e-3 else ""
-    return outcome | {"status": "ok" if right else "incorrect", "detail": detail}
+    return outcome | {"status": "ok" if right else "incorrect"}
 
 
 def _batch(device: torch.device, case: Batch, seed: int) -> Tensors:

@@ -38,7 +38,7 @@ import torch
 from comparison.batches import BatchShape, shapes
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
-from comparison.timing import beside_kernels, timed
+from comparison.timing import timed
 
 MIB = 1 << 20
 IN_FLIGHT = 2
@@ -367,7 +367,6 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
         outcome["main"] = []
         if variant.id in ("pinstage", "fetch") and call is whole:
             outcome["main"] = started[-len(outcome["total"]) :]
-            outcome["busy"] = beside_kernels(partial(start, tensors), args.device)
     return outcome | {"status": "ok" if right else "incorrect"}
 
 

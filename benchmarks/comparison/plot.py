@@ -8,7 +8,7 @@ from typing import Any
 
 from comparison.batches import SERIES
 from comparison.errors import BenchError
-from comparison.record import Row, rows_of
+from comparison.record import Row, rows_of, source
 from comparison.rivals import NAMES
 
 OURS = ("#e41a1c",)
@@ -54,7 +54,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
         raise BenchError(
             "no series was measured, so there is nothing to draw; --series all measures both"
         )
-    title = "\n".join(dict.fromkeys(map(described, results)))
+    title = "\n".join(dict.fromkeys(map(source, results)))
     in_both_colours(lambda path: _draw(series, title, path), out)
 
 
@@ -95,16 +95,6 @@ def _draw(series: dict[str, list[Row]], title: str, out: Path) -> None:
     )
     figure.suptitle(title, fontsize=9)
     figure.savefig(out, dpi=140)
-
-
-def described(result: dict[str, Any]) -> str:
-    """Return the machine, versions and commit as text."""
-    machine, versions = result["machine"], result["versions"]
-    commit, _, changed = result["commit"].partition("-")
-    return (
-        f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}, "
-        f"commit {commit[:7]}{changed and ' and changes'}, {result['date'][:10]}"
-    )
 
 
 def in_words(nbytes: int) -> str:
