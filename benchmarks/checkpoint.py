@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter
 
@@ -43,6 +42,10 @@ MIB = 1 << 20
 STEP_SECONDS = 0.25
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
 class LooksOnly(StorageWriter):
     """Writes nothing; lists the tensors with wrong values."""
 
@@ -50,17 +53,12 @@ class LooksOnly(StorageWriter):
         self._saves = saves
         self.wrong: list[str] = []
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+    reset = set_up_storage_writer = finish = _nothing
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
 
-    def prepare_global_plan(self, plans: Any) -> Any:
-        return plans
+    prepare_global_plan = prepare_local_plan
 
     def write_data(self, plan: Any, planner: Any) -> torch.futures.Future[list[Any]]:
         for item in plan.items:
@@ -72,9 +70,6 @@ class LooksOnly(StorageWriter):
         done: torch.futures.Future[list[Any]] = torch.futures.Future()
         done.set_result([])
         return done
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        """Do nothing."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
