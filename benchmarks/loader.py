@@ -10,7 +10,8 @@ Three scenarios, each for every variant, with `--workers` processes and torch's 
   `.to()`, without freeing the previous batch.
 - ``step``: the same with a training step, a chain of `--products` matrix products on the GPU, which
   the loop doesn't wait for. ``detail`` has the share of the time in which the GPU was idle;
-  ``main`` is the time that the loop spent in `next` and `.to()`.
+  ``main`` is the time that the loop spent in `next` and `.to()`. It has one shape: batches of
+  134 MB would take half a minute more.
 - ``decode``: workers decode JPEG images, so they are the bottleneck and there is little to gain.
 
 A figure is the time of the whole loop over its batches (`comparison/loop_timer.py`). Each variant

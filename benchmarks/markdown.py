@@ -247,17 +247,20 @@ def staging(result: Result) -> list[str]:
         "",
         *by_ways("call beside a busy GPU", named, ways, field="busy_median"),
     ]
-    return folded(beside_rival(named, OURS | {"rival": "best rival"}), whole, in_place)
+    return folded(beside_rival(BATCHES, named, OURS | {"rival": "best rival"}), whole, in_place)
 
 
-def beside_rival(cases: Mapping[str, Rows], ways: Ways) -> list[str]:
-    """Return a table with the best rival, and its name beside its figure."""
+def beside_rival(
+    corner: str, cases: Mapping[str, Rows], ways: Ways, rivals: Ways = NAMES
+) -> list[str]:
+    """Return a table with the best rival, and its name, if it has one, beside its figure."""
     raced, ratio = {}, {}
     for case, rows in cases.items():
-        rival = best_rival(rows, NAMES)
-        raced[case] = {**rows, "rival": rival | {"name": f", {NAMES[rival['variant']]}"}}
+        rival = best_rival(rows, rivals)
+        name = rivals[rival["variant"]]
+        raced[case] = {**rows, "rival": rival | {"name": name and f", {name}"}}
         ratio[case] = times(rival, rows["pinstage"])
-    return by_ways(BATCHES, raced, ways, {"ratio": ratio}, more=lambda row: row.get("name", ""))
+    return by_ways(corner, raced, ways, {"ratio": ratio}, more=lambda row: row.get("name", ""))
 
 
 @said_by("staging")
@@ -265,7 +268,7 @@ def staging_short(result: Result) -> list[str]:
     """`.to()`, the best rival, and ours on five batches, a loss and a near one among them."""
     cases, shown = by_case(result), "1x5KiB 64x1KiB 1000x16KiB 1x38MiB 16x16MiB"
     named = {titled(case): cases[case] for case in shown.split()}
-    return beside_rival(named, {"to": "`.to()`", "rival": "best other way", **OURS})
+    return beside_rival(BATCHES, named, {"to": "`.to()`", "rival": "best other way", **OURS})
 
 
 GAINS = {
@@ -397,13 +400,9 @@ def loader(result: Result) -> list[str]:
 
     columns = [(case, cells(rows, about, more=more, limits=limits)) for case, rows in cases.items()]
     whole = by_cases("ms per batch (main thread)", about, columns)
-    raced, ratio = {}, {}
-    for case, rows in cases.items():
-        rival = best_rival(rows, about.keys() - {"by_hand", "pinstage"})
-        raced[case] = {**rows, "rival": rival}
-        ratio[case] = times(rival, rows["pinstage"])
     ways = {**OURS, "torch_pin": "`pin_memory=True`", "rival": "best rival"}
-    short = by_ways("ms per batch", raced, ways, {"ratio": ratio})
+    rivals = dict.fromkeys(about.keys() - {"by_hand", "pinstage"}, "")
+    short = beside_rival("ms per batch", cases, ways, rivals)
     said = passes(result) or "Medians of single batches, not whole loops over their steps."
     return folded(short, whole, [said])
 

@@ -161,8 +161,8 @@ def collect(
         within: No further pass begins that would end after these seconds, if it took as long as the
             one before.
         unit: Unit of the times in the rows: "s", "ms" or "us".
-        keep: Called after each pass of a variant except the last, with the rows so far and the progress as
-            text, so that a killed run keeps them.
+        keep: Called after each pass of a variant except the last, with the rows so far and the
+            progress as text, so that a killed run keeps them.
     """
 
     def outcomes_of(variant: Variant) -> dict[str, Outcome]:
