@@ -90,7 +90,7 @@ class AttentionBlock(frozen.Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # In here, since `checkpoint` runs it again.
         with sdpa_kernel(SDPBackend.MATH):
-            return super().forward(x)
+            return super().forward(x[None])[0]
 
 
 class Training:
@@ -102,7 +102,7 @@ class Training:
         block: Any = AttentionBlock if case.attends else Block
         blocks = [block(case.width) for _ in range(case.blocks)]
         self.model = torch.nn.Sequential(*blocks).to(device, torch.bfloat16)
-        self.input = torch.randn(1, case.tokens, case.width).to(device, torch.bfloat16)
+        self.input = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the model."""
