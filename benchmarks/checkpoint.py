@@ -17,14 +17,12 @@ last element of each tensor, which change before every save.
 In `step`, the loop waits before the change for stagers that need it; `main` is until the call
 returned, and `none` saves nothing.
 
-`detail` has the bytes page-locked by the pool and by torch's host allocator, and the growth of
-resident memory.
+`detail` has the growth of resident memory.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -33,7 +31,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter
 
@@ -45,6 +42,10 @@ MIB = 1 << 20
 STEP_SECONDS = 0.25
 
 
+def _nothing(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
 class LooksOnly(StorageWriter):
     """Writes nothing; lists the tensors with wrong values."""
 
@@ -52,17 +53,12 @@ class LooksOnly(StorageWriter):
         self._saves = saves
         self.wrong: list[str] = []
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+    reset = set_up_storage_writer = finish = _nothing
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
 
-    def prepare_global_plan(self, plans: Any) -> Any:
-        return plans
+    prepare_global_plan = prepare_local_plan
 
     def write_data(self, plan: Any, planner: Any) -> torch.futures.Future[list[Any]]:
         for item in plan.items:
@@ -74,9 +70,6 @@ class LooksOnly(StorageWriter):
         done: torch.futures.Future[list[Any]] = torch.futures.Future()
         done.set_result([])
         return done
-
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        """Do nothing."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
@@ -220,22 +213,6 @@ VARIANTS = (
 )
 
 
-def pinned_by(stager: Any, before: int) -> str:
-    """Return how much was page-locked, as text."""
-    pool = getattr(stager, "pool", None)
-    of_pool = f"{pool.stats().held_bytes / 1e9:.2f} GB by the pool, " if pool is not None else ""
-    of_torch = (
-        torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
-        if torch.cuda.is_initialized()
-        else 0
-    )
-    grown = resident() - before
-    return (
-        f"{of_pool}{of_torch / 1e9:.2f} GB by torch's host allocator; {grown / 1e9:.2f} GB more "
-        "resident"
-    )
-
-
 def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
     """Return the samples of all cases, which share a stager."""
     gc.collect()
@@ -254,7 +231,7 @@ def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
         sample = partial(job.sample_step, allow_change) if case.id == "step" else job.sample_save
         found = [sample() for _ in range(1 if case.id == "first" else args.repeats)]
         total, main = ([pair[i] for pair in found] for i in range(2))
-        detail = pinned_by(job.stager, before)
+        detail = f"{(resident() - before) / 1e9:.2f} GB more resident"
         outcomes[case.id] = {"status": "ok", "detail": detail, "total": total, "main": main}
     return outcomes
 
@@ -264,19 +241,15 @@ def cases(args: Args) -> list[Size]:
     return [Size(name, 4 * sum(elements(args.smoke))) for name in ("first", "later", "step")]
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until all is on the host (step: of the whole step)",
-    ways=VARIANTS,
     cases=cases,
-    measure_all=measure,
+    at_once=True,
     options={"repeats": (3, "saves and steps after the first save")},
     small={"repeats": 2},
     limits=("none",),
     # torch warns in each save that there is no process group.
     begin=lambda _: warnings.simplefilter("ignore"),
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -10,8 +10,8 @@ was idle, and the losses; a variant whose losses differ from those of ``pin_memo
 incorrect. ``model`` has its batch on the device before the loop begins: its time is that of the
 model and the framework alone.
 
-Each variant runs in a fresh process in each of the `--rounds` passes. The losses are read at the
-end, so that no step waits for the one before.
+Each variant has a process, which measures it in each of the `--rounds` passes. The losses are read
+at the end, so that no step waits for the one before.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ import hashlib
 import itertools
 import os
 import struct
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-from loader import Kept
+from loader import REPEATS, Kept
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -83,15 +82,15 @@ class Watch:
         )
 
 
-def nested(length: int, fields: int) -> Kept:
-    """Return samples of many fields, stored in memory."""
+@cache
+def nested(fields: int) -> list[Batch]:
+    """Return samples of many fields."""
     generator = torch.Generator().manual_seed(0)
-    samples = [
+    return [
         {f"field_{name:03}": torch.randn(WIDTH, generator=generator) for name in range(fields)}
         | {"label": torch.randn((), generator=generator)}
         for _ in range(128)
     ]
-    return Kept(samples, length)
 
 
 class Dense(nn.Module):
@@ -136,7 +135,7 @@ def on_device(loader: Iterable[Batch], args: Args) -> DataLoader[Batch]:
 
 def nested_loader(way: str, args: Args) -> Any:
     """Return the loader of a variant, before the framework prepares it."""
-    dataset = nested(args.steps * args.batch_size, args.fields)
+    dataset = Kept(nested(args.fields), args.steps * args.batch_size)
     return plain_loader(way, args, partial(DataLoader, dataset, args.batch_size))
 
 
@@ -150,8 +149,9 @@ def plain_loader(way: str, args: Args, loader_class: Callable[..., Any]) -> Any:
 
 
 def dense(args: Args) -> nn.Module:
-    """Return the model for nested batches."""
-    return Dense(args.fields, args.width, args.depth)
+    """Return the model for nested batches, on the device: on the CPU its weights take seconds."""
+    with args.device:
+        return Dense(args.fields, args.width, args.depth)
 
 
 def lightning_loop(way: str, args: Args, watch: Watch) -> None:
@@ -283,8 +283,9 @@ def pyg_loop(way: str, args: Args, watch: Watch) -> None:
         edges = torch.randint(0, nodes, (2, 4 * nodes), generator=generator)
         values = torch.randn(nodes, 32, generator=generator)
         kept.append(Data(x=values, edge_index=edges, y=torch.randn(1, generator=generator)))
-    model = Graphs(args.width // 4, args.depth)  # first: an iterator draws a seed
-    graphs = list(itertools.islice(itertools.cycle(kept), args.steps * args.batch_size))
+    with args.device:
+        model = Graphs(args.width // 4, args.depth)
+    graphs = Kept(kept, args.steps * args.batch_size)
     loader = plain_loader(way, args, partial(GraphLoader, graphs, args.batch_size))
     if way == "pinstage":
         loader = ps.wrap_loader(loader, device=args.device, max_bytes="8GiB")
@@ -296,10 +297,10 @@ def webdataset_loop(way: str, args: Args, watch: Watch) -> None:
     import webdataset as wds
 
     with tempfile.TemporaryDirectory() as folder:
-        samples = nested(128, args.fields)
+        samples = nested(args.fields)
         with wds.TarWriter(f"{folder}/0.tar") as file:
-            for index in range(len(samples)):
-                *fields, label = samples[index].values()
+            for index, sample in enumerate(samples):
+                *fields, label = sample.values()
                 file.write(
                     {
                         "__key__": f"{index:04}",
@@ -338,7 +339,7 @@ def nodes_loop(way: str, args: Args, watch: Watch) -> None:
 
     from pinstage.integrations.torchdata import Stage
 
-    dataset = nested(args.steps * args.batch_size, args.fields)
+    dataset = Kept(nested(args.fields), args.steps * args.batch_size)
     node: Any = Batcher(IterableWrapper(range(len(dataset))), args.batch_size)
     node = ParallelMapper(
         node, partial(collated_samples, dataset), num_workers=max(args.workers, 1), method="process"
@@ -364,7 +365,7 @@ def slow_loop(way: str, args: Args, watch: Watch) -> None:
     Both variants read ahead in the main process: `pinstage` in a thread, `pinstage_main` without
     one.
     """
-    samples = nested(args.batch_size, args.fields)
+    samples = Kept(nested(args.fields), args.batch_size)
     batch = default_collate([samples[index] for index in range(args.batch_size)])
 
     def batches() -> Iterable[Batch]:
@@ -395,7 +396,7 @@ def train_on(
     leaf.
     """
     torch.manual_seed(0)  # whatever the loaders have drawn
-    model = (model or dense(args)).to(args.device)
+    model = model or dense(args)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if way == "pinstage_main":
         loader = stager(args).prefetch(loader, background=background)
@@ -470,7 +471,7 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
         return {"status": "not installed", "detail": case.package}
     torch.manual_seed(0)
     # All ways take as many steps, and so have the same losses.
-    timer = LoopTimer(args.device, args.workers, fewest=args.repeats)
+    timer = LoopTimer(args.device, args.workers, repeats=args.repeats)
     args.steps, watch = timer.steps, Watch(timer)
     case.loop(variant.id, args, watch)
     return watch.outcome()
@@ -507,15 +508,11 @@ def begin(args: Args) -> None:
     torch.set_num_threads(1 if args.smoke else torch.get_num_threads())
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms per step",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
-        "repeats": (100, "timed steps, at least; ten times as many as workers hold ready, if more"),
+        "repeats": (16, REPEATS),
         "workers": (8, "worker processes"),
         "batch_size": (256, "samples of a batch"),
         "fields": (FIELDS, f"float32 [{WIDTH}] of a sample"),
@@ -532,9 +529,8 @@ PROGRAM = Program(
         "depth": 1,
     },
     rounds=3,
+    lasting=True,
     judge=check_losses,
     begin=begin,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -17,8 +17,8 @@ cost of that.
 
 `bus` and `stack_bus` copy as many bytes from memory that is already page-locked. Outputs are
 compared outside the timer, bit for bit: of modules with outputs of the same weights copied one by
-one, of the stack with those of the plain stack on the device, after every pass. The detail of a row
-has the peak of device memory: what torch reserved, for the stack what it allocated.
+one, of the stack with those of the plain stack on the device, after every pass. The detail of a
+stack's row has the peak of device memory.
 
 The rivals with a stack need diffusers and accelerate. On the CPU they run without streams.
 """
@@ -26,7 +26,6 @@ The rivals with a stack need diffusers and accelerate. On the CPU they run witho
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -76,7 +75,7 @@ def cases_of(width: int, layers: int, tokens: int) -> tuple[Case, ...]:
 
 
 CASES = cases_of(4096, 60, 8192)
-SMOKE_CASES = cases_of(64, 3, 4)
+SMALL_CASES = cases_of(64, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -89,16 +88,11 @@ class StackCase:
     tokens: int
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of the weights of a block: of four matrices for the attention, of eight after it,
-        and of two norms.
-        """
-        return (12 * self.width**2 + 4 * self.width) * 2
-
-    @property
     def nbytes(self) -> int:
-        """Bytes that are copied to the device for a pass."""
-        return self.blocks * self.block_bytes
+        """Bytes that are copied to the device for a pass: of the weights of a block, four matrices
+        for the attention, eight after it, and two norms.
+        """
+        return self.blocks * (12 * self.width**2 + 4 * self.width) * 2
 
 
 STACK = StackCase("stack", 2496, 24, 4096)
@@ -315,13 +309,12 @@ def measure_modules(variant: Variant, args: Args, case: Case) -> dict[str, Outco
     right = all(torch.equal(y, expected) for y in results) and all(
         int(module.uses) == uses for module in modules
     )
-    peak = torch.cuda.max_memory_reserved(device) / 1e9 if device.type == "cuda" else 0.0
     status = "ok" if right or variant.id == "bus" else "incorrect"
     # In the first turn, allocations are made and kernels loaded.
     return {
         name: {
             "status": status,
-            "detail": f"device peak {peak:.1f} GB",
+            "detail": "",
             "total": some[:1] if name == "first" else some[1:],
         }
         for name, some in samples.items()
@@ -369,7 +362,6 @@ def _limit_memory(case: Case, device: torch.device) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     limit = torch.cuda.memory_reserved(device) + 2 * case.nbytes // MODULES + 1024 * MIB
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-    torch.cuda.reset_peak_memory_stats(device)
 
 
 def _in_turn(way: Way, modules: Modules, x: torch.Tensor) -> torch.Tensor:
@@ -439,8 +431,11 @@ def _accelerate(stack: Stack, device: torch.device) -> Run:
 _of_stack = partial(Variant, where=lambda case: isinstance(case, StackCase))
 
 
-DIFFUSERS = "diffusers accelerate"
-"""diffusers' hooks import accelerate, and fail without it."""
+OFFLOADS = "diffusers' group offloading of each {}, `use_stream=True`"
+DIFFUSERS = (
+    ("block", "block_level", OFFLOADS.format("block")),
+    ("leaf", "leaf_level", OFFLOADS.format("leaf module")),
+)
 STACK_WAYS = (
     _of_stack("stack_bus", _stack_bus, "one page-locked buffer of a block's size, copies only"),
     _of_stack(
@@ -455,29 +450,15 @@ STACK_WAYS = (
         "`frozen_module` with one handle for the stack",
         ours=True,
     ),
-    _of_stack(
-        "diffusers_block",
-        partial(_diffusers, level="block_level"),
-        "diffusers' group offloading of each block, `use_stream=True`",
-        package=DIFFUSERS,
-    ),
-    _of_stack(
-        "diffusers_block_recorded",
-        partial(_diffusers, level="block_level", record=True),
-        "the same, `record_stream=True`",
-        package=DIFFUSERS,
-    ),
-    _of_stack(
-        "diffusers_leaf",
-        partial(_diffusers, level="leaf_level"),
-        "diffusers' group offloading of each leaf module, `use_stream=True`",
-        package=DIFFUSERS,
-    ),
-    _of_stack(
-        "diffusers_leaf_recorded",
-        partial(_diffusers, level="leaf_level", record=True),
-        "the same, `record_stream=True`",
-        package=DIFFUSERS,
+    *(
+        _of_stack(
+            f"diffusers_{part}{'_recorded' * record}",
+            partial(_diffusers, level=level, record=record),
+            about if not record else "the same, `record_stream=True`",
+            package="diffusers accelerate",  # its hooks import accelerate, and fail without it
+        )
+        for part, level, about in DIFFUSERS
+        for record in (False, True)
     ),
     _of_stack(
         "accelerate",
@@ -521,17 +502,14 @@ def measure(variant: Variant, args: Args, case: Any) -> dict[str, Outcome]:
     return measure_modules(variant, args, case)
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms",
     ways=(*WAYS, *STACK_WAYS),
     cases=(*CASES, STACK),
-    measure_all=measure,
+    at_once=True,
     options={"repeats": (5, "samples for each variant and case")},
-    small_cases=(*SMOKE_CASES, SMOKE_STACK),
+    small_cases=(*SMALL_CASES, SMOKE_STACK),
     limits=("bus", "stack_bus"),
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

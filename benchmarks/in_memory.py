@@ -4,7 +4,7 @@
 
 Each case is a `TensorDataset` that is read in random order, without workers. A figure is the time
 of one step, until the batch is on the device, in the steady state: the first step of each pass,
-which makes the permutation, is left out, and is the ``detail`` of the loaders. Ways by hand get
+which makes the permutation, is left out. Ways by hand get
 slices of a permutation that was made outside the timer; the variant `permutation` is the time of
 making it. `C gather` is code as one would write it for this purpose, compiled here: all tensors are
 gathered into one page-locked slab in one OpenMP region, with the number of threads that is quickest
@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -290,7 +289,6 @@ def measure_passes(variant: Variant, args: Args, case: Case, tensors: Tensors) -
     dataset, length = TensorDataset(*tensors), len(tensors[0])
     sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(SEED))
     expected = torch.randperm(length, generator=torch.Generator().manual_seed(SEED))[: case.batch]
-    firsts: list[float] = []
     later: list[float] = []
     most = WARM_UPS + (args.repeats if variant.ours else min(args.repeats, SLOW_STEPS))
     with variant.open(args.device, dataset, case.batch, sampler) as begin:
@@ -301,32 +299,27 @@ def measure_passes(variant: Variant, args: Args, case: Case, tensors: Tensors) -
             began = perf_counter()
             got = next(batches)
             synchronize(args.device)
-            (later if number else firsts).append(perf_counter() - began)
+            took = perf_counter() - began
+            if number:
+                later.append(took)
             if not turn:
                 right = is_right(got, tensors, expected)
     return {
         "status": "ok" if right else "incorrect",
-        "detail": f"first step {median(firsts) * 1e3:.1f} ms",
+        "detail": "",
         "total": later[min(WARM_UPS, len(later) // 2) :],
     }
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until a batch of rows is on the device",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
         "repeats": (200, "timed steps for each variant and case, at most"),
         "seconds": (3.0, "stop after this time, once a few are done"),
     },
-    small_cases=SMALL_CASES,
     small={"repeats": 3, "seconds": 0.5},
     limits=LIMITS,
     settings=lambda args: {"batches": {case.id: case.batch for case in PROGRAM.chosen_cases(args)}},
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

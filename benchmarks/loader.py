@@ -10,30 +10,31 @@ Three scenarios, each for every variant, with `--workers` processes and torch's 
   `.to()`, without freeing the previous batch.
 - ``step``: the same with a training step, a chain of `--products` matrix products on the GPU, which
   the loop doesn't wait for. ``detail`` has the share of the time in which the GPU was idle;
-  ``main`` is the time that the loop spent in `next` and `.to()`.
+  ``main`` is the time that the loop spent in `next` and `.to()`. It has one shape: batches of
+  134 MB would take half a minute more.
 - ``decode``: workers decode JPEG images, so they are the bottleneck and there is little to gain.
 
 A figure is the time of the whole loop over its batches (`comparison/loop_timer.py`). Each variant
-runs in a fresh process in each of the `--rounds` passes. The first batch is compared bit for bit
-with the default collation of the same samples, outside the timer.
+has a process, which measures it in each of the `--rounds` passes. The first batch is compared bit
+for bit with the default collation of the same samples, outside the timer.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import loader_by_hand
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from comparison.batches import differences
 from comparison.harness import Outcome, Variant, importable
 from comparison.loop_timer import LoopTimer
 from comparison.program import Args, Program
@@ -42,8 +43,8 @@ from comparison.timing import synchronize
 KEPT = 128
 """Samples in memory; the dataset repeats them, but no batch has a sample twice."""
 STEP_SIZE = 4096
-SETTLE_SECONDS = 1.5
-"""Untimed at least: the largest slabs are 7.4 GB, and take so long to page-lock."""
+SETTLE_SECONDS_PER_BYTE = 5e-9
+"""Untimed at least: to page-lock slabs for 24 batches of so many bytes takes so long."""
 
 Sample = dict[str, torch.Tensor]
 Batches = Iterable[Sample]
@@ -72,21 +73,30 @@ class Kept(Dataset[Any]):
         return sample if self._copy is None else self._copy(sample)
 
 
-def ready(shape: tuple[int, ...], fields: int, length: int) -> Kept:
+@cache
+def samples(shape: tuple[int, ...], fields: int) -> list[Sample]:
     """Return samples of some fields."""
     generator = torch.Generator().manual_seed(0)
-    nbytes = 4 * math.prod(shape)
-    rows = torch.randint(0, 120, (KEPT, fields, nbytes), dtype=torch.uint8, generator=generator)
-    samples = [
-        # Each has its own storage: SPDL pickles the samples, and a tensor's pickle contains its
-        # whole storage.
-        {
-            f"field_{i:03}": row.view(torch.float32).view(shape).clone()
-            for i, row in enumerate(sample)
-        }
-        for sample in rows
+    # Each field has its own storage: SPDL pickles the samples, and a tensor's pickle contains its
+    # whole storage.
+    return [
+        {f"field_{i:03}": torch.rand(shape, generator=generator) for i in range(fields)}
+        for _ in range(KEPT)
     ]
-    return Kept(samples, length)
+
+
+@cache
+def _images(side: int) -> list[bytes]:
+    """Return images as JPEG."""
+    from PIL import Image
+
+    generator = torch.Generator().manual_seed(0)
+    low = torch.rand(KEPT, 3, side // 8, side // 8, generator=generator)
+    images = torch.nn.functional.interpolate(low, (side, side), mode="bicubic").clamp(0, 1)
+    files = [io.BytesIO() for _ in images]
+    for image, file in zip(images.mul(255).byte().permute(0, 2, 3, 1), files, strict=True):
+        Image.fromarray(image.numpy()).save(file, "JPEG", quality=90)
+    return [file.getvalue() for file in files]
 
 
 class Decoded(Dataset[Sample]):
@@ -95,22 +105,7 @@ class Decoded(Dataset[Sample]):
     def __init__(self, side: int, length: int) -> None:
         self._length = length
         self._side = side
-        generator = torch.Generator().manual_seed(0)
-        low = torch.rand(KEPT, 3, side // 8, side // 8, generator=generator)
-        images = (
-            torch.nn.functional.interpolate(low, (side, side), mode="bicubic")
-            .clamp(0, 1)
-            .mul(255)
-            .byte()
-        )
-        self._coded = [self._encode(image.permute(1, 2, 0).contiguous()) for image in images]
-
-    def _encode(self, image: torch.Tensor) -> bytes:
-        from PIL import Image
-
-        file = io.BytesIO()
-        Image.fromarray(image.numpy()).save(file, "JPEG", quality=90)
-        return file.getvalue()
+        self._coded = _images(side)
 
     def __len__(self) -> int:
         return self._length
@@ -149,19 +144,18 @@ class Case:
     def dataset(self, length: int) -> Dataset[Sample]:
         if self.scenario == "decode":
             return Decoded(self.shape[0], length)
-        return ready(self.shape, self.leaves, length)
+        return Kept(samples(self.shape, self.leaves), length)
 
 
 CASES = (
     Case("ready", "32 fields, 134 MB", 64, 32, (64, 256)),
     Case("ready", "200 fields, 13 MB", 64, 200, (256,)),
-    Case("ready", "4 fields, 308 MB", 128, 4, (3, 224, 224)),
+    Case("ready", "4 fields, 154 MB", 64, 4, (3, 224, 224)),
     Case("ready", "10 fields, 164 kB", 64, 10, (64,)),  # for the main thread's time
-    Case("step", "32 fields, 134 MB", 64, 32, (64, 256)),
     Case("step", "200 fields, 13 MB", 64, 200, (256,)),
     Case("decode", "64 images", 64, 2, (256,)),
 )
-SMOKE_CASES = (
+SMALL_CASES = (
     Case("ready", "5 fields", 4, 5, (64,)),
     Case("step", "5 fields", 4, 5, (64,)),
     Case("decode", "4 images", 4, 2, (32,)),
@@ -275,27 +269,25 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
         return timed_loop(iter(batches), args, case)
 
 
-def timer_of(args: Args, workers: int, settle_seconds: float = SETTLE_SECONDS) -> LoopTimer:
-    """Return the timer of a loop."""
-    settle = 0 if args.smoke else settle_seconds
-    limits = {"fewest": args.repeats, "seconds": args.seconds, "settle_seconds": settle}
+def timer_of(args: Args, workers: int, nbytes: int) -> LoopTimer:
+    """Return the timer of a loop over batches of some bytes."""
+    settle = 0 if args.smoke else SETTLE_SECONDS_PER_BYTE * nbytes
+    limits = {"repeats": args.repeats, "seconds": args.seconds, "settle_seconds": settle}
     return LoopTimer(args.device, workers, **limits)
 
 
 def arguments(args: Args, case: Case, further: int = 0) -> tuple[Any, int, int, torch.device]:
     """Return a loader's arguments: the dataset, of some batches more than are timed, and so on."""
-    length = (timer_of(args, args.workers).steps + 1 + further) * case.batch_size
+    length = (timer_of(args, args.workers, case.nbytes).steps + 1 + further) * case.batch_size
     return case.dataset(length), case.batch_size, args.workers, args.device
 
 
 def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
     """Compare the first batch, and time the others."""
-    timer = timer_of(args, args.workers)
+    timer = timer_of(args, args.workers, case.nbytes)
     dataset = case.dataset(case.batch_size)
-    wrong = differences(
-        next(iterator), default_collate([dataset[index] for index in range(case.batch_size)])
-    )
-    if wrong:
+    expected = default_collate([dataset[index] for index in range(case.batch_size)])
+    for wrong in differences(expected, next(iterator), args.device):
         return {"status": "incorrect", "detail": wrong}
     step = Step(args.device, args.products) if case.scenario == "step" else None
     clock = time.perf_counter if step else time.thread_time
@@ -317,43 +309,27 @@ def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
     return outcome if step else outcome | {"detail": ""}
 
 
-def differences(batch: Any, expected: Sample) -> str:
-    """Return how a batch differs from the expected one, or an empty string."""
-    if set(batch.keys()) != set(expected):
-        return f"other keys: {sorted(batch.keys())[:3]}"
-    for key, leaf in expected.items():
-        found = batch[key].cpu()
-        if found.dtype != leaf.dtype or not torch.equal(found, leaf):
-            return f"{key}: other values"
-    return ""
-
-
 def begin(args: Args) -> None:
     """Leave the CPUs to the workers: the threads of a step on the CPU would wait for them."""
     if args.device.type == "cpu":
         torch.set_num_threads(1)
 
 
-REPEATS = "timed batches, at least; ten times as many as workers hold ready, if that is more"
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+REPEATS = "timed batches, or as many as workers hold ready, if that is more"
+SECONDS = "end a pass of a case after this time untimed, and as much timed"
+PROGRAM = Program.of(
+    globals(),
     title="ms per batch",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
-        "repeats": (64, REPEATS),
-        "seconds": (3.4, "stop timing a pass of a case after this time"),
+        "repeats": (160, REPEATS),
+        "seconds": (0.4, SECONDS),
         "workers": (8, "worker processes"),
-        "products": (50, "matrix products of a training step; 50 take 10 ms on an H100"),
+        "products": (50, "matrix products of a training step; 50 take 9 ms on an H100"),
     },
-    small_cases=SMOKE_CASES,
     small={"repeats": 4, "seconds": 0.0, "workers": 2, "rounds": 1},
     rounds=3,
+    lasting=True,
     limits=("by_hand",),  # which isn't a loader
     begin=begin,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -11,7 +11,6 @@ more batches of 16 MiB; if either grows, the row is an error.
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from loader import Batches, Sample
 
 from comparison.harness import Outcome, Variant, chosen
-from comparison.program import Args
+from comparison.program import Args, of_module
 from comparison.timing import resident, synchronize
 
 MIB = 1 << 20
@@ -122,15 +121,10 @@ def watched(loader: Any, iterator: Iterator[Sample], case: Case, device: torch.d
 
 PROGRAM = replace(
     loader.PROGRAM,
-    path=__file__,
-    about=__doc__,
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
-    options=loader.PROGRAM.options | {"workers": (4, "worker processes")},
-    small_cases=SMALL_CASES,
+    **of_module(globals()),
+    options=loader.PROGRAM.options
+    | {"workers": (4, "worker processes"), "seconds": (2.0, loader.SECONDS)},
     limits=(),
+    lasting=False,  # refusals add up
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -18,9 +18,9 @@ for):
 Samples are in memory, so only the way of batches to the GPU differs. ``model`` has one batch, which
 is on the device before the loop begins.
 
-A figure is the time of the whole loop over its steps (`comparison/loop_timer.py`). Each way runs in
-a fresh process in each of the `--rounds` passes; `detail` has the share of the time in which the
-GPU was idle. The first batch is compared with the samples. The limit of open files is raised as
+A figure is the time of the whole loop over its steps (`comparison/loop_timer.py`). Each way has a
+process, which measures it in each of the `--rounds` passes; `detail` has the share of the time in
+which the GPU was idle. The first batch is compared with the samples. The limit of open files is raised as
 far as the system allows: at 1,024, torch's loader fails on ``lidar``.
 """
 
@@ -29,12 +29,11 @@ from __future__ import annotations
 import itertools
 import queue
 import resource
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import loader
@@ -46,8 +45,6 @@ from comparison.program import Args, Program
 
 KEPT = 64
 """Samples in memory, which a dataset repeats."""
-SETTLE_SECONDS = 0.5
-"""Untimed at least: loaders page-lock up to 1.3 GB."""
 
 
 @dataclass
@@ -125,6 +122,13 @@ def token_sample(rng: torch.Generator, scale: int) -> Any:
     return {"input_ids": tokens, "labels": tokens.roll(-1)}
 
 
+@cache
+def samples(make: Callable[[torch.Generator, int], Any], scale: int) -> list[Any]:
+    """Return what a dataset repeats."""
+    rng = torch.Generator().manual_seed(0)
+    return [make(rng, scale) for _ in range(KEPT)]
+
+
 def kept(
     make: Callable[[torch.Generator, int], Any],
     scale: int,
@@ -132,17 +136,21 @@ def kept(
     copy: Callable[[Any], Any] | None = None,
 ) -> loader.Kept:
     """Return samples in memory."""
-    rng = torch.Generator().manual_seed(0)
-    return loader.Kept([make(rng, scale) for _ in range(KEPT)], length, copy)
+    return loader.Kept(samples(make, scale), length, copy)
+
+
+@cache
+def table(rows: int) -> tuple[torch.Tensor, ...]:
+    """Return the columns of a table."""
+    return torch.randn(120, rows, generator=torch.Generator().manual_seed(0)).unbind()
 
 
 class Columns(Dataset[Any]):
     """Batches of rows of a table, by columns."""
 
     def __init__(self, scale: int, length: int) -> None:
-        rng = torch.Generator().manual_seed(0)
         self._rows = 32 * scale
-        self._columns = torch.randn(120, KEPT * self._rows, generator=rng).unbind()
+        self._columns = table(KEPT * self._rows)
         self._length = length
 
     def __len__(self) -> int:
@@ -349,7 +357,7 @@ VARIANTS = (
 
 def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return one way's status on one loop, and the seconds per step."""
-    timer = loader.timer_of(args, case.workers, SETTLE_SECONDS)
+    timer = loader.timer_of(args, case.workers, case.nbytes)
     step = loader.Step(args.device, case.products)
     with variant.open(case, timer.steps + 1, args.device) as batches:
         iterator = iter(batches)
@@ -369,23 +377,18 @@ def begin(args: Args) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms per step",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
-        "repeats": (100, loader.REPEATS),
-        "seconds": (3.4, "stop timing a pass of a loop after this time"),
+        "repeats": (160, loader.REPEATS),
+        "seconds": (0.6, loader.SECONDS),
     },
     small_cases=[case.small() for case in CASES],
     small={"repeats": 4, "seconds": 0.0, "rounds": 1},
     rounds=3,
+    lasting=True,
     limits=("model",),  # which brings nothing to the device
     begin=begin,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

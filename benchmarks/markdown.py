@@ -21,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from comparison.plot import DARK, dark
+from comparison.record import source
+from comparison.rivals import NAMES
+from comparison.table import figure
 from pinstage.inspect._bus import PAGEABLE, PINNED, REGISTERED, Point
 from pinstage.inspect._doctor import save_plot
 
@@ -28,23 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PICTURE = ROOT / "docs" / "scaling.png"
 BANDWIDTH = ROOT / "docs" / "bandwidth.png"
-PAGE_LOCKING = ROOT / "docs" / "images" / "page_locking.png"
 LOOPS = ROOT / "docs" / "images" / "loops.svg"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-NAMES = {
-    "to": "`.to()` each",
-    "pin_to": "pin + `.to()` each",
-    "tensordict_consolidate": "tensordict consolidate",
-    "tensordict_consolidate_prebuilt": "the same, built before",
-    "tensordict_non_blocking_pin": "tensordict non_blocking_pin",
-    "spdl_transfer": "SPDL",
-    "multi_tensor_copier": "multi_tensor_copier (C++)",
-    "multi_tensor_copier_openmp": "the same with OpenMP",
-}
-SHORT_NAMES = {name: text.removesuffix(" each") for name, text in NAMES.items()} | {
-    "multi_tensor_copier": "multi_tensor_copier",
-    "multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP",
-}
 OURS = {"pinstage": "**pinstage**"}
 BATCHES = "tensors x bytes of each"
 LIMITS = {
@@ -219,26 +207,6 @@ def section(name: str, heading: str = "## Measured") -> Callable[..., Any]:
     return said_by(name, heading, measured)
 
 
-def figure(value: float | None) -> str:
-    """Three digits are all that a median on a shared machine is worth."""
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"
-
-
-def source(result: dict[str, Any]) -> str:
-    """Return the source of the figures: machine, versions, commit and date."""
-    machine, versions = result["machine"], result["versions"]
-    commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
-    device = f"{machine['cpu']}, no GPU"
-    if machine["gpu"]:
-        device = f"{machine['gpu']}, driver {machine['driver']}"
-    return (
-        f"{device}, {machine['cores']} cores, torch {versions['torch']}, Python "
-        f"{versions['python']}; commit {commit}, {result['date'][:10]}"
-    )
-
-
 def times(row: Row, other: Row) -> str:
     """Return how many times as long as the other a row took."""
     medians = row["median"], other["median"]
@@ -279,17 +247,20 @@ def staging(result: Result) -> list[str]:
         "",
         *by_ways("call beside a busy GPU", named, ways, field="busy_median"),
     ]
-    return folded(beside_rival(named, OURS | {"rival": "best rival"}), whole, in_place)
+    return folded(beside_rival(BATCHES, named, OURS | {"rival": "best rival"}), whole, in_place)
 
 
-def beside_rival(cases: Mapping[str, Rows], ways: Ways) -> list[str]:
-    """Return a table with the best rival, and its name beside its figure."""
+def beside_rival(
+    corner: str, cases: Mapping[str, Rows], ways: Ways, rivals: Ways = NAMES
+) -> list[str]:
+    """Return a table with the best rival, and its name, if it has one, beside its figure."""
     raced, ratio = {}, {}
     for case, rows in cases.items():
-        rival = best_rival(rows, NAMES)
-        raced[case] = {**rows, "rival": rival | {"name": f", {SHORT_NAMES[rival['variant']]}"}}
+        rival = best_rival(rows, rivals)
+        name = rivals[rival["variant"]]
+        raced[case] = {**rows, "rival": rival | {"name": name and f", {name}"}}
         ratio[case] = times(rival, rows["pinstage"])
-    return by_ways(BATCHES, raced, ways, {"ratio": ratio}, more=lambda row: row.get("name", ""))
+    return by_ways(corner, raced, ways, {"ratio": ratio}, more=lambda row: row.get("name", ""))
 
 
 @said_by("staging")
@@ -297,7 +268,7 @@ def staging_short(result: Result) -> list[str]:
     """`.to()`, the best rival, and ours on five batches, a loss and a near one among them."""
     cases, shown = by_case(result), "1x5KiB 64x1KiB 1000x16KiB 1x38MiB 16x16MiB"
     named = {titled(case): cases[case] for case in shown.split()}
-    return beside_rival(named, {"to": "`.to()`", "rival": "best other way", **OURS})
+    return beside_rival(BATCHES, named, {"to": "`.to()`", "rival": "best other way", **OURS})
 
 
 GAINS = {
@@ -305,8 +276,8 @@ GAINS = {
         lambda leaves, size: leaves >= 50 and size < 64 << 10,
         "one call per tensor becomes a few copies per batch",
     ),
-    "some to many tensors of 64 KiB to 1 MiB": (
-        lambda leaves, size: leaves >= 8 and 64 << 10 <= size <= 1 << 20,
+    "tensors of 64 KiB to 1 MiB, together 1 MiB or more": (
+        lambda leaves, size: leaves * size >= 1 << 20 and 64 << 10 <= size <= 1 << 20,
         "several threads pack, and the first part is sent while the next one is packed",
     ),
     "a stack of images, or another large tensor": (
@@ -429,13 +400,9 @@ def loader(result: Result) -> list[str]:
 
     columns = [(case, cells(rows, about, more=more, limits=limits)) for case, rows in cases.items()]
     whole = by_cases("ms per batch (main thread)", about, columns)
-    raced, ratio = {}, {}
-    for case, rows in cases.items():
-        rival = best_rival(rows, about.keys() - {"by_hand", "pinstage"})
-        raced[case] = {**rows, "rival": rival}
-        ratio[case] = times(rival, rows["pinstage"])
     ways = {**OURS, "torch_pin": "`pin_memory=True`", "rival": "best rival"}
-    short = by_ways("ms per batch", raced, ways, {"ratio": ratio})
+    rivals = dict.fromkeys(about.keys() - {"by_hand", "pinstage"}, "")
+    short = beside_rival("ms per batch", cases, ways, rivals)
     said = passes(result) or "Medians of single batches, not whole loops over their steps."
     return folded(short, whole, [said])
 
@@ -973,8 +940,7 @@ def page_locking(result: Result) -> list[str]:
         "made ready: `cudaMemGetInfo` in another process, and the launch of a kernel, with its "
         "end, in another thread."
     )
-    picture = [pictures("The times of the table", PAGE_LOCKING).replace("](", "](../images/"), ""]
-    return [*lines, "", said, *(["", *picture[:1]] if PAGE_LOCKING.exists() else [])]
+    return [*lines, "", said]
 
 
 def _busy(row: Row) -> str:
@@ -1016,8 +982,15 @@ def demo() -> str:
     its commit.
     """
     commit, _, printed = (RESULTS / "demo.txt").read_text().partition("\n")
-    later = "" if "DataLoader" in printed else " The fourth way came later."
-    return f"What it printed on a machine with a GPU ({commit}).{later}\n\n```text\n{printed}```"
+    took = re.search(r"^ *time in total, s +(.*)$", printed, re.MULTILINE)
+    assert took is not None
+    to, pinned, stager, loader = took[1].split()
+    said = (
+        f"In total, the year takes {to} s with `.to()`, {pinned} with `pin_memory()` and `.to()`, "
+        f"{stager} with a `Stager` and {loader} with a `DataLoader` of four workers. What it "
+        f"printed ({commit}):"
+    )
+    return f"{said}\n\n```text\n{printed}```"
 
 
 def doctor() -> str:
@@ -1129,8 +1102,8 @@ CAPTIONS = {
     "loader": (
         "Milliseconds from batch to batch, with 8 workers; in brackets the main thread's share, and "
         "for `step` the time that the loop waited. `ready`: samples are in memory, and nothing uses "
-        "the batches. `step`: each batch has a training step of 10 ms on the GPU. `decode`: the "
-        "workers decode JPEG images."
+        "the batches. `step`: each batch has a training step on the GPU, the same in all rows. "
+        "`decode`: the workers decode JPEG images."
     ),
     "to_host": (
         "Milliseconds until everything is on the host. `frames`: ten frames of 3 x 3840 x 2160 "

@@ -10,17 +10,28 @@ machine may get its memory from the host on first touch, and the first variant w
 
 from __future__ import annotations
 
-import sys
 import time
 from functools import partial
 
 import torch
-from page_locking import Allocate, Held, resource, torch_pin_memory, touched
+from page_locking import Allocate, Held, torch_pin_memory, touched
 
+import pinstage as ps
 from comparison.harness import Outcome, Size, Variant
 from comparison.program import Args, Program
 
 MIB, GIB = 1 << 20, 1 << 30
+
+
+def _resource(name: str, device: str) -> Allocate:
+    from cuda.bindings import driver, runtime  # noqa: F401 - imported here, and not in the timer
+
+    def allocate(nbytes: int) -> Held:
+        memory = getattr(ps.memory, name)(device)
+        block = memory.allocate(nbytes)
+        return Held(int, lambda: memory.deallocate(block))
+
+    return allocate
 
 
 def _cuda_host_alloc(_: str) -> Allocate:
@@ -32,7 +43,7 @@ def _cuda_host_alloc(_: str) -> Allocate:
         status, address = runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocPortable)
         if status != runtime.cudaError_t.cudaSuccess:
             raise RuntimeError(f"cudaHostAlloc: {status.name}")
-        return Held(int, torch.empty, lambda: runtime.cudaFreeHost(address))
+        return Held(int, lambda: runtime.cudaFreeHost(address))
 
     return allocate
 
@@ -40,13 +51,13 @@ def _cuda_host_alloc(_: str) -> Allocate:
 def _pageable_touched(_: str) -> Allocate:
     def allocate(nbytes: int) -> Held:
         held = [torch.empty(nbytes, dtype=torch.uint8).zero_()]
-        return Held(int, torch.empty, held.clear)
+        return Held(int, held.clear)
 
     return allocate
 
 
 def _ours(name: str, about: str) -> Variant:
-    return Variant(name, partial(resource, name), about, needs_cuda=True, ours=True)
+    return Variant(name, partial(_resource, name), about, needs_cuda=True, ours=True)
 
 
 VARIANTS = (
@@ -90,13 +101,10 @@ def cases(args: Args) -> list[Size]:
     return [Size(f"{name} {turn}", args.nbytes) for turn in ("first", "again")]
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until the memory is ready",
-    ways=VARIANTS,
     cases=cases,
-    measure=measure,
     options={
         "repeats": (2, "later allocations of each process"),
         "nbytes": (GIB, "bytes to make ready"),
@@ -105,6 +113,4 @@ PROGRAM = Program(
     rounds=3,
     around=touched,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

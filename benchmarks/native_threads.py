@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -76,17 +75,12 @@ def measure(variant: Variant, args: Args, case: BatchShape) -> Outcome:
     return min(found, key=lambda outcome: quantile(outcome["total"], 0.5))
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until all is on the device",
     ways=(*NATIVE, *chosen("pin_to,pinstage", rivals.VARIANTS, "variant")),
-    cases=CASES,
-    measure=measure,
     options={"repeats": (30, "timed repetitions"), "seconds": (1.0, "time limit for these")},
     limits=[variant.id for variant in NATIVE],
     around=native,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -10,15 +10,13 @@
 
 `bus` is the limit of the hardware: the saved bytes are copied from the device to existing
 page-locked buffers, and then back. The detail of a row has the peak of device memory and the
-page-locked bytes; for ours, also the number of slabs allocated after the first step. Gradients are
-compared outside the timer, bit for bit, with those of a plain step in the same process: of the
+page-locked bytes. Gradients are compared outside the timer, bit for bit, with those of a plain step in the same process: of the
 blocks above, and of two small ones with attention. That attention is torch's own formula, since the
 gradients of its fused kernels differ from run to run without offloading too.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -26,10 +24,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import frozen
 import torch
 from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import gelu, scaled_dot_product_attention
+from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 from comparison.harness import Outcome, Variant
@@ -38,7 +37,6 @@ from comparison.timing import bus, synchronize, timed, turns
 
 MIB, GIB = 1 << 20, 1 << 30
 FEWEST_REPEATS = 3
-HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ STATES = tuple(Case(name, tensors=32, bytes_each=256 * MIB) for name in ("state 
 SMOKE_STEPS = tuple(Case(case.id, 2, 64, 32) for case in STEPS)
 SMOKE_STATES = tuple(Case(case.id, tensors=3, bytes_each=4096) for case in STATES)
 ATTENTION = Case("attention", 2, 512, 1024, attends=True)
-SMOKE_ATTENTION = Case("attention", 2, 64, 32, attends=True)
+SMOKE_ATTENTION = Case("attention", 2, 64, 64, attends=True)
 
 
 class Block(torch.nn.Module):
@@ -86,21 +84,13 @@ class Block(torch.nn.Module):
         return y
 
 
-class AttentionBlock(Block):
-    """The same after attention, whose gradients are the same in each run."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.before = torch.nn.LayerNorm(width)
-        self.attended = torch.nn.Linear(width, 3 * width, bias=False)
+class AttentionBlock(frozen.Block):
+    """A block with attention, whose gradients are the same in each run."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, width = x.shape
-        parts = self.attended(self.before(x)).view(1, tokens, 3, HEADS, width // HEADS)
         # In here, since `checkpoint` runs it again.
         with sdpa_kernel(SDPBackend.MATH):
-            y = scaled_dot_product_attention(*parts.transpose(1, 3).unbind(2), is_causal=True)
-        return super().forward(x + y.transpose(1, 2).reshape(tokens, width))
+            return super().forward(x[None])[0]
 
 
 class Training:
@@ -109,7 +99,7 @@ class Training:
     def __init__(self, case: Case, device: torch.device) -> None:
         torch.manual_seed(0)
         self.device = device
-        block = AttentionBlock if case.attends else Block
+        block: Any = AttentionBlock if case.attends else Block
         blocks = [block(case.width) for _ in range(case.blocks)]
         self.model = torch.nn.Sequential(*blocks).to(device, torch.bfloat16)
         self.input = torch.randn(case.tokens, case.width).to(device, torch.bfloat16)
@@ -209,23 +199,8 @@ def _pinstage(
         offload = ps.offload.save_on_cpu(
             pool, min_bytes=min(MIB, smallest), max_device_bytes=tensors_on_device * largest
         )
-        made = 0
-
-        def step() -> float:
-            nonlocal made
-            seconds = training.step(offload, training.forward)
-            made = made or pool.stats().held_slabs
-            return seconds
-
-        def said() -> str:
-            stats, counted = pool.stats(), offload.stats()
-            return (
-                f"page-locked {stats.peak_held_bytes / 1e9:.1f} GB, {stats.held_slabs - made} "
-                f"slabs after the first step; {counted.still_there} still there, {counted.ahead} "
-                f"ahead, {counted.late} late, {counted.stayed_at_cap} at the cap"
-            )
-
-        yield step, said
+        step = partial(training.step, offload, training.forward)
+        yield step, lambda: f"page-locked {pool.stats().peak_held_bytes / 1e9:.1f} GB"
 
 
 _of_step = partial(Variant, where=lambda case: case.blocks)
@@ -341,13 +316,12 @@ def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
     return (measure_steps if case.blocks else measure_states)(variant, args, case)
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms",
     ways=(*WAYS, *STATE_WAYS),
     cases=(*STEPS, *STATES),
-    measure_all=measure,
+    at_once=True,
     options={
         "repeats": (20, "later steps for each variant, at most"),
         "seconds": (4.0, f"stop after this time, once {FEWEST_REPEATS} are done"),
@@ -356,6 +330,4 @@ PROGRAM = Program(
     small={"repeats": FEWEST_REPEATS, "seconds": 0.0},
     limits=("bus",),
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

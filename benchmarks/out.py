@@ -13,8 +13,6 @@ their times are the loop's, per step. Each variant runs in a fresh process.
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +82,7 @@ CASES = (
         )
     ),
 )
-SMOKE_CASES = (
+SMALL_CASES = (
     Batch("4MiB-weights", 4, MIB),
     Batch("tokens-replay", 2, 4 * KIB, separate=False, products=1, dtype=torch.int64),
     Batch("40x256B-returned", 40, 256, separate=False),
@@ -94,45 +92,41 @@ SMOKE_CASES = (
 
 
 @contextmanager
-def _out(device: torch.device, case: Batch) -> Iterator[Way]:
+def _ours(
+    device: torch.device, case: Batch, *, write: Callable[[Any, Tensors, Tensors], Tensors]
+) -> Iterator[Way]:
     import pinstage as ps
 
-    def write(sources: Tensors, places: Tensors) -> Tensors:
-        return stager.to_device(sources, out=places)
-
-    def load(sources: Tensors, places: Tensors) -> Tensors:
-        named, found = ({str(i): leaf for i, leaf in enumerate(some)} for some in (sources, places))
-        stager.load_weights(found, named)
-        return places
-
-    are_weights = case.id.endswith("weights")
-    cap = min(256 * MIB, case.nbytes // 4) if are_weights else "2GiB"
+    cap = 2 * case.nbytes + MIB
+    if write is _in_place and case.id.endswith("weights"):
+        write, cap = _load, min(256 * MIB, case.nbytes // 4)
     with ps.Stager(device, max_bytes=cap, borrow_pinned=case.pinned) as stager:
-        yield Way(list, load if are_weights else write)
+        yield Way(list, partial(write, stager))
 
 
-@contextmanager
-def _by_hand(device: torch.device, case: Batch) -> Iterator[Way]:
-    import pinstage as ps
+def _in_place(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
+    got: Tensors = stager.to_device(sources, out=places)
+    return got
 
-    def write(sources: Tensors, places: Tensors) -> Tensors:
-        torch._foreach_copy_(places, stager.to_device(sources))
-        return places
 
-    with ps.Stager(device, max_bytes="6GiB", borrow_pinned=case.pinned) as stager:
-        yield Way(list, write)
+def _load(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
+    named, found = ({str(i): leaf for i, leaf in enumerate(some)} for some in (sources, places))
+    stager.load_weights(found, named)
+    return places
+
+
+def _by_hand(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
+    torch._foreach_copy_(places, stager.to_device(sources))
+    return places
+
+
+def _new(stager: Any, sources: Tensors, _: Tensors) -> Tensors:
+    got: Tensors = stager.to_device(sources)
+    return got
 
 
 def _nothing(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
     return Way(list, lambda _, places: places)
-
-
-@contextmanager
-def _new(device: torch.device, case: Batch) -> Iterator[Way]:
-    import pinstage as ps
-
-    with ps.Stager(device, max_bytes=2 * case.nbytes + MIB, borrow_pinned=case.pinned) as stager:
-        yield Way(list, lambda sources, _: stager.to_device(sources))
 
 
 def _copy(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
@@ -150,13 +144,20 @@ def _copy_each(sources: Tensors, places: Tensors) -> Tensors:
 
 
 VARIANTS = (
-    Variant("pinstage_out", _out, "`stager.to_device(batch, out=places)`", ours=True),
+    Variant(
+        "pinstage_out",
+        partial(_ours, write=_in_place),
+        "`stager.to_device(batch, out=places)`",
+        ours=True,
+    ),
     Variant(
         "by_hand",
-        _by_hand,
+        partial(_ours, write=_by_hand),
         "`torch._foreach_copy_(places, stager.to_device(batch))`",
     ),
-    Variant("pinstage", _new, "`stager.to_device(batch)`: new tensors", ours=True),
+    Variant(
+        "pinstage", partial(_ours, write=_new), "`stager.to_device(batch)`: new tensors", ours=True
+    ),
     Variant("copy", _copy, "`place.copy_(leaf, non_blocking=True)` for each leaf"),
     Variant(
         "pin_copy",
@@ -181,9 +182,7 @@ def measure(variant: Variant, args: Args, case: Batch) -> Outcome:
     batches = [_batch(device, case, seed) for seed in range(4 if case.products else 1)]
     places = _places(device, case, batches[0])
     with variant.open(device, case) as way:
-        began = time.perf_counter()
         ready = [way.prepare(batch) for batch in batches]
-        prepared = time.perf_counter() - began
         call, steps, repeats = partial(way.write, ready[0], places), 1, args.repeats
         if case.products:
             call, steps = (
@@ -196,8 +195,7 @@ def measure(variant: Variant, args: Args, case: Batch) -> Outcome:
         right = variant.id == GRAPH_ALONE or all(
             torch.equal(there.cpu(), here) for there, here in zip(call(), batches[-1], strict=True)
         )
-    detail = f"made ready in {prepared * 1e3:.0f} ms" if prepared > 1e-3 else ""
-    return outcome | {"status": "ok" if right else "incorrect", "detail": detail}
+    return outcome | {"status": "ok" if right else "incorrect"}
 
 
 def _batch(device: torch.device, case: Batch, seed: int) -> Tensors:
@@ -252,17 +250,10 @@ def _places(device: torch.device, case: Batch, sources: Tensors) -> Tensors:
         return stager.to_device([torch.zeros_like(source) for source in sources])
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until a batch is in its place",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={"repeats": (50, "writes for each variant and case; 5 of the largest")},
-    small_cases=SMOKE_CASES,
     small={"repeats": 2},
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

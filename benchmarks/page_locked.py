@@ -11,7 +11,6 @@ of its own. What `batch` and the others return is compared bit for bit, outside 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -127,21 +126,14 @@ def measure(way: Variant, args: Args, case: BatchShape) -> Outcome:
         )
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until all tensors are on the device",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
         "repeats": (300, "timed calls of each way and batch, at most"),
         "seconds": (0.1, "stop after this time, once 7 are done"),
     },
-    small_cases=SMALL_CASES,
     small={"repeats": 7, "seconds": 0.0},
     limits=("bus", "batch"),
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -1,9 +1,7 @@
-r"""Page-lock a large range: its time, its resident memory, and the delay of other processes and
+"""Page-lock a large range: its time, its resident memory, and the delay of other processes and
 threads.
 
     python benchmarks/page_locking.py --out benchmarks/results/page_locking.json
-    python benchmarks/page_locking.py --from benchmarks/results/page_locking.json \\
-        --plot docs/images/page_locking.png
 
 Each way runs in a fresh process, `--repeats` times in turn with an idle GPU and with kernels of 20
 ms running. Meanwhile another process calls ``cudaMemGetInfo``, and another thread launches kernels;
@@ -15,12 +13,11 @@ first touch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,25 +26,18 @@ import torch
 
 import pinstage as ps
 from comparison.harness import Outcome, Size, Variant
-from comparison.plot import in_both_colours
 from comparison.program import Args, Program
 from comparison.record import Row
-from comparison.timing import kernel, resident, synchronize
+from comparison.timing import kernel, resident
 
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK_BYTES = 64 * MIB
-COPIED_BYTES = TOUCHED_FIRST = 4 * GIB
+TOUCHED_FIRST = 4 * GIB
 KERNEL_SECONDS = 0.02
 
-FIRST, LAST, RESIDENT, TO_DEVICE, BACK = (
-    "first byte",
-    "last byte",
-    "resident",
-    "host to device",
-    "given back",
-)
-NEIGHBOUR, LAUNCH, LAUNCH_BACK = "neighbour's call", "own launch", "own launch, given back"
-MEASURED = (FIRST, LAST, NEIGHBOUR, LAUNCH, RESIDENT, TO_DEVICE, BACK, LAUNCH_BACK)
+FIRST, LAST, RESIDENT, BACK = "first byte", "last byte", "resident", "given back"
+NEIGHBOUR, LAUNCH = "neighbour's call", "own launch"
+MEASURED = (FIRST, LAST, NEIGHBOUR, LAUNCH, RESIDENT, BACK)
 
 
 class Held(NamedTuple):
@@ -55,8 +45,6 @@ class Held(NamedTuple):
 
     wait: Callable[[], object]
     """Returns when the last byte is ready."""
-    part: Callable[[int], torch.Tensor]
-    """Returns a chunk's memory by its number."""
     release: Callable[[], object]
     """Gives the memory back."""
 
@@ -67,10 +55,6 @@ Allocate = Callable[[int], Held]
 # -- ways ------------------------------------------------------------------------------------------
 
 
-def _parts(held: list[torch.Tensor]) -> Callable[[int], torch.Tensor]:
-    return lambda number: held[0][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-
-
 def torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
     def allocate(nbytes: int) -> Held:
         held = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)]
@@ -79,21 +63,7 @@ def torch_pin_memory(device: str) -> Allocate:  # noqa: ARG001 - as the others
             held.clear()
             torch._C._host_emptyCache()
 
-        return Held(int, _parts(held), release)
-
-    return allocate
-
-
-def resource(name: str, device: str) -> Allocate:
-    from cuda.bindings import driver, runtime  # noqa: F401 - imported here, and not in the timer
-
-    def allocate(nbytes: int) -> Held:
-        memory = getattr(ps.memory, name)(device)
-        block = memory.allocate(nbytes)
-        whole = torch.frombuffer(
-            (ctypes.c_ubyte * nbytes).from_address(block.ptr), dtype=torch.uint8
-        )
-        return Held(int, _parts([whole]), lambda: memory.deallocate(block))
+        return Held(int, release)
 
     return allocate
 
@@ -102,17 +72,13 @@ def _region(device: str, **options: Any) -> Allocate:
     def allocate(nbytes: int) -> Held:
         region = ps.HostRegion(nbytes, device=device, chunk_bytes=CHUNK_BYTES, **options)
 
-        def part(number: int) -> torch.Tensor:
-            start = number * CHUNK_BYTES
-            return region.tensor(min(CHUNK_BYTES, nbytes - start), offset=start)
-
         def release() -> None:
             full = resident()
             region.close()  # and another thread frees it
             while resident() > full - 0.99 * nbytes:
                 time.sleep(0.001)
 
-        return Held(region.synchronize, part, release)
+        return Held(region.synchronize, release)
 
     return allocate
 
@@ -124,15 +90,6 @@ VARIANTS = (
         partial(_region, shared=True),
         "`ps.HostRegion(n, shared=True)`",
         ours=True,
-    ),
-    Variant(
-        "one_registration",
-        partial(resource, "RegisteredMemory"),
-        "touched by 8 threads, then one `cudaHostRegister`",
-        needs_cuda=True,
-    ),
-    Variant(
-        "cuda_host_alloc", partial(resource, "HostAllocMemory"), "`cudaHostAlloc`", needs_cuda=True
     ),
     Variant(
         "torch_pin_memory", torch_pin_memory, "`torch.empty(n, pin_memory=True)`", needs_cuda=True
@@ -254,7 +211,6 @@ def kernels(device: str) -> Iterator[None]:
 def once(
     allocate: Allocate,
     nbytes: int,
-    device: str,
     neighbours: Callable[[], float],
     launches: Callable[[], float],
 ) -> dict[str, float]:
@@ -269,23 +225,10 @@ def once(
     found[LAST] = time.perf_counter() - began
     found[RESIDENT] = (resident() - before) / nbytes
     found |= {NEIGHBOUR: neighbours(), LAUNCH: launches()}
-    found[TO_DEVICE] = _copy(held, nbytes, device)
-    launches()
     began = time.perf_counter()
     held.release()
-    found |= {BACK: time.perf_counter() - began, LAUNCH_BACK: launches()}
+    found[BACK] = time.perf_counter() - began
     return found
-
-
-def _copy(held: Held, nbytes: int, device: str) -> float:
-    """Return the seconds of the copy of `COPIED_BYTES` at most, chunk by chunk."""
-    count = max(min(nbytes, COPIED_BYTES) // CHUNK_BYTES, 1)
-    there = torch.empty(min(nbytes, CHUNK_BYTES), dtype=torch.uint8, device=device)
-    began = time.perf_counter()
-    for number in range(count):
-        there.copy_(held.part(number), non_blocking=True)
-    synchronize(there.device)
-    return time.perf_counter() - began
 
 
 def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
@@ -298,7 +241,7 @@ def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
         for _ in range(args.repeats):
             for state in args.gpu.split(",") if cuda else ["idle"]:
                 with states[state]():
-                    found = once(allocate, args.nbytes, device, *others)
+                    found = once(allocate, args.nbytes, *others)
                 for what, value in found.items():
                     samples.setdefault(f"{what}, {state}", []).append(value)
     return {name: {"status": "ok", "detail": "", "total": total} for name, total in samples.items()}
@@ -315,11 +258,8 @@ def cases(args: Args) -> list[Size]:
     """Return what is measured, on an idle GPU and on a busy one."""
     if args.device.type != "cuda":
         return [Size(f"{what}, idle", args.nbytes) for what in (FIRST, LAST, RESIDENT, BACK)]
-    copied = min(args.nbytes, COPIED_BYTES)
     return [
-        Size(f"{what}, {state}", copied if what == TO_DEVICE else args.nbytes)
-        for state in args.gpu.split(",")
-        for what in MEASURED
+        Size(f"{what}, {state}", args.nbytes) for state in args.gpu.split(",") for what in MEASURED
     ]
 
 
@@ -333,68 +273,15 @@ def _share_resident(rows: list[Row]) -> None:
             row.unit = "%"
             for name in ("median", "p10", "p90", "minimum", "maximum"):
                 setattr(row, name, getattr(row, name) / 10)
-        if what not in (LAST, TO_DEVICE):
+        if what != LAST:
             row.gb_per_s = None
 
 
-# -- the picture -----------------------------------------------------------------------------------
-
-_LABELS = {
-    "torch_pin_memory": "torch, pin_memory=True",
-    "cuda_host_alloc": "cudaHostAlloc",
-    "one_registration": "one cudaHostRegister",
-    "HostRegion_shared": "HostRegion, shared",
-    "HostRegion": "HostRegion",
-}
-
-
-def _draw(result: dict[str, Any], path: Path) -> None:
-    """Write a PNG: seconds until the last byte is ready, and the worst calls of others meanwhile,
-    on an idle GPU.
-    """
-    from matplotlib.figure import Figure
-
-    found = {
-        (row["variant"], row["case"]): row["median"]
-        for row in result["rows"]
-        if row["status"] == "ok"
-    }
-    ways = [way for way in _LABELS if (way, f"{LAST}, idle") in found]
-    figure = Figure(figsize=(10.8, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    places = range(len(ways))
-    colors = ["#2f9e6e" if way.startswith("HostRegion") else "#9aa5b1" for way in ways]
-    left.barh(places, [found[way, f"{LAST}, idle"] / 1e3 for way in ways], color=colors)
-    first = [found[way, f"{FIRST}, idle"] / 1e3 for way in ways]
-    left.plot(first, list(places), "|", color="#e07b39", ms=16, mew=3, label="first byte ready")
-    left.set_yticks(list(places), [_LABELS[way] for way in ways])
-    left.set_xlabel("seconds until the last byte is ready")
-    left.legend(frameon=False, loc="upper right")
-    for what, color, shift in ((NEIGHBOUR, "#3b7dd8", -0.2), (LAUNCH, "#e07b39", 0.2)):
-        heights = [max(found.get((way, f"{what}, idle"), 0.0), 1e-3) for way in ways]
-        right.barh(
-            [place + shift for place in places], heights, height=0.38, color=color, label=what
-        )
-    right.set_xscale("log")
-    right.set_xlabel("ms, the worst call meanwhile")
-    right.legend(frameon=False, loc="upper right")
-    gib = next(row["nbytes"] for row in result["rows"] if row["case"] == f"{LAST}, idle") / GIB
-    figure.suptitle(f"Page-locking {gib:g} GiB, {result['machine']['gpu'] or 'no GPU'}")
-    figure.savefig(path, format="png", dpi=130)
-
-
-def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw for light and for dark pages."""
-    in_both_colours(partial(_draw, results[0]), path)
-
-
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="idle and busy: ms, resident in %",
-    ways=VARIANTS,
     cases=cases,
-    measure_all=measure,
+    at_once=True,
     options={
         "repeats": (1, "runs of each way, on an idle GPU and on a busy one"),
         "nbytes": (48 * GIB, "bytes to page-lock"),
@@ -403,8 +290,5 @@ PROGRAM = Program(
     small={"nbytes": 256 * MIB},
     judge=_share_resident,
     around=touched,
-    draw=draw,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

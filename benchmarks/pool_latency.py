@@ -9,7 +9,6 @@ variant runs in a fresh process.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -86,18 +85,12 @@ def forget_rates(rows: list[Row]) -> None:
         row.gb_per_s = None
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="us per cycle: acquire, make a tensor, release",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={"repeats": (5000, "cycles for each variant and size")},
     small={"repeats": 100},
     unit="us",
     judge=forget_rates,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -119,15 +119,10 @@ def measure(variant: Variant, args: Args, case: Size) -> dict[str, Outcome]:  # 
     }
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="percent of the allocated host memory that is wasted",
-    ways=VARIANTS,
-    cases=CASES,
-    measure_all=measure,
+    at_once=True,
     unit="%",
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

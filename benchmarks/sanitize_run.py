@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from comparison import batches
 from comparison.program import choose_device
 
+CPU = torch.device("cpu")
 LOCKED = batches.shapes("1x128KiB 8x1MiB 12x64KiB")
 """Batches that are page-locked already."""
 
@@ -80,10 +81,12 @@ def main() -> int:
     wrong: list[str] = []
     count = 0
 
-    def compare(sources: list[batches.Batch], staged: list[Any]) -> None:
+    def compare(
+        sources: list[batches.Batch], staged: list[Any], where: torch.device = device
+    ) -> None:
         nonlocal count
         for source, result in zip(sources, staged, strict=True):
-            wrong.extend(batches.differences(source, result, device))
+            wrong.extend(batches.differences(source, result, where))
             count += 1
 
     if args.baseline:
@@ -114,25 +117,17 @@ def main() -> int:
                     compare(sources, [mover.stage(source).wait() for source in locked])
         small = ps.Stager(device, max_bytes="8MiB")  # results are larger than its slabs
         for sources in runs():
-            for mover in (stager, small):
-                for source in sources:
-                    found = mover.to_host(stager.to_device(source))
-                    wrong.extend(batches.differences(source, found, torch.device("cpu")))
-                    few = dict(list(found.items())[:3])
-                    here = mover.to_host(stager.to_device(few))
-                    wrong.extend(batches.differences(few, here, torch.device("cpu")))
-                    count += 2
-        small.close()
-        for sources in runs():
-            for copy in (False, True):
-                transfers = [
-                    stager.fetch(stager.to_device(source), copy=copy) for source in sources
+            few = [dict(list(source.items())[:3]) for source in sources]
+            for some in (sources, few):
+                there = list(map(stager.to_device, some))
+                fetched = [
+                    [stager.fetch(batch, copy=copy) for batch in there] for copy in (False, True)
                 ]
-                for source, transfer in zip(sources, transfers, strict=True):
-                    wrong.extend(
-                        batches.differences(source, transfer.result(), torch.device("cpu"))
-                    )
-                    count += 1
+                for transfers in fetched:
+                    compare(some, [transfer.result() for transfer in transfers], CPU)
+                for mover in (stager, small):
+                    compare(some, list(map(mover.to_host, there)), CPU)
+        small.close()
         stager.close()
     print(f"{count} batches staged on {device}, {len(wrong)} leaves wrong")
     for line in wrong[:20]:

@@ -24,7 +24,6 @@ detects a buffer that is reused too early.
 from __future__ import annotations
 
 import mmap
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +38,7 @@ import torch
 from comparison.batches import BatchShape, shapes
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
-from comparison.timing import beside_kernels, timed
+from comparison.timing import timed
 
 MIB = 1 << 20
 IN_FLIGHT = 2
@@ -368,24 +367,16 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
         outcome["main"] = []
         if variant.id in ("pinstage", "fetch") and call is whole:
             outcome["main"] = started[-len(outcome["total"]) :]
-            outcome["busy"] = beside_kernels(partial(start, tensors), args.device)
     return outcome | {"status": "ok" if right else "incorrect"}
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until all is on the host (frames: for a batch, there and back)",
-    ways=VARIANTS,
-    cases=CASES,
-    measure=measure,
     options={
         "repeats": (100, "samples for each variant and case, at most"),
         "seconds": (0.1, "stop after this time, once 3 are done"),
     },
-    small_cases=SMALL_CASES,
     small={"repeats": 3, "seconds": 0.0},
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -103,17 +102,13 @@ def _event(*values: Any) -> Event:
     return {"ph": "X", **dict(zip(keys, values, strict=True))}
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="s until the trace is read",
     ways=(Variant("pinstage trace", trace_report, "`pinstage trace`", ours=True),),
     cases=lambda args: [Size(f"{args.megabytes} MB", args.megabytes * 1_000_000)],
-    measure=measure,
     options={"megabytes": (500, "the size of the trace")},
     small={"megabytes": 1},
     unit="s",
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +53,7 @@ class Case:
 
 
 CASES = tuple(Case(name, 300, 3256, 4096) for name in ("cold", "warm"))
-SMOKE_CASES = tuple(Case(case.id, 5, 24, 64) for case in CASES)
+SMALL_CASES = tuple(Case(case.id, 5, 24, 64) for case in CASES)
 
 
 def write(path: Path, case: Case) -> None:
@@ -216,7 +215,7 @@ def _pinstage_streamer(path: Path, case: Case, device: torch.device) -> Iterator
 
 
 _ST, _FAST, _STREAMER = "safetensors", "fastsafetensors", "runai_model_streamer"
-WAYS = (
+VARIANTS = (
     Variant("load_file", _load_file, '`load_file(path, device="cuda")`', package=_ST),
     Variant(
         "load_state_dict", _load_state_dict, "`model.load_state_dict(load_file(path))`", package=_ST
@@ -315,21 +314,15 @@ def file_of(args: Args) -> Iterator[None]:
         yield
 
 
-PROGRAM = Program(
-    path=__file__,
-    about=__doc__,
+PROGRAM = Program.of(
+    globals(),
     title="ms until all weights are on the device",
-    ways=WAYS,
-    cases=CASES,
-    measure_all=measure,
+    at_once=True,
     options={
         "repeats": (5, "warm samples for each variant"),
         "folder": (None, "folder for the file, on a local disk"),
     },
-    small_cases=SMOKE_CASES,
     limits=("bus",),
     around=file_of,
 )
-
-if __name__ == "__main__":
-    sys.exit(PROGRAM.main())
+PROGRAM.run(__name__)

@@ -395,7 +395,7 @@ def show(rows: list[Row]) -> None:
     lines: dict[str, list[str]] = {}
     for row in rows:
         share = "-" if row.vs_best_rival is None else f"{row.vs_best_rival:.0%}"
-        cells = [table.cell(row, "median"), table.digits(row.gb_per_s), *[share] * compared]
+        cells = [table.cell(row, "median"), table.figure(row.gb_per_s), *[share] * compared]
         lines.setdefault(row.variant, []).extend(cells)
     table.show(
         "until all frames are on the device, medians",

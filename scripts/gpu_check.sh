@@ -158,14 +158,14 @@ staging_busy() {
 memory_startup() { benchmark memory_startup 120 --rounds 2; }
 # 48 GiB on a machine of 128 GiB. Medians of five runs take 20 minutes: PAGE_LOCKING_ARGS='--repeats 5 --only ...' way by way.
 # shellcheck disable=SC2086
-page_locking() { benchmark page_locking 480 --plot "$RESULTS/page_locking.png" ${PAGE_LOCKING_ARGS:-}; }
+page_locking() { benchmark page_locking 480 ${PAGE_LOCKING_ARGS:-}; }
 pool_latency() { benchmark pool_latency 60; }
 refusals() { benchmark refusals 120; }
 # shellcheck disable=SC2086
-loader() { benchmark loader 1200 ${LOADER_ARGS:-}; }
+loader() { benchmark loader 400 ${LOADER_ARGS:-}; }
 loader_refused() { benchmark loader_refused 300; }
 # shellcheck disable=SC2086
-loops() { benchmark loops 900 ${LOOPS_ARGS:-}; }
+loops() { benchmark loops 400 ${LOOPS_ARGS:-}; }
 in_memory() { benchmark in_memory 240; }
 to_host() { benchmark to_host 180; }
 page_locked() { benchmark page_locked 120; }
@@ -177,7 +177,7 @@ weights() { benchmark weights 480; } # all rows need safetensors
 rounding_waste() { benchmark rounding_waste 90; }
 native_threads() { benchmark native_threads 120; }
 # shellcheck disable=SC2086
-frameworks() { benchmark frameworks 1200 ${FRAMEWORKS_ARGS:-}; } # not part of bench: needs lightning, accelerate and PyG
+frameworks() { benchmark frameworks 400 ${FRAMEWORKS_ARGS:-}; } # not part of bench: needs lightning, accelerate and PyG
 
 BENCHMARKS=(
   staging staging_busy memory_startup page_locking pool_latency loader loader_refused in_memory loops page_locked to_host out checkpoint

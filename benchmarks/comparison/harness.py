@@ -2,13 +2,14 @@
 
 No variant sees another's warm allocator, threads, streams or imported packages, and a crash loses
 only the variant's own rows. A benchmark calls `collect` in the parent, which starts a command with
-`--child VARIANT`, which calls `work`.
+`--child VARIANT`, which calls `work`. That measures all cases for each line that it is sent.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import signal
 import subprocess
@@ -30,6 +31,8 @@ from comparison.errors import BenchError
 from comparison.record import Row, quantile
 
 MARK = "@outcome "
+DONE = "@done\n"
+"""The end of a pass, in what a child prints."""
 SMOKE_AT_ONCE = 2
 """Processes at a time in a smoke run, which should be short on two cores."""
 Outcome = dict[str, Any]
@@ -73,8 +76,6 @@ class Variant:
     """The module to import, or several with spaces between them; None if torch is enough."""
     needs_cuda: bool = False
     ours: bool = False
-    prepare: Callable[[Any], Any] | None = None
-    """Applied to a batch before the timer starts."""
     in_place: Callable[..., Any] | None = None
     """Set-up for a case whose data is written in place; None if `setup` takes torch's page-locked
     tensors.
@@ -138,11 +139,12 @@ def collect(
     rounds: int = 1,
     timeout: float = 240.0,
     at_once: int = 1,
+    lasting: bool = False,
+    within: float = math.inf,
     unit: str = "ms",
     keep: Callable[[list[Row], str], None] | None = None,
 ) -> list[Row]:
-    """Run every variant `rounds` times, each in a fresh process, and return a row for each variant
-    and case.
+    """Run every variant `rounds` times, and return a row for each variant and case.
 
     Our variants run first, so that a run that ends early only lacks a rival or two.
 
@@ -152,12 +154,15 @@ def collect(
         variants: The variants to run.
         cases: The cases that the child measures; `command` must name them.
         device: The device; the rows of variants that cannot run there give the reason.
-        rounds: Processes per variant; every second round runs backwards.
-        timeout: Seconds that one process may take.
+        rounds: Passes over the variants; every second one runs backwards.
+        timeout: Seconds that a variant's pass may take.
         at_once: Processes that run at a time; use more than one only if times don't matter.
+        lasting: Whether a variant has one process for all passes, and not one for each.
+        within: No further pass begins that would end after these seconds, if it took as long as the
+            one before.
         unit: Unit of the times in the rows: "s", "ms" or "us".
-        keep: Called after each process except the last, with the rows so far and the progress as
-            text, so that a killed run keeps them.
+        keep: Called after each pass of a variant except the last, with the rows so far and the
+            progress as text, so that a killed run keeps them.
     """
 
     def outcomes_of(variant: Variant) -> dict[str, Outcome]:
@@ -168,8 +173,11 @@ def collect(
                 case.id: {"status": obstacle, "detail": variant.package or ""} for case in suitable
             }
         began = time.perf_counter()
-        whole = [*command, "--child", variant.id]
-        emitted, failure = _run_fresh(whole, timeout)
+        if variant.id not in children:
+            children[variant.id] = Child([*command, "--child", variant.id])
+        emitted, failure = children[variant.id].outcomes(timeout)
+        if failure or not lasting:
+            children.pop(variant.id).end()
         took = time.perf_counter() - began
         sys.stderr.write(f"{variant.id}: {took:.1f} s {failure}".rstrip() + "\n")
         missing = {"status": "error", "detail": failure[:300] or "no result"}
@@ -185,19 +193,29 @@ def collect(
             for case in filter(way.suits, cases)
         ]
 
+    children: dict[str, Child] = {}
     outcomes: dict[str, list[dict[str, Outcome]]] = {}
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
     done = 0
-    for turn in range(rounds):
-        # A drift of the machine then affects all alike.
-        order = ours_first if turn % 2 == 0 else ours_first[::-1]
-        with ThreadPoolExecutor(at_once) as executor:
-            run = map if at_once == 1 else executor.map
-            for variant, found in zip(order, run(outcomes_of, order), strict=True):
-                outcomes.setdefault(variant.id, []).append(found)
-                done += 1
-                if keep is not None and done < rounds * len(variants):
-                    keep(rows(), f"{done} of {rounds * len(variants)} processes")
+    first = began = time.perf_counter()
+    try:
+        for turn in range(rounds):
+            now = time.perf_counter()
+            if turn and (now - first) + (now - began) > within:
+                break
+            began = now
+            # A drift of the machine then affects all alike.
+            order = ours_first if turn % 2 == 0 else ours_first[::-1]
+            with ThreadPoolExecutor(at_once) as executor:
+                run = map if at_once == 1 else executor.map
+                for variant, found in zip(order, run(outcomes_of, order), strict=True):
+                    outcomes.setdefault(variant.id, []).append(found)
+                    done += 1
+                    if keep is not None and done < rounds * len(variants):
+                        keep(rows(), f"{done} of {rounds * len(variants)} passes")
+    finally:  # after Ctrl-C, too: no process may keep computing
+        for child in children.values():
+            child.end()
     return rows()
 
 
@@ -252,20 +270,23 @@ def start_device(device: torch.device) -> None:
 def work(
     cases: Sequence[Any], measure: Callable[[Any], Outcome], between: Callable[[], None]
 ) -> None:
-    """In the child: measure each case, and emit its outcome at once, so that it survives a later
-    crash.
+    """In the child: measure each case in each pass, and emit its outcome at once, so that it
+    survives a later crash.
     """
-    for case in cases:
-        try:
-            outcome = measure(case)
-        except Exception as error:  # noqa: BLE001 - whatever a variant raises is its result
-            outcome = {"status": "error", "detail": with_causes(error)[:300]}
-        sys.stdout.write(MARK + json.dumps({"case": case.id, **outcome}) + "\n")
+    for _ in sys.stdin:
+        for case in cases:
+            try:
+                outcome = measure(case)
+            except Exception as error:  # noqa: BLE001 - whatever a variant raises is its result
+                outcome = {"status": "error", "detail": with_causes(error)[:300]}
+            sys.stdout.write(MARK + json.dumps({"case": case.id, **outcome}) + "\n")
+            sys.stdout.flush()
+            # A trainer's cycles keep CUDA events. If a worker that the next case forks collected
+            # them, it would call CUDA there.
+            gc.collect()
+            between()
+        sys.stdout.write(DONE)
         sys.stdout.flush()
-        # A trainer's cycles keep CUDA events. If a worker that the next case forks collected them,
-        # it would call CUDA there.
-        gc.collect()
-        between()
 
 
 def with_causes(error: BaseException) -> str:
@@ -283,36 +304,54 @@ def _kill(pid: int) -> None:
             _kill(int(worker))
 
 
-def _run_fresh(command: Sequence[str], timeout: float) -> tuple[list[Outcome], str]:
-    """Run a command and return the outcomes that it emitted, and the error or an empty string."""
-    outcomes: list[Outcome] = []
-    timed_out = threading.Event()
-    with (
-        tempfile.TemporaryFile("w+") as errors,  # a pipe could fill up while only stdout is read
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
+class Child(subprocess.Popen[str]):
+    """A process of a variant, which measures its cases in each pass that it is asked for."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        # A pipe could fill up while only stdout is read.
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `end`
+        super().__init__(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def outcomes(self, timeout: float) -> tuple[list[Outcome], str]:
+        """Return the outcomes of one more pass, and the error or an empty string."""
+        assert self.stdin is not None
+        assert self.stdout is not None
+        outcomes: list[Outcome] = []
+        timed_out = threading.Event()
 
         def stop() -> None:
             timed_out.set()
-            _kill(process.pid)
+            _kill(self.pid)
 
         timer = threading.Timer(timeout, stop)
         timer.start()
         try:
-            assert process.stdout is not None
-            outcomes.extend(
-                json.loads(line[len(MARK) :]) for line in process.stdout if line.startswith(MARK)
-            )
-            process.wait()
-        except BaseException:  # Ctrl-C: no process may keep computing
-            _kill(process.pid)
-            raise
+            with suppress(BrokenPipeError):  # it ended early, which its status tells
+                os.write(self.stdin.fileno(), b"\n")
+            for line in self.stdout:
+                if line == DONE:
+                    return outcomes, ""
+                if line.startswith(MARK):
+                    outcomes.append(json.loads(line[len(MARK) :]))
+            status = self.wait()
         finally:
             timer.cancel()
         if timed_out.is_set():
             return outcomes, f"took more than {timeout:g} s"
-        if process.returncode == 0:
+        if status == 0:
             return outcomes, ""
-        errors.seek(0)
-        said = [line.strip() for line in errors if line.strip()] or ["no message"]
-        return outcomes, f"exit status {process.returncode}: {said[-1]}"
+        self._errors.seek(0)
+        said = [line.strip() for line in self._errors if line.strip()] or ["no message"]
+        return outcomes, f"exit status {status}: {said[-1]}"
+
+    def end(self) -> None:
+        """Kill the process, of which no results are expected any more."""
+        _kill(self.pid)
+        with self, self._errors:
+            pass  # closes the pipes

@@ -34,10 +34,11 @@ class LoopTimer:
 
     Args:
         device: the device of the loop.
-        workers: the worker processes. Each holds `PREFETCH_FACTOR` batches ready. Twice as many
-            steps as batches are ready are untimed, and ten times as many are timed.
-        fewest: the fewest timed steps, if that is more.
-        seconds: timing ends after this time, once `FEWEST` steps are timed.
+        workers: the worker processes. Each holds `PREFETCH_FACTOR` batches ready. As many steps are
+            untimed.
+        repeats: the timed steps, or as many as batches are ready, if that is more.
+        seconds: the untimed steps and the timed ones end after this time each, once they are
+            `FEWEST`.
         settle_seconds: the first steps are untimed at least for this time, in which a loader
             page-locks its memory.
     """
@@ -47,14 +48,14 @@ class LoopTimer:
         device: torch.device,
         workers: int,
         *,
-        fewest: int = FEWEST,
+        repeats: int = FEWEST,
         seconds: float = math.inf,
         settle_seconds: float = 0.0,
     ) -> None:
         ready = PREFETCH_FACTOR * workers
         self._device = device
-        self._untimed = max(2 * ready, FEWEST)
-        self._timed = max(10 * ready, fewest)
+        self._untimed = max(ready, FEWEST)
+        self._timed = max(ready, repeats)
         self._seconds = seconds
         self._settle_seconds = settle_seconds
         self._done = 0
@@ -85,13 +86,15 @@ class LoopTimer:
         self._done += 1
         if self.timing:
             self._marks.append((self._begun, self._mark()))
-            timed = len(self._marks) - 1
-            return timed < self._timed and (timed < FEWEST or passed <= self._seconds)
+            return not self._are_enough(len(self._marks) - 1, self._timed, passed)
         settled = passed >= self._settle_seconds or self._done >= SETTLED
-        if self._done >= self._untimed and settled:
+        if settled and self._are_enough(self._done, self._untimed, passed):
             self._since = perf_counter()
             self._marks.append((self._begun, self._mark()))
         return True
+
+    def _are_enough(self, steps: int, wanted: int, passed: float) -> bool:
+        return steps >= wanted or (steps >= FEWEST and passed > self._seconds)
 
     def run(self, batches: Iterable[Any], step: Callable[[Any], Any]) -> None:
         """Take a step with each batch, until enough steps are timed."""

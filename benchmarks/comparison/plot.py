@@ -8,20 +8,9 @@ from typing import Any
 
 from comparison.batches import SERIES
 from comparison.errors import BenchError
-from comparison.record import Row, rows_of
+from comparison.record import Row, rows_of, source
+from comparison.rivals import NAMES
 
-LABELS = {
-    "to": ".to() each",
-    "pin_to": "pin + .to() each",
-    "tensordict_consolidate": "tensordict consolidate",
-    "tensordict_consolidate_threads": "tensordict consolidate, threads",
-    "tensordict_consolidate_prebuilt": "tensordict consolidate, built before",
-    "tensordict_non_blocking_pin": "tensordict non_blocking_pin",
-    "spdl_transfer": "SPDL transfer_tensor",
-    "multi_tensor_copier": "multi_tensor_copier (C++)",
-    "multi_tensor_copier_openmp": "multi_tensor_copier (C++, OpenMP)",
-    "pinstage": "pinstage",
-}
 OURS = ("#e41a1c",)
 RIVALS = (
     "#4c9be8",
@@ -65,7 +54,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
         raise BenchError(
             "no series was measured, so there is nothing to draw; --series all measures both"
         )
-    title = "\n".join(dict.fromkeys(map(described, results)))
+    title = "\n".join(dict.fromkeys(map(source, results)))
     in_both_colours(lambda path: _draw(series, title, path), out)
 
 
@@ -106,16 +95,6 @@ def _draw(series: dict[str, list[Row]], title: str, out: Path) -> None:
     )
     figure.suptitle(title, fontsize=9)
     figure.savefig(out, dpi=140)
-
-
-def described(result: dict[str, Any]) -> str:
-    """Return the machine, versions and commit as text."""
-    machine, versions = result["machine"], result["versions"]
-    commit, _, changed = result["commit"].partition("-")
-    return (
-        f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, torch {versions['torch']}, "
-        f"commit {commit[:7]}{changed and ' and changes'}, {result['date'][:10]}"
-    )
 
 
 def in_words(nbytes: int) -> str:
@@ -164,7 +143,11 @@ def _panel(
             continue
         x = [getattr(row, field) for row in line]
         axis.plot(
-            x, [row.median for row in line], ms=4, label=LABELS.get(variant, variant), **style
+            x,
+            [row.median for row in line],
+            ms=4,
+            label=NAMES.get(variant, variant).replace("`", ""),
+            **style,
         )
         if line[0].ours:
             axis.fill_between(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,14 +20,23 @@ import torch
 
 from comparison import harness, record, table, timing
 from comparison.errors import BenchError
-from comparison.harness import Case, Outcome, Variant
+from comparison.harness import Outcome, Variant
 from comparison.record import Row
 
 Args = argparse.Namespace
 Result = dict[str, Any]
-INTERNAL = ("out", "only", "child", "settings", "timeout", "plot", "read", "folder")
+INTERNAL = ("out", "only", "child", "settings", "timeout", "within", "plot", "read", "folder")
 """Options that aren't settings of a measurement."""
 PICTURES = (".png", ".svg", ".pdf")
+OF_MODULE = {
+    "path": "__file__",
+    "about": "__doc__",
+    "ways": "VARIANTS",
+    "cases": "CASES",
+    "small_cases": "SMALL_CASES",
+    "measure": "measure",
+}
+"""What a module has for its program, by the names there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +50,14 @@ class Program:
         ways: The ways to measure.
         cases: What they are measured on, or a function that chooses it.
         measure: Returns the outcome of a way on a case, in a process of the way.
-        measure_all: The same for all cases at once, from the first one: outcomes by their ids.
+        at_once: Whether that returns the outcomes of all cases, by their ids, given the first one.
         options: Further options, each with its default and help.
         small_cases: The cases of a smoke run.
         small: The most that options have in a smoke run.
         benchmark: The name in the rows and in the result file; by default that of the program.
-        rounds: Passes, each with a process for each way.
+        rounds: Passes, in which each way is measured once.
+        lasting: Whether a way has one process for all passes, and not one for each: where starting
+            it, its imports and the data take longer than the measurement.
         limits: Ways that show a limit, and are no rivals.
         unit: The unit of the figures.
         judge: Changes the rows before they are compared.
@@ -61,12 +73,13 @@ class Program:
     ways: Sequence[Variant]
     cases: Sequence[Any] | Callable[[Args], Sequence[Any]]
     measure: Any = None
-    measure_all: Callable[[Variant, Args, Any], dict[str, Outcome]] | None = None
+    at_once: bool = False
     options: dict[str, tuple[Any, str]] = field(default_factory=dict)
     small_cases: Sequence[Any] = ()
     small: Mapping[str, Any] = field(default_factory=dict)
     benchmark: str = ""
     rounds: int = 1
+    lasting: bool = False
     limits: Sequence[str] = ()
     unit: str = "ms"
     judge: Callable[[list[Row]], None] = lambda rows: None  # noqa: ARG005
@@ -75,10 +88,20 @@ class Program:
     settings: Callable[[Args], dict[str, Any]] = lambda args: {}  # noqa: ARG005
     draw: Callable[[Sequence[Result], Path], None] | None = None
 
+    @classmethod
+    def of(cls, module: Mapping[str, Any], **said: Any) -> Program:
+        """Return the program of a module whose `globals()` are given, and what they don't say."""
+        return cls(**of_module(module) | said)
+
     @property
     def name(self) -> str:
         """The name in the rows and in the result file."""
         return self.benchmark or Path(self.path).stem
+
+    def run(self, name: str) -> None:
+        """Run the program if its module, of this `__name__`, was started."""
+        if name == "__main__":
+            sys.exit(self.main())
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run the program; return 1 if a way failed or gave wrong results, 2 for a wrong option."""
@@ -116,9 +139,11 @@ class Program:
             help="these cases, separated by commas: what their ids begin with",
         )
         add("--out", type=Path, help="write the results to this JSON file")
-        passes = "processes per way, in turn; every second round runs backwards"
+        passes = "passes over the ways; every second one runs backwards"
         add("--rounds", type=positive, default=self.rounds, help=passes)
-        add("--timeout", type=float, default=600.0, help="seconds that one process may take")
+        add("--timeout", type=float, default=600.0, help="seconds that a way's pass may take")
+        within = "begin no further pass that would end after these seconds"
+        add("--within", type=float, default=math.inf, help=within)
         add("--smoke", action="store_true", help="small and short, on the CPU by default")
         for name, (default, said) in self.options.items():
             kind = positive if name == "repeats" else str if default is None else type(default)
@@ -188,6 +213,8 @@ class Program:
                 rounds=args.rounds,
                 timeout=args.timeout,
                 at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
+                lasting=self.lasting,
+                within=args.within,
                 unit=self.unit,
                 keep=keep,
             )
@@ -236,10 +263,9 @@ class Program:
         cases = [case for case in self.chosen_cases(args) if way.suits(case)]
         self.begin(args)
         harness.start_device(args.device)
-        if self.measure_all is None:
-            measure: Callable[[Case], Outcome] = partial(self.measure, way, args)
-        else:
-            measure = AtOnce(partial(self.measure_all, way, args))
+        measure: Callable[[Any], Outcome] = partial(self.measure, way, args)
+        if self.at_once:
+            measure = AtOnce(measure)
         harness.work(cases, measure, partial(timing.empty_caches, args.device))
 
 
@@ -257,6 +283,11 @@ class AtOnce:
             self._outcomes = self._measure_all(case)
         failed = {"status": "error", "detail": "an earlier part failed"}
         return self._outcomes.get(case.id, failed)
+
+
+def of_module(module: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a module says about its program, by `OF_MODULE`."""
+    return {field: module[name] for field, name in OF_MODULE.items() if name in module}
 
 
 def joined(results: Sequence[Result]) -> Result:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -168,6 +169,19 @@ def commit() -> str:
     head = _first_line("git", "-C", here, "rev-parse", "HEAD")
     changed = _first_line("git", "-C", here, "status", "--porcelain", "--untracked-files=no")
     return (head + ("-dirty" if changed else "")) if head else "unknown"
+
+
+def source(result: dict[str, Any]) -> str:
+    """Return the source of the figures: machine, versions, commit and date."""
+    machine, versions = result["machine"], result["versions"]
+    commit = re.sub(r"^([0-9a-f]{10})[0-9a-f]+", r"\1", result["commit"])
+    device = f"{machine['cpu']}, no GPU"
+    if machine["gpu"]:
+        device = f"{machine['gpu']}, driver {machine['driver']}"
+    return (
+        f"{device}, {machine['cores']} cores, torch {versions['torch']}, Python "
+        f"{versions['python']}; commit {commit}, {result['date'][:10]}"
+    )
 
 
 def rows_of(result: dict[str, Any]) -> list[Row]:

@@ -1,9 +1,9 @@
 """The ways to bring a nested batch to a device, each with an id, all with one signature.
 
 `variant.setup(device)` is a context manager that yields `stage(batch) -> staged batch`. Each call
-includes packing, and building a rival's own container from the plain nested batch; the one variant
-without that is named `_prebuilt`. Each rival is used as its own documentation recommends; `about`
-has the call.
+includes packing, and building a rival's own container from the plain nested batch. Each rival is
+used as its own documentation recommends; `about` has the call. Slower ways of the same package are
+left out.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     import pinstage as ps
 
 Stage = Callable[[Any], Any]
+NAMES = {
+    "to": "`.to()`",
+    "pin_to": "pin + `.to()`",
+    "tensordict_consolidate": "tensordict",
+    "spdl_transfer": "SPDL",
+    "multi_tensor_copier": "multi_tensor_copier",
+    "multi_tensor_copier_openmp": "multi_tensor_copier, OpenMP",
+}
+"""What tables and pictures call the rivals."""
 
 
 def _to(device: torch.device) -> Stage:
@@ -44,25 +53,18 @@ def _pin_to(device: torch.device) -> Stage:
     return stage
 
 
-def _tensordict(batch: Any) -> Any:
+def _tensordict_consolidate(device: torch.device) -> Stage:
     from tensordict import TensorDict
 
-    # Its fastest constructor for a nested dict: from_dict takes 1.5x as long.
-    return TensorDict(batch, batch_size=[])
-
-
-def _tensordict_consolidate(
-    device: torch.device, build: Stage = _tensordict, **options: int
-) -> Stage:
     # Without CUDA nothing can be pinned; the smoke run takes the same path otherwise.
     pin = device.type == "cuda"
-    return lambda batch: (
-        build(batch).consolidate(pin_memory=pin, **options).to(device, non_blocking=True)
-    )
 
+    def stage(batch: Any) -> Any:
+        # Its fastest constructor for a nested dict: from_dict takes 1.5x as long.
+        made = TensorDict(batch, batch_size=[])
+        return made.consolidate(pin_memory=pin).to(device, non_blocking=True)
 
-def _tensordict_non_blocking_pin(device: torch.device) -> Stage:
-    return lambda batch: _tensordict(batch).to(device, non_blocking=True, non_blocking_pin=True)
+    return stage
 
 
 def _spdl_transfer(device: torch.device) -> Stage:
@@ -145,29 +147,6 @@ VARIANTS = (
         "`TensorDict(batch).consolidate(pin_memory=True).to(device, non_blocking=True)`: one "
         "pinned storage, one copy",
         package="tensordict",
-    ),
-    Variant(
-        "tensordict_consolidate_threads",
-        partial(_tensordict_consolidate, num_threads=len(os.sched_getaffinity(0))),
-        "the same with `num_threads=` all cpus, as its docstring offers for the copy into the "
-        "storage",
-        package="tensordict",
-    ),
-    Variant(
-        "tensordict_consolidate_prebuilt",
-        partial(_tensordict_consolidate, build=lambda ready: ready),
-        "tensordict_consolidate, the TensorDict built before the timer starts: for a pipeline "
-        "that has one already",
-        package="tensordict",
-        prepare=_tensordict,
-    ),
-    Variant(
-        "tensordict_non_blocking_pin",
-        _tensordict_non_blocking_pin,
-        "`TensorDict(batch).to(device, non_blocking_pin=True)`: pinned on the calling thread, as "
-        "its docstring advises",
-        package="tensordict",
-        needs_cuda=True,
     ),
     Variant(
         "spdl_transfer",

@@ -40,8 +40,7 @@ def measure(variant: Variant, args: Args, shape: batches.BatchShape) -> Outcome:
     gc.freeze()  # so that a collection during a call doesn't walk the benchmark's own batches
     try:
         with set_up(variant, device, shape) as (stage, place):
-            placed = [place(batch) for batch in instances]
-            sources = [variant.prepare(batch) if variant.prepare else batch for batch in placed]
+            sources = [place(batch) for batch in instances]
             wrong = check(stage, instances, sources, device)
             if wrong:
                 return {"status": "incorrect", "detail": wrong}
@@ -56,7 +55,7 @@ def measure(variant: Variant, args: Args, shape: batches.BatchShape) -> Outcome:
                 inputs=inputs,
             )
             outcome["busy"] = beside_kernels(stage, device, inputs)
-            del placed, sources, inputs  # views of leases keep their slabs in use
+            del sources, inputs  # views of leases keep their slabs in use
     finally:
         gc.unfreeze()
     return outcome

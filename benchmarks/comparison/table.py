@@ -69,11 +69,11 @@ def report(title: str, rows: Sequence[Row]) -> None:
 
 def cell(row: Row, field: str) -> str:
     """Return a figure of a row to three digits, or the row's status if it has no figures."""
-    return row.status if row.status != "ok" else digits(getattr(row, field))
+    return row.status if row.status != "ok" else figure(getattr(row, field))
 
 
-def digits(value: float | None) -> str:
-    """Return a figure to three digits; a median on a shared machine isn't more precise."""
+def figure(value: float | None) -> str:
+    """Three digits are all that a median on a shared machine is worth."""
     if value is None:
         return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:.3g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"

@@ -197,16 +197,55 @@ def test_a_crashing_variant_keeps_rows_and_last_words(tmp_path, capsys):
     assert capsys.readouterr().err.endswith("exit status 1: out of luck\n")
 
 
-def test_an_error_is_told_with_what_caused_it(capsys):
+def test_an_error_is_told_with_what_caused_it(monkeypatch, capsys):
     def measure(case):
         raise RuntimeError("worker gone") from ValueError("killed by signal: Bus error")
 
+    monkeypatch.setattr("sys.stdin", ["\n"])
     harness.work([Size("1B", 1)], measure, lambda: None)
 
-    outcome = json.loads(capsys.readouterr().out.removeprefix(harness.MARK))
+    said, done = capsys.readouterr().out.splitlines(keepends=True)
+    assert done == harness.DONE
+    outcome = json.loads(said.removeprefix(harness.MARK))
     assert outcome["detail"] == (
         "RuntimeError: worker gone, from ValueError: killed by signal: Bus error"
     )
+
+
+PASSES = f"""
+import itertools, os, sys
+sys.path.insert(0, {str(ROOT / "benchmarks")!r})
+from comparison import harness
+
+turns = itertools.count(1)
+
+def measure(case):
+    turn = next(turns)
+    if turn == 3:
+        sys.exit("out of luck")
+    return {{"status": "ok", "detail": "", "total": [float(turn)]}}
+
+harness.work([harness.Size("1B", 1)], measure, lambda: None)
+"""
+
+
+@pytest.mark.parametrize(("lasting", "last"), [(True, 2.0), (False, 1.0)])
+def test_a_process_may_last_for_all_passes(tmp_path, lasting, last):
+    (row,) = collected(tmp_path, PASSES, cases=CASES[:1], rounds=2, lasting=lasting, unit="s")
+    assert (row.repeats, row.minimum, row.maximum) == (2, 1.0, last)
+
+
+@pytest.mark.parametrize(("within", "repeats"), [(0.0, 1), (3600.0, 3)])
+def test_no_pass_begins_that_would_end_too_late(tmp_path, within, repeats):
+    (row,) = collected(tmp_path, EMIT, cases=CASES[:1], rounds=3, within=within)
+    assert row.repeats == repeats
+
+
+def test_a_lasting_process_that_ends_is_started_again(tmp_path, capsys):
+    (row,) = collected(tmp_path, PASSES, cases=CASES[:1], rounds=4, lasting=True)
+    assert (row.status, row.detail) == ("error", "exit status 1: out of luck")
+    failed = ["out of luck" in line for line in capsys.readouterr().err.splitlines()]
+    assert failed == [False, False, True, False]
 
 
 def test_parallel_processes_give_the_rows_of_sequential_ones(tmp_path):
@@ -225,9 +264,9 @@ def test_rows_are_saved_after_each_process(tmp_path):
 
     rows = collected(tmp_path, EMIT, "ab", CASES[:1], rounds=2, keep=keep)
     assert kept == [
-        ("1 of 4 processes", [("a", 1)]),
-        ("2 of 4 processes", [("a", 1), ("b", 1)]),
-        ("3 of 4 processes", [("a", 1), ("b", 2)]),
+        ("1 of 4 passes", [("a", 1)]),
+        ("2 of 4 passes", [("a", 1), ("b", 1)]),
+        ("3 of 4 passes", [("a", 1), ("b", 2)]),
     ]
     assert [(row.variant, row.repeats) for row in rows] == [("a", 2), ("b", 2)]
 
@@ -243,7 +282,7 @@ def test_a_killed_run_leaves_an_incomplete_file(tmp_path):
             os.killpg(run.pid, signal.SIGKILL)
 
     result = read(out)
-    assert re.fullmatch(r"\d+ of (12|15) processes", result["incomplete"])
+    assert re.fullmatch(r"\d+ of (12|15) passes", result["incomplete"])
     assert {row["status"] for row in result["rows"]} <= {"ok", "needs CUDA"}
     assert result["rows"]
 

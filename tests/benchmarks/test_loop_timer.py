@@ -42,37 +42,53 @@ def clock(monkeypatch):
 
 def test_a_loop_with_two_peaks_has_its_mean(clock):
     waits = [0.0] * 7 + [0.080]  # the median step takes 1 ms
-    assert clock.outcome(waits, 8)["total"] == [pytest.approx(0.001 + 0.080 / 8)]
+    assert clock.outcome(waits, 8, repeats=160)["total"] == [pytest.approx(0.001 + 0.080 / 8)]
 
 
 def test_the_wait_for_the_first_timed_batch_counts(clock):
-    outcome = clock.outcome([0.004], 0, fewest=4, said="said")
+    outcome = clock.outcome([0.004], 0, repeats=4, said="said")
     assert outcome["total"] == [pytest.approx(0.005)]
     assert outcome["detail"] == "GPU idle 80.0% of 4 timed steps; said"
 
 
-def test_more_is_timed_than_workers_hold_ready(clock):
+def test_as_much_is_timed_as_workers_hold_ready(clock):
     timer = LoopTimer(CPU, 3)
     taken = []
 
     def step(batch):
         taken.append(timer.timing)
-        clock.now += 1.0 if len(taken) <= 12 else 0.001
+        clock.now += 1.0 if len(taken) <= 6 else 0.001
 
     timer.run(clock.batches(0.0), step)
 
-    assert taken == [False] * 12 + [True] * 60
-    assert timer.steps == 72
+    assert taken == [False] * 6 + [True] * 6
+    assert timer.steps == 12
     assert timer.outcome()["total"] == [pytest.approx(0.001)]
 
 
 @pytest.mark.parametrize(
     ("workers", "limits", "steps"),
-    [(8, {"seconds": 0.105}, 11), (8, {"seconds": 0.0}, 4), (0, {"fewest": 50}, 50)],
+    [
+        (8, {"seconds": 0.105, "repeats": 160}, 11),
+        (8, {"seconds": 0.0}, 4),
+        (0, {"repeats": 50}, 50),
+    ],
 )
 def test_timing_ends_after_seconds_and_steps(clock, workers, limits, steps):
     outcome = clock.outcome([0.009], workers, **limits)
     assert f"of {steps} timed steps" in outcome["detail"]
+
+
+def test_few_steps_of_a_slow_loop_are_untimed(clock):
+    timer = LoopTimer(CPU, 8, seconds=0.055)
+    taken = []
+
+    def step(batch):
+        taken.append(timer.timing)
+        clock.now += 0.01
+
+    timer.run(clock.batches(0.0), step)
+    assert taken == [False] * 6 + [True] * 6
 
 
 def test_the_first_seconds_are_untimed(clock):
@@ -86,7 +102,7 @@ def test_the_first_seconds_are_untimed(clock):
     timer.run(clock.batches(0.0), step)
 
     assert 99 <= began[0] <= 101
-    assert timer.steps == loop_timer.SETTLED + 20  # a dataset needs no more
+    assert timer.steps == loop_timer.SETTLED + 4  # a dataset needs no more
 
 
 def test_on_a_gpu_events_are_the_clock(monkeypatch):
@@ -105,7 +121,7 @@ def test_on_a_gpu_events_are_the_clock(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(str(device)))
-    timer = LoopTimer(torch.device("cuda:0"), 1)
+    timer = LoopTimer(torch.device("cuda:0"), 1, repeats=20)
 
     timer.run(iter(range(1000)), lambda batch: None)
     assert set(log) == {"record"}

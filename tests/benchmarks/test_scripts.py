@@ -355,6 +355,13 @@ def test_memory_that_grows_is_an_error():
     assert len(taken) == case.watched
 
 
+def test_each_batch_of_the_comparison_is_of_one_kind():
+    for row in markdown.load("staging")["rows"]:
+        if not row["case"].endswith("in-place"):
+            sizes = row["leaves"], row["nbytes"] / row["leaves"]
+            assert [matches(*sizes) for matches, _ in markdown.GAINS.values()].count(True) == 1
+
+
 def test_the_table_of_loops_has_spread_and_utilisation():
     result = markdown.load("loops")
     ways = {
