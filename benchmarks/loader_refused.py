@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import loader
 import torch
@@ -45,16 +47,18 @@ CASES = (
 SMALL_CASES = (Case("refused", "8 x 8 KiB", 8, 8, (256,), watched=20),)
 
 
+@contextmanager
 def _refused(
     dataset: Any, batch_size: int, workers: int, device: torch.device, **refusal: Any
-) -> Batches:
-    if device.type == "cuda":
-        refuse_registering(**refusal)
-    return loader.pinstage(dataset, batch_size, workers, device)
+) -> Iterator[Batches]:
+    refusals = registering_refused(**refusal) if device.type == "cuda" else nullcontext()
+    with refusals, loader.pinstage(dataset, batch_size, workers, device) as batches:
+        yield batches
 
 
-def refuse_registering(allowed: int = 0, error: str = "cudaErrorNotSupported") -> None:
-    """Let CUDA refuse to register memory in this process.
+@contextmanager
+def registering_refused(allowed: int = 0, error: str = "cudaErrorNotSupported") -> Iterator[None]:
+    """Let CUDA refuse to register memory in this process, until the end of the block.
 
     Args:
         allowed: number of calls that succeed before.
@@ -69,7 +73,8 @@ def refuse_registering(allowed: int = 0, error: str = "cudaErrorNotSupported") -
             return register(*args)
         return (getattr(runtime.cudaError_t, error),)
 
-    runtime.cudaHostRegister = refuse
+    with mock.patch.object(runtime, "cudaHostRegister", refuse):
+        yield
 
 
 VARIANTS = (
@@ -88,7 +93,7 @@ VARIANTS = (
 
 def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     """Return the outcome of the loop, and what our memory is before and after more batches."""
-    with variant.open(*loader.arguments(args, case, case.watched)) as batches:
+    with variant.open(*loader.arguments(args, case, case.watched * 11 // 10)) as batches:
         iterator = iter(batches)
         outcome = loader.timed_loop(iterator, args, case)
         if variant.ours and outcome["status"] == "ok":
@@ -105,11 +110,14 @@ def watched(loader: Any, iterator: Iterator[Sample], case: Case, device: torch.d
         pool = loader.stats().pool
         return pool.held_bytes, pool.pinned_bytes, resident()
 
-    before = memory()
-    for _ in range(case.watched):
-        next(iterator)
-        synchronize(device)
-    after = memory()
+    def take(count: int) -> tuple[int, int, int]:
+        for _ in range(count):
+            next(iterator)
+            synchronize(device)
+        return memory()
+
+    before = take(case.watched // 10)  # all slabs have been needed once
+    after = take(case.watched)
     texts = [
         "{:.0f} MiB held, {:.0f} page-locked, {:.0f} resident".format(*(n / MIB for n in numbers))
         for numbers in (before, after)
@@ -125,6 +133,5 @@ PROGRAM = replace(
     options=loader.PROGRAM.options
     | {"workers": (4, "worker processes"), "seconds": (2.0, loader.SECONDS)},
     limits=(),
-    lasting=False,  # refusals add up
 )
 PROGRAM.run(__name__)

@@ -275,19 +275,19 @@ def test_registering_may_be_refused_from_the_third_on(monkeypatch):
     from cuda.bindings import runtime
 
     monkeypatch.setattr(runtime, "cudaHostRegister", lambda *_: (0,))
-    loader_refused.refuse_registering(2, "cudaErrorInvalidValue")
-    results = [runtime.cudaHostRegister(1 << 20, 4096, 1)[0] for _ in range(4)]
-    assert [int(result) for result in results] == [0, 0, 1, 1]
+    for _ in range(2):  # refusals don't add up
+        with loader_refused.registering_refused(2, "cudaErrorInvalidValue"):
+            results = [runtime.cudaHostRegister(1 << 20, 4096, 1)[0] for _ in range(4)]
+        assert [int(result) for result in results] == [0, 0, 1, 1]
 
 
 def test_registering_is_refused_as_by_a_platform(cuda, monkeypatch):
     from cuda.bindings import runtime
 
-    monkeypatch.setattr(runtime, "cudaHostRegister", runtime.cudaHostRegister)  # restores it
     monkeypatch.setattr(_cuda, "_bindings", _cuda.Bindings(runtime, cuda))
-    loader_refused.refuse_registering()
     memory = ps.memory.SharedMemory(0)
-    with pytest.warns(StagingWarning, match=r"shared memory isn't page-locked here: .*NotSupport"):
+    text = r"shared memory isn't page-locked here: .*NotSupport"
+    with loader_refused.registering_refused(), pytest.warns(StagingWarning, match=text):
         block = memory.allocate(5 << 14)
 
     assert not block.is_pinned
