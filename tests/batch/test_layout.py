@@ -19,9 +19,10 @@ from strategies import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pinstage import Layout
-from pinstage._batch import ALIGNMENT, Slot
+from pinstage import Layout, Slot
 from pinstage.errors import LayoutError, PinstageError
+
+ALIGNMENT = 16
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 

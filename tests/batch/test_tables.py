@@ -16,6 +16,7 @@ import torch
 from doubles import guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from own_leaves import many as filling_blocks
 from paths import PATHS, on_path
 from strategies import DTYPES, NUMPY_DTYPES, arrays, batches, slab_for, tensors
 
@@ -98,6 +99,7 @@ def facts(leaf, others, slab):
 
 @many
 @given(st.one_of(st.lists(odd_leaves, max_size=6), batches()), st.sampled_from([1, 3]))
+@example(filling_blocks(), 1)
 def test_tables_and_views_equal_the_plain_python_oracle(batch, repeated):
     batch = [batch] * repeated
     whole = oracle.take_apart(batch)

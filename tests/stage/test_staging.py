@@ -164,10 +164,10 @@ def test_a_small_batch_never_waits_for_a_slab(make_stager):
     assert stager.to_device(torch.ones(10_000)).sum() == 10_000  # more than the cap
 
 
-def test_the_copying_stream_has_nothing_to_wait_for(queue):
+def test_the_copying_stream_has_nothing_to_wait_for(queue, device):
     def waits():
-        found = [entry for entry in queue._target.log if "waits for" in entry]
-        queue._target.log.clear()
+        found = [entry for entry in device.log if "waits for" in entry]
+        device.log.clear()
         return found
 
     small = queue.stage(torch.ones(3))
@@ -177,8 +177,8 @@ def test_the_copying_stream_has_nothing_to_wait_for(queue):
     small.wait()
     assert waits() == [("another", "waits for", 0, 1)]
     queue.stage(torch.ones(AT_ONCE_BYTES)).wait()
-    assert queue._target.log[1:-1] == [("copy", "for copies"), ("event", "for copies")]
-    assert waits() == [("current", "waits for", len(queue._target.events) - 1, 1)]
+    assert device.log[1:-1] == [("copy", "for copies"), ("event", "for copies")]
+    assert waits() == [("current", "waits for", len(device.events) - 1, 1)]
     queue.to_device(torch.ones(AT_ONCE_BYTES))  # on the current stream
     assert waits() == []
 
