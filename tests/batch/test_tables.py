@@ -510,6 +510,8 @@ def test_facts_are_asked_of_plain_tensors_only(thing):
 
 SAMPLES = [torch.ones(4), torch.ones(4)]
 STACK = _native.core.alike(SAMPLES, True)
+INDEX = torch.tensor([0, 1])
+GATHERED = _native.core.gather(torch.ones(3, 2), 3, INDEX.data_ptr(), 2)
 
 
 @pytest.mark.parametrize(
@@ -523,8 +525,9 @@ STACK = _native.core.alike(SAMPLES, True)
         {-1: STACK},
         {"1": STACK},
         {1: STACK, 4: STACK},
+        {1: GATHERED},
     ],
-    ids=["bytes", "None", "0", "2", "3", "-1", "a string", "1 and 4"],
+    ids=["bytes", "None", "0", "2", "3", "-1", "a string", "1 and 4", "rows"],
 )
 @pytest.mark.parametrize("use", ["pack", "Job"])
 def test_samples_are_stacked_only_into_their_row(use, stacks):
@@ -537,4 +540,6 @@ def test_samples_are_stacked_only_into_their_row(use, stacks):
             call(*args, *more, stacks)
         with pytest.raises(TypeError, match="dict"):
             call(*args, *more, [STACK])
+        with pytest.raises(ValueError, match="doesn't fill"):
+            _native.core.fill(GATHERED, slab.data_ptr(), 8)
         assert slab.eq(0xEE).all()

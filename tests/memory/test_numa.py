@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from pinstage import _host
-from pinstage._memory import RegisteredMemory, SharedMemory, _cuda, _numa
+from pinstage._memory import _cuda, _numa
 from pinstage._memory import _pages as pages
+from pinstage.memory import RegisteredMemory, SharedMemory
 
 GPU = "0000:1b:00.0"
 

@@ -22,20 +22,22 @@ from pinstage import SlabPool
 from pinstage._compat import probes
 from pinstage._compat.calls import CudaCalls
 from pinstage._memory import (
-    HostAllocMemory,
-    PageableMemory,
-    RegisteredMemory,
-    SharedMemory,
     _cuda,
     _resource,
     _streams,
     capturing_device,
-    default_memory,
     record_current_streams,
     refuse_capture,
 )
 from pinstage._memory import _pages as pages
 from pinstage.errors import LeaseError, PinningError, PinstageError, StagingWarning
+from pinstage.memory import (
+    HostAllocMemory,
+    PageableMemory,
+    RegisteredMemory,
+    SharedMemory,
+    default_memory,
+)
 
 OUT_OF_MEMORY, INVALID_VALUE, UNLOADING = 2, 1, 4
 ALREADY_MAPPED, ALREADY_REGISTERED, NOT_PERMITTED, NOT_SUPPORTED = 208, 712, 800, 801

@@ -186,7 +186,9 @@ def test_each_pair_of_dtypes_is_one_call(write):
     with torch.profiler.profile() as profiled:
         write(sources, out=places)
     assert are_ones(places)
-    assert [event.count for event in profiled.key_averages() if "_foreach_copy_" in event.key] == [2]
+    assert [event.count for event in profiled.key_averages() if "_foreach_copy_" in event.key] == [
+        2
+    ]
 
 
 @pytest.mark.parametrize(

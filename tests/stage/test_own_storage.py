@@ -317,7 +317,10 @@ def test_only_plain_small_leaves_are_moved_directly(stager, kind):
     padding_bytes = layout.nbytes - packed_bytes
     assert padding_bytes
     assert (stats.batches, stats.packed_leaves) == (1, len(layout.slots))
-    assert (stats.packed_bytes, stats.padding_bytes) == (packed_bytes, 0 if kind in DIRECT else padding_bytes)
+    assert (stats.packed_bytes, stats.padding_bytes) == (
+        packed_bytes,
+        0 if kind in DIRECT else padding_bytes,
+    )
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])

@@ -27,10 +27,7 @@ from strategies import assert_same, batches, tensor_of
 from torch.nn.utils.rnn import pack_sequence
 
 from pinstage import Layout, SlabPool, Stager, _native
-from pinstage._batch import ALIGNMENT
 from pinstage._compat.calls import memory_of
-from pinstage._stage._at_once import AT_ONCE_BYTES
-from pinstage._stage._run_ahead import RUN_AHEAD
 from pinstage._stage._target import Target
 from pinstage.errors import (
     BudgetExceededError,
@@ -42,6 +39,9 @@ from pinstage.errors import (
 from pinstage.memory import PageableMemory
 
 KIB, MIB = 1024, 1024 * 1024
+ALIGNMENT = 16
+AT_ONCE_BYTES = 64 * KIB
+RUN_AHEAD = 3
 
 without_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="says what happens without CUDA"
