@@ -114,23 +114,6 @@ def test_all_dtypes_that_torch_stores_densely_are_tried():
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(1, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),  # contiguous, too
-        torch.randn(1, 4)[:, :1],
-        torch.randn(6, 5).as_strided((5, 1), (1, 7)),
-    ],
-    ids=lambda tensor: f"{list(tensor.shape)} {list(tensor.stride())}",
-)
-def test_dimensions_of_one_element_keep_their_strides(tensor):
-    """`strategies.tensors` draws other dense tensors, and empty ones."""
-    staged = through_slab([tensor, torch.zeros(1)])[0]
-    assert staged.stride() == tensor.to("cpu", copy=True).stride() == tensor.stride()
-    assert Layout.of([tensor]).slots[0].stride == tensor.stride()
-
-
-@pytest.mark.parametrize(
     "tensors",
     [
         [torch.zeros(1).byte().expand(2**60) for _ in range(3)],

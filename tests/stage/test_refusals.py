@@ -170,8 +170,8 @@ def test_pageable_memory_serves_where_all_is_refused(walled_stager):
     assert (stager.stats().fallback_batches, stager.pool.stats().held_bytes) == (2, 0)
 
 
-def test_pageable_memory_is_said_once_in_a_process(walled_stager, monkeypatch):
-    monkeypatch.setattr("pinstage._compat.probes._warned", set())
+@pytest.mark.usefixtures("nothing_said")
+def test_pageable_memory_is_said_once_in_a_process(walled_stager):
     stager = walled_stager(0)
     with pytest.warns(StagingWarning) as told:
         list(map(stager.to_device, [torch.ones(1000)] * 3))
