@@ -282,8 +282,14 @@ def test_a_thread_without_the_caller_s_state_fails(stager, monkeypatch):
         next(batches)
 
 
-@pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_any_error_has_the_traceback_of_the_source(stager, kind):
+@pytest.mark.parametrize(
+    ("kind", "in_thread"),
+    [
+        (KeyError, False),
+        *((kind, True) for kind in (KeyError, SystemExit, KeyboardInterrupt, GeneratorExit)),
+    ],
+)
+def test_any_error_has_the_traceback_of_the_source(stager, kind, in_thread):
     def fails_here():
         raise kind
 
@@ -293,7 +299,7 @@ def test_any_error_has_the_traceback_of_the_source(stager, kind):
 
     seen = []
     with pytest.raises(kind) as caught:
-        seen.extend(stager.prefetch(read(), background=True))
+        seen.extend(stager.prefetch(read(), depth=5, background=in_thread))
     assert [int(batch) for batch in seen] == [0, 1, 2]
     assert "fails_here" in [frame.name for frame in traceback.extract_tb(caught.tb)]
 
