@@ -199,18 +199,13 @@ def test_without_memory_from_torch_nothing_is_silently_read(allow):
 
 # -- leaves that are arrays ------------------------------------------------------------------------
 
-# `strategies.arrays` draws the others.
+# `strategies.arrays` and `strided_arrays` of the tests of tables draw the others.
 ARRAYS = {
     "negative stride of one element": lambda a: a[:1, ::-1][::-1, :1],
-    "little-endian": lambda a: a.astype(a.dtype.newbyteorder("<")),
-    "not aligned": lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
     "not aligned, broadcast": lambda a: np.broadcast_to(
         np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1)[:1], (3, *a.shape, 1)
     ),
     "field of records": lambda a: np.rec.fromarrays([a, np.ones(a.shape, "i1")], names="x,y").x,
-    "field of padded records": lambda a: np.ones(
-        a.shape, [("x", "i1"), ("y", a.dtype), ("z", "V", 2 * a.itemsize - 1)]
-    )["y"],
 }
 
 
