@@ -203,6 +203,12 @@ def growing_again(monkeypatch):
 
 
 @pytest.fixture
+def nothing_said(monkeypatch):
+    """Forget the warnings of earlier tests that are shown once in a process."""
+    monkeypatch.setattr("pinstage._compat.probes._warned", set())
+
+
+@pytest.fixture
 def no_polling(monkeypatch):
     """Let the pool's waiters sleep until they are woken, so that a missed wake-up is seen."""
     monkeypatch.setattr("pinstage._pool._pool.POLL_SECONDS", (60.0, 60.0))

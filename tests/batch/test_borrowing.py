@@ -15,29 +15,36 @@ from doubles import HeldTarget, ManualEvent, claim_in_child, use_target, wait_un
 from fake_driver import Locking
 from strategies import assert_same, tensor_of
 
-from pinstage import HostRegion, Layout, Stager
-from pinstage._batch import FindLocked
-from pinstage._pool import size_class
+from pinstage import Layout, Stager
 from pinstage._reaper import reaper
 from pinstage.errors import LeaseError
 
-KIB = 1024
-LARGE = 32 * KIB
+LARGE = 32 * 1024
 """From this size on, page-locked leaves aren't packed."""
 
 
 @pytest.fixture(params=[False, True], ids=["read at the call", "borrowed"])
-def locking(request, driver):
+def borrows(request):
+    return request.param
+
+
+@pytest.fixture
+def device(driver):
+    return Locking()
+
+
+@pytest.fixture
+def locking(borrows, device):
     """A stager, which borrows or not."""
-    with Stager("cpu", max_bytes="64MiB", borrow_pinned=request.param) as stager:
-        use_target(stager, Locking()).event.finish()
+    with Stager("cpu", max_bytes="64MiB", borrow_pinned=borrows) as stager:
+        use_target(stager, device).event.finish()
         yield stager
 
 
 @pytest.fixture
-def borrowing(driver):
+def borrowing(device):
     with Stager("cpu", max_bytes="64MiB", borrow_pinned=True) as stager:
-        use_target(stager, Locking())
+        use_target(stager, device)
         yield stager
 
 
@@ -54,7 +61,7 @@ def staged(stager, driver, batch):
 
 @pytest.mark.parametrize("own_storage", ["auto", True, False])
 @pytest.mark.parametrize("which", [(0,), (1,), (3,), (0, 1), (1, 3), (0, 1, 3)])
-def test_page_locked_and_packed_leaves_arrive_in_place(driver, which, own_storage):
+def test_page_locked_and_packed_leaves_arrive_in_place(driver, borrows, which, own_storage):
     batch = [
         large(1),
         large(2, torch.int16),
@@ -63,24 +70,21 @@ def test_page_locked_and_packed_leaves_arrive_in_place(driver, which, own_storag
         tensor_of(torch.bool, (3,), 5),
     ]
     driver.lock(*(batch[i] for i in which))
-    for borrows in (False, True):
-        with Stager(
-            "cpu", max_bytes="64MiB", borrow_pinned=borrows, own_storage=own_storage
-        ) as stager:
-            target = use_target(stager, Locking())
-            target.event.finish()
-            transfer, result = staged(stager, driver, batch)
-            assert target.calls == [(len(which), not borrows)]
-            assert_same(batch, result)
-            stats = stager.stats()
-            rest = [leaf for i, leaf in enumerate(batch) if i not in which]
-            granularity = stager.pool.memory.granularity
-            assert stats.pool.held_bytes == size_class(Layout.of(rest).nbytes, granularity)
-            assert transfer.nbytes == Layout.of(batch).nbytes
-            assert stats.copies == transfer.copies >= len(which) + 1
+    with Stager("cpu", max_bytes="64MiB", borrow_pinned=borrows, own_storage=own_storage) as stager:
+        target = use_target(stager, Locking())
+        target.event.finish()
+        transfer, result = staged(stager, driver, batch)
+        assert target.calls == [(len(which), not borrows)]
+        assert_same(batch, result)
+        stats = stager.stats()
+        rest = [leaf for i, leaf in enumerate(batch) if i not in which]
+        with stager.pool.acquire(Layout.of(rest).nbytes) as lease:
+            assert stats.pool.held_bytes == lease.capacity
+        assert transfer.nbytes == Layout.of(batch).nbytes
+        assert stats.copies == transfer.copies >= len(which) + 1
 
 
-def test_large_leaves_around_page_locked_ones_are_packed(driver, locking):
+def test_large_leaves_around_page_locked_ones_are_packed(driver, borrows, locking):
     batch = [
         tensor_of(torch.uint8, (3 << 20,), 1),
         large(2),
@@ -88,7 +92,7 @@ def test_large_leaves_around_page_locked_ones_are_packed(driver, locking):
         large(4),
     ]
     driver.lock(batch[1], batch[3])
-    locking._sender.borrows or driver.lock(batch[0])  # the first three are asked
+    borrows or driver.lock(batch[0])  # the first three are asked
     assert_same(batch, staged(locking, driver, batch)[1])
 
 
@@ -101,7 +105,7 @@ def test_a_fully_page_locked_batch_needs_no_slab(driver, locking):
     assert locking.stats().pool.hits + locking.stats().pool.misses == 0
 
 
-def test_unborrowed_leaves_are_read_at_the_call(driver, locking):
+def test_unborrowed_leaves_are_read_at_the_call(driver, borrows, locking):
     batch = [*(large(i, torch.int32) for i in (1, 2)), tensor_of(torch.uint8, (9,), 3)]
     driver.lock(*batch[:2])
     before = [leaf.clone() for leaf in batch]
@@ -110,34 +114,32 @@ def test_unborrowed_leaves_are_read_at_the_call(driver, locking):
         leaf.zero_()
     driver.go_on()
     is_read = [torch.equal(a, b) for a, b in zip(before, transfer.wait(), strict=True)]
-    borrows = locking._sender.borrows
     assert is_read == [not borrows, not borrows, True]
 
 
-def test_few_page_locked_leaves_need_no_table(driver, borrowing):
+def test_few_page_locked_leaves_need_no_table(driver, device, borrowing):
     batch = [large(1), tensor_of(torch.int64, (3,), 2), "name", large(3)]
     driver.lock(batch[0], batch[3])
-    target = borrowing._target
     result = borrowing.to_device(batch)
-    assert not target.calls
+    assert not device.calls
     assert_same(batch, result)
     assert driver.questions == 4
     many = [tensor_of(torch.uint8, (1 << 20,), i) for i in range(8)]
     driver.lock(*many)
     assert_same(many, borrowing.to_device(many))
-    assert not target.calls
+    assert not device.calls
     assert borrowing.stats().copies == 3 + 8
     assert borrowing.stats().pool.hits + borrowing.stats().pool.misses == 0
 
 
-def test_small_and_strided_leaves_are_packed(driver, locking):
+def test_small_and_strided_leaves_are_packed(driver, device, locking):
     small = [tensor_of(torch.uint8, (LARGE - 1,), i) for i in range(9)]
     strided = tensor_of(torch.uint8, (LARGE, 2), 2)[:, 0]
     conjugated = tensor_of(torch.complex64, (LARGE,), 4).conj()
     batch = [*small, strided, conjugated]
     driver.lock(*batch)
     assert_same(batch, staged(locking, driver, batch)[1])
-    assert not locking._target.calls
+    assert not device.calls
 
 
 def test_arrays_permuted_tensors_and_aliases_are_sent_directly(driver, locking):
@@ -151,49 +153,22 @@ def test_arrays_permuted_tensors_and_aliases_are_sent_directly(driver, locking):
     assert result[1] is result[2]
 
 
-def test_a_leaf_with_a_hole_is_packed(driver, locking):
+def test_a_leaf_with_a_hole_is_packed(driver, device, locking):
     batch = [large(1), tensor_of(torch.uint8, (1 << 20,), 2), large(3)]
     driver.lock(batch[0])
     driver.lock_range(batch[1].data_ptr(), 4096)
     driver.lock_range(batch[1].data_ptr() + (1 << 20) - 4096, 4096)
     driver.lock_range(batch[2].data_ptr(), batch[2].nbytes - 1)
     assert_same(batch, staged(locking, driver, batch)[1])
-    assert [copies for copies, _ in locking._target.calls] == [1]
+    assert [copies for copies, _ in device.calls] == [1]
 
 
-def test_leaves_across_chunks_are_sent_in_pieces(driver, locking, monkeypatch):
-    with HostRegion("1MiB", device="cpu", chunk_bytes="256KiB", row_bytes=1) as region:
-        region.synchronize()
-        leaf = region.tensor((700 * KIB,), torch.uint8, offset=100 * KIB)
-        leaf.copy_(tensor_of(torch.uint8, (700 * KIB,), 1))
-        start = region.tensor().data_ptr()
-        for at in range(0, 1024, 256):
-            driver.lock_range(start + at * KIB, 256 * KIB)
-        chunks = [
-            (0, 156 * KIB),
-            (156 * KIB, 412 * KIB),
-            (412 * KIB, 668 * KIB),
-            (668 * KIB, 700 * KIB),
-        ]
-        monkeypatch.setattr(
-            locking._target,
-            "find_locked",
-            lambda *, each: FindLocked(lambda *_: chunks, each),
-            raising=False,
-        )
-        batch = [leaf, large(2)]
-        transfer, result = staged(locking, driver, batch)
-        assert [copies for copies, _ in locking._target.calls] == [4]
-        assert_same(batch, result)
-        del leaf, batch, transfer, result
-
-
-def test_a_refused_call_packs_its_leaves(driver, locking):
+def test_a_refused_call_packs_its_leaves(driver, device, locking):
     batch = [large(1), tensor_of(torch.uint8, (2 << 20,), 2), large(3)]
     driver.lock(*batch)
     driver.refuse()
     transfer = locking.stage(batch)
-    assert [copies for copies, _ in locking._target.calls] == [-1]
+    assert [copies for copies, _ in device.calls] == [-1]
     assert_same(batch, transfer.wait())
     assert transfer.nbytes == Layout.of(batch).nbytes
     assert locking.stats().pool.misses == 1
@@ -217,14 +192,14 @@ def test_a_refused_call_moves_others_once(driver, locking):
     assert staged[1].moves == 1
 
 
-def test_three_leaves_are_asked_at_first(driver, locking):
+def test_three_leaves_are_asked_at_first(driver, device, borrows, locking):
     batch = [large(i) for i in range(20)]
     locking.stage(batch)
     asked = driver.questions
-    assert asked == (2 * 20 if locking._sender.borrows else 2 * 3)
+    assert asked == (2 * 20 if borrows else 2 * 3)
     driver.lock(batch[2], batch[19])
     assert_same(batch, staged(locking, driver, batch)[1])
-    assert locking._target.calls[-1][0] == 2
+    assert device.calls[-1][0] == 2
 
 
 # -- leases that are sent unchanged ----------------------------------------------------------------
@@ -284,11 +259,11 @@ def test_an_unsendable_lease_stays_the_caller_s(stager):
         stager.stage_lease(lease, layout, ["text"])
 
 
-def test_lenders_are_kept_until_their_copy_is_done(driver, borrowing):
+def test_lenders_are_kept_until_their_copy_is_done(driver, device, borrowing):
     for count in (1, 12):
         batch = driver.lock(*(large(i) for i in range(count)))
         died = weakref.ref(batch[-1])
-        event = borrowing._target.event = ManualEvent()
+        event = device.event = ManualEvent()
         borrowing.to_device(list(batch))
         del batch
         gc.collect()

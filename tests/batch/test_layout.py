@@ -19,9 +19,10 @@ from strategies import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pinstage import Layout
-from pinstage._batch import ALIGNMENT, Slot
+from pinstage import Layout, Slot
 from pinstage.errors import LayoutError, PinstageError
+
+ALIGNMENT = 16
 
 pytestmark = pytest.mark.usefixtures("both_paths")
 
@@ -113,23 +114,6 @@ def test_all_dtypes_that_torch_stores_densely_are_tried():
 
 
 @pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(1, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(2, 1, 4, 5).to(memory_format=torch.channels_last),  # contiguous, too
-        torch.randn(1, 4)[:, :1],
-        torch.randn(6, 5).as_strided((5, 1), (1, 7)),
-    ],
-    ids=lambda tensor: f"{list(tensor.shape)} {list(tensor.stride())}",
-)
-def test_dimensions_of_one_element_keep_their_strides(tensor):
-    """`strategies.tensors` draws other dense tensors, and empty ones."""
-    staged = through_slab([tensor, torch.zeros(1)])[0]
-    assert staged.stride() == tensor.to("cpu", copy=True).stride() == tensor.stride()
-    assert Layout.of([tensor]).slots[0].stride == tensor.stride()
-
-
-@pytest.mark.parametrize(
     "tensors",
     [
         [torch.zeros(1).byte().expand(2**60) for _ in range(3)],
@@ -215,18 +199,13 @@ def test_without_memory_from_torch_nothing_is_silently_read(allow):
 
 # -- leaves that are arrays ------------------------------------------------------------------------
 
-# `strategies.arrays` draws the others.
+# `strategies.arrays` and `strided_arrays` of the tests of tables draw the others.
 ARRAYS = {
     "negative stride of one element": lambda a: a[:1, ::-1][::-1, :1],
-    "little-endian": lambda a: a.astype(a.dtype.newbyteorder("<")),
-    "not aligned": lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
     "not aligned, broadcast": lambda a: np.broadcast_to(
         np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1)[:1], (3, *a.shape, 1)
     ),
     "field of records": lambda a: np.rec.fromarrays([a, np.ones(a.shape, "i1")], names="x,y").x,
-    "field of padded records": lambda a: np.ones(
-        a.shape, [("x", "i1"), ("y", a.dtype), ("z", "V", 2 * a.itemsize - 1)]
-    )["y"],
 }
 
 

@@ -9,7 +9,8 @@ from paths import on_both_paths
 from strategies import assert_same, batches, bits, packed
 
 from pinstage import Layout
-from pinstage._batch import ALIGNMENT
+
+ALIGNMENT = 16
 
 
 @given(batches())

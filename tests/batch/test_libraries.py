@@ -14,13 +14,9 @@ from processes import output_of
 from torch.utils._pytree import register_pytree_node
 
 from pinstage._batch import _libraries
-from pinstage._compat import probes
 from pinstage.errors import LayoutError, StagingWarning
 
-
-@pytest.fixture(autouse=True)
-def told_anew(monkeypatch):
-    monkeypatch.setattr(probes, "_warned", set())
+pytestmark = pytest.mark.usefixtures("nothing_said")
 
 
 class Box:

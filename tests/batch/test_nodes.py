@@ -31,8 +31,8 @@ from strategies import assert_round_trip, assert_same, packed, raises_at, throug
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import register_pytree_node
 
-from pinstage import Layout, register_node, register_tensor
-from pinstage._batch import StagingNode, _leaves, _nodes
+from pinstage import Layout, StagingNode, register_node, register_tensor
+from pinstage._batch import _leaves, _nodes
 from pinstage.errors import LayoutError
 
 

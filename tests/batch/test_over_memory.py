@@ -9,7 +9,7 @@ import torch
 import warm
 from processes import output_of
 
-from pinstage._compat.views import check_dtype
+import pinstage as ps
 
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -77,8 +77,11 @@ print(json.dumps(found))
     ],
 )
 def test_memory_has_dtypes_of_torch_except_quantised(thing, says):
-    with pytest.raises(TypeError, match=says):
-        check_dtype(thing)
+    with (
+        ps.HostRegion("64KiB", device="cpu") as region,
+        pytest.raises(TypeError, match=says),
+    ):
+        region.tensor(3, thing)
 
 
 @pytest.mark.filterwarnings("ignore")

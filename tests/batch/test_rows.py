@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from bitwise import bits
+from doubles import WalledMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import PRINTABLE_DTYPES, assert_same, tensor_of
 
 import pinstage as ps
-from pinstage._native import core
 
 SHAPES = [(), (1,), (2,), (13,), (3, 5), (1000,), (1025,), (3, 40_000), (0,), (2, 0, 3)]
 
@@ -225,31 +225,15 @@ def test_an_index_may_change_in_another_thread(stager):
         thread.join()
 
 
-def test_a_refused_slab_gathers_rows_in_parts(monkeypatch):
+def test_a_refused_slab_gathers_rows_in_parts():
     source = torch.arange(3_000_000)
     index = torch.randint(len(source), (600_000,))
-    take = ps.memory.PageableMemory._take
-
-    def take_some(memory, nbytes, device):
-        if nbytes > 1 << 21:
-            raise OSError("none left")
-        return take(memory, nbytes, device)
-
-    monkeypatch.setattr("pinstage.memory.PageableMemory._take", take_some)
-    with ps.Stager("cpu") as stager, pytest.warns(ps.errors.StagingWarning):
+    with (
+        ps.SlabPool(memory=WalledMemory(1 << 21)) as pool,
+        ps.Stager("cpu", pool=pool) as stager,
+        pytest.warns(ps.errors.StagingWarning),
+    ):
         assert_same(
             [source[index], torch.ones(5)],
             stager.to_device([ps.rows(source, index), torch.ones(5)]),
         )
-
-
-def test_a_stack_of_another_size_is_refused():
-    source = torch.arange(10)
-    index = core.copy_index(np.array([1, -2]), 10)
-    found = core.gather(source, 10, index)
-    parts = ps._batch.take_apart([torch.zeros(5)])
-    memory = torch.empty(parts.table.nbytes, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="don't fill"):
-        core.pack(parts.table.data, parts.sources, memory.data_ptr(), memory.nbytes, {0: found})
-    with pytest.raises(ValueError, match="doesn't fill"):
-        core.fill(found, memory.data_ptr(), 8)

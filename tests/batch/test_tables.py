@@ -16,6 +16,7 @@ import torch
 from doubles import guarded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from own_leaves import many as filling_blocks
 from paths import PATHS, on_path
 from strategies import DTYPES, NUMPY_DTYPES, arrays, batches, slab_for, tensors
 
@@ -98,6 +99,7 @@ def facts(leaf, others, slab):
 
 @many
 @given(st.one_of(st.lists(odd_leaves, max_size=6), batches()), st.sampled_from([1, 3]))
+@example(filling_blocks(), 1)
 def test_tables_and_views_equal_the_plain_python_oracle(batch, repeated):
     batch = [batch] * repeated
     whole = oracle.take_apart(batch)
@@ -508,6 +510,8 @@ def test_facts_are_asked_of_plain_tensors_only(thing):
 
 SAMPLES = [torch.ones(4), torch.ones(4)]
 STACK = _native.core.alike(SAMPLES, True)
+INDEX = torch.tensor([0, 1])
+GATHERED = _native.core.gather(torch.ones(3, 2), 3, INDEX.data_ptr(), 2)
 
 
 @pytest.mark.parametrize(
@@ -521,8 +525,9 @@ STACK = _native.core.alike(SAMPLES, True)
         {-1: STACK},
         {"1": STACK},
         {1: STACK, 4: STACK},
+        {1: GATHERED},
     ],
-    ids=["bytes", "None", "0", "2", "3", "-1", "a string", "1 and 4"],
+    ids=["bytes", "None", "0", "2", "3", "-1", "a string", "1 and 4", "rows"],
 )
 @pytest.mark.parametrize("use", ["pack", "Job"])
 def test_samples_are_stacked_only_into_their_row(use, stacks):
@@ -535,4 +540,6 @@ def test_samples_are_stacked_only_into_their_row(use, stacks):
             call(*args, *more, stacks)
         with pytest.raises(TypeError, match="dict"):
             call(*args, *more, [STACK])
+        with pytest.raises(ValueError, match="doesn't fill"):
+            _native.core.fill(GATHERED, slab.data_ptr(), 8)
         assert slab.eq(0xEE).all()

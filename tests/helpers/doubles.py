@@ -130,6 +130,21 @@ class PinnedMemory(CountingMemory):
     is_pinned = True
 
 
+class WalledMemory(CountingMemory):
+    """Limited memory, as in WSL or a container."""
+
+    def __init__(self, wall):
+        super().__init__()
+        self.wall = wall
+        self.refusals = 0
+
+    def allocate(self, nbytes):
+        if self.live_bytes + nbytes > self.wall:
+            self.refusals += 1
+            raise MemoryError(f"refused {nbytes}")
+        return super().allocate(nbytes)
+
+
 class ManualEvent:
     """An event that the test finishes."""
 
@@ -362,7 +377,7 @@ class HeldOut(Target):
     def __init__(self, stager):
         self.out_stream = self.event = ManualEvent()
         self.copies = []
-        stager._fetcher.targets._made[self.device] = self
+        fetch_from(stager, self)
 
     def to_host(self, copies, **_):
         self.copies += copies
@@ -497,6 +512,11 @@ def use_target(stager, target):
     stager._target = target
     stager._sender = dataclasses.replace(stager._sender, target=target)
     return target
+
+
+def fetch_from(stager, target):
+    """Let a stager fetch from another device."""
+    stager._fetcher.targets._made[target.device] = target
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from pinstage import _host
-from pinstage._memory import RegisteredMemory, SharedMemory, _cuda, _numa
+from pinstage._memory import _cuda, _numa
 from pinstage._memory import _pages as pages
+from pinstage.memory import RegisteredMemory, SharedMemory
 
 GPU = "0000:1b:00.0"
 
@@ -110,9 +111,9 @@ def test_a_missing_node_is_an_error_naming_others(host, missing):
 
 
 @pytest.mark.parametrize("wrong", [-1, True, "0", 1.0, "automatic"])
-def test_what_is_no_node_is_an_error(wrong):
+def test_what_is_no_node_is_an_error(kind, cuda, wrong):
     with pytest.raises(ValueError, match="numa_node must be a node's number, 'auto' or None"):
-        _numa.check(wrong)
+        kind(0, numa_node=wrong)
 
 
 def test_the_system_is_asked_for_local_pages(monkeypatch):

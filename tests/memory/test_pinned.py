@@ -20,23 +20,24 @@ from doubles import in_child, is_mapped
 from fake_cuda import NAMES, FakeCuda
 
 from pinstage import SlabPool
-from pinstage._compat import probes
 from pinstage._compat.calls import CudaCalls
 from pinstage._memory import (
-    HostAllocMemory,
-    PageableMemory,
-    RegisteredMemory,
-    SharedMemory,
     _cuda,
     _resource,
     _streams,
     capturing_device,
-    default_memory,
     record_current_streams,
     refuse_capture,
 )
 from pinstage._memory import _pages as pages
 from pinstage.errors import LeaseError, PinningError, PinstageError, StagingWarning
+from pinstage.memory import (
+    HostAllocMemory,
+    PageableMemory,
+    RegisteredMemory,
+    SharedMemory,
+    default_memory,
+)
 
 OUT_OF_MEMORY, INVALID_VALUE, UNLOADING = 2, 1, 4
 ALREADY_MAPPED, ALREADY_REGISTERED, NOT_PERMITTED, NOT_SUPPORTED = 208, 712, 800, 801
@@ -279,12 +280,7 @@ def test_unregistered_shared_memory_calls_no_cuda(cuda):
     assert (memory.is_pinned, cuda.calls) == (False, [])
 
 
-@pytest.fixture
-def _nothing_said(monkeypatch):
-    monkeypatch.setattr(probes, "_warned", set())
-
-
-@pytest.mark.usefixtures("_nothing_said")
+@pytest.mark.usefixtures("nothing_said")
 @pytest.mark.parametrize("code", [NOT_SUPPORTED, NOT_PERMITTED])
 def test_a_platform_that_registers_nothing_is_asked_once(cuda, code):
     memory = SharedMemory(0)
@@ -301,7 +297,7 @@ def test_a_platform_that_registers_nothing_is_asked_once(cuda, code):
         memory.deallocate(block)
 
 
-@pytest.mark.usefixtures("_nothing_said")
+@pytest.mark.usefixtures("nothing_said")
 def test_a_warning_as_error_loses_no_block(cuda):
     cuda.refuse("cudaHostRegister", NOT_SUPPORTED, 1)
     memory = SharedMemory(0)

@@ -13,17 +13,19 @@ import torch
 import warm
 from doubles import in_child, is_mapped, shared_files
 
+from pinstage._memory import _pages as pages
 from pinstage._memory import (
+    attach,
+)
+from pinstage.memory import (
     Block,
     HostAllocMemory,
     MemoryResource,
     PageableMemory,
     RegisteredMemory,
     SharedMemory,
-    attach,
     default_memory,
 )
-from pinstage._memory import _pages as pages
 
 without_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="says what happens without CUDA"

@@ -13,12 +13,18 @@ def shared_stager():
 
 
 @pytest.fixture
-def queue(make_stager):
-    """A stager whose events the test finishes."""
+def device():
+    """The device of `queue`, whose events the test finishes."""
+    return LoggedTarget()
+
+
+@pytest.fixture
+def queue(make_stager, device):
+    """A stager to `device`."""
     stager = make_stager("64MiB")
-    target = use_target(stager, LoggedTarget())
+    use_target(stager, device)
     yield stager
-    target.finish()
+    device.finish()
 
 
 @pytest.fixture

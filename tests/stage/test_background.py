@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
-from pinstage._stage import _background
 from pinstage._stage._target import Target
 from pinstage.errors import PinstageError, PoolClosedError
 
@@ -83,6 +82,22 @@ class HeldWithState(Held):
         raise AssertionError
 
 
+class HeldLoader(DataLoader):
+    """A loader that iterates over `held`, with a short timeout."""
+
+    def __init__(self):
+        super().__init__(range(9), num_workers=1, timeout=0.05)
+        self.held = Held()
+
+    def __iter__(self):
+        return iter(self.held)
+
+    def state_dict(self):
+        return None
+
+    load_state_dict = HeldWithState.load_state_dict
+
+
 # -- when ------------------------------------------------------------------------------------------
 
 
@@ -108,7 +123,7 @@ IN_A_THREAD = {
         batch_size=1, batch_sampler=torch_data.BatchSampler(WEIGHTED, 2, drop_last=False)
     ),
     "distributed": lambda: loader(
-        sampler=torch_data.DistributedSampler(range(8), num_replicas=2, rank=0)
+        sampler=torch_data.DistributedSampler(range(8), num_replicas=1, rank=0)
     ),
     "samples": lambda: loader(batch_size=None),
     "iterable": lambda: DataLoader(data.Streamed(data.scalar), 2, num_workers=1),
@@ -134,10 +149,16 @@ HERE = {
 
 @pytest.mark.parametrize("kind", IN_A_THREAD | HERE)
 def test_auto_uses_a_thread_where_next_draws_nothing(stager, kind):
-    make = (IN_A_THREAD | HERE)[kind]
-    assert stager.prefetch(make())._background is (kind in IN_A_THREAD)
-    assert stager.prefetch(make(), depth=0)._background is False
-    assert stager.prefetch(make(), background=False)._background is False
+    batches = iter(stager.prefetch((IN_A_THREAD | HERE)[kind]()))
+    next(batches)
+    assert has_thread() is (kind in IN_A_THREAD)
+
+
+@pytest.mark.parametrize("options", [{"depth": 0}, {"background": False}])
+def test_a_thread_can_be_refused(stager, options):
+    batches = iter(stager.prefetch(loader(), **options))
+    next(batches)
+    assert not has_thread()
 
 
 @pytest.mark.parametrize(
@@ -261,8 +282,14 @@ def test_a_thread_without_the_caller_s_state_fails(stager, monkeypatch):
         next(batches)
 
 
-@pytest.mark.parametrize("kind", [KeyError, SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_any_error_has_the_traceback_of_the_source(stager, kind):
+@pytest.mark.parametrize(
+    ("kind", "in_thread"),
+    [
+        (KeyError, False),
+        *((kind, True) for kind in (KeyError, SystemExit, KeyboardInterrupt, GeneratorExit)),
+    ],
+)
+def test_any_error_has_the_traceback_of_the_source(stager, kind, in_thread):
     def fails_here():
         raise kind
 
@@ -272,7 +299,7 @@ def test_any_error_has_the_traceback_of_the_source(stager, kind):
 
     seen = []
     with pytest.raises(kind) as caught:
-        seen.extend(stager.prefetch(read(), background=True))
+        seen.extend(stager.prefetch(read(), depth=5, background=in_thread))
     assert [int(batch) for batch in seen] == [0, 1, 2]
     assert "fails_here" in [frame.name for frame in traceback.extract_tb(caught.tb)]
 
@@ -475,30 +502,16 @@ def test_a_new_pass_waits_for_the_source(stager, background):
 
 
 @pytest.mark.parametrize("what", ["a pass", "a state that is loaded"])
-def test_a_stuck_source_is_named_with_its_place(stager, monkeypatch, what):
-    monkeypatch.setattr(_background, "_WAIT_SECONDS", 0.05)
-    source = HeldWithState()
+def test_a_stuck_source_is_named_with_its_place(stager, what):
+    source = HeldLoader()
     batches = stager.prefetch(source, background=True)
-    leave_by_break(batches, in_the_second(source))
+    leave_by_break(batches, in_the_second(source.held))
     with pytest.raises(
         PinstageError,
-        match=r"cannot read the HeldWithState: .* after 0\.05 s, in .*wait .*threading\.py, line",
+        match=r"cannot read the HeldLoader: .* after 0\.05 s, in .*wait .*threading\.py, line",
     ):
         iter(batches) if what == "a pass" else batches.load_state_dict(None)
-    source.go_on()
-
-
-def test_a_new_pass_waits_for_the_timeout(stager):
-    class Source(DataLoader):
-        def __iter__(self):
-            return iter(held)
-
-    held = Held()
-    batches = stager.prefetch(Source(range(9), num_workers=1, timeout=0.05), background=True)
-    leave_by_break(batches, in_the_second(held))
-    with pytest.raises(PinstageError, match=r"cannot read the Source: .* after 0\.05 s"):
-        iter(batches)
-    held.go_on()
+    source.held.go_on()
 
 
 def test_another_pass_ends_the_one_whose_thread_reads(stager):
@@ -513,17 +526,16 @@ def test_another_pass_ends_the_one_whose_thread_reads(stager):
     assert list(map(int, newer)) == list(range(1, 8))
 
 
-def test_another_pass_wakes_a_loop_that_waits(stager, background, monkeypatch):
-    monkeypatch.setattr(_background, "_WAIT_SECONDS", 0.05)
-    source = Held()
+def test_another_pass_wakes_a_loop_that_waits(stager, background):
+    source = HeldLoader()
     batches = iter(stager.prefetch(source, background=True))
     next(batches)
     waiting = background(next, batches)
-    in_the_second(source)()
+    in_the_second(source.held)()
     with pytest.raises(PinstageError, match="cannot read the Held"):
         iter(stager.prefetch(source))
     assert not waiting.done()
-    source.go_on()
+    source.held.go_on()
     with pytest.raises(PinstageError, match="cannot continue this pass over the Held"):
         waiting.result(PATIENCE_SECONDS)
 

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from doubles import ManualEvent, use_target
+from doubles import HeldTarget, fetch_from, use_target
 from torch.utils.data import DataLoader
 
 import pinstage as ps
-from pinstage._stage import Target
 from pinstage.errors import PinstageError
 
 CALLS = {
@@ -47,21 +46,12 @@ def test_a_refused_lease_stays_the_caller_s(stager, capture):
         assert stager.stage_lease(lease, layout).wait().eq(1).all()
 
 
-class Unasked(Target):
+class Unasked(HeldTarget):
     """A device whose events must not be asked in a capture."""
-
-    def __init__(self):
-        self.event = ManualEvent()
-
-    def record(self, stream):
-        return self.event
 
     def to_host(self, copies, **options):
         super().to_host(copies, **options)
-        return self.event
-
-    def has_room(self):
-        return False
+        return self.stream
 
 
 @pytest.mark.parametrize(
@@ -74,14 +64,14 @@ class Unasked(Target):
 )
 def test_transfers_are_refused_and_go_on(stager, capture, way, method):
     target = use_target(stager, Unasked())
-    stager._fetcher.targets._made[target.device] = target
+    fetch_from(stager, target)
     transfer = getattr(stager, way)([torch.ones(3)])
-    target.event.finish()
-    asked = target.event.queries
+    target.stream.finish()
+    asked = target.stream.queries
     with capture():
         refuse(getattr(transfer, method))
         assert " done" not in repr(transfer)
-        assert target.event.queries == asked
+        assert target.stream.queries == asked
     assert " done" in repr(transfer)
     getattr(transfer, method)()
     result = transfer.wait() if way == "stage" else transfer.result()

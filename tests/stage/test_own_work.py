@@ -12,21 +12,16 @@ from torch.utils.data import DataLoader
 import pinstage as ps
 from pinstage.errors import StagingWarning
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:This process .* is multi-threaded:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("nothing_said"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
 
 HINT = (
     r"prefetch reads and packs the batches of this DataLoader in the main process: \d\.\d\d s of a "
     r'pass of \d+\.\d\d s\. .*: iterate over pinstage\.wrap_loader\(loader, device="cpu"\) instead'
 )
 BATCHES = 12
-
-
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
-    """Forget the warnings of earlier tests."""
-    monkeypatch.setattr("pinstage._compat.probes._warned", set())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from doubles import CountingMemory, HeldTarget, outcome, stays_blocked, use_target, wait_until
+from doubles import HeldTarget, WalledMemory, outcome, stays_blocked, use_target, wait_until
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import assert_same, batches
@@ -30,21 +30,6 @@ REFUSALS = 20 * settings.default.max_examples
 quietly = pytest.mark.filterwarnings(
     "ignore:page-locking of", "ignore:pool cannot grow", "ignore:a stager falls back to pageable"
 )
-
-
-class WalledMemory(CountingMemory):
-    """Limited memory, as in WSL or a container."""
-
-    def __init__(self, wall):
-        super().__init__()
-        self.wall = wall
-        self.refusals = 0
-
-    def allocate(self, nbytes):
-        if self.live_bytes + nbytes > self.wall:
-            self.refusals += 1
-            raise MemoryError(f"refused {nbytes}")
-        return super().allocate(nbytes)
 
 
 @pytest.fixture
@@ -185,8 +170,8 @@ def test_pageable_memory_serves_where_all_is_refused(walled_stager):
     assert (stager.stats().fallback_batches, stager.pool.stats().held_bytes) == (2, 0)
 
 
-def test_pageable_memory_is_said_once_in_a_process(walled_stager, monkeypatch):
-    monkeypatch.setattr("pinstage._compat.probes._warned", set())
+@pytest.mark.usefixtures("nothing_said")
+def test_pageable_memory_is_said_once_in_a_process(walled_stager):
     stager = walled_stager(0)
     with pytest.warns(StagingWarning) as told:
         list(map(stager.to_device, [torch.ones(1000)] * 3))

@@ -13,11 +13,13 @@ from doubles import HeldOut, Interrupts, ManualEvent, outcome, stays_blocked, sw
 from hypothesis import given
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
-from pinstage._batch._gather import DIRECT_BYTES
 from pinstage._pool import hold_for_good
 from pinstage._stage._events import EventGroup
 from pinstage._stage._target import Target
 from pinstage.errors import AcquireTimeoutError
+
+DIRECT_BYTES = 1 << 20
+"""Dense tensors from this size on are copied from where they are."""
 
 
 @pytest.fixture

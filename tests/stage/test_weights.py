@@ -10,18 +10,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strategies import bits
+from strategies import TensorSubclass, bits
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import pinstage as ps
 from pinstage._stage import _weights
-from pinstage._stage._sender import Sender
 from pinstage._stage._target import Target
-from pinstage._stage._weights import Destination
 
-KIB = 1 << 10
+ROW = 8192
+"""float32 elements of a few groups of the smallest pool."""
 
 
 class Tied(torch.nn.Module):
@@ -83,6 +82,12 @@ def source(request, tmp_path):
     make.tells_names = request.param != "pairs"
     make.tells_shapes = request.param not in ("pairs", "mapping")
     return make
+
+
+@pytest.fixture
+def in_small_groups(make_stager):
+    """A stager that sends groups of less than 32 KiB."""
+    return make_stager("64KiB")
 
 
 def content_of(module):
@@ -184,12 +189,12 @@ def test_errors_match_load_state_dict_and_write_nothing(stager, source):
         assert found[-1] == wanted[-1]
 
 
-def test_a_parameter_on_another_device_is_named():
-    shapes = {name: tuple(tensor.shape) for name, tensor in content_of(Tied()).items()}
+def test_a_parameter_on_another_device_is_named(stager, monkeypatch):
+    monkeypatch.setattr(ps.Stager, "device", torch.device("cuda", 1))
     with pytest.raises(
         RuntimeError, match=r"conv\.weight is on cpu, the stager is for cuda:1; move it"
     ):
-        Destination(Tied(), torch.device("cuda", 1), {}, strict=True).plan([*shapes], shapes)
+        stager.load_weights(Tied(), content_of(Tied()))
 
 
 class OwnLoading(torch.nn.Linear):
@@ -521,26 +526,17 @@ def test_dicts_of_meta_tensors_are_filled(stager, source):
 # -- groups ----------------------------------------------------------------------------------------
 
 
-def test_groups_bound_what_a_generator_holds(stager, monkeypatch):
-    monkeypatch.setattr(_weights, "GROUP_BYTES", 4 * KIB)
-    found = {f"{number}": torch.zeros(256) for number in range(20)}
-    read, read_at_packing = [], []
+def test_groups_bound_what_a_generator_holds(in_small_groups):
+    found, written = {f"{number}": torch.zeros(ROW // 8) for number in range(20)}, []
 
     def pairs():
-        for name in found:
-            read.append(name)
-            yield name, torch.full((256,), float(name))
+        for number, name in enumerate(found, 1):
+            written.append(sum(bool(tensor.any()) for tensor in found.values()))
+            yield name, torch.full((ROW // 8,), number)
 
-    plain = Sender.take_apart
-
-    def counted(sender, leaves):
-        read_at_packing.append(len(read))
-        return plain(sender, leaves)
-
-    monkeypatch.setattr(Sender, "take_apart", counted)
-    assert stager.load_weights(found, pairs()) == ([], [])
-    assert read_at_packing == [4, 8, 12, 16, 20]
-    assert all((found[name] == float(name)).all() for name in found)
+    assert in_small_groups.load_weights(found, pairs()) == ([], [])
+    assert written == [number // 4 * 4 for number in range(20)]
+    assert [tensor.unique().item() for tensor in found.values()] == list(range(1, 21))
 
 
 OF_MANY_CAPS = {
@@ -563,9 +559,9 @@ def strided_bytes(dtype):
 
 
 @pytest.mark.parametrize("kind", OF_MANY_CAPS)
-def test_a_tensor_of_many_caps_is_cut(make_stager, kind):
+def test_a_tensor_of_many_caps_is_cut(in_small_groups, kind):
     tensor, place = OF_MANY_CAPS[kind]()
-    make_stager("64KiB").load_weights({"x": place}, {"x": tensor})
+    in_small_groups.load_weights({"x": place}, {"x": tensor})
     assert torch.equal(bits(place), bits(tensor.to(place.dtype)))
 
 
@@ -599,24 +595,6 @@ def test_at_most_two_groups_are_on_the_device(make_stager, monkeypatch):
     torch.testing.assert_close(found, state, rtol=0, atol=0, check_dtype=False)
     assert len(most) > 10
     assert max(most) <= 2 * 1024
-
-
-def test_each_tensor_of_a_mapping_is_read_once(stager, monkeypatch):
-    monkeypatch.setattr(_weights, "GROUP_BYTES", 64)
-
-    class Reader(UserDict):
-        def __getitem__(self, name):
-            read.append(name)
-            return super().__getitem__(name)
-
-    names, read = list("abc"), []
-    found = {name: torch.zeros(16) for name in names}
-    stager.load_weights(found, Reader({name: torch.ones(16) for name in names}))
-    assert read == names
-    wrong = {"a": torch.full((16,), 2.0), "b": torch.zeros(3), "c": torch.zeros(16)}
-    with pytest.raises(RuntimeError, match="size mismatch for b"):
-        stager.load_weights(found, Reader(wrong))
-    assert [tensor[0] for tensor in found.values()] == [2, 1, 1]
 
 
 def test_each_tensor_of_a_file_is_read_once(stager):
@@ -692,25 +670,37 @@ def test_a_tensor_that_was_overwritten_is_named(stager, reading, layout, element
         stager.load_weights(found, reading(names, read))
 
 
-def test_the_next_group_may_use_the_memory_again(stager, reading, monkeypatch):
-    monkeypatch.setattr(_weights, "GROUP_BYTES", 1)
-    buffer, found = torch.zeros(100), {"a": torch.zeros(100), "b": torch.zeros(100)}
-    stager.load_weights(found, reading("ab", lambda name: buffer.fill_(ord(name))))
+def test_the_next_group_may_use_the_memory_again(in_small_groups, reading):
+    buffer, found = torch.zeros(ROW), {name: torch.zeros(ROW) for name in "ab"}
+    in_small_groups.load_weights(found, reading("ab", lambda name: buffer.fill_(ord(name))))
     assert [tensor.unique().tolist() for tensor in found.values()] == [[97], [98]]
 
 
-class Host(torch.Tensor):
-    pass
+def test_each_tensor_is_read_once(in_small_groups, reading):
+    found, read = {name: torch.zeros(ROW) for name in "abc"}, []
+
+    def load(value, sizes):
+        def made(name):
+            read.append(name)
+            return torch.full((sizes[name],), value)
+
+        in_small_groups.load_weights(found, reading("abc", made))
+
+    load(1.0, dict.fromkeys("abc", ROW))
+    assert read == [*"abc"]
+    with pytest.raises(RuntimeError, match="size mismatch for b"):
+        load(2.0, {"a": ROW, "b": 3})
+    assert [tensor[0] for tensor in found.values()] == [2, 1, 1]
 
 
 @pytest.mark.parametrize(
     "kind",
-    [torch.Tensor.to_sparse, lambda tensor: tensor.as_subclass(Host)],
+    [torch.Tensor.to_sparse, lambda tensor: tensor.as_subclass(TensorSubclass)],
     ids=["sparse", "subclass"],
 )
 def test_tensors_that_cannot_be_compared_are_copied_first(stager, kind):
     buffer, found = kind(torch.ones(3)), {name: kind(torch.ones(3)) for name in "ab"}
-    values = buffer._values() if buffer.is_sparse else buffer
+    values = buffer.values() if buffer.is_sparse else buffer
 
     def pairs():
         for name in found:
