@@ -5,10 +5,9 @@ import itertools
 import threading
 
 import pytest
-from doubles import is_mapped, wait_until
+from doubles import region_bytes, wait_until
 
 import pinstage as ps
-from pinstage._region import _chunks
 
 MIB = 1 << 20
 
@@ -18,7 +17,7 @@ def all_is_freed():
     """Fail a test after which the memory of a region is still mapped."""
     yield
     gc.collect()
-    wait_until(lambda: not _chunks._living)
+    wait_until(lambda: not region_bytes())
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +42,12 @@ def make(request):
         return made[-1]
 
     yield make
-    addresses = [region._chunks.memory for region in made]
     while made:
         made.pop().close()
     gc.collect()
     if cuda is not None:
         wait_until(lambda: not (cuda.registered or cuda.allocated or cuda.context_stack))
-    for memory in addresses:
-        wait_until(lambda memory=memory: not is_mapped(memory.address))
+    wait_until(lambda: not region_bytes())
 
 
 @pytest.fixture
