@@ -145,13 +145,6 @@ def test_datasets_are_read_as_by_torch(dataset, options, workers):
     agree(dataset, num_workers=workers, **options)
 
 
-def test_an_empty_dataset_yields_nothing(workers):
-    assert (
-        list(ps.DataLoader(data.Mapped(data.tensors, size=0), num_workers=workers, device="cpu"))
-        == []
-    )
-
-
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_every_start_method_works(method):
     options = {"batch_size": 4, "num_workers": 2, "worker_init_fn": data.seed_again}
