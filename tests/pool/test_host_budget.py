@@ -434,7 +434,7 @@ def test_a_relative_folder_is_refused(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_the_variable_the_folder_is_the_user_s_in_tmp(monkeypatch):
+def test_the_default_folder_is_in_tmp(monkeypatch):
     asked = []
     with monkeypatch.context() as patch:
         patch.delenv(VARIABLE)
