@@ -17,7 +17,7 @@ from processes import completed, terminal
 from trace_maker import naive_loop
 
 import pinstage
-from pinstage import _cli
+from pinstage.__main__ import main
 
 CODE = """
 import torch
@@ -29,12 +29,12 @@ def broken(): raise ValueError("no data here")
 @pytest.fixture
 def run(capsys, monkeypatch):
     """Return a function that runs the command: exit status, stdout, stderr."""
-    monkeypatch.delenv(_cli.TRACEBACK_VARIABLE, raising=False)
+    monkeypatch.delenv("PINSTAGE_TRACEBACK", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
 
     def command(*arguments):
         with pytest.raises(SystemExit) as exit_:
-            _cli.main([str(argument) for argument in arguments])
+            main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return exit_.value.code, captured.out, captured.err
 
@@ -203,9 +203,9 @@ def test_an_error_is_one_line_and_status_2(run, code, arguments, message):
 
 
 def test_the_user_s_traceback_is_shown_on_request(code, monkeypatch):
-    monkeypatch.setenv(_cli.TRACEBACK_VARIABLE, "1")
+    monkeypatch.setenv("PINSTAGE_TRACEBACK", "1")
     with pytest.raises(ImportError) as raised:
-        _cli.main(["audit", f"{code}:broken"])
+        main(["audit", f"{code}:broken"])
     assert isinstance(raised.value.__cause__, ValueError)
 
 

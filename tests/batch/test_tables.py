@@ -510,8 +510,7 @@ def test_facts_are_asked_of_plain_tensors_only(thing):
 
 SAMPLES = [torch.ones(4), torch.ones(4)]
 STACK = _native.core.alike(SAMPLES, True)
-INDEX = torch.tensor([0, 1])
-GATHERED = _native.core.gather(torch.ones(3, 2), 3, INDEX.data_ptr(), 2)
+GATHERED = _native.core.gather(torch.ones(3, 2), 3, _native.core.copy_index(np.array([0, 1]), 3))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_a_smoke_run_stages_every_shape(tmp_path):
 
 
 def test_a_missing_rival_is_a_row_saying_so(tmp_path, capsys):
-    ghost = Variant("ghost", rivals._to, "a rival nobody has", package="no_such_package.inside")
+    ghost = Variant("ghost", print, "a rival nobody has", package="no_such_package.inside")
     program = replace(PROGRAM, ways=(*rivals.VARIANTS, ghost))
     out = tmp_path / "staging.json"
 
@@ -95,7 +95,7 @@ def test_a_missing_rival_is_a_row_saying_so(tmp_path, capsys):
 
 def test_a_rival_may_need_several_packages():
     present, absent = (
-        Variant("way", rivals._to, "a rival", package=package)
+        Variant("way", print, "a rival", package=package)
         for package in ("json torch.nn", "json no_such_package")
     )
     assert present.obstacle(CPU) is None

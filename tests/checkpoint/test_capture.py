@@ -1,16 +1,9 @@
 """In a thread that captures a graph, no state is staged, and no save is lost."""
 
-import pytest
 import torch
-from doubles import ManualEvent
+from doubles import ManualEvent, refuse
 
 from pinstage.checkpoint import CheckpointStager
-from pinstage.errors import PinstageError
-
-
-def refuse(call, *args):
-    with pytest.raises(PinstageError, match="captures a graph"):
-        call(*args)
 
 
 def test_a_refused_save_can_be_repeated(capture):

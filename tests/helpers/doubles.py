@@ -18,6 +18,7 @@ import warnings
 import weakref
 from pathlib import Path
 
+import pytest
 import torch
 
 import pinstage
@@ -25,6 +26,7 @@ from pinstage._memory import Block
 from pinstage._reaper import reaper
 from pinstage._stage import Arrival
 from pinstage._stage._target import Target
+from pinstage.errors import PinstageError
 
 PATIENCE_SECONDS = 20
 """Time after which a test that waits fails instead of hanging."""
@@ -199,6 +201,12 @@ def in_child(claim):
 def claim_in_child(claim):
     """Make a claim in a forked child, and fail if it fails there."""
     assert in_child(lambda: [claim()]) == 0
+
+
+def refuse(call, *args, **options):
+    """Check that a call is refused, in a thread that captures a graph."""
+    with pytest.raises(PinstageError, match="captures a graph"):
+        call(*args, **options)
 
 
 def calls_of(work):

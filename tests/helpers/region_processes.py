@@ -15,7 +15,6 @@ def use(handle, channel):
     tree["table"][1] = 99
     said = {
         "seen": int(tree["cache"][5]),
-        "ends": region._chunks.ends,
         "name": tree["name"],
         "nbytes": region.nbytes,
     }

@@ -37,35 +37,6 @@ def spread(timeline, cells):
     return counted(np.column_stack([timeline.edges, timeline.edges + timeline.lengths])[cells])
 
 
-@given(intervals(), intervals())
-def test_sets_are_combined_as_by_counting(one, other):
-    timeline = timeline_of(one, other)
-    a, b = timeline.cover(one), timeline.cover(other)
-    assert (spread(timeline, a) == counted(one)).all()
-    assert (spread(timeline, a & ~b) == (counted(one) & ~counted(other))).all()
-    assert timeline.seconds(a | b) == (counted(one) | counted(other)).sum()
-
-
-@given(intervals(), st.integers(0, LENGTH), st.integers(0, LENGTH))
-def test_the_time_within_bounds_agrees_with_counting(one, left, right):
-    bounds = np.array([sorted((left, right)), [0, LENGTH]], dtype=float)
-    timeline = timeline_of(one, bounds)
-    seconds = timeline.within(timeline.lengths * timeline.cover(one), bounds)
-    assert seconds.tolist() == [
-        counted(one)[slice(*bounds[0].astype(int))].sum(),
-        counted(one).sum(),
-    ]
-
-
-@given(st.lists(st.integers(0, LENGTH), min_size=1), st.integers(0, LENGTH))
-def test_weights_count_from_start_to_before_end(moments, end):
-    bounds = np.array([[0, end]], dtype=float)
-    timeline = timeline_of(moments, bounds)
-    weights = np.arange(len(moments))
-    expected = sum(weight for weight, at in zip(weights, moments, strict=True) if at < end)
-    assert timeline.within(timeline.amounts(moments, weights), bounds) == expected
-
-
 @given(intervals(), st.lists(st.integers(0, LENGTH - 1), min_size=1))
 def test_the_runs_that_contain_a_moment_are_kept(one, moments):
     timeline = timeline_of(one, moments)

@@ -3,14 +3,9 @@
 import loader_data as data
 import pytest
 import torch
+from doubles import refuse
 
 import pinstage as ps
-from pinstage.errors import PinstageError
-
-
-def refuse(call, *args):
-    with pytest.raises(PinstageError, match="captures a graph"):
-        call(*args)
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -188,16 +188,6 @@ def without_grad(thing):
     return {k: without_grad(v) for k, v in thing.items()} if isinstance(thing, dict) else thing
 
 
-@pytest.fixture
-def stacked(monkeypatch):
-    """The number of stacks that torch made, in a list."""
-    made, stack = [], torch.stack
-    monkeypatch.setattr(
-        torch, "stack", lambda *args, **kwargs: made.append(1) or stack(*args, **kwargs)
-    )
-    return made
-
-
 def features(length=50):
     return torch.randn(length, 3), torch.arange(length)
 
@@ -501,14 +491,3 @@ def test_a_stateful_loader_goes_as_before(stacked):
     loader.load_state_dict(state)
     assert same(list(loader), rest)
     assert stacked
-
-
-def test_a_dataset_may_be_a_memmap(tmp_path):
-    numbers = np.memmap(tmp_path / "tokens", np.int32, "w+", shape=(300,))
-    numbers[:] = np.arange(300)
-    windows = torch.from_numpy(numbers).unfold(0, 33, 1)
-    dataset = TensorDataset(windows[:, :-1], windows[:, 1:])
-    torch.manual_seed(0)
-    found = list(ps.DataLoader(dataset, 16, shuffle=True, device="cpu"))
-    torch.manual_seed(0)
-    assert same(found, list(DataLoader(dataset, 16, shuffle=True)))

@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pinstage as ps
-from pinstage._batch import cut, pack, take_apart
-from pinstage._loader._collate import INLINE_STACK_BYTES, collate_lazily
 
 BATCHES = 3
 SMALL, MEDIUM, LARGE = 1001, 50_001, 1_000_003
@@ -48,16 +46,6 @@ def garbage():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def stacked(monkeypatch):
-    """The number of stacks that torch made, in a list."""
-    made, stack = [], torch.stack
-    monkeypatch.setattr(
-        torch, "stack", lambda *args, **kwargs: made.append(1) or stack(*args, **kwargs)
-    )
-    return made
 
 
 def by_value(path, leaf):
@@ -123,12 +111,12 @@ def test_refused_slabs_change_no_byte(most, stacked, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [torch, np])
-@pytest.mark.parametrize(("count", "stacks"), [(15, 0), (16, 2)])
-def test_torch_stacks_small_batches_at_once(kind, count, stacks, monkeypatch):
-    monkeypatch.undo()
-    sample = kind.zeros(INLINE_STACK_BYTES // 16, dtype=kind.uint8), torch.ones(2)
-    assert len(collate_lazily([sample] * count, inline=True).stacks) == stacks
-    assert len(collate_lazily([sample], inline=False).stacks) == 2
+@pytest.mark.parametrize(("count", "stacks"), [(15, 2), (16, 0)])
+def test_torch_stacks_small_batches_at_once(kind, count, stacks, stacked, monkeypatch):
+    monkeypatch.setattr("pinstage._loader._collate.INLINE_STACK_BYTES", 1 << 16)
+    sample = kind.zeros(1 << 12, dtype=kind.uint8), torch.ones(2)
+    list(ps.DataLoader([sample] * count, count, device="cpu"))
+    assert len(stacked) == stacks
 
 
 def with_other_strides():
@@ -141,16 +129,12 @@ def with_other_strides():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_strides_are_those_of_torch(count):
+def test_strides_are_those_of_torch(count, stacked):
     samples = [[*data.permuted(0), *with_other_strides()]] * count
-    batch, stacks = collate_lazily(samples, inline=True)
-    parts = take_apart(batch, stacks=stacks)
-    slab = torch.full((parts.table.nbytes,), 0xDD, dtype=torch.uint8)
-    pack(parts, slab)
-    found, expected = cut(parts.table, slab, []), default_collate(samples)
-    assert 0 < len(stacks) < len(expected)
-    assert all(map(torch.equal, found, expected))
-    assert [one.stride() for one in found] == [one.stride() for one in expected]
+    (found,) = ps.DataLoader(samples, count, device="cpu")
+    assert 0 < len(stacked) < len(found)
+    assert same(found, default_collate(samples))
+    assert [one.stride() for one in found] == [one.stride() for one in default_collate(samples)]
 
 
 class Reusing(Samples):

@@ -14,7 +14,6 @@ from torch.utils.data._utils.worker import _ResumeIteration
 from pinstage._loader._messages import Failed, PackedBatch
 from pinstage._loader._sending import SendingQueue
 from pinstage._stage import Transfer
-from pinstage.errors import PinstageError
 
 
 class Sent(Transfer):
@@ -175,16 +174,6 @@ def test_a_sending_error_without_order_displaces_no_batch():
     loop = Loop(0, in_order=False)
     loop.arrive(loop.batch(0, "cannot be sent"), loop.batch(1))
     assert loop.ready() == [0, 1]
-
-
-def test_a_failed_thread_fails_every_further_batch():
-    loop = Loop(1)
-    loop.arrive(loop.batch(0))
-    loop.queue.fail(OSError("out of order"))
-    assert loop.queue.get(timeout=0)[0] == 0
-    for error in (OSError, PinstageError, PinstageError):
-        with pytest.raises(error, match="out of order"):
-            loop.queue.get(timeout=0)
 
 
 def test_a_thread_s_error_is_not_kept():

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import sys
+from multiprocessing import active_children
 from pathlib import Path
 
 import loader_data as data
@@ -35,9 +36,9 @@ def ragged(index):
     }
 
 
-def footprint(iterator):
+def footprint():
     """Return the bytes that this process and the workers hold, and their open files."""
-    processes = [os.getpid(), *(worker.pid for worker in iterator._workers)]
+    processes = [os.getpid(), *sorted(worker.pid for worker in active_children())]
     pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in processes]
     files = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in processes]
     return [count * mmap.PAGESIZE for count in pages], files
@@ -51,10 +52,10 @@ def long_pass(batches):
     iterator = iter(loader)
     for _ in range(batches // 2):
         next(iterator)
-    before = footprint(iterator)
+    before = footprint()
     for _ in range(batches // 2 - 10):
         next(iterator)
-    return before, footprint(iterator)
+    return before, footprint()
 
 
 def test_memory_and_files_are_steady_in_long_passes():

@@ -3,7 +3,7 @@
 import pytest
 from doubles import QueuedTarget, assert_idle
 
-from pinstage._stage import Targets
+from pinstage._stage import Target, Targets
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def target(request, late):
     wait.
     """
     return request.param and late(*request.param)
+
+
+@pytest.fixture
+def device_type(target):
+    """The class of the device, whose copies a test may watch or let fail."""
+    return Target if target is None else type(target)
 
 
 @pytest.fixture

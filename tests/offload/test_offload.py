@@ -19,7 +19,7 @@ from strategies import bits, tensors
 from torch.utils.checkpoint import checkpoint
 
 from pinstage import SlabPool
-from pinstage._stage import Target, Targets
+from pinstage._stage import Targets
 from pinstage.errors import PinstageError, PoolClosedError, StagingWarning
 from pinstage.offload import save_on_cpu
 
@@ -392,17 +392,15 @@ def test_backward_finds_tensors_that_set_out_before(pool, target):
         assert stats.late <= (turn if target is None else 0)  # the first, if it is sent by then
 
 
-def test_no_more_comes_back_ahead_than_is_allowed(pool, target, monkeypatch):
-    arrived = []
-    kind = Target if target is None else type(target)
-    fetch = kind.bring_back
+def test_no_more_comes_back_ahead_than_is_allowed(pool, device_type, monkeypatch):
+    arrived, fetch = [], device_type.bring_back
 
     def counted(self, here, after):
         arrival = fetch(self, here, after)
         arrived.append(weakref.ref(arrival.there.untyped_storage()))
         return arrival
 
-    monkeypatch.setattr(kind, "bring_back", counted)
+    monkeypatch.setattr(device_type, "bring_back", counted)
     counts = []
 
     def count(_):
@@ -583,13 +581,12 @@ def test_an_exception_in_backward_leaves_nothing_behind(pool, target):
     assert_idle(pool, target)
 
 
-def test_a_failed_copy_gives_its_slab_back(pool, offload, monkeypatch, target):
+def test_a_failed_copy_gives_its_slab_back(pool, offload, monkeypatch, target, device_type):
     def fail(*_, **__):
         raise ZeroDivisionError
 
-    kind = Target if target is None else type(target)
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "to_host", fail)
+        patch.setattr(device_type, "to_host", fail)
         with offload, pytest.raises(ZeroDivisionError):
             leaf().exp()
     assert_idle(pool, target)

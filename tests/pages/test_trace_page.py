@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fences import blocks, check_printed
 
-from pinstage import _cli
+from pinstage.__main__ import main
 from pinstage.inspect._bus import REFERENCE
 from pinstage.inspect._doctor import host_checks
 from pinstage.inspect._trace import _analysis, _model
@@ -30,7 +30,7 @@ def weather(tmp_path, monkeypatch):
 def test_the_audit_page_shows_what_the_command_prints(weather, capsys):
     (command,) = blocks(DOCS / "audit.md", "console")
     with pytest.raises(SystemExit):
-        _cli.main(command.split()[2:])
+        main(command.split()[2:])
     (shown,) = blocks(DOCS / "audit.md", "text")
     check_printed(shown, capsys.readouterr().out)
 
@@ -52,7 +52,7 @@ def test_the_doctor_page_names_every_line_without_gpu(tmp_path):
 
 def test_the_trace_page_shows_the_example_s_output(capsys):
     with pytest.raises(SystemExit):
-        _cli.main(["trace", "--example"])
+        main(["trace", "--example"])
     (shown,) = blocks(DOCS / "trace.md", "text")
     assert capsys.readouterr().out.startswith(shown)
 

@@ -5,6 +5,7 @@ stopped.
 import _thread
 import contextlib
 import errno
+import fcntl
 import gc
 import itertools
 import json
@@ -31,7 +32,7 @@ from doubles import (
 from host_processes import MIB, crowd
 
 import pinstage as ps
-from pinstage._pool import _host_budget, _rows, usage_of_host
+from pinstage._pool import _rows
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -40,6 +41,7 @@ from pinstage.errors import (
     PoolClosedError,
 )
 
+VARIABLE = "PINSTAGE_BUDGET_DIR"
 EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
 """With 1, a process is killed at each line, else at every second one."""
 
@@ -48,11 +50,11 @@ EVERY_NTH_LINE = int(os.environ.get("EVERY_NTH_LINE", "16"))
 def folder(tmp_path, monkeypatch):
     """A folder for this test alone. No living pool may be left in it."""
     path = tmp_path / "budgets"
-    monkeypatch.setenv(_rows.VARIABLE, str(path))
+    monkeypatch.setenv(VARIABLE, str(path))
     yield path
     gc.collect()
     if path.is_dir() and not path.is_symlink() and not path.stat().st_mode & 0o77:
-        wait_until(lambda: not usage_of_host())
+        wait_until(lambda: not held())
         assert not list(path.iterdir())
 
 
@@ -87,7 +89,8 @@ def held_when_readable():
 
 def held():
     """Return the bytes that each pool of this host holds, in ascending order."""
-    return sorted(usage.held_bytes for usage in usage_of_host())
+    found = [*budget().usage(), *budget(name="other").usage()]
+    return sorted(usage.held_bytes for usage in found)
 
 
 @pytest.fixture
@@ -313,12 +316,12 @@ def one_life():
     pool = plain_pool()
     pool.acquire("1MiB").release()
     pool.acquire("3MiB", timeout=5).release()
-    usage_of_host()
+    held()
     with contextlib.suppress(AcquireTimeoutError):
         pool.acquire("7.5MiB", timeout=0.05)
     pool.trim()
     pool.close()
-    wait_until(lambda: len(usage_of_host()) == 1)
+    wait_until(lambda: len(held()) == 1)
 
 
 def test_a_process_killed_at_any_line_loses_nothing(pools, folder, tmp_path):
@@ -409,7 +412,7 @@ def test_folder_and_files_are_the_users_alone(pools, folder):
 )
 def test_hostile_folders_are_refused(folder, wrong, message):
     wrong(folder)
-    for use in (usage_of_host, plain_pool):
+    for use in (budget().usage, plain_pool):
         with pytest.raises(
             HostBudgetError, match=rf"cannot be used: {folder}: .*({message}).*; remove that folder"
         ):
@@ -418,20 +421,27 @@ def test_hostile_folders_are_refused(folder, wrong, message):
 
 
 def test_a_folder_that_cannot_be_made_is_named(folder, monkeypatch):
-    monkeypatch.setenv(_rows.VARIABLE, str(folder / "deeper"))
+    monkeypatch.setenv(VARIABLE, str(folder / "deeper"))
     with pytest.raises(HostBudgetError, match=r"No such file or directory: .*deeper.*; remove"):
         plain_pool()
 
 
 def test_a_relative_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(_rows.VARIABLE, "other")
-    for use in (usage_of_host, plain_pool):
+    monkeypatch.setenv(VARIABLE, "other")
+    for use in (budget().usage, plain_pool):
         with pytest.raises(HostBudgetError, match=r"relative path: 'other': .* absolute path"):
             use()
     assert not list(tmp_path.iterdir())
-    monkeypatch.delenv(_rows.VARIABLE)
-    assert str(_rows.folder_path()) == f"/tmp/pinstage-{os.geteuid()}"
+
+
+def test_the_default_folder_is_in_tmp(monkeypatch):
+    asked = []
+    with monkeypatch.context() as patch:
+        patch.delenv(VARIABLE)
+        patch.setattr(os.path, "lexists", lambda path: asked.append(str(path)))
+        assert budget().usage() == []
+    assert asked == [f"/tmp/pinstage-{os.geteuid()}"]
 
 
 def test_other_files_in_the_folder_stay(pools, folder):
@@ -485,7 +495,7 @@ def test_damaged_files_are_errors_that_name_them(pools, folder, text):
     pool = pools()
     [path] = folder.iterdir()
     damage(path, text)
-    for use in (budget().usage, usage_of_host, pools):
+    for use in (budget().usage, pools):
         with pytest.raises(
             HostBudgetError,
             match=rf"file is damaged: {path}: .*; end the process .* \({os.getpid()}\b",
@@ -511,10 +521,10 @@ def test_a_damaged_file_concerns_its_own_budget_alone(pools, folder, text):
 
 
 def test_an_empty_file_counts_nothing(pools, folder):
-    pool, lost = pools(), pools()
-    for path in folder.iterdir():
-        if path.name == lost._state.memory._row.name:
-            overwrite(path, "")
+    pools()
+    [path] = folder.iterdir()
+    pool = pools()
+    overwrite(path, "")
     with pool.acquire("8MiB", timeout=0):
         assert held() == [8 * MIB]
 
@@ -532,14 +542,14 @@ def full_disk(written=0):
 
 @pytest.mark.parametrize("written", [0, 100])
 def test_a_full_disk_keeps_no_new_file(pools, folder, written):
-    pool = pools()
-    kept = []
+    pool, kept = pools(), []
+    before = list(folder.iterdir())
     with full_disk(written):
         for _ in range(3):
             with pytest.raises(HostBudgetError, match=f"cannot be used: {folder}") as caught:
                 pools(budget(name="other"))
             kept.append(caught.value)  # as `sys.last_value` is
-    assert [path.name for path in folder.iterdir()] == [pool._state.memory._row.name]
+    assert list(folder.iterdir()) == before
     lease_all(pool)
 
 
@@ -683,9 +693,14 @@ def test_importing_pinstage_makes_no_folder(folder):
     assert not folder.exists()
 
 
-def test_only_growing_freeing_and_waiting_open_the_folder(pools, monkeypatch):
-    looks, look = [], _host_budget.in_folder
-    monkeypatch.setattr(_host_budget, "in_folder", lambda *args: looks.append(args) or look(*args))
+def test_only_growing_freeing_and_waiting_open_the_folder(pools, folder, monkeypatch):
+    looks, open_ = [], os.open
+
+    def note(path, *args, **options):
+        looks.extend([path] * (path == folder))
+        return open_(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", note)
     first, second = pools(), pools()
     first.acquire("1MiB").release()
     with first.acquire("6MiB"):
@@ -702,8 +717,8 @@ def test_only_growing_freeing_and_waiting_open_the_folder(pools, monkeypatch):
 def held_lock(folder):
     """Hold the folder's lock, as another process would."""
     other = os.open(folder, os.O_RDONLY)
-    wait_until(lambda: _rows._lock(other))
     try:
+        fcntl.flock(other, fcntl.LOCK_EX)
         yield
     finally:
         os.close(other)
@@ -713,7 +728,7 @@ def held_lock(folder):
 def locked(folder, monkeypatch):
     """Hold the folder's lock, for which this process soon stops waiting."""
     with monkeypatch.context() as patch, held_lock(folder):
-        patch.setattr(_rows, "_BUSY_SECONDS", 0.05)
+        patch.setattr("pinstage._pool._rows._BUSY_SECONDS", 0.05)
         yield
 
 
@@ -744,19 +759,14 @@ def test_a_passing_error_ends_no_waiting_request(pools, folder, waiting, monkeyp
     outcome(request).release()
 
 
-def test_closing_while_growing_says_so(pools, monkeypatch):
+def test_closing_while_growing_says_so(pools, folder, background):
     pool = pools()
-    allocate = _host_budget.LimitedMemory.allocate
-
-    def close_first(self, *args):
-        _thread.start_new_thread(pool.close, ())
-        wait_until(lambda: not self._row.descriptors)
-        return allocate(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_host_budget.LimitedMemory, "allocate", close_first)
-        with pytest.raises(PoolClosedError):
-            pool.acquire("1MiB", timeout=1)
+    with held_lock(folder):
+        growing = background(pool.acquire, "1MiB", timeout=5)
+        assert stays_blocked(growing)
+        pool.close()
+    with pytest.raises(PoolClosedError):
+        outcome(growing)
     wait_until(lambda: not held())
 
 
@@ -898,15 +908,18 @@ def test_a_failed_free_makes_no_endless_growth(pools, memory):
     memory.deallocate(stuck)
 
 
-def test_a_finaliser_among_the_files_can_only_close(pools, background, folder):
-    pool, other = pools(), pools()
+def test_a_finaliser_among_the_files_can_only_close(pools, monkeypatch):
+    pool, other, list_ = pools(), pools(), os.listdir
 
-    def collected_there():
+    def collected_there(folder):
         with pytest.raises(PinstageError, match="in the middle of a call of the same thread"):
             pool.acquire(MIB)  # has to grow: another thread writes its file
         other.close()
+        return list_(folder)
 
-    outcome(background(_rows.in_folder, folder, lambda _: collected_there()))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "listdir", collected_there)
+        budget().usage()
     with pytest.raises(PoolClosedError):
         other.acquire(MIB)
     pool.acquire(MIB).release()

@@ -107,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
     def settle(self):
         """Forget what nothing keeps busy any more."""
         for key, use in list(self.uses.items()):
-            event_is_done = use.event is None or use.event._done.is_set()
+            event_is_done = use.event is None or use.event.query()
             if use.lease is None and not use.views and event_is_done:
                 del self.uses[key]
 

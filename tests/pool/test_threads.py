@@ -32,21 +32,21 @@ class Device:
     """Finishes work in order, in its own thread, and checks that its input was not overwritten."""
 
     def __init__(self):
-        self._work = queue.SimpleQueue()
+        self.work = queue.SimpleQueue()
 
     def read_later(self, lease, byte, view=None):
         """Return the event of a read; the device releases a lease of which it gets a view."""
         event = ManualEvent()
         address, ended_there = lease.data_ptr(), None if view is None else lease
-        self._work.put((event, address, lease.nbytes, byte, ended_there, view))
+        self.work.put((event, address, lease.nbytes, byte, ended_there, view))
         return event
 
     def end(self):
-        self._work.put(None)
+        self.work.put(None)
 
     def run(self):
         read = 0
-        while (item := self._work.get()) is not None:
+        while (item := self.work.get()) is not None:
             event, address, nbytes, byte, lease, view = item
             time.sleep(random.Random(read).choice([0, 0, 0.001]))  # work takes time
             if lease is not None:
@@ -64,45 +64,45 @@ class Worker:
     """Acquires slabs of random size, fills them, and returns or forgets them."""
 
     def __init__(self, number, pool, device, start, largest):
-        self._random = random.Random(number)
-        self._pool = pool
-        self._device = device
-        self._start = start
-        self._largest = largest
-        self._kept = None
+        self.random = random.Random(number)
+        self.pool = pool
+        self.device = device
+        self.start = start
+        self.largest = largest
+        self.kept = None
 
     def run(self):
-        self._start.wait()
+        self.start.wait()
         for _ in range(QUOTA):
-            self._use_one()
-        self._drop_kept()
+            self.use_one()
+        self.drop_kept()
 
-    def _use_one(self):
-        nbytes = self._random.randint(1, self._largest)
-        byte = self._random.randrange(256)
-        ending = self._random.choice(
+    def use_one(self):
+        nbytes = self.random.randint(1, self.largest)
+        byte = self.random.randrange(256)
+        ending = self.random.choice(
             ["plain", "event", "view", "view and event", "in another thread", "forgotten"]
         )
-        self._drop_kept()  # held while waiting, they might cause a deadlock
-        lease = self._pool.acquire(nbytes, timeout=LONGEST_WAIT_SECONDS)
+        self.drop_kept()  # held while waiting, they might cause a deadlock
+        lease = self.pool.acquire(nbytes, timeout=LONGEST_WAIT_SECONDS)
         ctypes.memset(lease.data_ptr(), byte, lease.capacity)
-        if self._random.random() < 0.5:
+        if self.random.random() < 0.5:
             time.sleep(0)  # let others run while it is held
         assert ctypes.string_at(lease.data_ptr(), lease.capacity) == bytes([byte]) * lease.capacity
         if "view" in ending:
-            self._kept = lease.tensor(), byte
+            self.kept = lease.tensor(), byte
         if "event" in ending:
-            lease.release(after=self._device.read_later(lease, byte))
+            lease.release(after=self.device.read_later(lease, byte))
         elif ending == "in another thread":
-            self._device.read_later(lease, byte, lease.tensor())
+            self.device.read_later(lease, byte, lease.tensor())
         elif ending != "forgotten":
             lease.release()
 
-    def _drop_kept(self):
-        if self._kept is not None:
-            view, byte = self._kept
+    def drop_kept(self):
+        if self.kept is not None:
+            view, byte = self.kept
             assert bool((view == byte).all()), "overwritten while a view was alive"
-            self._kept = view = None
+            self.kept = view = None
 
 
 @pytest.mark.filterwarnings("ignore::pinstage.errors.UnreleasedLeaseWarning")

@@ -55,8 +55,8 @@ def test_ranges_end_where_chunks_do(make, cuda):
         assert _chunks.pieces_of(pageable) == []
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_rows_of_a_region_are_read_in_place(make, cuda, driver, borrowing, part):
+@pytest.mark.parametrize(("part", "copies"), [*zip(PARTS, [4, 4, 3, 1], strict=True)])
+def test_rows_of_a_region_are_read_in_place(make, cuda, driver, borrowing, part, copies):
     rows = registered_rows(make)
     lock(driver, rows)
     batch = {"rows": rows[part], "other": torch.arange(1000)}
@@ -65,7 +65,7 @@ def test_rows_of_a_region_are_read_in_place(make, cuda, driver, borrowing, part)
     staged = transfer.wait()
     assert torch.equal(staged["rows"], rows[part])
     assert torch.equal(staged["other"], batch["other"])
-    assert transfer.copies == len(_chunks.pieces_of(rows[part])) + 1
+    assert transfer.copies == copies + 1
     assert borrowing.stats().pool.held_bytes < MIB
 
 

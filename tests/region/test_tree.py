@@ -5,11 +5,12 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
+from doubles import wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
 import pinstage as ps
-from pinstage._region._places import arrange, ends_of_chunks
+from pinstage._region._places import ends_of_chunks
 from pinstage.errors import LayoutError
 
 KIB = 1024
@@ -64,14 +65,24 @@ def test_views_do_not_overlap():
     assert [view.unique().tolist() for view in views] == [[number] for number in range(5)]
 
 
-def borders(tree, **options):
-    with make(tree, **options) as region:
-        return region._chunks.ends[:-1], arrange(tree).leaves
+@pytest.fixture
+def borders(cuda):
+    """Return a function that tells where in a region the later chunks and the tensors begin."""
+
+    def borders(tree, **options):
+        with make(tree, device=0, **options) as region:
+            region.synchronize()
+            start, *chunks = sorted(cuda.registered)
+            offsets = [leaf.data_ptr() - start for leaf in region.tree()]
+        wait_until(lambda: not cuda.registered)
+        return [chunk - start for chunk in chunks], offsets
+
+    return borders
 
 
-def test_chunks_end_where_tensors_end():
-    ends, places = borders([torch.empty(20 * KIB, dtype=torch.uint8) for _ in range(7)])
-    assert ends == (places[3].offset, places[6].offset)
+def test_chunks_end_where_tensors_end(borders):
+    ends, offsets = borders([torch.empty(20 * KIB, dtype=torch.uint8) for _ in range(7)])
+    assert ends == [offsets[3], offsets[6]]
 
 
 @pytest.mark.parametrize(
@@ -79,15 +90,15 @@ def test_chunks_end_where_tensors_end():
     [(None, (0, 200)), (3 * KIB, (0, 200)), (KIB, (0, 64, 128, 192))],
     ids=["no rows", "other rows", "its rows"],
 )
-def test_large_tensors_are_cut_between_their_rows(row_bytes, cuts):
+def test_large_tensors_are_cut_between_their_rows(borders, row_bytes, cuts):
     tree = [torch.empty(10), torch.empty(200, 1024, dtype=torch.uint8), torch.empty(10)]
-    ends, places = borders(tree, row_bytes=row_bytes)
-    assert ends == tuple(places[1].offset + row * KIB for row in cuts)
+    ends, offsets = borders(tree, row_bytes=row_bytes)
+    assert ends == [offsets[1] + row * KIB for row in cuts]
 
 
-def test_a_tensor_with_inner_rows_isn_t_cut():
+def test_a_tensor_with_inner_rows_isn_t_cut(borders):
     tree = [torch.empty(200, 1024, dtype=torch.uint8).t()]
-    assert borders(tree, row_bytes=KIB)[0] == ()
+    assert borders(tree, row_bytes=KIB)[0] == []
 
 
 @given(
