@@ -336,15 +336,11 @@ class Fetcher:
 
         A single tensor needs no slab if the call waits: ``.cpu()`` takes as long.
         """
-        target = self.targets.of(self.home)
-        if target.out_stream is None or len(leaves) > MOST_FEW:
+        target, nbytes = self.targets.of(self.home), _bytes_of_few(leaves, self.home)
+        if target.out_stream is None or nbytes == 0:
             return _NOT_FEW
-        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
-        nbytes = sum(round_up(leaf.numel() * leaf.itemsize, ALIGNMENT) for leaf in tensors)
-        if nbytes > _MOST_FEW_BYTES or {leaf.device for leaf in tensors} != {self.home}:
-            return _NOT_FEW
-        if waits and len(tensors) == len(leaves) == 1 and _is_dense(tensors[0]):
-            return Few([tensors[0].cpu()], 1, 0, 1, 0), _NOTHING
+        if waits and len(leaves) == 1 and _is_dense(leaves[0]):
+            return Few([leaves[0].cpu()], 1, 0, 1, 0), _NOTHING
         lease = None
         with suppress(PoolError):  # the other way needs a slab of the tree's size at most
             size = min(max(nbytes, AT_ONCE_BYTES), self.slabs.pool.max_bytes)
@@ -589,10 +585,22 @@ class Fetcher:
         return gatherings
 
 
+def _bytes_of_few(leaves: list[Any], device: torch.device) -> int:
+    """Return the bytes that a device's few small tensors take in a slab; 0 if they are more, larger
+    or elsewhere.
+    """
+    if len(leaves) > MOST_FEW:
+        return 0
+    tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+    if {tensor.device for tensor in tensors} != {device}:
+        return 0
+    nbytes = sum(round_up(tensor.numel() * tensor.itemsize, ALIGNMENT) for tensor in tensors)
+    return nbytes if nbytes <= _MOST_FEW_BYTES else 0
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a GPU has the bytes of a tensor, in the order of its elements."""
-    is_there = tensor.is_cuda and tensor.layout is torch.strided
-    return is_there and tensor.numel() > 0 and tensor.is_contiguous()
+    return tensor.is_cuda and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def _gpus(leaves: list[Any]) -> set[torch.device]:
