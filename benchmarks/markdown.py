@@ -871,14 +871,10 @@ def in_memory(result: Result) -> list[str]:
         "bus": "bus",
         "permutation": "permutation",
     }
-    cases, rates, gains = by_case(result), {}, {}
-    for case, rows in cases.items():
-        ours, theirs = (
-            rows.get(f"{name}_loader", {}).get("median") for name in ("pinstage", "torch")
-        )
-        batch = result["settings"]["batches"][case]
-        rates[case] = f"{batch / ours / 1e3:,.1f} M" if ours else "-"
-        gains[case] = f"{theirs / ours:,.0f}x" if ours and theirs else "-"
+    cases, speeds = by_case(result), _rows_a_second(result)
+    rates, gains = dict.fromkeys(cases, "-"), dict.fromkeys(cases, "-")
+    for case, (rate, gain) in speeds.items():
+        rates[case], gains[case] = f"{rate / 1e6:,.1f} M", f"{gain:,.0f}x"
     said = (
         "Until a batch is on the device, without the first step of a pass, whose permutation has a "
         "column of its own. `x[i]`: `x[i].pin_memory().to()`. `index_select`: into page-locked "
@@ -887,6 +883,34 @@ def in_memory(result: Result) -> list[str]:
     )
     further = {"rows/s": rates, "speed-up": gains}
     return [*by_ways("ms", cases, in_use(ways, cases), further), "", said]
+
+
+def _rows_a_second(result: Result) -> dict[str, tuple[float, float]]:
+    """Return how many rows `ps.DataLoader` reads in a second, and the factor over torch's loader,
+    of each case that has both.
+    """
+    speeds = {}
+    for case, rows in by_case(result).items():
+        ours, theirs = (
+            rows.get(f"{name}_loader", {}).get("median") for name in ("pinstage", "torch")
+        )
+        if ours and theirs:
+            batch = result["settings"]["batches"][case]
+            speeds[case] = 1e3 * batch / ours, theirs / ours
+    return speeds
+
+
+def in_memory_headline() -> str:
+    """The rows a second of data in memory; nothing until they were measured."""
+    result = measured("in_memory")
+    if result is None:
+        return ""
+    rates, gains = zip(*_rows_a_second(result).values(), strict=True)
+    return (
+        f"On an {result['machine']['gpu']}, `ps.DataLoader` reads {min(rates) / 1e6:.1f} to "
+        f"{max(rates) / 1e6:.0f} million rows a second from memory, {min(gains):,.0f} to "
+        f"{max(gains):,.0f} times as many as torch's loader."
+    )
 
 
 @section("weights")
@@ -1080,6 +1104,7 @@ TABLES |= {
     "latency": lambda: waste(load("pool_latency"), corner="one cycle, us"),
     "loops_short": loops_short,
     "loops_cpu": partial(loops_short, "loops_cpu"),
+    "in_memory_headline": in_memory_headline,
     "scaling": scaling,
     "demo": demo,
     "trace_loops": trace_loops,
