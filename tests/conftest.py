@@ -206,6 +206,7 @@ def growing_again(monkeypatch):
 def no_polling(monkeypatch):
     """Let the pool's waiters sleep until they are woken, so that a missed wake-up is seen."""
     monkeypatch.setattr("pinstage._pool._pool.POLL_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr("pinstage._pool._pool.BEHIND_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import _thread
 import ctypes
+import sys
 import time
 
 import pytest
@@ -86,6 +87,68 @@ def test_an_exception_from_outside_loses_no_task():
     asked = event.queries
     wait_until(lambda: event.queries > asked + 1)
     event.finish()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_from_outside_loses_no_task_that_comes_next():
+    """An idle thread gets the exception when a task wakes it."""
+    reaper, threads, done = Reaper(), [], []
+
+    class First(Counted):
+        def reap(self):
+            threads.append(_thread.get_ident())
+            return super().reap()
+
+    reaper.start()
+    reaper.tasks.put(First(done))
+    wait_until(lambda: done and not _reaper.running)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(threads[0]), ctypes.py_object(KeyboardInterrupt)
+    )
+    reaper.tasks.put(Counted(done))
+    wait_until(lambda: len(done) == 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_from_outside_doubles_no_task():
+    reaper, event = Reaper(), ManualEvent()
+
+    def interrupt(frame, kind, function):
+        if (kind, frame.f_code.co_name) == ("c_return", "_serve") and function.__name__ == "append":
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    class Profiled:
+        def reap(self):
+            sys.setprofile(interrupt)
+            return True
+
+    reaper.start()
+    reaper.tasks.put(Profiled())
+    reaper.tasks.put(Waiting(event))
+    wait_until(lambda: event.queries > 1)
+    began, asked = time.monotonic(), event.queries
+    wait_until(lambda: time.monotonic() > began + 10 * _reaper._POLL_SECONDS)
+    event.finish()
+    assert event.queries - asked <= 11
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_task_that_always_ends_the_thread_does_not_spin():
+    reaper, done = Reaper(), []
+
+    class Exits(Counted):
+        def reap(self):
+            super().reap()
+            if len(done) < 4:
+                raise SystemExit
+            return True
+
+    reaper.start()
+    began = time.monotonic()
+    reaper.tasks.put(Exits(done))
+    wait_until(lambda: len(done) == 4)
+    assert time.monotonic() - began > 3 * _reaper._POLL_SECONDS
 
 
 def test_a_child_reaps_its_copies_of_objects():

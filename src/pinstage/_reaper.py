@@ -260,7 +260,8 @@ class Reaper:
                 tasks, unfinished = unfinished, []
                 # Take all tasks: a waiting task must not delay others.
                 while not tasks or not self.tasks.empty():
-                    tasks.append(self.tasks.get())
+                    # In one C call, so that an exception from outside loses no task.
+                    tasks.extend(map(SimpleQueue.get, [self.tasks]))
                 while tasks:
                     while not begin(self):
                         time.sleep(_EXIT_SECONDS)
@@ -270,8 +271,9 @@ class Reaper:
                     running.pop(self, None)
         finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``
             running.pop(self, None)
-            for task in tasks + unfinished:
+            for task in dict.fromkeys(tasks + unfinished):
                 self.tasks.put(task)
+            time.sleep(_POLL_SECONDS)  # it may come from the task, and so come again
             self._claimed.release()
             self.start()
 

@@ -1,6 +1,7 @@
 """The cap, and changes of the bytes held: growth, trim, reserve, freeze; also when memory fails."""
 
 import contextlib
+import sys
 import threading
 
 import pytest
@@ -235,6 +236,15 @@ def test_a_reservation_under_way_counts_and_wakes_waiters(pool, memory, backgrou
 # -- freeze
 
 
+def test_a_frozen_pool_with_the_largest_cap_raises(make_pool):
+    pool = make_pool(sys.maxsize)
+    pool.reserve(100)
+    pool.freeze()
+    with pytest.raises(PoolFrozenError, match="requested 1000 B, largest slab 104 B"):
+        pool.acquire(1000, timeout=0)
+    assert pool.stats().free_bytes == 104
+
+
 def test_a_frozen_pool_without_a_large_slab_raises(pool):
     pool.acquire(200).release()
     pool.freeze()
@@ -274,11 +284,12 @@ def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background, 
         outcome(failing).release()
 
 
-def test_a_slab_that_cannot_be_freed_stays_out(pool, memory):
+@pytest.mark.parametrize("error", [RuntimeError, GeneratorExit])
+def test_a_slab_that_cannot_be_freed_stays_out(pool, memory, error):
     idle_in_order(pool, 96, 112, 128)
     lost = memory.live_blocks[1]
-    memory.fail_deallocate(RuntimeError("device is gone"), nth=2)
-    with pytest.raises(RuntimeError, match="device is gone"):
+    memory.fail_deallocate(error("device is gone"), nth=2)
+    with pytest.raises(error, match="device is gone"):
         pool.trim()
     stats = pool.stats()
     assert (stats.held_bytes, stats.free_bytes, stats.free_slabs) == (0, 0, 0)
