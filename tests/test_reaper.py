@@ -10,7 +10,7 @@ import warm
 from doubles import Gate, Interrupts, ManualEvent, claim_in_child, wait_until
 
 from pinstage import _reaper
-from pinstage._reaper import Reaper, uninterrupted
+from pinstage._reaper import Reaper, UninterruptedCall, uninterrupted
 
 
 class Waiting:
@@ -189,6 +189,19 @@ def test_an_interrupted_wait_ends_no_call():
     wait_until(lambda: len(begun) == len(ended))
     with pytest.raises(ZeroDivisionError):
         uninterrupted(lambda: 1 / 0)
+
+
+def test_a_call_without_a_reaper_never_begins(monkeypatch):
+    begun = []
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Reaper, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        UninterruptedCall(lambda: begun.append(1)).begin()
+    time.sleep(0.05)
+    assert not begun
 
 
 AT_THE_END = """

@@ -111,10 +111,12 @@ class UninterruptedCall(Generic[T]):
 
     def begin(self) -> None:
         """Begin the call, and don't wait for it."""
+        reaper.start()  # first: no thread runs on after an error
         run = partial(self.run)
         try:
             _thread.start_new_thread(run, ())
-            reaper.watch(run, self.finish)  # the thread may end early, as in `result`
+            # The thread may end early, as in `result`.
+            reaper.note(run, self.finish, in_children=False)
         finally:
             del run
 
