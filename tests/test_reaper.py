@@ -110,44 +110,49 @@ def test_an_exception_from_outside_loses_no_task_that_comes_next():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_exception_from_outside_doubles_no_task():
-    reaper, event = Reaper(), ManualEvent()
+@pytest.mark.parametrize("point", range(1, 9))
+def test_an_exception_from_outside_doubles_no_task(point):
+    """After the n-th call of C."""
+    reaper, event, points = Reaper(), ManualEvent(), []
 
-    def interrupt(frame, kind, function):
-        if (kind, frame.f_code.co_name) == ("c_return", "_serve") and function.__name__ == "append":
-            sys.setprofile(None)
-            raise KeyboardInterrupt
+    def interrupt(frame, kind, _):
+        if kind == "c_return" and frame.f_code.co_filename == _reaper.__file__:
+            points.append(frame.f_lineno)
+            if len(points) == point:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
 
     class Profiled:
         def reap(self):
             sys.setprofile(interrupt)
             return True
 
-    reaper.start()
     reaper.tasks.put(Profiled())
     reaper.tasks.put(Waiting(event))
-    wait_until(lambda: event.queries > 1)
+    reaper.start()
+    wait_until(lambda: len(points) == point and event.queries > 1)
     began, asked = time.monotonic(), event.queries
     wait_until(lambda: time.monotonic() > began + 10 * _reaper._POLL_SECONDS)
     event.finish()
     assert event.queries - asked <= 11
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_task_that_always_ends_the_thread_does_not_spin():
-    reaper, done = Reaper(), []
+def test_a_task_that_exits_stops_no_other_and_does_not_spin():
+    reaper, tries, done = Reaper(), [], []
 
     class Exits(Counted):
         def reap(self):
             super().reap()
-            if len(done) < 4:
-                raise SystemExit
-            return True
+            if done and len(tries) >= 4:
+                return True
+            raise SystemExit
 
-    reaper.start()
     began = time.monotonic()
-    reaper.tasks.put(Exits(done))
-    wait_until(lambda: len(done) == 4)
+    reaper.tasks.put(Exits(tries))
+    reaper.tasks.put(Counted(done))
+    reaper.start()
+    wait_until(lambda: done and len(tries) >= 4)
+    assert len(tries) <= 4 + (time.monotonic() - began) / _reaper._POLL_SECONDS
     assert time.monotonic() - began > 3 * _reaper._POLL_SECONDS
 
 

@@ -212,6 +212,7 @@ class Reaper:
         # Kept here: a weak reference that is garbage itself is never called back.
         self._deaths: set[Any] = set()
         self._claimed = _thread.allocate_lock()  # by the thread, until it ends
+        self._taken: list[Task] = []  # by the thread, from the queue
 
     def watch(self, thing: Any, reap: Callable[[], bool], *, in_children: bool = False) -> None:
         """Run a task when an object is gone. The task must not keep the object alive.
@@ -253,31 +254,33 @@ class Reaper:
     def _serve(self) -> None:
         if not self._claimed.acquire(blocking=False):
             return  # two callers at once have started two threads
-        tasks: list[Task] = []
-        unfinished: list[Task] = []
         try:
             while True:
-                if unfinished:
-                    time.sleep(_POLL_SECONDS)
-                tasks, unfinished = unfinished, []
-                # Take all tasks: a waiting task must not delay others.
-                while not tasks or not self.tasks.empty():
-                    # In one C call, so that an exception from outside loses no task.
-                    tasks.extend(map(SimpleQueue.get, [self.tasks]))
-                while tasks:
-                    while not begin(self):
-                        time.sleep(_EXIT_SECONDS)
-                    if not self._is_done(tasks[0]):
-                        unfinished.append(tasks[0])
-                    del tasks[0]  # perhaps the last reference to it
-                    running.pop(self, None)
+                self._run_all(self._taken)
         finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``
-            running.pop(self, None)
-            for task in dict.fromkeys(tasks + unfinished):
-                self.tasks.put(task)
-            time.sleep(_POLL_SECONDS)  # it may come from the task, and so come again
             self._claimed.release()
             self.start()
+
+    def _run_all(self, tasks: list[Task]) -> None:
+        """Add new tasks to those that aren't done yet, run each once, and drop those that are done.
+
+        An exception from outside may come after any call: it loses no task, and doubles none.
+        """
+        running.pop(self, None)
+        if tasks:
+            time.sleep(_POLL_SECONDS)
+        # Take all tasks: a waiting task must not delay others.
+        while not tasks or not self.tasks.empty():
+            tasks.extend(map(SimpleQueue.get, [self.tasks]))
+        place = 0
+        while place < len(tasks):
+            while not begin(self):
+                time.sleep(_EXIT_SECONDS)
+            if self._is_done(tasks[place]):
+                del tasks[place]  # perhaps the last reference to it
+            else:
+                place += 1
+            running.pop(self, None)
 
     def _is_done(self, task: Task) -> bool:
         self._deaths.discard(task)
@@ -288,6 +291,8 @@ class Reaper:
             what = "memory of a dropped pool, loader or region could not be freed"
             warn(f"{what}: {error!r}; close() it before its device fails")
             return True
+        except BaseException:  # noqa: BLE001 - from outside, or of a task that must not stop others
+            return False
 
 
 reaper = Reaper()
