@@ -8,6 +8,7 @@ import pytest
 from doubles import CountingMemory, Gate, ManualEvent, outcome, stays_blocked, wait_until
 
 from pinstage import HostBudget, SlabPool, _reaper
+from pinstage._pool import _pool
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -115,6 +116,27 @@ def test_two_trims_at_once_free_what_one_does(pool, memory, background):
     memory.deallocate_gate.open()
     assert outcome(first) + outcome(second) == 192
     assert memory.live_bytes == 192
+
+
+def test_a_trim_counts_slabs_while_another_one_frees_them(pool, memory, background):
+    idle_in_order(pool, 96, 112, 128)
+    memory.deallocate_gate = Gate()
+    other = background(pool.trim, 300)
+    memory.deallocate_gate.wait_for_arrival()
+
+    def free_one(frame, kind, _):
+        code = frame.f_code
+        if kind == "call" and code.co_name == "<genexpr>" and code.co_filename == _pool.__file__:
+            sys.setprofile(None)
+            memory.deallocate_gate.open()
+            wait_until(lambda: len(pool._state.slabs) == 2)
+
+    sys.setprofile(free_one)
+    try:
+        assert pool.trim() == 240
+    finally:
+        sys.setprofile(None)
+    assert outcome(other) == 96
 
 
 # -- reserve

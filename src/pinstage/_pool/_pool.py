@@ -414,7 +414,7 @@ class SlabPool:
         try:
             with state.lock:
                 idle = state.scan()
-                surplus = total(slab for slab in state.slabs if not slab.doomed) - target
+                surplus = total(slab for slab in list(state.slabs) if not slab.doomed) - target
                 victims = _oldest(idle, surplus)
                 growth = Growth(state, me, victims) if victims else None
             if growth is not None:
