@@ -447,15 +447,17 @@ class SlabPool:
         state.wake()
         # In a capture, or a finaliser in the middle of a call of this thread: the reaper does the
         # rest.
-        if state.is_entered() or capturing_device() is not None:
-            state.tidy_later()
-        else:
-            for event in state.pending():
-                event.synchronize()
-            self.trim()
-        state.memory.end()
-        for pool in list(state.pageable.values()):
-            pool.close()
+        try:
+            if state.is_entered() or capturing_device() is not None:
+                state.tidy_later()
+            else:
+                for event in state.pending():
+                    event.synchronize()
+                self.trim()
+        finally:
+            state.memory.end()
+            for pool in list(state.pageable.values()):
+                pool.close()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
