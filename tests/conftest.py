@@ -212,6 +212,7 @@ def nothing_said(monkeypatch):
 def no_polling(monkeypatch):
     """Let the pool's waiters sleep until they are woken, so that a missed wake-up is seen."""
     monkeypatch.setattr("pinstage._pool._pool.POLL_SECONDS", (60.0, 60.0))
+    monkeypatch.setattr("pinstage._pool._pool.BEHIND_SECONDS", 60.0)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import _thread
 import ctypes
+import sys
 import time
 
 import pytest
@@ -9,7 +10,7 @@ import warm
 from doubles import Gate, Interrupts, ManualEvent, claim_in_child, wait_until
 
 from pinstage import _reaper
-from pinstage._reaper import Reaper, uninterrupted
+from pinstage._reaper import Reaper, UninterruptedCall, uninterrupted
 
 
 class Waiting:
@@ -88,6 +89,73 @@ def test_an_exception_from_outside_loses_no_task():
     event.finish()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_from_outside_loses_no_task_that_comes_next():
+    """An idle thread gets the exception when a task wakes it."""
+    reaper, threads, done = Reaper(), [], []
+
+    class First(Counted):
+        def reap(self):
+            threads.append(_thread.get_ident())
+            return super().reap()
+
+    reaper.start()
+    reaper.tasks.put(First(done))
+    wait_until(lambda: done and not _reaper.running)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(threads[0]), ctypes.py_object(KeyboardInterrupt)
+    )
+    reaper.tasks.put(Counted(done))
+    wait_until(lambda: len(done) == 2)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("point", range(1, 9))
+def test_an_exception_from_outside_doubles_no_task(point):
+    """After the n-th call of C."""
+    reaper, event, points = Reaper(), ManualEvent(), []
+
+    def interrupt(frame, kind, _):
+        if kind == "c_return" and frame.f_code.co_filename == _reaper.__file__:
+            points.append(frame.f_lineno)
+            if len(points) == point:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    class Profiled:
+        def reap(self):
+            sys.setprofile(interrupt)
+            return True
+
+    reaper.tasks.put(Profiled())
+    reaper.tasks.put(Waiting(event))
+    reaper.start()
+    wait_until(lambda: len(points) == point and event.queries > 1)
+    began, asked = time.monotonic(), event.queries
+    wait_until(lambda: time.monotonic() > began + 10 * _reaper._POLL_SECONDS)
+    event.finish()
+    assert event.queries - asked <= 11
+
+
+def test_a_task_that_exits_stops_no_other_and_does_not_spin():
+    reaper, tries, done = Reaper(), [], []
+
+    class Exits(Counted):
+        def reap(self):
+            super().reap()
+            if done and len(tries) >= 4:
+                return True
+            raise SystemExit
+
+    began = time.monotonic()
+    reaper.tasks.put(Exits(tries))
+    reaper.tasks.put(Counted(done))
+    reaper.start()
+    wait_until(lambda: done and len(tries) >= 4)
+    assert len(tries) <= 4 + (time.monotonic() - began) / _reaper._POLL_SECONDS
+    assert time.monotonic() - began > 3 * _reaper._POLL_SECONDS
+
+
 def test_a_child_reaps_its_copies_of_objects():
     things, done = {True: {1}, False: {2}}, []
     for in_children, thing in things.items():
@@ -126,6 +194,19 @@ def test_an_interrupted_wait_ends_no_call():
     wait_until(lambda: len(begun) == len(ended))
     with pytest.raises(ZeroDivisionError):
         uninterrupted(lambda: 1 / 0)
+
+
+def test_a_call_without_a_reaper_never_begins(monkeypatch):
+    begun = []
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Reaper, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        UninterruptedCall(lambda: begun.append(1)).begin()
+    time.sleep(0.05)
+    assert not begun
 
 
 AT_THE_END = """

@@ -111,10 +111,12 @@ class UninterruptedCall(Generic[T]):
 
     def begin(self) -> None:
         """Begin the call, and don't wait for it."""
+        reaper.start()  # first: no thread runs on after an error
         run = partial(self.run)
         try:
             _thread.start_new_thread(run, ())
-            reaper.watch(run, self.finish)  # the thread may end early, as in `result`
+            # The thread may end early, as in `result`.
+            reaper.note(run, self.finish, in_children=False)
         finally:
             del run
 
@@ -210,6 +212,7 @@ class Reaper:
         # Kept here: a weak reference that is garbage itself is never called back.
         self._deaths: set[Any] = set()
         self._claimed = _thread.allocate_lock()  # by the thread, until it ends
+        self._taken: list[Task] = []  # by the thread, from the queue
 
     def watch(self, thing: Any, reap: Callable[[], bool], *, in_children: bool = False) -> None:
         """Run a task when an object is gone. The task must not keep the object alive.
@@ -251,29 +254,33 @@ class Reaper:
     def _serve(self) -> None:
         if not self._claimed.acquire(blocking=False):
             return  # two callers at once have started two threads
-        tasks: list[Task] = []
-        unfinished: list[Task] = []
         try:
             while True:
-                if unfinished:
-                    time.sleep(_POLL_SECONDS)
-                tasks, unfinished = unfinished, []
-                # Take all tasks: a waiting task must not delay others.
-                while not tasks or not self.tasks.empty():
-                    tasks.append(self.tasks.get())
-                while tasks:
-                    while not begin(self):
-                        time.sleep(_EXIT_SECONDS)
-                    if not self._is_done(tasks[0]):
-                        unfinished.append(tasks[0])
-                    del tasks[0]  # perhaps the last reference to it
-                    running.pop(self, None)
+                self._run_all(self._taken)
         finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``
-            running.pop(self, None)
-            for task in tasks + unfinished:
-                self.tasks.put(task)
             self._claimed.release()
             self.start()
+
+    def _run_all(self, tasks: list[Task]) -> None:
+        """Add new tasks to those that aren't done yet, run each once, and drop those that are done.
+
+        An exception from outside may come after any call: it loses no task, and doubles none.
+        """
+        running.pop(self, None)
+        if tasks:
+            time.sleep(_POLL_SECONDS)
+        # Take all tasks: a waiting task must not delay others.
+        while not tasks or not self.tasks.empty():
+            tasks.extend(map(SimpleQueue.get, [self.tasks]))
+        place = 0
+        while place < len(tasks):
+            while not begin(self):
+                time.sleep(_EXIT_SECONDS)
+            if self._is_done(tasks[place]):
+                del tasks[place]  # perhaps the last reference to it
+            else:
+                place += 1
+            running.pop(self, None)
 
     def _is_done(self, task: Task) -> bool:
         self._deaths.discard(task)
@@ -284,6 +291,8 @@ class Reaper:
             what = "memory of a dropped pool, loader or region could not be freed"
             warn(f"{what}: {error!r}; close() it before its device fails")
             return True
+        except BaseException:  # noqa: BLE001 - from outside, or of a task that must not stop others
+            return False
 
 
 reaper = Reaper()

@@ -1,12 +1,14 @@
 """The cap, and changes of the bytes held: growth, trim, reserve, freeze; also when memory fails."""
 
 import contextlib
+import sys
 import threading
 
 import pytest
 from doubles import CountingMemory, Gate, ManualEvent, outcome, stays_blocked, wait_until
 
 from pinstage import HostBudget, SlabPool, _reaper
+from pinstage._pool import _pool
 from pinstage.errors import (
     AcquireTimeoutError,
     BudgetExceededError,
@@ -114,6 +116,27 @@ def test_two_trims_at_once_free_what_one_does(pool, memory, background):
     memory.deallocate_gate.open()
     assert outcome(first) + outcome(second) == 192
     assert memory.live_bytes == 192
+
+
+def test_a_trim_counts_slabs_while_another_one_frees_them(pool, memory, background):
+    idle_in_order(pool, 96, 112, 128)
+    memory.deallocate_gate = Gate()
+    other = background(pool.trim, 300)
+    memory.deallocate_gate.wait_for_arrival()
+
+    def free_one(frame, kind, _):
+        code = frame.f_code
+        if kind == "call" and code.co_name == "<genexpr>" and code.co_filename == _pool.__file__:
+            sys.setprofile(None)
+            memory.deallocate_gate.open()
+            wait_until(lambda: len(pool._state.slabs) == 2)
+
+    sys.setprofile(free_one)
+    try:
+        assert pool.trim() == 240
+    finally:
+        sys.setprofile(None)
+    assert outcome(other) == 96
 
 
 # -- reserve
@@ -231,6 +254,15 @@ def test_a_reservation_under_way_counts_and_wakes_waiters(pool, memory, backgrou
 # -- freeze
 
 
+def test_a_frozen_pool_with_the_largest_cap_raises(make_pool):
+    pool = make_pool(sys.maxsize)
+    pool.reserve(100)
+    pool.freeze()
+    with pytest.raises(PoolFrozenError, match="requested 1000 B, largest slab 104 B"):
+        pool.acquire(1000, timeout=0)
+    assert pool.stats().free_bytes == 104
+
+
 def test_a_frozen_pool_without_a_large_slab_raises(pool):
     pool.acquire(200).release()
     pool.freeze()
@@ -270,11 +302,12 @@ def test_a_failed_allocation_lets_the_next_waiter_try(pool, memory, background, 
         outcome(failing).release()
 
 
-def test_a_slab_that_cannot_be_freed_stays_out(pool, memory):
+@pytest.mark.parametrize("error", [RuntimeError, GeneratorExit])
+def test_a_slab_that_cannot_be_freed_stays_out(pool, memory, error):
     idle_in_order(pool, 96, 112, 128)
     lost = memory.live_blocks[1]
-    memory.fail_deallocate(RuntimeError("device is gone"), nth=2)
-    with pytest.raises(RuntimeError, match="device is gone"):
+    memory.fail_deallocate(error("device is gone"), nth=2)
+    with pytest.raises(error, match="device is gone"):
         pool.trim()
     stats = pool.stats()
     assert (stats.held_bytes, stats.free_bytes, stats.free_slabs) == (0, 0, 0)

@@ -908,6 +908,18 @@ def test_a_failed_free_makes_no_endless_growth(pools, memory):
     memory.deallocate(stuck)
 
 
+def test_a_pool_whose_memory_fails_leaves_the_budget_when_it_is_closed(pools, memory):
+    pool = pools()
+    budget = pool._state.memory._budget
+    pool.acquire(MIB).release()
+    [stuck] = memory.live_blocks
+    memory.fail_deallocate(OSError("it cannot be freed"))
+    with pytest.raises(OSError, match="it cannot be freed"):
+        pool.close()
+    assert budget.usage() == []
+    memory.deallocate(stuck)
+
+
 def test_a_finaliser_among_the_files_can_only_close(pools, monkeypatch):
     pool, other, list_ = pools(), pools(), os.listdir
 

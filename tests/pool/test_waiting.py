@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import signal
+import sys
 import threading
 import time
 
@@ -138,6 +139,28 @@ def test_an_interrupted_waiter_leaves_the_queue(pool, background, waiting, ahead
         outcome(other).release()
 
 
+def test_an_interrupt_just_before_it_wakes_the_next_one_stops_no_line(pool, waiting, background):
+    event, line = ManualEvent(), pool._state.waiters
+    pool.acquire(1000).release(after=event)
+
+    def interrupt(frame, kind, function):
+        if (kind, frame.f_code.co_name) == ("c_return", "_serve") and function == line.pop:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    def first():
+        sys.setprofile(interrupt)
+        pool.acquire(1000, timeout=0.1)
+
+    interrupted = background(first)
+    wait_for_waiters(pool, 1)
+    following = waiting(pool, 1000)
+    with pytest.raises(KeyboardInterrupt):
+        outcome(interrupted)
+    event.finish()  # which wakes none
+    outcome(following).release()
+
+
 def test_a_waiter_interrupted_at_an_event_leaves_nothing(pool, waiting):
     event = ManualEvent()
     pool.acquire(1000).release(after=event)
@@ -216,6 +239,15 @@ def test_nothing_waits_for_a_slab_held_for_good(make_pool, memory):
         pool.acquire(1000)
     views.clear()
     pool.acquire(1000).release()
+
+
+@pytest.mark.parametrize("max_bytes", [4096, sys.maxsize])
+def test_nothing_waits_for_memory_that_was_refused(make_pool, memory, max_bytes):
+    pool = make_pool(max_bytes)
+    memory.fail_allocate(MemoryError("no more"))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no more"):
+            pool.acquire(1000, timeout=0)
 
 
 def test_slabs_held_for_good_count_for_quotas(pool):

@@ -8,7 +8,6 @@ import re
 import sys
 import threading
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,13 +222,13 @@ def test_memory_that_runs_out_at_first_leaves_nothing(make, cuda, monkeypatch):
 
 @pytest.fixture
 def fail_one_thread(monkeypatch):
-    """Let the next start of a thread that page-locks fail, or that thread's first line."""
+    """Let the next start of a thread that page-locks or frees fail, or that thread's first line."""
 
-    def fail(name, error):
+    def fail(name, error, target="_run"):
         work, failed = getattr(_reaper.UninterruptedCall, name), []
 
         def fail_once(call):
-            if failed or getattr(call._function, "__name__", "") != "_run":
+            if failed or getattr(call._function, "__name__", "") != target:
                 return work(call)
             failed.append(call)
             raise error
@@ -241,11 +240,12 @@ def fail_one_thread(monkeypatch):
     return fail
 
 
-def test_a_thread_that_cannot_be_started_leaves_nothing(make, fail_one_thread, monkeypatch):
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+def test_a_thread_that_cannot_be_started_leaves_nothing(make, fail_one_thread, monkeypatch, error):
     freed, free = [], _ranges.HostRange.free
     monkeypatch.setattr(_ranges.HostRange, "free", lambda self: freed.append(free(self)))
-    fail_one_thread("begin", RuntimeError("can't start new thread"))
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    fail_one_thread("begin", error("can't start new thread"))
+    with pytest.raises(error, match="can't start new thread"):
         make()
     wait_until(lambda: freed)
 
@@ -257,20 +257,13 @@ def test_a_thread_that_ends_at_once_is_replaced(make, fail_one_thread):
     assert failed
 
 
-def test_memory_is_freed_once_threads_can_start(make, monkeypatch):
-    region, refused, start = make(), [], _chunks._thread.start_new_thread
-    memory = region._chunks.memory
-
-    def refuse_twice(function, args):
-        if len(refused) < 2:
-            refused.append(function)
-            raise RuntimeError("can't start new thread")
-        return start(function, args)
-
-    monkeypatch.setattr(_chunks, "_thread", SimpleNamespace(start_new_thread=refuse_twice))
+@pytest.mark.parametrize("name", ["begin", "run"])
+def test_memory_is_freed_by_another_thread_if_one_fails(make, fail_one_thread, name):
+    region = make()
+    memory, failed = region._chunks.memory, fail_one_thread(name, MemoryError(), "_free")
     region.close()
     wait_until(lambda: not is_held(memory))
-    assert len(refused) == 2
+    assert failed
 
 
 # -- limits ----------------------------------------------------------------------------------------

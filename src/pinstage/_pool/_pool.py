@@ -6,8 +6,6 @@ import _thread
 import contextlib
 import math
 import operator
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -37,11 +35,12 @@ POLL_SECONDS = (50e-6, 2e-3)
 """First and longest pause of the first request in line. A release wakes it at once. Finished events
 and freed views wake no thread, so it also polls."""
 
-_NONE = sys.maxsize
-"""In decisions, the size of a slab that there isn't."""
+_NONE: int = math.inf  # type: ignore[assignment]
+"""In decisions, the size of a slab that there isn't. It is above any cap."""
 
-GIVE_UP_SECONDS = 0.2
-"""Interval at which the requests behind it check whether to give up."""
+BEHIND_SECONDS = 0.2
+"""Interval at which the requests behind it check whether to give up, and whether they are the first
+now: an interrupt may end a call before it wakes the next one."""
 
 
 def check_pool(pool: object, max_bytes: Size = "auto", budget: HostBudget | None = None) -> None:
@@ -415,7 +414,7 @@ class SlabPool:
         try:
             with state.lock:
                 idle = state.scan()
-                surplus = total(slab for slab in state.slabs if not slab.doomed) - target
+                surplus = total(slab for slab in list(state.slabs) if not slab.doomed) - target
                 victims = _oldest(idle, surplus)
                 growth = Growth(state, me, victims) if victims else None
             if growth is not None:
@@ -448,15 +447,17 @@ class SlabPool:
         state.wake()
         # In a capture, or a finaliser in the middle of a call of this thread: the reaper does the
         # rest.
-        if state.is_entered() or capturing_device() is not None:
-            state.tidy_later()
-        else:
-            for event in state.pending():
-                event.synchronize()
-            self.trim()
-        state.memory.end()
-        for pool in list(state.pageable.values()):
-            pool.close()
+        try:
+            if state.is_entered() or capturing_device() is not None:
+                state.tidy_later()
+            else:
+                for event in state.pending():
+                    event.synchronize()
+                self.trim()
+        finally:
+            state.memory.end()
+            for pool in list(state.pageable.values()):
+                pool.close()
 
     def stats(self) -> PoolStats:
         """Return a consistent snapshot of all counters, after querying events. Doesn't block while
@@ -679,7 +680,7 @@ class SlabPool:
         left = me.deadline - time.monotonic()
         if left <= 0 or (gives_up is not None and gives_up()):
             raise _refusals.timed_out(state.figures(), me.nbytes, me.timeout, len(line) - 1)
-        patience = threading.TIMEOUT_MAX if gives_up is None else GIVE_UP_SECONDS
+        patience = BEHIND_SECONDS
         if position == 0:  # a little longer each time
             shortest, longest = POLL_SECONDS
             me.pause = patience = min(max(shortest, 2 * me.pause), longest)

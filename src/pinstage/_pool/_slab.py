@@ -686,10 +686,10 @@ def free(slabs: dict[Slab, None], victims: Iterable[Slab], memory: ResourceAdapt
     are doomed.
 
     Raises:
-        Exception: the error of the first slab that could not be freed, and is never used again; the
-            others are freed nevertheless.
+        BaseException: the error of the first slab that could not be freed, and is never used again;
+            the others are freed nevertheless.
     """
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     for slab in list(victims):
         try:
             if all(map(_is_done, slab.fences())):
@@ -701,7 +701,7 @@ def free(slabs: dict[Slab, None], victims: Iterable[Slab], memory: ResourceAdapt
                 finally:
                     slab.stack.pop(slab, None)
                     del slabs[slab]
-        except Exception as error:  # noqa: BLE001 - raised below, when the others are free
+        except BaseException as error:  # noqa: BLE001 - raised below, when the others are free
             if not errors:
                 errors.append(error)
     if errors:

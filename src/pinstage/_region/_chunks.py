@@ -11,7 +11,6 @@ The reaper calls `Chunks.reap` when the last view is gone.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import math
 import os
@@ -104,7 +103,7 @@ class Chunks:
             self._is_over = False
             try:
                 UninterruptedCall(self._run).begin()
-            except RuntimeError:
+            except (MemoryError, RuntimeError):
                 self._is_over = True  # else `reap` would wait for the thread
                 raise
         _living[id(self)] = self
@@ -246,7 +245,7 @@ class Chunks:
         if not self._is_over or not all(guard.query() for guard in list(self.guards.values())):
             return False
         try:
-            _thread.start_new_thread(self._free, ())
+            UninterruptedCall(self._free).begin()
         except (MemoryError, RuntimeError):  # too many threads; the reaper tries again
             return False
         return True
