@@ -148,7 +148,7 @@ def test_the_whole_source_is_never_pickled():
     assert_same(torch.zeros(2), copy.deepcopy(leaf))
 
 
-def test_a_gathered_row_shares_no_memory_with_its_source():
+def test_a_gathered_row_has_its_own_memory():
     source = torch.arange(12.0).view(2, 3, 2).transpose(1, 2)
     row = ps.rows(source, torch.tensor(1)).tensor()
     assert_same(torch.arange(6.0, 12.0).view(3, 2).t(), row)
