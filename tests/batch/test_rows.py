@@ -148,6 +148,23 @@ def test_the_whole_source_is_never_pickled():
     assert_same(torch.zeros(2), copy.deepcopy(leaf))
 
 
+def test_a_gathered_row_has_its_own_memory():
+    source = torch.arange(12.0).view(2, 3, 2).transpose(1, 2)
+    row = ps.rows(source, torch.tensor(1)).tensor()
+    assert_same(torch.arange(6.0, 12.0).view(3, 2).t(), row)
+    source.zero_()
+    assert row.any()
+
+
+def test_rows_may_have_more_dimensions_than_a_table(stager):
+    source, index = torch.arange(6.0).view(3, *(1,) * 10, 2), torch.tensor([2]).view((1,) * 60)
+    staged = stager.to_device(ps.rows(source, index))
+    assert staged.shape == (1,) * 70 + (2,)
+    assert staged.flatten().tolist() == [4, 5]
+    with pytest.raises(OverflowError, match="larger than any memory"):
+        stager.to_device(ps.rows(torch.zeros(1, 0, 2**62), [0] * 4))
+
+
 @pytest.mark.usefixtures("both_paths")
 @pytest.mark.parametrize("number", [5, -6, 2**40, -(2**63), 2**63 - 1])
 def test_an_index_out_of_range_reads_nothing(stager, number):
@@ -184,6 +201,9 @@ def test_nothing_can_be_indexed_in_an_empty_source(stager):
         (torch.zeros(3), torch.tensor([True, False, True])),
         (torch.zeros(3), torch.tensor([1], dtype=torch.uint8)),
         (torch.zeros(3), np.array([1.0])),
+        (torch.zeros(3), np.array(["1"])),
+        (torch.zeros(3), np.array([1.5, True], object)),
+        (torch.zeros(3), np.array(["1970-01-02"], "M8[D]")),
         (torch.zeros(3), torch.zeros(1, dtype=torch.int64, device="meta")),
     ],
 )

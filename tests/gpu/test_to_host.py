@@ -15,6 +15,7 @@ from profiled import names_of
 
 import pinstage as ps
 from pinstage._batch._gather import DIRECT_BYTES
+from pinstage.errors import LayoutError
 
 pytestmark = pytest.mark.gpu
 
@@ -249,7 +250,7 @@ FEW = {"small": (64, 3), "one MiB": (64, MIB // 4 - 64), "one": (64,)}
 
 
 @pytest.mark.parametrize("sizes", FEW.values(), ids=FEW)
-def test_a_few_tensors_follow_the_stream_and_may_be_overwritten(cuda_device, stager, latch, sizes):
+def test_a_few_tensors_follow_their_stream(cuda_device, stager, latch, sizes):
     stream = torch.cuda.Stream(cuda_device)
     with torch.cuda.stream(stream):
         sources = {n: torch.ones(n, device=cuda_device) for n in sizes}
@@ -293,7 +294,7 @@ def test_a_few_tensors_wait_for_their_stream_only(background, cuda_device, stage
     assert all((one == 2).all() for one in waiting.result(20))
 
 
-def test_results_of_few_tensors_have_memory_of_their_own(cuda_device, stager):
+def test_results_of_few_tensors_have_own_memory(cuda_device, stager):
     sources = [torch.full((n,), float(n), device=cuda_device) for n in (1, 5, 1000)]
     kept = [stager.fetch(sources).result(), stager.to_host(sources), [stager.to_host(sources[2])]]
     for result in kept:
@@ -306,3 +307,11 @@ def test_results_of_few_tensors_have_memory_of_their_own(cuda_device, stager):
         for tensor in result:
             assert (tensor[: tensor.numel() // 2] == tensor.numel() // 2).all()
     assert stager.pool.stats().leased_slabs == 0
+
+
+@pytest.mark.parametrize("nbytes", [0, 31])
+def test_a_single_tensor_without_memory_is_refused(cuda_device, stager, nbytes):
+    tensor = torch.ones(8, device=cuda_device)
+    tensor.untyped_storage().resize_(nbytes)
+    with pytest.raises(LayoutError, match="lacks the memory"):
+        stager.to_host(tensor)

@@ -14,6 +14,7 @@ from hypothesis import given
 from strategies import DTYPES, assert_same, batches, bits, tensor_of
 
 from pinstage._pool import hold_for_good
+from pinstage._stage import _to_host
 from pinstage._stage._events import EventGroup
 from pinstage._stage._target import Target
 from pinstage.errors import AcquireTimeoutError
@@ -324,3 +325,21 @@ def test_interrupts_never_free_a_slab_being_written(stager):
         if not interrupted:
             break
     assert began_before > 5
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_only_tensors_with_memory_are_dense():
+    tensor, cut, freed = (torch.ones(8).as_subclass(OnGpu) for _ in range(3))
+    cut.untyped_storage().resize_(31)
+    freed.untyped_storage().resize_(0)
+    empty = tensor[:0].as_subclass(OnGpu)
+    assert [_to_host._is_dense(one) for one in (tensor, tensor[4:], cut, freed, empty)] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

@@ -112,7 +112,8 @@ def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stac
         if stack is not None:
             return stack
         numbers = np.frombuffer(row_stacks.copy(source, index), np.int64)
-        return source[numbers.reshape(index.shape).copy()]
+        # Torch would return a view for an index without dimensions.
+        return source[numbers.reshape(1, *index.shape).copy()][0]
     except IndexError as error:
         raise IndexError(f"batch{path()} {error}") from None
 
@@ -146,8 +147,12 @@ def _checked_source(tensor: Any) -> torch.Tensor:
 
 
 def _checked_index(index: Any) -> Index:
-    numbers = integers_of(index) if isinstance(index, list | tuple | range) else as_tensor(index)
-    if isinstance(numbers, np.ndarray) or (
+    if isinstance(index, list | tuple | range):
+        numbers = integers_of(index)
+        if numbers is not None:
+            return numbers
+    numbers = as_tensor(index)
+    if (
         type(numbers) is torch.Tensor
         and numbers.is_cpu
         and numbers.dtype in (torch.int32, torch.int64)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .. import _native
+from ._table import MOST_DIMS
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Index: TypeAlias = torch.Tensor | Array
@@ -61,12 +62,12 @@ class RowStacks:
         return self._copies[key][1]
 
     def stack(self, source: torch.Tensor, index: Index) -> Stack | None:
-        """Return ``source[index]`` as a stack; None unless the source is plain, on the CPU, and its
-        rows have the strides of new tensors. Raises as `copy`.
+        """Return ``source[index]`` as a stack; None unless the source is plain, on the CPU, its
+        rows have the strides of new tensors, and a table has as many dimensions. Raises as `copy`.
         """
         copy, shape = self.copy(source, index), source.shape
         found = _native.core.gather(source, shape[0], copy)
-        if found is None:
+        if found is None or len(index.shape) + len(shape) > MOST_DIMS + 1:
             return None
         stand_in = source.new_empty((*index.shape, *shape[1:]))
         nbytes = stand_in.nbytes

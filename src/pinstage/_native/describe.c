@@ -166,8 +166,10 @@ static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
 static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
     PyObject *answer = PyObject_CallFunction(plainly, "On", object, index);
     bool is_good = answer != NULL;
-    if (is_good && Py_TYPE(answer) == torch.tensor && find_tensor(answer, DL_CPU, 0, leaf) == 0) {
-        is_good = PyList_Append(kept, answer) == 0;
+    if (is_good && Py_TYPE(answer) == torch.tensor) {
+        is_good = find_tensor(answer, DL_CPU, 0, leaf) == 0
+                      ? PyList_Append(kept, answer) == 0
+                      : fail(PyExc_OverflowError, "a leaf is larger than any memory");
     } else if (is_good) {
         is_good = read_described(answer, kept, leaf);
     }

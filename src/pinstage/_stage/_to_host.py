@@ -48,6 +48,7 @@ from .._batch import (
     unwrapped,
     walk,
 )
+from .._compat.views import has_no_memory
 from .._memory import capturing_device, refuse_capture
 from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
@@ -600,7 +601,10 @@ def _bytes_of_few(leaves: list[Any], device: torch.device) -> int:
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a GPU has the bytes of a tensor, in the order of its elements."""
-    return tensor.is_cuda and tensor.layout is torch.strided and tensor.is_contiguous()
+    if not tensor.is_cuda or has_no_memory(tensor):
+        return False
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    return tensor.is_contiguous() and end <= tensor.untyped_storage().nbytes()
 
 
 def _gpus(leaves: list[Any]) -> set[torch.device]:
