@@ -532,13 +532,17 @@ class PoolState:
         """
         sizes = self.sizes
         for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]:
-            # Only single C calls touch the stack: a release in another thread may add to it at any
-            # moment.
+            # Only single C calls touch the stack: at any moment, other threads may add to it, by a
+            # release, or take from it, to free a slab.
             stack = self.stacks[size]
-            slab = stack.popitem()[0] if stack else None
-            if slab is not None and not slab.is_free():
-                if slab.fences():
-                    slab.put(None)  # else its release, or the end of its last view, does it
+            try:
+                last, _ = stack.popitem()
+            except KeyError:
+                continue
+            slab: Slab | None = last
+            if not last.is_free():
+                if last.fences():
+                    last.put(None)  # else its release, or the end of its last view, does it
                 slab = next(filter(Slab.is_free, list(stack)), None)
             if slab is not None:
                 self.hits += 1
