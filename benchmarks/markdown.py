@@ -473,8 +473,8 @@ def page_locked(result: Result) -> list[str]:
 
 
 LOOP_WAYS = {
-    "torch_pin": "`pin_memory=True`",
-    "torch_to": "`pin_memory=False`",
+    "torch_pin": "torch, pinned",
+    "torch_to": "torch",
     "pinstage": "`ps.DataLoader`",
     "wrap_loader": "`ps.wrap_loader`",
     "prefetch": "`prefetch`",
@@ -524,7 +524,8 @@ def loops_short(name: str = "loops") -> str:
     README.
     """
     result = load(name)
-    said = f"{LOOP_CONDITIONS} {passes(result)} {source(result)}".strip()
+    pinned = "`pinned`: torch's loader with `pin_memory=True`. " if name == "loops" else ""
+    said = f"{pinned}{LOOP_CONDITIONS} {passes(result)} {source(result)}".strip()
     return "\n".join([*short_loops(result), "", said])
 
 
@@ -866,18 +867,18 @@ def in_memory(result: Result) -> list[str]:
         "pinstage_loader": "`ps.DataLoader`",
         "rows": "`ps.rows`",
         "index": "`x[i]`",
-        "index_select": "`index_select`",
+        "index_select": "select",
         "c_gather": "C gather",
         "bus": "bus",
-        "permutation": "permutation",
+        "permutation": "shuffle",
     }
     cases, speeds = by_case(result), _rows_a_second(result)
     rates, gains = dict.fromkeys(cases, "-"), dict.fromkeys(cases, "-")
     for case, (rate, gain) in speeds.items():
         rates[case], gains[case] = f"{rate / 1e6:,.1f} M", f"{gain:,.0f}x"
     said = (
-        "Until a batch is on the device, without the first step of a pass, whose permutation has a "
-        "column of its own. `x[i]`: `x[i].pin_memory().to()`. `index_select`: into page-locked "
+        "Until a batch is on the device, without the first step of a pass, whose permutation is "
+        "`shuffle`. `x[i]`: `x[i].pin_memory().to()`. `select`: `index_select` into page-locked "
         "memory that is kept. `C gather`: C with OpenMP, into one slab. `bus`: the copy alone. The "
         "speed-up is that of `ps.DataLoader` over torch's loader."
     )

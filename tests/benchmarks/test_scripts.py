@@ -352,7 +352,7 @@ def test_memory_that_grows_is_an_error():
     growing = SimpleNamespace(stats=stats)
     found = loader_refused.watched(growing, batches, case, CPU)
     assert found["status"] == "error"
-    assert len(taken) == case.watched
+    assert len(taken) == case.watched * 11 // 10
 
 
 def test_each_batch_of_the_comparison_is_of_one_kind():
@@ -381,7 +381,7 @@ def test_the_table_of_loops_has_spread_and_utilisation():
     ]
     result["settings"]["variants"] = {name: f"way {name}" for name in ways}
     table = markdown.loops(result).splitlines()
-    assert table[2] == "| tokens, no workers | 16 | 20 | **8** | **10** | 7 |"
+    assert table[2] == "| tokens, no workers | 16 | 20 | **8** | **10** | 7 | 1.05 MB, 2 tensors |"
     assert "| way thread | **12** (9 to 13.5), busy 40% |" in table
     assert "| way pinstage | **8** (6 to 9), busy 40% |" in table
     said = next(line for line in table if "Medians" in line)
@@ -405,6 +405,7 @@ def test_frameworks_say_which_way_failed():
     result = markdown.load("frameworks")
     for row in result["rows"]:
         row |= {"status": "ok", "median": 1.0, "repeats": 1}
+        row["detail"] = "GPU idle 0.0% of 160 timed steps; 32 losses, 0.9 to 0.8"
     assert "Losses are the same" in markdown.frameworks(result)
     result["rows"][0] |= {
         "status": "error",
