@@ -92,7 +92,9 @@ def distributed():
     """A distributed trainer of one process: Lightning makes new loaders with its own sampler."""
     # Lightning leaves it set: another test's port may still be in use.
     os.environ.pop("MASTER_PORT", None)
-    yield trainer(strategy="ddp", devices=1, max_epochs=2)
+    run = trainer(strategy="ddp", devices=1, max_epochs=2)
+    yield run
+    vars(run).clear()  # pytest keeps it for a while, and it its loaders
     os.environ.pop("MASTER_PORT", None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -577,11 +577,11 @@ static Stack *stack_of_rows(const Found *source, const int64_t *index, int64_t c
     int64_t itemsize = torch.itemsize[source->dtype], length = source->shape[0],
             step = source->kind == RAW ? source->stride[0] : source->source_stride[0];
     stack->nbytes = length > 0 ? source->nbytes / length * count : 0;
-    stack->rows = (Rows){
-        .index = index,
-        .row_bytes = stack->nbytes > 0 ? stack->nbytes / count : 0,
-        .distance = step * itemsize,
-    };
+    stack->rows = (Rows){.index = index};
+    if (stack->nbytes > 0) { /* the strides of rows without bytes may have any size */
+        stack->rows.row_bytes = stack->nbytes / count;
+        stack->rows.distance = step * itemsize;
+    }
     stack->leaves[0] =
         (Leaf){.source = source->data, .nbytes = stack->nbytes, .rows = &stack->rows};
     return stack;
