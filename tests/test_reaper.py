@@ -90,7 +90,7 @@ def test_an_exception_from_outside_loses_no_task():
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_exception_from_outside_loses_no_task_that_comes_next():
+def test_an_exception_from_outside_loses_no_next_task():
     """An idle thread gets the exception when a task wakes it."""
     reaper, threads, done = Reaper(), [], []
 
@@ -137,7 +137,7 @@ def test_an_exception_from_outside_doubles_no_task(point):
     assert event.queries - asked <= 11
 
 
-def test_a_task_that_exits_stops_no_other_and_does_not_spin():
+def test_a_task_that_exits_stops_no_other():
     reaper, tries, done = Reaper(), [], []
 
     class Exits(Counted):

@@ -355,7 +355,7 @@ def test_memory_that_grows_is_an_error():
     assert len(taken) == case.watched * 11 // 10
 
 
-def test_each_batch_of_the_comparison_is_of_one_kind():
+def test_each_batch_compared_is_of_one_kind():
     for row in markdown.load("staging")["rows"]:
         if not row["case"].endswith("in-place"):
             sizes = row["leaves"], row["nbytes"] / row["leaves"]

@@ -438,9 +438,9 @@ def test_a_host_running_ahead_reuses_slabs_in_flight(make_pool, late, monkeypatc
     waited_for = []
     to_host = target.to_host
 
-    def noted(copies, *, hold, after):
+    def noted(copies, *, after):
         waited_for.append(after)
-        return to_host(copies, hold=hold, after=after)
+        return to_host(copies, after=after)
 
     monkeypatch.setattr(target, "to_host", noted)
     pool = make_pool(1 << 20)

@@ -118,7 +118,7 @@ def test_two_trims_at_once_free_what_one_does(pool, memory, background):
     assert memory.live_bytes == 192
 
 
-def test_a_trim_counts_slabs_while_another_one_frees_them(pool, memory, background):
+def test_a_trim_counts_slabs_that_others_free(pool, memory, background):
     idle_in_order(pool, 96, 112, 128)
     memory.deallocate_gate = Gate()
     other = background(pool.trim, 300)

@@ -908,7 +908,7 @@ def test_a_failed_free_makes_no_endless_growth(pools, memory):
     memory.deallocate(stuck)
 
 
-def test_a_pool_whose_memory_fails_leaves_the_budget_when_it_is_closed(pools, memory):
+def test_a_closed_pool_leaves_although_memory_fails(pools, memory):
     pool = pools()
     budget = pool._state.memory._budget
     pool.acquire(MIB).release()

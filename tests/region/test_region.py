@@ -258,7 +258,7 @@ def test_a_thread_that_ends_at_once_is_replaced(make, fail_one_thread):
 
 
 @pytest.mark.parametrize("name", ["begin", "run"])
-def test_memory_is_freed_by_another_thread_if_one_fails(make, fail_one_thread, name):
+def test_memory_is_freed_although_one_thread_fails(make, fail_one_thread, name):
     region = make()
     memory, failed = region._chunks.memory, fail_one_thread(name, MemoryError(), "_free")
     region.close()
