@@ -139,7 +139,7 @@ def test_an_interrupted_waiter_leaves_the_queue(pool, background, waiting, ahead
         outcome(other).release()
 
 
-def test_an_interrupt_before_a_wake_up_stops_no_line(pool, waiting, background):
+def test_an_interrupt_before_waking_stops_no_line(pool, waiting, background):
     event, line = ManualEvent(), pool._state.waiters
     pool.acquire(1000).release(after=event)
 
