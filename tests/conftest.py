@@ -42,25 +42,14 @@ def both_paths(request):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Fail a test that leaves live bytes in any `CountingMemory`, or shared memory, which later
-    tests and their forked children would count.
-    """
+    """Fail a test that leaves live bytes in any `CountingMemory`."""
     CountingMemory.made.clear()
-    before = shared_files()
-
-    def left():
-        live = [memory.live_bytes for memory in CountingMemory.made if memory.live_bytes]
-        return live, shared_files() - before
-
     yield
-    if left()[1]:
-        gc.collect()
     with contextlib.suppress(AssertionError):  # a dropped pool is freed by another thread
-        wait_until(lambda: not any(left()))
-    live, files = left()
+        wait_until(lambda: not any(memory.live_bytes for memory in CountingMemory.made))
+    live = [memory.live_bytes for memory in CountingMemory.made]
     CountingMemory.made.clear()
-    assert not live, f"live bytes left behind: {live}"
-    assert not files, f"shared memory left behind: inodes {files}"
+    assert not any(live), f"live bytes left behind: {live}"
 
 
 @pytest.fixture(autouse=True, scope="module")
