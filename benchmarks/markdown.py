@@ -854,7 +854,7 @@ def out(result: Result) -> list[str]:
         "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. "
         "The weights go by `load_weights`, through a cap of 256 MiB; `pinned`: of page-locked "
         "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
-        "loop with `non_blocking=True`, at the end from memory that `pin_memory()` made before."
+        "loop with `non_blocking=True`."
     )
     return [*by_ways("ms", cases, in_use(ways, cases)), "", said]
 

@@ -48,7 +48,7 @@ from .._batch import (
     unwrapped,
     walk,
 )
-from .._compat.views import has_no_memory
+from .._compat.views import has_no_memory, range_of
 from .._memory import capturing_device, refuse_capture
 from .._pool import Fence, Lease, check_timeout, guard_until_release
 from .._region import pieces_of
@@ -86,6 +86,8 @@ _CPU = torch.device("cpu")
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+Walked: TypeAlias = tuple[list[Any], Structure]
+"""The result of `walk`."""
 Source: TypeAlias = tuple[int, int, torch.Tensor]
 """Where a range of a slab comes from: its first byte, its size, and the tensor that has it."""
 
@@ -315,11 +317,11 @@ class Fetcher:
             The result, the number of copies, and the bytes that went through a slab.
         """
         with step("walk"):
-            leaves, structure = walk(tree)
+            walked = leaves, structure = walk(tree)
         few, _ = self._few(leaves, waits=True)
         if few is not None:
             return structure.rebuild(few.leaves), few.copies, few.nbytes
-        plan = self.plan(tree)
+        plan = self.plan(tree, walked)
         leaves, copies = plan.left, 0
         for device, gathering in plan.gatherings.items():
             blocks = make_blocks(gathering.table, Sharing.EACH, _CPU)
@@ -423,18 +425,18 @@ class Fetcher:
             tree: what to fetch.
             copy: whether to return ordinary tensors, instead of views of the slab.
         """
+        with step("walk"):
+            walked = leaves, structure = walk(tree)
         if copy:
-            with step("walk"):
-                leaves, structure = walk(tree)
             few, copied = self._few(leaves, waits=False)
             if few is not None:
                 return HostTransfer(structure, few.leaves, [], copied, threads=1, device=self.home)
-        plan = self.plan(tree)
+        plan = self.plan(tree, walked)
         return self.begin(plan, self._lease_for(plan), copy=copy)
 
-    def plan(self, tree: Any) -> FetchPlan:
-        """Arrange a tree's tensors in a slab."""
-        parts, tables = self._taken_apart(tree)
+    def plan(self, tree: Any, walked: Walked | None = None) -> FetchPlan:
+        """Arrange a tree's tensors in a slab; for `walked`, see `_taken_apart`."""
+        parts, tables = self._taken_apart(tree, walked)
         left = _left(parts, list(tables.values()))
         # The caller doesn't keep tensors that `describe` computed.
         hold = self.hold or bool(parts.kept)
@@ -497,13 +499,14 @@ class Fetcher:
         return transfer.copies
 
     def _taken_apart(
-        self, tree: Any, *, detach: bool = False
+        self, tree: Any, walked: Walked | None = None, *, detach: bool = False
     ) -> tuple[Parts, dict[torch.device, Table]]:
         """Describe a tree for the home device, and then for each other GPU that has some of its
         tensors.
 
         Args:
             tree: what to fetch.
+            walked: the result of `walk` for the tree, if it is known.
             detach: whether tensors that require grad are detached, so that they can be packed.
 
         Returns:
@@ -511,8 +514,10 @@ class Fetcher:
             first.
         """
         while True:
-            with step("walk"):
-                leaves, structure = walk(tree)
+            if walked is None:
+                with step("walk"):
+                    walked = walk(tree)
+            (leaves, structure), walked = walked, None
             with suppress(IsContainer), step("describe"):  # see `take_apart`
                 parts = describe(leaves, structure, self.home, arrays=False)
                 parts = detached(parts, self.home, arrays=False) if detach else parts
@@ -603,8 +608,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a GPU has the bytes of a tensor, in the order of its elements."""
     if not tensor.is_cuda or has_no_memory(tensor):
         return False
-    end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-    return tensor.is_contiguous() and end <= tensor.untyped_storage().nbytes()
+    return tensor.is_contiguous() and range_of(tensor)[1] <= tensor.untyped_storage().nbytes()
 
 
 def _gpus(leaves: list[Any]) -> set[torch.device]:
