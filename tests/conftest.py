@@ -13,7 +13,7 @@ import threading
 import fake_driver
 import pytest
 import torch
-from doubles import CountingMemory, nothing_at_once, shared_files, wait_until
+from doubles import CountingMemory, shared_files, slabs_for_all, wait_until
 from fake_cuda import FakeCuda
 from hypothesis import HealthCheck, settings
 from paths import PATHS, on_path
@@ -178,11 +178,10 @@ def prefetch(request, stager):
     return prefetch
 
 
-@pytest.fixture
-def slabs_for_all(monkeypatch):
+@pytest.fixture(name="slabs_for_all")
+def _slabs_for_all(monkeypatch):
     """Let small batches take a slab too, instead of being copied from pageable memory."""
-    nothing_at_once(monkeypatch)
-    monkeypatch.setattr("pinstage._stage._target.Target.move_few", lambda *_, **__: None)
+    slabs_for_all(monkeypatch)
 
 
 @pytest.fixture

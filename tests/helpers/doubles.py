@@ -539,14 +539,15 @@ def guarded(nbytes):
     assert memory[guard + nbytes :].eq(used).all(), "something was written behind the slab"
 
 
-def nothing_at_once(monkeypatch, at_once_bytes=0):
-    """Let small batches take a slab, instead of being copied from ordinary memory."""
-    monkeypatch.setattr("pinstage._stage._sender.AT_ONCE_BYTES", at_once_bytes)
+def slabs_for_all(monkeypatch):
+    """Let small batches take a slab too, instead of being copied from pageable memory."""
+    monkeypatch.setattr("pinstage._stage._sender.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("pinstage._stage._target.Target.move_few", lambda *_, **__: None)
 
 
 def record_work(monkeypatch):
-    """Let the CPU target mark the loop's stream as a GPU does; return the marks made, and the marks
-    waited for.
+    """Let the CPU target mark the loop's stream as a GPU does, and copy on another one; return the
+    marks made, and the marks waited for.
     """
     made, waited = [], []
 
@@ -563,7 +564,8 @@ def record_work(monkeypatch):
             return made[-1]
         return None
 
-    nothing_at_once(monkeypatch)
+    slabs_for_all(monkeypatch)
+    monkeypatch.setattr("pinstage._stage._sender.SMALL_BYTES", 0)
     monkeypatch.setattr(
         "pinstage._stage._target.Target.consumer", lambda _, stream: stream or "the loop's"
     )

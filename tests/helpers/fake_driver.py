@@ -77,8 +77,8 @@ class Locking(Target):
         self.calls.append((copies, at_once))
         return copies
 
-    def move_few(self, leaves, *, borrows, most_bytes):
-        few = _core.move_few(leaves, FEW_TYPES, 0, 0, 0, 2, borrows, most_bytes)
+    def move_few(self, leaves, *, borrows, most_bytes, is_later=False):
+        few = _core.move_few(leaves, FEW_TYPES, 0, 0, 0, 2, borrows, most_bytes, is_later)
         return Few(*few) if isinstance(few, tuple) else few
 
     def record(self, stream):

@@ -340,7 +340,9 @@ def numbered_row(index):
         (None, False),
     ],
 )
-def test_torchs_page_locked_batches_may_be_read_later(prefetch, monkeypatch, options, borrows):
+def test_torchs_page_locked_batches_may_be_read_later(
+    prefetch, monkeypatch, slabs_for_all, options, borrows
+):
     asked = set()
     monkeypatch.setattr(Target, "find_locked", lambda _, *, each: asked.add(each))
     batches = [numbered_row(number) for number in range(3)]
@@ -624,9 +626,9 @@ SOURCES = {
         stager = ps.Stager("cpu", max_bytes="1MiB")
 
         def read():
-            yield torch.ones(200_000)
+            yield [torch.ones(20_000) for _ in range(9)]
             lease = stager.pool.acquire("1MiB")
-            yield torch.ones(200_000)
+            yield [torch.ones(20_000) for _ in range(9)]
 
         batches = iter(stager.prefetch(read(), background=True))
         next(batches)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .._pool import PoolStats
 from .._sizes import count, format_bytes
-from .._stage import Transfer, table_of
+from .._stage import Transfer, sizes_of
 
 _SMALL = 1 / 10
 """If the loop waited for less than this share of its time, it is the bottleneck itself. Of the
@@ -122,7 +122,7 @@ class Counters:
         with self._lock:
             self.batches += 1
             self.copies += transfer.copies
-            self.packed_bytes += table_of(transfer).payload_bytes
+            self.packed_bytes += sizes_of(transfer).payload_bytes
             self.fallback_batches += fallback
             if fallback:
                 self.largest_fallback = max(self.largest_fallback, transfer.nbytes)

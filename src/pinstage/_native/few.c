@@ -15,7 +15,8 @@ typedef struct {
     PyObject *leaves;           /* of the batch */
     PyObject *atoms, *wrappers; /* see `move_few` */
     bool is_cuda;
-    int borrows; /* whether page-locked leaves may be read after the call */
+    int borrows;  /* whether page-locked leaves may be read after the call */
+    int is_later; /* whether page-locked leaves, too, may be too large */
     int device_index;
     void *stream, *copies;  /* the current one, and ours */
     int count;              /* tensors and arrays among the leaves */
@@ -49,7 +50,7 @@ static int add_source(Few *few, PyObject *leaf, Py_ssize_t index) {
     bool is_locked = is_asked && where_is(source->data, source->nbytes) == IN_ONE;
     few->nbytes += source->nbytes;
     few->others += is_locked ? 0 : source->nbytes;
-    if (few->others > MOST_FEW_BYTES) return NOT_PLAIN;
+    if ((few->is_later ? few->nbytes : few->others) > MOST_FEW_BYTES) return NOT_PLAIN;
     few->is_locked[few->count] = is_locked;
     few->locked += is_locked;
     few->index[few->count++] = index;
@@ -168,7 +169,7 @@ static PyObject *copy_few(const Few *few) {
 }
 
 /* move_few(leaves, (atoms, wrappers), device_type, device_index, stream, copies, borrows,
- * most_bytes): move leaves as `.to()` would, on torch's current stream. All leaves have been read
+ * most_bytes, is_later): move leaves as `.to()` would, on torch's current stream. All leaves have been read
  * when it returns, without waiting for earlier work, but for page-locked leaves of at least 16 KiB
  * if it `borrows`.
  *
@@ -176,6 +177,7 @@ static PyObject *copy_few(const Few *few) {
  * page-locked leaves of more than AT_ONCE_BYTES take if the current one is idle and the call doesn't
  * borrow; 0: CUDA isn't asked where leaves are. most_bytes: if leaves of a call that borrows have
  * more bytes together, and the stream is busy, their number is returned, and nothing is moved.
+ * is_later: the batch is for later work, which a large copy on the current stream would delay.
  *
  * Returns the new leaves, how many were moved, their bytes, the number of copies, and how many
  * leaves were sent from page-locked memory. Returns None if the leaves are not few, small and plain,
@@ -187,9 +189,9 @@ PyObject *move_few(UNUSED PyObject *module, PyObject *args) {
     int device_type;
     unsigned long long stream, copies;
     long long most_bytes;
-    if (!PyArg_ParseTuple(args, "O!(OO)iiKKpL:move_few", &PyList_Type, &few.leaves, &few.atoms,
+    if (!PyArg_ParseTuple(args, "O!(OO)iiKKpLp:move_few", &PyList_Type, &few.leaves, &few.atoms,
                           &few.wrappers, &device_type, &few.device_index, &stream, &copies,
-                          &few.borrows, &most_bytes))
+                          &few.borrows, &most_bytes, &few.is_later))
         return NULL;
     few.is_cuda = device_type == 1;
     few.stream = (void *)(uintptr_t)stream;

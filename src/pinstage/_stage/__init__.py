@@ -35,7 +35,7 @@ from ._transfer import (
     Transfer,
     kept,
     send_packed,
+    sizes_of,
     structure_of,
-    table_of,
 )
 from ._weights import IncompatibleKeys

@@ -141,7 +141,9 @@ class CudaTarget(Target):
         with OnStream(stream) if stream is self.stream else NOTHING:
             return make_blocks(table, sharing, self.device)
 
-    def move_few(self, leaves: list[Any], *, borrows: bool, most_bytes: int) -> Few | int | None:
+    def move_few(
+        self, leaves: list[Any], *, borrows: bool, most_bytes: int, is_later: bool = False
+    ) -> Few | int | None:
         """See `Target`."""
         index = self.device.index
         if self._cuda.device() != index or self._reads_late:
@@ -151,7 +153,7 @@ class CudaTarget(Target):
         if not _native.core.has_context():
             make_current(index)
         streams = self._cuda.raw_stream(index), self.stream.cuda_stream
-        args = leaves, FEW_TYPES, 1, index, *streams, borrows, most_bytes
+        args = leaves, FEW_TYPES, 1, index, *streams, borrows, most_bytes, is_later
         moved = self._call(_native.core.move_few, *args)
         if not isinstance(moved, tuple):
             return moved  # type: ignore[no-any-return]

@@ -2,14 +2,14 @@
 
 ::
 
-    a few small leaves    from ordinary memory, a copy for each        `Target.move_few`
+    a few, up to 1 MiB    from ordinary memory, a copy for each        `Target.move_few`
     up to 64 KiB          from ordinary memory, a copy for each block  `Target.fill`
     page-locked leaves    from where they are, in one call             `Target.copy_locked`
     everything else       through a host slab, in chunks               `Sender._copy_in_chunks`
       slab refused        in parts, through a smaller slab             `Sender._copy_in_parts`
 
-The first two ways use the current stream, the others our own one. With ``borrow_pinned``, a few
-page-locked leaves go the first way, too.
+The first two ways use the current stream, as does a slab below 1 MiB; everything else uses our own
+one. With ``borrow_pinned``, a few page-locked leaves go the first way, too.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from ._out import detached, fill, in_order, prepare
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
 from ._target import MOST_FEW, Few, HostBytes, Target
-from ._transfer import Moved, Sent, Transfer, kept, leaves_of, move_others, table_of
+from ._transfer import Moved, Sent, Sizes, Transfer, kept, leaves_of, move_others, sizes_of
 
 SMALL_BYTES = 1024 * 1024
-"""`Stager.to_device` copies smaller batches on the caller's current stream. So short a copy
-overlaps with nothing, and memory of a second stream would have to be recorded on the current one (5
+"""Smaller batches are copied on the caller's current stream. Such a copy takes 20 us, in which
+little else could run, and memory of a second stream would have to be recorded on the current one (5
 us per tensor)."""
 
 _CPU = torch.device("cpu")
@@ -123,9 +123,9 @@ class Sender:
                 walked = leaves, structure = walk(batch)
             few = self._move_few(leaves)
             if few is not None:
-                return structure.rebuild(few)
+                return structure.rebuild(few.leaves)
             parts = self.take_apart(batch, walked=walked)
-            transfer = self.transfer(parts, SMALL_BYTES)
+            transfer = self.transfer(parts)
         return transfer.wait()
 
     def move_into(self, batch: Any, out: Any) -> Any:
@@ -140,7 +140,7 @@ class Sender:
             existing = in_order(parts.structure, out)
             with step("check"):
                 matched = prepare(parts, existing, self.target.device)
-            leaves = leaves_of(self.transfer(parts, SMALL_BYTES))
+            leaves = leaves_of(self.transfer(parts))
             with step("unpack"):
                 fill(existing, leaves, matched)
             return parts.structure.rebuild(existing)
@@ -154,7 +154,7 @@ class Sender:
         moved = None if others else self._move_few(leaves)
         if moved is None:
             return None
-        fill(existing, moved, matched)
+        fill(existing, moved.leaves, matched)
         return structure.rebuild(existing)
 
     def begin(self, batch: Any, stacks: Mapping[int, Stack] | None = None) -> Transfer[Any]:
@@ -162,7 +162,15 @@ class Sender:
         returns.
         """
         with step("stage"):
-            return self.transfer(self.take_apart(batch, stacks=stacks), AT_ONCE_BYTES)
+            with step("walk"):
+                walked = leaves, structure = walk(batch)
+            few = None if stacks else self._move_few(leaves, is_later=True)
+            if few is None:
+                return self.transfer(self.take_apart(batch, walked=walked, stacks=stacks))
+            consumer = self.target.consumer(None)
+            sent = Sent(few.made(), self.target.record(consumer), few.copies, consumer)
+            sizes = Sizes(few.nbytes, few.nbytes, few.tensors, 0)
+            return Transfer(self.target, structure, sizes, sent, Moved([], None), few.leaves)
 
     def take_apart(self, batch: Any, **known: Any) -> Parts:
         """Take a batch apart; for `known`, see the function of this name."""
@@ -174,12 +182,16 @@ class Sender:
             "a stager cannot be copied or pickled; make another Stager, or pass this one on"
         )
 
-    def _move_few(self, leaves: list[Any]) -> list[Any] | None:
-        """Move a few leaves without a slab; return None if they aren't small, few and plain."""
+    def _move_few(self, leaves: list[Any], *, is_later: bool = False) -> Few | None:
+        """Move a few leaves without a slab, on the current stream; return None if they aren't
+        small, few and plain. For `is_later`, see `Target.move_few`.
+        """
         if self.keeping is not None or self.own_storage is False or not self.slabs.is_open():
             return None
         target = self.target
-        few = target.move_few(leaves, borrows=self.borrows, most_bytes=SMALL_BYTES)
+        few = target.move_few(
+            leaves, borrows=self.borrows, most_bytes=SMALL_BYTES, is_later=is_later
+        )
         if isinstance(few, int):
             few = self._borrow_few(leaves, few)
         elif few is not None and few.locked and self.borrows:
@@ -189,7 +201,7 @@ class Sender:
         if few is None:
             return None
         self.counters.add(few.copies, few.tensors, few.nbytes, few.nbytes, few.tensors, 0)
-        return few.leaves
+        return few
 
     def _borrow_few(self, leaves: list[Any], nbytes: int) -> Few | None:
         """Send a few page-locked leaves of many bytes by our stream, since the current one is
@@ -205,30 +217,27 @@ class Sender:
             return None
         event = target.record(target.stream)
         kept.until(event, leaves)
-        made = [leaf for leaf in few.leaves if isinstance(leaf, torch.Tensor)]
-        target.hand_over(event, made, consumer)
+        target.hand_over(event, few.made(), consumer)
         return few
 
-    def transfer(self, parts: Parts, inline_bytes: int) -> Transfer[Any]:
+    def transfer(self, parts: Parts) -> Transfer[Any]:
         """Send a batch; see `start`."""
-        return self.finish(self.start(parts, inline_bytes))
+        return self.finish(self.start(parts))
 
-    def start(self, parts: Parts, inline_bytes: int, timeout: float | None = None) -> PendingSend:
+    def start(self, parts: Parts, timeout: float | None = None) -> PendingSend:
         """Decide which way the packed leaves of a batch go, and let threads begin to pack them.
 
         The cases, in this order:
 
         1. up to 64 KiB, while the driver has room for them: from ordinary memory, on the current
            stream. A slab and a second stream would take longer than packing and copying;
-        2. below `inline_bytes`, without page-locked leaves: through a slab, on the current stream;
+        2. below 1 MiB, without page-locked leaves: through a slab, on the current stream;
         3. everything else: through a slab, on our stream; page-locked leaves from where they are.
 
         The host waits for earlier batches only in the second and third case.
 
         Args:
             parts: the batch's parts. Its leaves must not change before `finish`.
-            inline_bytes: the size from which a batch is worth another stream: small for a caller
-                who may use the batch much later, or elsewhere.
             timeout: see `HostSlabs.lease`.
 
         Returns:
@@ -245,7 +254,7 @@ class Sender:
                 return PendingSend(parts, consumer)
             if self.run_ahead is not None:
                 self.run_ahead.bound(target.record(consumer), consumer)
-            is_inline = nbytes < inline_bytes and not parts.locked
+            is_inline = nbytes < SMALL_BYTES and not parts.locked
             return self._start_packing(parts, consumer if is_inline else target.stream, timeout)
 
     def _start_packing(self, parts: Parts, stream: Any, timeout: float | None) -> PendingSend:
@@ -277,7 +286,7 @@ class Sender:
         """
         transfer = self._send(pending)
         if transfer is None:
-            again = self.start(pending.parts.unlocked(), 0)
+            again = self.start(pending.parts.unlocked())
             again.moved = pending.moved
             return self.finish(again)
         self.count(transfer)
@@ -285,7 +294,7 @@ class Sender:
 
     def count(self, transfer: Transfer[Any]) -> None:
         """Count a staged batch."""
-        self.counters.add(transfer.copies, transfer.blocks, *table_of(transfer)[1:5])
+        self.counters.add(transfer.copies, transfer.blocks, *sizes_of(transfer))
 
     def _send(self, pending: PendingSend) -> Transfer[Any] | None:
         """Make the destinations of the leaves, and start their copies; return None if the driver
@@ -320,8 +329,8 @@ class Sender:
                 pending.close(event)
         if locked < 0:
             return None
-        sent = Sent(blocks, event, copies + locked, stream)
-        return Transfer(target, parts.structure, table, sent, moved, leaves)
+        sent = Sent(blocks.tensors, event, copies + locked, stream)
+        return Transfer(target, parts.structure, Sizes.of(table), sent, moved, leaves)
 
     def _copy_locked(self, parts: Parts, blocks: Blocks, stream: Any) -> int:
         """Copy page-locked leaves; return the number of copies, or -1 if the driver refused."""

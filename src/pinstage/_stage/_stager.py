@@ -190,10 +190,9 @@ class Stager:
         returns, everything that was packed or is page-locked has been read.
 
         Copies run on the stager's own stream; `Transfer.wait` makes the consumer's stream wait for
-        them. The host slab returns to the pool when the copy is done.
-
-        A batch of at most 64 KiB takes no slab, and is copied on the current stream, behind earlier
-        work there.
+        them. The host slab returns to the pool when the copy is done. A batch below 1 MiB is copied
+        on the current stream, behind earlier work there, and takes no slab if it has at most 64
+        KiB, or eight plain leaves.
 
         A tensor that cannot be packed is moved by its own ``.to(device, non_blocking=True)`` on the
         current stream, and is counted. These are sparse, quantised and nested tensors, unregistered

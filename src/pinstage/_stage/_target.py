@@ -58,6 +58,10 @@ class Few(NamedTuple):
     locked: int
     """The number of leaves that are sent from page-locked memory."""
 
+    def made(self) -> list[torch.Tensor]:
+        """Return the tensors that were made."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
 
 class HostCopy(NamedTuple):
     """A copy to the host."""
@@ -179,7 +183,9 @@ class Target:
         """
         return make_blocks(table, sharing, self.device)
 
-    def move_few(self, leaves: list[Any], *, borrows: bool, most_bytes: int) -> Few | int | None:
+    def move_few(
+        self, leaves: list[Any], *, borrows: bool, most_bytes: int, is_later: bool = False
+    ) -> Few | int | None:
         """Copy a few leaves, each to its own tensor, which belongs to the current stream.
 
         Page-locked leaves take `stream` if that is idle, unless they may be read after the call.
@@ -188,12 +194,14 @@ class Target:
             leaves: the leaves of a batch.
             borrows: whether page-locked leaves may be read after the call.
             most_bytes: what such leaves may have together if the stream is busy.
+            is_later: whether the batch is for later work, so that page-locked leaves, too, count as
+                too large.
 
         Returns:
             None if the leaves are too many, too large, or not plain, or if the copies would wait
             for the device. The bytes of page-locked leaves that have more than `most_bytes`.
         """
-        few = _native.core.move_few(leaves, FEW_TYPES, 0, 0, 0, 0, borrows, most_bytes)
+        few = _native.core.move_few(leaves, FEW_TYPES, 0, 0, 0, 0, borrows, most_bytes, is_later)
         return tuple.__new__(Few, few) if isinstance(few, tuple) else few
 
     def copy(self, blocks: Blocks, host: HostBytes, start: int, end: int, stream: Any) -> int:

@@ -9,7 +9,6 @@ from typing import Any, Generic, NamedTuple
 import torch
 
 from .._batch import (
-    Blocks,
     OwnStorage,
     RowKind,
     Structure,
@@ -34,13 +33,27 @@ _NOT_YET: Any = object()
 class Sent(NamedTuple):
     """The packed leaves of a batch, whose copies have been started."""
 
-    blocks: Blocks
-    """The tensors."""
+    tensors: list[torch.Tensor]
+    """Made for them."""
     event: Fence | None
     """Behind the last copy; None if no event was recorded."""
     copies: int
     stream: Any
     """The stream of the copies."""
+
+
+class Sizes(NamedTuple):
+    """Figures of a batch, as those of its `Table`."""
+
+    nbytes: int
+    payload_bytes: int
+    packed: int
+    moved: int
+
+    @classmethod
+    def of(cls, table: Table) -> Sizes:
+        """Return the figures of a table."""
+        return cls(*table[1:5])
 
 
 class Moved(NamedTuple):
@@ -116,8 +129,8 @@ class Transfer(NotABatch, Generic[B_co]):
         "_leaves",
         "_moved",
         "_sent",
+        "_sizes",
         "_structure",
-        "_table",
         "_target",
         "blocks",
         "copies",
@@ -127,14 +140,14 @@ class Transfer(NotABatch, Generic[B_co]):
         self,
         target: Target,
         structure: Structure,
-        table: Table,
+        sizes: Sizes,
         sent: Sent,
         moved: Moved,
         leaves: list[Any],
     ) -> None:
         self._target = target
         self._structure = structure
-        self._table = table
+        self._sizes = sizes
         self._sent = sent
         self._moved = moved
         self._leaves: list[Any] | None = leaves  # until `wait`
@@ -143,20 +156,20 @@ class Transfer(NotABatch, Generic[B_co]):
         """Host-to-device copies of the packed leaves: one per block, and several for a large
         block.
         """
-        self.blocks = len(sent.blocks)
+        self.blocks = len(sent.tensors)
         """Device tensors made for the packed leaves: one per leaf with its own tensor, and one per
         shared block.
         """
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the batch's host slab, padding included."""
-        return self._table.nbytes
+        """Bytes of the batch on the host, with the padding of a slab."""
+        return self._sizes.nbytes
 
     @property
     def passthrough_leaves(self) -> int:
         """Tensors, and objects with a ``to()`` method, that were moved by their own ``.to()``."""
-        return self._table.moved
+        return self._sizes.moved
 
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
@@ -200,9 +213,9 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def _hand_over(self, consumer: Any) -> None:
         """Make a stream wait for the bytes, and keep the memory while that stream uses it."""
-        blocks, event, _, writer = self._sent
+        tensors, event, _, writer = self._sent
         if consumer is not writer:
-            self._target.hand_over(event, blocks.tensors, consumer)
+            self._target.hand_over(event, tensors, consumer)
         if self._moved.leaves:
             tensors = [tensor for thing in self._moved.leaves for tensor in tensors_in(thing)]
             memory = [part for tensor in tensors for part in memory_of(tensor)]
@@ -222,9 +235,9 @@ def leaves_of(transfer: Transfer[Any]) -> list[Any]:
         return transfer._leaves
 
 
-def table_of(transfer: Transfer[Any]) -> Table:
-    """Return the offset table of a batch."""
-    return transfer._table
+def sizes_of(transfer: Transfer[Any]) -> Sizes:
+    """Return the figures of a batch."""
+    return transfer._sizes
 
 
 def structure_of(transfer: Transfer[Any]) -> Structure:
@@ -324,11 +337,11 @@ def send_packed(
             if table.nbytes and host is not None:
                 copies = target.copy(blocks, host, 0, table.nbytes, stream)
                 event = target.record(stream)
-        sent = Sent(blocks, event, copies, stream)
+        sent = Sent(blocks.tensors, event, copies, stream)
         others, moved = move_others(target, structure, table, others)
         with step("views"):
             leaves = blocks.leaves(others)
-        return Transfer(target, structure, table, sent, moved, leaves)
+        return Transfer(target, structure, Sizes.of(table), sent, moved, leaves)
     except BaseException:
         event = target.record(stream)
         raise

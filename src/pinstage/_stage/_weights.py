@@ -35,7 +35,7 @@ from .._pool import Fence
 from .._sizes import format_bytes, round_up, size_to_paste
 from ..errors import AcquireTimeoutError
 from ._out import fill, prepare
-from ._sender import SMALL_BYTES, PendingSend, Sender
+from ._sender import PendingSend, Sender
 from ._transfer import leaves_of
 
 GROUP_BYTES = 64 << 20
@@ -520,10 +520,10 @@ class _Groups:
         existing: list[Any] = [write.destination for write in group]
         matched = prepare(parts, existing, self._sender.target.device)
         try:
-            pending = self._sender.start(parts, SMALL_BYTES, timeout=0)
+            pending = self._sender.start(parts, timeout=0)
         except AcquireTimeoutError:
             self.finish()  # with its slab, two loads could wait for each other's
-            pending = self._sender.start(parts, SMALL_BYTES)
+            pending = self._sender.start(parts)
         names = list(dict.fromkeys(write.name for write in group))
         self._started.append(_Started(names, pending, existing, matched))
 
