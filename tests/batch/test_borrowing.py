@@ -7,6 +7,7 @@ extension asks it as it asks CUDA's.
 import gc
 import threading
 import weakref
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from strategies import assert_same, tensor_of
 
 from pinstage import Layout, Stager
 from pinstage._reaper import reaper
+from pinstage._stage._transfer import Kept
 from pinstage.errors import LeaseError
 
 LARGE = 32 * 1024
@@ -130,6 +132,23 @@ def test_few_page_locked_leaves_need_no_table(driver, device, borrowing):
     assert not device.calls
     assert borrowing.stats().copies == 3 + 8
     assert borrowing.stats().pool.hits + borrowing.stats().pool.misses == 0
+
+
+def test_a_few_page_locked_leaves_are_staged_without_a_table(driver, borrowing):
+    device = use_target(borrowing, Locking(stages_few=True))
+    batch = [large(1), tensor_of(torch.int64, (3,), 2), "name", large(3)]
+    driver.lock(batch[0], batch[3])
+    transfer = borrowing.stage(batch)
+    assert (transfer.copies, transfer.blocks, transfer.query()) == (3, 3, False)
+    device.event.finish()
+    assert transfer.query()
+    assert_same(batch, transfer.wait())
+    assert not device.calls
+    too_large = [tensor_of(torch.uint8, (1 << 19,), i) for i in range(3)]
+    driver.lock(*too_large)
+    transfer, result = staged(borrowing, driver, too_large)
+    assert_same(too_large, result)
+    assert device.calls == [(3, False)]
 
 
 def test_small_and_strided_leaves_are_packed(driver, device, locking):
@@ -257,6 +276,22 @@ def test_an_unsendable_lease_stays_the_caller_s(stager):
         stager.stage_lease(lease, layout, ["text"])
     with pytest.raises(LeaseError, match="already released"):
         stager.stage_lease(lease, layout, ["text"])
+
+
+def test_a_call_drops_earlier_lenders(driver, device, borrowing, monkeypatch):
+    monkeypatch.setattr(reaper, "tasks", SimpleQueue())  # nothing else drops them
+    monkeypatch.setattr("pinstage._stage._sender.kept", kept := Kept())
+    events, lenders = [ManualEvent() for _ in range(3)], []
+    for device.event in events:
+        (leaf,) = driver.lock(large(1))
+        borrowing.to_device([leaf])
+        lenders.append(weakref.ref(leaf))
+    del leaf
+    for event, alive in ((events[1], 3), (events[0], 1)):
+        event.finish()
+        kept.until(events[2], [torch.ones(1)])
+        assert [lender() is not None for lender in lenders].count(True) == alive
+    assert lenders[2]() is not None
 
 
 def test_lenders_are_kept_until_their_copy_is_done(driver, device, borrowing):

@@ -62,9 +62,15 @@ class Driver:
 
 
 class Locking(Target):
-    """A device whose driver copies page-locked leaves."""
+    """A device whose driver copies page-locked leaves.
 
-    def __init__(self):
+    Args:
+        stages_few: whether `stage` moves a few leaves in one call, as it does for a GPU. Otherwise
+            it describes them.
+    """
+
+    def __init__(self, *, stages_few=False):
+        self.stages_few = stages_few
         self.event = ManualEvent()
         self.calls = []
         self.streams = []
@@ -78,6 +84,8 @@ class Locking(Target):
         return copies
 
     def move_few(self, leaves, *, borrows, most_bytes, is_later=False):
+        if is_later and not self.stages_few:
+            return None
         few = _core.move_few(leaves, FEW_TYPES, 0, 0, 0, 2, borrows, most_bytes, is_later)
         return Few(*few) if isinstance(few, tuple) else few
 

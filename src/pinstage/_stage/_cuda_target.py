@@ -158,9 +158,9 @@ class CudaTarget(Target):
         if not isinstance(moved, tuple):
             return moved  # type: ignore[no-any-return]
         few: Few = tuple.__new__(Few, moved)
-        copies = few.copies - few.locked
-        # The driver may hold the last piece of a larger copy.
-        self._at_once.add(copies, min(few.nbytes, copies * AT_ONCE_BYTES))
+        if copies := few.copies - few.locked:
+            # The driver may hold the last piece of a larger copy.
+            self._at_once.add(copies, min(few.nbytes, copies * AT_ONCE_BYTES))
         return few
 
     def has_room(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -65,10 +66,12 @@ class Moved(NamedTuple):
 
 
 class Kept:
-    """Objects that are kept alive until events are done. Only the reaper's thread drops them.
+    """Objects that are kept alive until events are done.
 
-    It looks every 20 ms while there are any, so a call wakes it only if there were none for that
-    long. Waking it takes as long as a small copy.
+    Each call drops earlier ones, so that a loader uses page-locked memory again which the caches
+    still have. The reaper's thread drops the last ones. It looks every 20 ms while there are any,
+    so a call wakes it only if there were none for that long. Waking it takes as long as a small
+    copy.
     """
 
     def __init__(self) -> None:
@@ -78,9 +81,19 @@ class Kept:
     def until(self, event: Fence | None, things: list[Any]) -> None:
         """Keep objects alive until an event is done. Finalisers may call this."""
         if event is not None and things:
+            self.drop_oldest()
             self.things.append((event, things))
             if self.look is None:
                 reaper.tasks.put(Look(self))
+
+    def drop_oldest(self) -> None:
+        """Drop objects up to the first whose event isn't done."""
+        with suppress(IndexError):  # none is left
+            while _is_done((oldest := self.things[0])[0]):
+                # An interrupt may come here: what is popped must not be needed any more.
+                popped = self.things.popleft()
+                if popped is not oldest:  # another thread took that one
+                    self.things.appendleft(popped)
 
 
 class Look:
@@ -95,10 +108,11 @@ class Look:
         if kept.look is None:
             kept.look = self  # from the next time on
             return False
-        for _ in range(len(kept.things)):
-            event, things = kept.things.popleft()
-            if not _is_done(event):
-                kept.things.append((event, things))
+        with suppress(IndexError):  # other threads take some
+            for _ in range(len(kept.things)):
+                event, things = kept.things.popleft()
+                if not _is_done(event):
+                    kept.things.append((event, things))
         if kept.look is self:
             kept.look = None  # before the check, since `until` adds before it asks
             kept.look = self if kept.things else None
