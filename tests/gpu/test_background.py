@@ -84,7 +84,7 @@ def test_a_batch_is_not_read_before_its_copy(stager, latch):
         1,
         2,
     ]
-    batches = iter(stager.prefetch(numbered(4, 100_000), depth=1, background=True))
+    batches = iter(stager.prefetch(numbered(4, 400_000), depth=1, background=True))
     next(batches)
     wait_until(lambda: stager.stats().batches == 5)
     latch.hold(stager._target.stream)

@@ -40,7 +40,7 @@ def copy_stream(stager):
 
 
 def sending_stream(stager, nbytes):
-    return torch.cuda.current_stream() if nbytes <= AT_ONCE_BYTES else copy_stream(stager)
+    return torch.cuda.current_stream() if nbytes < MIB else copy_stream(stager)
 
 
 @pytest.mark.filterwarnings("ignore:Generating overly large repr")
@@ -121,7 +121,7 @@ def test_random_batches_allocate_nothing_and_leave_nothing(cuda_device):
 
 
 def test_stage_returns_while_the_copy_stream_is_held(stager, latch):
-    batch = nested_batch()
+    batch = nested_batch(elements=300)
     stager.to_device(batch)
     latch.hold(copy_stream(stager))
     transfer = stager.stage(batch)
@@ -138,12 +138,12 @@ def stage_and_overwrite(stager, latch):
     """The scenario that matters most: try to get and overwrite a slab whose copy has not
     started.
     """
-    original = torch.arange(MIB // 4, dtype=torch.int32)
+    original = torch.arange(MIB // 2, dtype=torch.int32)
     latch.hold(copy_stream(stager))
     transfer = stager.stage({"x": original})
     with (
         contextlib.suppress(ps.errors.AcquireTimeoutError),
-        stager.pool.acquire(MIB, timeout=0.2) as lease,
+        stager.pool.acquire(2 * MIB, timeout=0.2) as lease,
     ):
         lease.tensor().fill_(0xFF)
     latch.open()
@@ -151,7 +151,7 @@ def stage_and_overwrite(stager, latch):
 
 
 def test_a_slab_is_not_overwritten_before_its_copy(cuda_device, latch):
-    with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
+    with ps.Stager(cuda_device, max_bytes=2 * MIB) as stager, latch:
         original, arrived = stage_and_overwrite(stager, latch)
         assert torch.equal(arrived, original)
 
@@ -163,7 +163,7 @@ def test_batches_are_corrupted_without_the_event_gate(cuda_device, latch, monkey
         release(lease)
 
     monkeypatch.setattr(ps.Lease, "release", release_at_once)
-    with ps.Stager(cuda_device, max_bytes=MIB) as stager, latch:
+    with ps.Stager(cuda_device, max_bytes=2 * MIB) as stager, latch:
         original, arrived = stage_and_overwrite(stager, latch)
         assert not torch.equal(arrived, original)
         assert (arrived == -1).all()
