@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 from doubles import PATIENCE_SECONDS, wait_until
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import pinstage as ps
 
@@ -178,6 +178,17 @@ def test_batches_page_locked_by_torch_are_sent_directly(stager, background):
         assert labels.tolist() == [2 * number, 2 * number + 1]
         assert (images == labels[:, None]).all()
     assert stager.stats().pool.peak_held_bytes < 2 * MIB  # the labels
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_small_page_locked_batches_arrive_beside_a_busy_stream(stager, background):
+    rows = torch.arange(100)[:, None].expand(100, 8192)
+    loader, right = DataLoader(TensorDataset(rows), 1, pin_memory=True), []
+    for number, (row,) in enumerate(stager.prefetch(loader, background=background)):
+        torch.cuda._sleep(2_000_000)
+        right.append((row == number).all())
+    assert torch.stack(right).sum().item() == 100
+    assert stager.stats().pool.peak_held_bytes == 0
 
 
 def test_a_page_locked_batch_lives_until_its_copy(stager, latch):
