@@ -1,5 +1,5 @@
-"""What all benchmarks do around their cases and ways: options, a fresh process for each way, passes
-in turn, the result file, and tables.
+"""What all benchmarks do around their cases and ways: options, processes, passes, the result file,
+and tables.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class Program:
         rounds: Passes, in which each way is measured once.
         lasting: Whether a way has one process for all passes, and not one for each: where starting
             it, its imports and the data take longer than the measurement.
+        in_turn: Whether all ways are measured in one process, call by call in turn, and not in a
+            process for each. `measure` then has the suitable ways instead of one, and returns an
+            outcome or an exception by way.
         limits: Ways that show a limit, and are no rivals.
         unit: The unit of the figures.
         judge: Changes the rows before they are compared.
@@ -80,6 +83,7 @@ class Program:
     benchmark: str = ""
     rounds: int = 1
     lasting: bool = False
+    in_turn: bool = False
     limits: Sequence[str] = ()
     unit: str = "ms"
     judge: Callable[[list[Row]], None] = lambda rows: None  # noqa: ARG005
@@ -214,6 +218,7 @@ class Program:
                 timeout=args.timeout,
                 at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
                 lasting=self.lasting,
+                in_turn=self.in_turn,
                 within=args.within,
                 unit=self.unit,
                 keep=keep,
@@ -258,15 +263,21 @@ class Program:
         return result | {"rows": [row for row in result["rows"] if row["variant"] in known]}
 
     def _work(self, args: Args) -> None:
-        """In the child: measure one way, and emit an outcome for each case."""
-        (way,) = harness.chosen(args.child, self.ways, "variant")
-        cases = [case for case in self.chosen_cases(args) if way.suits(case)]
+        """In the child: measure its ways, and emit their outcomes for each case."""
+        ways = harness.chosen(args.child, self.ways, "variant")
         self.begin(args)
         harness.start_device(args.device)
-        measure: Callable[[Any], Outcome] = partial(self.measure, way, args)
+        of_first: Callable[[Any], Outcome] = partial(self.measure, ways[0], args)
         if self.at_once:
-            measure = AtOnce(measure)
-        harness.work(cases, measure, partial(timing.empty_caches, args.device))
+            of_first = AtOnce(of_first)
+
+        def measure(suitable: Sequence[Variant], case: Any) -> Any:
+            return (
+                self.measure(suitable, args, case) if self.in_turn else {ways[0].id: of_first(case)}
+            )
+
+        empty_caches = partial(timing.empty_caches, args.device)
+        harness.work(ways, self.chosen_cases(args), measure, empty_caches)
 
 
 class AtOnce:
