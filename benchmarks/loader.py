@@ -35,6 +35,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from comparison.batches import differences
+from comparison.errors import Incorrect
 from comparison.harness import Outcome, Variant, importable
 from comparison.loop_timer import LoopTimer
 from comparison.program import Args, Program
@@ -288,7 +289,7 @@ def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
     dataset = case.dataset(case.batch_size)
     expected = default_collate([dataset[index] for index in range(case.batch_size)])
     for wrong in differences(expected, next(iterator), args.device):
-        return {"status": "incorrect", "detail": wrong}
+        raise Incorrect(wrong)
     step = Step(args.device, args.products) if case.scenario == "step" else None
     clock = time.perf_counter if step else time.thread_time
     main_thread: list[float] = []

@@ -31,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
-from comparison.harness import Outcome, Variant
+from comparison.errors import Incorrect
+from comparison.harness import Outcome, Variant, ok
 from comparison.program import Args, Program
 from comparison.timing import bus, synchronize, timed, turns
 
@@ -238,13 +239,9 @@ def measure_steps(variant: Variant, args: Args, case: Case) -> dict[str, Outcome
     wrong = [] if training.repeats(found) else ["those of a plain step"]
     if not _is_right_with_attention(variant, args):
         wrong.append("those of a plain step with attention")
-    outcome = {"status": "ok", "detail": detail}
     if wrong:
-        outcome = {"status": "incorrect", "detail": f"other gradients than {' and '.join(wrong)}"}
-    return {
-        "first step": outcome | {"total": total[:1]},
-        "later steps": outcome | {"total": total[1:]},
-    }
+        raise Incorrect(f"other gradients than {' and '.join(wrong)}")
+    return {"first step": ok(total[:1], detail), "later steps": ok(total[1:], detail)}
 
 
 def _is_right_with_attention(variant: Variant, args: Args) -> bool:
@@ -307,8 +304,7 @@ def measure_states(variant: Variant, args: Args, case: Case) -> dict[str, Outcom
             for name in samples:
                 one = timed(ways[name], args.device, repeats=1, warm_ups=0)
                 samples[name] += one["total"]
-    ok = {"status": "ok", "detail": ""}
-    return {name: ok | {"total": taken[2:]} for name, taken in samples.items()}
+    return {name: ok(taken[2:]) for name, taken in samples.items()}
 
 
 def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:

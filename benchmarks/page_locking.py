@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pinstage as ps
-from comparison.harness import Outcome, Size, Variant
+from comparison.harness import Outcome, Size, Variant, ok
 from comparison.program import Args, Program
 from comparison.record import Row
 from comparison.timing import kernel, resident
@@ -244,7 +244,7 @@ def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
                     found = once(allocate, args.nbytes, *others)
                 for what, value in found.items():
                     samples.setdefault(f"{what}, {state}", []).append(value)
-    return {name: {"status": "ok", "detail": "", "total": total} for name, total in samples.items()}
+    return {name: ok(total) for name, total in samples.items()}
 
 
 def touched(args: Args) -> contextlib.AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import pinstage as ps
-from comparison.harness import Outcome, Size, Variant
+from comparison.harness import Outcome, Size, Variant, ok
 from comparison.program import Args, Program
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
@@ -111,10 +111,9 @@ def shares(variant: Variant, device: torch.device, limit: int | None) -> tuple[f
 def measure(variant: Variant, args: Args, case: Size) -> dict[str, Outcome]:  # noqa: ARG001
     """Return each figure, as a sample."""
     in_all, of_batches = shares(variant, args.device, SMOKE_BATCHES if args.smoke else None)
-    detail = f"{len(of_batches)} batches"
     figures = in_all, sum(of_batches) / len(of_batches), max(of_batches)
     return {
-        case.id: {"status": "ok", "detail": detail, "total": [figure]}
+        case.id: ok([figure], f"{len(of_batches)} batches")
         for case, figure in zip(CASES, figures, strict=True)
     }
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from comparison.harness import Outcome, Size, Variant
+from comparison.harness import Outcome, Size, Variant, ok
 from comparison.program import Args, Program
 from pinstage.inspect._trace import trace_report
 
@@ -39,8 +39,7 @@ def measure(variant: Variant, args: Args, case: Size) -> Outcome:  # noqa: ARG00
         variant.setup(path)
         read = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    detail = f"{events:,} events, peak memory {peak / 1e9:.2f} GB"
-    return {"status": "ok", "detail": detail, "total": [read]}
+    return ok([read], f"{events:,} events, peak memory {peak / 1e9:.2f} GB")
 
 
 def write(path: Path, nbytes: int) -> int:

@@ -43,6 +43,11 @@ Outcome = dict[str, Any]
 and `busy` until it returned with a busy GPU."""
 
 
+def ok(total: Sequence[float], detail: str = "", main: Sequence[float] = ()) -> Outcome:
+    """Return the outcome of a way that was measured."""
+    return {"status": "ok", "detail": detail, "total": total, "main": main}
+
+
 class Named(Protocol):
     """Something that a user can choose by its id."""
 
@@ -104,6 +109,10 @@ class Variant:
         if self.needs_cuda and device.type != "cuda":
             return "needs CUDA"
         return None
+
+
+Pair = tuple[Variant, Any]
+"""A way and a case that it applies to."""
 
 
 def importable(module: str) -> bool:
@@ -278,23 +287,19 @@ def start_device(device: torch.device) -> None:
 
 
 def work(
-    ways: Sequence[Variant],
-    cases: Sequence[Any],
-    measure: Callable[[Sequence[Variant], Any], Mapping[str, Outcome | Exception]],
+    groups: Sequence[Sequence[Pair]],
+    measure: Callable[[Sequence[Pair]], Mapping[tuple[str, str], Outcome | Exception]],
     between: Callable[[], None],
 ) -> None:
-    """In the child: measure each case in each pass, and emit the outcomes of its ways at once, so
-    that they survive a later crash.
+    """In the child: measure each group of ways and cases in each pass, and emit its outcomes at
+    once, so that they survive a later crash.
     """
     for _ in sys.stdin:
-        for case in cases:
-            suitable = [way for way in ways if way.suits(case)]
-            if not suitable:
-                continue
+        for group in groups:
             try:
-                _emit(case, measure(suitable, case))
+                _emit(measure(group))
             except Exception as error:  # noqa: BLE001 - whatever a variant raises is its result
-                _emit(case, {way.id: error for way in suitable})
+                _emit({(way.id, case.id): error for way, case in group})
             # A trainer's cycles keep CUDA events. If a worker that the next case forks collected
             # them, it would call CUDA there.
             gc.collect()
@@ -303,10 +308,10 @@ def work(
         sys.stdout.flush()
 
 
-def _emit(case: Case, outcomes: Mapping[str, Outcome | Exception]) -> None:
-    for way, found in outcomes.items():
+def _emit(outcomes: Mapping[tuple[str, str], Outcome | Exception]) -> None:
+    for (way, case), found in outcomes.items():
         outcome = _failed(found) if isinstance(found, Exception) else found
-        sys.stdout.write(MARK + json.dumps({"case": case.id, "way": way, **outcome}) + "\n")
+        sys.stdout.write(MARK + json.dumps({"way": way, "case": case, **outcome}) + "\n")
     sys.stdout.flush()
 
 

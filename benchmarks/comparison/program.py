@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from comparison import harness, record, table, timing
 from comparison.errors import BenchError
-from comparison.harness import Outcome, Variant
+from comparison.harness import Outcome, Pair, Variant
 from comparison.record import Row
 
 Args = argparse.Namespace
@@ -50,7 +51,7 @@ class Program:
         ways: The ways to measure.
         cases: What they are measured on, or a function that chooses it.
         measure: Returns the outcome of a way on a case, in a process of the way.
-        at_once: Whether that returns the outcomes of all cases, by their ids, given the first one.
+        at_once: Whether that returns the outcomes of all cases by their ids, given the first one.
         options: Further options, each with its default and help.
         small_cases: The cases of a smoke run.
         small: The most that options have in a smoke run.
@@ -267,33 +268,24 @@ class Program:
         ways = harness.chosen(args.child, self.ways, "variant")
         self.begin(args)
         harness.start_device(args.device)
-        of_first: Callable[[Any], Outcome] = partial(self.measure, ways[0], args)
-        if self.at_once:
-            of_first = AtOnce(of_first)
-
-        def measure(suitable: Sequence[Variant], case: Any) -> Any:
-            return (
-                self.measure(suitable, args, case) if self.in_turn else {ways[0].id: of_first(case)}
-            )
-
+        pairs = [(way, case) for case in self.chosen_cases(args) for way in ways if way.suits(case)]
+        of_cases = groupby(pairs, key=lambda pair: str(pair[1].id))
+        groups = [pairs] if self.at_once else [list(group) for _, group in of_cases]
         empty_caches = partial(timing.empty_caches, args.device)
-        harness.work(ways, self.chosen_cases(args), measure, empty_caches)
+        harness.work(groups, partial(self._measured_group, args), empty_caches)
 
-
-class AtOnce:
-    """Measures all cases when the first one is asked for."""
-
-    def __init__(self, measure_all: Callable[[Any], dict[str, Outcome]]) -> None:
-        self._measure_all = measure_all
-        self._outcomes: dict[str, Outcome] | None = None
-
-    def __call__(self, case: Any) -> Outcome:
-        """Return the outcome of a case."""
-        if self._outcomes is None:
-            self._outcomes = {}
-            self._outcomes = self._measure_all(case)
-        failed = {"status": "error", "detail": "an earlier part failed"}
-        return self._outcomes.get(case.id, failed)
+    def _measured_group(
+        self, args: Args, group: Sequence[Pair]
+    ) -> dict[tuple[str, str], Outcome | Exception]:
+        """Return the outcomes of ways and cases that are measured together."""
+        way, case = group[0]
+        if self.in_turn:
+            found = self.measure([way for way, _ in group], args, case)
+            return {(name, case.id): outcome for name, outcome in found.items()}
+        found = self.measure(way, args, case)
+        if self.at_once:
+            return {(way.id, name): outcome for name, outcome in found.items()}
+        return {(way.id, case.id): found}
 
 
 def of_module(module: Mapping[str, Any]) -> dict[str, Any]:

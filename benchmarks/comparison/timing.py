@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from comparison.errors import Incorrect
-from comparison.harness import Outcome
+from comparison.harness import Outcome, ok
 
 BUSY_SECONDS = 0.1
 BUSY_KERNELS = 10
@@ -111,7 +111,7 @@ def _kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
 def _outcome(samples: Sequence[tuple[float, float, bool]], began: int) -> Outcome:
     """Return the outcome of a way's samples, which were untimed before some number."""
     total, main, right = map(list, zip(*samples, strict=True))
-    outcome = {"status": "ok", "detail": "", "total": total[began:], "main": main[began:]}
+    outcome = ok(total[began:], main=main[began:])
     wrong = right.count(False)
     if wrong:
         outcome |= {"status": "incorrect", "detail": f"{wrong} of {len(right)} results are wrong"}

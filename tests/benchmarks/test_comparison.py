@@ -201,11 +201,11 @@ def test_a_crashing_variant_keeps_rows_and_last_words(tmp_path, capsys):
 
 
 def test_an_error_is_told_with_what_caused_it(monkeypatch, capsys):
-    def measure(ways, case):
+    def measure(group):
         raise RuntimeError("worker gone") from ValueError("killed by signal: Bus error")
 
     monkeypatch.setattr("sys.stdin", ["\n"])
-    harness.work([Variant("v", print, "")], [Size("1B", 1)], measure, lambda: None)
+    harness.work([[(Variant("v", print, ""), Size("1B", 1))]], measure, lambda: None)
 
     said, done = capsys.readouterr().out.splitlines(keepends=True)
     assert done == harness.DONE
@@ -222,14 +222,13 @@ from comparison import harness
 
 turns = itertools.count(1)
 
-def measure(ways, case):
+def measure(group):
     turn = next(turns)
     if turn == 3:
         sys.exit("out of luck")
-    return {{"v": {{"status": "ok", "detail": "", "total": [float(turn)]}}}}
+    return {{("v", "1B"): harness.ok([float(turn)])}}
 
-way = harness.Variant("v", print, "")
-harness.work([way], [harness.Size("1B", 1)], measure, lambda: None)
+harness.work([[(harness.Variant("v", print, ""), harness.Size("1B", 1))]], measure, lambda: None)
 """
 
 
@@ -391,16 +390,19 @@ def test_one_call_raises_what_it_raised():
 OF_WAYS = {"right": "ok", "wrong": "incorrect", "raises": "error"}
 
 
-def test_each_way_in_turn_has_its_row(tmp_path, monkeypatch, capsys):
-    def measure(ways, case):
+def test_each_way_in_turn_has_its_row(monkeypatch, capsys):
+    def measure(ways, args, case):
+        assert [way.id for way in ways] == list(OF_WAYS)
         return {
-            "right": {"status": "ok", "detail": "", "total": [1.0]},
+            "right": harness.ok([1.0]),
             "wrong": Incorrect("tensor 3 has other bits"),
             "raises": ValueError("out of luck"),
         }
 
     monkeypatch.setattr("sys.stdin", ["\n"])
-    harness.work([Variant(name, print, "") for name in OF_WAYS], CASES[:1], measure, lambda: None)
+    ways = [Variant(name, print, "") for name in OF_WAYS]
+    program = replace(PROGRAM, ways=ways, cases=CASES[:1], measure=measure, in_turn=True)
+    assert program.main(["--child", ",".join(OF_WAYS), "--device", "cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()[:-1]
     outcomes = [json.loads(line.removeprefix(harness.MARK)) for line in lines]
     assert {outcome["way"]: outcome["status"] for outcome in outcomes} == OF_WAYS
