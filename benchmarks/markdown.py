@@ -233,12 +233,14 @@ def staging(result: Result) -> list[str]:
     column.
     """
     shown = result["settings"].get("table")  # if the file has a series too, only these
-    cases = {case: rows for case, rows in by_case(result).items() if not shown or case in shown}
-    in_place = [_in_place(case, rows) for case, rows in cases.items() if case.endswith("-in-place")]
-    cases = {case: rows for case, rows in cases.items() if not case.endswith("-in-place")}
-    ran = {way for rows in cases.values() for way, row in rows.items() if row["status"] == "ok"}
-    ways = {name: text for name, text in (NAMES | OURS).items() if name in ran}
-    named = {titled(case): rows for case, rows in cases.items()}
+    named, in_place = {}, []
+    for case, rows in by_case(result).items():
+        if case.endswith("-in-place"):
+            in_place.append(_in_place(case, rows))
+        elif not shown or case in shown:
+            named[titled(case)] = rows
+    ran = {row["variant"] for row in result["rows"] if row["status"] == "ok"}
+    ways = in_use({name: text for name, text in (NAMES | OURS).items() if name in ran}, named)
     ratio = {case: times(best_rival(rows, NAMES), rows["pinstage"]) for case, rows in named.items()}
     whole = [
         *by_ways(BATCHES, named, ways, {"ratio": ratio}),
@@ -646,45 +648,45 @@ def _best_of_loop(result: Result, name: str, ways: Sequence[str]) -> Row:
     return min((best_rival(rows, ways) for rows in same), key=lambda row: row["median"])
 
 
-@section("frameworks", "")
-def frameworks(result: Result, only: str | None = None) -> list[str]:
-    """Loops of frameworks, with their heading, or one of them."""
+FRAMEWORKS = {
+    "webdataset": (
+        "In the main process, a thread packs for `webdataset`, by `prefetch(background=True)`."
+    ),
+    "nodes": (
+        "`nodes` doesn't use torch's loader, and no worker packs. Its columns are "
+        "`prefetch(background=True)` and `torchdata.Stage`."
+    ),
+    "slow": (
+        "`slow` is a generator that takes 6 ms for a batch: without and with a thread that packs."
+    ),
+}
+"""What differs in a loop."""
+STEP_TIMES = (
+    "Time of a training step, and the share of the time for which the GPU was busy. The last "
+    "column is the time with `pin_memory=True` over that with workers that pack."
+)
+
+
+@section("frameworks")
+def frameworks(result: Result) -> list[str]:
+    """Loops of frameworks."""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
-    cases = {case: rows for case, rows in by_case(result).items() if only in (None, case)}
+    cases = by_case(result)
     ways = in_use(ways, cases)
     speed_up = {case: times(rows["pin_memory"], rows["pinstage"]) for case, rows in cases.items()}
-    lines = by_ways("ms per step", cases, ways, {"speed-up": speed_up}, more=_busy)
-    said = (
-        "Time of a training step, and the share of the time for which the GPU was busy. The last "
-        "column is the time with `pin_memory=True` over that with workers that pack."
-    )
-    rows = [row for row in result["rows"] if only in (None, row["case"])]
-    failed = [row for row in rows if row["status"] != "ok"]
+    said = [STEP_TIMES]
+    failed = [row for row in result["rows"] if row["status"] != "ok"]
     if not failed:
-        said += " Losses are the same in every way that moves batches, bit for bit."
+        said.append("Losses are the same in every way that moves batches, bit for bit.")
     for row in failed:
         why = re.sub(r" \(pid\(s\) [\d, ]+\)|, from .*", "", row["detail"])
-        said += f" `{row['case']}`, {ways[row['variant']]}, failed: {why}."
-    if any(row["variant"] == "model" for row in rows):
-        said += " The model alone has one batch, on the device before the loop begins."
-    cases = {row["case"] for row in rows}
-    if "webdataset" in cases and only is None:
-        said += (
-            " In the main process, a thread packs for `webdataset`, by `prefetch(background=True)`."
-        )
-    if "nodes" in cases:
-        said += (
-            " `nodes` doesn't use torch's loader, and no worker packs. Its columns are "
-            "`prefetch(background=True)` and `torchdata.Stage`."
-        )
-    if "slow" in cases:
-        said += (
-            " `slow` is a generator that takes 6 ms for a batch: without and with a thread that "
-            "packs."
-        )
-    heading = [] if only else ["## Measured", ""]
-    return [*heading, *lines, "", f"{said} {passes(result)}".strip()]
+        said.append(f"`{row['case']}`, {ways[row['variant']]}, failed: {why}.")
+    if "model" in ways:
+        said.append("The model alone has one batch, on the device before the loop begins.")
+    said += [text for case, text in FRAMEWORKS.items() if case in cases]
+    lines = by_ways("ms per step", cases, ways, {"speed-up": speed_up}, more=_busy)
+    return [*lines, "", " ".join([*said, passes(result)]).strip()]
 
 
 CHECKPOINTS = {

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from comparison.errors import Incorrect
 from comparison.harness import Outcome, Variant, ok
 from comparison.program import Args, Program
-from comparison.timing import bus, synchronize, timed, turns
+from comparison.timing import bus, in_turn, synchronize, timed, turns
 
 MIB, GIB = 1 << 20, 1 << 30
 FEWEST_REPEATS = 3
@@ -296,18 +296,14 @@ STATE_WAYS = (
 )
 
 
-def measure_states(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+def measure_states(variant: Variant, args: Args, case: Case) -> dict[str, Outcome | Exception]:
     """Return the samples of both ways, which are taken in turn."""
-    samples: dict[str, list[float]] = {"state back": [], "state out": []}
     with variant.open(args.device, case) as ways:
-        for _ in range(2 + args.repeats):
-            for name in samples:
-                one = timed(ways[name], args.device, repeats=1, warm_ups=0)
-                samples[name] += one["total"]
-    return {name: ok(taken[2:]) for name, taken in samples.items()}
+        calls = {name: nullcontext(ways[name]) for name in ("state back", "state out")}
+        return in_turn(calls, args.device, repeats=args.repeats, warm_ups=2)
 
 
-def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome | Exception]:
     """Return the outcomes of a way of a step, or of a state."""
     return (measure_steps if case.blocks else measure_states)(variant, args, case)
 

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 
 import pinstage as ps
+from comparison.batches import shapes
 from comparison.harness import Outcome, Variant
 from comparison.program import Args, Program
 from comparison.timing import Call, compare, in_turn
 
-KIB, MIB = 1 << 10, 1 << 20
+MIB = 1 << 20
 STEPS = 60
 """Steps of a loop that replays a graph."""
 FEWEST_LOOPS, FEWEST_WRITES = 10, 5
@@ -39,14 +40,11 @@ Write = Callable[[Tensors, Tensors], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """Leaves of one size, and their destinations."""
+    """Leaves of one size. They are page-locked if the id ends with `pinned`."""
 
     id: str
     leaves: int
     leaf_bytes: int
-    pinned: bool = False
-    separate: bool = True
-    """Whether each destination has its own memory; otherwise `to_device` made them."""
     products: int = 0
     """Matrix products of a graph that is replayed after each write, in a loop; 0: single writes are
     measured.
@@ -58,32 +56,30 @@ class Batch:
         """Bytes of all leaves."""
         return self.leaves * self.leaf_bytes
 
+    def ends(self, kind: str) -> bool:
+        """Return whether the batch is of a kind."""
+        return self.id.endswith(kind)
+
+
+def writes(ids: str) -> list[Batch]:
+    """Return batches that are written once in a call."""
+    return [Batch(shape.id, shape.leaves, shape.leaf_bytes) for shape in shapes(ids)]
+
 
 CASES = (
     Batch("4GiB-weights", 64, 64 * MIB),
-    Batch("images-37MiB-replay", 2, 37 * MIB // 2, separate=False, products=7, dtype=torch.float32),
-    Batch("200-leaves-9MiB-replay", 200, 48_000, separate=False, products=3, dtype=torch.float32),
-    Batch("tokens-1MiB-replay", 2, MIB // 2, separate=False, products=1, dtype=torch.int64),
-    Batch("1000x256B-returned", 1000, 256, separate=False),
-    Batch("1000x256B-separate", 1000, 256),
-    *(
-        Batch(f"{leaves}x{name}{'-pinned' if pinned else ''}", leaves, nbytes, pinned=pinned)
-        for pinned in (False, True)
-        for leaves, name, nbytes in (
-            (4, "1KiB", KIB),
-            (64, "64KiB", 64 * KIB),
-            (8, "1MiB", MIB),
-            (300, "1MiB", MIB),
-            (16, "16MiB", 16 * MIB),
-        )
-    ),
+    Batch("images-37MiB-replay", 2, 37 * MIB // 2, 7, torch.float32),
+    Batch("200-leaves-9MiB-replay", 200, 48_000, 3, torch.float32),
+    Batch("tokens-1MiB-replay", 2, MIB // 2, 1, torch.int64),
+    *writes("""
+        1000x256B-returned 1000x256B-separate 4x1KiB 64x64KiB 8x1MiB 300x1MiB 16x16MiB
+        4x1KiB-pinned 64x64KiB-pinned 8x1MiB-pinned 300x1MiB-pinned 16x16MiB-pinned
+    """),
 )
 SMALL_CASES = (
     Batch("4MiB-weights", 4, MIB),
-    Batch("tokens-replay", 2, 4 * KIB, separate=False, products=1, dtype=torch.int64),
-    Batch("40x256B-returned", 40, 256, separate=False),
-    Batch("40x256B-separate", 40, 256),
-    Batch("2x1MiB", 2, MIB),
+    Batch("tokens-replay", 2, 4 << 10, 1, torch.int64),
+    *writes("40x256B-returned 40x256B-separate 2x1MiB"),
 )
 
 
@@ -92,9 +88,9 @@ def _ours(
     device: torch.device, case: Batch, *, write: Callable[[Any, Tensors, Tensors], Tensors]
 ) -> Iterator[Write]:
     cap = 2 * case.nbytes + MIB
-    if write is _in_place and case.id.endswith("weights"):
+    if write is _in_place and case.ends("weights"):
         write, cap = _load, min(256 * MIB, case.nbytes // 4)
-    with ps.Stager(device, max_bytes=cap, borrow_pinned=case.pinned) as stager:
+    with ps.Stager(device, max_bytes=cap, borrow_pinned=case.ends("pinned")) as stager:
         yield partial(write, stager)
 
 
@@ -208,7 +204,11 @@ def _call(
 def _batch(device: torch.device, case: Batch, seed: int) -> Tensors:
     count = case.leaf_bytes // case.dtype.itemsize
     made = [torch.full((count,), seed + i, dtype=case.dtype) for i in range(case.leaves)]
-    return [leaf.pin_memory() for leaf in made] if case.pinned and device.type == "cuda" else made
+    return (
+        [leaf.pin_memory() for leaf in made]
+        if case.ends("pinned") and device.type == "cuda"
+        else made
+    )
 
 
 def _graph(places: Tensors, products: int) -> Callable[[], Any]:
@@ -239,10 +239,11 @@ def _graph(places: Tensors, products: int) -> Callable[[], Any]:
 
 
 def _places(device: torch.device, case: Batch, sources: Tensors) -> Tensors:
-    if case.separate:
-        return [torch.empty_like(source, device=device) for source in sources]
-    with ps.Stager(device, max_bytes="64MiB") as stager:
-        return stager.to_device([torch.zeros_like(source) for source in sources])
+    """Return the destinations: each with memory of its own, or as `to_device` returns them."""
+    if case.products or case.ends("returned"):
+        with ps.Stager(device, max_bytes="64MiB") as stager:
+            return stager.to_device(sources)
+    return [torch.empty_like(source, device=device) for source in sources]
 
 
 PROGRAM = Program.of(

@@ -182,14 +182,13 @@ def collect(
     def outcomes_of(group: Sequence[Variant]) -> dict[tuple[str, str], Outcome]:
         able = [way for way in group if not way.obstacle(device) and any(map(way.suits, cases))]
         emitted, failure = run_child(",".join(way.id for way in able)) if able else ([], "")
-        found: dict[tuple[str, str], Outcome] = {}
-        for way in group:
-            status, said = way.obstacle(device), way.package or ""
-            if not status:
-                status, said = "error", failure[:300] or "no result"
-            missing = {"status": status, "detail": said}
-            found |= {(way.id, case.id): missing for case in cases if way.suits(case)}
-        return found | {(outcome["way"], outcome["case"]): outcome for outcome in emitted}
+        missing = {
+            (way.id, case.id): _missing(way, device, failure)
+            for way in group
+            for case in cases
+            if way.suits(case)
+        }
+        return missing | {(outcome["way"], outcome["case"]): outcome for outcome in emitted}
 
     def run_child(ways: str) -> tuple[list[Outcome], str]:
         began = time.perf_counter()
@@ -214,14 +213,11 @@ def collect(
     outcomes: dict[tuple[str, str], list[Outcome]] = {}
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
     groups = [ours_first] if in_turn else [[way] for way in ours_first]
-    done = 0
-    first = began = time.perf_counter()
+    done, most = 0, rounds * len(groups)
+    first = time.perf_counter()
     try:
         for turn in range(rounds):
-            now = time.perf_counter()
-            if turn and (now - first) + (now - began) > within:
-                break
-            began = now
+            began = time.perf_counter()
             # A drift of the machine then affects all alike.
             order = groups if turn % 2 == 0 else groups[::-1]
             with ThreadPoolExecutor(at_once) as executor:
@@ -230,12 +226,23 @@ def collect(
                     for pair, outcome in found.items():
                         outcomes.setdefault(pair, []).append(outcome)
                     done += 1
-                    if keep is not None and done < rounds * len(groups):
-                        keep(rows(), f"{done} of {rounds * len(groups)} passes")
+                    if keep is not None and done < most:
+                        keep(rows(), f"{done} of {most} passes")
+            now = time.perf_counter()
+            if (now - first) + (now - began) > within:
+                break
     finally:  # after Ctrl-C, too: no process may keep computing
         for child in children.values():
             child.end()
     return rows()
+
+
+def _missing(variant: Variant, device: torch.device, failure: str) -> Outcome:
+    """Return the outcome on a case for which the process of a variant has none."""
+    obstacle = variant.obstacle(device)
+    if obstacle:
+        return {"status": obstacle, "detail": variant.package or ""}
+    return {"status": "error", "detail": failure[:300] or "no result"}
 
 
 def _row(
