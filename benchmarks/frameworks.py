@@ -35,10 +35,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import pinstage as ps
-from comparison.harness import Outcome, Variant, importable
-from comparison.loop_timer import LoopTimer
-from comparison.program import Args, Program
-from comparison.record import Row
+from comparison import Args, LoopTimer, Outcome, Program, Row, Variant, importable
 
 FIELDS, WIDTH = 100, 256
 SLOW_SECONDS = 0.006

@@ -36,9 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pinstage as ps
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import bus, synchronize, timed, turns
+from comparison import Args, Outcome, Program, Variant, bus, synchronize, timed, turns
 from pinstage import offload
 
 MIB = 1 << 20

@@ -30,9 +30,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from comparison.harness import Outcome, Variant, ok
-from comparison.program import Args, Program
-from comparison.timing import bus, compare, synchronize, timed, turns
+from comparison import Args, Outcome, Program, Variant, bus, compare, ok, synchronize, timed, turns
 
 WARM_UPS = 5
 SEED = 3

@@ -22,9 +22,7 @@ import loader
 import torch
 from loader import Batches, Sample
 
-from comparison.harness import Outcome, Variant, chosen
-from comparison.program import Args, of_module
-from comparison.timing import resident, synchronize
+from comparison import Args, Outcome, Variant, chosen, of_module, resident, synchronize
 
 MIB = 1 << 20
 GROWTH = 64 * MIB

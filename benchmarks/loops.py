@@ -40,9 +40,7 @@ import loader
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import compare
+from comparison import Args, Outcome, Program, Variant, compare
 
 KEPT = 64
 """Samples in memory, which a dataset repeats."""

@@ -17,8 +17,7 @@ import torch
 from page_locking import Allocate, Held, torch_pin_memory, touched
 
 import pinstage as ps
-from comparison.harness import Outcome, Size, Variant, ok
-from comparison.program import Args, Program
+from comparison import Args, Outcome, Program, Size, Variant, ok
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -17,11 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from comparison import rivals, staging
-from comparison.batches import BatchShape, shapes
-from comparison.errors import BenchError
-from comparison.harness import Outcome, Variant, chosen, ok
-from comparison.program import Args, Program
+from comparison import (
+    Args,
+    BatchShape,
+    BenchError,
+    Outcome,
+    Program,
+    Variant,
+    chosen,
+    ok,
+    rivals,
+    shapes,
+    staging,
+)
 from comparison.record import quantile
 
 CASES = shapes("16x1MiB 64x1MiB 16x16MiB 300x1MiB 1000x256KiB 1x512MiB")

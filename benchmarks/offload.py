@@ -31,10 +31,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
-from comparison.errors import Incorrect
-from comparison.harness import Outcome, Variant, ok
-from comparison.program import Args, Program
-from comparison.timing import bus, in_turn, synchronize, timed, turns
+from comparison import (
+    Args,
+    Incorrect,
+    Outcome,
+    Program,
+    Variant,
+    bus,
+    in_turn,
+    ok,
+    synchronize,
+    timed,
+    turns,
+)
 
 MIB, GIB = 1 << 20, 1 << 30
 FEWEST_REPEATS = 3

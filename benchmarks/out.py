@@ -23,10 +23,7 @@ from typing import Any
 import torch
 
 import pinstage as ps
-from comparison.batches import shapes
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import Call, compare, in_turn
+from comparison import Args, Call, Outcome, Program, Variant, compare, in_turn, shapes
 
 MIB = 1 << 20
 STEPS = 60

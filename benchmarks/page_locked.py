@@ -19,10 +19,18 @@ from functools import partial
 import torch
 
 import pinstage as ps
-from comparison.batches import BatchShape, shapes
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import bus, compare, in_turn, synchronize
+from comparison import (
+    Args,
+    BatchShape,
+    Outcome,
+    Program,
+    Variant,
+    bus,
+    compare,
+    in_turn,
+    shapes,
+    synchronize,
+)
 
 INSTANCES = 2
 """Batches in turn, so that no call reads what the last one left in a cache."""

@@ -25,10 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 import pinstage as ps
-from comparison.harness import Outcome, Size, Variant, ok
-from comparison.program import Args, Program
-from comparison.record import Row
-from comparison.timing import kernel, resident
+from comparison import Args, Outcome, Program, Row, Size, Variant, kernel, ok, resident
 
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK_BYTES = 64 * MIB

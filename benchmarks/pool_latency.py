@@ -15,10 +15,7 @@ from functools import partial
 
 import torch
 
-from comparison.harness import Outcome, Size, Variant
-from comparison.program import Args, Program
-from comparison.record import Row
-from comparison.timing import timed
+from comparison import Args, Outcome, Program, Row, Size, Variant, timed
 
 KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 200

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from comparison.harness import Outcome, Size, Variant
-from comparison.program import Args, Program
-from comparison.timing import compare, timed
+from comparison import Args, Outcome, Program, Size, Variant, compare, timed
 from pinstage.errors import StagingWarning
 
 MIB = 1 << 20

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 import pinstage as ps
-from comparison.harness import Outcome, Size, Variant, ok
-from comparison.program import Args, Program
+from comparison import Args, Outcome, Program, Size, Variant, ok
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from demo.data import Archive, make_batches

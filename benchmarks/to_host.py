@@ -35,10 +35,7 @@ from typing import Any
 
 import torch
 
-from comparison.batches import BatchShape, shapes
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import compare, timed
+from comparison import Args, BatchShape, Outcome, Program, Variant, compare, shapes, timed
 
 MIB = 1 << 20
 IN_FLIGHT = 2

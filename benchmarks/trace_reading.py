@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from comparison.harness import Outcome, Size, Variant, ok
-from comparison.program import Args, Program
+from comparison import Args, Outcome, Program, Size, Variant, ok
 from pinstage.inspect._trace import trace_report
 
 Event = dict[str, Any]

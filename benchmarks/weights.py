@@ -30,9 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import bus, timed
+from comparison import Args, Outcome, Program, Variant, bus, timed
 
 SECONDS = 5.0
 

@@ -56,7 +56,8 @@ def _tensordict_consolidate(device: torch.device) -> Stage:
     return stage
 
 
-def _spdl_transfer(device: torch.device) -> Stage:
+def spdl_transfer(device: torch.device) -> Stage:
+    """Return SPDL's transfer of a batch."""
     # The only place where SPDL looks for the device.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     import spdl.io
@@ -138,7 +139,7 @@ VARIANTS = (
     ),
     Variant(
         "spdl_transfer",
-        _spdl_transfer,
+        spdl_transfer,
         "`spdl.io.transfer_tensor`, `transfer_tensor_h2d` since 0.8: pins and copies each leaf "
         "on a stream, then waits",
         package="spdl.io",
