@@ -34,9 +34,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from comparison import Args, Outcome, Program, Size, Variant, ok, resident, synchronize
+from comparison import MIB, Args, Outcome, Program, Size, Variant, ok, resident, synchronize
 
-MIB = 1 << 20
 STEP_SECONDS = 0.25
 
 

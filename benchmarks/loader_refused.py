@@ -22,9 +22,8 @@ import loader
 import torch
 from loader import Batches, Sample
 
-from comparison import Args, Outcome, Variant, chosen, of_module, resident, synchronize
+from comparison import MIB, Args, Outcome, Variant, chosen, of_module, resident, synchronize
 
-MIB = 1 << 20
 GROWTH = 64 * MIB
 """Bytes by which memory may differ between two moments of a steady loop: four of 2,000 batches."""
 

@@ -471,7 +471,12 @@ def page_locked(result: Result) -> list[str]:
         "into memory that exists."
     )
     cases = {titled(case): rows for case, rows in by_case(result).items()}
-    return [*by_ways("tensors", cases, ways), "", said]
+    return [*by_ways("tensors", cases, ways), "", said + in_turn(result)]
+
+
+def in_turn(result: Result) -> str:
+    """Return a sentence about ways that shared a process; empty if each had its own."""
+    return " All ways ran in one process, in turn." * result["settings"].get("in_turn", False)
 
 
 LOOP_WAYS = {
@@ -704,22 +709,19 @@ CHECKPOINTS = {
 def checkpoint(result: Result) -> list[str]:
     """How long training stands still for a save."""
     cases = by_case(result)
-    about = {
-        way: text for way, text in result["settings"]["variants"].items() if way in cases["step"]
-    }
+    step = {"step": cases["step"]}
+    about, few = in_use(result["settings"]["variants"], step), in_use(CHECKPOINTS, step)
 
-    def column(case: str, field: str, ways: Iterable[str]) -> list[str]:
-        return cells(cases[case], ways, field)
+    def columns(ways: Ways, headings: Ways) -> list[tuple[str, list[str]]]:
+        saves = [
+            (heading.format(name), cells(cases[case], ways, field))
+            for name, field in (("the call", "main_median"), ("on the host", "median"))
+            for case, heading in headings.items()
+        ]
+        return [*saves, ("a step", cells(cases["step"], ways))]
 
-    few = {way: text for way, text in CHECKPOINTS.items() if way in about}
-    fields = {"the call": "main_median", "on the host": "median"}
-    short = [(heading, column("later", field, few)) for heading, field in fields.items()]
-    short.append(("a step", column("step", "median", few)))
-    whole = []
-    for heading, field in fields.items():
-        whole.append((f"{heading}, first", column("first", field, about)))
-        whole.append(("later", column("later", field, about)))
-    whole.append(("a step", column("step", "median", about)))
+    short = columns(few, {"later": "{}"})
+    whole = columns(about, {"first": "{}, first", "later": "later"})
     details = (cases["step"][way]["detail"] for way in about)
     whole.append(("memory", [_said(r"([\d.]+ GB) more resident", said) for said in details]))
     nbytes = max(row["nbytes"] for row in result["rows"])
@@ -858,7 +860,7 @@ def out(result: Result) -> list[str]:
         "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
         "loop with `non_blocking=True`."
     )
-    return [*by_ways("ms", cases, in_use(ways, cases)), "", said]
+    return [*by_ways("ms", cases, in_use(ways, cases)), "", said + in_turn(result)]
 
 
 @section("in_memory")

@@ -17,9 +17,7 @@ import torch
 from page_locking import Allocate, Held, torch_pin_memory, touched
 
 import pinstage as ps
-from comparison import Args, Outcome, Program, Size, Variant, ok
-
-MIB, GIB = 1 << 20, 1 << 30
+from comparison import GIB, MIB, Args, Outcome, Program, Size, Variant, ok
 
 
 def _resource(name: str, device: str) -> Allocate:

@@ -32,6 +32,8 @@ from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 from comparison import (
+    GIB,
+    MIB,
     Args,
     Incorrect,
     Outcome,
@@ -45,7 +47,6 @@ from comparison import (
     turns,
 )
 
-MIB, GIB = 1 << 20, 1 << 30
 FEWEST_REPEATS = 3
 
 

@@ -23,9 +23,8 @@ from typing import Any
 import torch
 
 import pinstage as ps
-from comparison import Args, Call, Outcome, Program, Variant, compare, in_turn, shapes
+from comparison import MIB, Args, Call, Outcome, Program, Variant, compare, in_turn, shapes
 
-MIB = 1 << 20
 STEPS = 60
 """Steps of a loop that replays a graph."""
 FEWEST_LOOPS, FEWEST_WRITES = 10, 5
@@ -248,7 +247,7 @@ PROGRAM = Program.of(
     title="ms until a batch is in its place",
     options={
         "repeats": (200, "writes or loops for each variant and case, at most"),
-        "seconds": (0.5, "stop after this time for each variant, once a few are done"),
+        "seconds": (0.3, "stop after this time for each variant, once a few are done"),
     },
     small={"repeats": 2, "seconds": 0.0},
     in_turn=True,

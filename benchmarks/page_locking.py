@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 import pinstage as ps
-from comparison import Args, Outcome, Program, Row, Size, Variant, kernel, ok, resident
+from comparison import GIB, MIB, Args, Outcome, Program, Row, Size, Variant, kernel, ok, resident
 
-MIB, GIB = 1 << 20, 1 << 30
 CHUNK_BYTES = 64 * MIB
 TOUCHED_FIRST = 4 * GIB
 KERNEL_SECONDS = 0.02

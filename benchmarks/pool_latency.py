@@ -15,9 +15,8 @@ from functools import partial
 
 import torch
 
-from comparison import Args, Outcome, Program, Row, Size, Variant, timed
+from comparison import KIB, MIB, Args, Outcome, Program, Row, Size, Variant, timed
 
-KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 200
 CASES = (Size("4KiB", 4 * KIB), Size("1MiB", MIB), Size("64MiB", 64 * MIB))
 

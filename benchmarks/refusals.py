@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from comparison import Args, Outcome, Program, Size, Variant, compare, timed
+from comparison import MIB, Args, Outcome, Program, Size, Variant, compare, timed
 from pinstage.errors import StagingWarning
 
-MIB = 1 << 20
 CASES = (Size("64MiB", 64 * MIB), Size("512MiB", 512 * MIB))
 SMALL_CASES = (Size("2MiB", 2 * MIB), Size("8MiB", 8 * MIB))
 AHEAD = 4

@@ -35,9 +35,8 @@ from typing import Any
 
 import torch
 
-from comparison import Args, BatchShape, Outcome, Program, Variant, compare, shapes, timed
+from comparison import MIB, Args, BatchShape, Outcome, Program, Variant, compare, shapes, timed
 
-MIB = 1 << 20
 IN_FLIGHT = 2
 BATCHES = 4
 FILLING_THREADS = 12

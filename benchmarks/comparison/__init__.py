@@ -9,7 +9,7 @@ folder share.
 """
 
 # ruff: noqa: F401
-from comparison.batches import BatchShape, shapes
+from comparison.batches import GIB, KIB, MIB, BatchShape, shapes
 from comparison.errors import BenchError, Incorrect
 from comparison.harness import Outcome, Size, Variant, chosen, importable, ok
 from comparison.loop_timer import LoopTimer

@@ -195,7 +195,7 @@ class Program:
         ways = harness.chosen(args.only, self.ways, "variant")
         cases = self.chosen_cases(args)
         settings = {name: value for name, value in vars(args).items() if name not in INTERNAL}
-        settings |= {"device": str(args.device), **self.settings(args)}
+        settings |= {"device": str(args.device), "in_turn": self.in_turn, **self.settings(args)}
         settings["variants"] = {way.id: way.about for way in ways}
         with self.around(args):
 
