@@ -482,6 +482,7 @@ def measure_stack(variant: Variant, args: Args, case: StackCase) -> Outcome:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    right: list[bool] = []
     with torch.inference_mode(), variant.open(stack, device) as run:
         # The first pass makes allocations, loads kernels, and traces the order of modules.
         outcome = timed(
@@ -491,10 +492,13 @@ def measure_stack(variant: Variant, args: Args, case: StackCase) -> Outcome:
             seconds=SECONDS,
             fewest=1,
             warm_ups=1,
-            check=lambda y: y is None or torch.equal(y, expected),
+            check=lambda y: right.append(y is None or torch.equal(y, expected)),
         )
     peak = torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
-    outcome["detail"] = "; ".join(filter(None, [f"device peak {peak:.2f} GB", outcome["detail"]]))
+    outcome["detail"] = f"device peak {peak:.2f} GB"
+    if not all(right):
+        outcome["status"] = "incorrect"
+        outcome["detail"] += f"; {right.count(False)} of {len(right)} results are wrong"
     return outcome
 
 

@@ -189,7 +189,8 @@ def _call(
                     replay()
             return got
 
-        torch._foreach_zero_(places)  # what another way wrote
+        call()
+        torch._foreach_zero_(places)  # what has been written
         got = call()
         if way.id != GRAPH_ALONE:
             compare(got, batches[-1])
@@ -200,11 +201,8 @@ def _call(
 def _batch(device: torch.device, case: Batch, seed: int) -> Tensors:
     count = case.leaf_bytes // case.dtype.itemsize
     made = [torch.full((count,), seed + i, dtype=case.dtype) for i in range(case.leaves)]
-    return (
-        [leaf.pin_memory() for leaf in made]
-        if case.ends("pinned") and device.type == "cuda"
-        else made
-    )
+    is_pinned = case.ends("pinned") and device.type == "cuda"
+    return list(map(torch.Tensor.pin_memory, made)) if is_pinned else made
 
 
 def _graph(places: Tensors, products: int) -> Callable[[], Any]:

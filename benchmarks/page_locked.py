@@ -104,20 +104,17 @@ VARIANTS = (
 )
 
 
-def leaf(case: BatchShape, first: int, device: torch.device) -> torch.Tensor:
-    """Return a tensor on the host, different for each number that it begins with."""
-    made = torch.arange(first, first + case.leaf_bytes // 8)
-    return made.pin_memory() if device.type == "cuda" else made
-
-
 def measure(
     ways: Sequence[Variant], args: Args, case: BatchShape
 ) -> dict[str, Outcome | Exception]:
     """Return the seconds of each batch, until it is on the device."""
-    batches = [
-        [leaf(case, batch * case.leaves + number, args.device) for number in range(case.leaves)]
-        for batch in range(INSTANCES)
-    ]
+
+    def leaf(first: int) -> torch.Tensor:
+        made = torch.arange(first, first + case.leaf_bytes // 8)
+        return made.pin_memory() if args.device.type == "cuda" else made
+
+    leaves = list(map(leaf, range(INSTANCES * case.leaves)))  # all are different
+    batches = [leaves[batch::INSTANCES] for batch in range(INSTANCES)]
     return in_turn(
         {way.id: _checked(way, args.device, case, batches) for way in ways},
         args.device,

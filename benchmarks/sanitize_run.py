@@ -96,11 +96,8 @@ def staged(stager: Any, device: torch.device) -> Results:
             yield sources, list(replayed(stager, sources))
 
 
-def borrowed(stager: Any, device: torch.device) -> Results:
+def borrowed(stager: Any, borrowing: Any, device: torch.device) -> Results:
     """Yield staged batches that were page-locked before."""
-    import pinstage as ps
-
-    borrowing = ps.Stager(device, pool=stager.pool, borrow_pinned=True)
     for shape in LOCKED if device.type == "cuda" else ():
         sources = [batches.build(shape, 0)]
         locked = [tree_map(torch.Tensor.pin_memory, source) for source in sources]
@@ -109,22 +106,19 @@ def borrowed(stager: Any, device: torch.device) -> Results:
             yield sources, [mover.stage(source).wait() for source in locked]
 
 
-def fetched(stager: Any, device: torch.device) -> Results:
-    """Yield batches that came back to the host, whole and in part."""
-    import pinstage as ps
-
-    with ps.Stager(device, max_bytes="8MiB") as small:  # results are larger than its slabs
-        for sources in runs():
-            few = [dict(list(source.items())[:3]) for source in sources]
-            for some in (sources, few):
-                there = list(map(stager.to_device, some))
-                started = [
-                    [stager.fetch(batch, copy=copy) for batch in there] for copy in (False, True)
-                ]
-                for transfers in started:
-                    yield some, [transfer.result() for transfer in transfers]
-                for mover in (stager, small):
-                    yield some, list(map(mover.to_host, there))
+def fetched(stager: Any, small: Any) -> Results:
+    """Yield batches that came back to the host, whole and in part, by two stagers."""
+    for sources in runs():
+        few = [dict(list(source.items())[:3]) for source in sources]
+        for some in (sources, few):
+            there = list(map(stager.to_device, some))
+            started = [
+                [stager.fetch(batch, copy=copy) for batch in there] for copy in (False, True)
+            ]
+            for transfers in started:
+                yield some, [transfer.result() for transfer in transfers]
+            for mover in (stager, small):
+                yield some, list(map(mover.to_host, there))
 
 
 def pinstage(device: torch.device) -> Iterator[tuple[torch.device, Results]]:
@@ -133,8 +127,10 @@ def pinstage(device: torch.device) -> Iterator[tuple[torch.device, Results]]:
 
     with ps.Stager(device, max_bytes="256MiB") as stager:
         yield device, staged(stager, device)
-        yield device, borrowed(stager, device)
-        yield CPU, fetched(stager, device)
+        borrowing = ps.Stager(device, pool=stager.pool, borrow_pinned=True)
+        yield device, borrowed(stager, borrowing, device)
+        with ps.Stager(device, max_bytes="8MiB") as small:  # results are larger than its slabs
+            yield CPU, fetched(stager, small)
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comparison import Args, Outcome, Program, Variant, bus, timed
+from comparison import Args, Incorrect, Outcome, Program, Variant, bus, timed
 
 SECONDS = 5.0
 
@@ -290,14 +290,14 @@ def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
     """Return the first sample, and the later ones."""
     path = Path(args.file)
 
-    def is_the_files(weights: dict[str, torch.Tensor]) -> bool:
-        return variant.id == "bus" or all(
-            torch.equal(weights[name], tensor.to(args.device)) for name, tensor in mapped(path)
-        )
+    def check(weights: dict[str, torch.Tensor]) -> None:
+        for name, tensor in mapped(path) if variant.id != "bus" else ():
+            if not torch.equal(weights[name], tensor.to(args.device)):
+                raise Incorrect(f"{name} differs")
 
     with torch.no_grad(), variant.open(path, case, args.device) as load:
         drop(path)
-        loads = partial(timed, load, args.device, warm_ups=0, check=is_the_files)
+        loads = partial(timed, load, args.device, warm_ups=0, check=check)
         cold = loads(repeats=1)
         return {"cold": cold, "warm": loads(repeats=args.repeats, fewest=2, seconds=SECONDS)}
 

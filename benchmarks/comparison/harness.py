@@ -26,7 +26,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -48,21 +48,14 @@ def ok(total: Sequence[float], detail: str = "", main: Sequence[float] = ()) -> 
     return {"status": "ok", "detail": detail, "total": total, "main": main}
 
 
-class Named(Protocol):
-    """Something that a user can choose by its id."""
+class Case(Protocol):
+    """The data or operation that variants are measured on."""
 
     @property
     def id(self) -> str: ...
 
-
-class Case(Named, Protocol):
-    """The data or operation that variants are measured on."""
-
     @property
     def nbytes(self) -> int: ...
-
-
-ANamed = TypeVar("ANamed", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ def importable(module: str) -> bool:
         return False
 
 
-def chosen(names: str | None, known: Sequence[ANamed], what: str) -> list[ANamed]:
+def chosen(names: str | None, known: Sequence[Any], what: str) -> list[Any]:
     """Return the items of `known` whose ids are in the comma-separated `names`, all of them for
     None.
 
@@ -362,13 +355,8 @@ class Child(subprocess.Popen[str]):
         assert self.stdin is not None
         assert self.stdout is not None
         outcomes: list[Outcome] = []
-        timed_out = threading.Event()
-
-        def stop() -> None:
-            timed_out.set()
-            _kill(self.pid)
-
-        timer = threading.Timer(timeout, stop)
+        began = time.perf_counter()
+        timer = threading.Timer(timeout, _kill, [self.pid])
         timer.start()
         try:
             with suppress(BrokenPipeError):  # it ended early, which its status tells
@@ -381,7 +369,7 @@ class Child(subprocess.Popen[str]):
             status = self.wait()
         finally:
             timer.cancel()
-        if timed_out.is_set():
+        if time.perf_counter() - began > timeout:
             return outcomes, f"took more than {timeout:g} s"
         if status == 0:
             return outcomes, ""

@@ -45,7 +45,7 @@ def in_turn(
     warm_seconds: float = 0.0,
     inputs: Sequence[Sequence[Any]] = ((),),
     steps: int = 1,
-    check: Callable[[Any], bool] = lambda result: True,  # noqa: ARG005
+    check: Callable[[Any], object] = lambda result: None,  # noqa: ARG005
 ) -> dict[str, Outcome | Exception]:
     """Time ways in turn: one call of each, again and again, so that a drift of the machine affects
     all alike.
@@ -64,20 +64,20 @@ def in_turn(
         warm_seconds: Untimed calls go on for this time, for each way.
         inputs: The arguments of calls, in turn: each way has all of them.
         steps: The steps of a call; the seconds are those of a step.
-        check: Returns whether a result is right; called after each call, outside the timer. If one
-            isn't, the status is "incorrect".
+        check: Called with what a call returned, outside the timer.
     """
     errors: dict[str, Exception] = {}
     calls: dict[str, Call] = {}
-    samples: dict[str, list[tuple[float, float, bool]]] = {name: [] for name in ways}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
 
-    def sample(call: Call, arguments: Sequence[Any]) -> tuple[float, float, bool]:
+    def sample(call: Call, arguments: Sequence[Any]) -> tuple[float, float]:
         start = perf_counter()
         kept = call(*arguments)
         returned = perf_counter()
         synchronize(device)
         done = perf_counter()
-        return (done - start) / steps, (returned - start) / steps, check(kept)
+        check(kept)
+        return (done - start) / steps, (returned - start) / steps
 
     def take(turn: int) -> None:
         for number, (name, call) in enumerate(calls.items(), turn):
@@ -92,11 +92,16 @@ def in_turn(
         synchronize(device)
         for untimed in turns(fewest=warm_ups, seconds=warm_seconds * len(ways)):
             take(untimed)
-        began = max(map(len, samples.values()))
+        for some in samples.values():
+            some.clear()
         for turn in turns(repeats, fewest=fewest, seconds=seconds * len(ways)):
             take(turn)
-    found = {name: _outcome(some, began) for name, some in samples.items() if name not in errors}
-    return found | errors
+    return {name: errors.get(name) or _outcome(some) for name, some in samples.items()}
+
+
+def _outcome(samples: Sequence[tuple[float, float]]) -> Outcome:
+    total, main = zip(*samples, strict=True)
+    return ok(total, main=main)
 
 
 @contextmanager
@@ -106,16 +111,6 @@ def _kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
         yield
     except Exception as error:  # noqa: BLE001 - whatever a way raises is its result
         errors[name] = error
-
-
-def _outcome(samples: Sequence[tuple[float, float, bool]], began: int) -> Outcome:
-    """Return the outcome of a way's samples, which were untimed before some number."""
-    total, main, right = map(list, zip(*samples, strict=True))
-    outcome = ok(total[began:], main=main[began:])
-    wrong = right.count(False)
-    if wrong:
-        outcome |= {"status": "incorrect", "detail": f"{wrong} of {len(right)} results are wrong"}
-    return outcome
 
 
 def turns(most: float = math.inf, *, fewest: int, seconds: float) -> Iterator[int]:
