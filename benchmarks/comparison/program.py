@@ -146,7 +146,7 @@ class Program:
         add("--out", type=Path, help="write the results to this JSON file")
         passes = "passes over the ways; every second one runs backwards"
         add("--rounds", type=positive, default=self.rounds, help=passes)
-        add("--timeout", type=float, default=600.0, help="seconds that a way's pass may take")
+        add("--timeout", type=float, default=600.0, help="seconds that a process's pass may take")
         within = "begin no further pass that would end after these seconds"
         add("--within", type=float, default=math.inf, help=within)
         add("--smoke", action="store_true", help="small and short, on the CPU by default")

@@ -17,6 +17,7 @@ import loader_refused
 import loops
 import markdown
 import offload
+import out
 import pytest
 import rounding_waste
 import torch
@@ -77,6 +78,32 @@ def has_batches_by_hand(result):
         **dict.fromkeys(("to", "borrow", "default", "bus"), "ok"),
         "batch": "needs CUDA",
     }
+    assert result["settings"]["in_turn"] is True
+
+
+@pytest.mark.parametrize("name", ["page_locked", "out"])
+def test_a_page_says_that_ways_ran_in_turn(name):
+    result = markdown.load(name)
+    for in_turn in (False, True):
+        result["settings"]["in_turn"] = in_turn
+        said = "All ways ran in one process, in turn." in markdown.TABLES[name](result)
+        assert said is in_turn
+
+
+def test_every_way_writes_what_it_was_given():
+    class Forgets:
+        def __enter__(self):
+            return lambda sources, places: places
+
+        def __exit__(self, *_):
+            pass
+
+    ways = [*out.VARIANTS[:4], Variant("forgets", lambda *_: Forgets(), "a way")]
+    args = SimpleNamespace(device=CPU, repeats=2, seconds=0.0)
+    for case in out.SMALL_CASES:
+        outcomes = out.measure(ways, args, case)
+        assert isinstance(outcomes.pop("forgets"), Incorrect)
+        assert [outcome["status"] for outcome in outcomes.values()] == ["ok"] * 4
 
 
 def has_every_way_of_a_stack(result):
