@@ -113,8 +113,10 @@ def measure(
         made = torch.arange(first, first + case.leaf_bytes // 8)
         return made.pin_memory() if args.device.type == "cuda" else made
 
-    leaves = list(map(leaf, range(INSTANCES * case.leaves)))  # all are different
-    batches = [leaves[batch::INSTANCES] for batch in range(INSTANCES)]
+    batches = [
+        [leaf(batch * case.leaves + number) for number in range(case.leaves)]  # all are different
+        for batch in range(INSTANCES)
+    ]
     return in_turn(
         {way.id: _checked(way, args.device, case, batches) for way in ways},
         args.device,
