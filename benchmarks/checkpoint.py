@@ -34,11 +34,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from comparison.harness import Outcome, Size, Variant
-from comparison.program import Args, Program
-from comparison.timing import resident, synchronize
+from comparison import MIB, Args, Outcome, Program, Size, Variant, ok, resident, synchronize
 
-MIB = 1 << 20
 STEP_SECONDS = 0.25
 
 
@@ -120,7 +117,7 @@ class Job:
             self.state, storage_writer=writer, async_stager=self.stager, no_dist=True
         )
         is_future = not hasattr(response, "staging_completion")
-        staged = (lambda: None) if is_future else response.staging_completion.result
+        staged = _nothing if is_future else response.staging_completion.result
         upload = response if is_future else response.upload_completion
 
         def end() -> None:
@@ -132,48 +129,37 @@ class Job:
 
         return staged, end
 
-    def sample_save(self) -> tuple[float, float]:
-        """Return the seconds until all is staged, and until the call returned."""
-        synchronize(self.device)
-        start = time.perf_counter()
-        staged, end = self.save()
-        returned = time.perf_counter()
-        staged()
-        total = time.perf_counter()
-        end()
-        self.change()
-        return total - start, returned - start
-
-    def sample_step(
-        self, allow_change: Callable[[Callable[[], None]], None]
+    def sample(
+        self, allow_change: Callable[[Callable[[], None]], None] | None
     ) -> tuple[float, float]:
-        """Return the seconds of a step during which a save begins, and the seconds until the save's
-        call returned.
+        """Return the seconds of a save until all is staged or, if a change is allowed by something,
+        of a step in which a save begins; and the seconds until the save's call returned.
         """
         synchronize(self.device)
         start = time.perf_counter()
-        staged, end = self.save() if self.stager is not None else (lambda: None, lambda: None)
+        staged, end = self.save() if self.stager is not None else (_nothing, _nothing)
         returned = time.perf_counter()
-        self._work()
-        allow_change(staged)
-        self.change()
-        synchronize(self.device)
+        if allow_change is None:
+            staged()
+        else:
+            self._work()
+            allow_change(staged)
+            self.change()
+            synchronize(self.device)
         total = time.perf_counter()
         end()
+        if allow_change is None:
+            self.change()
         return total - start, returned - start
 
 
-def _default(pinned: bool, shared: bool, in_thread: bool) -> Callable[[], Any]:
+def _default(pinned: bool, shared: bool, in_thread: bool) -> DefaultStager:
     """Make torch's stager; non-blocking copies need pinned memory."""
-
-    def make() -> DefaultStager:
-        stager = DefaultStager(StagingOptions(pinned, shared, in_thread, pinned))
-        # torch 2.11 closes this after each save, so the second one fails (pytorch/pytorch#183413);
-        # later ones do not.
-        stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
-        return stager
-
-    return make
+    stager = DefaultStager(StagingOptions(pinned, shared, in_thread, pinned))
+    # torch 2.11 closes this after each save, so the second one fails (pytorch/pytorch#183413);
+    # later ones do not.
+    stager._state_dict_stager.close = _nothing  # type: ignore[method-assign]
+    return stager
 
 
 def _pool(hold: str) -> Any:
@@ -182,13 +168,15 @@ def _pool(hold: str) -> Any:
     return CheckpointStager(max_bytes="12GiB", hold=hold)  # type: ignore[arg-type]
 
 
-def _torchs(name: str, pinned: bool, shared: bool, in_thread: bool) -> Variant:
+def _torchs(*options: str) -> Variant:
+    pinned, shared, in_thread = (name in options for name in ("pinned", "shared", "thread"))
     about = f"`DefaultStager`, pinned={pinned}, shared={shared}, in a thread={in_thread}"
-    return Variant(name, _default(pinned, shared, in_thread), about, needs_cuda=pinned or in_thread)
+    setup = partial(_default, pinned, shared, in_thread)
+    return Variant("_".join(("default", *options)), setup, about, needs_cuda=pinned or in_thread)
 
 
 VARIANTS = (
-    Variant("none", lambda: None, "no save", where=lambda case: case.id == "step"),
+    Variant("none", _nothing, "no save", where=lambda case: case.id == "step"),
     Variant("blocking", BlockingAsyncStager, "`BlockingAsyncStager()`"),
     Variant(
         "blocking_cached",
@@ -196,13 +184,13 @@ VARIANTS = (
         "`BlockingAsyncStager(cache_staged_state_dict=True)`",
         needs_cuda=True,
     ),
-    _torchs("default", False, False, False),
-    _torchs("default_shared", False, True, False),
-    _torchs("default_pinned", True, False, False),
-    _torchs("default_pinned_shared", True, True, False),
-    _torchs("default_thread", False, False, True),
-    _torchs("default_pinned_thread", True, False, True),
-    _torchs("default_pinned_shared_thread", True, True, True),
+    _torchs(),
+    _torchs("shared"),
+    _torchs("pinned"),
+    _torchs("pinned", "shared"),
+    _torchs("thread"),
+    _torchs("pinned", "thread"),
+    _torchs("pinned", "shared", "thread"),
     Variant("pinstage", partial(_pool, "stream"), "`CheckpointStager()`", ours=True),
     Variant(
         "pinstage_step",
@@ -228,11 +216,10 @@ def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
 
     outcomes = {}
     for case in filter(variant.suits, cases(args)):
-        sample = partial(job.sample_step, allow_change) if case.id == "step" else job.sample_save
-        found = [sample() for _ in range(1 if case.id == "first" else args.repeats)]
-        total, main = ([pair[i] for pair in found] for i in range(2))
-        detail = f"{(resident() - before) / 1e9:.2f} GB more resident"
-        outcomes[case.id] = {"status": "ok", "detail": detail, "total": total, "main": main}
+        sample = partial(job.sample, allow_change if case.id == "step" else None)
+        count = 1 if case.id == "first" else args.repeats
+        total, main = zip(*(sample() for _ in range(count)), strict=True)
+        outcomes[case.id] = ok(total, f"{(resident() - before) / 1e9:.2f} GB more resident", main)
     return outcomes
 
 

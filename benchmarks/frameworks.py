@@ -35,10 +35,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 import pinstage as ps
-from comparison.harness import Outcome, Variant, importable
-from comparison.loop_timer import LoopTimer
-from comparison.program import Args, Program
-from comparison.record import Row
+from comparison import Args, LoopTimer, Outcome, Program, Row, Variant, importable
 
 FIELDS, WIDTH = 100, 256
 SLOW_SECONDS = 0.006
@@ -57,27 +54,23 @@ def stager(args: Args) -> ps.Stager:
     return ps.Stager(args.device, max_bytes="8GiB")
 
 
-class Watch:
+class Watch(LoopTimer):
     """Times a loop, and keeps the losses of its steps."""
 
-    def __init__(self, timer: LoopTimer) -> None:
-        self._timer = timer
+    def __init__(self, *given: Any, **limits: Any) -> None:
+        super().__init__(*given, **limits)
         self._losses: list[torch.Tensor] = []
 
-    def begin(self) -> None:
-        """Call this when the batch has arrived."""
-        self._timer.begin()
-
-    def end(self, loss: torch.Tensor) -> None:
+    def keep(self, loss: torch.Tensor) -> None:
         """Call this after the optimizer's step."""
-        self._timer.end()
+        self.end()
         self._losses.append(loss.detach())
 
-    def outcome(self) -> Outcome:
-        """Return the results. Waits for the device."""
+    def result(self) -> Outcome:
+        """Return the outcome, which says the losses. Waits for the device."""
         losses = torch.stack(self._losses).tolist()
         digest = hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()[:12]
-        return self._timer.outcome(
+        return self.outcome(
             f"{len(losses)} losses, {losses[0]:.6g} to {losses[-1]:.6g}, sha256 {digest}"
         )
 
@@ -171,7 +164,7 @@ def lightning_loop(way: str, args: Args, watch: Watch) -> None:
             return loss
 
         def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:  # noqa: ARG002
-            watch.end(outputs["loss"])
+            watch.keep(outputs["loss"])
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=1e-3)
@@ -213,7 +206,7 @@ def accelerate_loop(way: str, args: Args, watch: Watch) -> None:
         optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()
-        watch.end(loss)
+        watch.keep(loss)
 
 
 def trainer_loop(way: str, args: Args, watch: Watch) -> None:
@@ -234,7 +227,7 @@ def trainer_loop(way: str, args: Args, watch: Watch) -> None:
 
     class End(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
-            watch.end(model.loss)
+            watch.keep(model.loss)
 
     class Trainer(transformers.Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
@@ -408,7 +401,7 @@ def train_on(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        watch.end(loss)
+        watch.keep(loss)
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
@@ -471,10 +464,10 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
         return {"status": "not installed", "detail": case.package}
     torch.manual_seed(0)
     # All ways take as many steps, and so have the same losses.
-    timer = LoopTimer(args.device, args.workers, repeats=args.repeats)
-    args.steps, watch = timer.steps, Watch(timer)
+    watch = Watch(args.device, args.workers, repeats=args.repeats)
+    args.steps = watch.steps
     case.loop(variant.id, args, watch)
-    return watch.outcome()
+    return watch.result()
 
 
 def check_losses(rows: Sequence[Row]) -> None:

@@ -30,9 +30,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import bus, synchronize, timed, turns
+from comparison import Args, Outcome, Program, Variant, bus, compare, ok, synchronize, timed, turns
 
 WARM_UPS = 5
 SEED = 3
@@ -268,20 +266,13 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
     indices = list(islice(fresh, 1 + WARM_UPS + args.repeats))
     with variant.open(args.device, tensors, case.batch) as step:
         index = indices.pop()
-        right = is_right(step(index), tensors, index)
-        outcome = timed(lambda: step(indices.pop()), args.device, **limits, warm_ups=WARM_UPS)
-    return outcome | {"status": "ok" if right else "incorrect"}
+        compare(step(index), [source[index] for source in tensors])
+        return timed(lambda: step(indices.pop()), args.device, **limits, warm_ups=WARM_UPS)
 
 
 def _indices(length: int, batch: int) -> Iterator[torch.Tensor]:
     while True:
         yield from torch.randperm(length)[: length // batch * batch].split(batch)
-
-
-def is_right(got: Sequence[torch.Tensor], tensors: Tensors, index: torch.Tensor) -> bool:
-    """Return whether a batch has the rows of an index."""
-    pairs = zip(got, tensors, strict=True)
-    return all(torch.equal(there.cpu(), source[index]) for there, source in pairs)
 
 
 def measure_passes(variant: Variant, args: Args, case: Case, tensors: Tensors) -> Outcome:
@@ -303,12 +294,8 @@ def measure_passes(variant: Variant, args: Args, case: Case, tensors: Tensors) -
             if number:
                 later.append(took)
             if not turn:
-                right = is_right(got, tensors, expected)
-    return {
-        "status": "ok" if right else "incorrect",
-        "detail": "",
-        "total": later[min(WARM_UPS, len(later) // 2) :],
-    }
+                compare(got, [source[expected] for source in tensors])
+    return ok(later[min(WARM_UPS, len(later) // 2) :])
 
 
 PROGRAM = Program.of(

@@ -34,11 +34,18 @@ import loader_by_hand
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from comparison import (
+    Args,
+    Incorrect,
+    LoopTimer,
+    Outcome,
+    Program,
+    Variant,
+    importable,
+    synchronize,
+)
 from comparison.batches import differences
-from comparison.harness import Outcome, Variant, importable
-from comparison.loop_timer import LoopTimer
-from comparison.program import Args, Program
-from comparison.timing import synchronize
+from comparison.rivals import spdl_transfer
 
 KEPT = 128
 """Samples in memory; the dataset repeats them, but no batch has a sample twice."""
@@ -191,15 +198,10 @@ def _tensordict(dataset: Any, batch_size: int, workers: int, device: torch.devic
 
 @contextmanager
 def _spdl(dataset: Any, batch_size: int, workers: int, device: torch.device) -> Iterator[Batches]:
-    import os
-
-    # The only place where SPDL looks for the device.
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
-    import spdl.io
     from spdl.dataloader import get_pytorch_dataloader
     from spdl.pipeline import PipelineBuilder
 
-    transfer = getattr(spdl.io, "transfer_tensor_h2d", None) or spdl.io.transfer_tensor
+    transfer = spdl_transfer(device)
     loader = get_pytorch_dataloader(dataset, batch_size, num_workers=workers, in_order=True)
     pipeline = PipelineBuilder().add_source(loader).pipe(transfer).add_sink(2).build(num_threads=1)
     with pipeline.auto_stop():
@@ -288,7 +290,7 @@ def timed_loop(iterator: Iterator[Sample], args: Args, case: Case) -> Outcome:
     dataset = case.dataset(case.batch_size)
     expected = default_collate([dataset[index] for index in range(case.batch_size)])
     for wrong in differences(expected, next(iterator), args.device):
-        return {"status": "incorrect", "detail": wrong}
+        raise Incorrect(wrong)
     step = Step(args.device, args.products) if case.scenario == "step" else None
     clock = time.perf_counter if step else time.thread_time
     main_thread: list[float] = []

@@ -22,11 +22,8 @@ import loader
 import torch
 from loader import Batches, Sample
 
-from comparison.harness import Outcome, Variant, chosen
-from comparison.program import Args, of_module
-from comparison.timing import resident, synchronize
+from comparison import MIB, Args, Outcome, Variant, chosen, of_module, resident, synchronize
 
-MIB = 1 << 20
 GROWTH = 64 * MIB
 """Bytes by which memory may differ between two moments of a steady loop: four of 2,000 batches."""
 

@@ -233,12 +233,14 @@ def staging(result: Result) -> list[str]:
     column.
     """
     shown = result["settings"].get("table")  # if the file has a series too, only these
-    cases = {case: rows for case, rows in by_case(result).items() if not shown or case in shown}
-    in_place = [_in_place(case, rows) for case, rows in cases.items() if case.endswith("-in-place")]
-    cases = {case: rows for case, rows in cases.items() if not case.endswith("-in-place")}
-    ran = {way for rows in cases.values() for way, row in rows.items() if row["status"] == "ok"}
-    ways = {name: text for name, text in (NAMES | OURS).items() if name in ran}
-    named = {titled(case): rows for case, rows in cases.items()}
+    named, in_place = {}, []
+    for case, rows in by_case(result).items():
+        if case.endswith("-in-place"):
+            in_place.append(_in_place(case, rows))
+        elif not shown or case in shown:
+            named[titled(case)] = rows
+    ran = {row["variant"] for row in result["rows"] if row["status"] == "ok"}
+    ways = in_use({name: text for name, text in (NAMES | OURS).items() if name in ran}, named)
     ratio = {case: times(best_rival(rows, NAMES), rows["pinstage"]) for case, rows in named.items()}
     whole = [
         *by_ways(BATCHES, named, ways, {"ratio": ratio}),
@@ -469,7 +471,12 @@ def page_locked(result: Result) -> list[str]:
         "into memory that exists."
     )
     cases = {titled(case): rows for case, rows in by_case(result).items()}
-    return [*by_ways("tensors", cases, ways), "", said]
+    return [*by_ways("tensors", cases, ways), "", said + in_turn(result)]
+
+
+def in_turn(result: Result) -> str:
+    """Return a sentence about ways that shared a process; empty if each had its own."""
+    return " All ways ran in one process, in turn." * result["settings"].get("in_turn", False)
 
 
 LOOP_WAYS = {
@@ -646,45 +653,45 @@ def _best_of_loop(result: Result, name: str, ways: Sequence[str]) -> Row:
     return min((best_rival(rows, ways) for rows in same), key=lambda row: row["median"])
 
 
-@section("frameworks", "")
-def frameworks(result: Result, only: str | None = None) -> list[str]:
-    """Loops of frameworks, with their heading, or one of them."""
+FRAMEWORKS = {
+    "webdataset": (
+        "In the main process, a thread packs for `webdataset`, by `prefetch(background=True)`."
+    ),
+    "nodes": (
+        "`nodes` doesn't use torch's loader, and no worker packs. Its columns are "
+        "`prefetch(background=True)` and `torchdata.Stage`."
+    ),
+    "slow": (
+        "`slow` is a generator that takes 6 ms for a batch: without and with a thread that packs."
+    ),
+}
+"""What differs in a loop."""
+STEP_TIMES = (
+    "Time of a training step, and the share of the time for which the GPU was busy. The last "
+    "column is the time with `pin_memory=True` over that with workers that pack."
+)
+
+
+@section("frameworks")
+def frameworks(result: Result) -> list[str]:
+    """Loops of frameworks."""
     ways = {"pin_memory": "`pin_memory=True`", "pinstage_main": "packed in the main process",
             "pinstage": "**packed by workers**", "model": "the model alone"}  # fmt: skip
-    cases = {case: rows for case, rows in by_case(result).items() if only in (None, case)}
+    cases = by_case(result)
     ways = in_use(ways, cases)
     speed_up = {case: times(rows["pin_memory"], rows["pinstage"]) for case, rows in cases.items()}
-    lines = by_ways("ms per step", cases, ways, {"speed-up": speed_up}, more=_busy)
-    said = (
-        "Time of a training step, and the share of the time for which the GPU was busy. The last "
-        "column is the time with `pin_memory=True` over that with workers that pack."
-    )
-    rows = [row for row in result["rows"] if only in (None, row["case"])]
-    failed = [row for row in rows if row["status"] != "ok"]
+    said = [STEP_TIMES]
+    failed = [row for row in result["rows"] if row["status"] != "ok"]
     if not failed:
-        said += " Losses are the same in every way that moves batches, bit for bit."
+        said.append("Losses are the same in every way that moves batches, bit for bit.")
     for row in failed:
         why = re.sub(r" \(pid\(s\) [\d, ]+\)|, from .*", "", row["detail"])
-        said += f" `{row['case']}`, {ways[row['variant']]}, failed: {why}."
-    if any(row["variant"] == "model" for row in rows):
-        said += " The model alone has one batch, on the device before the loop begins."
-    cases = {row["case"] for row in rows}
-    if "webdataset" in cases and only is None:
-        said += (
-            " In the main process, a thread packs for `webdataset`, by `prefetch(background=True)`."
-        )
-    if "nodes" in cases:
-        said += (
-            " `nodes` doesn't use torch's loader, and no worker packs. Its columns are "
-            "`prefetch(background=True)` and `torchdata.Stage`."
-        )
-    if "slow" in cases:
-        said += (
-            " `slow` is a generator that takes 6 ms for a batch: without and with a thread that "
-            "packs."
-        )
-    heading = [] if only else ["## Measured", ""]
-    return [*heading, *lines, "", f"{said} {passes(result)}".strip()]
+        said.append(f"`{row['case']}`, {ways[row['variant']]}, failed: {why}.")
+    if "model" in ways:
+        said.append("The model alone has one batch, on the device before the loop begins.")
+    said += [text for case, text in FRAMEWORKS.items() if case in cases]
+    lines = by_ways("ms per step", cases, ways, {"speed-up": speed_up}, more=_busy)
+    return [*lines, "", " ".join([*said, passes(result)]).strip()]
 
 
 CHECKPOINTS = {
@@ -702,22 +709,19 @@ CHECKPOINTS = {
 def checkpoint(result: Result) -> list[str]:
     """How long training stands still for a save."""
     cases = by_case(result)
-    about = {
-        way: text for way, text in result["settings"]["variants"].items() if way in cases["step"]
-    }
+    step = {"step": cases["step"]}
+    about, few = in_use(result["settings"]["variants"], step), in_use(CHECKPOINTS, step)
 
-    def column(case: str, field: str, ways: Iterable[str]) -> list[str]:
-        return cells(cases[case], ways, field)
+    def columns(ways: Ways, headings: Ways) -> list[tuple[str, list[str]]]:
+        saves = [
+            (heading.format(name), cells(cases[case], ways, field))
+            for name, field in (("the call", "main_median"), ("on the host", "median"))
+            for case, heading in headings.items()
+        ]
+        return [*saves, ("a step", cells(cases["step"], ways))]
 
-    few = {way: text for way, text in CHECKPOINTS.items() if way in about}
-    fields = {"the call": "main_median", "on the host": "median"}
-    short = [(heading, column("later", field, few)) for heading, field in fields.items()]
-    short.append(("a step", column("step", "median", few)))
-    whole = []
-    for heading, field in fields.items():
-        whole.append((f"{heading}, first", column("first", field, about)))
-        whole.append(("later", column("later", field, about)))
-    whole.append(("a step", column("step", "median", about)))
+    short = columns(few, {"later": "{}"})
+    whole = columns(about, {"first": "{}, first", "later": "later"})
     details = (cases["step"][way]["detail"] for way in about)
     whole.append(("memory", [_said(r"([\d.]+ GB) more resident", said) for said in details]))
     nbytes = max(row["nbytes"] for row in result["rows"])
@@ -856,7 +860,7 @@ def out(result: Result) -> list[str]:
         "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
         "loop with `non_blocking=True`."
     )
-    return [*by_ways("ms", cases, in_use(ways, cases)), "", said]
+    return [*by_ways("ms", cases, in_use(ways, cases)), "", said + in_turn(result)]
 
 
 @section("in_memory")

@@ -17,10 +17,7 @@ import torch
 from page_locking import Allocate, Held, torch_pin_memory, touched
 
 import pinstage as ps
-from comparison.harness import Outcome, Size, Variant
-from comparison.program import Args, Program
-
-MIB, GIB = 1 << 20, 1 << 30
+from comparison import GIB, MIB, Args, Outcome, Program, Size, Variant, ok
 
 
 def _resource(name: str, device: str) -> Allocate:
@@ -91,7 +88,7 @@ def measure(variant: Variant, args: Args, case: Size) -> Outcome:
         held = allocate(case.nbytes)
         total.append(time.perf_counter() - start)
         held.release()
-    return {"status": "ok", "detail": "", "total": total}
+    return ok(total)
 
 
 def cases(args: Args) -> list[Size]:

@@ -17,11 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from comparison import rivals, staging
-from comparison.batches import BatchShape, shapes
-from comparison.errors import BenchError
-from comparison.harness import Outcome, Variant, chosen
-from comparison.program import Args, Program
+from comparison import (
+    Args,
+    BatchShape,
+    BenchError,
+    Outcome,
+    Program,
+    Variant,
+    chosen,
+    ok,
+    rivals,
+    shapes,
+    staging,
+)
 from comparison.record import quantile
 
 CASES = shapes("16x1MiB 64x1MiB 16x16MiB 300x1MiB 1000x256KiB 1x512MiB")
@@ -69,9 +77,8 @@ def measure(variant: Variant, args: Args, case: BatchShape) -> Outcome:
     for line in json.loads(Path(args.native).read_text()):
         name, way, threads, *times = line.split()
         if (name, way) == (case.id, variant.id):
-            total = [float(ms) / 1e3 for ms in times]
             detail = f"{threads} threads" if int(threads) > 1 else ""
-            found.append({"status": "ok", "detail": detail, "total": total})
+            found.append(ok([float(ms) / 1e3 for ms in times], detail))
     return min(found, key=lambda outcome: quantile(outcome["total"], 0.5))
 
 

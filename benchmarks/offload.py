@@ -31,11 +31,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import bus, synchronize, timed, turns
+from comparison import (
+    GIB,
+    MIB,
+    Args,
+    Incorrect,
+    Outcome,
+    Program,
+    Variant,
+    bus,
+    in_turn,
+    ok,
+    synchronize,
+    timed,
+    turns,
+)
 
-MIB, GIB = 1 << 20, 1 << 30
 FEWEST_REPEATS = 3
 
 
@@ -238,13 +249,9 @@ def measure_steps(variant: Variant, args: Args, case: Case) -> dict[str, Outcome
     wrong = [] if training.repeats(found) else ["those of a plain step"]
     if not _is_right_with_attention(variant, args):
         wrong.append("those of a plain step with attention")
-    outcome = {"status": "ok", "detail": detail}
     if wrong:
-        outcome = {"status": "incorrect", "detail": f"other gradients than {' and '.join(wrong)}"}
-    return {
-        "first step": outcome | {"total": total[:1]},
-        "later steps": outcome | {"total": total[1:]},
-    }
+        raise Incorrect(f"other gradients than {' and '.join(wrong)}")
+    return {"first step": ok(total[:1], detail), "later steps": ok(total[1:], detail)}
 
 
 def _is_right_with_attention(variant: Variant, args: Args) -> bool:
@@ -299,19 +306,14 @@ STATE_WAYS = (
 )
 
 
-def measure_states(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+def measure_states(variant: Variant, args: Args, case: Case) -> dict[str, Outcome | Exception]:
     """Return the samples of both ways, which are taken in turn."""
-    samples: dict[str, list[float]] = {"state back": [], "state out": []}
     with variant.open(args.device, case) as ways:
-        for _ in range(2 + args.repeats):
-            for name in samples:
-                one = timed(ways[name], args.device, repeats=1, warm_ups=0)
-                samples[name] += one["total"]
-    ok = {"status": "ok", "detail": ""}
-    return {name: ok | {"total": taken[2:]} for name, taken in samples.items()}
+        calls = {name: nullcontext(ways[name]) for name in ("state back", "state out")}
+        return in_turn(calls, args.device, repeats=args.repeats, warm_ups=2)
 
 
-def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
+def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome | Exception]:
     """Return the outcomes of a way of a step, or of a state."""
     return (measure_steps if case.blocks else measure_states)(variant, args, case)
 

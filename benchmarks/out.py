@@ -8,27 +8,27 @@ written by hand, with a loop of ``dst.copy_(src, non_blocking=True)``, with that
 page-locked memory, and with new tensors. ``4GiB-weights`` goes by `Stager.load_weights`, through a
 cap of 256 MiB. Cases with ``pinned`` have page-locked sources, which pinstage borrows. The
 ``replay`` cases are loops that write each batch into the inputs of a CUDA graph and replay it;
-their times are the loop's, per step. Each variant runs in a fresh process.
+their times are the loop's, per step. All ways of a case run in one process, in turn: one call of
+each, again and again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import timed
+import pinstage as ps
+from comparison import MIB, Args, Call, Outcome, Program, Variant, compare, in_turn, shapes
 
-KIB, MIB = 1 << 10, 1 << 20
 STEPS = 60
 """Steps of a loop that replays a graph."""
-GRAPH_ALONE = "graph"
+FEWEST_LOOPS, FEWEST_WRITES = 10, 5
+PINNED_COPY, GRAPH_ALONE = "pin_copy", "graph"
 
 Tensors = list[torch.Tensor]
 Write = Callable[[Tensors, Tensors], Any]
@@ -36,14 +36,11 @@ Write = Callable[[Tensors, Tensors], Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """Leaves of one size, and their destinations."""
+    """Leaves of one size. They are page-locked if the id ends with `pinned`."""
 
     id: str
     leaves: int
     leaf_bytes: int
-    pinned: bool = False
-    separate: bool = True
-    """Whether each destination has its own memory; otherwise `to_device` made them."""
     products: int = 0
     """Matrix products of a graph that is replayed after each write, in a loop; 0: single writes are
     measured.
@@ -55,92 +52,70 @@ class Batch:
         """Bytes of all leaves."""
         return self.leaves * self.leaf_bytes
 
+    def ends(self, kind: str) -> bool:
+        """Return whether the batch is of a kind."""
+        return self.id.endswith(kind)
 
-class Way(NamedTuple):
-    """How sources are prepared, once, and written."""
 
-    prepare: Callable[[Tensors], Tensors]
-    write: Write
+def writes(ids: str) -> list[Batch]:
+    """Return batches that are written once in a call."""
+    return [Batch(shape.id, shape.leaves, shape.leaf_bytes) for shape in shapes(ids)]
 
 
 CASES = (
     Batch("4GiB-weights", 64, 64 * MIB),
-    Batch("images-37MiB-replay", 2, 37 * MIB // 2, separate=False, products=7, dtype=torch.float32),
-    Batch("200-leaves-9MiB-replay", 200, 48_000, separate=False, products=3, dtype=torch.float32),
-    Batch("tokens-1MiB-replay", 2, MIB // 2, separate=False, products=1, dtype=torch.int64),
-    Batch("1000x256B-returned", 1000, 256, separate=False),
-    Batch("1000x256B-separate", 1000, 256),
-    *(
-        Batch(f"{leaves}x{name}{'-pinned' if pinned else ''}", leaves, nbytes, pinned=pinned)
-        for pinned in (False, True)
-        for leaves, name, nbytes in (
-            (4, "1KiB", KIB),
-            (64, "64KiB", 64 * KIB),
-            (8, "1MiB", MIB),
-            (300, "1MiB", MIB),
-            (16, "16MiB", 16 * MIB),
-        )
-    ),
+    Batch("images-37MiB-replay", 2, 37 * MIB // 2, 7, torch.float32),
+    Batch("200-leaves-9MiB-replay", 200, 48_000, 3, torch.float32),
+    Batch("tokens-1MiB-replay", 2, MIB // 2, 1, torch.int64),
+    *writes("""
+        1000x256B-returned 1000x256B-separate 4x1KiB 64x64KiB 8x1MiB 300x1MiB 16x16MiB
+        4x1KiB-pinned 64x64KiB-pinned 8x1MiB-pinned 300x1MiB-pinned 16x16MiB-pinned
+    """),
 )
 SMALL_CASES = (
     Batch("4MiB-weights", 4, MIB),
-    Batch("tokens-replay", 2, 4 * KIB, separate=False, products=1, dtype=torch.int64),
-    Batch("40x256B-returned", 40, 256, separate=False),
-    Batch("40x256B-separate", 40, 256),
-    Batch("2x1MiB", 2, MIB),
+    Batch("tokens-replay", 2, 4 << 10, 1, torch.int64),
+    *writes("40x256B-returned 40x256B-separate 2x1MiB"),
 )
 
 
 @contextmanager
 def _ours(
     device: torch.device, case: Batch, *, write: Callable[[Any, Tensors, Tensors], Tensors]
-) -> Iterator[Way]:
-    import pinstage as ps
-
+) -> Iterator[Write]:
     cap = 2 * case.nbytes + MIB
-    if write is _in_place and case.id.endswith("weights"):
+    if write is _in_place and case.ends("weights"):
         write, cap = _load, min(256 * MIB, case.nbytes // 4)
-    with ps.Stager(device, max_bytes=cap, borrow_pinned=case.pinned) as stager:
-        yield Way(list, partial(write, stager))
+    with ps.Stager(device, max_bytes=cap, borrow_pinned=case.ends("pinned")) as stager:
+        yield partial(write, stager)
 
 
-def _in_place(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
-    got: Tensors = stager.to_device(sources, out=places)
-    return got
+def _in_place(stager: ps.Stager, sources: Tensors, places: Tensors) -> Tensors:
+    return stager.to_device(sources, out=places)
 
 
-def _load(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
+def _load(stager: ps.Stager, sources: Tensors, places: Tensors) -> Tensors:
     named, found = ({str(i): leaf for i, leaf in enumerate(some)} for some in (sources, places))
     stager.load_weights(found, named)
     return places
 
 
-def _by_hand(stager: Any, sources: Tensors, places: Tensors) -> Tensors:
+def _by_hand(stager: ps.Stager, sources: Tensors, places: Tensors) -> Tensors:
     torch._foreach_copy_(places, stager.to_device(sources))
     return places
 
 
-def _new(stager: Any, sources: Tensors, _: Tensors) -> Tensors:
-    got: Tensors = stager.to_device(sources)
-    return got
+def _new(stager: ps.Stager, sources: Tensors, _: Tensors) -> Tensors:
+    return stager.to_device(sources)
 
 
-def _nothing(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
-    return Way(list, lambda _, places: places)
+def _copy(*_: Any) -> Write:
+    def write(sources: Tensors, places: Tensors) -> Tensors:
+        for place, source in zip(places, sources, strict=True):
+            place.copy_(source, non_blocking=True)
+        return places
 
-
-def _copy(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
-    return Way(list, _copy_each)
-
-
-def _pinned_copy(device: torch.device, case: Batch) -> Way:  # noqa: ARG001
-    return Way(lambda sources: [source.pin_memory() for source in sources], _copy_each)
-
-
-def _copy_each(sources: Tensors, places: Tensors) -> Tensors:
-    for place, source in zip(places, sources, strict=True):
-        place.copy_(source, non_blocking=True)
-    return places
+    return write
 
 
 VARIANTS = (
@@ -160,58 +135,74 @@ VARIANTS = (
     ),
     Variant("copy", _copy, "`place.copy_(leaf, non_blocking=True)` for each leaf"),
     Variant(
-        "pin_copy",
-        _pinned_copy,
+        PINNED_COPY,
+        _copy,
         "the same from memory that `pin_memory()` made before",
         needs_cuda=True,
     ),
     Variant(
         GRAPH_ALONE,
-        _nothing,
+        lambda *_: lambda _, places: places,
         "the loops without a write: the graph alone",
         where=lambda case: case.products,
     ),
 )
 
 
-def measure(variant: Variant, args: Args, case: Batch) -> Outcome:
+def measure(ways: Sequence[Variant], args: Args, case: Batch) -> dict[str, Outcome | Exception]:
     """Return the seconds of each write, until it is done on the device; of each step if a graph is
     replayed.
+
+    All ways have the same sources, and write into the same places, which one graph reads.
     """
-    device = args.device
-    batches = [_batch(device, case, seed) for seed in range(4 if case.products else 1)]
-    places = _places(device, case, batches[0])
-    with variant.open(device, case) as way:
-        ready = [way.prepare(batch) for batch in batches]
-        call, steps, repeats = partial(way.write, ready[0], places), 1, args.repeats
-        if case.products:
-            call, steps = (
-                partial(_loop, way.write, _graph(places, case.products), ready, places),
-                STEPS,
-            )
-        if case.products or case.nbytes >= 1 << 30:
-            repeats = min(repeats, 5)
-        outcome = timed(call, device, repeats=repeats, steps=steps)
-        right = variant.id == GRAPH_ALONE or all(
-            torch.equal(there.cpu(), here) for there, here in zip(call(), batches[-1], strict=True)
-        )
-    return outcome | {"status": "ok" if right else "incorrect"}
+    batches = [_batch(args.device, case, seed) for seed in range(4 if case.products else 1)]
+    places = _places(args.device, case, batches[0])
+    replay = _graph(places, case.products) if case.products else None
+    return in_turn(
+        {way.id: _call(way, args.device, case, batches, places, replay) for way in ways},
+        args.device,
+        repeats=args.repeats,
+        seconds=args.seconds,
+        fewest=FEWEST_LOOPS if replay else FEWEST_WRITES,
+        steps=STEPS if replay else 1,
+    )
+
+
+@contextmanager
+def _call(
+    way: Variant,
+    device: torch.device,
+    case: Batch,
+    batches: list[Tensors],
+    places: Tensors,
+    replay: Callable[[], Any] | None,
+) -> Iterator[Call]:
+    """Yield the call of a way, a write or a loop, once its result is right."""
+    if way.id == PINNED_COPY:
+        batches = [list(map(torch.Tensor.pin_memory, batch)) for batch in batches]
+    with way.open(device, case) as write:
+
+        def call() -> Tensors:
+            for step in range(STEPS if replay else 1):
+                got: Tensors = write(batches[step % len(batches)], places)
+                if replay:
+                    replay()
+            return got
+
+        call()
+        torch._foreach_zero_(places)  # what has been written
+        got = call()
+        if way.id != GRAPH_ALONE:
+            compare(got, batches[-1])
+        del got
+        yield call
 
 
 def _batch(device: torch.device, case: Batch, seed: int) -> Tensors:
     count = case.leaf_bytes // case.dtype.itemsize
     made = [torch.full((count,), seed + i, dtype=case.dtype) for i in range(case.leaves)]
-    return [leaf.pin_memory() for leaf in made] if case.pinned and device.type == "cuda" else made
-
-
-def _loop(
-    write: Write, replay: Callable[[], Any], batches: list[Tensors], places: Tensors
-) -> Tensors:
-    """Write each batch and replay a graph, which reads it; return the last one."""
-    for step in range(STEPS):
-        got: Tensors = write(batches[step % len(batches)], places)
-        replay()
-    return got
+    is_pinned = case.ends("pinned") and device.type == "cuda"
+    return list(map(torch.Tensor.pin_memory, made)) if is_pinned else made
 
 
 def _graph(places: Tensors, products: int) -> Callable[[], Any]:
@@ -242,18 +233,21 @@ def _graph(places: Tensors, products: int) -> Callable[[], Any]:
 
 
 def _places(device: torch.device, case: Batch, sources: Tensors) -> Tensors:
-    if case.separate:
-        return [torch.empty_like(source, device=device) for source in sources]
-    import pinstage as ps
-
-    with ps.Stager(device, max_bytes="64MiB") as stager:
-        return stager.to_device([torch.zeros_like(source) for source in sources])
+    """Return the destinations: each with memory of its own, or as `to_device` returns them."""
+    if case.products or case.ends("returned"):
+        with ps.Stager(device, max_bytes="64MiB") as stager:
+            return stager.to_device(sources)
+    return [torch.empty_like(source, device=device) for source in sources]
 
 
 PROGRAM = Program.of(
     globals(),
     title="ms until a batch is in its place",
-    options={"repeats": (50, "writes for each variant and case; 5 of the largest")},
-    small={"repeats": 2},
+    options={
+        "repeats": (200, "writes or loops for each variant and case, at most"),
+        "seconds": (0.3, "stop after this time for each variant, once a few are done"),
+    },
+    small={"repeats": 2, "seconds": 0.0},
+    in_turn=True,
 )
 PROGRAM.run(__name__)

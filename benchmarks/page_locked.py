@@ -5,22 +5,32 @@ them: time until all are on the device.
 
 `batch` is written by hand: one `cuMemcpyBatchAsync` on a stream of its own, into memory that
 exists. It needs CUDA 12.8. `bus` is one copy of as many bytes. Each tensor has page-locked memory
-of its own. What `batch` and the others return is compared bit for bit, outside the timer.
+of its own. All ways run in one process, in turn: one call of each, again and again. What `batch`
+and the others return is compared bit for bit, outside the timer.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
-from comparison.batches import BatchShape, shapes
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import bus, synchronize, timed
+import pinstage as ps
+from comparison import (
+    Args,
+    BatchShape,
+    Outcome,
+    Program,
+    Variant,
+    bus,
+    compare,
+    in_turn,
+    shapes,
+    synchronize,
+)
 
 INSTANCES = 2
 """Batches in turn, so that no call reads what the last one left in a cache."""
@@ -39,8 +49,6 @@ SMALL_CASES = shapes("1x128KiB 10x16KiB")
 
 @contextmanager
 def _pinstage(device: torch.device, case: BatchShape, *, borrow: bool) -> Iterator[Send]:  # noqa: ARG001
-    import pinstage as ps
-
     with ps.Stager(device, max_bytes="4GiB", borrow_pinned=borrow) as stager:
         yield stager.to_device
 
@@ -96,34 +104,43 @@ VARIANTS = (
 )
 
 
-def leaf(case: BatchShape, first: int, device: torch.device) -> torch.Tensor:
-    """Return a tensor on the host, different for each number that it begins with."""
-    made = torch.arange(first, first + case.leaf_bytes // 8)
-    return made.pin_memory() if device.type == "cuda" else made
-
-
-def measure(way: Variant, args: Args, case: BatchShape) -> Outcome:
+def measure(
+    ways: Sequence[Variant], args: Args, case: BatchShape
+) -> dict[str, Outcome | Exception]:
     """Return the seconds of each batch, until it is on the device."""
+
+    def leaf(first: int) -> torch.Tensor:
+        made = torch.arange(first, first + case.leaf_bytes // 8)
+        return made.pin_memory() if args.device.type == "cuda" else made
+
     batches = [
-        [leaf(case, batch * case.leaves + number, args.device) for number in range(case.leaves)]
+        [leaf(batch * case.leaves + number) for number in range(case.leaves)]  # all are different
         for batch in range(INSTANCES)
     ]
-    with way.open(args.device, case) as send:
+    return in_turn(
+        {way.id: _checked(way, args.device, case, batches) for way in ways},
+        args.device,
+        repeats=args.repeats,
+        seconds=args.seconds,
+        fewest=7,
+        warm_seconds=args.seconds / 4,
+        inputs=[(batch,) for batch in batches],
+    )
+
+
+@contextmanager
+def _checked(
+    way: Variant, device: torch.device, case: BatchShape, batches: list[Tensors]
+) -> Iterator[Send]:
+    """Yield the call of a way, once its results are right."""
+    with way.open(device, case) as send:
         for batch in batches:
             got = send(batch)
-            synchronize(args.device)
-            if way.id != "bus" and not all(map(torch.equal, (leaf.cpu() for leaf in got), batch)):
-                return {"status": "incorrect", "detail": "other bytes"}
+            synchronize(device)
+            if way.id != "bus":
+                compare(got, batch)
             del got
-        return timed(
-            send,
-            args.device,
-            repeats=args.repeats,
-            seconds=args.seconds,
-            fewest=7,
-            warm_seconds=args.seconds / 4,
-            inputs=[(batch,) for batch in batches],
-        )
+        yield send
 
 
 PROGRAM = Program.of(
@@ -131,9 +148,10 @@ PROGRAM = Program.of(
     title="ms until all tensors are on the device",
     options={
         "repeats": (300, "timed calls of each way and batch, at most"),
-        "seconds": (0.1, "stop after this time, once 7 are done"),
+        "seconds": (0.1, "stop after this time for each way, once 7 are done"),
     },
     small={"repeats": 7, "seconds": 0.0},
+    in_turn=True,
     limits=("bus", "batch"),
 )
 PROGRAM.run(__name__)

@@ -25,12 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 import pinstage as ps
-from comparison.harness import Outcome, Size, Variant
-from comparison.program import Args, Program
-from comparison.record import Row
-from comparison.timing import kernel, resident
+from comparison import GIB, MIB, Args, Outcome, Program, Row, Size, Variant, kernel, ok, resident
 
-MIB, GIB = 1 << 20, 1 << 30
 CHUNK_BYTES = 64 * MIB
 TOUCHED_FIRST = 4 * GIB
 KERNEL_SECONDS = 0.02
@@ -134,14 +130,27 @@ def neighbour(device: str) -> None:
 
 
 @contextlib.contextmanager
+def meanwhile(run: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run a function in a thread, until its event is set."""
+    over = threading.Event()
+    thread = threading.Thread(target=run, args=(over,))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
 def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], float]]]:
     """Let a neighbour and our own thread call CUDA meanwhile; yield functions that return the worst
     call of each.
     """
     command = [sys.executable, "-c", f"import page_locking; page_locking.neighbour({device!r})"]
-    over, worst = threading.Event(), Worst()
+    worst = Worst()
 
-    def launch() -> None:
+    def launch(over: threading.Event) -> None:
         stream, ones = torch.cuda.Stream(device), torch.ones(1024, device=device)
 
         def once() -> None:
@@ -155,34 +164,32 @@ def witnesses(device: str) -> Iterator[tuple[Callable[[], float], Callable[[], f
                 worst.time(once)
 
     pipe, folder = subprocess.PIPE, Path(__file__).parent
-    other = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder)
-    thread = threading.Thread(target=launch)
-    thread.start()
-    assert other.stdin is not None
-    assert other.stdout is not None
-    other.stdout.readline()
-    asking, answering = other.stdin, other.stdout
+    with (
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=folder) as other,
+        meanwhile(launch),
+    ):
+        assert other.stdin is not None
+        assert other.stdout is not None
+        asking, answering = other.stdin, other.stdout
+        answering.readline()
 
-    def ask() -> float:
-        asking.write("\n")
-        asking.flush()
-        return float(answering.readline())
+        def ask() -> float:
+            asking.write("\n")
+            asking.flush()
+            return float(answering.readline())
 
-    try:
-        yield ask, worst.take
-    finally:
-        over.set()
-        thread.join()
-        other.kill()
-        other.wait()
+        try:
+            yield ask, worst.take
+        finally:
+            other.kill()
 
 
 @contextlib.contextmanager
 def kernels(device: str) -> Iterator[None]:
     """Keep the GPU busy meanwhile, with kernels of `KERNEL_SECONDS`."""
-    over, began = threading.Event(), threading.Event()
+    began = threading.Event()
 
-    def run() -> None:
+    def run(over: threading.Event) -> None:
         stream = torch.cuda.Stream(device)
         with torch.cuda.device(device), torch.cuda.stream(stream):
             run_kernel = kernel(torch.device(device), KERNEL_SECONDS)
@@ -195,14 +202,9 @@ def kernels(device: str) -> Iterator[None]:
                     events.pop(0).synchronize()
             stream.synchronize()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    began.wait()
-    try:
+    with meanwhile(run):
+        began.wait()
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 # -- measuring -------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ def measure(variant: Variant, args: Args, _: Size) -> dict[str, Outcome]:
                     found = once(allocate, args.nbytes, *others)
                 for what, value in found.items():
                     samples.setdefault(f"{what}, {state}", []).append(value)
-    return {name: {"status": "ok", "detail": "", "total": total} for name, total in samples.items()}
+    return {name: ok(total) for name, total in samples.items()}
 
 
 def touched(args: Args) -> contextlib.AbstractContextManager[None]:

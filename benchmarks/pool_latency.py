@@ -15,12 +15,8 @@ from functools import partial
 
 import torch
 
-from comparison.harness import Outcome, Size, Variant
-from comparison.program import Args, Program
-from comparison.record import Row
-from comparison.timing import timed
+from comparison import KIB, MIB, Args, Outcome, Program, Row, Size, Variant, timed
 
-KIB, MIB = 1 << 10, 1 << 20
 WARM_UPS = 200
 CASES = (Size("4KiB", 4 * KIB), Size("1MiB", MIB), Size("64MiB", 64 * MIB))
 

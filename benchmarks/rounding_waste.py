@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 import pinstage as ps
-from comparison.harness import Outcome, Size, Variant
-from comparison.program import Args, Program
+from comparison import Args, Outcome, Program, Size, Variant, ok
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from demo.data import Archive, make_batches
@@ -47,22 +46,16 @@ def _pinstage(with_padding: bool, device: torch.device) -> Iterator[Taken]:
         yield taken
 
 
-def _torch_each(device: torch.device) -> Taken:
+def _torch(device: torch.device, *, each: bool) -> Taken:
     def taken(batch: Any) -> tuple[int, int]:
-        before = _lent_by_torch()
-        batch.map_tensors(
-            lambda leaf: torch.as_tensor(leaf).pin_memory().to(device, non_blocking=True)
-        )
-        return _leaf_bytes(batch), _lent_by_torch() - before
-
-    return taken
-
-
-def _torch_once(device: torch.device) -> Taken:
-    def taken(batch: Any) -> tuple[int, int]:
-        before = _lent_by_torch()
-        nbytes = ps.Layout.of(batch).nbytes
-        torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).to(device, non_blocking=True)
+        before, nbytes = _lent_by_torch(), ps.Layout.of(batch).nbytes
+        if each:
+            nbytes = _leaf_bytes(batch)
+            batch.map_tensors(
+                lambda leaf: torch.as_tensor(leaf).pin_memory().to(device, non_blocking=True)
+            )
+        else:
+            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).to(device, non_blocking=True)
         return nbytes, _lent_by_torch() - before
 
     return taken
@@ -77,10 +70,12 @@ def _lent_by_torch() -> int:
 
 
 VARIANTS = (
-    Variant("torch_each", _torch_each, "each leaf by `pin_memory()`", needs_cuda=True),
+    Variant(
+        "torch_each", partial(_torch, each=True), "each leaf by `pin_memory()`", needs_cuda=True
+    ),
     Variant(
         "torch_once",
-        _torch_once,
+        partial(_torch, each=False),
         "`torch.empty(layout.nbytes, pin_memory=True)` a batch",
         needs_cuda=True,
     ),
@@ -111,10 +106,9 @@ def shares(variant: Variant, device: torch.device, limit: int | None) -> tuple[f
 def measure(variant: Variant, args: Args, case: Size) -> dict[str, Outcome]:  # noqa: ARG001
     """Return each figure, as a sample."""
     in_all, of_batches = shares(variant, args.device, SMOKE_BATCHES if args.smoke else None)
-    detail = f"{len(of_batches)} batches"
     figures = in_all, sum(of_batches) / len(of_batches), max(of_batches)
     return {
-        case.id: {"status": "ok", "detail": detail, "total": [figure]}
+        case.id: ok([figure], f"{len(of_batches)} batches")
         for case, figure in zip(CASES, figures, strict=True)
     }
 

@@ -69,8 +69,72 @@ def replayed(stager: Any, sources: list[batches.Batch]) -> Iterator[Any]:
         yield tree_map(torch.clone, results)
 
 
+Results = Iterator[tuple[list[batches.Batch], list[Any]]]
+"""Batches, and what they became."""
+
+
+def moved(device: torch.device) -> Results:
+    """Yield what `.to()` makes of each batch."""
+    if device.type == "cuda":
+        from cuda.bindings import driver
+
+        driver.cuInit(0)  # as loading cuda-python does
+    move = partial(torch.Tensor.to, device=device, non_blocking=True)
+    for sources in runs():
+        yield sources, [batches.map_leaves(source, move) for source in sources]
+
+
+def staged(stager: Any, device: torch.device) -> Results:
+    """Yield staged batches, on the current stream and on another one."""
+    for sources in runs():
+        yield sources, list(map(stager.to_device, sources))
+        yield sources, list(stager.prefetch(sources, depth=2))
+        if device.type == "cuda":
+            with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+                results = [stager.stage(source).wait() for source in sources]
+            yield sources, results
+            yield sources, list(replayed(stager, sources))
+
+
+def borrowed(stager: Any, borrowing: Any, device: torch.device) -> Results:
+    """Yield staged batches that were page-locked before."""
+    for shape in LOCKED if device.type == "cuda" else ():
+        sources = [batches.build(shape, 0)]
+        locked = [tree_map(torch.Tensor.pin_memory, source) for source in sources]
+        for mover in (stager, borrowing):
+            yield sources, list(map(mover.to_device, locked))
+            yield sources, [mover.stage(source).wait() for source in locked]
+
+
+def fetched(stager: Any, small: Any) -> Results:
+    """Yield batches that came back to the host, whole and in part, by two stagers."""
+    for sources in runs():
+        few = [dict(list(source.items())[:3]) for source in sources]
+        for some in (sources, few):
+            there = list(map(stager.to_device, some))
+            started = [
+                [stager.fetch(batch, copy=copy) for batch in there] for copy in (False, True)
+            ]
+            for transfers in started:
+                yield some, [transfer.result() for transfer in transfers]
+            for mover in (stager, small):
+                yield some, list(map(mover.to_host, there))
+
+
+def pinstage(device: torch.device) -> Iterator[tuple[torch.device, Results]]:
+    """Yield all that is tested, with the device of its results."""
+    import pinstage as ps
+
+    with ps.Stager(device, max_bytes="256MiB") as stager:
+        yield device, staged(stager, device)
+        borrowing = ps.Stager(device, pool=stager.pool, borrow_pinned=True)
+        yield device, borrowed(stager, borrowing, device)
+        with ps.Stager(device, max_bytes="8MiB") as small:  # results are larger than its slabs
+            yield CPU, fetched(stager, small)
+
+
 def main() -> int:
-    """Stage everything, on the current stream and on another one, and compare."""
+    """Stage everything, and compare."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,55 +144,11 @@ def main() -> int:
     device = choose_device(args.device)
     wrong: list[str] = []
     count = 0
-
-    def compare(
-        sources: list[batches.Batch], staged: list[Any], where: torch.device = device
-    ) -> None:
-        nonlocal count
-        for source, result in zip(sources, staged, strict=True):
-            wrong.extend(batches.differences(source, result, where))
-            count += 1
-
-    if args.baseline:
-        if device.type == "cuda":
-            from cuda.bindings import driver
-
-            driver.cuInit(0)  # as loading cuda-python does
-        move = partial(torch.Tensor.to, device=device, non_blocking=True)
-        for sources in runs():
-            compare(sources, [batches.map_leaves(source, move) for source in sources])
-    else:
-        import pinstage as ps
-
-        stager = ps.Stager(device, max_bytes="256MiB")
-        for sources in runs():
-            compare(sources, [stager.to_device(source) for source in sources])
-            compare(sources, list(stager.prefetch(sources, depth=2)))
-            if device.type == "cuda":
-                with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-                    compare(sources, [stager.stage(source).wait() for source in sources])
-                compare(sources, list(replayed(stager, sources)))
-        if device.type == "cuda":
-            borrowing = ps.Stager(device, pool=stager.pool, borrow_pinned=True)
-            for sources in [[batches.build(shape, 0)] for shape in LOCKED]:
-                locked = [tree_map(torch.Tensor.pin_memory, source) for source in sources]
-                for mover in (stager, borrowing):
-                    compare(sources, [mover.to_device(source) for source in locked])
-                    compare(sources, [mover.stage(source).wait() for source in locked])
-        small = ps.Stager(device, max_bytes="8MiB")  # results are larger than its slabs
-        for sources in runs():
-            few = [dict(list(source.items())[:3]) for source in sources]
-            for some in (sources, few):
-                there = list(map(stager.to_device, some))
-                fetched = [
-                    [stager.fetch(batch, copy=copy) for batch in there] for copy in (False, True)
-                ]
-                for transfers in fetched:
-                    compare(some, [transfer.result() for transfer in transfers], CPU)
-                for mover in (stager, small):
-                    compare(some, list(map(mover.to_host, there)), CPU)
-        small.close()
-        stager.close()
+    for where, found in [(device, moved(device))] if args.baseline else pinstage(device):
+        for sources, results in found:
+            for source, result in zip(sources, results, strict=True):
+                wrong.extend(batches.differences(source, result, where))
+                count += 1
     print(f"{count} batches staged on {device}, {len(wrong)} leaves wrong")
     for line in wrong[:20]:
         print(line)

@@ -26,21 +26,28 @@ from __future__ import annotations
 import mmap
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 import torch
 
-from comparison.batches import BatchShape, shapes
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import timed
+from comparison import (
+    MIB,
+    Args,
+    BatchShape,
+    Incorrect,
+    Outcome,
+    Program,
+    Variant,
+    compare,
+    shapes,
+    timed,
+)
 
-MIB = 1 << 20
 IN_FLIGHT = 2
 BATCHES = 4
 FILLING_THREADS = 12
@@ -140,26 +147,33 @@ def frame_batches(case: Case) -> list[Tensors]:
     ]
 
 
+def in_flight(finishes: Iterable[Finish]) -> Iterator[Any]:
+    """Yield what is fetched, in order, with some in flight."""
+    waiting: deque[Finish] = deque()
+    for finish in finishes:
+        waiting.append(finish)
+        if len(waiting) == IN_FLIGHT:
+            yield waiting.popleft()()
+    while waiting:
+        yield waiting.popleft()()
+
+
+def look(fetched: Iterable[Sequence[torch.Tensor]]) -> None:
+    """Check some elements of each returned batch of frames, each one larger than it was sent."""
+    deque(map(seen, count(), fetched), maxlen=0)  # keeps none of them
+
+
 def seen(batch: int, fetched: Sequence[torch.Tensor]) -> None:
-    """Check some elements of a returned batch of frames, each one larger than it was sent."""
+    """Check a returned batch."""
     for i, frame in enumerate(fetched):
         expected = float(10 * (batch % 2) + i + 1)
         if {float(frame[0]), float(frame[frame.numel() // 2]), float(frame[-1])} != {expected}:
-            raise AssertionError(
-                f"batch {batch}: frame {i} holds {float(frame[0])}, not {expected}"
-            )
+            raise Incorrect(f"batch {batch}: frame {i} holds {float(frame[0])}, not {expected}")
 
 
 def round_trip(there: Iterator[Tensors], start: Start) -> None:
-    """Fetch all batches of frames, with some in flight, and look at them."""
-    returned: deque[Finish] = deque()
-    numbers = iter(range(BATCHES))
-    for frames in there:
-        returned.append(start([frame + 1 for frame in frames]))
-        if len(returned) == IN_FLIGHT:
-            seen(next(numbers), returned.popleft()())
-    while returned:
-        seen(next(numbers), returned.popleft()())
+    """Fetch all batches of frames, and look at them."""
+    look(in_flight(start([frame + 1 for frame in frames]) for frames in there))
 
 
 # -- the ways: a function that starts to fetch tensors, and one that sends frames -------------------
@@ -231,17 +245,9 @@ def _frames_by_hand(device: Device, case: Case, *, pack: bool) -> Callable[[], N
 
     def sample() -> None:
         arrived: list[Any] = [None, None]
-        returned: deque[Any] = deque()
 
-        def look() -> None:
-            number, event = returned.popleft()
-            device.wait(event)
-            seen(number, fetched[number % 2].split(case.elements))
-
-        for number in range(BATCHES):
+        def start(number: int) -> Finish:
             turn = number % 2
-            if len(returned) == IN_FLIGHT:
-                look()  # after it, this turn's slab and buffers are free
             if pack:
                 device.wait(arrived[turn])
                 for part, frame in zip(sent[turn].split(case.elements), batches[turn], strict=True):
@@ -249,9 +255,10 @@ def _frames_by_hand(device: Device, case: Case, *, pack: bool) -> Callable[[], N
             arrived[turn] = device.copy(slabs[turn], sent[turn], forth)
             device.wait_here(arrived[turn])
             slabs[turn].add_(1)
-            returned.append((number, device.copy(fetched[turn], slabs[turn], back, device.mark())))
-        while returned:
-            look()
+            event = device.copy(fetched[turn], slabs[turn], back, device.mark())
+            return lambda: (device.wait(event), fetched[turn].split(case.elements))[1]
+
+        look(in_flight(map(start, range(BATCHES))))  # after a look, slab and buffers are free
 
     return sample
 
@@ -348,17 +355,12 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
             return finish()
 
         def series() -> None:
-            finishing: deque[Finish] = deque()
-            for tensor in tensors:
-                if len(finishing) == IN_FLIGHT:
-                    finishing.popleft()()
-                finishing.append(start([tensor]))
-            while finishing:
-                finishing.popleft()()
+            deque(in_flight(start([tensor]) for tensor in tensors), maxlen=0)
 
         expected = on_device(case, torch.device("cpu"))
         got = start(tensors)() or expected
-        right = len(got) != len(expected) or all(map(torch.equal, got, expected))
+        if len(got) == len(expected):
+            compare(got, expected)
         del got
         call = series if case.kind == "series" else whole
         # A small result hundreds of times, as a training loop does.
@@ -367,7 +369,7 @@ def measure(variant: Variant, args: Args, case: Case) -> Outcome:
         outcome["main"] = []
         if variant.id in ("pinstage", "fetch") and call is whole:
             outcome["main"] = started[-len(outcome["total"]) :]
-    return outcome | {"status": "ok" if right else "incorrect"}
+    return outcome
 
 
 PROGRAM = Program.of(

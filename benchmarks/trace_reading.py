@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from comparison.harness import Outcome, Size, Variant
-from comparison.program import Args, Program
+from comparison import Args, Outcome, Program, Size, Variant, ok
 from pinstage.inspect._trace import trace_report
 
 Event = dict[str, Any]
@@ -39,8 +38,7 @@ def measure(variant: Variant, args: Args, case: Size) -> Outcome:  # noqa: ARG00
         variant.setup(path)
         read = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    detail = f"{events:,} events, peak memory {peak / 1e9:.2f} GB"
-    return {"status": "ok", "detail": detail, "total": [read]}
+    return ok([read], f"{events:,} events, peak memory {peak / 1e9:.2f} GB")
 
 
 def write(path: Path, nbytes: int) -> int:
@@ -88,18 +86,17 @@ def events_of_step(step: int) -> Iterator[Event]:
 
 
 def _on_host(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
-    args = {"External id": 1, "Record function id": 0, "Ev Idx": 1} | more
-    return _event(category, name, start, lasts, args, 1, 1)
+    said = {"External id": 1, "Record function id": 0, "Ev Idx": 1}
+    return _event(category, name, start, lasts, said | more) | {"pid": 1, "tid": 1}
 
 
 def _on_device(category: str, name: str, start: float, lasts: float, more: Event) -> Event:
-    args = {"External id": 1, "device": 0, "context": 1, "stream": 7, "blocks per SM": 0.48} | more
-    return _event(category, name, start, lasts, args, 0, 7)
+    said = {"External id": 1, "device": 0, "context": 1, "stream": 7, "blocks per SM": 0.48}
+    return _event(category, name, start, lasts, said | more) | {"pid": 0, "tid": 7}
 
 
-def _event(*values: Any) -> Event:
-    keys = ("cat", "name", "ts", "dur", "args", "pid", "tid")
-    return {"ph": "X", **dict(zip(keys, values, strict=True))}
+def _event(category: str, name: str, start: float, lasts: float, args: Event) -> Event:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": lasts, "args": args}
 
 
 PROGRAM = Program.of(

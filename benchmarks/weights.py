@@ -30,9 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from comparison.harness import Outcome, Variant
-from comparison.program import Args, Program
-from comparison.timing import bus, timed
+from comparison import Args, Incorrect, Outcome, Program, Variant, bus, timed
 
 SECONDS = 5.0
 
@@ -112,57 +110,62 @@ def model_of(case: Case, device: torch.device | str) -> torch.nn.ModuleList:
 Load = Callable[[], dict[str, torch.Tensor]]
 
 
-def _load_file(path: Path, case: Case, device: torch.device) -> Load:  # noqa: ARG001
+def _safetensors(path: Path, case: Case, device: torch.device, *, way: str) -> Load:
     from safetensors.torch import load_file
 
-    return lambda: load_file(path, device=str(device))
-
-
-def _load_state_dict(path: Path, case: Case, device: torch.device) -> Load:
-    from safetensors.torch import load_file
-
-    model = model_of(case, device)
+    model = model_of(case, device) if way == "load_state_dict" else None
 
     def load() -> dict[str, torch.Tensor]:
-        model.load_state_dict(load_file(path))
-        return model.state_dict()
-
-    return load
-
-
-def _model_to(path: Path, case: Case, device: torch.device) -> Load:
-    from safetensors.torch import load_file
-
-    def load() -> dict[str, torch.Tensor]:
-        model = model_of(case, "meta")
-        model.load_state_dict(load_file(path), assign=True)
-        return model.to(device).state_dict()
+        if way == "load_file":
+            return load_file(path, device=str(device))
+        into = model or model_of(case, "meta")
+        into.load_state_dict(load_file(path), assign=model is None)
+        return into.to(device).state_dict()
 
     return load
 
 
 @contextmanager
-def _pinstage(path: Path, case: Case, device: torch.device, *, way: str) -> Iterator[Load]:
+def _pinstage(
+    path: Path, case: Case, device: torch.device, *, load_into: Callable[..., None]
+) -> Iterator[Load]:
     import pinstage as ps
 
     model = model_of(case, device)
     with ps.Stager(device, max_bytes="1GiB") as stager:
 
         def load() -> dict[str, torch.Tensor]:
-            if way == "pairs":
-                stager.load_weights(model, mapped(path))
-                return model.state_dict()
-            from safetensors import safe_open
-
-            with safe_open(path, framework="pt") as file:
-                if way == "file":
-                    stager.load_weights(model, file)
-                else:
-                    for name, parameter in model.named_parameters():
-                        parameter.copy_(stager.to_device(file.get_tensor(name)))
+            load_into(stager, model, path)
             return model.state_dict()
 
         yield load
+
+
+def _pairs(stager: Any, model: torch.nn.Module, path: Path) -> None:
+    stager.load_weights(model, mapped(path))
+
+
+def _file(stager: Any, model: torch.nn.Module, path: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        stager.load_weights(model, file)
+
+
+def _each(stager: Any, model: torch.nn.Module, path: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(stager.to_device(file.get_tensor(name)))
+
+
+def _streamed(stager: Any, model: torch.nn.Module, path: Path) -> None:
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(str(path))
+        stager.load_weights(model, streamer.get_tensors())
 
 
 def _buffered(setup: Callable[..., Any], *given: Any) -> Any:
@@ -196,33 +199,24 @@ def _streamer(path: Path, case: Case, device: torch.device) -> Load:  # noqa: AR
     return load
 
 
-@contextmanager
-def _pinstage_streamer(path: Path, case: Case, device: torch.device) -> Iterator[Load]:
-    from runai_model_streamer import SafetensorsStreamer
-
-    import pinstage as ps
-
-    model = model_of(case, device)
-    with ps.Stager(device, max_bytes="1GiB") as stager:
-
-        def load() -> dict[str, torch.Tensor]:
-            with SafetensorsStreamer() as streamer:
-                streamer.stream_file(str(path))
-                stager.load_weights(model, streamer.get_tensors())
-            return model.state_dict()
-
-        yield load
-
-
+_pinstage_streamer = partial(_pinstage, load_into=_streamed)
 _ST, _FAST, _STREAMER = "safetensors", "fastsafetensors", "runai_model_streamer"
 VARIANTS = (
-    Variant("load_file", _load_file, '`load_file(path, device="cuda")`', package=_ST),
     Variant(
-        "load_state_dict", _load_state_dict, "`model.load_state_dict(load_file(path))`", package=_ST
+        "load_file",
+        partial(_safetensors, way="load_file"),
+        '`load_file(path, device="cuda")`',
+        package=_ST,
+    ),
+    Variant(
+        "load_state_dict",
+        partial(_safetensors, way="load_state_dict"),
+        "`model.load_state_dict(load_file(path))`",
+        package=_ST,
     ),
     Variant(
         "model_to",
-        _model_to,
+        partial(_safetensors, way="model_to"),
         '`load_state_dict(..., assign=True)`, `model.to("cuda")`',
         package=_ST,
     ),
@@ -257,20 +251,23 @@ VARIANTS = (
     ),
     Variant(
         "pinstage_each",
-        partial(_pinstage, way="each"),
+        partial(_pinstage, load_into=_each),
         "`to_device` and `copy_`, one by one",
         package=_ST,
         ours=True,
     ),
     Variant(
         "pinstage",
-        partial(_pinstage, way="file"),
+        partial(_pinstage, load_into=_file),
         "`stager.load_weights(model, file)`",
         package=_ST,
         ours=True,
     ),
     Variant(
-        "pinstage_pairs", partial(_pinstage, way="pairs"), "with pairs of a mapped file", ours=True
+        "pinstage_pairs",
+        partial(_pinstage, load_into=_pairs),
+        "with pairs of a mapped file",
+        ours=True,
     ),
     Variant(
         "pinstage_streamer",
@@ -293,14 +290,14 @@ def measure(variant: Variant, args: Args, case: Case) -> dict[str, Outcome]:
     """Return the first sample, and the later ones."""
     path = Path(args.file)
 
-    def is_the_files(weights: dict[str, torch.Tensor]) -> bool:
-        return variant.id == "bus" or all(
-            torch.equal(weights[name], tensor.to(args.device)) for name, tensor in mapped(path)
-        )
+    def check(weights: dict[str, torch.Tensor]) -> None:
+        for name, tensor in mapped(path) if variant.id != "bus" else ():
+            if not torch.equal(weights[name], tensor.to(args.device)):
+                raise Incorrect(f"{name} differs")
 
     with torch.no_grad(), variant.open(path, case, args.device) as load:
         drop(path)
-        loads = partial(timed, load, args.device, warm_ups=0, check=is_the_files)
+        loads = partial(timed, load, args.device, warm_ups=0, check=check)
         cold = loads(repeats=1)
         return {"cold": cold, "warm": loads(repeats=args.repeats, fewest=2, seconds=SECONDS)}
 

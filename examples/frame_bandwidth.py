@@ -15,7 +15,7 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -344,7 +344,12 @@ def main() -> int:
     if args.child:
         (variant,) = harness.chosen(args.child, VARIANTS, "way")
         harness.start_device(device)
-        harness.work(cases, partial(measure, variant, args), partial(forget, device))
+
+        def measured(group: Sequence[harness.Pair]) -> dict[tuple[str, str], Outcome]:
+            ((way, case),) = group
+            return {(way.id, case.id): measure(way, args, case)}
+
+        harness.work([[(variant, case)] for case in cases], measured, partial(forget, device))
         return 0
 
     command = [sys.executable, __file__, "--device", args.device]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DTYPES = (torch.float32, torch.int64, torch.uint8)
 FIELDS = ("values", "times", "position", "extra")
 STREAMS_PER_SAMPLE = 2

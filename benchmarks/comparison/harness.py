@@ -1,8 +1,11 @@
-"""Measure each variant in a fresh process, and make rows of the results.
+"""Measure each variant in a fresh process, or all of them in turn in one, and make rows of the
+results.
 
-No variant sees another's warm allocator, threads, streams or imported packages, and a crash loses
-only the variant's own rows. A benchmark calls `collect` in the parent, which starts a command with
-`--child VARIANT`, which calls `work`. That measures all cases for each line that it is sent.
+In a process of its own no variant sees another's warm allocator, threads, streams or imported
+packages, and a crash loses only the variant's own rows. But processes on one machine differ by 20%
+and more in calls of less than a millisecond. A benchmark calls `collect` in the parent, which starts
+a command with `--child` and the variants, which calls `work`. That measures all cases for each line
+that it is sent.
 """
 
 from __future__ import annotations
@@ -17,17 +20,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
-from comparison.errors import BenchError
+from comparison.errors import BenchError, Incorrect
 from comparison.record import Row, quantile
 
 MARK = "@outcome "
@@ -40,21 +43,19 @@ Outcome = dict[str, Any]
 and `busy` until it returned with a busy GPU."""
 
 
-class Named(Protocol):
-    """Something that a user can choose by its id."""
+def ok(total: Sequence[float], detail: str = "", main: Sequence[float] = ()) -> Outcome:
+    """Return the outcome of a way that was measured."""
+    return {"status": "ok", "detail": detail, "total": total, "main": main}
+
+
+class Case(Protocol):
+    """The data or operation that variants are measured on."""
 
     @property
     def id(self) -> str: ...
 
-
-class Case(Named, Protocol):
-    """The data or operation that variants are measured on."""
-
     @property
     def nbytes(self) -> int: ...
-
-
-ANamed = TypeVar("ANamed", bound=Named)
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,10 @@ class Variant:
         return None
 
 
+Pair = tuple[Variant, Any]
+"""A way and a case that it applies to."""
+
+
 def importable(module: str) -> bool:
     """Return whether a module is installed, without importing it."""
     try:
@@ -111,7 +116,7 @@ def importable(module: str) -> bool:
         return False
 
 
-def chosen(names: str | None, known: Sequence[ANamed], what: str) -> list[ANamed]:
+def chosen(names: str | None, known: Sequence[Any], what: str) -> list[Any]:
     """Return the items of `known` whose ids are in the comma-separated `names`, all of them for
     None.
 
@@ -140,6 +145,7 @@ def collect(
     timeout: float = 240.0,
     at_once: int = 1,
     lasting: bool = False,
+    in_turn: bool = False,
     within: float = math.inf,
     unit: str = "ms",
     keep: Callable[[list[Row], str], None] | None = None,
@@ -150,73 +156,86 @@ def collect(
 
     Args:
         benchmark: Its name in the rows.
-        command: The command of a child process; `--child VARIANT` is appended.
+        command: The command of a child process; `--child` and its variants are appended.
         variants: The variants to run.
         cases: The cases that the child measures; `command` must name them.
         device: The device; the rows of variants that cannot run there give the reason.
         rounds: Passes over the variants; every second one runs backwards.
-        timeout: Seconds that a variant's pass may take.
+        timeout: Seconds that a process's pass may take.
         at_once: Processes that run at a time; use more than one only if times don't matter.
-        lasting: Whether a variant has one process for all passes, and not one for each.
+        lasting: Whether a process lasts for all passes, and not for one.
+        in_turn: Whether one process measures all variants, and not one for each.
         within: No further pass begins that would end after these seconds, if it took as long as the
             one before.
         unit: Unit of the times in the rows: "s", "ms" or "us".
-        keep: Called after each pass of a variant except the last, with the rows so far and the
+        keep: Called after each pass of a process except the last, with the rows so far and the
             progress as text, so that a killed run keeps them.
     """
 
-    def outcomes_of(variant: Variant) -> dict[str, Outcome]:
-        suitable = [case for case in cases if variant.suits(case)]
-        obstacle = variant.obstacle(device)
-        if obstacle or not suitable:
-            return {
-                case.id: {"status": obstacle, "detail": variant.package or ""} for case in suitable
-            }
-        began = time.perf_counter()
-        if variant.id not in children:
-            children[variant.id] = Child([*command, "--child", variant.id])
-        emitted, failure = children[variant.id].outcomes(timeout)
-        if failure or not lasting:
-            children.pop(variant.id).end()
-        took = time.perf_counter() - began
-        sys.stderr.write(f"{variant.id}: {took:.1f} s {failure}".rstrip() + "\n")
-        missing = {"status": "error", "detail": failure[:300] or "no result"}
-        return {case.id: missing for case in suitable} | {
-            outcome["case"]: outcome for outcome in emitted
+    def outcomes_of(group: Sequence[Variant]) -> dict[tuple[str, str], Outcome]:
+        able = [way for way in group if not way.obstacle(device) and any(map(way.suits, cases))]
+        emitted, failure = run_child(",".join(way.id for way in able)) if able else ([], "")
+        missing = {
+            (way.id, case.id): _missing(way, device, failure)
+            for way in group
+            for case in cases
+            if way.suits(case)
         }
+        return missing | {(outcome["way"], outcome["case"]): outcome for outcome in emitted}
+
+    def run_child(ways: str) -> tuple[list[Outcome], str]:
+        began = time.perf_counter()
+        if ways not in children:
+            children[ways] = Child([*command, "--child", ways])
+        emitted, failure = children[ways].outcomes(timeout)
+        if failure or not lasting:
+            children.pop(ways).end()
+        took = time.perf_counter() - began
+        sys.stderr.write(f"{ways}: {took:.1f} s {failure}".rstrip() + "\n")
+        return emitted, failure
 
     def rows() -> list[Row]:
         return [
-            _row(benchmark, way, case, [found[case.id] for found in outcomes[way.id]], unit)
+            _row(benchmark, way, case, outcomes[way.id, case.id], unit)
             for way in variants
-            if way.id in outcomes
-            for case in filter(way.suits, cases)
+            for case in cases
+            if (way.id, case.id) in outcomes
         ]
 
     children: dict[str, Child] = {}
-    outcomes: dict[str, list[dict[str, Outcome]]] = {}
+    outcomes: dict[tuple[str, str], list[Outcome]] = {}
     ours_first = sorted(variants, key=lambda variant: not variant.ours)
-    done = 0
-    first = began = time.perf_counter()
+    groups = [ours_first] if in_turn else [[way] for way in ours_first]
+    done, most = 0, rounds * len(groups)
+    first = time.perf_counter()
     try:
         for turn in range(rounds):
-            now = time.perf_counter()
-            if turn and (now - first) + (now - began) > within:
-                break
-            began = now
+            began = time.perf_counter()
             # A drift of the machine then affects all alike.
-            order = ours_first if turn % 2 == 0 else ours_first[::-1]
+            order = groups if turn % 2 == 0 else groups[::-1]
             with ThreadPoolExecutor(at_once) as executor:
                 run = map if at_once == 1 else executor.map
-                for variant, found in zip(order, run(outcomes_of, order), strict=True):
-                    outcomes.setdefault(variant.id, []).append(found)
+                for found in run(outcomes_of, order):
+                    for pair, outcome in found.items():
+                        outcomes.setdefault(pair, []).append(outcome)
                     done += 1
-                    if keep is not None and done < rounds * len(variants):
-                        keep(rows(), f"{done} of {rounds * len(variants)} passes")
+                    if keep is not None and done < most:
+                        keep(rows(), f"{done} of {most} passes")
+            now = time.perf_counter()
+            if (now - first) + (now - began) > within:
+                break
     finally:  # after Ctrl-C, too: no process may keep computing
         for child in children.values():
             child.end()
     return rows()
+
+
+def _missing(variant: Variant, device: torch.device, failure: str) -> Outcome:
+    """Return the outcome on a case for which the process of a variant has none."""
+    obstacle = variant.obstacle(device)
+    if obstacle:
+        return {"status": obstacle, "detail": variant.package or ""}
+    return {"status": "error", "detail": failure[:300] or "no result"}
 
 
 def _row(
@@ -268,25 +287,38 @@ def start_device(device: torch.device) -> None:
 
 
 def work(
-    cases: Sequence[Any], measure: Callable[[Any], Outcome], between: Callable[[], None]
+    groups: Sequence[Sequence[Pair]],
+    measure: Callable[[Sequence[Pair]], Mapping[tuple[str, str], Outcome | Exception]],
+    between: Callable[[], None],
 ) -> None:
-    """In the child: measure each case in each pass, and emit its outcome at once, so that it
-    survives a later crash.
+    """In the child: measure each group of ways and cases in each pass, and emit its outcomes at
+    once, so that they survive a later crash.
     """
     for _ in sys.stdin:
-        for case in cases:
+        for group in groups:
             try:
-                outcome = measure(case)
+                _emit(measure(group))
             except Exception as error:  # noqa: BLE001 - whatever a variant raises is its result
-                outcome = {"status": "error", "detail": with_causes(error)[:300]}
-            sys.stdout.write(MARK + json.dumps({"case": case.id, **outcome}) + "\n")
-            sys.stdout.flush()
+                _emit({(way.id, case.id): error for way, case in group})
             # A trainer's cycles keep CUDA events. If a worker that the next case forks collected
             # them, it would call CUDA there.
             gc.collect()
             between()
         sys.stdout.write(DONE)
         sys.stdout.flush()
+
+
+def _emit(outcomes: Mapping[tuple[str, str], Outcome | Exception]) -> None:
+    for (way, case), found in outcomes.items():
+        outcome = _failed(found) if isinstance(found, Exception) else found
+        sys.stdout.write(MARK + json.dumps({"way": way, "case": case, **outcome}) + "\n")
+    sys.stdout.flush()
+
+
+def _failed(error: Exception) -> Outcome:
+    if isinstance(error, Incorrect):
+        return {"status": "incorrect", "detail": str(error)[:300]}
+    return {"status": "error", "detail": with_causes(error)[:300]}
 
 
 def with_causes(error: BaseException) -> str:
@@ -305,7 +337,7 @@ def _kill(pid: int) -> None:
 
 
 class Child(subprocess.Popen[str]):
-    """A process of a variant, which measures its cases in each pass that it is asked for."""
+    """A process of some variants, which measures their cases in each pass that it is asked for."""
 
     def __init__(self, command: Sequence[str]) -> None:
         # A pipe could fill up while only stdout is read.
@@ -323,13 +355,8 @@ class Child(subprocess.Popen[str]):
         assert self.stdin is not None
         assert self.stdout is not None
         outcomes: list[Outcome] = []
-        timed_out = threading.Event()
-
-        def stop() -> None:
-            timed_out.set()
-            _kill(self.pid)
-
-        timer = threading.Timer(timeout, stop)
+        began = time.perf_counter()
+        timer = threading.Timer(timeout, _kill, [self.pid])
         timer.start()
         try:
             with suppress(BrokenPipeError):  # it ended early, which its status tells
@@ -342,7 +369,7 @@ class Child(subprocess.Popen[str]):
             status = self.wait()
         finally:
             timer.cancel()
-        if timed_out.is_set():
+        if time.perf_counter() - began > timeout:
             return outcomes, f"took more than {timeout:g} s"
         if status == 0:
             return outcomes, ""

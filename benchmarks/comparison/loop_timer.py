@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from comparison.harness import Outcome
+from comparison.harness import Outcome, ok
 
 PREFETCH_FACTOR = 2
 """Batches that each worker holds ready; torch's default."""
@@ -121,7 +121,7 @@ class LoopTimer:
         total = self._between(self._marks[0][1], self._marks[-1][1])
         gaps = [self._between(end, begin) for (_, end), (begin, _) in pairwise(self._marks)]
         idle = f"GPU idle {sum(gaps) / total:.1%} of {timed} timed steps"
-        return {"status": "ok", "detail": "; ".join([idle, *said]), "total": [total / timed]}
+        return ok([total / timed], "; ".join([idle, *said]))
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":

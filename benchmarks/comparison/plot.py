@@ -158,6 +158,11 @@ def _panel(
                 alpha=0.2,
                 lw=0,
             )
+    _label(axis, rows, by_leaves=by_leaves)
+
+
+def _label(axis: Any, rows: Sequence[Row], *, by_leaves: bool) -> None:
+    """Set the scales, and what they are."""
     axis.set_xscale("log", base=10 if by_leaves else 2)
     axis.set_yscale("log")
     axis.set_ylabel("ms until every leaf is ready on the device, median")

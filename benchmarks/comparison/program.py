@@ -1,5 +1,5 @@
-"""What all benchmarks do around their cases and ways: options, a fresh process for each way, passes
-in turn, the result file, and tables.
+"""What all benchmarks do around their cases and ways: options, processes, passes, the result file,
+and tables.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from comparison import harness, record, table, timing
 from comparison.errors import BenchError
-from comparison.harness import Outcome, Variant
+from comparison.harness import Outcome, Pair, Variant
 from comparison.record import Row
 
 Args = argparse.Namespace
@@ -50,7 +51,7 @@ class Program:
         ways: The ways to measure.
         cases: What they are measured on, or a function that chooses it.
         measure: Returns the outcome of a way on a case, in a process of the way.
-        at_once: Whether that returns the outcomes of all cases, by their ids, given the first one.
+        at_once: Whether that returns the outcomes of all cases by their ids, given the first one.
         options: Further options, each with its default and help.
         small_cases: The cases of a smoke run.
         small: The most that options have in a smoke run.
@@ -58,6 +59,9 @@ class Program:
         rounds: Passes, in which each way is measured once.
         lasting: Whether a way has one process for all passes, and not one for each: where starting
             it, its imports and the data take longer than the measurement.
+        in_turn: Whether all ways are measured in one process, call by call in turn, and not in a
+            process for each. `measure` then has the suitable ways instead of one, and returns an
+            outcome or an exception by way.
         limits: Ways that show a limit, and are no rivals.
         unit: The unit of the figures.
         judge: Changes the rows before they are compared.
@@ -80,6 +84,7 @@ class Program:
     benchmark: str = ""
     rounds: int = 1
     lasting: bool = False
+    in_turn: bool = False
     limits: Sequence[str] = ()
     unit: str = "ms"
     judge: Callable[[list[Row]], None] = lambda rows: None  # noqa: ARG005
@@ -141,7 +146,7 @@ class Program:
         add("--out", type=Path, help="write the results to this JSON file")
         passes = "passes over the ways; every second one runs backwards"
         add("--rounds", type=positive, default=self.rounds, help=passes)
-        add("--timeout", type=float, default=600.0, help="seconds that a way's pass may take")
+        add("--timeout", type=float, default=600.0, help="seconds that a process's pass may take")
         within = "begin no further pass that would end after these seconds"
         add("--within", type=float, default=math.inf, help=within)
         add("--smoke", action="store_true", help="small and short, on the CPU by default")
@@ -190,7 +195,7 @@ class Program:
         ways = harness.chosen(args.only, self.ways, "variant")
         cases = self.chosen_cases(args)
         settings = {name: value for name, value in vars(args).items() if name not in INTERNAL}
-        settings |= {"device": str(args.device), **self.settings(args)}
+        settings |= {"device": str(args.device), "in_turn": self.in_turn, **self.settings(args)}
         settings["variants"] = {way.id: way.about for way in ways}
         with self.around(args):
 
@@ -214,6 +219,7 @@ class Program:
                 timeout=args.timeout,
                 at_once=harness.SMOKE_AT_ONCE if args.smoke else 1,
                 lasting=self.lasting,
+                in_turn=self.in_turn,
                 within=args.within,
                 unit=self.unit,
                 keep=keep,
@@ -258,31 +264,28 @@ class Program:
         return result | {"rows": [row for row in result["rows"] if row["variant"] in known]}
 
     def _work(self, args: Args) -> None:
-        """In the child: measure one way, and emit an outcome for each case."""
-        (way,) = harness.chosen(args.child, self.ways, "variant")
-        cases = [case for case in self.chosen_cases(args) if way.suits(case)]
+        """In the child: measure its ways, and emit their outcomes for each case."""
+        ways = harness.chosen(args.child, self.ways, "variant")
         self.begin(args)
         harness.start_device(args.device)
-        measure: Callable[[Any], Outcome] = partial(self.measure, way, args)
+        pairs = [(way, case) for case in self.chosen_cases(args) for way in ways if way.suits(case)]
+        of_cases = groupby(pairs, key=lambda pair: str(pair[1].id))
+        groups = [pairs] if self.at_once else [list(group) for _, group in of_cases]
+        empty_caches = partial(timing.empty_caches, args.device)
+        harness.work(groups, partial(self._measured_group, args), empty_caches)
+
+    def _measured_group(
+        self, args: Args, group: Sequence[Pair]
+    ) -> dict[tuple[str, str], Outcome | Exception]:
+        """Return the outcomes of ways and cases that are measured together."""
+        way, case = group[0]
+        if self.in_turn:
+            found = self.measure([way for way, _ in group], args, case)
+            return {(name, case.id): outcome for name, outcome in found.items()}
+        found = self.measure(way, args, case)
         if self.at_once:
-            measure = AtOnce(measure)
-        harness.work(cases, measure, partial(timing.empty_caches, args.device))
-
-
-class AtOnce:
-    """Measures all cases when the first one is asked for."""
-
-    def __init__(self, measure_all: Callable[[Any], dict[str, Outcome]]) -> None:
-        self._measure_all = measure_all
-        self._outcomes: dict[str, Outcome] | None = None
-
-    def __call__(self, case: Any) -> Outcome:
-        """Return the outcome of a case."""
-        if self._outcomes is None:
-            self._outcomes = {}
-            self._outcomes = self._measure_all(case)
-        failed = {"status": "error", "detail": "an earlier part failed"}
-        return self._outcomes.get(case.id, failed)
+            return {(way.id, name): outcome for name, outcome in found.items()}
+        return {(way.id, case.id): found}
 
 
 def of_module(module: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,22 +35,11 @@ NAMES = {
 """What tables and pictures call the rivals."""
 
 
-def _to(device: torch.device) -> Stage:
-    def stage(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: stage(value) for key, value in tree.items()}
-        return tree.to(device, non_blocking=True)
+def _to(device: torch.device, *, pin: bool = False) -> Stage:
+    def move(leaf: torch.Tensor) -> torch.Tensor:
+        return (leaf.pin_memory() if pin else leaf).to(device, non_blocking=True)
 
-    return stage
-
-
-def _pin_to(device: torch.device) -> Stage:
-    def stage(tree: Any) -> Any:
-        if isinstance(tree, dict):
-            return {key: stage(value) for key, value in tree.items()}
-        return tree.pin_memory().to(device, non_blocking=True)
-
-    return stage
+    return partial(map_leaves, move=move)
 
 
 def _tensordict_consolidate(device: torch.device) -> Stage:
@@ -67,7 +56,8 @@ def _tensordict_consolidate(device: torch.device) -> Stage:
     return stage
 
 
-def _spdl_transfer(device: torch.device) -> Stage:
+def spdl_transfer(device: torch.device) -> Stage:
+    """Return SPDL's transfer of a batch."""
     # The only place where SPDL looks for the device.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     import spdl.io
@@ -105,11 +95,10 @@ def _pinstage_in_place(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
 def _lease(device: torch.device) -> Iterator[tuple[Stage, Stage]]:
     import pinstage as ps
 
-    def move(leaf: torch.Tensor) -> torch.Tensor:
-        return leaf.to(device, non_blocking=True)
+    send = _to(device)
 
     def stage(batch: Any) -> Any:
-        staged = map_leaves(batch, move)
+        staged = send(batch)
         if device.type == "cuda":
             # A user would release the lease after this event.
             torch.cuda.current_stream(device).record_event()
@@ -137,7 +126,7 @@ VARIANTS = (
     ),
     Variant(
         "pin_to",
-        _pin_to,
+        partial(_to, pin=True),
         "`leaf.pin_memory().to(device, non_blocking=True)` for each leaf",
         needs_cuda=True,
     ),
@@ -150,7 +139,7 @@ VARIANTS = (
     ),
     Variant(
         "spdl_transfer",
-        _spdl_transfer,
+        spdl_transfer,
         "`spdl.io.transfer_tensor`, `transfer_tensor_h2d` since 0.8: pins and copies each leaf "
         "on a stream, then waits",
         package="spdl.io",

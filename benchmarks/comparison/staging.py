@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from comparison import batches
+from comparison.errors import Incorrect
 from comparison.harness import Outcome, Variant
 from comparison.program import Args
 from comparison.rivals import Stage
@@ -41,9 +42,7 @@ def measure(variant: Variant, args: Args, shape: batches.BatchShape) -> Outcome:
     try:
         with set_up(variant, device, shape) as (stage, place):
             sources = [place(batch) for batch in instances]
-            wrong = check(stage, instances, sources, device)
-            if wrong:
-                return {"status": "incorrect", "detail": wrong}
+            check(stage, instances, sources, device)
             inputs = [(source,) for source in sources]
             outcome = timed(
                 stage,
@@ -80,13 +79,14 @@ def set_up(
 
 def check(
     stage: Stage, instances: Sequence[Any], sources: Sequence[Any], device: torch.device
-) -> str:
-    """Stage some batches back to back, with no wait in between, and return how they differ from
-    their sources.
+) -> None:
+    """Stage some batches back to back, with no wait in between.
+
+    Raises:
+        Incorrect: they differ from their sources.
     """
     staged = [stage(source) for source in sources[:CHECKED_IN_A_ROW]]
     for instance, result in zip(instances, staged, strict=False):
         wrong = list(islice(batches.differences(instance, result, device), 3))
         if wrong:
-            return "; ".join(wrong)
-    return ""
+            raise Incorrect("; ".join(wrong))

@@ -1,10 +1,13 @@
-"""Timers that all benchmarks share: calls until the device is done, and calls beside a busy GPU."""
+"""Timers that all benchmarks share: calls until the device is done, of one way or of several in
+turn, and calls beside a busy GPU.
+"""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -13,15 +16,26 @@ from typing import Any
 
 import torch
 
-from comparison.harness import Outcome
+from comparison.errors import Incorrect
+from comparison.harness import Outcome, ok
 
 BUSY_SECONDS = 0.1
 BUSY_KERNELS = 10
 BUSY_REPEATS = 3
 
+Call = Callable[..., Any]
 
-def timed(
-    call: Callable[..., Any],
+
+def timed(call: Call, device: torch.device, **limits: Any) -> Outcome:
+    """Return the outcome of one call; `limits` are those of `in_turn`. Raises what the call raises."""
+    outcome = in_turn({"": nullcontext(call)}, device, **limits)[""]
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
+
+
+def in_turn(
+    ways: Mapping[str, AbstractContextManager[Call]],
     device: torch.device,
     *,
     repeats: int,
@@ -31,47 +45,72 @@ def timed(
     warm_seconds: float = 0.0,
     inputs: Sequence[Sequence[Any]] = ((),),
     steps: int = 1,
-    check: Callable[[Any], bool] = lambda result: True,  # noqa: ARG005
-) -> Outcome:
-    """Return the seconds of calls until the device is done as `total`, and until they returned as
-    `main`. What a call returns is dropped before the next one, outside the timer.
+    check: Callable[[Any], object] = lambda result: None,  # noqa: ARG005
+) -> dict[str, Outcome | Exception]:
+    """Time ways in turn: one call of each, again and again, so that a drift of the machine affects
+    all alike.
+
+    Return, for each way, the seconds of its calls until the device was done as `total`, and until
+    they returned as `main`; or what it raised, and then it has no further turns. What a call
+    returns is dropped before the next one, outside the timer.
 
     Args:
-        call: The call.
+        ways: Each is entered for its call, and left at the end.
         device: The device to wait for.
-        repeats: The most timed calls.
-        seconds: Time limit for these calls, once `fewest` are done.
+        repeats: The most timed calls of a way.
+        seconds: Time limit for these calls, for each way, once `fewest` are done.
         fewest: The fewest timed calls.
         warm_ups: The fewest untimed calls before.
-        warm_seconds: Untimed calls go on for this time.
-        inputs: The arguments of calls, in turn.
+        warm_seconds: Untimed calls go on for this time, for each way.
+        inputs: The arguments of calls, in turn: each way has all of them.
         steps: The steps of a call; the seconds are those of a step.
-        check: Returns whether a result is right; called after each call, outside the timer. If one
-            isn't, the status is "incorrect".
+        check: Called with what a call returned, outside the timer.
     """
-    right: list[bool] = []
+    errors: dict[str, Exception] = {}
+    calls: dict[str, Call] = {}
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
 
-    def sample(turn: int) -> tuple[float, float]:
-        arguments = inputs[turn % len(inputs)]
+    def sample(call: Call, arguments: Sequence[Any]) -> tuple[float, float]:
         start = perf_counter()
         kept = call(*arguments)
         returned = perf_counter()
         synchronize(device)
         done = perf_counter()
-        right.append(check(kept))
-        del kept
+        check(kept)
         return (done - start) / steps, (returned - start) / steps
 
-    synchronize(device)
-    for turn in turns(fewest=warm_ups, seconds=warm_seconds):
-        sample(turn)
-    timed_turns = turns(repeats, fewest=fewest, seconds=seconds)
-    total, main = zip(*map(sample, timed_turns), strict=True)
-    outcome = {"status": "ok", "detail": "", "total": list(total), "main": list(main)}
-    wrong = right.count(False)
-    if wrong:
-        outcome |= {"status": "incorrect", "detail": f"{wrong} of {len(right)} results are wrong"}
-    return outcome
+    def take(turn: int) -> None:
+        for number, (name, call) in enumerate(calls.items(), turn):
+            if name not in errors:
+                with _kept(errors, name):
+                    samples[name].append(sample(call, inputs[number % len(inputs)]))
+
+    with ExitStack() as opened:
+        for name, way in ways.items():
+            with _kept(errors, name):
+                calls[name] = opened.enter_context(way)
+        synchronize(device)
+        for untimed in turns(fewest=warm_ups, seconds=warm_seconds * len(ways)):
+            take(untimed)
+        for some in samples.values():
+            some.clear()
+        for turn in turns(repeats, fewest=fewest, seconds=seconds * len(ways)):
+            take(turn)
+    return {name: errors.get(name) or _outcome(some) for name, some in samples.items()}
+
+
+def _outcome(samples: Sequence[tuple[float, float]]) -> Outcome:
+    total, main = zip(*samples, strict=True)
+    return ok(total, main=main)
+
+
+@contextmanager
+def _kept(errors: dict[str, Exception], name: str) -> Iterator[None]:
+    """Keep what is raised inside, under a name."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever a way raises is its result
+        errors[name] = error
 
 
 def turns(most: float = math.inf, *, fewest: int, seconds: float) -> Iterator[int]:
@@ -137,6 +176,17 @@ def bus(
             target[: nbytes - begin].copy_(source[: nbytes - begin], non_blocking=True)
 
     return partial(copy, there, host), partial(copy, host, there)
+
+
+def compare(got: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> None:
+    """Compare tensors with those on the host, bit for bit.
+
+    Raises:
+        Incorrect: One differs.
+    """
+    for number, (there, here) in enumerate(zip(got, expected, strict=True)):
+        if not torch.equal(there.cpu(), here):
+            raise Incorrect(f"tensor {number} has other bits")
 
 
 def synchronize(device: torch.device) -> None:

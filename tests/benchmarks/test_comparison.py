@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +21,10 @@ from doubles import wait_until
 from processes import completed, output_of
 from result_files import read
 
-from comparison import batches, harness, plot, record, rivals, staging, table
+from comparison import batches, harness, plot, record, rivals, staging, table, timing
 from comparison.batches import BatchShape
 from comparison.command import PROGRAM, chosen_shapes
-from comparison.errors import BenchError
+from comparison.errors import BenchError, Incorrect
 from comparison.harness import Size, Variant
 from comparison.record import Row
 
@@ -183,7 +185,8 @@ def collected(tmp_path, text, variants="v", cases=CASES, **options):
 
 EMIT = """
 import json, sys, time
-print("@outcome " + json.dumps({"case": "1B", "status": "ok", "detail": "", "total": [0.5]}), flush=True)
+outcome = {"case": "1B", "way": sys.argv[-1].split(",")[0], "status": "ok", "detail": ""}
+print("@outcome " + json.dumps(outcome | {"total": [0.5]}), flush=True)
 """
 
 
@@ -198,11 +201,11 @@ def test_a_crashing_variant_keeps_rows_and_last_words(tmp_path, capsys):
 
 
 def test_an_error_is_told_with_what_caused_it(monkeypatch, capsys):
-    def measure(case):
+    def measure(group):
         raise RuntimeError("worker gone") from ValueError("killed by signal: Bus error")
 
     monkeypatch.setattr("sys.stdin", ["\n"])
-    harness.work([Size("1B", 1)], measure, lambda: None)
+    harness.work([[(Variant("v", print, ""), Size("1B", 1))]], measure, lambda: None)
 
     said, done = capsys.readouterr().out.splitlines(keepends=True)
     assert done == harness.DONE
@@ -219,13 +222,13 @@ from comparison import harness
 
 turns = itertools.count(1)
 
-def measure(case):
+def measure(group):
     turn = next(turns)
     if turn == 3:
         sys.exit("out of luck")
-    return {{"status": "ok", "detail": "", "total": [float(turn)]}}
+    return {{("v", "1B"): harness.ok([float(turn)])}}
 
-harness.work([harness.Size("1B", 1)], measure, lambda: None)
+harness.work([[(harness.Variant("v", print, ""), harness.Size("1B", 1))]], measure, lambda: None)
 """
 
 
@@ -304,6 +307,117 @@ def test_a_variant_that_hangs_is_ended(tmp_path, hang):
     _, second = collected(tmp_path, EMIT + hang, timeout=2.0)
 
     assert (second.status, second.detail) == ("error", "took more than 2 s")
+
+
+def test_a_crash_marks_the_rows_that_are_missing(tmp_path):
+    rows = collected(tmp_path, EMIT + "sys.exit('out of luck')\n", "ab", in_turn=True)
+    assert [(row.variant, row.case, row.status) for row in rows] == [
+        ("a", "1B", "ok"),
+        ("a", "2B", "error"),
+        ("b", "1B", "error"),
+        ("b", "2B", "error"),
+    ]
+    assert {row.detail for row in rows[1:]} == {"exit status 1: out of luck"}
+
+
+def test_ways_that_run_in_turn_share_a_process(tmp_path):
+    kept = []
+    text = EMIT.replace("0.5", "float(len(sys.argv[-1]))")
+    options = {"in_turn": True, "rounds": 2, "unit": "s", "keep": lambda _, said: kept.append(said)}
+    first, *_ = collected(tmp_path, text, "abc", CASES[:1], **options)
+    assert (first.repeats, first.median) == (2, len("a,b,c"))
+    assert kept == ["1 of 2 passes"]
+
+
+# -- ways in turn ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def way(calls):
+    """Return a function that makes a way, which notes its calls."""
+
+    @contextmanager
+    def made(name, fails_in=None):
+        if fails_in == 0:
+            raise ValueError(f"{name} can't be set up")
+
+        def call(given="nothing"):
+            calls.append((name, given))
+            if [by for by, _ in calls].count(name) == fails_in:
+                raise RuntimeError(f"{name} failed")
+
+        yield call
+        calls.append((name, "left"))
+
+    return made
+
+
+def test_ways_alternate_call_by_call(calls, way):
+    ways = {name: way(name) for name in "abc"}
+    outcomes = timing.in_turn(ways, CPU, repeats=2, warm_ups=2, inputs=[("x",), ("y",)])
+    assert calls[:12] == 2 * list(zip("abcabc", "xyxyxy", strict=True))
+    assert sorted(calls[12:]) == [(name, "left") for name in "abc"]
+    assert [len(outcomes[name]["total"]) for name in "abc"] == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("fails_in", "error"), [(0, ValueError), (1, RuntimeError)])
+def test_a_way_that_raises_leaves_the_others_their_turns(calls, way, fails_in, error):
+    ways = {"a": way("a"), "b": way("b", fails_in), "c": way("c")}
+    outcomes = timing.in_turn(ways, CPU, repeats=3, warm_ups=2)
+    assert isinstance(outcomes["b"], error)
+    assert [by for by, _ in calls].count("b") == fails_in + (fails_in > 0)  # and it is left
+    for name in "ac":
+        assert (outcomes[name]["status"], len(outcomes[name]["total"])) == ("ok", 3)
+
+
+def test_the_time_limit_is_for_each_way(way):
+    ways = {name: way(name) for name in "abc"}
+    began = time.perf_counter()
+    timing.in_turn(ways, CPU, repeats=10**9, seconds=0.01, warm_seconds=0.01)
+    assert time.perf_counter() - began >= 0.06
+
+
+def test_one_call_raises_what_it_raised():
+    with pytest.raises(ZeroDivisionError):
+        timing.timed(lambda: 1 / 0, CPU, repeats=1)
+
+
+OF_WAYS = {"right": "ok", "wrong": "incorrect", "raises": "error"}
+
+
+def test_each_way_in_turn_has_its_row(monkeypatch, capsys):
+    def measure(ways, args, case):
+        assert [way.id for way in ways] == list(OF_WAYS)
+        return {
+            "right": harness.ok([1.0]),
+            "wrong": Incorrect("tensor 3 has other bits"),
+            "raises": ValueError("out of luck"),
+        }
+
+    monkeypatch.setattr("sys.stdin", ["\n"])
+    ways = [Variant(name, print, "") for name in OF_WAYS]
+    program = replace(PROGRAM, ways=ways, cases=CASES[:1], measure=measure, in_turn=True)
+    assert program.main(["--child", ",".join(OF_WAYS), "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    outcomes = [json.loads(line.removeprefix(harness.MARK)) for line in lines]
+    assert {outcome["way"]: outcome["status"] for outcome in outcomes} == OF_WAYS
+    assert [outcome["detail"] for outcome in outcomes] == [
+        "",
+        "tensor 3 has other bits",
+        "ValueError: out of luck",
+    ]
+
+
+def test_other_bits_are_incorrect():
+    a, b = torch.zeros(3), torch.ones(3)
+    timing.compare([a, b], [a, b])
+    with pytest.raises(Incorrect, match="tensor 1 has other bits"):
+        timing.compare([a, b], [a, a])
 
 
 # -- what is shown ---------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import loader_refused
 import loops
 import markdown
 import offload
+import out
 import pytest
 import rounding_waste
 import torch
@@ -24,8 +26,8 @@ from result_files import read
 from torch.autograd.graph import saved_tensors_hooks
 
 import pinstage as ps
-from comparison.harness import Variant, importable
-from comparison.program import AtOnce
+from comparison.errors import Incorrect
+from comparison.harness import MARK, Variant, importable
 from pinstage._memory import _cuda
 from pinstage.errors import StagingWarning
 
@@ -76,6 +78,32 @@ def has_batches_by_hand(result):
         **dict.fromkeys(("to", "borrow", "default", "bus"), "ok"),
         "batch": "needs CUDA",
     }
+    assert result["settings"]["in_turn"] is True
+
+
+@pytest.mark.parametrize("name", ["page_locked", "out"])
+def test_a_page_says_that_ways_ran_in_turn(name):
+    result = markdown.load(name)
+    for in_turn in (False, True):
+        result["settings"]["in_turn"] = in_turn
+        said = "All ways ran in one process, in turn." in markdown.TABLES[name](result)
+        assert said is in_turn
+
+
+def test_every_way_writes_what_it_was_given():
+    class Forgets:
+        def __enter__(self):
+            return lambda sources, places: places
+
+        def __exit__(self, *_):
+            pass
+
+    ways = [*out.VARIANTS[:4], Variant("forgets", lambda *_: Forgets(), "a way")]
+    args = SimpleNamespace(device=CPU, repeats=2, seconds=0.0)
+    for case in out.SMALL_CASES:
+        outcomes = out.measure(ways, args, case)
+        assert isinstance(outcomes.pop("forgets"), Incorrect)
+        assert [outcome["status"] for outcome in outcomes.values()] == ["ok"] * 4
 
 
 def has_every_way_of_a_stack(result):
@@ -319,14 +347,13 @@ def test_offloading_that_changes_gradients_is_incorrect(is_changed, wrong):
         yield lambda: training.step(hooks, training.forward), str
 
     way = Variant("changed", changed, "a way")
-    outcomes = offload.measure_steps(way, ONE_STEP, offload.SMOKE_STEPS[0])
-    first, later = (outcomes[case.id] for case in offload.SMOKE_STEPS)
-    assert first["status"] == later["status"]
-    assert later["status"] == ("incorrect" if wrong else "ok")
-    assert not wrong or later["detail"] == f"other gradients than {wrong}"
+    expected = pytest.raises(Incorrect, match=f"^other gradients than {wrong}$")
+    with expected if wrong else nullcontext():
+        outcomes = offload.measure_steps(way, ONE_STEP, offload.SMOKE_STEPS[0])
+        assert [outcomes[case.id]["status"] for case in offload.SMOKE_STEPS] == ["ok", "ok"]
 
 
-def test_later_steps_after_a_failure_are_errors():
+def test_later_steps_after_a_failure_are_errors(monkeypatch, capsys):
     @contextmanager
     def fails_with_attention(training, case):
         if case.attends:
@@ -334,12 +361,14 @@ def test_later_steps_after_a_failure_are_errors():
         yield lambda: training.step(nullcontext(), training.forward), str
 
     way = Variant("fails", fails_with_attention, "a way")
-    measure = AtOnce(partial(offload.measure_steps, way, ONE_STEP))
-    first, later = offload.SMOKE_STEPS
-    with pytest.raises(RuntimeError, match="attention"):
-        measure(first)
-    outcome = measure(later)
-    assert (outcome["status"], outcome["detail"]) == ("error", "an earlier part failed")
+    monkeypatch.setattr("sys.stdin", ["\n"])
+    program = replace(offload.PROGRAM, ways=[way], small_cases=offload.SMOKE_STEPS)
+    assert program.main(["--child", "fails", "--smoke", "--repeats", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()[:-1]
+    outcomes = [json.loads(line.removeprefix(MARK)) for line in lines]
+    assert [(outcome["case"], outcome["detail"]) for outcome in outcomes] == [
+        (case.id, "RuntimeError: attention") for case in offload.SMOKE_STEPS
+    ]
 
 
 def test_memory_that_grows_is_an_error():
