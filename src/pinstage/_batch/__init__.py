@@ -59,6 +59,6 @@ from ._pack import (
 )
 from ._refusals import SOURCES
 from ._rows import Rows, integers_of, rows
-from ._stacks import Array, RowStacks, Stack, stack_samples
+from ._stacks import Array, Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, PACKED, Place, RowKind, Table

@@ -29,8 +29,8 @@ from ._refusals import (
     unknown_classes,
     without_memory,
 )
-from ._rows import Rows, gathered, stack_of
-from ._stacks import RowStacks, Stack, stack_samples
+from ._rows import Copies, Rows, gathered, stack_of
+from ._stacks import Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import CODES, MOST_DIMS, RowKind, Table
 
@@ -163,7 +163,7 @@ class Parts(NamedTuple):
     """The containers of the batch."""
     leaves: list[Any]
     """Their contents. Tensors that torch conjugates or negates lazily are replaced by others that
-    have the values, and `Rows` by their tensor, or by the stand-in of their stack.
+    have the values, and `Rows` by their tensor, which a stack may still have to fill.
     """
     table: Table
     """A row for each leaf."""
@@ -211,7 +211,7 @@ def take_apart(
         device: tensors on this device can be packed; others are `RowKind.MOVED`.
         keeping: says which leaves stay as they are.
         walked: the result of `walk` for the tree, if it is known.
-        stacks: leaves of the tree that aren't stacked yet, by the ids of their stand-ins. Those
+        stacks: leaves of the tree that aren't stacked yet, by the ids of their tensors. Those
             that aren't packed are stacked here.
         locked: how page-locked leaves are found; None packs them.
 
@@ -259,17 +259,17 @@ def describe(
     """
     computed: dict[int, torch.Tensor] = {}
     stacks: dict[int, Stack] = {}
-    row_stacks = RowStacks()
+    copies: Copies = {}
 
     def plainly(leaf: Any, index: int) -> Described | torch.Tensor:
         if type(leaf) is Rows:
-            path = partial(structure.path, index)
-            tensor = stack_of(leaf, row_stacks, path) if arrays else gathered(leaf, path)
-            if isinstance(tensor, Stack):
-                stacks[index] = tensor
-                computed[id(leaf)] = tensor.stand_in
-                return tensor.stand_in
+            tensor, stack = stack_of(leaf, copies, partial(structure.path, index))
             computed[id(leaf)] = tensor
+            if stack is not None and arrays:
+                stacks[index] = stack
+                return tensor
+            if stack is not None:
+                stack.fill()
             return _describe_tensor(structure, device, tensor, index)
         described = _describe_leaf(leaves, structure, device, arrays, index)
         source = described.source
@@ -290,14 +290,9 @@ def describe(
 
 def _with_stacks(parts: Parts, stacks: Mapping[int, Stack]) -> Parts:
     rest = dict(stacks)
-    moved = parts.table.positions(RowKind.MOVED) if parts.table.moved else ()
-    packed = {
-        row: rest.pop(id(leaf))
-        for row, leaf in enumerate(parts.leaves)
-        if id(leaf) in rest and row not in moved
-    }
+    rows = enumerate(parts.leaves)
+    parts.stacks.update({row: rest.pop(id(leaf)) for row, leaf in rows if id(leaf) in rest})
     stack_samples(rest.values())
-    parts.stacks.update(packed)
     return parts
 
 

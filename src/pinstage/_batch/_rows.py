@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
 
+from .. import _native
 from ._arrays import as_tensor
-from ._stacks import Array, Index, RowStacks, Stack, stack_samples
+from ._stacks import Array, Stack
+
+Copies: TypeAlias = dict[tuple[int, int], tuple[object, bytes]]
+"""The copies of the indices of one batch, by their ids and by numbers of rows; made and used by the
+extension.
+"""
 
 _INTEGERS = {int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32}
 
@@ -95,12 +101,14 @@ def rows(tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[in
     return Rows(tensor, index)
 
 
-def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stack | torch.Tensor:
-    """Return the rows as a stack, or their tensor if torch had to gather them.
+def stack_of(
+    leaf: Rows, copies: Copies, path: Callable[[], str]
+) -> tuple[torch.Tensor, Stack | None]:
+    """Return the tensor of the rows, and the stack that fills it; None if torch had to gather them.
 
     Args:
         leaf: the rows.
-        row_stacks: of the batch.
+        copies: of the batch.
         path: returns where the leaf is in the batch, for an error.
 
     Raises:
@@ -108,25 +116,24 @@ def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stac
     """
     source, index = leaf._source, leaf._index
     try:
-        stack = row_stacks.stack(source, index)
-        if stack is not None:
-            return stack
-        numbers = np.frombuffer(row_stacks.copy(source, index), np.int64)
-        # Torch would return a view for an index without dimensions.
-        return source[numbers.reshape(1, *index.shape).copy()][0]
+        stack = _native.core.stack_rows(source, index, copies)
     except IndexError as error:
         raise IndexError(f"batch{path()} {error}") from None
+    if isinstance(stack, Stack):
+        return stack.tensor, stack
+    # Torch would return a view for an index without dimensions.
+    numbers = np.frombuffer(stack, np.int64).reshape(1, *index.shape).copy()
+    return source[numbers][0], None
 
 
 def gathered(leaf: Any, path: Callable[[], str] = str) -> Any:
     """Return the tensor of `Rows`; any other leaf as it is. `path`: see `stack_of`."""
     if type(leaf) is not Rows:
         return leaf
-    stack = stack_of(leaf, RowStacks(), path)
-    if isinstance(stack, torch.Tensor):
-        return stack
-    stack_samples([stack])
-    return stack.stand_in
+    tensor, stack = stack_of(leaf, {}, path)
+    if stack is not None:
+        stack.fill()
+    return tensor
 
 
 def _checked_source(tensor: Any) -> torch.Tensor:
@@ -146,7 +153,7 @@ def _checked_source(tensor: Any) -> torch.Tensor:
     )
 
 
-def _checked_index(index: Any) -> Index:
+def _checked_index(index: Any) -> torch.Tensor | Array:
     if isinstance(index, list | tuple | range):
         numbers = integers_of(index)
         if numbers is not None:

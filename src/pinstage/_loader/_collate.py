@@ -34,7 +34,7 @@ _pickled_structure = lru_cache(STRUCTURES_KEPT)(pickle.dumps)
 
 
 Stacks: TypeAlias = dict[int, Stack]
-"""Stacks by the ids of their stand-ins."""
+"""Stacks by the ids of their tensors."""
 
 
 class Collated(NamedTuple):
@@ -198,12 +198,11 @@ def collate_lazily(samples: Any, *, inline: bool) -> Collated:
     stacks: Stacks = {}
 
     def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        found = alike(batch, usual=inline)
-        if found is None:  # torch handles these samples, or raises its own error
+        stack = alike(batch, usual=inline)
+        if stack is None:  # torch handles these samples, or raises its own error
             return collate.collate_tensor_fn(batch)  # type: ignore[no-any-return]
-        stand_in: torch.Tensor = batch[0].new_empty((len(batch), *batch[0].shape))
-        stacks[id(stand_in)] = Stack(stand_in, batch, found)
-        return stand_in
+        stacks[id(stack.tensor)] = stack
+        return stack.tensor
 
     collate_fn_map = collate.default_collate_fn_map | {torch.Tensor: collate_tensors}
     return Collated(collate.collate(samples, collate_fn_map=collate_fn_map), stacks)
@@ -213,14 +212,12 @@ def collates_as_shipped(collate: Any) -> bool:
     """Return whether the functions of default collation are torch's own, or are known to read no
     values.
     """
-    others = dict(collate.default_collate_fn_map)
-    stacks = others.pop(torch.Tensor, None) in (collate.collate_tensor_fn, stack_privately)
-    modules = {getattr(function, "__module__", None) for function in others.values()}
-    # It stacks TensorDicts, as torch does.
-    return stacks and modules <= {
-        collate.__name__,
-        "tensordict.tensorclass",
-    }
+    functions = collate.default_collate_fn_map
+    if functions.get(torch.Tensor) not in (collate.collate_tensor_fn, stack_privately):
+        return False
+    modules = {getattr(function, "__module__", None) for function in functions.values()}
+    # tensordict's stacks TensorDicts, as torch does.
+    return modules <= {collate.__name__, __name__, "tensordict.tensorclass"}
 
 
 def _add_sizes(sample: Any, sizes: list[int]) -> bool:
@@ -243,8 +240,8 @@ def _add_sizes(sample: Any, sizes: list[int]) -> bool:
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
 
 
-def alike(samples: Any, *, usual: bool) -> object:
-    """Return where the samples of a stack are; None if torch has to stack them.
+def alike(samples: Any, *, usual: bool) -> Any:
+    """Return the stack of samples; None if torch has to stack them.
 
     Other sequences than lists and tuples may make a sample each time that it is read, so that its
     memory is freed before it is stacked. `usual`: whether new tensors' strides are required.
@@ -256,8 +253,9 @@ def stack_privately(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Stack as torch does in the main process. In a worker, torch would needlessly stack into
     /dev/shm.
     """
-    if alike(batch, usual=False) is not None:
+    stack = alike(batch, usual=False)
+    if stack is not None:
         # Into memory with the usual strides, as torch does in workers. Without `out`, some would be
         # channels-last.
-        return torch.stack(batch, 0, out=batch[0].new_empty((len(batch), *batch[0].shape)))
+        return torch.stack(batch, 0, out=stack.tensor)
     return collation().collate_tensor_fn(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, StackDataset, Subset, TensorDataset
 
-from .._batch import Array, RowStacks
+from .. import _native
+from .._batch import Array, Stack
 from .._compat.loader import begins_as_shipped, collation, is_as_shipped
 from ._collate import Collated, InlineCollate, SlabCollate, Stacks, collates_as_shipped
 from ._samplers import index_batches, look_up, yields_ints
@@ -115,15 +116,15 @@ def rows_of(dataset: Any, index: Array) -> Collated | None:
     has to do it.
     """
     stacks: Stacks = {}
-    row_stacks = RowStacks()
+    copies: dict[Any, Any] = {}
 
     def read(source: Any, index: Array) -> Any:
         if isinstance(source, torch.Tensor):
-            stack = row_stacks.stack(source, index)
-            if stack is None:
+            stack = _native.core.stack_rows(source, index, copies)
+            if not isinstance(stack, Stack):
                 raise TypeError("not a plain tensor")
-            stacks[id(stack.stand_in)] = stack
-            return stack.stand_in
+            stacks[id(stack.tensor)] = stack
+            return stack.tensor
         if is_as_shipped(source, Subset):
             return read(source.dataset, look_up(source.indices, index))
         if is_as_shipped(source, TensorDataset):

@@ -36,6 +36,11 @@ class Blocks:
     def fill(self, sources: bytes, stream: int, /) -> int: ...
     def leaves(self, others: list[Any], /) -> list[Any]: ...
 
+class Stack:
+    tensor: Any
+    more_work: int
+    def fill(self) -> None: ...
+
 def match(
     leaves: list[Any],
     existing: list[Any],

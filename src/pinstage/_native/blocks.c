@@ -128,8 +128,7 @@ PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, 
     return tensor;
 }
 
-/* A tuple of numbers. */
-static PyObject *tuple_of(int64_t count, const int64_t *numbers) {
+PyObject *tuple_of(int64_t count, const int64_t *numbers) {
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
     for (int64_t i = 0; tuple != NULL && i < count; i++) {
         PyObject *number = PyLong_FromLongLong(numbers[i]);

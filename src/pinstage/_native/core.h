@@ -90,6 +90,15 @@ static inline bool is_contiguous(int32_t ndim, const int64_t *shape, const int64
     return true;
 }
 
+/* The stride of a new tensor. */
+static inline void set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) {
+    int64_t step = 1;
+    for (int32_t d = ndim - 1; d >= 0; d--) {
+        stride[d] = step;
+        step *= shape[d] > 1 ? shape[d] : 1;
+    }
+}
+
 /* Whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. No
  * size is 0. */
 bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride);
@@ -256,8 +265,9 @@ typedef struct {
     Leaf leaves[];           /* followed by the stride of each */
 } Stack;
 
-/* The stack that `alike` or `gather` returned; NULL with an error. */
-const Stack *stack_of(PyObject *found);
+/* The stack that `alike` or `stack_rows` returned; NULL with an error. */
+const Stack *stack_of(PyObject *object);
+extern PyObject *stack_type;
 
 /* A batch about to be packed: its leaves in the order of their offsets. Holds its bytes until it
  * is done. */
@@ -270,7 +280,7 @@ typedef struct {
 
 /* Take the leaves of a table, which must exist as long as the work. The work is all zeros,
  * except for its own table. `sources`: bytes with the source of each row; see `source_bytes`.
- * `stacks`: results of `alike` and `gather` by row, which must exist as long as the work; such a
+ * `stacks`: results of `alike` and `stack_rows` by row, which must exist as long as the work; such a
  * row is read from its samples. NULL if there are none. False with an error, and nothing to end. */
 bool work_begin(Work *work, const Table *table, PyObject *sources, PyObject *stacks, int64_t room);
 
@@ -281,9 +291,7 @@ void work_do(Work *work, char *slab);
 PyObject *figures(PyObject *module, PyObject *data);
 PyObject *describe(PyObject *module, PyObject *args);
 PyObject *alike(PyObject *module, PyObject *args);
-PyObject *copy_index(PyObject *module, PyObject *args);
-PyObject *gather(PyObject *module, PyObject *args);
-PyObject *fill(PyObject *module, PyObject *args);
+PyObject *stack_rows(PyObject *module, PyObject *args);
 PyObject *pack(PyObject *module, PyObject *args);
 PyObject *find_driver(PyObject *module, PyObject *nothing);
 PyObject *has_context(PyObject *module, PyObject *nothing);
@@ -294,6 +302,6 @@ PyObject *fetch_few(PyObject *module, PyObject *args);
 PyObject *fill_few(PyObject *module, PyObject *args);
 PyObject *copy_out(PyObject *module, PyObject *args);
 
-extern PyType_Spec structure_spec, job_spec, blocks_spec;
+extern PyType_Spec structure_spec, job_spec, blocks_spec, stack_spec;
 
 #endif

@@ -116,22 +116,6 @@ PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* fill(stack, address, nbytes): write the samples of a stack, or its rows, one behind the other. */
-PyObject *fill(UNUSED PyObject *module, PyObject *args) {
-    PyObject *found;
-    unsigned long long address;
-    long long room;
-    if (!PyArg_ParseTuple(args, "OKL:fill", &found, &address, &room)) return NULL;
-    const Stack *stack = stack_of(found);
-    if (stack == NULL) return NULL;
-    if (stack->nbytes != room)
-        return PyErr_Format(PyExc_ValueError, "a stack doesn't fill its tensor");
-    Py_BEGIN_ALLOW_THREADS
-    pack_all(stack->leaves, stack->count, (char *)(uintptr_t)address, stack->nbytes, false);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
 /* -- Job --------------------------------------------------------------------------------------- */
 
 typedef struct {
