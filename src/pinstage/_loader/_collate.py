@@ -240,7 +240,7 @@ def _add_sizes(sample: Any, sizes: list[int]) -> bool:
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
 
 
-def alike(samples: Any, *, usual: bool) -> Any:
+def alike(samples: Any, *, usual: bool) -> Stack | None:
     """Return the stack of samples; None if torch has to stack them.
 
     Other sequences than lists and tuples may make a sample each time that it is read, so that its

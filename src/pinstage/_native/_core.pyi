@@ -1,6 +1,8 @@
 from collections.abc import Callable
 from typing import Any, Self
 
+import torch
+
 class Structure:
     num_leaves: int
     is_native: bool
@@ -37,7 +39,7 @@ class Blocks:
     def leaves(self, others: list[Any], /) -> list[Any]: ...
 
 class Stack:
-    tensor: Any
+    tensor: torch.Tensor
     more_work: int
     def fill(self) -> None: ...
 
