@@ -29,7 +29,7 @@ from ._refusals import (
     unknown_classes,
     without_memory,
 )
-from ._rows import Copies, Rows, gathered, stack_of
+from ._rows import Rows, gathered, stack_of
 from ._stacks import Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import CODES, MOST_DIMS, RowKind, Table
@@ -259,7 +259,7 @@ def describe(
     """
     computed: dict[int, torch.Tensor] = {}
     stacks: dict[int, Stack] = {}
-    copies: Copies = {}
+    copies: dict[Any, Any] = {}
 
     def plainly(leaf: Any, index: int) -> Described | torch.Tensor:
         if type(leaf) is Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -11,11 +11,6 @@ import torch
 from .. import _native
 from ._arrays import as_tensor
 from ._stacks import Array, Stack
-
-Copies: TypeAlias = dict[tuple[int, int], tuple[object, bytes]]
-"""The copies of the indices of one batch, by their ids and by numbers of rows; made and used by the
-extension.
-"""
 
 _INTEGERS = {int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32}
 
@@ -102,13 +97,13 @@ def rows(tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[in
 
 
 def stack_of(
-    leaf: Rows, copies: Copies, path: Callable[[], str]
+    leaf: Rows, copies: dict[Any, Any], path: Callable[[], str]
 ) -> tuple[torch.Tensor, Stack | None]:
     """Return the tensor of the rows, and the stack that fills it; None if torch had to gather them.
 
     Args:
         leaf: the rows.
-        copies: of the batch.
+        copies: the copied indices of the batch, which the extension adds.
         path: returns where the leaf is in the batch, for an error.
 
     Raises:

@@ -16,10 +16,12 @@ import torch
 from torch.utils.data import BatchSampler, StackDataset, Subset, TensorDataset
 
 from .. import _native
-from .._batch import Array, Stack
+from .._batch import Array
 from .._compat.loader import begins_as_shipped, collation, is_as_shipped
 from ._collate import Collated, InlineCollate, SlabCollate, Stacks, collates_as_shipped
 from ._samplers import index_batches, look_up, yields_ints
+
+_SOURCES = Subset, TensorDataset, StackDataset
 
 _NO_INDEX: Array = np.empty(0, np.int64)
 
@@ -121,17 +123,14 @@ def rows_of(dataset: Any, index: Array) -> Collated | None:
     def read(source: Any, index: Array) -> Any:
         if isinstance(source, torch.Tensor):
             stack = _native.core.stack_rows(source, index, copies)
-            if not isinstance(stack, Stack):
-                raise TypeError("not a plain tensor")
-            stacks[id(stack.tensor)] = stack
+            stacks[id(stack.tensor)] = stack  # an error if torch has to gather them
             return stack.tensor
-        if is_as_shipped(source, Subset):
-            return read(source.dataset, look_up(source.indices, index))
-        if is_as_shipped(source, TensorDataset):
-            return [read(tensor, index) for tensor in source.tensors]
-        if not is_as_shipped(source, StackDataset):
+        kind = type(source)
+        if kind not in _SOURCES or not is_as_shipped(source, kind):
             raise TypeError("not a source of rows")
-        parts = source.datasets
+        if kind is Subset:
+            return read(source.dataset, look_up(source.indices, index))
+        parts = source.tensors if kind is TensorDataset else source.datasets
         if isinstance(parts, dict):
             return {key: read(part, index) for key, part in parts.items()}
         return [read(part, index) for part in parts]
