@@ -150,8 +150,8 @@ def test_samples_are_stacked_at_consecutive_places(count, threads):
         [torch.ones(3, dtype=torch.int16)] * 5,
     ]
     stacks = [_native.core.alike(samples, False) for samples in columns]
-    tree = [torch.ones(3), *(stack.tensor for stack in stacks)]
-    parts = take_apart(tree, stacks={id(stack.tensor): stack for stack in stacks})
+    tree = [torch.ones(3), *stacks]
+    parts = take_apart(tree)
     with guarded(parts.table.nbytes) as expected:
         pack(take_apart([tree[0], *map(torch.stack, columns)]), expected)
     packed_in_order(parts, threads, expected)

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from .. import _native
-from ._arrays import as_tensor
-from ._stacks import Array, Stack
+from ._arrays import Array, Stack, as_tensor
 
 _INTEGERS = {int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32}
 
@@ -96,10 +95,8 @@ def rows(tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[in
     return Rows(tensor, index)
 
 
-def stack_of(
-    leaf: Rows, copies: dict[Any, Any], path: Callable[[], str]
-) -> tuple[torch.Tensor, Stack | None]:
-    """Return the tensor of the rows, and the stack that fills it; None if torch had to gather them.
+def stack_of(leaf: Rows, copies: dict[Any, Any], path: Callable[[], str]) -> Stack | torch.Tensor:
+    """Return the rows as a stack, or their tensor if torch had to gather them.
 
     Args:
         leaf: the rows.
@@ -115,20 +112,15 @@ def stack_of(
     except IndexError as error:
         raise IndexError(f"batch{path()} {error}") from None
     if isinstance(stack, Stack):
-        return stack.tensor, stack
+        return stack
     # Torch would return a view for an index without dimensions.
-    numbers = np.frombuffer(stack, np.int64).reshape(1, *index.shape).copy()
-    return source[numbers][0], None
+    return source[np.frombuffer(stack, np.int64).reshape(1, *index.shape).copy()][0]
 
 
 def gathered(leaf: Any, path: Callable[[], str] = str) -> Any:
-    """Return the tensor of `Rows`; any other leaf as it is. `path`: see `stack_of`."""
-    if type(leaf) is not Rows:
-        return leaf
-    tensor, stack = stack_of(leaf, {}, path)
-    if stack is not None:
-        stack.fill()
-    return tensor
+    """Return the tensor of `Rows` or a stack; any other leaf as it is. `path`: see `stack_of`."""
+    made = stack_of(leaf, {}, path) if type(leaf) is Rows else leaf
+    return made.tensor() if isinstance(made, Stack) else made
 
 
 def _checked_source(tensor: Any) -> torch.Tensor:

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import BatchSampler, StackDataset, Subset, TensorDataset
 
 from .. import _native
-from .._batch import Array
+from .._batch import Array, Stack
 from .._compat.loader import begins_as_shipped, collation, is_as_shipped
-from ._collate import Collated, InlineCollate, SlabCollate, Stacks, collates_as_shipped
+from ._collate import InlineCollate, SlabCollate, collates_as_shipped
 from ._samplers import index_batches, look_up, yields_ints
 
 _SOURCES = Subset, TensorDataset, StackDataset
@@ -113,18 +113,18 @@ def _in_worker(index: Array) -> list[int]:
     return index.tolist() if rows is None else []
 
 
-def rows_of(dataset: Any, index: Array) -> Collated | None:
-    """Return what default collation makes of the samples at an index, to be gathered; None if torch
+def rows_of(dataset: Any, index: Array) -> Any:
+    """Return what default collation makes of the samples at an index, with stacks; None if torch
     has to do it.
     """
-    stacks: Stacks = {}
     copies: dict[Any, Any] = {}
 
     def read(source: Any, index: Array) -> Any:
         if isinstance(source, torch.Tensor):
             stack = _native.core.stack_rows(source, index, copies)
-            stacks[id(stack.tensor)] = stack  # an error if torch has to gather them
-            return stack.tensor
+            if not isinstance(stack, Stack):
+                raise TypeError("not a plain tensor")
+            return stack
         kind = type(source)
         if kind not in _SOURCES or not is_as_shipped(source, kind):
             raise TypeError("not a source of rows")
@@ -136,6 +136,6 @@ def rows_of(dataset: Any, index: Array) -> Collated | None:
         return [read(part, index) for part in parts]
 
     try:
-        return Collated(read(dataset, index), stacks) if collates_as_shipped(collation()) else None
+        return read(dataset, index) if collates_as_shipped(collation()) else None
     except Exception:  # noqa: BLE001 - torch raises its own error, or finds none
         return None

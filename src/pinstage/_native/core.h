@@ -90,13 +90,15 @@ static inline bool is_contiguous(int32_t ndim, const int64_t *shape, const int64
     return true;
 }
 
-/* The stride of a new tensor. */
-static inline void set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) {
+/* Set the stride of a new tensor; false if there are more steps than can be counted, which a shape
+ * without elements may have. */
+static inline bool set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) {
     int64_t step = 1;
     for (int32_t d = ndim - 1; d >= 0; d--) {
         stride[d] = step;
-        step *= shape[d] > 1 ? shape[d] : 1;
+        if (__builtin_mul_overflow(step, shape[d] > 1 ? shape[d] : 1, &step)) return false;
     }
+    return true;
 }
 
 /* Whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. No
@@ -268,6 +270,9 @@ typedef struct {
 /* The stack that `alike` or `stack_rows` returned; NULL with an error. */
 const Stack *stack_of(PyObject *object);
 extern PyObject *stack_type;
+
+/* Describe such a stack, which has no data yet. Returns 0, or -1 with an error. */
+int find_stack(PyObject *object, Found *leaf);
 
 /* A batch about to be packed: its leaves in the order of their offsets. Holds its bytes until it
  * is done. */

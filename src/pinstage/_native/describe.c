@@ -154,20 +154,6 @@ static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
     return PyList_Append(kept, source) == 0;
 }
 
-/* Let Python describe a leaf, or return a plain tensor in its place; -1 with an error. */
-static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
-    PyObject *answer = PyObject_CallFunction(plainly, "On", object, index);
-    bool is_good = answer != NULL;
-    if (is_good && Py_TYPE(answer) == torch.tensor) {
-        is_good = find_tensor(answer, DL_CPU, 0, leaf) == 0
-                      ? PyList_Append(kept, answer) == 0
-                      : fail(PyExc_OverflowError, "a leaf is larger than any memory");
-    } else if (is_good) {
-        is_good = read_described(answer, kept, leaf);
-    }
-    Py_XDECREF(answer);
-    return is_good ? 0 : -1;
-}
 
 /* -- leaves that are repeated ------------------------------------------------------------------ */
 
@@ -264,7 +250,7 @@ typedef struct {
     Py_ssize_t count;
     Growing made;
     Met met;
-    PyObject *kept;
+    PyObject *kept, *stacks;
     Figures sum;
     LockedPiece *locked; /* the pieces of LOCKED leaves */
     int64_t locked_count, locked_room;
@@ -276,16 +262,37 @@ static int is_atom(const Describing *self, PyTypeObject *type) {
     return PySet_Contains(self->atoms, (PyObject *)type);
 }
 
+/* Describe a leaf that isn't stacked, or gathered, yet; -1 with an error. */
+static int add_stack(const Describing *self, PyObject *object, Py_ssize_t index, Found *leaf) {
+    PyObject *row = PyLong_FromSsize_t(index);
+    int result = row == NULL ? -1 : PyDict_SetItem(self->stacks, row, object);
+    Py_XDECREF(row);
+    return result == 0 ? find_stack(object, leaf) : -1;
+}
+
+/* Let Python describe a leaf, or return a stack in its place; -1 with an error. */
+static int ask(const Describing *self, PyObject *object, Py_ssize_t index, Found *leaf) {
+    PyObject *answer = PyObject_CallFunction(self->plainly, "On", object, index);
+    if (answer == NULL) return -1;
+    int result = (PyObject *)Py_TYPE(answer) == stack_type ? add_stack(self, answer, index, leaf)
+                 : read_described(answer, self->kept, leaf) ? 0
+                                                            : -1;
+    Py_DECREF(answer);
+    return result;
+}
+
 /* Describe a leaf that isn't an atom, here or in Python; -1 with an error. */
 static int describe_leaf(const Describing *self, PyObject *object, Py_ssize_t index, Found *leaf) {
     PyTypeObject *type = Py_TYPE(object);
     int result = NOT_PLAIN;
-    if (type == torch.tensor && self->are_plain) {
+    if ((PyObject *)type == stack_type) {
+        result = add_stack(self, object, index, leaf);
+    } else if (type == torch.tensor && self->are_plain) {
         result = find_tensor(object, self->device_type, self->device_id, leaf);
     } else if (type == torch.array && self->arrays) {
         result = find_array(object, leaf);
     }
-    return result == NOT_PLAIN ? ask(self->plainly, object, index, self->kept, leaf) : result;
+    return result == NOT_PLAIN ? ask(self, object, index, leaf) : result;
 }
 
 /* Fill in the row of a leaf that isn't repeated, and its source; false with an error. */
@@ -381,6 +388,7 @@ static bool find_locked(Describing *self) {
         Row *row = row_at(table, i);
         if (row->kind != RAW || row->nbytes < least) continue;
         const char *data = (const char *)(uintptr_t)*source_at(&self->made, i);
+        if (data == NULL) continue; /* a stack */
         Locked where = where_is(data, row->nbytes);
         int64_t before = self->locked_count;
         if (where == IN_ONE && !add_piece(self, i, 0, row->nbytes)) return false;
@@ -402,7 +410,7 @@ static PyObject *place_leaves(Describing *self) {
     place_rows(self->made.table, order);
     free(order);
     PyObject *figures = figures_of(self->made.data, self->made.table, &self->sum);
-    return Py_BuildValue("(NOOy#)", figures, self->made.addresses, self->kept,
+    return Py_BuildValue("(NOOOy#)", figures, self->made.addresses, self->kept, self->stacks,
                          self->locked == NULL ? "" : (const char *)self->locked,
                          (Py_ssize_t)(sizeof *self->locked * (size_t)self->locked_count));
 }
@@ -418,14 +426,15 @@ PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     self.are_plain = !may_be_dual();
     self.count = PyList_Size(self.leaves);
     self.kept = PyList_New(0);
-    bool is_good =
-        self.kept != NULL && met_new(&self.met, self.count) && widen(&self.made, self.count, 1);
+    self.stacks = PyDict_New();
+    bool is_good = self.kept != NULL && self.stacks != NULL && met_new(&self.met, self.count) && widen(&self.made, self.count, 1);
     for (Py_ssize_t i = 0; i < self.count && is_good; i++) {
         look_ahead(self.leaves, self.count, i);
         is_good = add_leaf(&self, i);
     }
     PyObject *result = is_good ? place_leaves(&self) : NULL;
     Py_XDECREF(self.kept);
+    Py_XDECREF(self.stacks);
     free(self.met.places);
     free(self.locked);
     growing_end(&self.made);

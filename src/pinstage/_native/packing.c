@@ -71,6 +71,8 @@ static bool take_leaves(Work *work, const Table *table, PyObject *sources, PyObj
         }
         const int64_t *source =
             (const int64_t *)(start + source_bytes(header->width) * (size_t)index);
+        if (source[0] == 0 && row->nbytes > 0 && !PyErr_Occurred())
+            return fail(PyExc_ValueError, "a row has neither a source nor samples");
         work->leaves[work->count++] = (Leaf){
             .source = (const char *)(uintptr_t)source[0],
             .offset = row->offset,

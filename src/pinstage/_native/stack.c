@@ -7,10 +7,10 @@
 
 typedef struct {
     PyObject_HEAD
-    PyObject *tensor; /* of the result's dtype and shape, contiguous, uninitialised */
-    PyObject *kept;   /* the samples, or the source and the copied index */
-    char *address;    /* of the tensor's memory */
+    PyObject *kept, *like; /* the samples, or the copied index; and a tensor of the dtype */
     long long more_work;
+    int32_t ndim;
+    int64_t shape[MAX_DIMS]; /* of the result */
     Stack *stack;
 } StackObject;
 
@@ -40,29 +40,10 @@ static Stack *stack_new(const Found *first, Py_ssize_t count) {
     return stack;
 }
 
-/* Make the tensor of a stack; `like` is a tensor of its dtype. Returns 0, or NOT_PLAIN if torch makes
- * something else now, or -1 with an error. */
-static int make_tensor(StackObject *self, PyObject *like, int32_t ndim, const int64_t *shape) {
-    int64_t stride[MAX_DIMS];
-    Found made;
-    if (self->stack->nbytes > 0 && makes_views()) { /* other strides may be too large */
-        set_contiguous(ndim, shape, stride);
-        self->tensor = new_tensor(ndim, shape, stride, self->stack->dtype, 0, 0, &self->address);
-    }
-    if (self->tensor == NULL) /* in a mode; or torch raises its error */
-        self->tensor = PyObject_CallMethod(like, "new_empty", "(N)", tuple_of(ndim, shape));
-    if (self->tensor == NULL) return -1;
-    if (Py_TYPE(self->tensor) != torch.tensor) return NOT_PLAIN;
-    if (self->stack->nbytes == 0) return 0;
-    int result = find_tensor(self->tensor, DL_CPU, 0, &made);
-    self->address = result == 0 ? (char *)made.data : NULL;
-    return result;
-}
-
-/* Return the object of a stack, which it takes, as it does `kept`; NULL with an error, or without
- * one if torch makes other tensors now. `shape`: of the result. */
-static PyObject *object_of(Stack *stack, PyObject *kept, PyObject *like, int32_t ndim,
-                           const int64_t *shape) {
+/* Return the object of a stack, which it takes, as it does `kept`; NULL with an error. `shape`: of
+ * the result. */
+static StackObject *object_of(Stack *stack, PyObject *kept, PyObject *like, int32_t ndim,
+                              const int64_t *shape) {
     StackObject *self = (StackObject *)PyType_GenericAlloc((PyTypeObject *)stack_type, 0);
     if (self == NULL || stack == NULL || kept == NULL) {
         free(stack);
@@ -72,28 +53,49 @@ static PyObject *object_of(Stack *stack, PyObject *kept, PyObject *like, int32_t
     }
     self->stack = stack;
     self->kept = kept;
-    if (make_tensor(self, like, ndim, shape) != 0) Py_CLEAR(self);
-    return (PyObject *)self;
+    self->like = Py_NewRef(like);
+    self->ndim = ndim;
+    memcpy(self->shape, shape, sizes_bytes(ndim));
+    return self;
+}
+
+int find_stack(PyObject *object, Found *leaf) {
+    const StackObject *self = (StackObject *)object;
+    leaf->kind = RAW;
+    leaf->dtype = self->stack->dtype;
+    leaf->ndim = self->ndim;
+    leaf->nbytes = self->stack->nbytes;
+    leaf->data = NULL;
+    memcpy(leaf->shape, self->shape, sizes_bytes(self->ndim));
+    if (set_contiguous(self->ndim, self->shape, leaf->stride)) return 0;
+    fail(PyExc_OverflowError, "a leaf is larger than any memory");
+    return -1;
 }
 
 static void stack_dealloc(PyObject *object) {
     StackObject *self = (StackObject *)object;
     free(self->stack);
-    Py_XDECREF(self->tensor);
     Py_XDECREF(self->kept);
+    Py_XDECREF(self->like);
     free_object(object);
 }
 
-static PyObject *stack_fill(PyObject *object, UNUSED PyObject *nothing) {
+static PyObject *stack_tensor(PyObject *object, UNUSED PyObject *nothing) {
     const StackObject *self = (StackObject *)object;
+    const Stack *stack = self->stack;
+    PyObject *tensor =
+        PyObject_CallMethod(self->like, "new_empty", "(N)", tuple_of(self->ndim, self->shape));
+    Found made;
+    if (tensor == NULL || stack->nbytes == 0) return tensor;
+    if (Py_TYPE(tensor) != torch.tensor) return tensor; /* in a mode that makes fake ones */
+    if (find_tensor(tensor, DL_CPU, 0, &made) != 0) {
+        Py_DECREF(tensor);
+        return PyErr_Format(PyExc_RuntimeError, "torch made a tensor that can't be filled");
+    }
     Py_BEGIN_ALLOW_THREADS
-    pack_all(self->stack->leaves, self->stack->count, self->address, self->stack->nbytes, false);
+    pack_all(stack->leaves, stack->count, (char *)made.data, stack->nbytes, false);
     Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
-static PyObject *stack_tensor(PyObject *object, UNUSED void *nothing) {
-    return Py_NewRef(((StackObject *)object)->tensor);
+    return tensor;
 }
 
 static PyObject *stack_more_work(PyObject *object, UNUSED void *nothing) {
@@ -101,11 +103,11 @@ static PyObject *stack_more_work(PyObject *object, UNUSED void *nothing) {
 }
 
 static PyMethodDef stack_methods[] = {
-    {"fill", stack_fill, METH_NOARGS, "fill(): stack the samples, or gather the rows, now."},
+    {"tensor", stack_tensor, METH_NOARGS,
+     "tensor(): stack the samples, or gather the rows, now; a new tensor."},
     {NULL, NULL, 0, NULL},
 };
 static PyGetSetDef stack_getters[] = {
-    {"tensor", stack_tensor, NULL, "The leaf, uninitialised unless it was filled.", NULL},
     {"more_work", stack_more_work, NULL,
      "Packing takes as long as packing this many bytes more: short rows wait for memory.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -189,8 +191,8 @@ static int add_sample(Stack **stack, PyObject *samples, Py_ssize_t index, Py_ssi
     return 0;
 }
 
-/* Return the object of a stack, which it takes, of samples; NULL as `object_of`. */
-static PyObject *stacked(Stack *stack, PyObject *samples) {
+/* Return the object of a stack, which it takes, of samples; NULL with an error. */
+static StackObject *stacked(Stack *stack, PyObject *samples) {
     int64_t shape[MAX_DIMS] = {stack->count};
     memcpy(shape + 1, stack->shape, sizes_bytes(stack->ndim));
     PyObject *first = PySequence_GetItem(samples, 0);
@@ -198,7 +200,7 @@ static PyObject *stacked(Stack *stack, PyObject *samples) {
         free(stack);
         return NULL;
     }
-    PyObject *made = object_of(stack, Py_NewRef(samples), first, stack->ndim + 1, shape);
+    StackObject *made = object_of(stack, Py_NewRef(samples), first, stack->ndim + 1, shape);
     Py_DECREF(first);
     return made;
 }
@@ -216,8 +218,8 @@ PyObject *alike(UNUSED PyObject *module, PyObject *args) {
     for (Py_ssize_t i = 0; i < count && result == 0; i++)
         result = add_sample(&stack, samples, i, count, usual != 0);
     if (result != 0) free(stack);
-    PyObject *made = result == 0 ? stacked(stack, samples) : NULL;
-    return made != NULL || PyErr_Occurred() ? made : Py_NewRef(Py_None);
+    if (result == -1) return NULL;
+    return result == 0 ? (PyObject *)stacked(stack, samples) : Py_NewRef(Py_None);
 }
 
 /* -- rows -------------------------------------------------------------------------------------- */
@@ -309,22 +311,24 @@ static Stack *stack_of_rows(const Found *source, const int64_t *index, int64_t c
     return stack;
 }
 
-/* Return a stack of the rows with these numbers; NULL as `object_of`, or without an error if torch
- * has to gather them. */
+/* Whether rows of a source can be gathered here. */
+static bool is_usual(const Found *source, const Found *index, int64_t count) {
+    return index->ndim + source->ndim - 1 <= MAX_DIMS && has_usual_strides(source, 1) &&
+           (source->nbytes == 0 || count <= INT64_MAX / 4 / source->nbytes * source->shape[0]);
+}
+
+/* Return a stack of the rows with these numbers; NULL with an error. */
 static PyObject *gathered(PyObject *tensor, const Found *source, const Found *index,
-                          PyObject *copy) {
-    int64_t count = (int64_t)PyBytes_Size(copy) / (int64_t)sizeof(int64_t), shape[MAX_DIMS];
-    int32_t ndim = index->ndim + source->ndim - 1;
-    if (ndim > MAX_DIMS || !has_usual_strides(source, 1) ||
-        (source->nbytes > 0 && count > INT64_MAX / 4 / source->nbytes * source->shape[0]))
-        return NULL;
+                          PyObject *copy, int64_t count) {
+    int64_t shape[MAX_DIMS];
     memcpy(shape, index->shape, sizes_bytes(index->ndim));
     memcpy(shape + index->ndim, source->shape + 1, sizes_bytes(source->ndim - 1));
     Stack *stack = stack_of_rows(source, (const int64_t *)PyBytes_AsString(copy), count);
-    PyObject *made = object_of(stack, PyTuple_Pack(2, tensor, copy), tensor, ndim, shape);
+    StackObject *made =
+        object_of(stack, Py_NewRef(copy), tensor, index->ndim + source->ndim - 1, shape);
     if (made != NULL && stack->nbytes > 0 && stack->nbytes < count * ROW_BYTES)
-        ((StackObject *)made)->more_work = count * ROW_BYTES - stack->nbytes;
-    return made;
+        made->more_work = count * ROW_BYTES - stack->nbytes;
+    return (PyObject *)made;
 }
 
 /* stack_rows(tensor, index, copies): a stack of the rows with the numbers of an int32 or int64 tensor
@@ -342,9 +346,10 @@ PyObject *stack_rows(UNUSED PyObject *module, PyObject *args) {
                     find_tensor(tensor, DL_CPU, 0, &source) == 0 && source.ndim > 0;
     int64_t length = is_plain ? source.shape[0] : (int64_t)PyObject_Size(tensor);
     PyObject *copy = length < 0 ? NULL : copy_once(copies, index, &numbers, length);
-    if (copy == NULL || !is_plain) return copy;
-    PyObject *made = gathered(tensor, &source, &numbers, copy);
-    if (made == NULL && !PyErr_Occurred()) return copy;
+    if (copy == NULL) return NULL;
+    int64_t count = (int64_t)PyBytes_Size(copy) / (int64_t)sizeof(int64_t);
+    if (!is_plain || !is_usual(&source, &numbers, count)) return copy;
+    PyObject *made = gathered(tensor, &source, &numbers, copy, count);
     Py_DECREF(copy);
     return made;
 }
