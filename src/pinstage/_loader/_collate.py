@@ -174,8 +174,7 @@ def collated(
 def collate_lazily(samples: Any, *, inline: bool) -> Any:
     """Do what torch's ``default_collate`` does, but put a `Stack` in the place of each tensor.
 
-    If the user's code would see it, torch's own function runs
-    instead. `inline`: see `collated`.
+    If the user's code would see it, torch's own function runs instead. `inline`: see `collated`.
     """
     collate = collation()
     sizes: list[int] = []

@@ -117,25 +117,24 @@ def rows_of(dataset: Any, index: Array) -> Any:
     """Return what default collation makes of the samples at an index, with stacks; None if torch
     has to do it.
     """
-    copies: dict[Any, Any] = {}
-
-    def read(source: Any, index: Array) -> Any:
-        if isinstance(source, torch.Tensor):
-            stack = _native.core.stack_rows(source, index, copies)
-            if not isinstance(stack, Stack):
-                raise TypeError("not a plain tensor")
-            return stack
-        kind = type(source)
-        if kind not in _SOURCES or not is_as_shipped(source, kind):
-            raise TypeError("not a source of rows")
-        if kind is Subset:
-            return read(source.dataset, look_up(source.indices, index))
-        parts = source.tensors if kind is TensorDataset else source.datasets
-        if isinstance(parts, dict):
-            return {key: read(part, index) for key, part in parts.items()}
-        return [read(part, index) for part in parts]
-
     try:
-        return read(dataset, index) if collates_as_shipped(collation()) else None
+        return _read(dataset, index, {}) if collates_as_shipped(collation()) else None
     except Exception:  # noqa: BLE001 - torch raises its own error, or finds none
         return None
+
+
+def _read(source: Any, index: Array, copies: dict[Any, Any]) -> Any:
+    if isinstance(source, torch.Tensor):
+        stack = _native.core.stack_rows(source, index, copies)
+        if isinstance(stack, Stack):
+            return stack
+        raise TypeError("not a plain tensor")
+    kind = type(source)
+    if kind not in _SOURCES or not is_as_shipped(source, kind):
+        raise TypeError("not a source of rows")
+    if kind is Subset:
+        return _read(source.dataset, look_up(source.indices, index), copies)
+    parts = [*source.tensors] if kind is TensorDataset else source.datasets
+    if isinstance(parts, dict):
+        return {key: _read(part, index, copies) for key, part in parts.items()}
+    return [_read(part, index, copies) for part in parts]

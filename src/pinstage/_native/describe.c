@@ -154,7 +154,6 @@ static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
     return PyList_Append(kept, source) == 0;
 }
 
-
 /* -- leaves that are repeated ------------------------------------------------------------------ */
 
 typedef struct {
@@ -274,7 +273,7 @@ static int add_stack(const Describing *self, PyObject *object, Py_ssize_t index,
 static int ask(const Describing *self, PyObject *object, Py_ssize_t index, Found *leaf) {
     PyObject *answer = PyObject_CallFunction(self->plainly, "On", object, index);
     if (answer == NULL) return -1;
-    int result = (PyObject *)Py_TYPE(answer) == stack_type ? add_stack(self, answer, index, leaf)
+    int result = (PyObject *)Py_TYPE(answer) == stack_type  ? add_stack(self, answer, index, leaf)
                  : read_described(answer, self->kept, leaf) ? 0
                                                             : -1;
     Py_DECREF(answer);
@@ -427,7 +426,8 @@ PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     self.count = PyList_Size(self.leaves);
     self.kept = PyList_New(0);
     self.stacks = PyDict_New();
-    bool is_good = self.kept != NULL && self.stacks != NULL && met_new(&self.met, self.count) && widen(&self.made, self.count, 1);
+    bool is_good = self.kept != NULL && self.stacks != NULL && met_new(&self.met, self.count) &&
+                   widen(&self.made, self.count, 1);
     for (Py_ssize_t i = 0; i < self.count && is_good; i++) {
         look_ahead(self.leaves, self.count, i);
         is_good = add_leaf(&self, i);

@@ -318,8 +318,8 @@ static bool is_usual(const Found *source, const Found *index, int64_t count) {
 }
 
 /* Return a stack of the rows with these numbers; NULL with an error. */
-static PyObject *gathered(PyObject *tensor, const Found *source, const Found *index,
-                          PyObject *copy, int64_t count) {
+static PyObject *gathered(PyObject *tensor, const Found *source, const Found *index, PyObject *copy,
+                          int64_t count) {
     int64_t shape[MAX_DIMS];
     memcpy(shape, index->shape, sizes_bytes(index->ndim));
     memcpy(shape + index->ndim, source->shape + 1, sizes_bytes(source->ndim - 1));
