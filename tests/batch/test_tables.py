@@ -495,21 +495,6 @@ def test_sources_of_another_table_are_refused(length):
         assert slab.eq(0xEE).all()
 
 
-@pytest.mark.parametrize("use", ["pack", "Job"])
-def test_a_row_without_a_source_needs_its_samples(use):
-    parts = take_apart([torch.zeros(4), STACK, GATHERED])
-    assert list(parts.stacks) == [1, 2]
-    call, more = getattr(_native.core, use), [None, 2, False] if use == "Job" else []
-    with guarded(parts.table.nbytes) as slab:
-        args = parts.table.data, parts.sources, slab.data_ptr(), slab.numel()
-        with pytest.raises(ValueError, match="neither a source nor samples"):
-            call(*args, *more, {1: STACK})
-        assert slab.eq(0xEE).all()
-
-
-# -- what no table is ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "thing",
     [object(), None, torch.nn.Parameter(torch.ones(1)), 3],
@@ -554,3 +539,18 @@ def test_samples_are_stacked_only_into_their_row(use, stacks):
         with pytest.raises(TypeError, match="dict"):
             call(*args, *more, [STACK])
         assert slab.eq(0xEE).all()
+
+
+@pytest.mark.parametrize("use", ["pack", "Job"])
+def test_a_row_without_a_source_needs_its_samples(use):
+    parts = take_apart([torch.zeros(4), STACK, GATHERED])
+    assert list(parts.stacks) == [1, 2]
+    call, more = getattr(_native.core, use), [None, 2, False] if use == "Job" else []
+    with guarded(parts.table.nbytes) as slab:
+        args = parts.table.data, parts.sources, slab.data_ptr(), slab.numel()
+        with pytest.raises(ValueError, match="neither a source nor samples"):
+            call(*args, *more, {1: STACK})
+        assert slab.eq(0xEE).all()
+
+
+# -- what no table is ------------------------------------------------------------------------------
