@@ -495,6 +495,9 @@ def test_sources_of_another_table_are_refused(length):
         assert slab.eq(0xEE).all()
 
 
+# -- what no table is ------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "thing",
     [object(), None, torch.nn.Parameter(torch.ones(1)), 3],
@@ -551,6 +554,3 @@ def test_a_row_without_a_source_needs_its_samples(use):
         with pytest.raises(ValueError, match="neither a source nor samples"):
             call(*args, *more, {1: STACK})
         assert slab.eq(0xEE).all()
-
-
-# -- what no table is ------------------------------------------------------------------------------
