@@ -21,7 +21,6 @@ from strategies import bits, slab_for, tensor_of
 
 from pinstage import _native
 from pinstage._batch import (
-    Stack,
     most_threads,
     pack,
     pack_by_threads,
@@ -150,13 +149,9 @@ def test_samples_are_stacked_at_consecutive_places(count, threads):
         [torch.empty(0, 5)] * 3,
         [torch.ones(3, dtype=torch.int16)] * 5,
     ]
-    stand_ins = [samples[0].new_empty(len(samples), *samples[0].shape) for samples in columns]
-    stacks = {
-        id(stand_in): Stack(stand_in, samples, _native.core.alike(samples, False))
-        for stand_in, samples in zip(stand_ins, columns, strict=True)
-    }
-    tree = [torch.ones(3), *stand_ins]
-    parts = take_apart(tree, stacks=stacks)
+    stacks = [_native.core.alike(samples, False) for samples in columns]
+    tree = [torch.ones(3), *stacks]
+    parts = take_apart(tree)
     with guarded(parts.table.nbytes) as expected:
         pack(take_apart([tree[0], *map(torch.stack, columns)]), expected)
     packed_in_order(parts, threads, expected)

@@ -13,6 +13,7 @@ from doubles import WalledMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import PRINTABLE_DTYPES, assert_same, tensor_of
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import pinstage as ps
 
@@ -257,3 +258,33 @@ def test_a_refused_slab_gathers_rows_in_parts():
             [source[index], torch.ones(5)],
             stager.to_device([ps.rows(source, index), torch.ones(5)]),
         )
+
+
+def test_modes_make_other_tensors(stager):
+    source = torch.arange(12.0).view(6, 2)
+    leaf = ps.rows(source, [1, 5, 2])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(leaf.tensor()) is FakeTensor
+        with pytest.raises(ps.errors.PinstageError, match="FakeTensorMode"):
+            stager.to_device([leaf])
+        with pytest.raises(IndexError, match="7 for 6 rows"):
+            stager.to_device([ps.rows(source, [7])])
+    with torch.device("meta"):
+        staged = stager.to_device(leaf)
+    assert_same(source[[1, 5, 2]], staged)
+
+
+@pytest.mark.usefixtures("both_paths")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_index_may_have_any_strides(stager, dtype):
+    source = torch.arange(100)
+    for index in (
+        torch.arange(24, dtype=dtype).view(2, 3, 4).permute(2, 0, 1) - 50,
+        torch.arange(-100, 100, dtype=dtype)[::7],
+        torch.tensor([3], dtype=dtype).expand(2, 5),
+        torch.tensor(-1, dtype=dtype),
+        torch.zeros(2, 0, dtype=dtype),
+    ):
+        expected = source[index.long()].contiguous()
+        assert_same(expected, stager.to_device(ps.rows(source, index)).contiguous())
+        assert_same(expected, ps.rows(source, index.numpy()).tensor().contiguous())

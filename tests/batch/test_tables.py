@@ -510,7 +510,7 @@ def test_facts_are_asked_of_plain_tensors_only(thing):
 
 SAMPLES = [torch.ones(4), torch.ones(4)]
 STACK = _native.core.alike(SAMPLES, True)
-GATHERED = _native.core.gather(torch.ones(3, 2), 3, _native.core.copy_index(np.array([0, 1]), 3))
+GATHERED = _native.core.stack_rows(torch.ones(3, 2), np.array([0, 1]), {})
 
 
 @pytest.mark.parametrize(
@@ -535,10 +535,22 @@ def test_samples_are_stacked_only_into_their_row(use, stacks):
     call, more = getattr(_native.core, use), [None, 2, False] if use == "Job" else []
     with guarded(parts.table.nbytes) as slab:
         args = parts.table.data, parts.sources, slab.data_ptr(), slab.numel()
-        with pytest.raises(ValueError, match=r"PyCapsule|samples of a stack don't fill its row"):
+        with pytest.raises(
+            (ValueError, TypeError), match=r"isn't a stack|samples of a stack don't fill its row"
+        ):
             call(*args, *more, stacks)
         with pytest.raises(TypeError, match="dict"):
             call(*args, *more, [STACK])
-        with pytest.raises(ValueError, match="doesn't fill"):
-            _native.core.fill(GATHERED, slab.data_ptr(), 8)
+        assert slab.eq(0xEE).all()
+
+
+@pytest.mark.parametrize("use", ["pack", "Job"])
+def test_a_row_without_a_source_needs_its_samples(use):
+    parts = take_apart([torch.zeros(4), STACK, GATHERED])
+    assert list(parts.stacks) == [1, 2]
+    call, more = getattr(_native.core, use), [None, 2, False] if use == "Job" else []
+    with guarded(parts.table.nbytes) as slab:
+        args = parts.table.data, parts.sources, slab.data_ptr(), slab.numel()
+        with pytest.raises(ValueError, match="neither a source nor samples"):
+            call(*args, *more, {1: STACK})
         assert slab.eq(0xEE).all()

@@ -6,13 +6,13 @@ looked up in `_libraries`. `describe` makes the `Table`, which has a row for eac
 place in the slab; places are aligned and disjoint. A `Layout` is a structure and a table. It
 depends on structure and shapes only, never on values, and holds nothing of a batch. `_pack` fills a
 slab with several threads, in chunks that are sent meanwhile; `_blocks` makes the tensors that
-leaves become; `_gather` collects leaves on a device. `_rows` and `_stacks` are leaves whose bytes
+leaves become; `_gather` collects leaves on a device. `_rows` are leaves whose bytes
 are in many places until they are packed.
 
 This package knows shapes, and counts no bytes of any pool.
 """
 
-from ._arrays import as_tensor
+from ._arrays import Array, Stack, as_tensor
 from ._attributes import stored_attributes
 from ._blocks import (
     Blocks,
@@ -59,6 +59,5 @@ from ._pack import (
 )
 from ._refusals import SOURCES
 from ._rows import Rows, integers_of, rows
-from ._stacks import Array, RowStacks, Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import ALIGNMENT, DTYPES, PACKED, Place, RowKind, Table

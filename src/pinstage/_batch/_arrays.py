@@ -1,13 +1,24 @@
-"""Numeric arrays of numpy, as tensors over the same memory."""
+"""Leaves that aren't tensors yet: numeric arrays of numpy, as tensors over the same memory, and
+stacks.
+"""
 
 from __future__ import annotations
 
 import types
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+
+from pinstage._native import _core
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+Stack = _core.Stack
+"""A leaf whose bytes are in several places until it is packed: samples to be stacked, or rows to be
+gathered.
+"""
 
 
 def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
@@ -41,7 +52,11 @@ def from_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
 
 
 def as_tensor(leaf: Any) -> Any:
-    """Return a tensor over a leaf that is a numeric array; any other leaf as it is."""
+    """Return a tensor over a leaf that is a numeric array, and the tensor of a stack; any other
+    leaf as it is.
+    """
+    if type(leaf) is Stack:
+        return leaf.tensor()
     tensor = from_array(leaf) if isinstance(leaf, np.ndarray) else None
     return leaf if tensor is None else tensor
 

@@ -8,7 +8,7 @@ tensor), and calls it for all others.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from .. import _native
 from .._compat.views import check_is_plain, has_no_memory, is_dual, range_of
 from .._steps import step
 from ..errors import LayoutError
+from ._arrays import Stack
 from ._leaves import ATOM_TYPES, WRAPPERS, OnHost, Whole, is_atom, unwrapped
 from ._nodes import is_container, moves_as_a_whole
 from ._refusals import (
@@ -30,7 +31,6 @@ from ._refusals import (
     without_memory,
 )
 from ._rows import Rows, gathered, stack_of
-from ._stacks import RowStacks, Stack, stack_samples
 from ._structure import Structure, walk
 from ._table import CODES, MOST_DIMS, RowKind, Table
 
@@ -163,7 +163,7 @@ class Parts(NamedTuple):
     """The containers of the batch."""
     leaves: list[Any]
     """Their contents. Tensors that torch conjugates or negates lazily are replaced by others that
-    have the values, and `Rows` by their tensor, or by the stand-in of their stack.
+    have the values, and `Rows` by their stack, or by their tensor.
     """
     table: Table
     """A row for each leaf."""
@@ -172,9 +172,7 @@ class Parts(NamedTuple):
     kept: list[torch.Tensor]
     """Tensors to keep alive beside the leaves, because `sources` has their addresses."""
     stacks: dict[int, Stack]
-    """By row, the packed leaves that `pack` and `start_packing` read from their samples. Anything
-    else that reads leaves or `sources` needs `stack_samples` first.
-    """
+    """By row, the leaves that have no source: `pack` and `start_packing` read their samples."""
     locked: bytes = b""
     """The pieces of `RowKind.LOCKED` leaves, as the extension writes them."""
 
@@ -184,7 +182,7 @@ class Parts(NamedTuple):
 
     def unlocked(self) -> Parts:
         """Return the same batch with all of these leaves packed."""
-        return describe(self.leaves, self.structure, _CPU)._replace(stacks=self.stacks)
+        return describe(self.leaves, self.structure, _CPU)
 
     def others(self) -> list[Any]:
         """Return the leaves that aren't in the slab: those that aren't tensors, and those moved by
@@ -201,7 +199,6 @@ def take_apart(
     device: torch.device = _CPU,
     keeping: Keeping | None = None,
     walked: tuple[list[Any], Structure] | None = None,
-    stacks: Mapping[int, Stack] | None = None,
     locked: FindLocked | None = None,
 ) -> Parts:
     """Take a tree apart and describe its leaves.
@@ -211,8 +208,6 @@ def take_apart(
         device: tensors on this device can be packed; others are `RowKind.MOVED`.
         keeping: says which leaves stay as they are.
         walked: the result of `walk` for the tree, if it is known.
-        stacks: leaves of the tree that aren't stacked yet, by the ids of their stand-ins. Those
-            that aren't packed are stacked here.
         locked: how page-locked leaves are found; None packs them.
 
     Raises:
@@ -230,8 +225,7 @@ def take_apart(
             keeping.apply(leaves, structure)
         try:
             with step("describe"):
-                parts = describe(leaves, structure, device, locked=locked)
-                return _with_stacks(parts, stacks) if stacks else parts
+                return describe(leaves, structure, device, locked=locked)
         except IsContainer:
             walked = None  # a class was registered after its objects were met as leaves
 
@@ -257,20 +251,17 @@ def describe(
         IsContainer: a leaf has become a container; walk again.
         IndexError, LayoutError: as `take_apart`.
     """
-    computed: dict[int, torch.Tensor] = {}
-    stacks: dict[int, Stack] = {}
-    row_stacks = RowStacks()
+    computed: dict[int, torch.Tensor | Stack] = {}
+    copies: dict[Any, Any] = {}
 
-    def plainly(leaf: Any, index: int) -> Described | torch.Tensor:
+    def plainly(leaf: Any, index: int) -> Described | Stack:
         if type(leaf) is Rows:
             path = partial(structure.path, index)
-            tensor = stack_of(leaf, row_stacks, path) if arrays else gathered(leaf, path)
-            if isinstance(tensor, Stack):
-                stacks[index] = tensor
-                computed[id(leaf)] = tensor.stand_in
-                return tensor.stand_in
-            computed[id(leaf)] = tensor
-            return _describe_tensor(structure, device, tensor, index)
+            made = stack_of(leaf, copies, path) if arrays else gathered(leaf, path)
+            computed[id(leaf)] = made
+            if isinstance(made, Stack):
+                return made
+            return _describe_tensor(structure, device, made, index)
         described = _describe_leaf(leaves, structure, device, arrays, index)
         source = described.source
         if source is not None and source is not leaf and isinstance(leaf, torch.Tensor):
@@ -278,7 +269,7 @@ def describe(
         return described
 
     cut, each = (None, False) if locked is None else locked
-    figures, sources, kept, pieces = _native.core.describe(
+    figures, sources, kept, stacks, pieces = _native.core.describe(
         leaves, ATOM_TYPES, plainly, dlpack_device(device), arrays, cut, each
     )
     if computed:
@@ -286,19 +277,6 @@ def describe(
     # `tuple.__new__` is faster than the constructors of these classes, which are Python functions.
     table = tuple.__new__(Table, figures)
     return tuple.__new__(Parts, (structure, leaves, table, sources, kept, stacks, pieces))
-
-
-def _with_stacks(parts: Parts, stacks: Mapping[int, Stack]) -> Parts:
-    rest = dict(stacks)
-    moved = parts.table.positions(RowKind.MOVED) if parts.table.moved else ()
-    packed = {
-        row: rest.pop(id(leaf))
-        for row, leaf in enumerate(parts.leaves)
-        if id(leaf) in rest and row not in moved
-    }
-    stack_samples(rest.values())
-    parts.stacks.update(packed)
-    return parts
 
 
 class IsContainer(Exception):  # noqa: N818 - a signal, which never reaches a user

@@ -34,13 +34,7 @@ def pack(parts: Parts, slab: HostSlab) -> None:
         parts: a batch, whose leaves have not changed since it was taken apart.
         slab: at least ``parts.table.slab_bytes`` bytes.
     """
-    _native.core.pack(
-        parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, _found_samples(parts)
-    )
-
-
-def _found_samples(parts: Parts) -> dict[int, object]:
-    return {row: stack.found for row, stack in parts.stacks.items()}
+    _native.core.pack(parts.table.data, parts.sources, slab.data_ptr(), slab.nbytes, parts.stacks)
 
 
 MOST_THREADS = 12
@@ -123,7 +117,7 @@ def start_packing(parts: Parts, slab: HostSlab, threads: int, *, reuses: bool = 
         owner,
         threads,
         reuses,
-        _found_samples(parts),
+        parts.stacks,
     )
 
 

@@ -8,8 +8,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from ._arrays import as_tensor
-from ._stacks import Array, Index, RowStacks, Stack, stack_samples
+from .. import _native
+from ._arrays import Array, Stack, as_tensor
 
 _INTEGERS = {int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32}
 
@@ -95,12 +95,12 @@ def rows(tensor: torch.Tensor | Array, index: torch.Tensor | Array | Sequence[in
     return Rows(tensor, index)
 
 
-def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stack | torch.Tensor:
+def stack_of(leaf: Rows, copies: dict[Any, Any], path: Callable[[], str]) -> Stack | torch.Tensor:
     """Return the rows as a stack, or their tensor if torch had to gather them.
 
     Args:
         leaf: the rows.
-        row_stacks: of the batch.
+        copies: the copied indices of the batch, which the extension adds.
         path: returns where the leaf is in the batch, for an error.
 
     Raises:
@@ -108,25 +108,19 @@ def stack_of(leaf: Rows, row_stacks: RowStacks, path: Callable[[], str]) -> Stac
     """
     source, index = leaf._source, leaf._index
     try:
-        stack = row_stacks.stack(source, index)
-        if stack is not None:
-            return stack
-        numbers = np.frombuffer(row_stacks.copy(source, index), np.int64)
-        # Torch would return a view for an index without dimensions.
-        return source[numbers.reshape(1, *index.shape).copy()][0]
+        stack = _native.core.stack_rows(source, index, copies)
     except IndexError as error:
         raise IndexError(f"batch{path()} {error}") from None
+    if isinstance(stack, Stack):
+        return stack
+    # Torch would return a view for an index without dimensions.
+    return source[np.frombuffer(stack, np.int64).reshape(1, *index.shape).copy()][0]
 
 
 def gathered(leaf: Any, path: Callable[[], str] = str) -> Any:
-    """Return the tensor of `Rows`; any other leaf as it is. `path`: see `stack_of`."""
-    if type(leaf) is not Rows:
-        return leaf
-    stack = stack_of(leaf, RowStacks(), path)
-    if isinstance(stack, torch.Tensor):
-        return stack
-    stack_samples([stack])
-    return stack.stand_in
+    """Return the tensor of `Rows` or a stack; any other leaf as it is. `path`: see `stack_of`."""
+    made = stack_of(leaf, {}, path) if type(leaf) is Rows else leaf
+    return made.tensor() if isinstance(made, Stack) else made
 
 
 def _checked_source(tensor: Any) -> torch.Tensor:
@@ -146,7 +140,7 @@ def _checked_source(tensor: Any) -> torch.Tensor:
     )
 
 
-def _checked_index(index: Any) -> Index:
+def _checked_index(index: Any) -> torch.Tensor | Array:
     if isinstance(index, list | tuple | range):
         numbers = integers_of(index)
         if numbers is not None:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from threading import get_ident
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,17 +31,6 @@ longer than it saves. 120 stacks of 4 KiB took 15% longer.
 """
 
 _pickled_structure = lru_cache(STRUCTURES_KEPT)(pickle.dumps)
-
-
-Stacks: TypeAlias = dict[int, Stack]
-"""Stacks by the ids of their stand-ins."""
-
-
-class Collated(NamedTuple):
-    """A batch, and those of its leaves that aren't stacked yet."""
-
-    batch: Any
-    stacks: Stacks
 
 
 @dataclass(eq=False)
@@ -67,11 +56,11 @@ class SlabCollate:
     keeping: Keeping | None = None
     _worker: int = field(default=-1, init=False)
     _slabs: WorkerSlabs | None = field(default=None, init=False)
-    _told: ClassVar[Collated | None] = None
+    _told: ClassVar[Any] = None
 
     @classmethod
-    def tell(cls, batch: Collated | None) -> None:
-        """Tell of the next batch of this worker, if it isn't one of samples; see `InMemory`."""
+    def tell(cls, batch: Any) -> None:
+        """Tell of the next batch of this worker; None if it is one of samples. See `InMemory`."""
         cls._told = batch
 
     def __call__(self, samples: Any) -> BatchMessage:
@@ -85,8 +74,8 @@ class SlabCollate:
         slabs = self._slabs if self._slabs is not None else self._begin()
         slabs.waited_seconds = 0.0
         told, SlabCollate._told = self._told, None
-        batch, stacks = told or collated(self.collate, self.keeping, samples)
-        parts = take_apart(batch, keeping=self.keeping, stacks=stacks)
+        batch = collated(self.collate, self.keeping, samples) if told is None else told
+        parts = take_apart(batch, keeping=self.keeping)
         others = parts.others()
         # Here, since the queue's thread would only print an error of pickling, and the main process
         # would wait forever.
@@ -144,15 +133,15 @@ class InlineCollate:
     collate: Callable[[Any], Any]
     keeping: Keeping | None
     is_unseen: bool = field(default=False, init=False)
-    """Whether torch's iterator passes on a `Collated`. See `returns_unseen`."""
-    _told: dict[int, Collated | None] = field(default_factory=dict, init=False)
+    """Whether torch's iterator passes on batches with stacks. See `returns_unseen`."""
+    _told: dict[int, Any] = field(default_factory=dict, init=False)
 
-    def tell(self, batch: Collated | None) -> None:
-        """Tell of this thread's next batch, if it isn't one of samples; see `InMemory`."""
+    def tell(self, batch: Any) -> None:
+        """Tell of this thread's next batch; None if it is one of samples. See `InMemory`."""
         self._told[get_ident()] = batch
 
     def __call__(self, samples: Any) -> Any:
-        """Return a `Collated`, or the batch."""
+        """Return the batch."""
         if (told := self._told.pop(get_ident(), None)) is not None:
             return told
         if not self.is_unseen:
@@ -165,7 +154,7 @@ class InlineCollate:
 
 def collated(
     collate: Callable[[Any], Any], keeping: Keeping | None, samples: Any, *, inline: bool = False
-) -> Collated:
+) -> Any:
     """Collate samples; put off default collation's stacking if no code of the user's sees the
     batch.
 
@@ -178,15 +167,14 @@ def collated(
     """
     shows_leaves = keeping is not None and keeping.says is not None
     if shows_leaves or collate is not torch.utils.data.default_collate:
-        return Collated(collate(samples), {})
+        return collate(samples)
     return collate_lazily(samples, inline=inline)
 
 
-def collate_lazily(samples: Any, *, inline: bool) -> Collated:
-    """Do what torch's ``default_collate`` does, but put an empty tensor in the place of each stack.
+def collate_lazily(samples: Any, *, inline: bool) -> Any:
+    """Do what torch's ``default_collate`` does, but put a `Stack` in the place of each tensor.
 
-    If the user's code would see that tensor, and could compute with it, torch's own function runs
-    instead. `inline`: see `collated`.
+    If the user's code would see it, torch's own function runs instead. `inline`: see `collated`.
     """
     collate = collation()
     sizes: list[int] = []
@@ -194,33 +182,27 @@ def collate_lazily(samples: Any, *, inline: bool) -> Collated:
     if inline and puts_off:
         puts_off = max(sizes, default=0) * len(samples) >= INLINE_STACK_BYTES
     if not puts_off:
-        return Collated(torch.utils.data.default_collate(samples), {})
-    stacks: Stacks = {}
+        return torch.utils.data.default_collate(samples)
 
-    def collate_tensors(batch: Any, **_: Any) -> torch.Tensor:
-        found = alike(batch, usual=inline)
-        if found is None:  # torch handles these samples, or raises its own error
-            return collate.collate_tensor_fn(batch)  # type: ignore[no-any-return]
-        stand_in: torch.Tensor = batch[0].new_empty((len(batch), *batch[0].shape))
-        stacks[id(stand_in)] = Stack(stand_in, batch, found)
-        return stand_in
+    def collate_tensors(batch: Any, **_: Any) -> Any:
+        stack = alike(batch, usual=inline)
+        # Torch handles other samples, or raises its own error.
+        return collate.collate_tensor_fn(batch) if stack is None else stack
 
     collate_fn_map = collate.default_collate_fn_map | {torch.Tensor: collate_tensors}
-    return Collated(collate.collate(samples, collate_fn_map=collate_fn_map), stacks)
+    return collate.collate(samples, collate_fn_map=collate_fn_map)
 
 
 def collates_as_shipped(collate: Any) -> bool:
     """Return whether the functions of default collation are torch's own, or are known to read no
     values.
     """
-    others = dict(collate.default_collate_fn_map)
-    stacks = others.pop(torch.Tensor, None) in (collate.collate_tensor_fn, stack_privately)
-    modules = {getattr(function, "__module__", None) for function in others.values()}
-    # It stacks TensorDicts, as torch does.
-    return stacks and modules <= {
-        collate.__name__,
-        "tensordict.tensorclass",
-    }
+    functions = collate.default_collate_fn_map
+    if functions.get(torch.Tensor) not in (collate.collate_tensor_fn, stack_privately):
+        return False
+    modules = {getattr(function, "__module__", None) for function in functions.values()}
+    # tensordict's stacks TensorDicts, as torch does.
+    return modules <= {collate.__name__, __name__, "tensordict.tensorclass"}
 
 
 def _add_sizes(sample: Any, sizes: list[int]) -> bool:
@@ -243,8 +225,8 @@ def _add_sizes(sample: Any, sizes: list[int]) -> bool:
     return isinstance(sample, str | bytes) or not isinstance(sample, Mapping | Sequence)
 
 
-def alike(samples: Any, *, usual: bool) -> object:
-    """Return where the samples of a stack are; None if torch has to stack them.
+def alike(samples: Any, *, usual: bool) -> Stack | None:
+    """Return the stack of samples; None if torch has to stack them.
 
     Other sequences than lists and tuples may make a sample each time that it is read, so that its
     memory is freed before it is stacked. `usual`: whether new tensors' strides are required.

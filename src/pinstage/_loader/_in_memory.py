@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, StackDataset, Subset, TensorDataset
 
-from .._batch import Array, RowStacks
+from .. import _native
+from .._batch import Array, Stack
 from .._compat.loader import begins_as_shipped, collation, is_as_shipped
-from ._collate import Collated, InlineCollate, SlabCollate, Stacks, collates_as_shipped
+from ._collate import InlineCollate, SlabCollate, collates_as_shipped
 from ._samplers import index_batches, look_up, yields_ints
+
+_SOURCES = Subset, TensorDataset, StackDataset
 
 _NO_INDEX: Array = np.empty(0, np.int64)
 
@@ -110,32 +113,28 @@ def _in_worker(index: Array) -> list[int]:
     return index.tolist() if rows is None else []
 
 
-def rows_of(dataset: Any, index: Array) -> Collated | None:
-    """Return what default collation makes of the samples at an index, to be gathered; None if torch
+def rows_of(dataset: Any, index: Array) -> Any:
+    """Return what default collation makes of the samples at an index, with stacks; None if torch
     has to do it.
     """
-    stacks: Stacks = {}
-    row_stacks = RowStacks()
-
-    def read(source: Any, index: Array) -> Any:
-        if isinstance(source, torch.Tensor):
-            stack = row_stacks.stack(source, index)
-            if stack is None:
-                raise TypeError("not a plain tensor")
-            stacks[id(stack.stand_in)] = stack
-            return stack.stand_in
-        if is_as_shipped(source, Subset):
-            return read(source.dataset, look_up(source.indices, index))
-        if is_as_shipped(source, TensorDataset):
-            return [read(tensor, index) for tensor in source.tensors]
-        if not is_as_shipped(source, StackDataset):
-            raise TypeError("not a source of rows")
-        parts = source.datasets
-        if isinstance(parts, dict):
-            return {key: read(part, index) for key, part in parts.items()}
-        return [read(part, index) for part in parts]
-
     try:
-        return Collated(read(dataset, index), stacks) if collates_as_shipped(collation()) else None
+        return _read(dataset, index, {}) if collates_as_shipped(collation()) else None
     except Exception:  # noqa: BLE001 - torch raises its own error, or finds none
         return None
+
+
+def _read(source: Any, index: Array, copies: dict[Any, Any]) -> Any:
+    if isinstance(source, torch.Tensor):
+        stack = _native.core.stack_rows(source, index, copies)
+        if isinstance(stack, Stack):
+            return stack
+        raise TypeError("not a plain tensor")
+    kind = type(source)
+    if kind not in _SOURCES or not is_as_shipped(source, kind):
+        raise TypeError("not a source of rows")
+    if kind is Subset:
+        return _read(source.dataset, look_up(source.indices, index), copies)
+    parts = [*source.tensors] if kind is TensorDataset else source.datasets
+    if isinstance(parts, dict):
+        return {key: _read(part, index, copies) for key, part in parts.items()}
+    return [_read(part, index, copies) for part in parts]

@@ -25,7 +25,6 @@ from .._stage import RunAhead, Transfer, structure_of
 from .._steps import step
 from ..errors import BudgetExceededError, ClosedError, StagingWarning
 from ._broker import SlabBroker
-from ._collate import Collated
 from ._messages import BEGIN_AGAIN, Failed, PackedBatch
 from ._sending import SendingQueue, send
 from ._slabs import Slabs
@@ -121,13 +120,12 @@ class LoaderIterator:
             ) from None
 
     def _next_batch(self) -> Any:
-        fetched = self._fetch()
-        batch, stacks = fetched if isinstance(fetched, Collated) else (fetched, {})
+        batch = self._fetch()
         try:
-            transfer = self._slabs.sender().begin(batch, stacks)
+            transfer = self._slabs.sender().begin(batch)
             self._counters.count(transfer, fallback=False)
         except BudgetExceededError:
-            parts = take_apart(batch, keeping=self._keeping, stacks=stacks)
+            parts = take_apart(batch, keeping=self._keeping)
             raw = bytearray(parts.table.nbytes)
             pack(parts, torch.frombuffer(raw, dtype=torch.uint8))
             transfer = send(

@@ -168,9 +168,9 @@ def look_up(indices: Any, numbers: Array) -> Array:
         TypeError: `indices` are not of Python's or numpy's integers, a range, or an int32 or int64
             tensor on the CPU, of one dimension.
     """
-    index: Array | None = None
     if type(indices) is torch.Tensor and indices.dtype in (torch.int32, torch.int64):
         indices = indices.numpy()
+    index: Array | None = None
     if type(indices) is np.ndarray:
         index = integers_of(indices[numbers])
     elif type(indices) in (list, tuple, range):

@@ -128,8 +128,7 @@ PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, 
     return tensor;
 }
 
-/* A tuple of numbers. */
-static PyObject *tuple_of(int64_t count, const int64_t *numbers) {
+PyObject *tuple_of(int64_t count, const int64_t *numbers) {
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
     for (int64_t i = 0; tuple != NULL && i < count; i++) {
         PyObject *number = PyLong_FromLongLong(numbers[i]);
@@ -431,14 +430,14 @@ static PyObject *blocks_unpack(PyObject *object, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* fill(sources, stream): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory,
+/* fill(sources, stream, stacks): pack leaves, of AT_ONCE_BYTES together at most, into ordinary memory,
  * and send them from there. All of them have been read when the call returns. Returns what
  * `copy` returns. */
 static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     Blocks *self = (Blocks *)object;
-    PyObject *sources;
+    PyObject *sources, *stacks;
     unsigned long long stream;
-    if (!PyArg_ParseTuple(args, "OK:fill", &sources, &stream)) return NULL;
+    if (!PyArg_ParseTuple(args, "OKO!:fill", &sources, &stream, &PyDict_Type, &stacks)) return NULL;
     if (self->table.header->nbytes > AT_ONCE_BYTES) {
         return PyErr_Format(PyExc_ValueError,
                             "the batch is too large to be sent from ordinary memory");
@@ -448,7 +447,7 @@ static PyObject *blocks_fill(PyObject *object, PyObject *args) {
     int64_t nbytes = self->table.header->nbytes;
     Work work = {.leaves = NULL};
     PyObject *result = NULL;
-    if (work_begin(&work, &self->table, sources, NULL, nbytes)) {
+    if (work_begin(&work, &self->table, sources, stacks, nbytes)) {
         work_do(&work, memory);
         result = send_runs(self, memory, 0, nbytes, (void *)(uintptr_t)stream, false);
     }
@@ -546,7 +545,7 @@ static PyMethodDef blocks_type_methods[] = {
     {"unpack", blocks_unpack, METH_VARARGS,
      "unpack(host, start, end, threads): copy bytes of the host slab to tensors on the CPU"},
     {"fill", blocks_fill, METH_VARARGS,
-     "fill(sources, stream): pack into ordinary memory, and copy from there"},
+     "fill(sources, stream, stacks): pack into ordinary memory, and copy from there"},
     {"leaves", blocks_leaves, METH_O,
      "leaves(others): all leaves of the batch; others are those that are not packed, in order"},
     {NULL, NULL, 0, NULL},

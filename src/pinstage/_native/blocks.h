@@ -13,4 +13,7 @@ bool makes_views(void);
 PyObject *new_tensor(int64_t ndim, const int64_t *shape, const int64_t *stride, int dtype,
                      int device_type, int device_index, char **address);
 
+/* A tuple of numbers; NULL with an error. */
+PyObject *tuple_of(int64_t count, const int64_t *numbers);
+
 #endif

@@ -90,6 +90,17 @@ static inline bool is_contiguous(int32_t ndim, const int64_t *shape, const int64
     return true;
 }
 
+/* Set the stride of a new tensor; false if there are more steps than can be counted, which a shape
+ * without elements may have. */
+static inline bool set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) {
+    int64_t step = 1;
+    for (int32_t d = ndim - 1; d >= 0; d--) {
+        stride[d] = step;
+        if (__builtin_mul_overflow(step, shape[d] > 1 ? shape[d] : 1, &step)) return false;
+    }
+    return true;
+}
+
 /* Whether memory of this shape and stride has neither gaps nor overlaps, in whatever order. No
  * size is 0. */
 bool is_dense(int32_t ndim, const int64_t *shape, const int64_t *stride);
@@ -256,8 +267,12 @@ typedef struct {
     Leaf leaves[];           /* followed by the stride of each */
 } Stack;
 
-/* The stack that `alike` or `gather` returned; NULL with an error. */
-const Stack *stack_of(PyObject *found);
+/* The stack that `alike` or `stack_rows` returned; NULL with an error. */
+const Stack *stack_of(PyObject *object);
+extern PyObject *stack_type;
+
+/* Describe such a stack, which has no data yet. Returns 0, or -1 with an error. */
+int find_stack(PyObject *object, Found *leaf);
 
 /* A batch about to be packed: its leaves in the order of their offsets. Holds its bytes until it
  * is done. */
@@ -270,7 +285,7 @@ typedef struct {
 
 /* Take the leaves of a table, which must exist as long as the work. The work is all zeros,
  * except for its own table. `sources`: bytes with the source of each row; see `source_bytes`.
- * `stacks`: results of `alike` and `gather` by row, which must exist as long as the work; such a
+ * `stacks`: results of `alike` and `stack_rows` by row, which must exist as long as the work; such a
  * row is read from its samples. NULL if there are none. False with an error, and nothing to end. */
 bool work_begin(Work *work, const Table *table, PyObject *sources, PyObject *stacks, int64_t room);
 
@@ -281,9 +296,7 @@ void work_do(Work *work, char *slab);
 PyObject *figures(PyObject *module, PyObject *data);
 PyObject *describe(PyObject *module, PyObject *args);
 PyObject *alike(PyObject *module, PyObject *args);
-PyObject *copy_index(PyObject *module, PyObject *args);
-PyObject *gather(PyObject *module, PyObject *args);
-PyObject *fill(PyObject *module, PyObject *args);
+PyObject *stack_rows(PyObject *module, PyObject *args);
 PyObject *pack(PyObject *module, PyObject *args);
 PyObject *find_driver(PyObject *module, PyObject *nothing);
 PyObject *has_context(PyObject *module, PyObject *nothing);
@@ -294,6 +307,6 @@ PyObject *fetch_few(PyObject *module, PyObject *args);
 PyObject *fill_few(PyObject *module, PyObject *args);
 PyObject *copy_out(PyObject *module, PyObject *args);
 
-extern PyType_Spec structure_spec, job_spec, blocks_spec;
+extern PyType_Spec structure_spec, job_spec, blocks_spec, stack_spec;
 
 #endif

@@ -7,14 +7,6 @@
 
 /* -- what a leaf is ---------------------------------------------------------------------------- */
 
-static void set_contiguous(int32_t ndim, const int64_t *shape, int64_t *stride) {
-    int64_t step = 1;
-    for (int32_t d = ndim - 1; d >= 0; d--) {
-        stride[d] = step;
-        step *= shape[d] > 1 ? shape[d] : 1;
-    }
-}
-
 /* Fill in what follows from dtype, shape and the source's stride. */
 static int arrange(Found *leaf, const int64_t *shape, const int64_t *stride) {
     int64_t count = 1,
@@ -162,21 +154,6 @@ static bool read_described(PyObject *answer, PyObject *kept, Found *leaf) {
     return PyList_Append(kept, source) == 0;
 }
 
-/* Let Python describe a leaf, or return a plain tensor in its place; -1 with an error. */
-static int ask(PyObject *plainly, PyObject *object, Py_ssize_t index, PyObject *kept, Found *leaf) {
-    PyObject *answer = PyObject_CallFunction(plainly, "On", object, index);
-    bool is_good = answer != NULL;
-    if (is_good && Py_TYPE(answer) == torch.tensor) {
-        is_good = find_tensor(answer, DL_CPU, 0, leaf) == 0
-                      ? PyList_Append(kept, answer) == 0
-                      : fail(PyExc_OverflowError, "a leaf is larger than any memory");
-    } else if (is_good) {
-        is_good = read_described(answer, kept, leaf);
-    }
-    Py_XDECREF(answer);
-    return is_good ? 0 : -1;
-}
-
 /* -- leaves that are repeated ------------------------------------------------------------------ */
 
 typedef struct {
@@ -272,7 +249,7 @@ typedef struct {
     Py_ssize_t count;
     Growing made;
     Met met;
-    PyObject *kept;
+    PyObject *kept, *stacks;
     Figures sum;
     LockedPiece *locked; /* the pieces of LOCKED leaves */
     int64_t locked_count, locked_room;
@@ -284,16 +261,37 @@ static int is_atom(const Describing *self, PyTypeObject *type) {
     return PySet_Contains(self->atoms, (PyObject *)type);
 }
 
+/* Describe a leaf that isn't stacked, or gathered, yet; -1 with an error. */
+static int add_stack(const Describing *self, PyObject *object, Py_ssize_t index, Found *leaf) {
+    PyObject *row = PyLong_FromSsize_t(index);
+    int result = row == NULL ? -1 : PyDict_SetItem(self->stacks, row, object);
+    Py_XDECREF(row);
+    return result == 0 ? find_stack(object, leaf) : -1;
+}
+
+/* Let Python describe a leaf, or return a stack in its place; -1 with an error. */
+static int ask(const Describing *self, PyObject *object, Py_ssize_t index, Found *leaf) {
+    PyObject *answer = PyObject_CallFunction(self->plainly, "On", object, index);
+    if (answer == NULL) return -1;
+    int result = (PyObject *)Py_TYPE(answer) == stack_type  ? add_stack(self, answer, index, leaf)
+                 : read_described(answer, self->kept, leaf) ? 0
+                                                            : -1;
+    Py_DECREF(answer);
+    return result;
+}
+
 /* Describe a leaf that isn't an atom, here or in Python; -1 with an error. */
 static int describe_leaf(const Describing *self, PyObject *object, Py_ssize_t index, Found *leaf) {
     PyTypeObject *type = Py_TYPE(object);
     int result = NOT_PLAIN;
-    if (type == torch.tensor && self->are_plain) {
+    if ((PyObject *)type == stack_type) {
+        result = add_stack(self, object, index, leaf);
+    } else if (type == torch.tensor && self->are_plain) {
         result = find_tensor(object, self->device_type, self->device_id, leaf);
     } else if (type == torch.array && self->arrays) {
         result = find_array(object, leaf);
     }
-    return result == NOT_PLAIN ? ask(self->plainly, object, index, self->kept, leaf) : result;
+    return result == NOT_PLAIN ? ask(self, object, index, leaf) : result;
 }
 
 /* Fill in the row of a leaf that isn't repeated, and its source; false with an error. */
@@ -389,6 +387,7 @@ static bool find_locked(Describing *self) {
         Row *row = row_at(table, i);
         if (row->kind != RAW || row->nbytes < least) continue;
         const char *data = (const char *)(uintptr_t)*source_at(&self->made, i);
+        if (data == NULL) continue; /* a stack */
         Locked where = where_is(data, row->nbytes);
         int64_t before = self->locked_count;
         if (where == IN_ONE && !add_piece(self, i, 0, row->nbytes)) return false;
@@ -410,7 +409,7 @@ static PyObject *place_leaves(Describing *self) {
     place_rows(self->made.table, order);
     free(order);
     PyObject *figures = figures_of(self->made.data, self->made.table, &self->sum);
-    return Py_BuildValue("(NOOy#)", figures, self->made.addresses, self->kept,
+    return Py_BuildValue("(NOOOy#)", figures, self->made.addresses, self->kept, self->stacks,
                          self->locked == NULL ? "" : (const char *)self->locked,
                          (Py_ssize_t)(sizeof *self->locked * (size_t)self->locked_count));
 }
@@ -426,187 +425,18 @@ PyObject *describe(UNUSED PyObject *module, PyObject *args) {
     self.are_plain = !may_be_dual();
     self.count = PyList_Size(self.leaves);
     self.kept = PyList_New(0);
-    bool is_good =
-        self.kept != NULL && met_new(&self.met, self.count) && widen(&self.made, self.count, 1);
+    self.stacks = PyDict_New();
+    bool is_good = self.kept != NULL && self.stacks != NULL && met_new(&self.met, self.count) &&
+                   widen(&self.made, self.count, 1);
     for (Py_ssize_t i = 0; i < self.count && is_good; i++) {
         look_ahead(self.leaves, self.count, i);
         is_good = add_leaf(&self, i);
     }
     PyObject *result = is_good ? place_leaves(&self) : NULL;
     Py_XDECREF(self.kept);
+    Py_XDECREF(self.stacks);
     free(self.met.places);
     free(self.locked);
     growing_end(&self.made);
     return result;
-}
-
-/* -- samples of one field, to be stacked ------------------------------------------------------- */
-
-static const char STACK[] = "pinstage.Stack";
-
-static void stack_end(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, STACK)); }
-
-const Stack *stack_of(PyObject *found) { return PyCapsule_GetPointer(found, STACK); }
-
-static size_t stride_bytes(const Found *leaf) { return sizeof(int64_t) * (size_t)leaf->ndim; }
-
-/* A stack of samples like the first one, without any yet; NULL with an error. */
-static Stack *stack_new(const Found *first, Py_ssize_t count) {
-    Stack *stack = malloc(sizeof *stack + (sizeof(Leaf) + stride_bytes(first)) * (size_t)count);
-    if (stack == NULL) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    stack->count = count;
-    stack->nbytes = first->nbytes * count;
-    stack->dtype = first->dtype;
-    stack->ndim = first->ndim;
-    memcpy(stack->shape, first->shape, stride_bytes(first));
-    return stack;
-}
-
-static bool is_like_first(const Stack *stack, const Found *leaf) {
-    if (leaf->dtype != stack->dtype || leaf->ndim != stack->ndim) return false;
-    return memcmp(leaf->shape, stack->shape, stride_bytes(leaf)) == 0;
-}
-
-/* Whether a sample has the strides of a new tensor, also in dimensions of size 1. Otherwise
- * `torch.stack` may choose other strides for the stack. `from`: the first dimension that counts. */
-static bool has_usual_strides(const Found *leaf, int32_t from) {
-    const int64_t *stride = leaf->kind == RAW ? leaf->stride : leaf->source_stride;
-    int64_t expected = 1;
-    for (int32_t d = leaf->ndim - 1; d >= from; d--) {
-        if (stride[d] != expected) return false;
-        expected *= leaf->shape[d] > 1 ? leaf->shape[d] : 1;
-    }
-    return true;
-}
-
-static void set_sample(Stack *stack, Py_ssize_t index, const Found *leaf) {
-    int64_t *stride = (int64_t *)(stack->leaves + stack->count) + index * leaf->ndim;
-    /* A dense sample may be permuted; in the stack it is contiguous. */
-    bool strided = leaf->kind == STRIDED || !is_contiguous(leaf->ndim, leaf->shape, leaf->stride);
-    memcpy(stride, leaf->kind == STRIDED ? leaf->source_stride : leaf->stride, stride_bytes(leaf));
-    stack->leaves[index] = (Leaf){.source = leaf->data,
-                                  .offset = index * leaf->nbytes,
-                                  .nbytes = leaf->nbytes,
-                                  .ndim = leaf->ndim,
-                                  .shape = stack->shape,
-                                  .strides = strided ? stride : NULL,
-                                  .itemsize = torch.itemsize[leaf->dtype]};
-}
-
-/* Describe a sample, which the caller's list keeps. Returns what `find_tensor` returns. */
-static int find_sample(PyObject *samples, Py_ssize_t index, Found *leaf) {
-    PyObject *sample = PySequence_GetItem(samples, index);
-    if (sample == NULL) return -1;
-    int result = Py_TYPE(sample) == torch.tensor ? find_tensor(sample, DL_CPU, 0, leaf) : NOT_PLAIN;
-    Py_DECREF(sample);
-    return result;
-}
-
-/* Add a sample; the first one makes the stack. Returns what `find_tensor` returns. */
-static int add_sample(Stack **stack, PyObject *samples, Py_ssize_t index, Py_ssize_t count,
-                      bool usual) {
-    Found leaf;
-    int result = find_sample(samples, index, &leaf);
-    if (result != 0) return result;
-    if (leaf.nbytes > INT64_MAX / count || (usual && !has_usual_strides(&leaf, 0)))
-        return NOT_PLAIN;
-    if (index == 0) *stack = stack_new(&leaf, count);
-    if (*stack == NULL) return -1;
-    if (!is_like_first(*stack, &leaf)) return NOT_PLAIN;
-    set_sample(*stack, index, &leaf);
-    return 0;
-}
-
-/* alike(samples, usual): a stack of plain CPU tensors of one dtype and shape; None if they
- * aren't. `usual`: they also have to have the strides of new tensors. */
-PyObject *alike(UNUSED PyObject *module, PyObject *args) {
-    PyObject *samples;
-    int usual;
-    if (!PyArg_ParseTuple(args, "Op:alike", &samples, &usual)) return NULL;
-    Py_ssize_t count = PySequence_Size(samples);
-    if (count < 0) return NULL;
-    Stack *stack = NULL;
-    int result = count == 0 || may_be_dual() ? NOT_PLAIN : 0;
-    for (Py_ssize_t i = 0; i < count && result == 0; i++)
-        result = add_sample(&stack, samples, i, count, usual != 0);
-    PyObject *capsule = result == 0 ? PyCapsule_New(stack, STACK, stack_end) : NULL;
-    if (capsule == NULL) free(stack);
-    if (capsule != NULL || PyErr_Occurred()) return capsule;
-    Py_RETURN_NONE;
-}
-
-/* -- rows to be gathered ----------------------------------------------------------------------- */
-
-/* Let negative numbers count from the end, in place; false with an error if one is out of range. */
-static bool count_from_start(int64_t *index, int64_t count, long long length) {
-    for (int64_t i = 0; i < count; i++) {
-        if ((uint64_t)index[i] < (uint64_t)length) continue;
-        if (index[i] >= 0 || index[i] + length < 0) {
-            PyErr_Format(PyExc_IndexError,
-                         "has an index out of range: %lld for %lld rows, at place %lld of the "
-                         "index; pass numbers from %lld to %lld",
-                         (long long)index[i], length, (long long)i, -length, length - 1);
-            return false;
-        }
-        index[i] += length;
-    }
-    return true;
-}
-
-/* copy_index(index, length): bytes with the int64 of a contiguous array, none of them negative. An
- * IndexError, without a subject, if one isn't in a dimension of `length`. */
-PyObject *copy_index(UNUSED PyObject *module, PyObject *args) {
-    Py_buffer given;
-    long long length;
-    if (!PyArg_ParseTuple(args, "y*L:copy_index", &given, &length)) return NULL;
-    PyObject *copy = PyBytes_FromStringAndSize(given.buf, given.len);
-    int64_t count = given.len / (int64_t)sizeof(int64_t);
-    PyBuffer_Release(&given);
-    if (copy != NULL && !count_from_start((int64_t *)PyBytes_AsString(copy), count, length))
-        Py_CLEAR(copy);
-    return copy;
-}
-
-/* A stack of one leaf: `count` rows of a tensor; NULL with an error. */
-static Stack *stack_of_rows(const Found *source, const int64_t *index, int64_t count) {
-    Stack *stack = stack_new(source, 1);
-    if (stack == NULL) return NULL;
-    int64_t itemsize = torch.itemsize[source->dtype], length = source->shape[0],
-            step = source->kind == RAW ? source->stride[0] : source->source_stride[0];
-    stack->nbytes = length > 0 ? source->nbytes / length * count : 0;
-    stack->rows = (Rows){.index = index};
-    if (stack->nbytes > 0) { /* the strides of rows without bytes may have any size */
-        stack->rows.row_bytes = stack->nbytes / count;
-        stack->rows.distance = step * itemsize;
-    }
-    stack->leaves[0] =
-        (Leaf){.source = source->data, .nbytes = stack->nbytes, .rows = &stack->rows};
-    return stack;
-}
-
-/* gather(tensor, length, index): a stack of the rows whose numbers `copy_index` returned, which must
- * exist as long as the stack; None unless the tensor is a plain CPU tensor of `length` rows, which
- * have the strides of new tensors. */
-PyObject *gather(UNUSED PyObject *module, PyObject *args) {
-    PyObject *tensor;
-    const char *index;
-    Py_ssize_t nbytes;
-    long long length;
-    if (!PyArg_ParseTuple(args, "OLy#:gather", &tensor, &length, &index, &nbytes)) return NULL;
-    Found source;
-    bool is_tensor = Py_TYPE(tensor) == torch.tensor && !may_be_dual();
-    int result = is_tensor ? find_tensor(tensor, DL_CPU, 0, &source) : NOT_PLAIN;
-    if (result == -1) return NULL;
-    int64_t count = nbytes / (int64_t)sizeof(int64_t);
-    if (result == NOT_PLAIN || source.ndim < 1 || source.shape[0] != length ||
-        !has_usual_strides(&source, 1) ||
-        (source.nbytes > 0 && count > INT64_MAX / 4 / source.nbytes * length))
-        Py_RETURN_NONE;
-    Stack *stack = stack_of_rows(&source, (const int64_t *)index, count);
-    PyObject *capsule = stack == NULL ? NULL : PyCapsule_New(stack, STACK, stack_end);
-    if (capsule == NULL) free(stack);
-    return capsule;
 }

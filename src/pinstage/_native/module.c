@@ -173,16 +173,10 @@ static PyMethodDef functions[] = {
     {"alike", alike, METH_VARARGS,
      "alike(samples, usual): a stack for `pack` or `Job`, or None if they differ or are not "
      "plain, or if `usual` and they have other strides than new tensors."},
-    {"copy_index", copy_index, METH_VARARGS,
-     "copy_index(index, length): bytes with the int64 of an array, which count from the start; an "
-     "IndexError, without a subject, if one is out of range."},
-    {"gather", gather, METH_VARARGS,
-     "gather(tensor, length, index): a stack of the rows that `copy_index` numbered, or None if "
-     "the "
-     "tensor isn't plain, or its rows haven't the strides of new tensors."},
-    {"fill", fill, METH_VARARGS,
-     "fill(stack, address, nbytes): write the samples of a stack, or its rows, one behind the "
-     "other."},
+    {"stack_rows", stack_rows, METH_VARARGS,
+     "stack_rows(tensor, index, copies): a stack of rows for `pack` or `Job`, or, if torch has to "
+     "gather them, bytes with the int64 of the index, which count from the start; an IndexError, "
+     "without a subject, if one is out of range. copies: a dict for the rows of one batch."},
     {"pack", pack, METH_VARARGS,
      "pack(table, sources, address, nbytes[, stacks]): write leaves to their places; samples of "
      "stacks, by row, one after the other."},
@@ -215,16 +209,16 @@ static struct PyModuleDef definition = {
 /* Single-phase: torch's functions and the packing threads belong to the process, so
  * subinterpreters are refused. */
 PyMODINIT_FUNC PyInit__core(void) {
-    PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec};
+    PyType_Spec *types[] = {&nothing_spec, &structure_spec, &job_spec, &blocks_spec, &stack_spec};
     PyObject *module = PyModule_Create(&definition);
     int status = module == NULL
                      ? -1
                      : PyModule_AddObjectRef(module, "demotes", can_demote() ? Py_True : Py_False);
     if (status == 0) status = PyModule_AddIntConstant(module, "AT_ONCE_BYTES", AT_ONCE_BYTES);
     if (status == 0) status = PyModule_AddIntConstant(module, "MOST_FEW", MOST_FEW);
-    if (status == 0) status = PyModule_AddIntConstant(module, "ROW_BYTES", ROW_BYTES);
     for (size_t i = 0; i < sizeof types / sizeof types[0] && status == 0; i++)
         status = add_type(module, types[i]);
-    if (status != 0) Py_CLEAR(module);
+    stack_type = status == 0 ? PyObject_GetAttrString(module, "Stack") : NULL;
+    if (stack_type == NULL) Py_CLEAR(module);
     return module;
 }

@@ -71,6 +71,8 @@ static bool take_leaves(Work *work, const Table *table, PyObject *sources, PyObj
         }
         const int64_t *source =
             (const int64_t *)(start + source_bytes(header->width) * (size_t)index);
+        if (source[0] == 0 && row->nbytes > 0 && !PyErr_Occurred())
+            return fail(PyExc_ValueError, "a row has neither a source nor samples");
         work->leaves[work->count++] = (Leaf){
             .source = (const char *)(uintptr_t)source[0],
             .offset = row->offset,
@@ -113,22 +115,6 @@ PyObject *pack(UNUSED PyObject *module, PyObject *args) {
     if (!table_begin(&work.table, table) || !work_begin(&work, &work.table, sources, stacks, room))
         return NULL;
     work_do(&work, (char *)(uintptr_t)address);
-    Py_RETURN_NONE;
-}
-
-/* fill(stack, address, nbytes): write the samples of a stack, or its rows, one behind the other. */
-PyObject *fill(UNUSED PyObject *module, PyObject *args) {
-    PyObject *found;
-    unsigned long long address;
-    long long room;
-    if (!PyArg_ParseTuple(args, "OKL:fill", &found, &address, &room)) return NULL;
-    const Stack *stack = stack_of(found);
-    if (stack == NULL) return NULL;
-    if (stack->nbytes != room)
-        return PyErr_Format(PyExc_ValueError, "a stack doesn't fill its tensor");
-    Py_BEGIN_ALLOW_THREADS
-    pack_all(stack->leaves, stack->count, (char *)(uintptr_t)address, stack->nbytes, false);
-    Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
 }
 

@@ -163,8 +163,7 @@ def detached(parts: Parts, device: torch.device, *, arrays: bool = True) -> Part
         return parts
     for index, tensor in attached.items():
         parts.leaves[index] = tensor.detach()
-    changed = describe(parts.leaves, parts.structure, device, arrays=arrays)
-    return changed._replace(stacks=parts.stacks)
+    return describe(parts.leaves, parts.structure, device, arrays=arrays)
 
 
 def _moved(parts: Parts) -> dict[int, torch.Tensor]:

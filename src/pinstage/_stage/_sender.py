@@ -15,7 +15,6 @@ one. With ``borrow_pinned``, a few page-locked leaves go the first way, too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsIndex
 
@@ -27,13 +26,11 @@ from .._batch import (
     Keeping,
     OwnStorage,
     Parts,
-    Stack,
     Structure,
     match,
     pack_by_threads,
     reuses_places,
     sharing_of,
-    stack_samples,
     start_packing,
     take_apart,
     walk,
@@ -157,16 +154,14 @@ class Sender:
         fill(existing, moved.leaves, matched)
         return structure.rebuild(existing)
 
-    def begin(self, batch: Any, stacks: Mapping[int, Stack] | None = None) -> Transfer[Any]:
-        """See `Stager.stage`; for `stacks`, see `take_apart`. All samples have been read when it
-        returns.
-        """
+    def begin(self, batch: Any) -> Transfer[Any]:
+        """See `Stager.stage`. All samples of stacks have been read when it returns."""
         with step("stage"):
             with step("walk"):
                 walked = leaves, structure = walk(batch)
-            few = None if stacks else self._move_few(leaves, is_later=True)
+            few = self._move_few(leaves, is_later=True)
             if few is None:
-                return self.transfer(self.take_apart(batch, walked=walked, stacks=stacks))
+                return self.transfer(self.take_apart(batch, walked=walked))
             consumer = self.target.consumer(None)
             sent = Sent(few.made(), self.target.record(consumer), few.copies, consumer)
             sizes = Sizes(few.nbytes, few.nbytes, few.tensors, 0)
@@ -250,7 +245,6 @@ class Sender:
         with target.selected():
             consumer = target.consumer(None)
             if nbytes <= AT_ONCE_BYTES and (nbytes == 0 or target.has_room()):
-                stack_samples(parts.stacks.values())
                 return PendingSend(parts, consumer)
             if self.run_ahead is not None:
                 self.run_ahead.bound(target.record(consumer), consumer)
@@ -374,7 +368,6 @@ class Sender:
 
         The host waits for the copy from a part of the slab before it writes that part again.
         """
-        stack_samples(parts.stacks.values())
         size = lease.nbytes // _PARTS // ALIGNMENT * ALIGNMENT
         slab, copies = lease.tensor(), 0
         events: list[Fence | None] = [None] * _PARTS

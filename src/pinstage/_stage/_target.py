@@ -242,7 +242,8 @@ class Target:
 
         Otherwise as `copy`.
         """
-        copies: int = self._call(blocks.fill, parts.sources, getattr(stream, "cuda_stream", 0))
+        handle = getattr(stream, "cuda_stream", 0)
+        copies: int = self._call(blocks.fill, parts.sources, handle, parts.stacks)
         self.sent_at_once(copies, parts.table.nbytes)
         return copies
 
