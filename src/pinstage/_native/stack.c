@@ -109,7 +109,9 @@ static PyMethodDef stack_methods[] = {
 };
 static PyGetSetDef stack_getters[] = {
     {"more_work", stack_more_work, NULL,
-     "Packing takes as long as packing this many bytes more: short rows wait for memory.", NULL},
+     "Packing takes as long as packing this many bytes more: rows wait for memory, and short ones "
+     "longer.",
+     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot stack_slots[] = {
@@ -326,8 +328,10 @@ static PyObject *gathered(PyObject *tensor, const Found *source, const Found *in
     Stack *stack = stack_of_rows(source, (const int64_t *)PyBytes_AsString(copy), count);
     StackObject *made =
         object_of(stack, Py_NewRef(copy), tensor, index->ndim + source->ndim - 1, shape);
-    if (made != NULL && stack->nbytes > 0 && stack->nbytes < count * ROW_BYTES)
-        made->more_work = count * ROW_BYTES - stack->nbytes;
+    if (made != NULL && stack->nbytes > 0) {
+        int64_t in_rows = count * ROW_BYTES - stack->nbytes;
+        made->more_work = in_rows > stack->nbytes ? in_rows : stack->nbytes;
+    }
     return (PyObject *)made;
 }
 
