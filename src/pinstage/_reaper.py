@@ -85,25 +85,16 @@ class UninterruptedCall(Generic[T]):
         self._surroundings = as_called_here()
 
     def result(self) -> T:
-        """Make the call, unless it was made, and wait for its end. Return the result.
+        """Make the call, and wait for its end. Return the result.
 
         Raises:
             BaseException: the call's error.
         """
-        while not self._is_over:
-            if sys.is_finalizing():  # no thread begins any more, and no interrupt arrives
-                self.run()
-                break
-            run = partial(self.run)
-            # The thread may end before its first line, by a `MemoryError` or by a
-            # ``PyThreadState_SetAsyncExc`` meant for its creator, whose thread id it has in CPython
-            # 3.11 until it begins. Then the end of the object `run` wakes this loop.
-            self._thread = weakref.ref(run, self._news.put)
-            try:
-                _thread.start_new_thread(run, ())
-            finally:
-                del run  # an error that is kept would keep it through this frame
-            self._news.get()
+        if sys.is_finalizing():  # no thread begins any more, and no interrupt arrives
+            self.reap()
+        else:
+            self.begin()
+        self._news.get()
         result, self._result = self._result, None
         if self._errors:
             raise self._errors.pop()
@@ -115,12 +106,14 @@ class UninterruptedCall(Generic[T]):
         run = partial(self.run)
         try:
             _thread.start_new_thread(run, ())
-            # The thread may end early, as in `result`.
-            reaper.note(run, self.finish, in_children=False)
+            # The thread may end before its first line, by a `MemoryError` or by a
+            # ``PyThreadState_SetAsyncExc`` meant for its creator, whose thread id it has in CPython
+            # 3.11 until it begins. Then the reaper makes the call.
+            reaper.note(run, self.reap, in_children=False)
         finally:
-            del run
+            del run  # an error that is kept would keep it through this frame
 
-    def finish(self) -> bool:
+    def reap(self) -> bool:
         """Make the call in this thread, unless it was made; return True, as a task does."""
         if not self._is_over:
             self.run()
@@ -136,15 +129,12 @@ class UninterruptedCall(Generic[T]):
         if self._errors:
             raise self._errors[0]
 
-    def _call(self) -> T:
-        return self._function()  # type: ignore[no-any-return]
-
     def run(self) -> None:
         """Make the call in this thread."""
         try:
             running[self] = None
             with self._surroundings():
-                self._result = self._call()
+                self._result = self._function()
         except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._errors.append(error)
         finally:
@@ -191,15 +181,6 @@ def warn(text: str) -> None:
         warnings.warn(text, StagingWarning, stacklevel=2)
 
 
-class _Buried:
-    def __init__(self, thing: object) -> None:
-        self._thing = thing
-
-    def reap(self) -> bool:
-        self._thing = None
-        return True
-
-
 class Reaper:
     """Runs tasks in its own thread, one after the other.
 
@@ -240,7 +221,7 @@ class Reaper:
         """Drop an object in the reaper's thread, where no interrupt can cut its finalisers
         short.
         """
-        self.tasks.put(_Buried(thing))
+        self.tasks.put(UninterruptedCall(keeps=thing))
 
     def start(self) -> None:
         """Start the thread, unless it is running.
@@ -252,13 +233,11 @@ class Reaper:
             _thread.start_new_thread(self._serve, ())
 
     def _serve(self) -> None:
-        if not self._claimed.acquire(blocking=False):
-            return  # two callers at once have started two threads
         try:
-            while True:
-                self._run_all(self._taken)
+            with self._claimed:  # a second thread, of two callers at once, waits here
+                while True:
+                    self._run_all(self._taken)
         finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``
-            self._claimed.release()
             self.start()
 
     def _run_all(self, tasks: list[Task]) -> None:
@@ -272,15 +251,11 @@ class Reaper:
         # Take all tasks: a waiting task must not delay others.
         while not tasks or not self.tasks.empty():
             tasks.extend(map(SimpleQueue.get, [self.tasks]))
-        place = 0
-        while place < len(tasks):
+        for task in list(tasks):
             while not begin(self):
                 time.sleep(_EXIT_SECONDS)
-            if self._is_done(tasks[place]):
-                del tasks[place]  # perhaps the last reference to it
-            else:
-                place += 1
-            running.pop(self, None)
+            if self._is_done(task):
+                tasks.remove(task)
 
     def _is_done(self, task: Task) -> bool:
         self._deaths.discard(task)

@@ -44,7 +44,6 @@ from ._pool import (
     state_of,
     why_never,
 )
-from ._refusals import timed_out
 from ._rows import PoolUsage, close_files, held_bytes
 from ._slab import (
     Fence,

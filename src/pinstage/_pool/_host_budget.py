@@ -291,15 +291,6 @@ class LimitedMemory(ResourceAdaptor):
         self.allowed, self._checked_at = self._held_bytes() + max(0, room), time.monotonic()
 
 
-def adaptor_for(resource: MemoryResource, budget: HostBudget | None) -> ResourceAdaptor:
-    """Return the adaptor of a new pool, which limits it if there is a budget.
-
-    Raises:
-        ValueError, HostBudgetError: as `LimitedMemory`.
-    """
-    return ResourceAdaptor(resource) if budget is None else LimitedMemory(resource, budget)
-
-
 def cap_of(max_bytes: Size, budget: HostBudget | None, granularity: int) -> tuple[int, str]:
     """Return the cap of a pool in bytes, and where it comes from.
 

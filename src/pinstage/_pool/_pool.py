@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import NoReturn, SupportsIndex
 
@@ -20,13 +21,14 @@ from .._memory import (
     default_memory,
     refuse_capture,
 )
+from .._reaper import UninterruptedCall, uninterrupted
 from .._sizes import Size, format_bytes, parse_bytes, reuse_limit, size_class
 from .._steps import step
 from ..errors import PoolError, StagingWarning, UnreleasedLeaseWarning
-from . import _refusals
-from ._adaptor import RefusedForNow
-from ._growth import Growth
-from ._host_budget import HostBudget, adaptor_for, cap_of, given_bytes
+from ._adaptor import RefusedForNow, ResourceAdaptor
+from ._growth import Growth, carry_out
+from ._host_budget import HostBudget, LimitedMemory, cap_of, given_bytes
+from ._refusals import Refusal, entered_again, forked
 from ._slab import Fence, Lease, PoolState, Slab, total
 from ._stats import PoolStats, snapshot
 from ._waiting import NOBODY, Account, check_timeout, this_thread
@@ -101,8 +103,7 @@ def why_never(pool: SlabPool, owner: str, nbytes: int) -> PoolError | MemoryErro
     """
     state = pool._state
     with state.lock:
-        capacity = size_class(nbytes, state.granularity)
-        return pool._why_never(Waiter(state.accounts[owner], nbytes, capacity))
+        return pool._why_never(state.accounts[owner], nbytes)
 
 
 def largest_for(pool: SlabPool, owner: str) -> int:
@@ -168,16 +169,10 @@ class Waiter:
     """Its owner's."""
     nbytes: int = 0
     """Bytes needed; 0 for calls that lease nothing."""
-    capacity: int = 0
-    """The size class of `nbytes`."""
-    limit: int = 0
-    """The size of the largest idle slab that serves it before the pool grows."""
     timeout: float | None = None
     """The most seconds to wait; None for no limit."""
     waits: int = 0
     """1 if it had to wait, else 0."""
-    pause: float = 0.0
-    """The last pause, in seconds."""
     is_over: bool = False
     """Whether its call has ended, perhaps by an interrupt."""
 
@@ -241,7 +236,8 @@ class SlabPool:
             )
         resource = default_memory() if memory is None else memory
         cap, reason = cap_of(max_bytes, budget, resource.granularity)
-        self._state = PoolState(adaptor_for(resource, budget), cap, reason)
+        adaptor = ResourceAdaptor(resource) if budget is None else LimitedMemory(resource, budget)
+        self._state = PoolState(adaptor, cap, reason)
         self._has_told = False
 
     # -- the public methods
@@ -308,16 +304,14 @@ class SlabPool:
         if state.is_entered() or state.forgotten:
             self._check_entry()
         with step("acquire"):
-            limit = reuse_limit(nbytes, state.granularity)
             with state.lock:
                 account = state.accounts[owner]
                 # The first case of `_decide`.
                 if not (state.closed or state.waiters or state.accounts.have_quotas):
-                    lease = state.lease(account, nbytes, limit)
+                    lease = state.lease(account, nbytes, reuse_limit(nbytes, state.granularity))
                     if lease is not None:
                         return lease
-            capacity = size_class(nbytes, state.granularity)
-            return self._serve(Waiter(account, nbytes, capacity, limit, timeout))
+            return self._serve(Waiter(account, nbytes, timeout))
 
     def set_quota(self, owner: str, *, min_bytes: Size = 0, max_bytes: Size | None = None) -> None:
         """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and
@@ -380,20 +374,17 @@ class SlabPool:
                 ">= 0"
             )
         self._check_entry()
-        state, me = self._state, Waiter()
-        try:
-            with state.lock:
-                growth = Growth(state, me, (), *self._missing(nbytes, count))
-            if growth.count:
-                refuse_capture()
-            if background:
-                growth.begin()
-            else:
-                growth.result()
-        except BaseException:
-            me.is_over = True
-            raise
-        return growth
+        state = self._state
+        with state.lock:
+            growth = Growth(Waiter(), (), *self._missing(nbytes, count))
+        if growth.count:
+            refuse_capture()
+        call = UninterruptedCall[object](partial(carry_out, state, growth))
+        if background:
+            call.begin()
+        else:
+            call.result()
+        return call
 
     def trim(self, to_bytes: Size = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes`
@@ -410,19 +401,15 @@ class SlabPool:
         """
         target = parse_bytes(to_bytes)
         self._check_entry()
-        state, me = self._state, Waiter()
-        try:
-            with state.lock:
-                idle = state.scan()
-                surplus = total(slab for slab in list(state.slabs) if not slab.doomed) - target
-                victims = _oldest(idle, surplus)
-                growth = Growth(state, me, victims) if victims else None
-            if growth is not None:
-                growth.result()
-        finally:
-            me.is_over = True
+        state = self._state
+        with state.lock:
+            idle = state.scan()
+            surplus = total(slab for slab in list(state.slabs) if not slab.doomed) - target
+        growth = Growth(Waiter(), _oldest(idle, surplus))
+        if growth.victims:
+            uninterrupted(partial(carry_out, state, growth))
         self._warn_of_forgotten()
-        return total(victims)
+        return total(growth.victims)
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state
@@ -505,19 +492,19 @@ class SlabPool:
         fitting = [slab.capacity for slab in idle if me.nbytes <= slab.capacity <= room]
         smallest = min(fitting, default=_NONE)
         may_grow = me.nbytes <= room and not state.frozen
-        capacity = min(me.capacity, room) if may_grow else _NONE
-        if smallest <= me.limit:
+        capacity = min(size_class(me.nbytes, state.granularity), room) if may_grow else _NONE
+        if smallest <= reuse_limit(me.nbytes, state.granularity):
             return state.lease(me.account, me.nbytes, smallest)
         if capacity <= self._headroom():
-            return Growth(state, me, (), capacity, 1)
+            return Growth(me, (), capacity, 1)
         if smallest <= room:
             return state.lease(me.account, me.nbytes, smallest)
         if may_grow and state.memory.is_due():
-            return Growth(state, me)
+            return Growth(me)
         missing = capacity - self._headroom(by_freeing=True)
         if missing <= total(idle):
-            return Growth(state, me, _oldest(idle, missing), capacity, 1)
-        if (error := self._why_never(me)) is None:
+            return Growth(me, _oldest(idle, missing), capacity, 1)
+        if (error := self._why_never(me.account, me.nbytes)) is None:
             return None
         try:
             raise error
@@ -525,7 +512,7 @@ class SlabPool:
             del error  # or it and this frame would keep one another, and all that called
 
     def _why_never(
-        self, me: Waiter, just_now: _refusals.Refusal | None = None
+        self, account: Account, nbytes: int, just_now: Refusal | None = None
     ) -> PoolError | MemoryError | None:
         """Return the error of a request for which waiting is useless; None if it may be served
         later.
@@ -540,27 +527,28 @@ class SlabPool:
 
         Slabs held for good aren't counted as large enough.
         """
-        state, nbytes, account = self._state, me.nbytes, me.account
+        state = self._state
         room, busy = state.accounts.room, state.held_for_good()
         largest, left = room(account, state.max_bytes), room(account, state.whole(), busy)
         held = state.largest(left)
         if nbytes > largest:
             named = account if state.accounts.have_quotas else None
-            return _refusals.never_fits(state.figures(), nbytes, named, largest)
+            return state.figures().never_fits(nbytes, named, largest)
         if nbytes > room(account, state.max_bytes, busy):
-            return _refusals.never_free(state.figures(), nbytes)
+            return state.figures().never_free(nbytes)
         if nbytes <= held:
             return None
         if state.frozen:
-            return _refusals.frozen(state.figures(), nbytes, held)
-        refusal, capacity = just_now or state.refusal, min(me.capacity, left)
+            return state.figures().frozen(nbytes, held)
+        refusal = just_now or state.refusal
+        capacity = min(size_class(nbytes, state.granularity), left)
         if (
             refusal is None
             or capacity + busy.total() <= refusal.held
             or state.promised() + capacity < refusal.total
         ):
             return None
-        return _refusals.refused(state.figures(), nbytes, refusal)
+        return state.figures().refused(nbytes, refusal)
 
     def _missing(self, nbytes: int, count: int) -> tuple[int, int]:
         """Return the size and number of the slabs that are missing for `count` leases at once.
@@ -574,15 +562,15 @@ class SlabPool:
         unit = state.granularity
         largest = state.max_bytes // unit * unit
         if nbytes > largest:
-            raise _refusals.never_fits(state.figures(), nbytes)
+            raise state.figures().never_fits(nbytes)
         capacity, limit = min(size_class(nbytes, unit), largest), reuse_limit(nbytes, unit)
         missing = count - sum(nbytes <= slab.capacity <= limit for slab in state.scan())
         if missing <= 0:
             return capacity, 0
         if state.frozen:
-            raise _refusals.frozen(state.figures(), nbytes, state.largest(largest))
+            raise state.figures().frozen(nbytes, state.largest(largest))
         if missing * capacity > state.max_bytes - state.promised():
-            raise _refusals.reserve_does_not_fit(state.figures(), capacity, missing)
+            raise state.figures().reserve_does_not_fit(capacity, missing)
         return capacity, missing
 
     def _room(self, me: Waiter) -> int:
@@ -636,11 +624,8 @@ class SlabPool:
         """
         refuse_capture()
         state, began, lease = self._state, time.monotonic(), None
-        if growth.count:
-            state.waiters.pop(me, None)
-        state.wake(1)
         try:
-            lease = growth.result()
+            lease = uninterrupted(partial(carry_out, state, growth))
         except RefusedForNow:
             return None  # it waited for others
         except REFUSALS:
@@ -648,7 +633,7 @@ class SlabPool:
             if refusal is None:
                 raise
             with state.lock:
-                if self._why_never(me, refusal) is not None:
+                if self._why_never(me.account, me.nbytes, refusal) is not None:
                     raise
             if is_first_refusal(self):
                 warnings.warn(
@@ -677,28 +662,29 @@ class SlabPool:
         if state.accounts.have_quotas:
             for following in line[position + 1 :][:1]:
                 following.wake()
-        left = me.deadline - time.monotonic()
+        now = time.monotonic()
+        left = me.deadline - now
         if left <= 0 or (gives_up is not None and gives_up()):
-            raise _refusals.timed_out(state.figures(), me.nbytes, me.timeout, len(line) - 1)
+            raise state.figures().timed_out(me.nbytes, me.timeout, len(line) - 1)
         patience = BEHIND_SECONDS
         if position == 0:  # a little longer each time
             shortest, longest = POLL_SECONDS
-            me.pause = patience = min(max(shortest, 2 * me.pause), longest)
+            patience = min(max(shortest, now - me.began), longest)
         me.sleep(min(left, patience))
 
     # -- checks
 
     def _refuse_if_closed(self) -> None:
         if self._state.closed:
-            raise _refusals.closed(self._state.figures(), self._state.user)
+            raise self._state.figures().closed(self._state.user)
 
     def _check_entry(self) -> None:
         """Refuse a call in a forked child, or inside another call; warn of forgotten leases."""
         state = self._state
         if state.is_forked:
-            raise _refusals.forked()
+            raise forked()
         if state.is_entered():
-            raise _refusals.entered_again()
+            raise entered_again()
         if state.forgotten:
             self._warn_of_forgotten(stacklevel=4)
 

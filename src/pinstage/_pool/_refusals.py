@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from .._sizes import format_bytes
 from ..errors import (
@@ -17,7 +17,18 @@ from ..errors import (
 )
 from ._waiting import Account
 
-E = TypeVar("E", bound=PoolError)
+
+class Refusal(NamedTuple):
+    """The platform refused more memory."""
+
+    reason: str
+    """The platform's message, and the remedy."""
+    total: int
+    """Bytes that the pool would have held."""
+    held: int
+    """Bytes that it held."""
+    until: float
+    """The time from which growing is tried again, by `time.monotonic`."""
 
 
 class Figures(NamedTuple):
@@ -40,7 +51,7 @@ class Figures(NamedTuple):
             + (f", {of['held_for_good']} of these held for good" if for_good else "")
         )
 
-    def error(self, kind: type[E], nbytes: int, text: str) -> E:
+    def error(self, kind: type[PoolError], nbytes: int, text: str) -> PoolError:
         """Return an error with these figures. They take the place of ``{}`` in its text."""
         return kind(
             text.replace("{}", str(self)),
@@ -51,80 +62,59 @@ class Figures(NamedTuple):
             max_bytes=self.max_bytes,
         )
 
+    def closed(self, user: str | None) -> PoolError:
+        if user is None:
+            return self.error(PoolClosedError, 0, "pool is closed: {}; make a new SlabPool")
+        return self.error(
+            PoolClosedError, 0, f"{user.lower()} is closed: its pool {{}}; make a new {user}"
+        )
 
-def closed(figures: Figures, user: str | None) -> PoolClosedError:
-    if user is None:
-        return figures.error(PoolClosedError, 0, "pool is closed: {}; make a new SlabPool")
-    return figures.error(
-        PoolClosedError, 0, f"{user.lower()} is closed: its pool {{}}; make a new {user}"
-    )
+    def never_fits(
+        self, nbytes: int, account: Account | None = None, largest: int = 0
+    ) -> PoolError:
+        quotas, remedy = "", f"pass {self.cap(nbytes * 9 // 8)} or more, or ask for less"
+        if account is not None:
+            quotas = f"quotas leave {account.name!r} at most {format_bytes(largest)}, "
+            remedy = "raise max_bytes, change set_quota(), or ask for less"
+        text = f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{{}}; {remedy}"
+        return self.error(BudgetExceededError, nbytes, text)
 
+    def never_free(self, nbytes: int) -> PoolError:
+        text = (
+            "request doesn't fit beside slabs held for good: requested "
+            f"{format_bytes(nbytes)}, {{}}; close handles of frozen modules "
+            "and drop these modules, or pass "
+            f"{self.cap(self.of['held_for_good'] + nbytes * 9 // 8)} or more"
+        )
+        return self.error(BudgetExceededError, nbytes, text)
 
-def never_fits(
-    figures: Figures, nbytes: int, account: Account | None = None, largest: int = 0
-) -> BudgetExceededError:
-    quotas, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
-    if account is not None:
-        quotas = f"quotas leave {account.name!r} at most {format_bytes(largest)}, "
-        remedy = "raise max_bytes, change set_quota(), or ask for less"
-    text = f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{{}}; {remedy}"
-    return figures.error(BudgetExceededError, nbytes, text)
+    def reserve_does_not_fit(self, capacity: int, missing: int) -> PoolError:
+        text = (
+            f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {{}}; "
+            "release leases, trim() idle slabs, or pass "
+            f"{self.cap(self.of['held'] + missing * capacity)}"
+        )
+        return self.error(BudgetExceededError, missing * capacity, text)
 
+    def timed_out(self, nbytes: int, timeout: float | None, others: int) -> PoolError:
+        text = (
+            f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {{}}, "
+            f"{others} other waiters; release leases sooner, wait longer, or pass "
+            f"{self.cap(self.of['held'] + nbytes * 9 // 8)}"
+        )
+        return self.error(AcquireTimeoutError, nbytes, text)
 
-def never_free(figures: Figures, nbytes: int) -> BudgetExceededError:
-    text = (
-        f"request doesn't fit beside slabs held for good: requested {format_bytes(nbytes)}, {{}}; "
-        "close handles of frozen modules and drop these modules, or pass "
-        f"{figures.cap(figures.of['held_for_good'] + nbytes * 9 // 8)} or more"
-    )
-    return figures.error(BudgetExceededError, nbytes, text)
+    def refused(self, nbytes: int, refusal: Refusal) -> MemoryError:
+        return MemoryError(
+            f"memory was refused before: requested {format_bytes(nbytes)}, {self}; {refusal.reason}"
+        )
 
-
-def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> BudgetExceededError:
-    text = (
-        f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {{}}; "
-        "release leases, trim() idle slabs, or pass "
-        f"{figures.cap(figures.of['held'] + missing * capacity)}"
-    )
-    return figures.error(BudgetExceededError, missing * capacity, text)
-
-
-def timed_out(
-    figures: Figures, nbytes: int, timeout: float | None, others: int
-) -> AcquireTimeoutError:
-    text = (
-        f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {{}}, {others} "
-        "other waiters; release leases sooner, wait longer, or pass "
-        f"{figures.cap(figures.of['held'] + nbytes * 9 // 8)}"
-    )
-    return figures.error(AcquireTimeoutError, nbytes, text)
-
-
-class Refusal(NamedTuple):
-    """The platform refused more memory."""
-
-    reason: str
-    """The platform's message, and the remedy."""
-    total: int
-    """Bytes that the pool would have held."""
-    held: int
-    """Bytes that it held."""
-    until: float
-    """The time from which growing is tried again, by `time.monotonic`."""
-
-
-def refused(figures: Figures, nbytes: int, refusal: Refusal) -> MemoryError:
-    return MemoryError(
-        f"memory was refused before: requested {format_bytes(nbytes)}, {figures}; {refusal.reason}"
-    )
-
-
-def frozen(figures: Figures, nbytes: int, largest: int) -> PoolFrozenError:
-    text = (
-        f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest "
-        f"slab {format_bytes(largest)}, {{}}; reserve() all that is needed before freeze()"
-    )
-    return figures.error(PoolFrozenError, nbytes, text)
+    def frozen(self, nbytes: int, largest: int) -> PoolError:
+        text = (
+            f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest "
+            f"slab {format_bytes(largest)}, {{}}; reserve() all that is needed before freeze()"
+        )
+        return self.error(PoolFrozenError, nbytes, text)
 
 
 def forked() -> ForkedPoolError:

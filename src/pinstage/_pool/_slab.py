@@ -29,9 +29,9 @@ from .._compat.views import checked_sizes, tensor_over
 from .._memory import Block, capturing_device, record_current_streams, refuse_capture
 from .._reaper import reaper
 from ..errors import LeaseError
-from . import _refusals
 from ._adaptor import ResourceAdaptor
-from ._waiting import Account, Accounts
+from ._refusals import Figures, Refusal, forked
+from ._waiting import NOBODY, Account, Accounts
 
 _is_done = methodcaller("query")
 _BYTE, _tensor_of = torch.uint8, torch.frombuffer  # faster to look up than torch's attributes
@@ -95,7 +95,7 @@ class Slab:
         stack: slabs of its capacity that may be free, the one returned last at the end.
         put: adds the slab to `stack`, whatever its argument. A single C call, so finalisers may
             make it.
-        account: the owner of the current or last lease; None before the first.
+        account: the owner of the current or last lease; `NOBODY` before the first.
         requested: bytes that this lease asked for.
         used_at: the number of this lease, counted over the whole pool.
         lease: weak reference to the lease; None after the release.
@@ -108,7 +108,7 @@ class Slab:
         for_good: whether no release is expected of the current or last lease and its views.
     """
 
-    account: Account | None = None
+    account = NOBODY
     requested = 0
     lease: weakref.ref[Any] | None = None
     views: weakref.ref[Any] | None = None
@@ -327,7 +327,7 @@ class Lease:
         """
         state = self._state
         if state.is_forked:
-            raise _refusals.forked()
+            raise forked()
         if after is not None and not hasattr(after, "query"):
             check_fence(after)
         # No call is made until the slab has no lease, so neither another thread nor an interrupt
@@ -363,7 +363,7 @@ class Lease:
         state = self._state
         # Page-locked pages may be missing in a child: reading them would end it.
         if state.is_forked:
-            raise _refusals.forked()
+            raise forked()
         slab = self._held(what)
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
@@ -489,7 +489,7 @@ class PoolState:
 
     closed = frozen = is_forked = False
     user: str | None = None
-    refusal: _refusals.Refusal | None = None
+    refusal: Refusal | None = None
     hits = misses = peak_held_bytes = peak_held_slabs = total_held_bytes = total_held_slabs = 0
 
     def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
@@ -532,18 +532,10 @@ class PoolState:
         """
         sizes = self.sizes
         for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]:
-            # Only single C calls touch the stack: at any moment, other threads may add to it, by a
-            # release, or take from it, to free a slab.
-            stack = self.stacks[size]
-            try:
-                last, _ = stack.popitem()
-            except KeyError:
-                continue
-            slab: Slab | None = last
-            if not last.is_free():
-                if last.fences():
-                    last.put(None)  # else its release, or the end of its last view, does it
-                slab = next(filter(Slab.is_free, list(stack)), None)
+            # A copy: at any moment, other threads may add to it, by a release, or take from it, to
+            # free a slab.
+            stack = list(self.stacks[size])
+            slab = next(filter(Slab.is_free, stack[-1:] + stack), None)
             if slab is not None:
                 self.hits += 1
                 return Lease(self, slab, nbytes, account)
@@ -566,11 +558,6 @@ class PoolState:
         """
         if self.refusal is not None and time.monotonic() >= self.refusal.until:
             self.refusal = None
-        for growth in list(self.growths):
-            if growth.is_abandoned():
-                for slab in growth.victims:
-                    slab.doomed = False
-                del self.growths[growth]  # last, because an interrupt may come before
         slabs = list(self.slabs)
         idle = list(filter(Slab.is_free, slabs))
         # Afterwards: querying events may run the garbage collector, which frees leases.
@@ -589,7 +576,7 @@ class PoolState:
 
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or set aside for growths."""
-        growths: int = sum([growth.promised() for growth in list(self.growths)])
+        growths: int = sum([growth.promised for growth in list(self.growths)])
         return growths + total(slab for slab in list(self.slabs) if not slab.doomed)
 
     def whole(self) -> int:
@@ -608,7 +595,7 @@ class PoolState:
         parts["held_for_good"] = list(filter(Slab.is_held_for_good, held))
         return parts
 
-    def busy(self) -> Counter[Account | None]:
+    def busy(self) -> Counter[Account]:
         """Return the bytes that owners have: leased, in flight, or being allocated for them."""
         parts = self.parts()
         busy = by_owner([*parts["leased"], *parts["in_flight"]])
@@ -616,14 +603,14 @@ class PoolState:
             busy[growth.waiter.account] += growth.capacity
         return busy
 
-    def held_for_good(self) -> Counter[Account | None]:
+    def held_for_good(self) -> Counter[Account]:
         """Return the bytes that owners hold for good."""
         return by_owner(filter(Slab.is_held_for_good, list(self.slabs)))
 
     def largest(self, bound: int) -> int:
         """Return the size of the largest slab within a bound that isn't held for good."""
-        usable = [slab for slab in list(self.slabs) if slab.capacity <= bound]
-        return max([slab.capacity for slab in usable if not slab.is_held_for_good()], default=0)
+        usable = [slab for slab in list(self.slabs) if not slab.is_held_for_good()]
+        return max([slab.capacity for slab in usable if slab.capacity <= bound], default=0)
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
@@ -640,11 +627,11 @@ class PoolState:
         """Where the cap comes from, and what limited the pool besides it at the last check."""
         return self._reason + self.memory.holders()
 
-    def figures(self) -> _refusals.Figures:
+    def figures(self) -> Figures:
         is_own = self.max_bytes < self.memory.allowed  # else the memory has the tighter limit
         cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
         held = {part: total(slabs) for part, slabs in self.parts().items()}
-        return _refusals.Figures(held, self.max_bytes, self.reason, cap)
+        return Figures(held, self.max_bytes, self.reason, cap)
 
     # -- waking and freeing
 
@@ -674,9 +661,9 @@ def total(slabs: Iterable[Slab]) -> int:
     return sum([slab.capacity for slab in list(slabs)])
 
 
-def by_owner(slabs: Iterable[Slab]) -> Counter[Account | None]:
+def by_owner(slabs: Iterable[Slab]) -> Counter[Account]:
     """Return the bytes of slabs by their owners."""
-    held: Counter[Account | None] = Counter()
+    held: Counter[Account] = Counter()
     for slab in slabs:
         held[slab.account] += slab.capacity
     return held

@@ -27,7 +27,7 @@ class Account:
     wait_seconds: float = 0.0
 
 
-NOTHING: Counter[Account | None] = Counter()
+NOTHING: Counter[Account] = Counter()
 """The bytes that owners have while all slabs are idle: none."""
 
 
@@ -89,7 +89,7 @@ class Accounts(dict[str, Account]):
         self,
         account: Account,
         whole: int,
-        busy: Counter[Account | None] = NOTHING,
+        busy: Counter[Account] = NOTHING,
         ahead: Sequence[Any] = (),
     ) -> int:
         """Return the size of the largest slab that an owner may take now; below 1 for none.

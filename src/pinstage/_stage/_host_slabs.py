@@ -23,7 +23,6 @@ from .._pool import (
     is_first_refusal,
     largest_for,
     state_of,
-    timed_out,
     why_never,
 )
 from .._sizes import format_bytes
@@ -194,7 +193,7 @@ class HostSlabs:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (leases := self._all_now(sizes)) is None:
             if time.monotonic() >= deadline:
-                raise timed_out(state.figures(), total, timeout, len(state.waiters))
+                raise state.figures().timed_out(total, timeout, len(state.waiters))
             time.sleep(LOOK_AGAIN_SECONDS)
         return leases
 
