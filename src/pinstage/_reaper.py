@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ._memory import as_called_here
 from .errors import StagingWarning
@@ -63,7 +63,7 @@ def begin(task: Any) -> bool:
     return not ending
 
 
-class UninterruptedCall(Generic[T]):
+class UninterruptedCall:
     """A call in a thread of our own. Python handles signals in the main thread only, so no
     interrupt reaches it.
 
@@ -77,14 +77,14 @@ class UninterruptedCall(Generic[T]):
 
     def __init__(self, function: Callable[[], Any] = lambda: None, keeps: Any = None) -> None:
         self._function, self._keeps = function, keeps
-        self._result: T | None = None
+        self._result: Any = None
         # In a list, so that it is raised from no variable: its traceback would keep that.
         self._errors: list[BaseException] = []
         self._is_over = False
         self._news: SimpleQueue[object] = SimpleQueue()  # gets an item at the end
         self._surroundings = as_called_here()
 
-    def result(self) -> T:
+    def result(self) -> Any:
         """Make the call, and wait for its end. Return the result.
 
         Raises:
@@ -98,7 +98,7 @@ class UninterruptedCall(Generic[T]):
         result, self._result = self._result, None
         if self._errors:
             raise self._errors.pop()
-        return result  # type: ignore[return-value]
+        return result
 
     def begin(self) -> None:
         """Begin the call, and don't wait for it."""
@@ -146,25 +146,13 @@ class UninterruptedCall(Generic[T]):
 
 def uninterrupted(function: Callable[[], T], keeps: object = None) -> T:
     """Call a function in a thread of our own, and wait for its result; see `UninterruptedCall`."""
-    call: UninterruptedCall[T] = UninterruptedCall(function, keeps)
+    call = UninterruptedCall(function, keeps)
     del keeps  # an error that is kept would keep it through this frame
-    return call.result()
-
-
-class Task(Protocol):
-    """A task for the reaper."""
-
-    def reap(self) -> bool:
-        """Do the work; return whether it is finished. If not, `reap` is called again a moment
-        later.
-        """
-        ...
+    return call.result()  # type: ignore[no-any-return]
 
 
 class Death(weakref.ref[Any]):
     """A weak reference that becomes a task when its object is gone."""
-
-    __slots__ = ("in_children", "reap")
 
     reap: Callable[[], bool]
     in_children: bool
@@ -185,15 +173,16 @@ class Reaper:
     """Runs tasks in its own thread, one after the other.
 
     Attributes:
-        tasks: the queue of tasks to run.
+        tasks: the queue of tasks to run. Each has a method ``reap``, which does the work, and
+            returns whether it is finished. If not, it is called again a moment later.
     """
 
     def __init__(self) -> None:
-        self.tasks: SimpleQueue[Task] = SimpleQueue()
+        self.tasks: SimpleQueue[Any] = SimpleQueue()
         # Kept here: a weak reference that is garbage itself is never called back.
         self._deaths: set[Any] = set()
         self._claimed = _thread.allocate_lock()  # by the thread, until it ends
-        self._taken: list[Task] = []  # by the thread, from the queue
+        self._taken: list[Any] = []  # by the thread, from the queue
 
     def watch(self, thing: Any, reap: Callable[[], bool], *, in_children: bool = False) -> None:
         """Run a task when an object is gone. The task must not keep the object alive.
@@ -240,7 +229,7 @@ class Reaper:
         finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``
             self.start()
 
-    def _run_all(self, tasks: list[Task]) -> None:
+    def _run_all(self, tasks: list[Any]) -> None:
         """Add new tasks to those that aren't done yet, run each once, and drop those that are done.
 
         An exception from outside may come after any call: it loses no task, and doubles none.
@@ -257,11 +246,11 @@ class Reaper:
             if self._is_done(task):
                 tasks.remove(task)
 
-    def _is_done(self, task: Task) -> bool:
+    def _is_done(self, task: Any) -> bool:
         self._deaths.discard(task)
         try:
             with as_called_here()():
-                return task.reap()
+                return task.reap()  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001 - there is no caller
             what = "memory of a dropped pool, loader or region could not be freed"
             warn(f"{what}: {error!r}; close() it before its device fails")

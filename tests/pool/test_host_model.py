@@ -52,7 +52,6 @@ class Process:
             self.memory.deallocate(self.idle.pop())
 
     def ask(self):
-        self.memory.look()
         try:
             if self.wanted and self.wanted + self.held <= self.memory.allowed:
                 self.used += self.memory.allocate(self.wanted, 1, 0.0)

@@ -38,11 +38,10 @@ from ._pool import (
     check_open,
     check_pool,
     close_for,
-    is_first_refusal,
     largest_for,
     lease_in_flight,
+    refuse_if_useless,
     state_of,
-    why_never,
 )
 from ._rows import PoolUsage, close_files, held_bytes
 from ._slab import (

@@ -23,10 +23,7 @@ as an allocation."""
 
 @dataclass(eq=False)
 class Growth:
-    """A decision to free some slabs, then to allocate others. `carry_out` does that.
-
-    Without slabs, it only checks whether the memory resource allows more.
-    """
+    """A decision to free some slabs, then to allocate others. `carry_out` does that."""
 
     waiter: Any
     """The request. It gets a lease of the new slab, unless it asks for no bytes, or an interrupt
@@ -67,15 +64,13 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
             if nbytes > state.max_bytes - state.promised() + victims:
                 raise RefusedForNow
             growth.promised = max(nbytes, victims)
-            state.growths[growth] = None
+            state.growths.add(growth)
             for slab in growth.victims:
                 slab.doomed = True
-            if nbytes:  # later requests needn't wait for that
-                state.waiters.pop(waiter, None)
+            state.waiters.discard(waiter)  # later requests needn't wait for that
         state.wake(1)
         free(state.slabs, growth.victims, state.memory)
         growth.promised = nbytes
-        state.memory.look()
         if nbytes:
             blocks = _allocate(state, growth)
     except RefusedForNow:
@@ -85,7 +80,7 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
         raise figures.reserve_does_not_fit(growth.capacity, growth.count) from None
     finally:
         with state.lock:
-            state.growths.pop(growth, None)
+            state.growths.discard(growth)
             for block in blocks:
                 slab = state.add(block)
                 if waiter.nbytes and not waiter.is_over and not state.closed:

@@ -1,12 +1,11 @@
 """One cap for the pools of several processes: it wraps a memory resource, as RMM's adaptors do.
 
-Allocating and freeing read and write the files of `_rows`, and so does a request that waits, again
-and again, in a thread of the pool. A lease of an idle slab reads none.
+Allocating and freeing read and write the files of `_rows`. A request that waits for other processes
+tries to allocate again and again. A lease of an idle slab reads none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from ._rows import (
 )
 
 _LOOK_SECONDS = 0.05
-"""Interval at which a request that waits for other processes checks for room."""
+"""Interval at which a request that waits for other processes tries again."""
 
 
 @dataclass(unsafe_hash=True, init=False, repr=False)
@@ -130,17 +129,15 @@ class LimitedMemory(ResourceAdaptor):
 
     _held = 0
     """Bytes that this row should have. It has more if it could not be written."""
-    _checked_at = 0.0
+    _known_until = 0.0
+    _room_for = 0
+    """Bytes that the pool may hold, by the last refusal."""
     _is_ending = _is_busy = _is_late = False
 
     def __init__(self, resource: MemoryResource, budget: HostBudget) -> None:
         super().__init__(resource)
         self.others: list[PoolUsage] = []
         """Other pools of this budget, as of the last check."""
-        self.allowed = budget.max_bytes
-        """Bytes that the pool may hold, as far as it knows: the whole budget, or less after a
-        refusal.
-        """
         self._budget, self._path = budget, folder_path()
         self._usage = new_usage(budget.name, budget.max_bytes)
         self._row = Row(self._usage, is_inherited=False)
@@ -152,19 +149,13 @@ class LimitedMemory(ResourceAdaptor):
         busy = f", while another process had the lock of {self._path}" if self._is_busy else ""
         return _text_of(self.others, self._usage.pool) + busy
 
-    def is_due(self) -> bool:
-        """Return whether to `look`: the budget had no room, 50 ms ago or earlier."""
-        return (
-            self.allowed < self._budget.max_bytes
-            and time.monotonic() - self._checked_at >= _LOOK_SECONDS
-        )
-
-    def look(self) -> None:
-        if self.is_due():
-            # A request that waits goes on: it gets the error when it grows.
-            with contextlib.suppress(HostBudgetError, RefusedForNow):
-                in_folder(self._path, lambda folder: self._note(self._room(folder)), NOW)
-            self._checked_at = time.monotonic()
+    @property
+    def allowed(self) -> int:
+        """Bytes that the pool may hold, as far as it knows: the whole budget, or less for a moment
+        after a refusal.
+        """
+        is_known = time.monotonic() < self._known_until
+        return self._room_for if is_known else self._budget.max_bytes
 
     def allocate(self, nbytes: int, count: int, deadline: float) -> list[Block]:
         """Allocate, as `ResourceAdaptor.allocate`.
@@ -234,7 +225,6 @@ class LimitedMemory(ResourceAdaptor):
             if nbytes > room:
                 self._note(room)
                 raise RefusedForNow
-            self.allowed = self._budget.max_bytes
             if not rows:
                 self._row.write(folder, self._held + nbytes)
                 self._held += nbytes
@@ -288,7 +278,8 @@ class LimitedMemory(ResourceAdaptor):
         return self._budget.max_bytes - self._held_bytes() - held_bytes(self.others)
 
     def _note(self, room: int) -> None:
-        self.allowed, self._checked_at = self._held_bytes() + max(0, room), time.monotonic()
+        self._room_for = self._held_bytes() + max(0, room)
+        self._known_until = time.monotonic() + _LOOK_SECONDS
 
 
 def cap_of(max_bytes: Size, budget: HostBudget | None, granularity: int) -> tuple[int, str]:

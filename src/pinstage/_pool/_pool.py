@@ -21,14 +21,14 @@ from .._memory import (
     default_memory,
     refuse_capture,
 )
-from .._reaper import UninterruptedCall, uninterrupted
+from .._reaper import UninterruptedCall, reaper, uninterrupted
 from .._sizes import Size, format_bytes, parse_bytes, reuse_limit, size_class
 from .._steps import step
 from ..errors import PoolError, StagingWarning, UnreleasedLeaseWarning
 from ._adaptor import RefusedForNow, ResourceAdaptor
 from ._growth import Growth, carry_out
 from ._host_budget import HostBudget, LimitedMemory, cap_of, given_bytes
-from ._refusals import Refusal, entered_again, forked
+from ._refusals import entered_again, forked
 from ._slab import Fence, Lease, PoolState, Slab, total
 from ._stats import PoolStats, snapshot
 from ._waiting import NOBODY, Account, check_timeout, this_thread
@@ -82,14 +82,6 @@ def close_for(pool: SlabPool, user: str) -> None:
     pool.close()
 
 
-def is_first_refusal(pool: SlabPool) -> bool:
-    """Return whether the caller has to warn of a refusal of memory: a pool and its users do that
-    once.
-    """
-    has_told, pool._has_told = pool._has_told, True
-    return not has_told
-
-
 def state_of(pool: SlabPool) -> PoolState:
     """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would
     refuse a lease.
@@ -97,13 +89,16 @@ def state_of(pool: SlabPool) -> PoolState:
     return pool._state
 
 
-def why_never(pool: SlabPool, owner: str, nbytes: int) -> PoolError | MemoryError | None:
-    """Return the error of a request for which waiting is useless; None if it may be served later.
-    Nothing is leased.
+def refuse_if_useless(pool: SlabPool, owner: str, nbytes: int) -> None:
+    """Refuse a request for which waiting is useless, as `SlabPool.acquire`. Nothing is leased.
+
+    Raises:
+        BudgetExceededError: it exceeds the cap, or what quotas and slabs held for good leave.
+        PoolFrozenError, MemoryError: no slab is large enough, and the pool can't grow now.
     """
     state = pool._state
     with state.lock:
-        return pool._why_never(state.accounts[owner], nbytes)
+        pool._refuse_if_useless(state.accounts[owner], nbytes)
 
 
 def largest_for(pool: SlabPool, owner: str) -> int:
@@ -179,8 +174,8 @@ class Waiter:
     def __post_init__(self) -> None:
         self._wakeup = _thread.allocate_lock()
         self._wakeup.acquire()
-        self.began = time.monotonic()
-        """The time at which it began, without the time for growing."""
+        self.arrived = self.began = time.monotonic()
+        """Both the time at which it began; `began` is later by the time for growing."""
         self.deadline = math.inf if self.timeout is None else self.began + self.timeout
         """The time until which it waits."""
 
@@ -238,7 +233,6 @@ class SlabPool:
         cap, reason = cap_of(max_bytes, budget, resource.granularity)
         adaptor = ResourceAdaptor(resource) if budget is None else LimitedMemory(resource, budget)
         self._state = PoolState(adaptor, cap, reason)
-        self._has_told = False
 
     # -- the public methods
 
@@ -379,7 +373,7 @@ class SlabPool:
             growth = Growth(Waiter(), (), *self._missing(nbytes, count))
         if growth.count:
             refuse_capture()
-        call = UninterruptedCall[object](partial(carry_out, state, growth))
+        call = UninterruptedCall(partial(carry_out, state, growth))
         if background:
             call.begin()
         else:
@@ -436,7 +430,7 @@ class SlabPool:
         # rest.
         try:
             if state.is_entered() or capturing_device() is not None:
-                state.tidy_later()
+                reaper.tasks.put(state)
             else:
                 for event in state.pending():
                     event.synchronize()
@@ -471,16 +465,15 @@ class SlabPool:
         1. an idle slab that wastes at most 12.5%, or, from 1 MiB on, of at most twice the class;
         2. there is room under the cap: grow by a slab of the request's class;
         3. any larger idle slab;
-        4. the memory resource may allow more: check, and decide again;
-        5. idle slabs of other classes would make room: evict them, least recently used first, and
+        4. idle slabs of other classes would make room: evict them, least recently used first, and
            grow;
-        6. waiting is useless: refuse (`_why_never`);
-        7. wait.
+        5. waiting is useless: refuse (`_refuse_if_useless`);
+        6. wait.
 
         A frozen pool doesn't grow, divides what it holds by quotas, and refuses a request at once
         if no slab fits it. After the platform has refused memory, a pool is restricted for a while:
         it doesn't ask for the refused total again (2), and frees nothing that it might not get back
-        (5).
+        (4).
 
         Raises:
             PoolError, MemoryError: the request is refused.
@@ -499,33 +492,26 @@ class SlabPool:
             return Growth(me, (), capacity, 1)
         if smallest <= room:
             return state.lease(me.account, me.nbytes, smallest)
-        if may_grow and state.memory.is_due():
-            return Growth(me)
         missing = capacity - self._headroom(by_freeing=True)
         if missing <= total(idle):
             return Growth(me, _oldest(idle, missing), capacity, 1)
-        if (error := self._why_never(me.account, me.nbytes)) is None:
-            return None
-        try:
-            raise error
-        finally:
-            del error  # or it and this frame would keep one another, and all that called
+        self._refuse_if_useless(me.account, me.nbytes)
+        return None
 
-    def _why_never(
-        self, account: Account, nbytes: int, just_now: Refusal | None = None
-    ) -> PoolError | MemoryError | None:
-        """Return the error of a request for which waiting is useless; None if it may be served
-        later.
+    def _refuse_if_useless(self, account: Account, nbytes: int) -> None:
+        """Refuse a request for which waiting is useless.
 
         The cases, in this order:
 
         1. the request is larger than the part of the cap that quotas leave to its owner;
-        2. it is larger than the part of it that isn't held for good;
-        3. no slab is large enough, and the pool is frozen;
-        4. no slab is large enough, and the platform refused to let the pool grow that far,
-           `just_now` or recently.
+        2. no slab is large enough, and the pool is frozen;
+        3. it is larger than the part of it that isn't held for good;
+        4. no slab is large enough, and the platform refused to let the pool grow that far.
 
         Slabs held for good aren't counted as large enough.
+
+        Raises:
+            PoolError, MemoryError: the request is refused.
         """
         state = self._state
         room, busy = state.accounts.room, state.held_for_good()
@@ -533,22 +519,22 @@ class SlabPool:
         held = state.largest(left)
         if nbytes > largest:
             named = account if state.accounts.have_quotas else None
-            return state.figures().never_fits(nbytes, named, largest)
-        if nbytes > room(account, state.max_bytes, busy):
-            return state.figures().never_free(nbytes)
+            raise state.figures().never_fits(nbytes, named, largest)
         if nbytes <= held:
-            return None
+            return
         if state.frozen:
-            return state.figures().frozen(nbytes, held)
-        refusal = just_now or state.refusal
+            raise state.figures().frozen(nbytes, held)
+        if nbytes > left:
+            raise state.figures().never_free(nbytes)
+        refusal = state.refusal
         capacity = min(size_class(nbytes, state.granularity), left)
         if (
             refusal is None
             or capacity + busy.total() <= refusal.held
             or state.promised() + capacity < refusal.total
         ):
-            return None
-        return state.figures().refused(nbytes, refusal)
+            return
+        raise state.figures().refused(nbytes, refusal)
 
     def _missing(self, nbytes: int, count: int) -> tuple[int, int]:
         """Return the size and number of the slabs that are missing for `count` leases at once.
@@ -564,10 +550,9 @@ class SlabPool:
         if nbytes > largest:
             raise state.figures().never_fits(nbytes)
         capacity, limit = min(size_class(nbytes, unit), largest), reuse_limit(nbytes, unit)
-        missing = count - sum(nbytes <= slab.capacity <= limit for slab in state.scan())
-        if missing <= 0:
-            return capacity, 0
-        if state.frozen:
+        idle = sum(nbytes <= slab.capacity <= limit for slab in state.scan())
+        missing = max(0, count - idle)
+        if missing and state.frozen:
             raise state.figures().frozen(nbytes, state.largest(largest))
         if missing * capacity > state.max_bytes - state.promised():
             raise state.figures().reserve_does_not_fit(capacity, missing)
@@ -575,7 +560,7 @@ class SlabPool:
 
     def _room(self, me: Waiter) -> int:
         """Return the size of the largest slab that a request may take now, after a `scan`."""
-        state, account, line = self._state, me.account, list(self._state.waiters)
+        state, account, line = self._state, me.account, self._state.line()
         ahead = line[: line.index(me)]
         if ahead or state.accounts.have_quotas:
             return state.accounts.room(account, state.whole(), state.busy(), ahead)
@@ -603,7 +588,7 @@ class SlabPool:
         try:
             while lease is None:
                 with state.lock:
-                    state.waiters.setdefault(me)
+                    state.waiters.add(me)
                     decision = self._decide(me)
                 if isinstance(decision, Growth):
                     lease = self._work(decision, me)
@@ -613,7 +598,7 @@ class SlabPool:
                     lease = decision
         finally:
             me.is_over = True
-            state.waiters.pop(me, None)
+            state.waiters.discard(me)
             state.wake(1)
             me.account.wait_seconds += me.waits * (time.monotonic() - me.began)
         return lease
@@ -626,16 +611,19 @@ class SlabPool:
         state, began, lease = self._state, time.monotonic(), None
         try:
             lease = uninterrupted(partial(carry_out, state, growth))
-        except RefusedForNow:
-            return None  # it waited for others
-        except REFUSALS:
+        except RefusedForNow:  # it waited for others, and gets back to its place in line
+            return None
+        except REFUSALS as error:
             refusal = growth.refusal
             if refusal is None:
                 raise
-            with state.lock:
-                if self._why_never(me.account, me.nbytes, refusal) is not None:
-                    raise
-            if is_first_refusal(self):
+            try:
+                with state.lock:
+                    state.refusal = refusal  # a look at the slabs may have dropped it
+                    self._refuse_if_useless(me.account, me.nbytes)
+            except (PoolError, MemoryError):
+                raise error from error.__cause__
+            if state.is_first_refusal():
                 warnings.warn(
                     f"pool cannot grow by {format_bytes(growth.capacity)}, and goes on with the "
                     f"slabs that it has: {state.figures()}; {refusal.reason}; this warning is "
@@ -643,10 +631,9 @@ class SlabPool:
                     StagingWarning,
                     stacklevel=4,
                 )
-        if growth.count:  # growing isn't waiting
-            took = time.monotonic() - began
-            me.began += took
-            me.deadline += took
+        took = time.monotonic() - began  # growing isn't waiting
+        me.began += took
+        me.deadline += took
         return lease
 
     def _pause(self, me: Waiter) -> None:
@@ -655,7 +642,7 @@ class SlabPool:
         Raises:
             AcquireTimeoutError: the request has waited for long enough.
         """
-        state, line, gives_up = self._state, list(self._state.waiters), this_thread.gives_up
+        state, line, gives_up = self._state, self._state.line(), this_thread.gives_up
         position = line.index(me)
         me.account.waits += 1 - me.waits
         me.waits = 1
@@ -685,8 +672,7 @@ class SlabPool:
             raise forked()
         if state.is_entered():
             raise entered_again()
-        if state.forgotten:
-            self._warn_of_forgotten(stacklevel=4)
+        self._warn_of_forgotten(stacklevel=4)
 
     def _warn_of_forgotten(self, stacklevel: int = 3) -> None:
         forgotten = self._state.forgotten

@@ -33,12 +33,11 @@ from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from .._reaper import reaper
-from .._sizes import round_up
 from ..errors import HostBudgetError, PinstageError
 from ._adaptor import RefusedForNow
 
@@ -63,9 +62,6 @@ _SUFFIX = ".pinstage"
 
 _SPARE_BYTES = 128
 """Room in a row for larger numbers, and for an inode."""
-
-_ROW_BYTES = 512
-"""The size of a row is a multiple of this."""
 
 turn = threading.RLock()
 """Held with the folder's lock, and during a fork, so that no child inherits the folder's lock."""
@@ -143,8 +139,8 @@ class Row:
                 removed.
         """
         usage = replace(self.usage, held_bytes=held, shared={inode: held} if inode and held else {})
-        fields = asdict(usage)
-        record = json.dumps(fields | {"check": _check_of(fields)}).encode()
+        text = json.dumps(asdict(usage)).encode()
+        record = b"%010d" % zlib.crc32(text) + text
         if not self.descriptors or not os.fstat(self.descriptors[-1]).st_nlink:
             self.close()
             flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -152,7 +148,7 @@ class Row:
         file = self.descriptors[-1]
         before = os.pread(file, os.fstat(file).st_size, 0)
         # All writes have the same size, so that later ones need no space.
-        nbytes = len(before) or round_up(len(record) + _SPARE_BYTES, _ROW_BYTES)
+        nbytes = len(before) or len(record) + _SPARE_BYTES
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.pwrite(file, record.ljust(nbytes), 0) < nbytes:
@@ -239,16 +235,13 @@ def in_folder(path: Path, work: Callable[[int], T], deadline: float = math.inf) 
     left = _LEAST_SECONDS  # at first, however late this thread is
     try:
         while left > 0:
-            if turn.acquire(timeout=left):
+            with turn:
+                folder = _open(path)
                 try:
-                    folder = _open(path)
-                    try:
-                        if _lock(folder):
-                            return work(folder)
-                    finally:  # before a child may be forked: it would keep the lock
-                        os.close(folder)
-                finally:
-                    turn.release()
+                    if _lock(folder):
+                        return work(folder)
+                finally:  # before a child may be forked: it would keep the lock
+                    os.close(folder)
             time.sleep(0.0005)
             left = min(busy_until, deadline) - time.monotonic()
         if deadline < busy_until:
@@ -330,24 +323,20 @@ def _read(file: int) -> PoolUsage | None:
 
     Unknown fields, as of other versions, are ignored.
     """
-    text = os.pread(file, os.fstat(file).st_size, 0)
-    if not text:
+    record = os.pread(file, os.fstat(file).st_size, 0)
+    if not record:
         return None
     try:
-        fields = json.loads(text)
-        if fields.pop("check") != _check_of(fields):
+        text = record[10:].rstrip()
+        if int(record[:10]) != zlib.crc32(text):
             raise ValueError("its checksum is wrong")
+        fields = json.loads(text)
         return PoolUsage(**{name: fields[name] for name in PoolUsage.__annotations__})
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+    except (LookupError, ValueError) as error:
         path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file)
         remedy = f"end the process that has it open{holder}, or name another folder in {VARIABLE}"
         damage = f"a host budget's file is damaged: {path}: {error}"
         raise HostBudgetError(f"{damage}; {remedy}") from error
-
-
-def _check_of(fields: dict[str, Any]) -> int:
-    """Return the checksum of a row's fields."""
-    return zlib.crc32(json.dumps(fields).encode())
 
 
 def _holder(file: int) -> str:

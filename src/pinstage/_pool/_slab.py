@@ -13,12 +13,10 @@ import os
 import threading
 import time
 import weakref
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter, methodcaller
-from types import TracebackType
 from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
@@ -341,11 +339,11 @@ class Lease:
             slab.lease = None
         self._exporter = None
         slab.put(None)
-        state.unrecorded.pop(self, None)
+        state.unrecorded.discard(self)
         if state.waiters:
             state.wake(1)
         if state.closed:
-            state.tidy_later()
+            reaper.tasks.put(state)
 
     def _held(self, what: str) -> Slab:
         slab = self._slab
@@ -383,9 +381,7 @@ class Lease:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        *raised: Any,
     ) -> None:
         slab = self._slab
         if slab is None:
@@ -397,10 +393,10 @@ class Lease:
                 if slab.lease is self._ref:  # as in `release`
                     slab.guards.update(zip(guard_numbers, events, strict=False))
         except BaseException as failure:
-            state.unrecorded[self] = None
-            if error is None or not isinstance(failure, Exception):
+            state.unrecorded.add(self)
+            if raised[1] is None or not isinstance(failure, Exception):
                 raise
-            error.add_note(
+            raised[1].add_note(
                 f"a lease of {self._nbytes} bytes stays held: {failure!r}; call its "
                 "release(after=event)"
             )
@@ -468,6 +464,7 @@ class PoolState:
             finaliser may run in its thread.
         is_entered: returns whether this thread has the lock, or is in a call of `memory` for which
             others wait. Always true in a forked child.
+        has_told: whether a refusal of memory was reported.
         is_forked: whether this is a forked child's copy, which must not be used.
         memory: where slabs come from.
         record: records events behind the calling thread's work on the devices; None if memory isn't
@@ -477,17 +474,16 @@ class PoolState:
         unrecorded: leases that stay held after their block because `record` failed; kept alive
             until released.
         forgotten: leases that were never released: bytes requested, and bytes of the slab.
-        waiters: requests that wait, ordered by age, the oldest first.
+        waiters: requests that wait.
         slabs: all slabs that are held.
         growths: slow work under way.
         stacks: slabs that may be free, by capacity. A cache, which `scan` rebuilds.
-        sizes: the keys of `stacks`, sorted.
         refusal: the last one, while the pool doesn't try to grow that far again.
         pageable: pools of pageable slabs, private and shared ones, which users make when
             page-locking is refused; by whether they are shared. They are closed with this one.
     """
 
-    closed = frozen = is_forked = False
+    closed = frozen = is_forked = has_told = False
     user: str | None = None
     refusal: Refusal | None = None
     hits = misses = peak_held_bytes = peak_held_slabs = total_held_bytes = total_held_slabs = 0
@@ -503,13 +499,12 @@ class PoolState:
         if (is_in_memory := memory.is_entered) is not None:
             self.is_entered = lambda: has_lock() or is_in_memory()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.waiters: dict[Any, None] = {}
+        self.waiters: set[Any] = set()
         self.clock = itertools.count(1)
         self.slabs: dict[Slab, None] = {}
-        self.growths: dict[Any, None] = {}
+        self.growths: set[Any] = set()
         self.stacks: dict[int, dict[Slab, Any]] = {}
-        self.sizes: list[int] = []
-        self.unrecorded: dict[Any, None] = {}
+        self.unrecorded: set[Any] = set()
         self.forgotten: list[tuple[int, int]] = []
         _all.add(self)
         # Not the state itself: in a garbage cycle, the collector calls back before finalisers use
@@ -530,8 +525,9 @@ class PoolState:
             nbytes: the request's bytes.
             bound: bytes of the largest slab that may serve the request.
         """
-        sizes = self.sizes
-        for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]:
+        for size in sorted(self.stacks):
+            if not nbytes <= size <= bound:
+                continue
             # A copy: at any moment, other threads may add to it, by a release, or take from it, to
             # free a slab.
             stack = list(self.stacks[size])
@@ -545,7 +541,6 @@ class PoolState:
         """Make a slab of a new block."""
         slab = Slab(block, self.stacks, next(self.clock))
         self.slabs[slab] = None
-        self.sizes = sorted(self.stacks)
         self.total_held_bytes += slab.capacity
         self.total_held_slabs += 1
         self.peak_held_bytes = max(self.peak_held_bytes, total(self.slabs))
@@ -614,8 +609,8 @@ class PoolState:
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
-        in_flight = self.parts()["in_flight"]
-        return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
+        slabs = [slab for slab in list(self.slabs) if slab.part() == "in_flight"]
+        return [fence for slab in slabs if not slab.has_views() for fence in slab.fences()]
 
     def is_pinned(self, slab: Slab) -> bool:
         """Return whether a slab is page-locked for CUDA."""
@@ -633,16 +628,23 @@ class PoolState:
         held = {part: total(slabs) for part, slabs in self.parts().items()}
         return Figures(held, self.max_bytes, self.reason, cap)
 
+    def is_first_refusal(self) -> bool:
+        """Return whether the caller has to warn of a refusal of memory: a pool and its users do
+        that once.
+        """
+        has_told, self.has_told = self.has_told, True
+        return not has_told
+
     # -- waking and freeing
+
+    def line(self) -> list[Any]:
+        """Return the requests that wait, the oldest first."""
+        return sorted(self.waiters, key=attrgetter("arrived"))
 
     def wake(self, most: int | None = None) -> None:
         """Wake the first requests in line; None for all. Finalisers call this."""
-        for waiter in list(self.waiters)[:most]:
+        for waiter in self.line()[:most]:
             waiter.wake()
-
-    def tidy_later(self) -> None:
-        """Let the reaper free slabs that were returned to a closed pool. Finalisers call this."""
-        reaper.tasks.put(self)
 
     def reap(self) -> bool:
         """Free the slabs returned to a closed pool; for the reaper. Return whether no event is

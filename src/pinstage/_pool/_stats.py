@@ -111,7 +111,9 @@ def snapshot(state: PoolState) -> PoolStats:
     return PoolStats(
         **sizes,
         **counts,
-        **{name: getattr(state, name) for name in _COUNTERS},
+        **{
+            name: getattr(state, name) for name in PoolStats.__annotations__ if hasattr(state, name)
+        },
         max_bytes_reason=state.reason,
         pinned_bytes=total(filter(state.is_pinned, parts["held"])),
         trims=state.total_held_slabs - counts["held_slabs"],
@@ -131,9 +133,3 @@ def snapshot(state: PoolState) -> PoolStats:
             for account in accounts
         },
     )
-
-
-_COUNTERS = (
-    *("max_bytes", "hits", "misses", "peak_held_bytes", "peak_held_slabs"),
-    *("total_held_bytes", "total_held_slabs"),
-)
