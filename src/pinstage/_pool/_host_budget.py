@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -110,7 +110,7 @@ def usage_of_host(budget: str | None = None) -> list[PoolUsage]:
     if not os.path.lexists(path):
         return []
     pools = uninterrupted(partial(in_folder, path, partial(read_rows, budget=budget)))
-    return sorted(pools, key=lambda usage: (usage.budget, usage.pid, usage.pool))
+    return sorted(pools, key=attrgetter("budget", "pid", "pool"))
 
 
 class LimitedMemory(ResourceAdaptor):
@@ -163,9 +163,8 @@ class LimitedMemory(ResourceAdaptor):
         Raises:
             HostBudgetError: the folder cannot be used.
         """
-        rows: list[Row] = []
-        if self.resource.is_shared:
-            rows = [Row(self._usage, is_inherited=True) for _ in range(count)]
+        shared = count if self.resource.is_shared else 0
+        rows = [Row(self._usage, is_inherited=True) for _ in range(shared)]
         self._take(nbytes * count, rows, deadline)
         try:
             blocks = super().allocate(nbytes, count, deadline)
@@ -181,7 +180,7 @@ class LimitedMemory(ResourceAdaptor):
             self.resource.deallocate(block)
         finally:  # the pool forgets a slab that it could not free
             row = self._shared.pop(id(block), None)
-            self._give(block.nbytes, [] if row is None else [row])
+            self._give(block.nbytes, filter(None, [row]))
 
     def cap(self, nbytes: int) -> str:
         return f'budget=HostBudget("{size_to_paste(nbytes + held_bytes(self.others))}", ...)'
@@ -212,7 +211,6 @@ class LimitedMemory(ResourceAdaptor):
 
     def _begin(self, folder: int) -> None:
         self._room(folder)
-        _check_caps(self._budget, self.others)
         self._row.write(folder, 0)
 
     def _take(self, nbytes: int, rows: list[Row], deadline: float) -> None:
@@ -245,7 +243,7 @@ class LimitedMemory(ResourceAdaptor):
             self._update()  # the file may hold anything now
             raise
 
-    def _give(self, nbytes: int, rows: Sequence[Row] = ()) -> None:
+    def _give(self, nbytes: int, rows: Iterable[Row] = ()) -> None:
         """Count bytes as free again, first those of some rows; a negative number takes private
         bytes.
         """
@@ -274,7 +272,7 @@ class LimitedMemory(ResourceAdaptor):
     def _room(self, folder: int) -> int:
         """Read the other pools' rows; return the bytes by which the pool may grow."""
         own = {self._row.name, *(row.name for row in list(self._shared.values()))}
-        self.others, self._is_busy = read_rows(folder, self._budget.name, own), False
+        self.others, self._is_busy = _read_others(folder, self._budget, own), False
         return self._budget.max_bytes - self._held_bytes() - held_bytes(self.others)
 
     def _note(self, room: int) -> None:
@@ -367,8 +365,7 @@ class Claim:
 
         def take(folder: int) -> None:
             budget, nbytes = self._budget, self._nbytes
-            others = read_rows(folder, budget.name)
-            _check_caps(budget, others)
+            others = _read_others(folder, budget)
             is_counted = any(inode in other.shared for other in others)
             if not is_counted and nbytes > budget.max_bytes - held_bytes(others):
                 error = AcquireTimeoutError if nbytes <= budget.max_bytes else BudgetExceededError
@@ -390,13 +387,20 @@ class Claim:
         self._row.close()
 
 
-def _check_caps(budget: HostBudget, others: list[PoolUsage]) -> None:
+def _read_others(folder: int, budget: HostBudget, own: Container[str] = ()) -> list[PoolUsage]:
+    """Return what other pools of a budget hold; see `read_rows`.
+
+    Raises:
+        ValueError: one of them has a budget of this name with another cap.
+    """
+    others = read_rows(folder, budget.name, own)
     for other in others:
         if other.max_bytes != budget.max_bytes:
             here = f"{budget!r} is {budget.max_bytes} bytes here"
             there = f"{other.max_bytes} bytes in process {other.pid} ({other.program})"
             remedy = "give it the same cap everywhere, or another name"
             raise ValueError(f"two caps for one budget: {here}, and {there}; {remedy}")
+    return others
 
 
 def _text_of(others: list[PoolUsage], own: str = "") -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import NoReturn, SupportsIndex
+from typing import NoReturn
 
 from .._memory import (
     REFUSALS,
@@ -642,7 +642,7 @@ class SlabPool:
         Raises:
             AcquireTimeoutError: the request has waited for long enough.
         """
-        state, line, gives_up = self._state, self._state.line(), this_thread.gives_up
+        state, line = self._state, self._state.line()
         position = line.index(me)
         me.account.waits += 1 - me.waits
         me.waits = 1
@@ -651,7 +651,7 @@ class SlabPool:
                 following.wake()
         now = time.monotonic()
         left = me.deadline - now
-        if left <= 0 or (gives_up is not None and gives_up()):
+        if left <= 0 or this_thread.gives_up():
             raise state.figures().timed_out(me.nbytes, me.timeout, len(line) - 1)
         patience = BEHIND_SECONDS
         if position == 0:  # a little longer each time
@@ -686,7 +686,7 @@ class SlabPool:
                 stacklevel=stacklevel,
             )
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a pool cannot be copied or pickled: {self!r}; make another SlabPool, or pass this "
             "one on"

@@ -138,12 +138,12 @@ class Row:
             OSError: it can't be written. A row that was there keeps its numbers, a new one is
                 removed.
         """
-        usage = replace(self.usage, held_bytes=held, shared={inode: held} if inode and held else {})
+        usage = replace(self.usage, held_bytes=held, shared={inode: held} if inode else {})
         text = json.dumps(asdict(usage)).encode()
         record = b"%010d" % zlib.crc32(text) + text
         if not self.descriptors or not os.fstat(self.descriptors[-1]).st_nlink:
             self.close()
-            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
             self.descriptors.append(os.open(self.name, flags, 0o600, dir_fd=folder))
         file = self.descriptors[-1]
         before = os.pread(file, os.fstat(file).st_size, 0)
@@ -258,7 +258,7 @@ def in_folder(path: Path, work: Callable[[int], T], deadline: float = math.inf) 
 def _open(path: Path) -> int:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     status, user = os.fstat(folder), os.geteuid()
     if status.st_uid != user or status.st_mode & 0o077:
         os.close(folder)
@@ -307,7 +307,7 @@ def read_rows(folder: int, budget: str | None = None, but: Container[str] = ()) 
 
 def _read_living(folder: int, name: str, prefix: str) -> PoolUsage | None:
     """Read a row if its name has the prefix. Return None, and remove it, if no process has it."""
-    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.unlink(name, dir_fd=folder)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter, methodcaller
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -403,7 +403,7 @@ class Lease:
         else:
             self.release()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a lease cannot be copied or pickled: {self!r} is the right to use one slab once; "
             "acquire another, or copy its bytes with lease.tensor().clone()"
@@ -604,13 +604,13 @@ class PoolState:
 
     def largest(self, bound: int) -> int:
         """Return the size of the largest slab within a bound that isn't held for good."""
-        usable = [slab for slab in list(self.slabs) if not slab.is_held_for_good()]
+        usable = itertools.filterfalse(Slab.is_held_for_good, list(self.slabs))
         return max([slab.capacity for slab in usable if slab.capacity <= bound], default=0)
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
-        slabs = [slab for slab in list(self.slabs) if slab.part() == "in_flight"]
-        return [fence for slab in slabs if not slab.has_views() for fence in slab.fences()]
+        in_flight = self.parts()["in_flight"]
+        return [fence for slab in in_flight if not slab.has_views() for fence in slab.fences()]
 
     def is_pinned(self, slab: Slab) -> bool:
         """Return whether a slab is page-locked for CUDA."""

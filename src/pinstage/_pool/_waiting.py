@@ -130,7 +130,8 @@ class Accounts(dict[str, Account]):
 
 
 class _ThisThread(threading.local):
-    gives_up: Callable[[], bool] | None = None
+    def gives_up(self) -> bool:
+        return False
 
 
 this_thread = _ThisThread()
@@ -140,7 +141,7 @@ def give_up_waiting_if(condition: Callable[[], bool]) -> None:
     """Let later waits of this thread time out once a condition is true, because their slab isn't
     wanted any longer.
     """
-    this_thread.gives_up = condition
+    this_thread.gives_up = condition  # type: ignore[method-assign]
 
 
 def check_timeout(timeout: object) -> None:
