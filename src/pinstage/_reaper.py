@@ -77,11 +77,10 @@ class UninterruptedCall:
 
     def __init__(self, function: Callable[[], Any] = lambda: None, keeps: Any = None) -> None:
         self._function, self._keeps = function, keeps
-        self._result: Any = None
         # In a list, so that it is raised from no variable: its traceback would keep that.
         self._errors: list[BaseException] = []
         self._is_over = False
-        self._news: SimpleQueue[object] = SimpleQueue()  # gets an item at the end
+        self._results = SimpleQueue[Any]()  # gets one at the end, None after an error
         self._surroundings = as_called_here()
 
     def result(self) -> Any:
@@ -94,8 +93,7 @@ class UninterruptedCall:
             self.reap()
         else:
             self.begin()
-        self._news.get()
-        result, self._result = self._result, None
+        result = self._results.get()
         if self._errors:
             raise self._errors.pop()
         return result
@@ -103,7 +101,7 @@ class UninterruptedCall:
     def begin(self) -> None:
         """Begin the call, and don't wait for it."""
         reaper.start()  # first: no thread runs on after an error
-        run = partial(self.run)
+        run = partial(self.reap)
         try:
             _thread.start_new_thread(run, ())
             # The thread may end before its first line, by a `MemoryError` or by a
@@ -115,8 +113,20 @@ class UninterruptedCall:
 
     def reap(self) -> bool:
         """Make the call in this thread, unless it was made; return True, as a task does."""
-        if not self._is_over:
-            self.run()
+        if self._is_over:
+            return True
+        result = None
+        try:
+            running[self] = None
+            with self._surroundings():
+                result = self._function()
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._errors.append(error)
+        finally:
+            del self._function, self._keeps
+            self._is_over = True
+            self._results.put(result)
+            running.pop(self, None)
         return True
 
     def query(self) -> bool:
@@ -129,20 +139,6 @@ class UninterruptedCall:
         if self._errors:
             raise self._errors[0]
 
-    def run(self) -> None:
-        """Make the call in this thread."""
-        try:
-            running[self] = None
-            with self._surroundings():
-                self._result = self._function()
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            self._errors.append(error)
-        finally:
-            del self._function, self._keeps
-            self._is_over = True
-            self._news.put(None)
-            running.pop(self, None)
-
 
 def uninterrupted(function: Callable[[], T], keeps: object = None) -> T:
     """Call a function in a thread of our own, and wait for its result; see `UninterruptedCall`."""
@@ -154,7 +150,7 @@ def uninterrupted(function: Callable[[], T], keeps: object = None) -> T:
 class Death(weakref.ref[Any]):
     """A weak reference that becomes a task when its object is gone."""
 
-    reap: Callable[[], bool]
+    reap: Any
     in_children: bool
     # By identity: a weak reference uses its object's, and arrays can't be hashed.
     __eq__ = object.__eq__
@@ -178,9 +174,9 @@ class Reaper:
     """
 
     def __init__(self) -> None:
-        self.tasks: SimpleQueue[Any] = SimpleQueue()
+        self.tasks = SimpleQueue[Any]()
         # Kept here: a weak reference that is garbage itself is never called back.
-        self._deaths: set[Any] = set()
+        self._deaths = set[Any]()
         self._claimed = _thread.allocate_lock()  # by the thread, until it ends
         self._taken: list[Any] = []  # by the thread, from the queue
 
@@ -225,16 +221,17 @@ class Reaper:
         try:
             with self._claimed:  # a second thread, of two callers at once, waits here
                 while True:
-                    self._run_all(self._taken)
+                    self._run_all()
         finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``
             self.start()
 
-    def _run_all(self, tasks: list[Any]) -> None:
+    def _run_all(self) -> None:
         """Add new tasks to those that aren't done yet, run each once, and drop those that are done.
 
         An exception from outside may come after any call: it loses no task, and doubles none.
         """
         running.pop(self, None)
+        tasks = self._taken
         if tasks:
             time.sleep(_POLL_SECONDS)
         # Take all tasks: a waiting task must not delay others.
@@ -252,8 +249,10 @@ class Reaper:
             with as_called_here()():
                 return task.reap()  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001 - there is no caller
-            what = "memory of a dropped pool, loader or region could not be freed"
-            warn(f"{what}: {error!r}; close() it before its device fails")
+            warn(
+                f"memory of a dropped pool, loader or region could not be freed: {error!r}; "
+                "close() it before its device fails"
+            )
             return True
         except BaseException:  # noqa: BLE001 - from outside, or of a task that must not stop others
             return False

@@ -167,15 +167,15 @@ def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):
 @pytest.fixture
 def lose_a_thread(monkeypatch):
     """Let the next thread that allocates or frees end at its first line, when it is called."""
-    run, losses = UninterruptedCall.run, []
+    reap, losses = UninterruptedCall.reap, []
 
-    def run_or_end(call):
+    def reap_or_end(call):
         if not losses:
-            return run(call)
+            return reap(call)
         losses.pop()
         raise MemoryError
 
-    monkeypatch.setattr(UninterruptedCall, "run", run_or_end)
+    monkeypatch.setattr(UninterruptedCall, "reap", reap_or_end)
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     yield lambda: losses.append(True)
     assert not losses

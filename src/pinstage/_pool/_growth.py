@@ -7,7 +7,7 @@ the line that records it. Nor do they break the capture of a CUDA graph in anoth
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ class Growth:
     """Bytes of each slab to allocate."""
     count: int = 0
     """The number of slabs to allocate."""
-    promised: int = 0
+    promised = 0
     """Bytes of the cap that are set aside for it: those to allocate, or those of its victims if
     they have more."""
     refusal: Refusal | None = None
@@ -56,7 +56,7 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
         Exception: as `ResourceAdaptor.allocate`; nothing was allocated.
     """
     lease, waiter, nbytes = None, growth.waiter, growth.capacity * growth.count
-    blocks: Iterable[Block] = ()
+    blocks = list[Block]()
     try:
         with state.lock:
             growth.victims = list(filter(Slab.is_free, growth.victims))
@@ -76,8 +76,7 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
     except RefusedForNow:
         if waiter.nbytes:
             raise
-        figures = state.figures()
-        raise figures.reserve_does_not_fit(growth.capacity, growth.count) from None
+        raise state.figures().reserve_does_not_fit(growth.capacity, growth.count) from None
     finally:
         with state.lock:
             state.growths.discard(growth)
@@ -94,13 +93,12 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
     return lease
 
 
-def _allocate(state: PoolState, growth: Growth) -> Iterable[Block]:
+def _allocate(state: PoolState, growth: Growth) -> list[Block]:
     nbytes, count = growth.capacity, growth.count
     try:
         return state.memory.allocate(nbytes, count, growth.waiter.deadline)
     except REFUSALS as error:
         most, until = state.promised(), time.monotonic() + RETRY_SECONDS
         reason = f"{error}; {remedy(nbytes)}" if more_may_help(error) else str(error)
-        refusal = Refusal(reason, most, most - nbytes * count, until)
-        growth.refusal = state.refusal = refusal
+        growth.refusal = state.refusal = Refusal(reason, most, most - nbytes * count, until)
         raise

@@ -139,15 +139,14 @@ class LimitedMemory(ResourceAdaptor):
         self.others: list[PoolUsage] = []
         """Other pools of this budget, as of the last check."""
         self._budget, self._path = budget, folder_path()
-        self._usage = new_usage(budget.name, budget.max_bytes)
-        self._row = Row(self._usage, is_inherited=False)
+        self._row = Row(new_usage(budget.name, budget.max_bytes), is_inherited=False)
         self._shared: dict[int, Row] = {}
         """The rows of shared slabs, by the `id` of the block."""
         uninterrupted(partial(in_folder, self._path, self._begin))
 
     def holders(self) -> str:
         busy = f", while another process had the lock of {self._path}" if self._is_busy else ""
-        return _text_of(self.others, self._usage.pool) + busy
+        return _text_of(self.others, self._row.usage.pool) + busy
 
     @property
     def allowed(self) -> int:
@@ -164,7 +163,7 @@ class LimitedMemory(ResourceAdaptor):
             HostBudgetError: the folder cannot be used.
         """
         shared = count if self.resource.is_shared else 0
-        rows = [Row(self._usage, is_inherited=True) for _ in range(shared)]
+        rows = [Row(self._row.usage, is_inherited=True) for _ in range(shared)]
         self._take(nbytes * count, rows, deadline)
         try:
             blocks = super().allocate(nbytes, count, deadline)
@@ -189,17 +188,16 @@ class LimitedMemory(ResourceAdaptor):
         """Write the row, or close it if the pool is closed and holds nothing; return whether that
         was possible.
         """
+        self._is_late = False  # first: bytes that are freed from now on may be missing in the row
         with turn:
             if self._is_ending and not self._held_bytes():
-                self._is_late = False
                 self._row.close()
                 return True
         try:
-            in_folder(self._path, self._write, NOW)
+            in_folder(self._path, lambda folder: self._row.write(folder, self._held), NOW)
         except (HostBudgetError, MemoryError, RefusedForNow):
             self._is_late = True
-            return False
-        return True
+        return not self._is_late
 
     def end(self) -> None:
         """Close the row, now or as soon as no memory is held."""
@@ -261,10 +259,6 @@ class LimitedMemory(ResourceAdaptor):
         """
         if not self._is_late and not self.reap():
             reaper.tasks.put(self)
-
-    def _write(self, folder: int) -> None:
-        self._is_late = False  # first: bytes that are freed from now on may be missing in the row
-        self._row.write(folder, self._held)
 
     def _held_bytes(self) -> int:
         return self._held + sum(row.usage.held_bytes for row in list(self._shared.values()))
@@ -369,9 +363,12 @@ class Claim:
             is_counted = any(inode in other.shared for other in others)
             if not is_counted and nbytes > budget.max_bytes - held_bytes(others):
                 error = AcquireTimeoutError if nbytes <= budget.max_bytes else BudgetExceededError
-                asked = f"{format_bytes(nbytes)} requested from {budget!r}"
-                text = f"{asked}{_text_of(others)}; ask for less, or raise the budget"
-                raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
+                raise error(
+                    f"{format_bytes(nbytes)} requested from {budget!r}{_text_of(others)}; ask for "
+                    "less, or raise the budget",
+                    requested_bytes=nbytes,
+                    max_bytes=budget.max_bytes,
+                )
             self._row.write(folder, nbytes, inode)
 
         in_folder(self._path, take)
@@ -396,10 +393,11 @@ def _read_others(folder: int, budget: HostBudget, own: Container[str] = ()) -> l
     others = read_rows(folder, budget.name, own)
     for other in others:
         if other.max_bytes != budget.max_bytes:
-            here = f"{budget!r} is {budget.max_bytes} bytes here"
-            there = f"{other.max_bytes} bytes in process {other.pid} ({other.program})"
-            remedy = "give it the same cap everywhere, or another name"
-            raise ValueError(f"two caps for one budget: {here}, and {there}; {remedy}")
+            raise ValueError(
+                f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and "
+                f"{other.max_bytes} bytes in process {other.pid} ({other.program}); give it the "
+                "same cap everywhere, or another name"
+            )
     return others
 
 
@@ -416,9 +414,10 @@ def _text_of(others: list[PoolUsage], own: str = "") -> str:
         return ""
     names = []
     for pool in filter(attrgetter("held_bytes"), largest):
-        where = f"process {pool.pid} ({pool.program})"
-        if pool.pool == own:
-            where = "children forked from this process"
+        process = f"process {pool.pid} ({pool.program})"
+        where = "children forked from this process" if pool.pool == own else process
         names.append(f"{format_bytes(pool.held_bytes)} in {where}")
-    total = format_bytes(held_bytes(others))
-    return f", of which other pools of this host had {total}: {', '.join(names)}"
+    return (
+        f", of which other pools of this host had {format_bytes(held_bytes(others))}: "
+        f"{', '.join(names)}"
+    )

@@ -8,6 +8,7 @@ import math
 import operator
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -142,12 +143,11 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
         fitting = [slab for slab in list(state.slabs) if nbytes <= slab.capacity <= limit]
         # The smallest slab, and among equals the one leased first.
         for slab in sorted(fitting, key=attrgetter("capacity", "used_at")):
-            if slab.account is not account or slab.lease is not None or slab.has_views():
-                continue
-            event = slab.event  # read only now: a release sets it
-            if event is not None and not slab.guards:
-                state.hits += 1
-                return Lease(state, slab, nbytes, account), event
+            if slab.account is account and slab.lease is None and not slab.has_views():
+                event = slab.event  # read only now: a release sets it
+                if event is not None and not slab.guards:
+                    state.hits += 1
+                    return Lease(state, slab, nbytes, account), event
     return None
 
 
@@ -166,25 +166,23 @@ class Waiter:
     """Bytes needed; 0 for calls that lease nothing."""
     timeout: float | None = None
     """The most seconds to wait; None for no limit."""
-    waits: int = 0
+    waits = 0
     """1 if it had to wait, else 0."""
-    is_over: bool = False
+    is_over = False
     """Whether its call has ended, perhaps by an interrupt."""
 
     def __post_init__(self) -> None:
-        self._wakeup = _thread.allocate_lock()
-        self._wakeup.acquire()
-        self.arrived = self.began = time.monotonic()
-        """Both the time at which it began; `began` is later by the time for growing."""
-        self.deadline = math.inf if self.timeout is None else self.began + self.timeout
+        self.wakeup = _thread.allocate_lock()
+        """Another thread releases it."""
+        self.wakeup.acquire()
+        self.arrived = time.monotonic()
+        """The time at which it began, later by the time for growing."""
+        self.deadline = math.inf if self.timeout is None else self.arrived + self.timeout
         """The time until which it waits."""
 
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # it is awake
-            self._wakeup.release()
-
-    def sleep(self, seconds: float) -> None:
-        self._wakeup.acquire(timeout=seconds)
+            self.wakeup.release()
 
 
 class SlabPool:
@@ -330,9 +328,8 @@ class SlabPool:
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        least, most = parse_bytes(min_bytes), None
-        if max_bytes is not None:
-            most = given_bytes(max_bytes, self._state.granularity)
+        least = parse_bytes(min_bytes)
+        most = None if max_bytes is None else given_bytes(max_bytes, self._state.granularity)
         check_open(self)
         with self._state.lock:
             self._state.accounts.set_quota(owner, least, most)
@@ -481,11 +478,11 @@ class SlabPool:
         state = self._state
         self._refuse_if_closed()
         idle = state.scan()
-        room = self._room(me)
+        room, capacity = self._room(me), _NONE
+        if me.nbytes <= room and not state.frozen:
+            capacity = min(size_class(me.nbytes, state.granularity), room)
         fitting = [slab.capacity for slab in idle if me.nbytes <= slab.capacity <= room]
         smallest = min(fitting, default=_NONE)
-        may_grow = me.nbytes <= room and not state.frozen
-        capacity = min(size_class(me.nbytes, state.granularity), room) if may_grow else _NONE
         if smallest <= reuse_limit(me.nbytes, state.granularity):
             return state.lease(me.account, me.nbytes, smallest)
         if capacity <= self._headroom():
@@ -515,7 +512,8 @@ class SlabPool:
         """
         state = self._state
         room, busy = state.accounts.room, state.held_for_good()
-        largest, left = room(account, state.max_bytes), room(account, state.whole(), busy)
+        largest = room(account, state.max_bytes, Counter())
+        left = room(account, state.whole(), busy)
         held = state.largest(left)
         if nbytes > largest:
             named = account if state.accounts.have_quotas else None
@@ -600,7 +598,7 @@ class SlabPool:
             me.is_over = True
             state.waiters.discard(me)
             state.wake(1)
-            me.account.wait_seconds += me.waits * (time.monotonic() - me.began)
+            me.account.wait_seconds += me.waits * (time.monotonic() - me.arrived)
         return lease
 
     def _work(self, growth: Growth, me: Waiter) -> Lease | None:
@@ -632,7 +630,7 @@ class SlabPool:
                     stacklevel=4,
                 )
         took = time.monotonic() - began  # growing isn't waiting
-        me.began += took
+        me.arrived += took
         me.deadline += took
         return lease
 
@@ -656,8 +654,8 @@ class SlabPool:
         patience = BEHIND_SECONDS
         if position == 0:  # a little longer each time
             shortest, longest = POLL_SECONDS
-            patience = min(max(shortest, now - me.began), longest)
-        me.sleep(min(left, patience))
+            patience = min(max(shortest, now - me.arrived), longest)
+        me.wakeup.acquire(timeout=min(left, patience))
 
     # -- checks
 
@@ -705,7 +703,7 @@ class SlabPool:
 
 def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab]:
     """Return the first slabs that have that many bytes together, or all."""
-    chosen: list[Slab] = []
+    chosen = list[Slab]()
     for slab in idle:
         if nbytes > 0:
             chosen.append(slab)

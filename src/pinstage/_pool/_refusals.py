@@ -38,6 +38,7 @@ class Figures(NamedTuple):
     """Bytes by part, as in `PoolState.parts`."""
     max_bytes: int
     reason: str
+    """Where the cap comes from, and what limited the pool besides it at the last check."""
     cap: Callable[[int], str]
     """Returns the argument for a cap under which this pool may hold some bytes."""
 
@@ -52,9 +53,8 @@ class Figures(NamedTuple):
         )
 
     def error(self, kind: type[PoolError], nbytes: int, text: str) -> PoolError:
-        """Return an error with these figures. They take the place of ``{}`` in its text."""
         return kind(
-            text.replace("{}", str(self)),
+            text,
             requested_bytes=nbytes,
             held_bytes=self.of["held"],
             leased_bytes=self.of["leased"],
@@ -63,11 +63,10 @@ class Figures(NamedTuple):
         )
 
     def closed(self, user: str | None) -> PoolError:
-        if user is None:
-            return self.error(PoolClosedError, 0, "pool is closed: {}; make a new SlabPool")
-        return self.error(
-            PoolClosedError, 0, f"{user.lower()} is closed: its pool {{}}; make a new {user}"
-        )
+        text = f"pool is closed: {self}; make a new SlabPool"
+        if user is not None:
+            text = f"{user.lower()} is closed: its pool {self}; make a new {user}"
+        return self.error(PoolClosedError, 0, text)
 
     def never_fits(
         self, nbytes: int, account: Account | None = None, largest: int = 0
@@ -76,33 +75,38 @@ class Figures(NamedTuple):
         if account is not None:
             quotas = f"quotas leave {account.name!r} at most {format_bytes(largest)}, "
             remedy = "raise max_bytes, change set_quota(), or ask for less"
-        text = f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{{}}; {remedy}"
-        return self.error(BudgetExceededError, nbytes, text)
+        return self.error(
+            BudgetExceededError,
+            nbytes,
+            f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{self}; {remedy}",
+        )
 
     def never_free(self, nbytes: int) -> PoolError:
-        text = (
-            "request doesn't fit beside slabs held for good: requested "
-            f"{format_bytes(nbytes)}, {{}}; close handles of frozen modules "
-            "and drop these modules, or pass "
-            f"{self.cap(self.of['held_for_good'] + nbytes * 9 // 8)} or more"
+        return self.error(
+            BudgetExceededError,
+            nbytes,
+            f"request doesn't fit beside slabs held for good: requested {format_bytes(nbytes)}, "
+            f"{self}; close handles of frozen modules and drop these modules, or pass "
+            f"{self.cap(self.of['held_for_good'] + nbytes * 9 // 8)} or more",
         )
-        return self.error(BudgetExceededError, nbytes, text)
 
     def reserve_does_not_fit(self, capacity: int, missing: int) -> PoolError:
-        text = (
-            f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {{}}; "
-            "release leases, trim() idle slabs, or pass "
-            f"{self.cap(self.of['held'] + missing * capacity)}"
+        return self.error(
+            BudgetExceededError,
+            missing * capacity,
+            f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, "
+            f"{self}; release leases, trim() idle slabs, or pass "
+            f"{self.cap(self.of['held'] + missing * capacity)}",
         )
-        return self.error(BudgetExceededError, missing * capacity, text)
 
     def timed_out(self, nbytes: int, timeout: float | None, others: int) -> PoolError:
-        text = (
-            f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {{}}, "
+        return self.error(
+            AcquireTimeoutError,
+            nbytes,
+            f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {self}, "
             f"{others} other waiters; release leases sooner, wait longer, or pass "
-            f"{self.cap(self.of['held'] + nbytes * 9 // 8)}"
+            f"{self.cap(self.of['held'] + nbytes * 9 // 8)}",
         )
-        return self.error(AcquireTimeoutError, nbytes, text)
 
     def refused(self, nbytes: int, refusal: Refusal) -> MemoryError:
         return MemoryError(
@@ -110,11 +114,12 @@ class Figures(NamedTuple):
         )
 
     def frozen(self, nbytes: int, largest: int) -> PoolError:
-        text = (
+        return self.error(
+            PoolFrozenError,
+            nbytes,
             f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest "
-            f"slab {format_bytes(largest)}, {{}}; reserve() all that is needed before freeze()"
+            f"slab {format_bytes(largest)}, {self}; reserve() all that is needed before freeze()",
         )
-        return self.error(PoolFrozenError, nbytes, text)
 
 
 def forked() -> ForkedPoolError:

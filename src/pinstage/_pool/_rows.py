@@ -143,8 +143,9 @@ class Row:
         record = b"%010d" % zlib.crc32(text) + text
         if not self.descriptors or not os.fstat(self.descriptors[-1]).st_nlink:
             self.close()
-            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
-            self.descriptors.append(os.open(self.name, flags, 0o600, dir_fd=folder))
+            self.descriptors.append(
+                os.open(self.name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+            )
         file = self.descriptors[-1]
         before = os.pread(file, os.fstat(file).st_size, 0)
         # All writes have the same size, so that later ones need no space.
@@ -167,7 +168,7 @@ class Row:
         close_files(self.descriptors)
 
 
-_rows: weakref.WeakSet[Row] = weakref.WeakSet()
+_rows = weakref.WeakSet[Row]()
 
 
 def close_files(descriptors: list[int]) -> bool:
@@ -209,9 +210,10 @@ def folder_path() -> Path:
     """
     path = Path(os.environ.get(VARIABLE) or f"/tmp/pinstage-{os.geteuid()}")
     if not path.is_absolute():
-        why = "each working directory would have budgets of its own"
-        remedy = "name the folder by an absolute path"
-        raise HostBudgetError(f"{VARIABLE} is a relative path: {str(path)!r}: {why}; {remedy}")
+        raise HostBudgetError(
+            f"{VARIABLE} is a relative path: {str(path)!r}: each working directory would have "
+            "budgets of its own; name the folder by an absolute path"
+        )
     return path
 
 
@@ -238,7 +240,8 @@ def in_folder(path: Path, work: Callable[[int], T], deadline: float = math.inf) 
             with turn:
                 folder = _open(path)
                 try:
-                    if _lock(folder):
+                    with contextlib.suppress(BlockingIOError):  # another process has it
+                        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         return work(folder)
                 finally:  # before a child may be forked: it would keep the lock
                     os.close(folder)
@@ -246,13 +249,16 @@ def in_folder(path: Path, work: Callable[[int], T], deadline: float = math.inf) 
             left = min(busy_until, deadline) - time.monotonic()
         if deadline < busy_until:
             raise FolderBusy
-        held = f"another process has held its lock for {_BUSY_SECONDS} s"
-        raise TimeoutError(f"{held}: is it stopped?")
+        raise TimeoutError(
+            f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?"
+        )
     except PinstageError:  # some are an `OSError`, too
         raise
     except OSError as error:
-        remedy = f"remove that folder while no program uses it, or name another one in {VARIABLE}"
-        raise HostBudgetError(f"host budgets cannot be used: {path}: {error}; {remedy}") from error
+        raise HostBudgetError(
+            f"host budgets cannot be used: {path}: {error}; remove that folder while no program "
+            f"uses it, or name another one in {VARIABLE}"
+        ) from error
 
 
 def _open(path: Path) -> int:
@@ -262,17 +268,11 @@ def _open(path: Path) -> int:
     status, user = os.fstat(folder), os.geteuid()
     if status.st_uid != user or status.st_mode & 0o077:
         os.close(folder)
-        mode = f"mode {stat.S_IMODE(status.st_mode):o}, not to user {user}, mode 700"
-        raise PermissionError(f"it belongs to user {status.st_uid}, {mode}")
+        raise PermissionError(
+            f"it belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}, not to "
+            f"user {user}, mode 700"
+        )
     return folder
-
-
-def _lock(folder: int) -> bool:
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -299,8 +299,11 @@ def read_rows(folder: int, budget: str | None = None, but: Container[str] = ()) 
         if row is None:
             continue
         if (other := pools.get(row.pool)) is not None:
-            held, shared = row.held_bytes + other.held_bytes, row.shared | other.shared
-            row = replace(row, held_bytes=held, shared=shared)
+            row = replace(
+                row,
+                held_bytes=row.held_bytes + other.held_bytes,
+                shared=row.shared | other.shared,
+            )
         pools[row.pool] = row
     return list(pools.values())
 
@@ -333,10 +336,11 @@ def _read(file: int) -> PoolUsage | None:
         fields = json.loads(text)
         return PoolUsage(**{name: fields[name] for name in PoolUsage.__annotations__})
     except (LookupError, ValueError) as error:
-        path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file)
-        remedy = f"end the process that has it open{holder}, or name another folder in {VARIABLE}"
-        damage = f"a host budget's file is damaged: {path}: {error}"
-        raise HostBudgetError(f"{damage}; {remedy}") from error
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        raise HostBudgetError(
+            f"a host budget's file is damaged: {path}: {error}; end the process that has it open"
+            f"{_holder(file)}, or name another folder in {VARIABLE}"
+        ) from error
 
 
 def _holder(file: int) -> str:

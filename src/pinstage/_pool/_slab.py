@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any, NoReturn, Protocol
@@ -116,9 +116,9 @@ class Slab:
     def __init__(self, block: Block, stacks: dict[int, dict[Slab, Any]], used_at: int) -> None:
         self.block, self.ptr, self.capacity = block, block.ptr, block.nbytes
         self.stack = stacks.setdefault(block.nbytes, {})
-        self.put: Callable[[object], object] = partial(self.stack.setdefault, self)
+        self.put = partial(self.stack.setdefault, self)
         self.used_at = used_at
-        self.guards: dict[int, Fence] = {}
+        self.guards = dict[int, Fence]()
 
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
@@ -388,10 +388,9 @@ class Lease:
             return
         state = self._state
         try:
-            if state.record is not None:
-                events = state.record()
-                if slab.lease is self._ref:  # as in `release`
-                    slab.guards.update(zip(guard_numbers, events, strict=False))
+            events = state.record()
+            if slab.lease is self._ref:  # as in `release`
+                slab.guards.update(zip(guard_numbers, events, strict=False))
         except BaseException as failure:
             state.unrecorded.add(self)
             if raised[1] is None or not isinstance(failure, Exception):
@@ -467,7 +466,7 @@ class PoolState:
         has_told: whether a refusal of memory was reported.
         is_forked: whether this is a forked child's copy, which must not be used.
         memory: where slabs come from.
-        record: records events behind the calling thread's work on the devices; None if memory isn't
+        record: returns events behind the calling thread's work on the devices; none if memory isn't
             page-locked.
         user: the kind of object that made the pool for itself, such as ``Stager``, once that is
             closed; for errors.
@@ -491,21 +490,21 @@ class PoolState:
     def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
         self.memory, self.max_bytes, self._reason = memory, max_bytes, reason
         # A copy from pageable memory has read the memory when the call returns.
-        self.record = record_current_streams if memory.resource.is_pinned else None
+        self.record: Any = record_current_streams if memory.resource.is_pinned else tuple
         self.granularity = memory.resource.granularity
-        self.pageable: dict[bool, Any] = {}
+        self.pageable = dict[bool, Any]()
         self.lock = threading.RLock()
         self.is_entered = has_lock = ownership(self.lock)
         if (is_in_memory := memory.is_entered) is not None:
             self.is_entered = lambda: has_lock() or is_in_memory()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.waiters: set[Any] = set()
+        self.waiters = set[Any]()
         self.clock = itertools.count(1)
-        self.slabs: dict[Slab, None] = {}
-        self.growths: set[Any] = set()
-        self.stacks: dict[int, dict[Slab, Any]] = {}
-        self.unrecorded: set[Any] = set()
-        self.forgotten: list[tuple[int, int]] = []
+        self.slabs = dict[Slab, None]()
+        self.growths = set[Any]()
+        self.stacks = dict[int, dict[Slab, Any]]()
+        self.unrecorded = set[Any]()
+        self.forgotten = list[tuple[int, int]]()
         _all.add(self)
         # Not the state itself: in a garbage cycle, the collector calls back before finalisers use
         # it for the last time.
@@ -571,8 +570,8 @@ class PoolState:
 
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or set aside for growths."""
-        growths: int = sum([growth.promised for growth in list(self.growths)])
-        return growths + total(slab for slab in list(self.slabs) if not slab.doomed)
+        held = total(slab for slab in list(self.slabs) if not slab.doomed)
+        return held + sum([growth.promised for growth in list(self.growths)])  # type: ignore[no-any-return]
 
     def whole(self) -> int:
         """Return the bytes that quotas divide: those of the cap, or those held by a frozen pool."""
@@ -617,16 +616,11 @@ class PoolState:
         is_pinned = slab.block.is_pinned
         return self.memory.resource.is_pinned if is_pinned is None else is_pinned
 
-    @property
-    def reason(self) -> str:
-        """Where the cap comes from, and what limited the pool besides it at the last check."""
-        return self._reason + self.memory.holders()
-
     def figures(self) -> Figures:
         is_own = self.max_bytes < self.memory.allowed  # else the memory has the tighter limit
         cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
         held = {part: total(slabs) for part, slabs in self.parts().items()}
-        return Figures(held, self.max_bytes, self.reason, cap)
+        return Figures(held, self.max_bytes, self._reason + self.memory.holders(), cap)
 
     def is_first_refusal(self) -> bool:
         """Return whether the caller has to warn of a refusal of memory: a pool and its users do
@@ -665,7 +659,7 @@ def total(slabs: Iterable[Slab]) -> int:
 
 def by_owner(slabs: Iterable[Slab]) -> Counter[Account]:
     """Return the bytes of slabs by their owners."""
-    held: Counter[Account] = Counter()
+    held = Counter[Account]()
     for slab in slabs:
         held[slab.account] += slab.capacity
     return held
@@ -682,7 +676,7 @@ def free(slabs: dict[Slab, None], victims: Iterable[Slab], memory: ResourceAdapt
         BaseException: the error of the first slab that could not be freed, and is never used again;
             the others are freed nevertheless.
     """
-    errors: list[BaseException] = []
+    errors = list[BaseException]()
     for slab in list(victims):
         try:
             if all(map(_is_done, slab.fences())):
@@ -702,7 +696,7 @@ def free(slabs: dict[Slab, None], victims: Iterable[Slab], memory: ResourceAdapt
     return not slabs
 
 
-_all: weakref.WeakSet[PoolState] = weakref.WeakSet()
+_all = weakref.WeakSet[PoolState]()
 """The pools of this process and its parents."""
 
 

@@ -103,7 +103,7 @@ class PoolStats:
 def snapshot(state: PoolState) -> PoolStats:
     """Check all slabs, and return the counters. Call it under the pool's lock."""
     state.scan()
-    parts, accounts = state.parts(), list(state.accounts.values())
+    parts, accounts = state.parts(), state.accounts.values()
     whole, busy = state.whole(), state.busy()
     leased, in_flight = by_owner(parts["leased"]), by_owner(parts["in_flight"])
     sizes = {f"{part}_bytes": total(slabs) for part, slabs in parts.items() if part != "viewed"}
@@ -114,7 +114,7 @@ def snapshot(state: PoolState) -> PoolStats:
         **{
             name: getattr(state, name) for name in PoolStats.__annotations__ if hasattr(state, name)
         },
-        max_bytes_reason=state.reason,
+        max_bytes_reason=state.figures().reason,
         pinned_bytes=total(filter(state.is_pinned, parts["held"])),
         trims=state.total_held_slabs - counts["held_slabs"],
         waits=sum(account.waits for account in accounts),
