@@ -28,6 +28,7 @@ from doubles import (
     interrupts,
     outcome,
     stays_blocked,
+    wait_for_waiters,
     wait_until,
 )
 from host_processes import MIB, crowd
@@ -602,6 +603,20 @@ def test_fields_of_other_versions_are_ignored(pools, folder):
     text = json.dumps(json.loads(path.read_bytes()[10:]) | {"mood": "good"}).encode()
     path.write_bytes(b"%010d" % zlib.crc32(text) + text)
     assert held() == [0]
+
+
+def test_requests_that_are_refused_keep_their_place_in_line(pools, background):
+    first, second = pools(), pools()
+    lease = first.acquire("8MiB")
+    requests = []
+    for number in (1, 2, 3):
+        requests.append(background(second.acquire, "6MiB", timeout=20))
+        wait_for_waiters(second, number)
+    time.sleep(0.3)  # each tries several times
+    lease.release()
+    first.trim()
+    for request in requests:  # another one would hold the bytes
+        outcome(request).release()
 
 
 def test_a_removed_folder_is_made_again(pools, folder):
