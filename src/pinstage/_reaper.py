@@ -43,10 +43,10 @@ _EXIT_SECONDS = 10.0
 """Seconds for which the program's exit waits for our threads: a return from CUDA after the exit
 would abort the process."""
 
-running: dict[Any, None] = {}
+running = dict[Any, None]()
 """Tasks that our threads are running now. The threads add and remove them."""
 
-ending: list[bool] = []
+ending = list[bool]()
 """Not empty once the program's exit has begun to wait for the running tasks."""
 
 
@@ -78,7 +78,7 @@ class UninterruptedCall:
     def __init__(self, function: Callable[[], Any] = lambda: None, keeps: Any = None) -> None:
         self._function, self._keeps = function, keeps
         # In a list, so that it is raised from no variable: its traceback would keep that.
-        self._errors: list[BaseException] = []
+        self._errors = list[BaseException]()
         self._is_over = False
         self._results = SimpleQueue[Any]()  # gets one at the end, None after an error
         self._surroundings = as_called_here()
@@ -178,7 +178,7 @@ class Reaper:
         # Kept here: a weak reference that is garbage itself is never called back.
         self._deaths = set[Any]()
         self._claimed = _thread.allocate_lock()  # by the thread, until it ends
-        self._taken: list[Any] = []  # by the thread, from the queue
+        self._taken = list[Any]()  # by the thread, from the queue
 
     def watch(self, thing: Any, reap: Callable[[], bool], *, in_children: bool = False) -> None:
         """Run a task when an object is gone. The task must not keep the object alive.
@@ -253,7 +253,9 @@ class Reaper:
                 f"memory of a dropped pool, loader or region could not be freed: {error!r}; "
                 "close() it before its device fails"
             )
-            return True
+            # Once more: the rest of its work may wait for events.
+            is_done, task.has_failed = getattr(task, "has_failed", False), True
+            return is_done
         except BaseException:  # noqa: BLE001 - from outside, or of a task that must not stop others
             return False
 
@@ -262,7 +264,7 @@ reaper = Reaper()
 """The reaper of this process."""
 
 
-_of_parents: list[Any] = []
+_of_parents = list[Any]()
 
 
 def _forget() -> None:

@@ -136,11 +136,11 @@ class LimitedMemory(ResourceAdaptor):
 
     def __init__(self, resource: MemoryResource, budget: HostBudget) -> None:
         super().__init__(resource)
-        self.others: list[PoolUsage] = []
+        self.others = list[PoolUsage]()
         """Other pools of this budget, as of the last check."""
         self._budget, self._path = budget, folder_path()
         self._row = Row(new_usage(budget.name, budget.max_bytes), is_inherited=False)
-        self._shared: dict[int, Row] = {}
+        self._shared = dict[int, Row]()
         """The rows of shared slabs, by the `id` of the block."""
         uninterrupted(partial(in_folder, self._path, self._begin))
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import _thread
 import contextlib
 import math
-import operator
 import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, index
 from typing import NoReturn
 
 from .._memory import (
@@ -358,7 +357,7 @@ class SlabPool:
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        nbytes, count = parse_bytes(nbytes), operator.index(count)
+        nbytes, count = parse_bytes(nbytes), index(count)
         if nbytes <= 0 or count < 0:
             raise ValueError(
                 f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count "
@@ -564,7 +563,7 @@ class SlabPool:
             return state.accounts.room(account, state.whole(), state.busy(), ahead)
         return state.accounts.room(account, state.max_bytes, state.held_for_good())
 
-    def _headroom(self, *, by_freeing: bool = False) -> int:
+    def _headroom(self, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if bytes must be freed first."""
         state = self._state
         most = min(state.max_bytes, state.memory.allowed)

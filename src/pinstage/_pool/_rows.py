@@ -120,7 +120,7 @@ class Row:
         self.usage = usage
         """The file's content, once there is a file."""
         self.is_inherited = is_inherited
-        self.descriptors: list[int] = []
+        self.descriptors = list[int]()
         """The file's; empty if there is none."""
         self._life = np.empty(0)  # not the row: see `Reaper.watch`
         _rows.add(self)
@@ -290,7 +290,7 @@ def read_rows(folder: int, budget: str | None = None, but: Container[str] = ()) 
     Raises:
         HostBudgetError: a row is damaged, unless it belongs to another budget.
     """
-    pools: dict[str, PoolUsage] = {}
+    pools = dict[str, PoolUsage]()
     prefix = "" if budget is None else _prefix_of(budget)
     for name in os.listdir(folder):
         if not name.endswith(_SUFFIX) or name in but:
@@ -345,9 +345,11 @@ def _read(file: int) -> PoolUsage | None:
 
 def _holder(file: int) -> str:
     """Return a text that names the process that has a row's lock; empty if unknown."""
-    lock = rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} "
     with contextlib.suppress(OSError):
-        if owner := re.search(lock, Path("/proc/locks").read_text()):
+        if owner := re.search(
+            rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} ",
+            Path("/proc/locks").read_text(),
+        ):
             return f" ({owner[1]})"
     return ""
 
