@@ -393,9 +393,8 @@ class SlabPool:
         self._check_entry()
         state = self._state
         with state.lock:
-            idle = state.scan()
             surplus = total(slab for slab in list(state.slabs) if not slab.doomed) - target
-        growth = Growth(Waiter(), _oldest(idle, surplus))
+            growth = Growth(Waiter(), _oldest(state.scan(), surplus))
         if growth.victims:
             uninterrupted(partial(carry_out, state, growth))
         self._warn_of_forgotten()
@@ -557,11 +556,11 @@ class SlabPool:
 
     def _room(self, me: Waiter) -> int:
         """Return the size of the largest slab that a request may take now, after a `scan`."""
-        state, account, line = self._state, me.account, self._state.line()
+        state, line = self._state, self._state.line()
         ahead = line[: line.index(me)]
         if ahead or state.accounts.have_quotas:
-            return state.accounts.room(account, state.whole(), state.busy(), ahead)
-        return state.accounts.room(account, state.max_bytes, state.held_for_good())
+            return state.accounts.room(me.account, state.whole(), state.busy(), ahead)
+        return state.accounts.room(me.account, state.max_bytes, state.held_for_good())
 
     def _headroom(self, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if bytes must be freed first."""

@@ -388,9 +388,10 @@ class Lease:
             return
         state = self._state
         try:
-            events = state.record()
-            if slab.lease is self._ref:  # as in `release`
-                slab.guards.update(zip(guard_numbers, events, strict=False))
+            if state.record is not None:
+                events = state.record()
+                if slab.lease is self._ref:  # as in `release`
+                    slab.guards.update(zip(guard_numbers, events, strict=False))
         except BaseException as failure:
             state.unrecorded.add(self)
             if raised[1] is None or not isinstance(failure, Exception):
@@ -466,7 +467,7 @@ class PoolState:
         has_told: whether a refusal of memory was reported.
         is_forked: whether this is a forked child's copy, which must not be used.
         memory: where slabs come from.
-        record: returns events behind the calling thread's work on the devices; none if memory isn't
+        record: records events behind the calling thread's work on the devices; None if memory isn't
             page-locked.
         user: the kind of object that made the pool for itself, such as ``Stager``, once that is
             closed; for errors.
@@ -490,7 +491,7 @@ class PoolState:
     def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
         self.memory, self.max_bytes, self._reason = memory, max_bytes, reason
         # A copy from pageable memory has read the memory when the call returns.
-        self.record: Any = record_current_streams if memory.resource.is_pinned else tuple
+        self.record = record_current_streams if memory.resource.is_pinned else None
         self.granularity = memory.resource.granularity
         self.pageable = dict[bool, Any]()
         self.lock = threading.RLock()
