@@ -137,6 +137,30 @@ def test_an_exception_from_outside_doubles_no_task(point):
     assert event.queries - asked <= 11
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("point", range(1, 6))
+def test_an_exception_from_outside_stops_no_reaper(point):
+    """At the n-th call or return of its thread's first lines."""
+    reaper, done, points = Reaper(), [], []
+
+    def interrupt(frame, kind, _):
+        if frame.f_code.co_filename == _reaper.__file__:
+            points.append(kind)
+            if len(points) == point:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def serve():
+        sys.setprofile(interrupt)
+        reaper._serve()
+
+    _thread.start_new_thread(serve, ())
+    wait_until(lambda: len(points) == point)
+    reaper.tasks.put(Counted(done))
+    reaper.start()
+    wait_until(lambda: done)
+
+
 def test_a_task_that_exits_stops_no_other():
     reaper, tries, done = Reaper(), [], []
 

@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from ._memory import as_called_here
 from .errors import StagingWarning
@@ -43,10 +43,10 @@ _EXIT_SECONDS = 10.0
 """Seconds for which the program's exit waits for our threads: a return from CUDA after the exit
 would abort the process."""
 
-running: dict[Any, None] = {}
+running = dict[Any, None]()
 """Tasks that our threads are running now. The threads add and remove them."""
 
-ending: list[bool] = []
+ending = list[bool]()
 """Not empty once the program's exit has begun to wait for the running tasks."""
 
 
@@ -63,7 +63,7 @@ def begin(task: Any) -> bool:
     return not ending
 
 
-class UninterruptedCall(Generic[T]):
+class UninterruptedCall:
     """A call in a thread of our own. Python handles signals in the main thread only, so no
     interrupt reaches it.
 
@@ -77,53 +77,56 @@ class UninterruptedCall(Generic[T]):
 
     def __init__(self, function: Callable[[], Any] = lambda: None, keeps: Any = None) -> None:
         self._function, self._keeps = function, keeps
-        self._result: T | None = None
         # In a list, so that it is raised from no variable: its traceback would keep that.
-        self._errors: list[BaseException] = []
+        self._errors = list[BaseException]()
         self._is_over = False
-        self._news: SimpleQueue[object] = SimpleQueue()  # gets an item at the end
+        self._results = SimpleQueue[Any]()  # gets one at the end, None after an error
         self._surroundings = as_called_here()
 
-    def result(self) -> T:
-        """Make the call, unless it was made, and wait for its end. Return the result.
+    def result(self) -> Any:
+        """Make the call, and wait for its end. Return the result.
 
         Raises:
             BaseException: the call's error.
         """
-        while not self._is_over:
-            if sys.is_finalizing():  # no thread begins any more, and no interrupt arrives
-                self.run()
-                break
-            run = partial(self.run)
-            # The thread may end before its first line, by a `MemoryError` or by a
-            # ``PyThreadState_SetAsyncExc`` meant for its creator, whose thread id it has in CPython
-            # 3.11 until it begins. Then the end of the object `run` wakes this loop.
-            self._thread = weakref.ref(run, self._news.put)
-            try:
-                _thread.start_new_thread(run, ())
-            finally:
-                del run  # an error that is kept would keep it through this frame
-            self._news.get()
-        result, self._result = self._result, None
+        if sys.is_finalizing():  # no thread begins any more, and no interrupt arrives
+            self.reap()
+        else:
+            self.begin()
+        result = self._results.get()
         if self._errors:
             raise self._errors.pop()
-        return result  # type: ignore[return-value]
+        return result
 
     def begin(self) -> None:
         """Begin the call, and don't wait for it."""
         reaper.start()  # first: no thread runs on after an error
-        run = partial(self.run)
+        run = partial(self.reap)
         try:
             _thread.start_new_thread(run, ())
-            # The thread may end early, as in `result`.
-            reaper.note(run, self.finish, in_children=False)
+            # The thread may end before its first line, by a `MemoryError` or by a
+            # ``PyThreadState_SetAsyncExc`` meant for its creator, whose thread id it has in CPython
+            # 3.11 until it begins. Then the reaper makes the call.
+            reaper.note(run, self.reap, in_children=False)
         finally:
-            del run
+            del run  # an error that is kept would keep it through this frame
 
-    def finish(self) -> bool:
+    def reap(self) -> bool:
         """Make the call in this thread, unless it was made; return True, as a task does."""
-        if not self._is_over:
-            self.run()
+        if self._is_over:
+            return True
+        result = None
+        try:
+            running[self] = None
+            with self._surroundings():
+                result = self._function()
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._errors.append(error)
+        finally:
+            del self._function, self._keeps
+            self._is_over = True
+            self._results.put(result)
+            running.pop(self, None)
         return True
 
     def query(self) -> bool:
@@ -136,47 +139,18 @@ class UninterruptedCall(Generic[T]):
         if self._errors:
             raise self._errors[0]
 
-    def _call(self) -> T:
-        return self._function()  # type: ignore[no-any-return]
-
-    def run(self) -> None:
-        """Make the call in this thread."""
-        try:
-            running[self] = None
-            with self._surroundings():
-                self._result = self._call()
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            self._errors.append(error)
-        finally:
-            del self._function, self._keeps
-            self._is_over = True
-            self._news.put(None)
-            running.pop(self, None)
-
 
 def uninterrupted(function: Callable[[], T], keeps: object = None) -> T:
     """Call a function in a thread of our own, and wait for its result; see `UninterruptedCall`."""
-    call: UninterruptedCall[T] = UninterruptedCall(function, keeps)
+    call = UninterruptedCall(function, keeps)
     del keeps  # an error that is kept would keep it through this frame
-    return call.result()
-
-
-class Task(Protocol):
-    """A task for the reaper."""
-
-    def reap(self) -> bool:
-        """Do the work; return whether it is finished. If not, `reap` is called again a moment
-        later.
-        """
-        ...
+    return call.result()  # type: ignore[no-any-return]
 
 
 class Death(weakref.ref[Any]):
     """A weak reference that becomes a task when its object is gone."""
 
-    __slots__ = ("in_children", "reap")
-
-    reap: Callable[[], bool]
+    reap: Any
     in_children: bool
     # By identity: a weak reference uses its object's, and arrays can't be hashed.
     __eq__ = object.__eq__
@@ -191,28 +165,20 @@ def warn(text: str) -> None:
         warnings.warn(text, StagingWarning, stacklevel=2)
 
 
-class _Buried:
-    def __init__(self, thing: object) -> None:
-        self._thing = thing
-
-    def reap(self) -> bool:
-        self._thing = None
-        return True
-
-
 class Reaper:
     """Runs tasks in its own thread, one after the other.
 
     Attributes:
-        tasks: the queue of tasks to run.
+        tasks: the queue of tasks to run. Each has a method ``reap``, which does the work, and
+            returns whether it is finished. If not, it is called again a moment later.
     """
 
     def __init__(self) -> None:
-        self.tasks: SimpleQueue[Task] = SimpleQueue()
+        self.tasks = SimpleQueue[Any]()
         # Kept here: a weak reference that is garbage itself is never called back.
-        self._deaths: set[Any] = set()
+        self._deaths = set[Any]()
         self._claimed = _thread.allocate_lock()  # by the thread, until it ends
-        self._taken: list[Task] = []  # by the thread, from the queue
+        self._taken = list[Any]()  # by the thread, from the queue
 
     def watch(self, thing: Any, reap: Callable[[], bool], *, in_children: bool = False) -> None:
         """Run a task when an object is gone. The task must not keep the object alive.
@@ -240,7 +206,7 @@ class Reaper:
         """Drop an object in the reaper's thread, where no interrupt can cut its finalisers
         short.
         """
-        self.tasks.put(_Buried(thing))
+        self.tasks.put(UninterruptedCall(keeps=thing))
 
     def start(self) -> None:
         """Start the thread, unless it is running.
@@ -252,45 +218,44 @@ class Reaper:
             _thread.start_new_thread(self._serve, ())
 
     def _serve(self) -> None:
-        if not self._claimed.acquire(blocking=False):
-            return  # two callers at once have started two threads
         try:
-            while True:
-                self._run_all(self._taken)
+            with self._claimed:  # a second thread, of two callers at once, waits here
+                while True:
+                    self._run_all()
         finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``
-            self._claimed.release()
             self.start()
 
-    def _run_all(self, tasks: list[Task]) -> None:
+    def _run_all(self) -> None:
         """Add new tasks to those that aren't done yet, run each once, and drop those that are done.
 
         An exception from outside may come after any call: it loses no task, and doubles none.
         """
         running.pop(self, None)
+        tasks = self._taken
         if tasks:
             time.sleep(_POLL_SECONDS)
         # Take all tasks: a waiting task must not delay others.
         while not tasks or not self.tasks.empty():
             tasks.extend(map(SimpleQueue.get, [self.tasks]))
-        place = 0
-        while place < len(tasks):
+        for task in list(tasks):
             while not begin(self):
                 time.sleep(_EXIT_SECONDS)
-            if self._is_done(tasks[place]):
-                del tasks[place]  # perhaps the last reference to it
-            else:
-                place += 1
-            running.pop(self, None)
+            if self._is_done(task):
+                tasks.remove(task)
 
-    def _is_done(self, task: Task) -> bool:
+    def _is_done(self, task: Any) -> bool:
         self._deaths.discard(task)
         try:
             with as_called_here()():
-                return task.reap()
+                return task.reap()  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001 - there is no caller
-            what = "memory of a dropped pool, loader or region could not be freed"
-            warn(f"{what}: {error!r}; close() it before its device fails")
-            return True
+            warn(
+                f"memory of a dropped pool, loader or region could not be freed: {error!r}; "
+                "close() it before its device fails"
+            )
+            # Once more: the rest of its work may wait for events.
+            is_done, task.has_failed = getattr(task, "has_failed", False), True
+            return is_done
         except BaseException:  # noqa: BLE001 - from outside, or of a task that must not stop others
             return False
 
@@ -299,7 +264,7 @@ reaper = Reaper()
 """The reaper of this process."""
 
 
-_of_parents: list[Any] = []
+_of_parents = list[Any]()
 
 
 def _forget() -> None:

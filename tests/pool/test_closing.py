@@ -217,6 +217,21 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
     memory.deallocate(lost)
 
 
+@pytest.mark.filterwarnings("ignore:memory of a dropped pool")
+def test_a_slab_that_cannot_be_freed_keeps_no_other(memory):
+    pool, event = SlabPool(1000, memory=memory), ManualEvent()
+    idle, in_flight = pool.acquire(100), pool.acquire(200)
+    [lost] = [block for block in memory.live_blocks if block.nbytes < 200]
+    memory.fail_deallocate(RuntimeError("told to"))
+    idle.release()
+    in_flight.release(after=event)
+    del pool, idle, in_flight
+    wait_until(lambda: memory.deallocations == 1)
+    event.finish()
+    wait_until(lambda: memory.live_blocks == [lost])
+    memory.deallocate(lost)
+
+
 def test_errors_of_slabs_keep_nothing():
     """Without a collection."""
     made = []

@@ -52,7 +52,6 @@ class Process:
             self.memory.deallocate(self.idle.pop())
 
     def ask(self):
-        self.memory.look()
         try:
             if self.wanted and self.wanted + self.held <= self.memory.allowed:
                 self.used += self.memory.allocate(self.wanted, 1, 0.0)
@@ -135,7 +134,7 @@ class Host(RuleBasedStateMachine):
     @invariant()
     def files_say_what_is_held_within_the_cap(self):
         written = {usage.pool: usage.held_bytes for usage in usage_of_host()}
-        assert written == {process.memory._usage.pool: process.held for process in self.living}
+        assert written == {process.memory._row.usage.pool: process.held for process in self.living}
         assert sum(written.values()) <= CAP
 
     def teardown(self):

@@ -9,10 +9,8 @@ from pinstage import SlabPool
 
 FILES = (
     "_pool.py",
-    "_state.py",
     "_growth.py",
     "_waiting.py",
-    "_lease.py",
     "_slab.py",
     "_reaper.py",
 )

@@ -12,7 +12,7 @@ import time
 import pytest
 from doubles import ManualEvent, outcome, wait_until
 
-from pinstage._pool import _growth
+from pinstage._reaper import UninterruptedCall
 from pinstage.errors import PoolClosedError
 
 THREADS = 16
@@ -167,15 +167,15 @@ def test_a_pool_can_close_while_threads_use_it(make_pool, memory, background):
 @pytest.fixture
 def lose_a_thread(monkeypatch):
     """Let the next thread that allocates or frees end at its first line, when it is called."""
-    run, losses = _growth.Growth.run, []
+    reap, losses = UninterruptedCall.reap, []
 
-    def run_or_end(growth):
+    def reap_or_end(call):
         if not losses:
-            return run(growth)
+            return reap(call)
         losses.pop()
         raise MemoryError
 
-    monkeypatch.setattr(_growth.Growth, "run", run_or_end)
+    monkeypatch.setattr(UninterruptedCall, "reap", reap_or_end)
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     yield lambda: losses.append(True)
     assert not losses
@@ -201,10 +201,10 @@ def test_growth_that_fails_early_returns_its_bytes(pool, monkeypatch):
     def fail():
         raise MemoryError
 
-    init = _growth.Growth.__init__
+    init = UninterruptedCall.__init__
     with monkeypatch.context() as patch:
         patch.setattr(
-            _growth.Growth,
+            UninterruptedCall,
             "__init__",
             lambda self, *given: init(self, *given) or setattr(self, "_surroundings", fail),
         )

@@ -144,7 +144,7 @@ def test_an_interrupt_before_waking_stops_no_line(pool, waiting, background):
     pool.acquire(1000).release(after=event)
 
     def interrupt(frame, kind, function):
-        if (kind, frame.f_code.co_name) == ("c_return", "_serve") and function == line.pop:
+        if (kind, frame.f_code.co_name) == ("c_return", "_serve") and function == line.discard:
             sys.setprofile(None)
             raise KeyboardInterrupt
 

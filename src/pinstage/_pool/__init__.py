@@ -21,9 +21,9 @@ adaptor for the budget of several processes, and `_rows` its files.
 
 Three things may interrupt any line of Python: a finaliser that the garbage collector runs, Ctrl-C,
 and another thread. So *code that a finaliser or the end of a ``with`` block may call takes no lock,
-and makes each change with a single C call*. Ctrl-C can end a decision half-way: it changes only
-caches, or begins a `Growth` that is dropped. *Only the pool's own threads add and free slabs*;
-Ctrl-C doesn't reach them.
+and makes each change with a single C call*. Ctrl-C can end a decision half-way, but a decision
+changes only caches. *Only the pool's own threads carry one out*: they set bytes aside, add slabs
+and free them. Ctrl-C doesn't reach them.
 
 The pool counts bytes and knows nothing of shapes. It uses CUDA only through three small interfaces:
 a memory resource (`allocate`, `deallocate`), a fence (`query`, `synchronize`), such as a CUDA
@@ -38,13 +38,11 @@ from ._pool import (
     check_open,
     check_pool,
     close_for,
-    is_first_refusal,
     largest_for,
     lease_in_flight,
+    refuse_if_useless,
     state_of,
-    why_never,
 )
-from ._refusals import timed_out
 from ._rows import PoolUsage, close_files, held_bytes
 from ._slab import (
     Fence,

@@ -20,8 +20,8 @@ class ResourceAdaptor:
     """A memory resource, as a pool uses it: several blocks at once, or none.
 
     This class never refuses. A class derived from it may do so, by `RefusedForNow`. Then `allowed`
-    is what the pool may hold, and a request that waits calls `look` whenever `is_due` says so. Call
-    `allocate`, `deallocate` and `look` in threads that no interrupt reaches.
+    is what the pool may hold, until it is worth trying again. Call `allocate` and `deallocate` in
+    threads that no interrupt reaches.
 
     Args:
         resource: where the memory comes from.
@@ -31,8 +31,6 @@ class ResourceAdaptor:
     """Returns whether the calling thread is in a call for which other threads wait; None if there
     is no such call.
     """
-    allowed = sys.maxsize
-    """Bytes that the pool may hold, as far as is known without a call."""
 
     def __init__(self, resource: MemoryResource) -> None:
         self.resource = resource
@@ -63,12 +61,10 @@ class ResourceAdaptor:
     def deallocate(self, block: Block) -> None:
         self.resource.deallocate(block)
 
-    def is_due(self) -> bool:
-        """Return whether `look` may find that more is allowed."""
-        return False
-
-    def look(self) -> None:
-        """Update `allowed`, if that is due."""
+    @property
+    def allowed(self) -> int:
+        """Bytes that the pool may hold, as far as is known without a call."""
+        return sys.maxsize
 
     def holders(self) -> str:
         """Return a text for errors that says what limits the pool besides its own cap; empty if

@@ -7,13 +7,13 @@ the line that records it. Nor do they break the capture of a CUDA graph in anoth
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .._memory import REFUSALS, Block, more_may_help, remedy
-from .._reaper import UninterruptedCall
-from . import _refusals
 from ._adaptor import RefusedForNow
+from ._refusals import Refusal
 from ._slab import Lease, PoolState, Slab, free, total
 
 RETRY_SECONDS = 60.0
@@ -21,100 +21,84 @@ RETRY_SECONDS = 60.0
 as an allocation."""
 
 
-class Growth(UninterruptedCall[Lease | None]):
-    """Frees some slabs, then allocates others, in its own thread; also the fence that
-    `SlabPool.reserve` returns.
+@dataclass(eq=False)
+class Growth:
+    """A decision to free some slabs, then to allocate others. `carry_out` does that."""
 
-    Make it under the pool's lock. From then on, nothing else may use the slabs, and `promised`
-    bytes are set aside; `PoolState.scan` drops it if an interrupt ended the call of its request
-    before the thread began. `result` returns the lease, if there is one. After an error nothing was
-    allocated.
+    waiter: Any
+    """The request. It gets a lease of the new slab, unless it asks for no bytes, or an interrupt
+    has ended it."""
+    victims: Sequence[Slab] = ()
+    """Idle slabs to free."""
+    capacity: int = 0
+    """Bytes of each slab to allocate."""
+    count: int = 0
+    """The number of slabs to allocate."""
+    promised = 0
+    """Bytes of the cap that are set aside for it: those to allocate, or those of its victims if
+    they have more."""
+    refusal: Refusal | None = None
+    """The platform's refusal of memory; None if it didn't refuse."""
 
-    Without slabs, it only checks whether the memory resource allows more.
 
-    Args:
-        state: the pool's. It isn't kept beyond the end, so that a fence doesn't keep the pool
-            alive.
-        waiter: the request. It gets a lease of the new slab, unless it asks for no bytes, or an
-            interrupt has ended it.
-        victims: idle slabs to free.
-        capacity: bytes of each slab to allocate.
-        count: the number of slabs to allocate.
+def carry_out(state: PoolState, growth: Growth) -> Lease | None:
+    """Free slabs, then allocate others. Call it in a thread that no interrupt reaches.
 
-    Attributes:
-        refusal: the platform's refusal of memory; None if it didn't refuse.
+    Until then, a decision changes nothing. So an interrupt may come before, and so may another
+    call's thread, which takes the slabs or the bytes.
+
+    Returns:
+        The lease of the request, if there is one.
+
+    Raises:
+        RefusedForNow: there is no room any more; the request has to be decided again.
+        BudgetExceededError: there is no room, and nothing waits for it.
+        Exception: as `ResourceAdaptor.allocate`; nothing was allocated.
     """
-
-    def __init__(
-        self,
-        state: PoolState,
-        waiter: Any,
-        victims: Sequence[Slab] = (),
-        capacity: int = 0,
-        count: int = 0,
-    ) -> None:
-        super().__init__(keeps=state)
-        self.waiter, self.victims = waiter, victims
-        self.capacity, self.count = capacity, count
-        self.refusal: _refusals.Refusal | None = None
-        self._has_begun = False
-        state.growths[self] = None
-        for slab in victims:
-            slab.doomed = True
-
-    def promised(self) -> int:
-        """Return the bytes of the cap that it has: those to allocate, or those of its victims if
-        they have more.
-        """
-        return max(self.capacity * self.count, total(self.victims))
-
-    def is_abandoned(self) -> bool:
-        """Return whether an interrupt ended the call of its request before the thread began. Then
-        it never begins.
-        """
-        return self.waiter.is_over and not self._has_begun
-
-    def _call(self) -> Lease | None:
-        state: PoolState = self._keeps
+    lease, waiter, nbytes = None, growth.waiter, growth.capacity * growth.count
+    blocks = list[Block]()
+    try:
         with state.lock:
-            if self.is_abandoned():
-                return None
-            self._has_begun = True
-        lease, waiter = None, self.waiter
-        blocks: Iterable[Block] = ()
-        try:
-            free(state.slabs, self.victims, state.memory)
-            self.victims = ()
-            state.memory.look()
-            if self.count:
-                blocks = self._allocate(state)
-        except RefusedForNow:
-            if waiter.nbytes:
-                raise
-            figures = state.figures()
-            raise _refusals.reserve_does_not_fit(figures, self.capacity, self.count) from None
-        finally:
-            with state.lock:
-                del state.growths[self]
-                for block in blocks:
-                    slab = state.add(block)
-                    if waiter.nbytes and not waiter.is_over and not state.closed:
-                        state.misses += 1
-                        lease = Lease(state, slab, waiter.nbytes, waiter.account)
-                    else:
-                        slab.put(None)
-            state.wake(1)
-        if self.count and state.closed:
-            state.reap()
-        return lease
-
-    def _allocate(self, state: PoolState) -> Iterable[Block]:
-        nbytes, count = self.capacity, self.count
-        try:
-            return state.memory.allocate(nbytes, count, self.waiter.deadline)
-        except REFUSALS as error:
-            most, until = state.promised(), time.monotonic() + RETRY_SECONDS
-            reason = f"{error}; {remedy(nbytes)}" if more_may_help(error) else str(error)
-            refusal = _refusals.Refusal(reason, most, most - nbytes * count, until)
-            self.refusal = state.refusal = refusal
+            growth.victims = list(filter(Slab.is_free, growth.victims))
+            victims = total(growth.victims)
+            if nbytes > state.max_bytes - state.promised() + victims:
+                raise RefusedForNow
+            growth.promised = max(nbytes, victims)
+            state.growths.add(growth)
+            for slab in growth.victims:
+                slab.doomed = True
+            state.waiters.discard(waiter)  # later requests needn't wait for that
+        state.wake(1)
+        free(state.slabs, growth.victims, state.memory)
+        growth.promised = nbytes
+        if nbytes:
+            blocks = _allocate(state, growth)
+    except RefusedForNow:
+        if waiter.nbytes:
             raise
+        raise state.figures().reserve_does_not_fit(growth.capacity, growth.count) from None
+    finally:
+        with state.lock:
+            state.growths.discard(growth)
+            for block in blocks:
+                slab = state.add(block)
+                if waiter.nbytes and not waiter.is_over and not state.closed:
+                    state.misses += 1
+                    lease = Lease(state, slab, waiter.nbytes, waiter.account)
+                else:
+                    slab.put(None)
+        state.wake(1)
+    if nbytes and state.closed:
+        state.reap()
+    return lease
+
+
+def _allocate(state: PoolState, growth: Growth) -> list[Block]:
+    nbytes, count = growth.capacity, growth.count
+    try:
+        return state.memory.allocate(nbytes, count, growth.waiter.deadline)
+    except REFUSALS as error:
+        most, until = state.promised(), time.monotonic() + RETRY_SECONDS
+        reason = f"{error}; {remedy(nbytes)}" if more_may_help(error) else str(error)
+        growth.refusal = state.refusal = Refusal(reason, most, most - nbytes * count, until)
+        raise

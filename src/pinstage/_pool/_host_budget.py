@@ -1,15 +1,14 @@
 """One cap for the pools of several processes: it wraps a memory resource, as RMM's adaptors do.
 
-Allocating and freeing read and write the files of `_rows`, and so does a request that waits, again
-and again, in a thread of the pool. A lease of an idle slab reads none.
+Allocating and freeing read and write the files of `_rows`. A request that waits for other processes
+tries to allocate again and again. A lease of an idle slab reads none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -34,7 +33,7 @@ from ._rows import (
 )
 
 _LOOK_SECONDS = 0.05
-"""Interval at which a request that waits for other processes checks for room."""
+"""Interval at which a request that waits for other processes tries again."""
 
 
 @dataclass(unsafe_hash=True, init=False, repr=False)
@@ -111,7 +110,7 @@ def usage_of_host(budget: str | None = None) -> list[PoolUsage]:
     if not os.path.lexists(path):
         return []
     pools = uninterrupted(partial(in_folder, path, partial(read_rows, budget=budget)))
-    return sorted(pools, key=lambda usage: (usage.budget, usage.pid, usage.pool))
+    return sorted(pools, key=attrgetter("budget", "pid", "pool"))
 
 
 class LimitedMemory(ResourceAdaptor):
@@ -130,41 +129,32 @@ class LimitedMemory(ResourceAdaptor):
 
     _held = 0
     """Bytes that this row should have. It has more if it could not be written."""
-    _checked_at = 0.0
+    _known_until = 0.0
+    _room_for = 0
+    """Bytes that the pool may hold, by the last refusal."""
     _is_ending = _is_busy = _is_late = False
 
     def __init__(self, resource: MemoryResource, budget: HostBudget) -> None:
         super().__init__(resource)
-        self.others: list[PoolUsage] = []
+        self.others = list[PoolUsage]()
         """Other pools of this budget, as of the last check."""
-        self.allowed = budget.max_bytes
-        """Bytes that the pool may hold, as far as it knows: the whole budget, or less after a
-        refusal.
-        """
         self._budget, self._path = budget, folder_path()
-        self._usage = new_usage(budget.name, budget.max_bytes)
-        self._row = Row(self._usage, is_inherited=False)
-        self._shared: dict[int, Row] = {}
+        self._row = Row(new_usage(budget.name, budget.max_bytes), is_inherited=False)
+        self._shared = dict[int, Row]()
         """The rows of shared slabs, by the `id` of the block."""
         uninterrupted(partial(in_folder, self._path, self._begin))
 
     def holders(self) -> str:
         busy = f", while another process had the lock of {self._path}" if self._is_busy else ""
-        return _text_of(self.others, self._usage.pool) + busy
+        return _text_of(self.others, self._row.usage.pool) + busy
 
-    def is_due(self) -> bool:
-        """Return whether to `look`: the budget had no room, 50 ms ago or earlier."""
-        return (
-            self.allowed < self._budget.max_bytes
-            and time.monotonic() - self._checked_at >= _LOOK_SECONDS
-        )
-
-    def look(self) -> None:
-        if self.is_due():
-            # A request that waits goes on: it gets the error when it grows.
-            with contextlib.suppress(HostBudgetError, RefusedForNow):
-                in_folder(self._path, lambda folder: self._note(self._room(folder)), NOW)
-            self._checked_at = time.monotonic()
+    @property
+    def allowed(self) -> int:
+        """Bytes that the pool may hold, as far as it knows: the whole budget, or less for a moment
+        after a refusal.
+        """
+        is_known = time.monotonic() < self._known_until
+        return self._room_for if is_known else self._budget.max_bytes
 
     def allocate(self, nbytes: int, count: int, deadline: float) -> list[Block]:
         """Allocate, as `ResourceAdaptor.allocate`.
@@ -172,9 +162,8 @@ class LimitedMemory(ResourceAdaptor):
         Raises:
             HostBudgetError: the folder cannot be used.
         """
-        rows: list[Row] = []
-        if self.resource.is_shared:
-            rows = [Row(self._usage, is_inherited=True) for _ in range(count)]
+        shared = count if self.resource.is_shared else 0
+        rows = [Row(self._row.usage, is_inherited=True) for _ in range(shared)]
         self._take(nbytes * count, rows, deadline)
         try:
             blocks = super().allocate(nbytes, count, deadline)
@@ -190,7 +179,7 @@ class LimitedMemory(ResourceAdaptor):
             self.resource.deallocate(block)
         finally:  # the pool forgets a slab that it could not free
             row = self._shared.pop(id(block), None)
-            self._give(block.nbytes, [] if row is None else [row])
+            self._give(block.nbytes, filter(None, [row]))
 
     def cap(self, nbytes: int) -> str:
         return f'budget=HostBudget("{size_to_paste(nbytes + held_bytes(self.others))}", ...)'
@@ -199,17 +188,16 @@ class LimitedMemory(ResourceAdaptor):
         """Write the row, or close it if the pool is closed and holds nothing; return whether that
         was possible.
         """
+        self._is_late = False  # first: bytes that are freed from now on may be missing in the row
         with turn:
             if self._is_ending and not self._held_bytes():
-                self._is_late = False
                 self._row.close()
                 return True
         try:
-            in_folder(self._path, self._write, NOW)
+            in_folder(self._path, lambda folder: self._row.write(folder, self._held), NOW)
         except (HostBudgetError, MemoryError, RefusedForNow):
             self._is_late = True
-            return False
-        return True
+        return not self._is_late
 
     def end(self) -> None:
         """Close the row, now or as soon as no memory is held."""
@@ -221,7 +209,6 @@ class LimitedMemory(ResourceAdaptor):
 
     def _begin(self, folder: int) -> None:
         self._room(folder)
-        _check_caps(self._budget, self.others)
         self._row.write(folder, 0)
 
     def _take(self, nbytes: int, rows: list[Row], deadline: float) -> None:
@@ -234,7 +221,6 @@ class LimitedMemory(ResourceAdaptor):
             if nbytes > room:
                 self._note(room)
                 raise RefusedForNow
-            self.allowed = self._budget.max_bytes
             if not rows:
                 self._row.write(folder, self._held + nbytes)
                 self._held += nbytes
@@ -255,7 +241,7 @@ class LimitedMemory(ResourceAdaptor):
             self._update()  # the file may hold anything now
             raise
 
-    def _give(self, nbytes: int, rows: Sequence[Row] = ()) -> None:
+    def _give(self, nbytes: int, rows: Iterable[Row] = ()) -> None:
         """Count bytes as free again, first those of some rows; a negative number takes private
         bytes.
         """
@@ -274,30 +260,18 @@ class LimitedMemory(ResourceAdaptor):
         if not self._is_late and not self.reap():
             reaper.tasks.put(self)
 
-    def _write(self, folder: int) -> None:
-        self._is_late = False  # first: bytes that are freed from now on may be missing in the row
-        self._row.write(folder, self._held)
-
     def _held_bytes(self) -> int:
         return self._held + sum(row.usage.held_bytes for row in list(self._shared.values()))
 
     def _room(self, folder: int) -> int:
         """Read the other pools' rows; return the bytes by which the pool may grow."""
         own = {self._row.name, *(row.name for row in list(self._shared.values()))}
-        self.others, self._is_busy = read_rows(folder, self._budget.name, own), False
+        self.others, self._is_busy = _read_others(folder, self._budget, own), False
         return self._budget.max_bytes - self._held_bytes() - held_bytes(self.others)
 
     def _note(self, room: int) -> None:
-        self.allowed, self._checked_at = self._held_bytes() + max(0, room), time.monotonic()
-
-
-def adaptor_for(resource: MemoryResource, budget: HostBudget | None) -> ResourceAdaptor:
-    """Return the adaptor of a new pool, which limits it if there is a budget.
-
-    Raises:
-        ValueError, HostBudgetError: as `LimitedMemory`.
-    """
-    return ResourceAdaptor(resource) if budget is None else LimitedMemory(resource, budget)
+        self._room_for = self._held_bytes() + max(0, room)
+        self._known_until = time.monotonic() + _LOOK_SECONDS
 
 
 def cap_of(max_bytes: Size, budget: HostBudget | None, granularity: int) -> tuple[int, str]:
@@ -385,14 +359,16 @@ class Claim:
 
         def take(folder: int) -> None:
             budget, nbytes = self._budget, self._nbytes
-            others = read_rows(folder, budget.name)
-            _check_caps(budget, others)
+            others = _read_others(folder, budget)
             is_counted = any(inode in other.shared for other in others)
             if not is_counted and nbytes > budget.max_bytes - held_bytes(others):
                 error = AcquireTimeoutError if nbytes <= budget.max_bytes else BudgetExceededError
-                asked = f"{format_bytes(nbytes)} requested from {budget!r}"
-                text = f"{asked}{_text_of(others)}; ask for less, or raise the budget"
-                raise error(text, requested_bytes=nbytes, max_bytes=budget.max_bytes)
+                raise error(
+                    f"{format_bytes(nbytes)} requested from {budget!r}{_text_of(others)}; ask for "
+                    "less, or raise the budget",
+                    requested_bytes=nbytes,
+                    max_bytes=budget.max_bytes,
+                )
             self._row.write(folder, nbytes, inode)
 
         in_folder(self._path, take)
@@ -408,13 +384,21 @@ class Claim:
         self._row.close()
 
 
-def _check_caps(budget: HostBudget, others: list[PoolUsage]) -> None:
+def _read_others(folder: int, budget: HostBudget, own: Container[str] = ()) -> list[PoolUsage]:
+    """Return what other pools of a budget hold; see `read_rows`.
+
+    Raises:
+        ValueError: one of them has a budget of this name with another cap.
+    """
+    others = read_rows(folder, budget.name, own)
     for other in others:
         if other.max_bytes != budget.max_bytes:
-            here = f"{budget!r} is {budget.max_bytes} bytes here"
-            there = f"{other.max_bytes} bytes in process {other.pid} ({other.program})"
-            remedy = "give it the same cap everywhere, or another name"
-            raise ValueError(f"two caps for one budget: {here}, and {there}; {remedy}")
+            raise ValueError(
+                f"two caps for one budget: {budget!r} is {budget.max_bytes} bytes here, and "
+                f"{other.max_bytes} bytes in process {other.pid} ({other.program}); give it the "
+                "same cap everywhere, or another name"
+            )
+    return others
 
 
 def _text_of(others: list[PoolUsage], own: str = "") -> str:
@@ -430,9 +414,10 @@ def _text_of(others: list[PoolUsage], own: str = "") -> str:
         return ""
     names = []
     for pool in filter(attrgetter("held_bytes"), largest):
-        where = f"process {pool.pid} ({pool.program})"
-        if pool.pool == own:
-            where = "children forked from this process"
+        process = f"process {pool.pid} ({pool.program})"
+        where = "children forked from this process" if pool.pool == own else process
         names.append(f"{format_bytes(pool.held_bytes)} in {where}")
-    total = format_bytes(held_bytes(others))
-    return f", of which other pools of this host had {total}: {', '.join(names)}"
+    return (
+        f", of which other pools of this host had {format_bytes(held_bytes(others))}: "
+        f"{', '.join(names)}"
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import _thread
 import contextlib
 import math
-import operator
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NoReturn, SupportsIndex
+from functools import partial
+from operator import attrgetter, index
+from typing import NoReturn
 
 from .._memory import (
     REFUSALS,
@@ -20,13 +21,14 @@ from .._memory import (
     default_memory,
     refuse_capture,
 )
+from .._reaper import UninterruptedCall, reaper, uninterrupted
 from .._sizes import Size, format_bytes, parse_bytes, reuse_limit, size_class
 from .._steps import step
 from ..errors import PoolError, StagingWarning, UnreleasedLeaseWarning
-from . import _refusals
-from ._adaptor import RefusedForNow
-from ._growth import Growth
-from ._host_budget import HostBudget, adaptor_for, cap_of, given_bytes
+from ._adaptor import RefusedForNow, ResourceAdaptor
+from ._growth import Growth, carry_out
+from ._host_budget import HostBudget, LimitedMemory, cap_of, given_bytes
+from ._refusals import entered_again, forked
 from ._slab import Fence, Lease, PoolState, Slab, total
 from ._stats import PoolStats, snapshot
 from ._waiting import NOBODY, Account, check_timeout, this_thread
@@ -80,14 +82,6 @@ def close_for(pool: SlabPool, user: str) -> None:
     pool.close()
 
 
-def is_first_refusal(pool: SlabPool) -> bool:
-    """Return whether the caller has to warn of a refusal of memory: a pool and its users do that
-    once.
-    """
-    has_told, pool._has_told = pool._has_told, True
-    return not has_told
-
-
 def state_of(pool: SlabPool) -> PoolState:
     """Return the state whose plain attributes ``closed`` and ``is_forked`` say why a pool would
     refuse a lease.
@@ -95,14 +89,16 @@ def state_of(pool: SlabPool) -> PoolState:
     return pool._state
 
 
-def why_never(pool: SlabPool, owner: str, nbytes: int) -> PoolError | MemoryError | None:
-    """Return the error of a request for which waiting is useless; None if it may be served later.
-    Nothing is leased.
+def refuse_if_useless(pool: SlabPool, owner: str, nbytes: int) -> None:
+    """Refuse a request for which waiting is useless, as `SlabPool.acquire`. Nothing is leased.
+
+    Raises:
+        BudgetExceededError: it exceeds the cap, or what quotas and slabs held for good leave.
+        PoolFrozenError, MemoryError: no slab is large enough, and the pool can't grow now.
     """
     state = pool._state
     with state.lock:
-        capacity = size_class(nbytes, state.granularity)
-        return pool._why_never(Waiter(state.accounts[owner], nbytes, capacity))
+        pool._refuse_if_useless(state.accounts[owner], nbytes)
 
 
 def largest_for(pool: SlabPool, owner: str) -> int:
@@ -146,12 +142,11 @@ def lease_in_flight(pool: SlabPool, nbytes: int, *, owner: str) -> tuple[Lease, 
         fitting = [slab for slab in list(state.slabs) if nbytes <= slab.capacity <= limit]
         # The smallest slab, and among equals the one leased first.
         for slab in sorted(fitting, key=attrgetter("capacity", "used_at")):
-            if slab.account is not account or slab.lease is not None or slab.has_views():
-                continue
-            event = slab.event  # read only now: a release sets it
-            if event is not None and not slab.guards:
-                state.hits += 1
-                return Lease(state, slab, nbytes, account), event
+            if slab.account is account and slab.lease is None and not slab.has_views():
+                event = slab.event  # read only now: a release sets it
+                if event is not None and not slab.guards:
+                    state.hits += 1
+                    return Lease(state, slab, nbytes, account), event
     return None
 
 
@@ -168,33 +163,25 @@ class Waiter:
     """Its owner's."""
     nbytes: int = 0
     """Bytes needed; 0 for calls that lease nothing."""
-    capacity: int = 0
-    """The size class of `nbytes`."""
-    limit: int = 0
-    """The size of the largest idle slab that serves it before the pool grows."""
     timeout: float | None = None
     """The most seconds to wait; None for no limit."""
-    waits: int = 0
+    waits = 0
     """1 if it had to wait, else 0."""
-    pause: float = 0.0
-    """The last pause, in seconds."""
-    is_over: bool = False
+    is_over = False
     """Whether its call has ended, perhaps by an interrupt."""
 
     def __post_init__(self) -> None:
-        self._wakeup = _thread.allocate_lock()
-        self._wakeup.acquire()
-        self.began = time.monotonic()
-        """The time at which it began, without the time for growing."""
-        self.deadline = math.inf if self.timeout is None else self.began + self.timeout
+        self.wakeup = _thread.allocate_lock()
+        """Another thread releases it."""
+        self.wakeup.acquire()
+        self.arrived = time.monotonic()
+        """The time at which it began, later by the time for growing."""
+        self.deadline = math.inf if self.timeout is None else self.arrived + self.timeout
         """The time until which it waits."""
 
     def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # it is awake
-            self._wakeup.release()
-
-    def sleep(self, seconds: float) -> None:
-        self._wakeup.acquire(timeout=seconds)
+            self.wakeup.release()
 
 
 class SlabPool:
@@ -241,8 +228,8 @@ class SlabPool:
             )
         resource = default_memory() if memory is None else memory
         cap, reason = cap_of(max_bytes, budget, resource.granularity)
-        self._state = PoolState(adaptor_for(resource, budget), cap, reason)
-        self._has_told = False
+        adaptor = ResourceAdaptor(resource) if budget is None else LimitedMemory(resource, budget)
+        self._state = PoolState(adaptor, cap, reason)
 
     # -- the public methods
 
@@ -308,16 +295,14 @@ class SlabPool:
         if state.is_entered() or state.forgotten:
             self._check_entry()
         with step("acquire"):
-            limit = reuse_limit(nbytes, state.granularity)
             with state.lock:
                 account = state.accounts[owner]
                 # The first case of `_decide`.
                 if not (state.closed or state.waiters or state.accounts.have_quotas):
-                    lease = state.lease(account, nbytes, limit)
+                    lease = state.lease(account, nbytes, reuse_limit(nbytes, state.granularity))
                     if lease is not None:
                         return lease
-            capacity = size_class(nbytes, state.granularity)
-            return self._serve(Waiter(account, nbytes, capacity, limit, timeout))
+            return self._serve(Waiter(account, nbytes, timeout))
 
     def set_quota(self, owner: str, *, min_bytes: Size = 0, max_bytes: Size | None = None) -> None:
         """Guarantee a part of the cap to an owner, and limit what it may hold. Does not block, and
@@ -342,9 +327,8 @@ class SlabPool:
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        least, most = parse_bytes(min_bytes), None
-        if max_bytes is not None:
-            most = given_bytes(max_bytes, self._state.granularity)
+        least = parse_bytes(min_bytes)
+        most = None if max_bytes is None else given_bytes(max_bytes, self._state.granularity)
         check_open(self)
         with self._state.lock:
             self._state.accounts.set_quota(owner, least, most)
@@ -373,27 +357,24 @@ class SlabPool:
             PoolClosedError: the pool is closed.
             ForkedPoolError: called in a forked child.
         """
-        nbytes, count = parse_bytes(nbytes), operator.index(count)
+        nbytes, count = parse_bytes(nbytes), index(count)
         if nbytes <= 0 or count < 0:
             raise ValueError(
                 f"reserve needs sizes: nbytes={nbytes}, count={count}; pass nbytes >= 1 and count "
                 ">= 0"
             )
         self._check_entry()
-        state, me = self._state, Waiter()
-        try:
-            with state.lock:
-                growth = Growth(state, me, (), *self._missing(nbytes, count))
-            if growth.count:
-                refuse_capture()
-            if background:
-                growth.begin()
-            else:
-                growth.result()
-        except BaseException:
-            me.is_over = True
-            raise
-        return growth
+        state = self._state
+        with state.lock:
+            growth = Growth(Waiter(), (), *self._missing(nbytes, count))
+        if growth.count:
+            refuse_capture()
+        call = UninterruptedCall(partial(carry_out, state, growth))
+        if background:
+            call.begin()
+        else:
+            call.result()
+        return call
 
     def trim(self, to_bytes: Size = 0) -> int:
         """Give idle slabs back to the system, least recently used first, until at most `to_bytes`
@@ -410,19 +391,14 @@ class SlabPool:
         """
         target = parse_bytes(to_bytes)
         self._check_entry()
-        state, me = self._state, Waiter()
-        try:
-            with state.lock:
-                idle = state.scan()
-                surplus = total(slab for slab in list(state.slabs) if not slab.doomed) - target
-                victims = _oldest(idle, surplus)
-                growth = Growth(state, me, victims) if victims else None
-            if growth is not None:
-                growth.result()
-        finally:
-            me.is_over = True
+        state = self._state
+        with state.lock:
+            surplus = total(slab for slab in list(state.slabs) if not slab.doomed) - target
+            growth = Growth(Waiter(), _oldest(state.scan(), surplus))
+        if growth.victims:
+            uninterrupted(partial(carry_out, state, growth))
         self._warn_of_forgotten()
-        return total(victims)
+        return total(growth.victims)
 
     def freeze(self) -> None:
         """Make any later allocation an error, so that a run can prove that its steady state
@@ -449,7 +425,7 @@ class SlabPool:
         # rest.
         try:
             if state.is_entered() or capturing_device() is not None:
-                state.tidy_later()
+                reaper.tasks.put(state)
             else:
                 for event in state.pending():
                     event.synchronize()
@@ -484,16 +460,15 @@ class SlabPool:
         1. an idle slab that wastes at most 12.5%, or, from 1 MiB on, of at most twice the class;
         2. there is room under the cap: grow by a slab of the request's class;
         3. any larger idle slab;
-        4. the memory resource may allow more: check, and decide again;
-        5. idle slabs of other classes would make room: evict them, least recently used first, and
+        4. idle slabs of other classes would make room: evict them, least recently used first, and
            grow;
-        6. waiting is useless: refuse (`_why_never`);
-        7. wait.
+        5. waiting is useless: refuse (`_refuse_if_useless`);
+        6. wait.
 
         A frozen pool doesn't grow, divides what it holds by quotas, and refuses a request at once
         if no slab fits it. After the platform has refused memory, a pool is restricted for a while:
         it doesn't ask for the refused total again (2), and frees nothing that it might not get back
-        (5).
+        (4).
 
         Raises:
             PoolError, MemoryError: the request is refused.
@@ -501,66 +476,61 @@ class SlabPool:
         state = self._state
         self._refuse_if_closed()
         idle = state.scan()
-        room = self._room(me)
+        room, capacity = self._room(me), _NONE
+        if me.nbytes <= room and not state.frozen:
+            capacity = min(size_class(me.nbytes, state.granularity), room)
         fitting = [slab.capacity for slab in idle if me.nbytes <= slab.capacity <= room]
         smallest = min(fitting, default=_NONE)
-        may_grow = me.nbytes <= room and not state.frozen
-        capacity = min(me.capacity, room) if may_grow else _NONE
-        if smallest <= me.limit:
+        if smallest <= reuse_limit(me.nbytes, state.granularity):
             return state.lease(me.account, me.nbytes, smallest)
         if capacity <= self._headroom():
-            return Growth(state, me, (), capacity, 1)
+            return Growth(me, (), capacity, 1)
         if smallest <= room:
             return state.lease(me.account, me.nbytes, smallest)
-        if may_grow and state.memory.is_due():
-            return Growth(state, me)
         missing = capacity - self._headroom(by_freeing=True)
         if missing <= total(idle):
-            return Growth(state, me, _oldest(idle, missing), capacity, 1)
-        if (error := self._why_never(me)) is None:
-            return None
-        try:
-            raise error
-        finally:
-            del error  # or it and this frame would keep one another, and all that called
+            return Growth(me, _oldest(idle, missing), capacity, 1)
+        self._refuse_if_useless(me.account, me.nbytes)
+        return None
 
-    def _why_never(
-        self, me: Waiter, just_now: _refusals.Refusal | None = None
-    ) -> PoolError | MemoryError | None:
-        """Return the error of a request for which waiting is useless; None if it may be served
-        later.
+    def _refuse_if_useless(self, account: Account, nbytes: int) -> None:
+        """Refuse a request for which waiting is useless.
 
         The cases, in this order:
 
         1. the request is larger than the part of the cap that quotas leave to its owner;
-        2. it is larger than the part of it that isn't held for good;
-        3. no slab is large enough, and the pool is frozen;
-        4. no slab is large enough, and the platform refused to let the pool grow that far,
-           `just_now` or recently.
+        2. no slab is large enough, and the pool is frozen;
+        3. it is larger than the part of it that isn't held for good;
+        4. no slab is large enough, and the platform refused to let the pool grow that far.
 
         Slabs held for good aren't counted as large enough.
+
+        Raises:
+            PoolError, MemoryError: the request is refused.
         """
-        state, nbytes, account = self._state, me.nbytes, me.account
+        state = self._state
         room, busy = state.accounts.room, state.held_for_good()
-        largest, left = room(account, state.max_bytes), room(account, state.whole(), busy)
+        largest = room(account, state.max_bytes, Counter())
+        left = room(account, state.whole(), busy)
         held = state.largest(left)
         if nbytes > largest:
             named = account if state.accounts.have_quotas else None
-            return _refusals.never_fits(state.figures(), nbytes, named, largest)
-        if nbytes > room(account, state.max_bytes, busy):
-            return _refusals.never_free(state.figures(), nbytes)
+            raise state.figures().never_fits(nbytes, named, largest)
         if nbytes <= held:
-            return None
+            return
         if state.frozen:
-            return _refusals.frozen(state.figures(), nbytes, held)
-        refusal, capacity = just_now or state.refusal, min(me.capacity, left)
+            raise state.figures().frozen(nbytes, held)
+        if nbytes > left:
+            raise state.figures().never_free(nbytes)
+        refusal = state.refusal
+        capacity = min(size_class(nbytes, state.granularity), left)
         if (
             refusal is None
             or capacity + busy.total() <= refusal.held
             or state.promised() + capacity < refusal.total
         ):
-            return None
-        return _refusals.refused(state.figures(), nbytes, refusal)
+            return
+        raise state.figures().refused(nbytes, refusal)
 
     def _missing(self, nbytes: int, count: int) -> tuple[int, int]:
         """Return the size and number of the slabs that are missing for `count` leases at once.
@@ -574,26 +544,25 @@ class SlabPool:
         unit = state.granularity
         largest = state.max_bytes // unit * unit
         if nbytes > largest:
-            raise _refusals.never_fits(state.figures(), nbytes)
+            raise state.figures().never_fits(nbytes)
         capacity, limit = min(size_class(nbytes, unit), largest), reuse_limit(nbytes, unit)
-        missing = count - sum(nbytes <= slab.capacity <= limit for slab in state.scan())
-        if missing <= 0:
-            return capacity, 0
-        if state.frozen:
-            raise _refusals.frozen(state.figures(), nbytes, state.largest(largest))
+        idle = sum(nbytes <= slab.capacity <= limit for slab in state.scan())
+        missing = max(0, count - idle)
+        if missing and state.frozen:
+            raise state.figures().frozen(nbytes, state.largest(largest))
         if missing * capacity > state.max_bytes - state.promised():
-            raise _refusals.reserve_does_not_fit(state.figures(), capacity, missing)
+            raise state.figures().reserve_does_not_fit(capacity, missing)
         return capacity, missing
 
     def _room(self, me: Waiter) -> int:
         """Return the size of the largest slab that a request may take now, after a `scan`."""
-        state, account, line = self._state, me.account, list(self._state.waiters)
+        state, line = self._state, self._state.line()
         ahead = line[: line.index(me)]
         if ahead or state.accounts.have_quotas:
-            return state.accounts.room(account, state.whole(), state.busy(), ahead)
-        return state.accounts.room(account, state.max_bytes, state.held_for_good())
+            return state.accounts.room(me.account, state.whole(), state.busy(), ahead)
+        return state.accounts.room(me.account, state.max_bytes, state.held_for_good())
 
-    def _headroom(self, *, by_freeing: bool = False) -> int:
+    def _headroom(self, by_freeing: bool = False) -> int:
         """Return the bytes by which the pool may grow; negative if bytes must be freed first."""
         state = self._state
         most = min(state.max_bytes, state.memory.allowed)
@@ -615,7 +584,7 @@ class SlabPool:
         try:
             while lease is None:
                 with state.lock:
-                    state.waiters.setdefault(me)
+                    state.waiters.add(me)
                     decision = self._decide(me)
                 if isinstance(decision, Growth):
                     lease = self._work(decision, me)
@@ -625,9 +594,9 @@ class SlabPool:
                     lease = decision
         finally:
             me.is_over = True
-            state.waiters.pop(me, None)
+            state.waiters.discard(me)
             state.wake(1)
-            me.account.wait_seconds += me.waits * (time.monotonic() - me.began)
+            me.account.wait_seconds += me.waits * (time.monotonic() - me.arrived)
         return lease
 
     def _work(self, growth: Growth, me: Waiter) -> Lease | None:
@@ -636,21 +605,21 @@ class SlabPool:
         """
         refuse_capture()
         state, began, lease = self._state, time.monotonic(), None
-        if growth.count:
-            state.waiters.pop(me, None)
-        state.wake(1)
         try:
-            lease = growth.result()
-        except RefusedForNow:
-            return None  # it waited for others
-        except REFUSALS:
+            lease = uninterrupted(partial(carry_out, state, growth))
+        except RefusedForNow:  # it waited for others, and gets back to its place in line
+            return None
+        except REFUSALS as error:
             refusal = growth.refusal
             if refusal is None:
                 raise
-            with state.lock:
-                if self._why_never(me, refusal) is not None:
-                    raise
-            if is_first_refusal(self):
+            try:
+                with state.lock:
+                    state.refusal = refusal  # a look at the slabs may have dropped it
+                    self._refuse_if_useless(me.account, me.nbytes)
+            except (PoolError, MemoryError):
+                raise error from error.__cause__
+            if state.is_first_refusal():
                 warnings.warn(
                     f"pool cannot grow by {format_bytes(growth.capacity)}, and goes on with the "
                     f"slabs that it has: {state.figures()}; {refusal.reason}; this warning is "
@@ -658,10 +627,9 @@ class SlabPool:
                     StagingWarning,
                     stacklevel=4,
                 )
-        if growth.count:  # growing isn't waiting
-            took = time.monotonic() - began
-            me.began += took
-            me.deadline += took
+        took = time.monotonic() - began  # growing isn't waiting
+        me.arrived += took
+        me.deadline += took
         return lease
 
     def _pause(self, me: Waiter) -> None:
@@ -670,37 +638,37 @@ class SlabPool:
         Raises:
             AcquireTimeoutError: the request has waited for long enough.
         """
-        state, line, gives_up = self._state, list(self._state.waiters), this_thread.gives_up
+        state, line = self._state, self._state.line()
         position = line.index(me)
         me.account.waits += 1 - me.waits
         me.waits = 1
         if state.accounts.have_quotas:
             for following in line[position + 1 :][:1]:
                 following.wake()
-        left = me.deadline - time.monotonic()
-        if left <= 0 or (gives_up is not None and gives_up()):
-            raise _refusals.timed_out(state.figures(), me.nbytes, me.timeout, len(line) - 1)
+        now = time.monotonic()
+        left = me.deadline - now
+        if left <= 0 or this_thread.gives_up():
+            raise state.figures().timed_out(me.nbytes, me.timeout, len(line) - 1)
         patience = BEHIND_SECONDS
         if position == 0:  # a little longer each time
             shortest, longest = POLL_SECONDS
-            me.pause = patience = min(max(shortest, 2 * me.pause), longest)
-        me.sleep(min(left, patience))
+            patience = min(max(shortest, now - me.arrived), longest)
+        me.wakeup.acquire(timeout=min(left, patience))
 
     # -- checks
 
     def _refuse_if_closed(self) -> None:
         if self._state.closed:
-            raise _refusals.closed(self._state.figures(), self._state.user)
+            raise self._state.figures().closed(self._state.user)
 
     def _check_entry(self) -> None:
         """Refuse a call in a forked child, or inside another call; warn of forgotten leases."""
         state = self._state
         if state.is_forked:
-            raise _refusals.forked()
+            raise forked()
         if state.is_entered():
-            raise _refusals.entered_again()
-        if state.forgotten:
-            self._warn_of_forgotten(stacklevel=4)
+            raise entered_again()
+        self._warn_of_forgotten(stacklevel=4)
 
     def _warn_of_forgotten(self, stacklevel: int = 3) -> None:
         forgotten = self._state.forgotten
@@ -714,7 +682,7 @@ class SlabPool:
                 stacklevel=stacklevel,
             )
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a pool cannot be copied or pickled: {self!r}; make another SlabPool, or pass this "
             "one on"
@@ -733,7 +701,7 @@ class SlabPool:
 
 def _oldest(idle: Sequence[Slab], nbytes: int) -> list[Slab]:
     """Return the first slabs that have that many bytes together, or all."""
-    chosen: list[Slab] = []
+    chosen = list[Slab]()
     for slab in idle:
         if nbytes > 0:
             chosen.append(slab)

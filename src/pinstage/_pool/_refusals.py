@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from .._sizes import format_bytes
 from ..errors import (
@@ -16,88 +16,6 @@ from ..errors import (
     PoolFrozenError,
 )
 from ._waiting import Account
-
-E = TypeVar("E", bound=PoolError)
-
-
-class Figures(NamedTuple):
-    """Where a pool's bytes are."""
-
-    of: dict[str, int]
-    """Bytes by part, as in `PoolState.parts`."""
-    max_bytes: int
-    reason: str
-    cap: Callable[[int], str]
-    """Returns the argument for a cap under which this pool may hold some bytes."""
-
-    def __str__(self) -> str:
-        of = {part: format_bytes(nbytes) for part, nbytes in self.of.items()}
-        viewed, for_good = self.of["viewed"], self.of["held_for_good"]
-        return (
-            f"held {of['held']} of max_bytes {format_bytes(self.max_bytes)} ({self.reason}), "
-            f"leased {of['leased']}, in flight {of['in_flight']}"
-            + (f" ({of['viewed']} in live views)" if viewed else "")
-            + (f", {of['held_for_good']} of these held for good" if for_good else "")
-        )
-
-    def error(self, kind: type[E], nbytes: int, text: str) -> E:
-        """Return an error with these figures. They take the place of ``{}`` in its text."""
-        return kind(
-            text.replace("{}", str(self)),
-            requested_bytes=nbytes,
-            held_bytes=self.of["held"],
-            leased_bytes=self.of["leased"],
-            in_flight_bytes=self.of["in_flight"],
-            max_bytes=self.max_bytes,
-        )
-
-
-def closed(figures: Figures, user: str | None) -> PoolClosedError:
-    if user is None:
-        return figures.error(PoolClosedError, 0, "pool is closed: {}; make a new SlabPool")
-    return figures.error(
-        PoolClosedError, 0, f"{user.lower()} is closed: its pool {{}}; make a new {user}"
-    )
-
-
-def never_fits(
-    figures: Figures, nbytes: int, account: Account | None = None, largest: int = 0
-) -> BudgetExceededError:
-    quotas, remedy = "", f"pass {figures.cap(nbytes * 9 // 8)} or more, or ask for less"
-    if account is not None:
-        quotas = f"quotas leave {account.name!r} at most {format_bytes(largest)}, "
-        remedy = "raise max_bytes, change set_quota(), or ask for less"
-    text = f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{{}}; {remedy}"
-    return figures.error(BudgetExceededError, nbytes, text)
-
-
-def never_free(figures: Figures, nbytes: int) -> BudgetExceededError:
-    text = (
-        f"request doesn't fit beside slabs held for good: requested {format_bytes(nbytes)}, {{}}; "
-        "close handles of frozen modules and drop these modules, or pass "
-        f"{figures.cap(figures.of['held_for_good'] + nbytes * 9 // 8)} or more"
-    )
-    return figures.error(BudgetExceededError, nbytes, text)
-
-
-def reserve_does_not_fit(figures: Figures, capacity: int, missing: int) -> BudgetExceededError:
-    text = (
-        f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, {{}}; "
-        "release leases, trim() idle slabs, or pass "
-        f"{figures.cap(figures.of['held'] + missing * capacity)}"
-    )
-    return figures.error(BudgetExceededError, missing * capacity, text)
-
-
-def timed_out(
-    figures: Figures, nbytes: int, timeout: float | None, others: int
-) -> AcquireTimeoutError:
-    text = (
-        f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {{}}, {others} "
-        "other waiters; release leases sooner, wait longer, or pass "
-        f"{figures.cap(figures.of['held'] + nbytes * 9 // 8)}"
-    )
-    return figures.error(AcquireTimeoutError, nbytes, text)
 
 
 class Refusal(NamedTuple):
@@ -113,18 +31,95 @@ class Refusal(NamedTuple):
     """The time from which growing is tried again, by `time.monotonic`."""
 
 
-def refused(figures: Figures, nbytes: int, refusal: Refusal) -> MemoryError:
-    return MemoryError(
-        f"memory was refused before: requested {format_bytes(nbytes)}, {figures}; {refusal.reason}"
-    )
+class Figures(NamedTuple):
+    """Where a pool's bytes are."""
 
+    of: dict[str, int]
+    """Bytes by part, as in `PoolState.parts`."""
+    max_bytes: int
+    reason: str
+    """Where the cap comes from, and what limited the pool besides it at the last check."""
+    cap: Callable[[int], str]
+    """Returns the argument for a cap under which this pool may hold some bytes."""
 
-def frozen(figures: Figures, nbytes: int, largest: int) -> PoolFrozenError:
-    text = (
-        f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest "
-        f"slab {format_bytes(largest)}, {{}}; reserve() all that is needed before freeze()"
-    )
-    return figures.error(PoolFrozenError, nbytes, text)
+    def __str__(self) -> str:
+        of = {part: format_bytes(nbytes) for part, nbytes in self.of.items()}
+        viewed, for_good = self.of["viewed"], self.of["held_for_good"]
+        return (
+            f"held {of['held']} of max_bytes {format_bytes(self.max_bytes)} ({self.reason}), "
+            f"leased {of['leased']}, in flight {of['in_flight']}"
+            + (f" ({of['viewed']} in live views)" if viewed else "")
+            + (f", {of['held_for_good']} of these held for good" if for_good else "")
+        )
+
+    def error(self, kind: type[PoolError], nbytes: int, text: str) -> PoolError:
+        return kind(
+            text,
+            requested_bytes=nbytes,
+            held_bytes=self.of["held"],
+            leased_bytes=self.of["leased"],
+            in_flight_bytes=self.of["in_flight"],
+            max_bytes=self.max_bytes,
+        )
+
+    def closed(self, user: str | None) -> PoolError:
+        text = f"pool is closed: {self}; make a new SlabPool"
+        if user is not None:
+            text = f"{user.lower()} is closed: its pool {self}; make a new {user}"
+        return self.error(PoolClosedError, 0, text)
+
+    def never_fits(
+        self, nbytes: int, account: Account | None = None, largest: int = 0
+    ) -> PoolError:
+        quotas, remedy = "", f"pass {self.cap(nbytes * 9 // 8)} or more, or ask for less"
+        if account is not None:
+            quotas = f"quotas leave {account.name!r} at most {format_bytes(largest)}, "
+            remedy = "raise max_bytes, change set_quota(), or ask for less"
+        return self.error(
+            BudgetExceededError,
+            nbytes,
+            f"request can never fit: requested {format_bytes(nbytes)}, {quotas}{self}; {remedy}",
+        )
+
+    def never_free(self, nbytes: int) -> PoolError:
+        return self.error(
+            BudgetExceededError,
+            nbytes,
+            f"request doesn't fit beside slabs held for good: requested {format_bytes(nbytes)}, "
+            f"{self}; close handles of frozen modules and drop these modules, or pass "
+            f"{self.cap(self.of['held_for_good'] + nbytes * 9 // 8)} or more",
+        )
+
+    def reserve_does_not_fit(self, capacity: int, missing: int) -> PoolError:
+        return self.error(
+            BudgetExceededError,
+            missing * capacity,
+            f"reserve does not fit: {missing} slabs of {format_bytes(capacity)} are missing, "
+            f"{self}; release leases, trim() idle slabs, or pass "
+            f"{self.cap(self.of['held'] + missing * capacity)}",
+        )
+
+    def timed_out(self, nbytes: int, timeout: float | None, others: int) -> PoolError:
+        return self.error(
+            AcquireTimeoutError,
+            nbytes,
+            f"no slab came free within {timeout} s: requested {format_bytes(nbytes)}, {self}, "
+            f"{others} other waiters; release leases sooner, wait longer, or pass "
+            f"{self.cap(self.of['held'] + nbytes * 9 // 8)}",
+        )
+
+    def refused(self, nbytes: int, refusal: Refusal) -> MemoryError:
+        return MemoryError(
+            f"memory was refused before: requested {format_bytes(nbytes)}, {self}; {refusal.reason}"
+        )
+
+    def frozen(self, nbytes: int, largest: int) -> PoolError:
+        return self.error(
+            PoolFrozenError,
+            nbytes,
+            f"pool is frozen and would have to allocate: requested {format_bytes(nbytes)}, largest "
+            f"slab {format_bytes(largest)}, {self}; reserve() all that is needed before freeze()",
+        )
 
 
 def forked() -> ForkedPoolError:

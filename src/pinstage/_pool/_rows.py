@@ -33,12 +33,11 @@ from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from .._reaper import reaper
-from .._sizes import round_up
 from ..errors import HostBudgetError, PinstageError
 from ._adaptor import RefusedForNow
 
@@ -63,9 +62,6 @@ _SUFFIX = ".pinstage"
 
 _SPARE_BYTES = 128
 """Room in a row for larger numbers, and for an inode."""
-
-_ROW_BYTES = 512
-"""The size of a row is a multiple of this."""
 
 turn = threading.RLock()
 """Held with the folder's lock, and during a fork, so that no child inherits the folder's lock."""
@@ -124,7 +120,7 @@ class Row:
         self.usage = usage
         """The file's content, once there is a file."""
         self.is_inherited = is_inherited
-        self.descriptors: list[int] = []
+        self.descriptors = list[int]()
         """The file's; empty if there is none."""
         self._life = np.empty(0)  # not the row: see `Reaper.watch`
         _rows.add(self)
@@ -142,17 +138,18 @@ class Row:
             OSError: it can't be written. A row that was there keeps its numbers, a new one is
                 removed.
         """
-        usage = replace(self.usage, held_bytes=held, shared={inode: held} if inode and held else {})
-        fields = asdict(usage)
-        record = json.dumps(fields | {"check": _check_of(fields)}).encode()
+        usage = replace(self.usage, held_bytes=held, shared={inode: held} if inode else {})
+        text = json.dumps(asdict(usage)).encode()
+        record = b"%010d" % zlib.crc32(text) + text
         if not self.descriptors or not os.fstat(self.descriptors[-1]).st_nlink:
             self.close()
-            flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-            self.descriptors.append(os.open(self.name, flags, 0o600, dir_fd=folder))
+            self.descriptors.append(
+                os.open(self.name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+            )
         file = self.descriptors[-1]
         before = os.pread(file, os.fstat(file).st_size, 0)
         # All writes have the same size, so that later ones need no space.
-        nbytes = len(before) or round_up(len(record) + _SPARE_BYTES, _ROW_BYTES)
+        nbytes = len(before) or len(record) + _SPARE_BYTES
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.pwrite(file, record.ljust(nbytes), 0) < nbytes:
@@ -171,7 +168,7 @@ class Row:
         close_files(self.descriptors)
 
 
-_rows: weakref.WeakSet[Row] = weakref.WeakSet()
+_rows = weakref.WeakSet[Row]()
 
 
 def close_files(descriptors: list[int]) -> bool:
@@ -213,9 +210,10 @@ def folder_path() -> Path:
     """
     path = Path(os.environ.get(VARIABLE) or f"/tmp/pinstage-{os.geteuid()}")
     if not path.is_absolute():
-        why = "each working directory would have budgets of its own"
-        remedy = "name the folder by an absolute path"
-        raise HostBudgetError(f"{VARIABLE} is a relative path: {str(path)!r}: {why}; {remedy}")
+        raise HostBudgetError(
+            f"{VARIABLE} is a relative path: {str(path)!r}: each working directory would have "
+            "budgets of its own; name the folder by an absolute path"
+        )
     return path
 
 
@@ -239,47 +237,42 @@ def in_folder(path: Path, work: Callable[[int], T], deadline: float = math.inf) 
     left = _LEAST_SECONDS  # at first, however late this thread is
     try:
         while left > 0:
-            if turn.acquire(timeout=left):
+            with turn:
+                folder = _open(path)
                 try:
-                    folder = _open(path)
-                    try:
-                        if _lock(folder):
-                            return work(folder)
-                    finally:  # before a child may be forked: it would keep the lock
-                        os.close(folder)
-                finally:
-                    turn.release()
+                    with contextlib.suppress(BlockingIOError):  # another process has it
+                        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        return work(folder)
+                finally:  # before a child may be forked: it would keep the lock
+                    os.close(folder)
             time.sleep(0.0005)
             left = min(busy_until, deadline) - time.monotonic()
         if deadline < busy_until:
             raise FolderBusy
-        held = f"another process has held its lock for {_BUSY_SECONDS} s"
-        raise TimeoutError(f"{held}: is it stopped?")
+        raise TimeoutError(
+            f"another process has held its lock for {_BUSY_SECONDS} s: is it stopped?"
+        )
     except PinstageError:  # some are an `OSError`, too
         raise
     except OSError as error:
-        remedy = f"remove that folder while no program uses it, or name another one in {VARIABLE}"
-        raise HostBudgetError(f"host budgets cannot be used: {path}: {error}; {remedy}") from error
+        raise HostBudgetError(
+            f"host budgets cannot be used: {path}: {error}; remove that folder while no program "
+            f"uses it, or name another one in {VARIABLE}"
+        ) from error
 
 
 def _open(path: Path) -> int:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     status, user = os.fstat(folder), os.geteuid()
     if status.st_uid != user or status.st_mode & 0o077:
         os.close(folder)
-        mode = f"mode {stat.S_IMODE(status.st_mode):o}, not to user {user}, mode 700"
-        raise PermissionError(f"it belongs to user {status.st_uid}, {mode}")
+        raise PermissionError(
+            f"it belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}, not to "
+            f"user {user}, mode 700"
+        )
     return folder
-
-
-def _lock(folder: int) -> bool:
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -297,7 +290,7 @@ def read_rows(folder: int, budget: str | None = None, but: Container[str] = ()) 
     Raises:
         HostBudgetError: a row is damaged, unless it belongs to another budget.
     """
-    pools: dict[str, PoolUsage] = {}
+    pools = dict[str, PoolUsage]()
     prefix = "" if budget is None else _prefix_of(budget)
     for name in os.listdir(folder):
         if not name.endswith(_SUFFIX) or name in but:
@@ -306,15 +299,18 @@ def read_rows(folder: int, budget: str | None = None, but: Container[str] = ()) 
         if row is None:
             continue
         if (other := pools.get(row.pool)) is not None:
-            held, shared = row.held_bytes + other.held_bytes, row.shared | other.shared
-            row = replace(row, held_bytes=held, shared=shared)
+            row = replace(
+                row,
+                held_bytes=row.held_bytes + other.held_bytes,
+                shared=row.shared | other.shared,
+            )
         pools[row.pool] = row
     return list(pools.values())
 
 
 def _read_living(folder: int, name: str, prefix: str) -> PoolUsage | None:
     """Read a row if its name has the prefix. Return None, and remove it, if no process has it."""
-    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         os.unlink(name, dir_fd=folder)
@@ -330,31 +326,30 @@ def _read(file: int) -> PoolUsage | None:
 
     Unknown fields, as of other versions, are ignored.
     """
-    text = os.pread(file, os.fstat(file).st_size, 0)
-    if not text:
+    record = os.pread(file, os.fstat(file).st_size, 0)
+    if not record:
         return None
     try:
-        fields = json.loads(text)
-        if fields.pop("check") != _check_of(fields):
+        text = record[10:].rstrip()
+        if int(record[:10]) != zlib.crc32(text):
             raise ValueError("its checksum is wrong")
+        fields = json.loads(text)
         return PoolUsage(**{name: fields[name] for name in PoolUsage.__annotations__})
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        path, holder = Path(f"/proc/self/fd/{file}").readlink(), _holder(file)
-        remedy = f"end the process that has it open{holder}, or name another folder in {VARIABLE}"
-        damage = f"a host budget's file is damaged: {path}: {error}"
-        raise HostBudgetError(f"{damage}; {remedy}") from error
-
-
-def _check_of(fields: dict[str, Any]) -> int:
-    """Return the checksum of a row's fields."""
-    return zlib.crc32(json.dumps(fields).encode())
+    except (LookupError, ValueError) as error:
+        path = Path(f"/proc/self/fd/{file}").readlink()
+        raise HostBudgetError(
+            f"a host budget's file is damaged: {path}: {error}; end the process that has it open"
+            f"{_holder(file)}, or name another folder in {VARIABLE}"
+        ) from error
 
 
 def _holder(file: int) -> str:
     """Return a text that names the process that has a row's lock; empty if unknown."""
-    lock = rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} "
     with contextlib.suppress(OSError):
-        if owner := re.search(lock, Path("/proc/locks").read_text()):
+        if owner := re.search(
+            rf"FLOCK .* (\d+) [\da-f]+:[\da-f]+:{os.fstat(file).st_ino} ",
+            Path("/proc/locks").read_text(),
+        ):
             return f" ({owner[1]})"
     return ""
 

@@ -13,13 +13,11 @@ import os
 import threading
 import time
 import weakref
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from operator import attrgetter, methodcaller
-from types import TracebackType
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +27,9 @@ from .._compat.views import checked_sizes, tensor_over
 from .._memory import Block, capturing_device, record_current_streams, refuse_capture
 from .._reaper import reaper
 from ..errors import LeaseError
-from . import _refusals
 from ._adaptor import ResourceAdaptor
-from ._waiting import Account, Accounts
+from ._refusals import Figures, Refusal, forked
+from ._waiting import NOBODY, Account, Accounts
 
 _is_done = methodcaller("query")
 _BYTE, _tensor_of = torch.uint8, torch.frombuffer  # faster to look up than torch's attributes
@@ -95,7 +93,7 @@ class Slab:
         stack: slabs of its capacity that may be free, the one returned last at the end.
         put: adds the slab to `stack`, whatever its argument. A single C call, so finalisers may
             make it.
-        account: the owner of the current or last lease; None before the first.
+        account: the owner of the current or last lease; `NOBODY` before the first.
         requested: bytes that this lease asked for.
         used_at: the number of this lease, counted over the whole pool.
         lease: weak reference to the lease; None after the release.
@@ -108,7 +106,7 @@ class Slab:
         for_good: whether no release is expected of the current or last lease and its views.
     """
 
-    account: Account | None = None
+    account = NOBODY
     requested = 0
     lease: weakref.ref[Any] | None = None
     views: weakref.ref[Any] | None = None
@@ -118,9 +116,9 @@ class Slab:
     def __init__(self, block: Block, stacks: dict[int, dict[Slab, Any]], used_at: int) -> None:
         self.block, self.ptr, self.capacity = block, block.ptr, block.nbytes
         self.stack = stacks.setdefault(block.nbytes, {})
-        self.put: Callable[[object], object] = partial(self.stack.setdefault, self)
+        self.put = partial(self.stack.setdefault, self)
         self.used_at = used_at
-        self.guards: dict[int, Fence] = {}
+        self.guards = dict[int, Fence]()
 
     def is_free(self) -> bool:
         """Return whether nothing uses the slab, after querying its events. Call it under the pool's
@@ -327,7 +325,7 @@ class Lease:
         """
         state = self._state
         if state.is_forked:
-            raise _refusals.forked()
+            raise forked()
         if after is not None and not hasattr(after, "query"):
             check_fence(after)
         # No call is made until the slab has no lease, so neither another thread nor an interrupt
@@ -341,11 +339,11 @@ class Lease:
             slab.lease = None
         self._exporter = None
         slab.put(None)
-        state.unrecorded.pop(self, None)
+        state.unrecorded.discard(self)
         if state.waiters:
             state.wake(1)
         if state.closed:
-            state.tidy_later()
+            reaper.tasks.put(state)
 
     def _held(self, what: str) -> Slab:
         slab = self._slab
@@ -363,7 +361,7 @@ class Lease:
         state = self._state
         # Page-locked pages may be missing in a child: reading them would end it.
         if state.is_forked:
-            raise _refusals.forked()
+            raise forked()
         slab = self._held(what)
         if self._exporter is None:
             exporter = _exporter_type(slab.capacity).from_address(slab.ptr)
@@ -383,9 +381,7 @@ class Lease:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        *raised: Any,
     ) -> None:
         slab = self._slab
         if slab is None:
@@ -397,17 +393,17 @@ class Lease:
                 if slab.lease is self._ref:  # as in `release`
                     slab.guards.update(zip(guard_numbers, events, strict=False))
         except BaseException as failure:
-            state.unrecorded[self] = None
-            if error is None or not isinstance(failure, Exception):
+            state.unrecorded.add(self)
+            if raised[1] is None or not isinstance(failure, Exception):
                 raise
-            error.add_note(
+            raised[1].add_note(
                 f"a lease of {self._nbytes} bytes stays held: {failure!r}; call its "
                 "release(after=event)"
             )
         else:
             self.release()
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+    def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"a lease cannot be copied or pickled: {self!r} is the right to use one slab once; "
             "acquire another, or copy its bytes with lease.tensor().clone()"
@@ -468,6 +464,7 @@ class PoolState:
             finaliser may run in its thread.
         is_entered: returns whether this thread has the lock, or is in a call of `memory` for which
             others wait. Always true in a forked child.
+        has_told: whether a refusal of memory was reported.
         is_forked: whether this is a forked child's copy, which must not be used.
         memory: where slabs come from.
         record: records events behind the calling thread's work on the devices; None if memory isn't
@@ -477,19 +474,18 @@ class PoolState:
         unrecorded: leases that stay held after their block because `record` failed; kept alive
             until released.
         forgotten: leases that were never released: bytes requested, and bytes of the slab.
-        waiters: requests that wait, ordered by age, the oldest first.
+        waiters: requests that wait.
         slabs: all slabs that are held.
         growths: slow work under way.
         stacks: slabs that may be free, by capacity. A cache, which `scan` rebuilds.
-        sizes: the keys of `stacks`, sorted.
         refusal: the last one, while the pool doesn't try to grow that far again.
         pageable: pools of pageable slabs, private and shared ones, which users make when
             page-locking is refused; by whether they are shared. They are closed with this one.
     """
 
-    closed = frozen = is_forked = False
+    closed = frozen = is_forked = has_told = False
     user: str | None = None
-    refusal: _refusals.Refusal | None = None
+    refusal: Refusal | None = None
     hits = misses = peak_held_bytes = peak_held_slabs = total_held_bytes = total_held_slabs = 0
 
     def __init__(self, memory: ResourceAdaptor, max_bytes: int, reason: str) -> None:
@@ -497,20 +493,19 @@ class PoolState:
         # A copy from pageable memory has read the memory when the call returns.
         self.record = record_current_streams if memory.resource.is_pinned else None
         self.granularity = memory.resource.granularity
-        self.pageable: dict[bool, Any] = {}
+        self.pageable = dict[bool, Any]()
         self.lock = threading.RLock()
         self.is_entered = has_lock = ownership(self.lock)
         if (is_in_memory := memory.is_entered) is not None:
             self.is_entered = lambda: has_lock() or is_in_memory()
         self.accounts = Accounts(max_bytes, self.granularity)
-        self.waiters: dict[Any, None] = {}
+        self.waiters = set[Any]()
         self.clock = itertools.count(1)
-        self.slabs: dict[Slab, None] = {}
-        self.growths: dict[Any, None] = {}
-        self.stacks: dict[int, dict[Slab, Any]] = {}
-        self.sizes: list[int] = []
-        self.unrecorded: dict[Any, None] = {}
-        self.forgotten: list[tuple[int, int]] = []
+        self.slabs = dict[Slab, None]()
+        self.growths = set[Any]()
+        self.stacks = dict[int, dict[Slab, Any]]()
+        self.unrecorded = set[Any]()
+        self.forgotten = list[tuple[int, int]]()
         _all.add(self)
         # Not the state itself: in a garbage cycle, the collector calls back before finalisers use
         # it for the last time.
@@ -530,20 +525,13 @@ class PoolState:
             nbytes: the request's bytes.
             bound: bytes of the largest slab that may serve the request.
         """
-        sizes = self.sizes
-        for size in sizes[bisect_left(sizes, nbytes) : bisect_right(sizes, bound)]:
-            # Only single C calls touch the stack: at any moment, other threads may add to it, by a
-            # release, or take from it, to free a slab.
-            stack = self.stacks[size]
-            try:
-                last, _ = stack.popitem()
-            except KeyError:
+        for size in sorted(self.stacks):
+            if not nbytes <= size <= bound:
                 continue
-            slab: Slab | None = last
-            if not last.is_free():
-                if last.fences():
-                    last.put(None)  # else its release, or the end of its last view, does it
-                slab = next(filter(Slab.is_free, list(stack)), None)
+            # A copy: at any moment, other threads may add to it, by a release, or take from it, to
+            # free a slab.
+            stack = list(self.stacks[size])
+            slab = next(filter(Slab.is_free, stack[-1:] + stack), None)
             if slab is not None:
                 self.hits += 1
                 return Lease(self, slab, nbytes, account)
@@ -553,7 +541,6 @@ class PoolState:
         """Make a slab of a new block."""
         slab = Slab(block, self.stacks, next(self.clock))
         self.slabs[slab] = None
-        self.sizes = sorted(self.stacks)
         self.total_held_bytes += slab.capacity
         self.total_held_slabs += 1
         self.peak_held_bytes = max(self.peak_held_bytes, total(self.slabs))
@@ -566,11 +553,6 @@ class PoolState:
         """
         if self.refusal is not None and time.monotonic() >= self.refusal.until:
             self.refusal = None
-        for growth in list(self.growths):
-            if growth.is_abandoned():
-                for slab in growth.victims:
-                    slab.doomed = False
-                del self.growths[growth]  # last, because an interrupt may come before
         slabs = list(self.slabs)
         idle = list(filter(Slab.is_free, slabs))
         # Afterwards: querying events may run the garbage collector, which frees leases.
@@ -589,8 +571,8 @@ class PoolState:
 
     def promised(self) -> int:
         """Return the bytes of the cap that are taken: held, or set aside for growths."""
-        growths: int = sum([growth.promised() for growth in list(self.growths)])
-        return growths + total(slab for slab in list(self.slabs) if not slab.doomed)
+        held = total(slab for slab in list(self.slabs) if not slab.doomed)
+        return held + sum([growth.promised for growth in list(self.growths)])  # type: ignore[no-any-return]
 
     def whole(self) -> int:
         """Return the bytes that quotas divide: those of the cap, or those held by a frozen pool."""
@@ -608,7 +590,7 @@ class PoolState:
         parts["held_for_good"] = list(filter(Slab.is_held_for_good, held))
         return parts
 
-    def busy(self) -> Counter[Account | None]:
+    def busy(self) -> Counter[Account]:
         """Return the bytes that owners have: leased, in flight, or being allocated for them."""
         parts = self.parts()
         busy = by_owner([*parts["leased"], *parts["in_flight"]])
@@ -616,14 +598,14 @@ class PoolState:
             busy[growth.waiter.account] += growth.capacity
         return busy
 
-    def held_for_good(self) -> Counter[Account | None]:
+    def held_for_good(self) -> Counter[Account]:
         """Return the bytes that owners hold for good."""
         return by_owner(filter(Slab.is_held_for_good, list(self.slabs)))
 
     def largest(self, bound: int) -> int:
         """Return the size of the largest slab within a bound that isn't held for good."""
-        usable = [slab for slab in list(self.slabs) if slab.capacity <= bound]
-        return max([slab.capacity for slab in usable if not slab.is_held_for_good()], default=0)
+        usable = itertools.filterfalse(Slab.is_held_for_good, list(self.slabs))
+        return max([slab.capacity for slab in usable if slab.capacity <= bound], default=0)
 
     def pending(self) -> list[Fence]:
         """Return the events that slabs without a lease or views wait for."""
@@ -635,27 +617,29 @@ class PoolState:
         is_pinned = slab.block.is_pinned
         return self.memory.resource.is_pinned if is_pinned is None else is_pinned
 
-    @property
-    def reason(self) -> str:
-        """Where the cap comes from, and what limited the pool besides it at the last check."""
-        return self._reason + self.memory.holders()
-
-    def figures(self) -> _refusals.Figures:
+    def figures(self) -> Figures:
         is_own = self.max_bytes < self.memory.allowed  # else the memory has the tighter limit
         cap = ResourceAdaptor(self.memory.resource).cap if is_own else self.memory.cap
         held = {part: total(slabs) for part, slabs in self.parts().items()}
-        return _refusals.Figures(held, self.max_bytes, self.reason, cap)
+        return Figures(held, self.max_bytes, self._reason + self.memory.holders(), cap)
+
+    def is_first_refusal(self) -> bool:
+        """Return whether the caller has to warn of a refusal of memory: a pool and its users do
+        that once.
+        """
+        has_told, self.has_told = self.has_told, True
+        return not has_told
 
     # -- waking and freeing
 
+    def line(self) -> list[Any]:
+        """Return the requests that wait, the oldest first."""
+        return sorted(self.waiters, key=attrgetter("arrived"))
+
     def wake(self, most: int | None = None) -> None:
         """Wake the first requests in line; None for all. Finalisers call this."""
-        for waiter in list(self.waiters)[:most]:
+        for waiter in self.line()[:most]:
             waiter.wake()
-
-    def tidy_later(self) -> None:
-        """Let the reaper free slabs that were returned to a closed pool. Finalisers call this."""
-        reaper.tasks.put(self)
 
     def reap(self) -> bool:
         """Free the slabs returned to a closed pool; for the reaper. Return whether no event is
@@ -674,9 +658,9 @@ def total(slabs: Iterable[Slab]) -> int:
     return sum([slab.capacity for slab in list(slabs)])
 
 
-def by_owner(slabs: Iterable[Slab]) -> Counter[Account | None]:
+def by_owner(slabs: Iterable[Slab]) -> Counter[Account]:
     """Return the bytes of slabs by their owners."""
-    held: Counter[Account | None] = Counter()
+    held = Counter[Account]()
     for slab in slabs:
         held[slab.account] += slab.capacity
     return held
@@ -693,7 +677,7 @@ def free(slabs: dict[Slab, None], victims: Iterable[Slab], memory: ResourceAdapt
         BaseException: the error of the first slab that could not be freed, and is never used again;
             the others are freed nevertheless.
     """
-    errors: list[BaseException] = []
+    errors = list[BaseException]()
     for slab in list(victims):
         try:
             if all(map(_is_done, slab.fences())):
@@ -713,7 +697,7 @@ def free(slabs: dict[Slab, None], victims: Iterable[Slab], memory: ResourceAdapt
     return not slabs
 
 
-_all: weakref.WeakSet[PoolState] = weakref.WeakSet()
+_all = weakref.WeakSet[PoolState]()
 """The pools of this process and its parents."""
 
 

@@ -103,7 +103,7 @@ class PoolStats:
 def snapshot(state: PoolState) -> PoolStats:
     """Check all slabs, and return the counters. Call it under the pool's lock."""
     state.scan()
-    parts, accounts = state.parts(), list(state.accounts.values())
+    parts, accounts = state.parts(), state.accounts.values()
     whole, busy = state.whole(), state.busy()
     leased, in_flight = by_owner(parts["leased"]), by_owner(parts["in_flight"])
     sizes = {f"{part}_bytes": total(slabs) for part, slabs in parts.items() if part != "viewed"}
@@ -111,8 +111,10 @@ def snapshot(state: PoolState) -> PoolStats:
     return PoolStats(
         **sizes,
         **counts,
-        **{name: getattr(state, name) for name in _COUNTERS},
-        max_bytes_reason=state.reason,
+        **{
+            name: getattr(state, name) for name in PoolStats.__annotations__ if hasattr(state, name)
+        },
+        max_bytes_reason=state.figures().reason,
         pinned_bytes=total(filter(state.is_pinned, parts["held"])),
         trims=state.total_held_slabs - counts["held_slabs"],
         waits=sum(account.waits for account in accounts),
@@ -131,9 +133,3 @@ def snapshot(state: PoolState) -> PoolStats:
             for account in accounts
         },
     )
-
-
-_COUNTERS = (
-    *("max_bytes", "hits", "misses", "peak_held_bytes", "peak_held_slabs"),
-    *("total_held_bytes", "total_held_slabs"),
-)

@@ -27,10 +27,6 @@ class Account:
     wait_seconds: float = 0.0
 
 
-NOTHING: Counter[Account | None] = Counter()
-"""The bytes that owners have while all slabs are idle: none."""
-
-
 NOBODY = Account("")
 """The account of requests that lease nothing."""
 
@@ -53,7 +49,6 @@ class Accounts(dict[str, Account]):
     """
 
     def __init__(self, max_bytes: int, granularity: int) -> None:
-        super().__init__()
         self.have_quotas = False  # else `room` needn't be called
         self._max_bytes = max_bytes
         self._granularity = granularity
@@ -89,7 +84,7 @@ class Accounts(dict[str, Account]):
         self,
         account: Account,
         whole: int,
-        busy: Counter[Account | None] = NOTHING,
+        busy: Counter[Account],
         ahead: Sequence[Any] = (),
     ) -> int:
         """Return the size of the largest slab that an owner may take now; below 1 for none.
@@ -107,8 +102,8 @@ class Accounts(dict[str, Account]):
         Args:
             account: the owner that asks.
             whole: bytes that all owners together may have.
-            busy: bytes that each owner has. `NOTHING` finds the largest slab that `account` can
-                ever have.
+            busy: bytes that each owner has. Without any, this is the largest slab that `account`
+                can ever have.
             ahead: the requests that have waited longer.
         """
         room = (
@@ -130,7 +125,8 @@ class Accounts(dict[str, Account]):
 
 
 class _ThisThread(threading.local):
-    gives_up: Callable[[], bool] | None = None
+    def gives_up(self) -> bool:
+        return False
 
 
 this_thread = _ThisThread()
@@ -140,7 +136,7 @@ def give_up_waiting_if(condition: Callable[[], bool]) -> None:
     """Let later waits of this thread time out once a condition is true, because their slab isn't
     wanted any longer.
     """
-    this_thread.gives_up = condition
+    this_thread.gives_up = condition  # type: ignore[method-assign]
 
 
 def check_timeout(timeout: object) -> None:

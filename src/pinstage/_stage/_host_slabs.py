@@ -20,11 +20,9 @@ from .._pool import (
     Lease,
     SlabPool,
     check_open,
-    is_first_refusal,
     largest_for,
+    refuse_if_useless,
     state_of,
-    timed_out,
-    why_never,
 )
 from .._sizes import format_bytes
 from ..errors import AcquireTimeoutError, BudgetExceededError, PoolError, StagingWarning
@@ -185,16 +183,16 @@ class HostSlabs:
             return None if lease is None else [lease]
         self.check_open()
         state, total = self._state, sum(sizes)
-        never = why_never(self.pool, self._owner, total)
-        if isinstance(never, BudgetExceededError):
-            try:
-                raise never
-            finally:
-                del never  # it and this frame would keep one another
+        try:
+            refuse_if_useless(self.pool, self._owner, total)
+        except BudgetExceededError:
+            raise
+        except (PoolError, MemoryError):
+            pass  # slabs may be smaller, or pageable
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (leases := self._all_now(sizes)) is None:
             if time.monotonic() >= deadline:
-                raise timed_out(state.figures(), total, timeout, len(state.waiters))
+                raise state.figures().timed_out(total, timeout, len(state.waiters))
             time.sleep(LOOK_AGAIN_SECONDS)
         return leases
 
@@ -224,7 +222,7 @@ class HostSlabs:
         except (PoolError, TimeoutError):
             raise
         except REFUSALS as error:
-            most = max([SLAB_BYTES, *self._state.sizes])
+            most = max([SLAB_BYTES, *self._state.stacks])
             if nbytes > most < self.most:
                 self.most = most
                 # Smaller slabs may be allowed, even if they have more bytes together.
@@ -302,7 +300,7 @@ class HostSlabs:
         """Count a refusal, and report the pool's first one."""
         with self._lock:
             self.refusals += 1
-        if is_first_refusal(self.pool):
+        if self._state.is_first_refusal():
             warnings.warn(
                 f"page-locking of {format_bytes(nbytes)} was refused, {consequence}: {error}; "
                 f"{remedy(nbytes)}; this warning is shown once",
