@@ -366,7 +366,7 @@ def test_ways_alternate_call_by_call(calls, way):
 
 
 @pytest.mark.parametrize(("fails_in", "error"), [(0, ValueError), (1, RuntimeError)])
-def test_a_way_that_raises_leaves_the_others_their_turns(calls, way, fails_in, error):
+def test_a_failing_way_leaves_the_others_turns(calls, way, fails_in, error):
     ways = {"a": way("a"), "b": way("b", fails_in), "c": way("c")}
     outcomes = timing.in_turn(ways, CPU, repeats=3, warm_ups=2)
     assert isinstance(outcomes["b"], error)

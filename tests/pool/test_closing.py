@@ -218,7 +218,7 @@ def test_a_dropped_pool_whose_memory_fails_says_so(memory):
 
 
 @pytest.mark.filterwarnings("ignore:memory of a dropped pool")
-def test_a_slab_that_cannot_be_freed_keeps_no_other(memory):
+def test_an_unfreeable_slab_keeps_no_other(memory):
     pool, event = SlabPool(1000, memory=memory), ManualEvent()
     idle, in_flight = pool.acquire(100), pool.acquire(200)
     [lost] = [block for block in memory.live_blocks if block.nbytes < 200]

@@ -605,7 +605,7 @@ def test_fields_of_other_versions_are_ignored(pools, folder):
     assert held() == [0]
 
 
-def test_requests_that_are_refused_keep_their_place_in_line(pools, background):
+def test_refused_requests_keep_their_place_in_line(pools, background):
     first, second = pools(), pools()
     lease = first.acquire("8MiB")
     requests = []
