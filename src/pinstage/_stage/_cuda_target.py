@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import _native
-from .._batch import Blocks, FindLocked, Sharing, Table, make_blocks
+from .._batch import Blocks, FindLocked, Parts, Sharing, Table, make_blocks
 from .._compat.calls import cuda_calls, ids_of
 from .._compat.views import check_is_plain
 from .._memory import (
@@ -27,7 +27,7 @@ from .._region import pieces_at
 from .._steps import NOTHING
 from ..errors import CudaUnavailableError
 from ._at_once import AT_ONCE_BYTES, AtOnce
-from ._current import OnStream, on_stream
+from ._current import OnStream
 from ._events import EventCache
 from ._target import FEW_TYPES, Arrival, Few, HostCopy, Target
 
@@ -81,7 +81,7 @@ class CudaTarget(Target):
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
         """See `Target`."""
-        return on_stream(stream)
+        return OnStream(stream)
 
     def in_background(self) -> AbstractContextManager[Any]:
         """See `Target`."""
@@ -169,9 +169,11 @@ class CudaTarget(Target):
         """
         return not self._reads_late and self._at_once.has_room()
 
-    def sent_at_once(self, copies: int, nbytes: int) -> None:
+    def fill(self, blocks: Blocks, parts: Parts, stream: torch.cuda.Stream) -> int:
         """See `Target`."""
-        self._at_once.add(copies, nbytes)
+        copies = super().fill(blocks, parts, stream)
+        self._at_once.add(copies, parts.table.nbytes)
+        return copies
 
     def to_host(
         self,
@@ -222,7 +224,7 @@ class CudaTarget(Target):
         if after is not None:
             after.wait(self.stream)
         try:
-            with on_stream(self.stream):
+            with self.selected(), OnStream(self.stream):
                 there.copy_(here, non_blocking=True)
             return Arrival(there, self.record(self.stream), consumer)
         except BaseException:  # an interrupt, perhaps: the copy may be under way

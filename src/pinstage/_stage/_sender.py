@@ -71,8 +71,6 @@ class PendingSend:
     """The stream of its copies."""
     slab: Lease | None = None
     """For the packed leaves; None: there are none, or they go from ordinary memory."""
-    reuses: bool = False
-    """Whether chunks are packed in the places of earlier ones."""
     job: Any = None
     """Threads that pack into the slab; None: all bytes are there, or the slab is smaller than the
     batch.
@@ -197,7 +195,7 @@ class Sender:
         elif few is not None and few.locked and self.borrows:
             kept.until(target.record(target.consumer(None)), leaves)
         elif few is not None and few.locked:  # our stream has read them
-            target.hand_over(target.record(target.stream), [], target.consumer(None))
+            target.wait(target.record(target.stream), target.consumer(None))
         if few is None:
             return None
         self.counters.add(few.copies, few.tensors, few.nbytes, few.nbytes, few.tensors, 0)
@@ -268,10 +266,10 @@ class Sender:
         pending.slab = slab = self.slabs.lease(nbytes, timeout)
         guard_until_release(slab, stream)  # an interrupt may come before the release
         if slab.nbytes >= nbytes:
-            pending.reuses = reuses_places(parts)
             try:
                 with step("pack"):
-                    job = start_packing(parts, slab, self.threads, reuses=pending.reuses)
+                    reuses = reuses_places(parts)
+                    job = start_packing(parts, slab, self.threads, reuses=reuses)
                     pending.job = None if job is None else job.__enter__()
             except BaseException:
                 pending.close(None)
@@ -356,7 +354,7 @@ class Sender:
 
     def _copy_in_chunks(self, pending: PendingSend, slab: Lease, blocks: Blocks) -> int:
         """Send each chunk as soon as it is packed."""
-        job, stream = pending.job, pending.stream
+        job, stream, reuses = pending.job, pending.stream, reuses_places(pending.parts)
         sent: deque[tuple[int, Fence | None]] = deque()
         copies = start = 0
         for chunk, end in enumerate(job.ends):
@@ -364,7 +362,7 @@ class Sender:
                 job.wait(chunk)
             copies += self._copy(blocks, slab, job.place(chunk) - start, (start, end), stream)
             start = end
-            if pending.reuses:
+            if reuses:
                 sent.append((chunk, self.target.record(stream)))
                 _reuse_places(job, sent)
         return copies

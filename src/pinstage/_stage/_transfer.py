@@ -27,9 +27,6 @@ from .._steps import step
 from ._not_a_batch import B_co, NotABatch
 from ._target import HostBytes, Target
 
-_NOT_YET: Any = object()
-"""In place of a batch that hasn't been put together."""
-
 
 class Sent(NamedTuple):
     """The packed leaves of a batch, whose copies have been started."""
@@ -164,8 +161,8 @@ class Transfer(NotABatch, Generic[B_co]):
         self._sizes = sizes
         self._sent = sent
         self._moved = moved
-        self._leaves: list[Any] | None = leaves  # until `wait`
-        self._batch: Any = _NOT_YET
+        self._leaves: list[Any] | None = leaves  # until `wait` puts the batch together
+        self._batch: Any = None
         self.copies = sent.copies
         """Host-to-device copies of the packed leaves: one per block, and several for a large
         block.
@@ -217,8 +214,7 @@ class Transfer(NotABatch, Generic[B_co]):
         self._target.refuse_capture()
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
-            if self._batch is _NOT_YET:
-                assert self._leaves is not None
+            if self._leaves is not None:
                 with step("unflatten"):
                     self._batch = self._structure.rebuild(self._leaves)
                 self._leaves = None
