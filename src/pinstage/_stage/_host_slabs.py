@@ -109,16 +109,11 @@ class HostSlabs:
             PoolError: as `SlabPool.acquire`.
         """
         size = nbytes
-        while True:
-            try:
-                return self._acquire(size, timeout)
-            except (PoolError, TimeoutError):  # a signal's handler may raise the latter
-                raise
-            except REFUSALS as error:
-                if size == nbytes:
-                    self._note_refusal(
-                        nbytes, error, "the batch is sent in parts through a smaller slab"
-                    )
+        while isinstance(lease := self._acquire(size, timeout), Exception):
+            if size == nbytes:
+                self._note_refusal(
+                    nbytes, lease, "the batch is sent in parts through a smaller slab"
+                )
             size //= 2
             if size < LEAST_SLAB_BYTES:
                 warn_once(
@@ -126,6 +121,7 @@ class HostSlabs:
                     "page-locked; see `pinstage doctor`"
                 )
                 return self._acquire_pageable(nbytes, self._timeout, None)
+        return lease
 
     def lease_whole(self, nbytes: int) -> Lease:
         """Lease a slab of `nbytes`, pageable if page-locking is refused. Blocks while the pool is
@@ -134,12 +130,10 @@ class HostSlabs:
         Raises:
             PoolError: as `SlabPool.acquire`.
         """
-        try:
-            return self._acquire(nbytes, None)
-        except (PoolError, TimeoutError):
-            raise
-        except REFUSALS as error:
-            return self._acquire_pageable(nbytes, self._timeout, error)
+        lease = self._acquire(nbytes, None)
+        if isinstance(lease, Exception):
+            return self._acquire_pageable(nbytes, self._timeout, lease)
+        return lease
 
     def lease_now(self, nbytes: int) -> Lease | None:
         """Lease a slab of `nbytes`, pageable if page-locking is refused. Doesn't wait for room.
@@ -150,16 +144,16 @@ class HostSlabs:
         Raises:
             PoolError: as `SlabPool.acquire`, but `AcquireTimeoutError`.
         """
+        refusal: Exception | None = None
         try:
-            return self.pool.acquire(nbytes, timeout=0, owner=self._owner)
+            lease = self._acquire(nbytes, 0)
+            if not isinstance(lease, Exception):
+                return lease
+            refusal = lease
         except AcquireTimeoutError:
-            # If the pool was refused memory, it has warned of that.
-            is_at_cap = self._state.refusal is None or nbytes > self.room()
-            return None if is_at_cap else self._pageable_now(nbytes)
-        except (PoolError, TimeoutError):
-            raise
-        except REFUSALS as error:
-            return self._pageable_now(nbytes, error) if nbytes <= self.room() else None
+            if self._state.refusal is None:
+                return None  # else the pool was refused memory, and has warned of that
+        return self._pageable_now(nbytes, refusal) if nbytes <= self.room() else None
 
     def lease_all(self, sizes: Sequence[int], timeout: float | None = None) -> list[Lease] | None:
         """Lease several slabs, all or none. Blocks while the pool is at its cap, without holding a
@@ -262,7 +256,8 @@ class HostSlabs:
         kept_by_others = max(0, self.pool.max_bytes - self._state.memory.allowed)
         return sum(sizes) <= room - kept_by_others
 
-    def _acquire(self, nbytes: int, timeout: float | None) -> Lease:
+    def _acquire(self, nbytes: int, timeout: float | None) -> Lease | Exception:
+        """Lease a slab of `nbytes`; return the error if page-locking is refused."""
         timeout = self._timeout if timeout is None else timeout
         try:
             return self.pool.acquire(nbytes, timeout=timeout, owner=self._owner)
@@ -272,6 +267,10 @@ class HostSlabs:
                 "freed: drop them sooner, or leave copy=False out"
             )
             raise
+        except (PoolError, TimeoutError):  # a signal's handler may raise the latter
+            raise
+        except REFUSALS as error:
+            return error
 
     def _pageable_now(self, nbytes: int, refusal: Exception | None = None) -> Lease | None:
         """Lease a pageable slab without waiting; None if all are in use."""

@@ -47,7 +47,7 @@ from ._out import detached, fill, in_order, prepare
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
 from ._target import MOST_FEW, Few, HostBytes, Target
-from ._transfer import Moved, Sent, Sizes, Transfer, kept, leaves_of, move_others, sizes_of
+from ._transfer import Sent, Sizes, Transfer, kept, leaves_of, move_others, sizes_of
 
 SMALL_BYTES = 1024 * 1024
 """Smaller batches are copied on the caller's current stream. Such a copy takes 20 us, in which
@@ -75,7 +75,7 @@ class PendingSend:
     """Threads that pack into the slab; None: all bytes are there, or the slab is smaller than the
     batch.
     """
-    moved: tuple[list[Any], Moved] | None = None
+    moved: tuple[list[Any], list[Sent]] | None = None
     """See `move_others`; None before it was called."""
 
     def close(self, event: Fence | None) -> None:
@@ -168,7 +168,7 @@ class Sender:
             consumer = self.target.consumer(None)
             sent = Sent(few.made(), self.target.record(consumer), few.copies, consumer)
             sizes = Sizes(few.nbytes, few.nbytes, few.tensors, 0)
-            return Transfer(self.target, structure, sizes, sent, Moved([], None), few.leaves)
+            return Transfer(self.target, structure, sizes, [sent], few.leaves)
 
     def take_apart(self, batch: Any, **known: Any) -> Parts:
         """Take a batch apart; for `known`, see the function of this name."""
@@ -328,7 +328,7 @@ class Sender:
         if locked < 0:
             return None
         sent = Sent(blocks.tensors, event, copies + locked, stream)
-        return Transfer(target, parts.structure, Sizes.of(table), sent, moved, leaves)
+        return Transfer(target, parts.structure, Sizes.of(table), [sent, *moved], leaves)
 
     def _copy_locked(self, parts: Parts, blocks: Blocks, stream: Any) -> int:
         """Copy page-locked leaves; return the number of copies, or -1 if the driver refused."""

@@ -29,7 +29,7 @@ from ._target import HostBytes, Target
 
 
 class Sent(NamedTuple):
-    """The packed leaves of a batch, whose copies have been started."""
+    """Leaves of a batch, whose copies have been started."""
 
     tensors: list[torch.Tensor]
     """Made for them."""
@@ -37,7 +37,7 @@ class Sent(NamedTuple):
     """Behind the last copy; None if no event was recorded."""
     copies: int
     stream: Any
-    """The stream of the copies."""
+    """The stream of the copies, for which `tensors` are safe; None if other code made them."""
 
 
 class Sizes(NamedTuple):
@@ -52,14 +52,6 @@ class Sizes(NamedTuple):
     def of(cls, table: Table) -> Sizes:
         """Return the figures of a table."""
         return cls(*table[1:5])
-
-
-class Moved(NamedTuple):
-    """The leaves of a batch that were moved by their own ``.to()``."""
-
-    leaves: list[Any]
-    event: Fence | None
-    """Behind the moves; None if there were none."""
 
 
 class Kept:
@@ -138,7 +130,6 @@ class Transfer(NotABatch, Generic[B_co]):
     __slots__ = (
         "_batch",
         "_leaves",
-        "_moved",
         "_sent",
         "_sizes",
         "_structure",
@@ -152,22 +143,20 @@ class Transfer(NotABatch, Generic[B_co]):
         target: Target,
         structure: Structure,
         sizes: Sizes,
-        sent: Sent,
-        moved: Moved,
+        sent: list[Sent],
         leaves: list[Any],
     ) -> None:
         self._target = target
         self._structure = structure
         self._sizes = sizes
-        self._sent = sent
-        self._moved = moved
+        self._sent = sent  # the packed leaves, and then those moved by their own ``.to()``
         self._leaves: list[Any] | None = leaves  # until `wait` puts the batch together
         self._batch: Any = None
-        self.copies = sent.copies
+        self.copies = sent[0].copies
         """Host-to-device copies of the packed leaves: one per block, and several for a large
         block.
         """
-        self.blocks = len(sent.tensors)
+        self.blocks = len(sent[0].tensors)
         """Device tensors made for the packed leaves: one per leaf with its own tensor, and one per
         shared block.
         """
@@ -185,18 +174,16 @@ class Transfer(NotABatch, Generic[B_co]):
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
         self._target.refuse_capture()
-        return all(
-            event is None or event.query() for event in (self._sent.event, self._moved.event)
-        )
+        return all(part.event is None or part.event.query() for part in self._sent)
 
     def synchronize(self) -> None:
         """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the
         stream waits.
         """
         self._target.refuse_capture()
-        for event in (self._sent.event, self._moved.event):
-            if event is not None:
-                event.synchronize()
+        for part in self._sent:
+            if part.event is not None:
+                part.event.synchronize()
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """Return the batch, safe to use on a stream.
@@ -223,13 +210,9 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def _hand_over(self, consumer: Any) -> None:
         """Make a stream wait for the bytes, and keep the memory while that stream uses it."""
-        tensors, event, _, writer = self._sent
-        if consumer is not writer:
-            self._target.hand_over(event, tensors, consumer)
-        if self._moved.leaves:
-            tensors = [tensor for thing in self._moved.leaves for tensor in tensors_in(thing)]
-            memory = [part for tensor in tensors for part in memory_of(tensor)]
-            self._target.hand_over(self._moved.event, memory, consumer)
+        for tensors, event, _, writer in self._sent:
+            if consumer is not writer:
+                self._target.hand_over(event, tensors, consumer)
 
     def __repr__(self) -> str:
         device = self._target.device
@@ -290,9 +273,9 @@ def _move(thing: Any, device: torch.device) -> Any:
 
 def move_others(
     target: Target, structure: Structure, table: Table, others: list[Any]
-) -> tuple[list[Any], Moved]:
+) -> tuple[list[Any], list[Sent]]:
     """Move the leaves that cannot be packed, each by its own ``.to()``, on the current stream.
-    Return all leaves that aren't in the slab, and those that were moved.
+    Return all leaves that aren't in the slab, and those that were moved, if there are some.
 
     Args:
         target: the device.
@@ -301,13 +284,15 @@ def move_others(
         others: the leaves that are not in the slab, in order.
     """
     if not table.moved:
-        return others, Moved([], None)
+        return others, []
     leaves = table.positions(RowKind.OTHER, RowKind.MOVED)
-    result, moved = list(others), []
+    result: list[Any] = list(others)
+    memory: list[torch.Tensor] = []
     for index in (table.rows["kind"][leaves] == RowKind.MOVED).nonzero()[0].tolist():
         result[index] = move(others[index], target.device, structure, leaves[index])
-        moved.append(result[index])
-    return result, Moved(moved, target.record(target.consumer(None)))
+        for tensor in tensors_in(result[index]):
+            memory += memory_of(tensor)
+    return result, [Sent(memory, target.record(target.consumer(None)), 0, None)]
 
 
 class Packed(NamedTuple):
@@ -351,7 +336,7 @@ def send_packed(
         others, moved = move_others(target, structure, table, others)
         with step("views"):
             leaves = blocks.leaves(others)
-        return Transfer(target, structure, Sizes.of(table), sent, moved, leaves)
+        return Transfer(target, structure, Sizes.of(table), [sent, *moved], leaves)
     except BaseException:
         event = target.record(stream)
         raise

@@ -18,6 +18,8 @@ import os
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -72,8 +74,8 @@ class _Checkpoint(NamedTuple):
     """None if the names aren't known before everything is read."""
     shapes: Mapping[str, Shape]
     """Shapes that are known before."""
-    read: Callable[[Iterable[str]], Iterable[tuple[str, Any]]]
-    """Reads tensors by name; all, if the names aren't known."""
+    read: Callable[[str], Any] | None
+    """Reads a tensor by name; None if the names aren't known."""
     may_reuse_memory: bool
     """Whether reading a tensor may overwrite those that were read before."""
 
@@ -82,21 +84,14 @@ def _opened(tensors: Any) -> _Checkpoint:
     if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
         names = tensors.keys()
         shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-        return _Checkpoint(
-            names, shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names), False
-        )
+        return _Checkpoint(names, shapes, tensors.get_tensor, False)
     if isinstance(tensors, Mapping):
         # It has all its tensors, unless its class makes them when they are read.
         has_all = type(tensors) in (dict, OrderedDict)
         shapes = {name: _shape_of(tensors[name]) for name in tensors} if has_all else {}
-        return _Checkpoint(
-            list(tensors),
-            shapes,
-            lambda names: ((name, tensors[name]) for name in names),
-            not has_all,
-        )
+        return _Checkpoint(list(tensors), shapes, tensors.__getitem__, not has_all)
     if isinstance(tensors, Iterable) and not isinstance(tensors, str | bytes | torch.Tensor):
-        return _Checkpoint(None, {}, lambda _: map(_pair, tensors), True)
+        return _Checkpoint(None, {}, None, True)
     raise _not_a_checkpoint(tensors, f"a {type(tensors).__name__}")
 
 
@@ -199,10 +194,9 @@ class Destination:
         """Return the positions of names whose memory overlaps another tensor's. Names of one tensor
         don't count.
         """
-        keys = list(dict.fromkeys(self.keys[name] for name in self.tensors))
-        one_of = {self.keys[name]: tensor for name, tensor in self.tensors.items()}
-        numbers = _overlapping([_span_of(_local(one_of[key])) for key in keys])
-        shared = {keys[number] for number in numbers}
+        shared = _overlapping(
+            {self.keys[name]: _span_of(_local(tensor)) for name, tensor in self.tensors.items()}
+        )
         return {
             name: position
             for name, position in self._positions.items()
@@ -450,12 +444,7 @@ class Destination:
         return part
 
 
-def check_cap(max_bytes: int) -> None:
-    """Check that weights can be loaded through a pool with this cap.
-
-    Raises:
-        ValueError: it is too small.
-    """
+def _check_cap(max_bytes: int) -> None:
     if max_bytes < _LEAST_CAP:
         raise ValueError(
             f"the pool is too small to load weights: its cap is {format_bytes(max_bytes)}. Pass "
@@ -467,16 +456,15 @@ def check_cap(max_bytes: int) -> None:
 
 
 @torch.no_grad()
-def load_weights(sender: Sender, destination: Destination, tensors: Any) -> IncompatibleKeys:
-    """Copy a checkpoint's tensors to their destinations; see `Stager.load_weights`.
-
-    Args:
-        sender: stages each group, in one device slab.
-        destination: where they are copied.
-        tensors: see `Stager.load_weights`.
-    """
+def load_weights(sender: Sender, target: Any, tensors: Any, *, strict: bool) -> IncompatibleKeys:
+    """Copy a checkpoint's tensors to their destinations; see `Stager.load_weights`."""
+    _check_cap(sender.slabs.pool.max_bytes)
+    metadata = getattr(tensors, "_metadata", None) or {}
+    destination = Destination(target, sender.target.device, metadata, strict=strict)
+    sender = replace(sender, own_storage=False, keeping=None)  # each group is in one device slab
     names, shapes, read, may_reuse_memory = _opened(tensors)
-    pairs = read(destination.plan(names, shapes))
+    wanted = destination.plan(names, shapes)
+    pairs = map(_pair, tensors) if read is None else ((name, read(name)) for name in wanted)
     parts = destination.parts(pairs, may_reuse_memory=may_reuse_memory)
     groups = _Groups(sender, destination.check_unchanged if may_reuse_memory else None)
     try:
@@ -634,17 +622,15 @@ def _key_of(tensor: torch.Tensor) -> Any:
     return (start, local.dtype, local.shape, local.stride()) if start < end else id(tensor)
 
 
-def _overlapping(spans: list[tuple[int, int]]) -> set[int]:
-    """Return the tensors whose memory may overlap that of another, by number."""
-    shared: set[int] = set()
-    furthest, last = 0, -1
-    for start, end, index in sorted(
-        (*span, index) for index, span in enumerate(spans) if span[0] < span[1]
-    ):
-        if start < furthest:
-            shared |= {last, index}
+def _overlapping(spans: dict[Any, tuple[int, int]]) -> set[Any]:
+    """Return the keys of tensors whose memory may overlap that of another."""
+    shared: set[Any] = set()
+    furthest, last = 0, None
+    for key, (start, end) in sorted(spans.items(), key=itemgetter(1)):
+        if start < min(end, furthest):  # an empty one overlaps none
+            shared |= {last, key}
         if end > furthest:
-            furthest, last = end, index
+            furthest, last = end, key
     return shared
 
 
