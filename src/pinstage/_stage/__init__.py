@@ -38,4 +38,4 @@ from ._transfer import (
     sizes_of,
     structure_of,
 )
-from ._weights import IncompatibleKeys
+from ._weights import IncompatibleKeys, overlapping

@@ -109,11 +109,16 @@ class HostSlabs:
             PoolError: as `SlabPool.acquire`.
         """
         size = nbytes
-        while isinstance(lease := self._acquire(size, timeout), Exception):
-            if size == nbytes:
-                self._note_refusal(
-                    nbytes, lease, "the batch is sent in parts through a smaller slab"
-                )
+        while True:
+            try:
+                return self._acquire(size, timeout)
+            except (PoolError, TimeoutError):  # a signal's handler may raise the latter
+                raise
+            except REFUSALS as error:
+                if size == nbytes:
+                    self._note_refusal(
+                        nbytes, error, "the batch is sent in parts through a smaller slab"
+                    )
             size //= 2
             if size < LEAST_SLAB_BYTES:
                 warn_once(
@@ -121,7 +126,6 @@ class HostSlabs:
                     "page-locked; see `pinstage doctor`"
                 )
                 return self._acquire_pageable(nbytes, self._timeout, None)
-        return lease
 
     def lease_whole(self, nbytes: int) -> Lease:
         """Lease a slab of `nbytes`, pageable if page-locking is refused. Blocks while the pool is
@@ -130,10 +134,12 @@ class HostSlabs:
         Raises:
             PoolError: as `SlabPool.acquire`.
         """
-        lease = self._acquire(nbytes, None)
-        if isinstance(lease, Exception):
-            return self._acquire_pageable(nbytes, self._timeout, lease)
-        return lease
+        try:
+            return self._acquire(nbytes, None)
+        except (PoolError, TimeoutError):
+            raise
+        except REFUSALS as error:
+            return self._acquire_pageable(nbytes, self._timeout, error)
 
     def lease_now(self, nbytes: int) -> Lease | None:
         """Lease a slab of `nbytes`, pageable if page-locking is refused. Doesn't wait for room.
@@ -144,16 +150,16 @@ class HostSlabs:
         Raises:
             PoolError: as `SlabPool.acquire`, but `AcquireTimeoutError`.
         """
-        refusal: Exception | None = None
         try:
-            lease = self._acquire(nbytes, 0)
-            if not isinstance(lease, Exception):
-                return lease
-            refusal = lease
+            return self.pool.acquire(nbytes, timeout=0, owner=self._owner)
         except AcquireTimeoutError:
-            if self._state.refusal is None:
-                return None  # else the pool was refused memory, and has warned of that
-        return self._pageable_now(nbytes, refusal) if nbytes <= self.room() else None
+            # If the pool was refused memory, it has warned of that.
+            is_at_cap = self._state.refusal is None or nbytes > self.room()
+            return None if is_at_cap else self._pageable_now(nbytes)
+        except (PoolError, TimeoutError):
+            raise
+        except REFUSALS as error:
+            return self._pageable_now(nbytes, error) if nbytes <= self.room() else None
 
     def lease_all(self, sizes: Sequence[int], timeout: float | None = None) -> list[Lease] | None:
         """Lease several slabs, all or none. Blocks while the pool is at its cap, without holding a
@@ -256,8 +262,7 @@ class HostSlabs:
         kept_by_others = max(0, self.pool.max_bytes - self._state.memory.allowed)
         return sum(sizes) <= room - kept_by_others
 
-    def _acquire(self, nbytes: int, timeout: float | None) -> Lease | Exception:
-        """Lease a slab of `nbytes`; return the error if page-locking is refused."""
+    def _acquire(self, nbytes: int, timeout: float | None) -> Lease:
         timeout = self._timeout if timeout is None else timeout
         try:
             return self.pool.acquire(nbytes, timeout=timeout, owner=self._owner)
@@ -267,10 +272,6 @@ class HostSlabs:
                 "freed: drop them sooner, or leave copy=False out"
             )
             raise
-        except (PoolError, TimeoutError):  # a signal's handler may raise the latter
-            raise
-        except REFUSALS as error:
-            return error
 
     def _pageable_now(self, nbytes: int, refusal: Exception | None = None) -> Lease | None:
         """Lease a pageable slab without waiting; None if all are in use."""

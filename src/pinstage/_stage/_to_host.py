@@ -499,7 +499,7 @@ class Fetcher:
     def _copy(self, plan: FetchPlan, lease: Lease | None) -> Copied:
         """Start the copies of all devices."""
         if lease is None:
-            return self._begin(plan, _NO_BYTES) if plan.direct else _NOTHING
+            return self._begin(plan, _NO_BYTES)
         after: Fence | None = self._streams(plan)
         # An interrupt may come before the release, and before a copy's event.
         guard_until_release(lease, after)

@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 
@@ -65,6 +65,7 @@ class IncompatibleKeys(NamedTuple):
     """Names that the module or dict doesn't have."""
 
 
+K = TypeVar("K")
 Shape: TypeAlias = tuple[int, ...] | None
 """None for values that aren't tensors."""
 
@@ -194,7 +195,7 @@ class Destination:
         """Return the positions of names whose memory overlaps another tensor's. Names of one tensor
         don't count.
         """
-        shared = _overlapping(
+        shared = overlapping(
             {self.keys[name]: _span_of(_local(tensor)) for name, tensor in self.tensors.items()}
         )
         return {
@@ -622,12 +623,16 @@ def _key_of(tensor: torch.Tensor) -> Any:
     return (start, local.dtype, local.shape, local.stride()) if start < end else id(tensor)
 
 
-def _overlapping(spans: dict[Any, tuple[int, int]]) -> set[Any]:
-    """Return the keys of tensors whose memory may overlap that of another."""
-    shared: set[Any] = set()
+def overlapping(spans: dict[K, tuple[int, int]]) -> set[K]:
+    """Return the keys of tensors whose memory may overlap that of another.
+
+    Args:
+        spans: the addresses of each tensor's first byte, and of the byte behind its last.
+    """
+    shared: set[K] = set()
     furthest, last = 0, None
     for key, (start, end) in sorted(spans.items(), key=itemgetter(1)):
-        if start < min(end, furthest):  # an empty one overlaps none
+        if last is not None and start < min(end, furthest):  # an empty one overlaps none
             shared |= {last, key}
         if end > furthest:
             furthest, last = end, key
