@@ -166,7 +166,10 @@ class Destination:
         self.keys = {name: _key_of(tensor) for name, tensor in self._all.items()}
         self.unexpected: list[str] = []
         self._positions = {name: position for position, name in enumerate(self.tensors)}
-        self._overlapping = self._positions_of_overlapping()
+        # Keys of tensors whose memory overlaps another's. Names of one tensor share a key.
+        self._overlapping = overlapping(
+            {self.keys[name]: _span_of(_local(tensor)) for name, tensor in self.tensors.items()}
+        )
         self._last_read: dict[Any, int] = {}  # by key, the last position that was read
         self._samples: dict[str, tuple[torch.Tensor, bytes | None]] = {}  # until they are checked
 
@@ -190,19 +193,6 @@ class Destination:
                 self._all[prefix + name] = tensor
                 if is_persistent:
                     self.tensors[prefix + name] = tensor
-
-    def _positions_of_overlapping(self) -> dict[str, int]:
-        """Return the positions of names whose memory overlaps another tensor's. Names of one tensor
-        don't count.
-        """
-        shared = overlapping(
-            {self.keys[name]: _span_of(_local(tensor)) for name, tensor in self.tensors.items()}
-        )
-        return {
-            name: position
-            for name, position in self._positions.items()
-            if self.keys[name] in shared
-        }
 
     def plan(self, names: Collection[str] | None, shapes: Mapping[str, Shape]) -> list[str]:
         """Check a checkpoint's names, and return those to read, in this order.
@@ -229,9 +219,12 @@ class Destination:
         """Return the names to read, so that `parts` needn't skip or keep a tensor whose shape is
         known.
         """
-        last = {self.keys[name]: name for name in sorted(names, key=self._positions.__getitem__)}
-        wanted = [name for name in names if last[self.keys[name]] == name or name not in shapes]
-        return sorted(wanted, key=lambda name: self._overlapping.get(name, -1))
+        positions, keys = self._positions, self.keys
+        last = {keys[name]: name for name in sorted(names, key=positions.__getitem__)}
+        wanted = [name for name in names if last[keys[name]] == name or name not in shapes]
+        return sorted(
+            wanted, key=lambda name: positions[name] if keys[name] in self._overlapping else -1
+        )
 
     def parts(
         self,
@@ -249,7 +242,7 @@ class Destination:
             pairs: names and tensors, as they are read.
             may_reuse_memory: whether `check_unchanged` looks at these tensors.
         """
-        overlapping: dict[int, tuple[str, torch.Tensor]] = {}
+        put_off: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in pairs:
             if name not in self.tensors:
                 self._pass_over(name)
@@ -263,12 +256,12 @@ class Destination:
             part = self._part_of(name, tensor)
             if may_reuse_memory:
                 self._samples[name] = part, _sample_of(part)
-            if name in self._overlapping:
-                overlapping[position] = name, part
+            if key in self._overlapping:
+                put_off[position] = name, part
             else:
                 yield name, part
-        for position in sorted(overlapping):
-            yield overlapping[position]
+        for position in sorted(put_off):
+            yield put_off[position]
 
     def write(self, name: str, part: torch.Tensor) -> Write:
         """Return the write of a tensor that `parts` yielded.
@@ -277,7 +270,7 @@ class Destination:
         destinations may overlap, or `check_unchanged` can't compare the tensor.
         """
         is_unknown = name in self._samples and self._samples[name][1] is None
-        ends_group = is_unknown or name in self._overlapping
+        ends_group = is_unknown or self.keys[name] in self._overlapping
         destination = self.local(name)
         if destination.layout is torch.strided:  # the copy replaces the parts of a sparse one
             destination = destination.detach()
@@ -308,11 +301,11 @@ class Destination:
         """Return the names that weren't read or aren't here, or raise the error of
         `load_state_dict`.
         """
-        self._check(self._last_read.keys(), [])
+        self._check(self._last_read, [])
         for name in self._counters & self.tensors.keys():
             if self._all[name].is_meta:
                 self.local(name).zero_()
-        return IncompatibleKeys(self._missing(self._last_read.keys()), self.unexpected)
+        return IncompatibleKeys(self._lacking(self.tensors, self._last_read), self.unexpected)
 
     def _is_unexpected(self, name: str) -> bool:
         """Return whether `load_state_dict` reports a name: not if it is in a module that None
@@ -363,28 +356,22 @@ class Destination:
             loaded: keys of the tensors that are loaded, or will be.
             problems: found by `_problem_of`.
         """
-        missing = self._missing(loaded) if self._strict else []
+        missing = self._lacking(self.tensors, loaded) if self._strict else []
         named = {*loaded, *(self.keys[name] for name in missing)}
+        on_meta = [name for name, tensor in self._all.items() if tensor.is_meta]
         listed = {
             "Missing key(s) in state_dict": missing,
             "Unexpected key(s) in state_dict": self.unexpected if self._strict else [],
-            "Still on meta after loading": self._left_on_meta(named),
+            "Still on meta after loading": self._lacking(on_meta, named),
         }
         lines = [_line(what, names) for what, names in listed.items() if names]
         if lines or problems:
             self._refuse([*lines, *problems])
 
-    def _missing(self, loaded: Collection[Any]) -> list[str]:
+    def _lacking(self, names: Iterable[str], keys: Collection[Any]) -> list[str]:
+        """Return the names whose tensors aren't among the keys, although they have to be loaded."""
         return [
-            name
-            for name in self.tensors
-            if self.keys[name] not in loaded and name not in self._counters
-        ]
-
-    def _left_on_meta(self, named: Collection[Any]) -> list[str]:
-        names = [name for name, tensor in self._all.items() if tensor.is_meta]
-        return [
-            name for name in names if self.keys[name] not in named and name not in self._counters
+            name for name in names if self.keys[name] not in keys and name not in self._counters
         ]
 
     def _refuse(self, problems: list[str]) -> NoReturn:
