@@ -343,10 +343,10 @@ class Fetcher:
         guard_until_release(lease, consumer)  # after an error, the device may still write
         try:
             few = target.fetch_few(leaves, lease, waits=waits)
-            after = None if few is None or waits else target.record(consumer)
-            if after is None:
+            if few is None or waits:
+                after = None
                 return few, _NOTHING
-            assert few is not None
+            after = target.record(consumer)
             return few, Copied(lease.tensor()[: few.nbytes], after, few.copies)
         finally:
             lease.release(after=after)
