@@ -79,7 +79,7 @@ class Kept:
         """Drop objects up to the first whose event isn't done."""
         with suppress(IndexError):  # none is left
             while _is_done((oldest := self.things[0])[0]):
-                # An interrupt may come here: what is popped must not be needed any more.
+                # An interrupt may come here: the pair must not be needed any more.
                 popped = self.things.popleft()
                 if popped is not oldest:  # another thread took that one
                     self.things.appendleft(popped)
