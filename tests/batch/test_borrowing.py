@@ -134,7 +134,7 @@ def test_few_page_locked_leaves_need_no_table(driver, device, borrowing):
     assert borrowing.stats().pool.hits + borrowing.stats().pool.misses == 0
 
 
-def test_a_few_page_locked_leaves_need_no_description(driver, borrowing):
+def test_staging_few_page_locked_leaves_needs_no_table(driver, borrowing):
     device = use_target(borrowing, Locking(stages_few=True))
     batch = [large(1), tensor_of(torch.int64, (3,), 2), "name", large(3)]
     driver.lock(batch[0], batch[3])

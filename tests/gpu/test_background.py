@@ -181,7 +181,7 @@ def test_batches_page_locked_by_torch_are_sent_directly(stager, background):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_small_page_locked_batches_arrive_while_busy(stager, background):
+def test_small_page_locked_batches_pass_a_busy_stream(stager, background):
     rows = torch.arange(100)[:, None].expand(100, 8192)
     loader, right = DataLoader(TensorDataset(rows), 1, pin_memory=True), []
     for number, (row,) in enumerate(stager.prefetch(loader, background=background)):

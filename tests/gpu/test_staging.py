@@ -186,13 +186,13 @@ def test_events_are_reused_except_those_of_live_transfers(cuda_device, stager, l
     used = set()
     for _ in range(50):
         transfer = stager.stage(batch)
-        used.add(id(transfer._sent.event))
+        used.add(id(transfer._sent[0].event))
         transfer.synchronize()
         del transfer
     assert len(used) < 9  # three of these mark how far the host runs ahead
     latch.hold(copy_stream(stager))
     waiting = [stager.stage(batch) for _ in range(3)]
-    assert len({id(transfer._sent.event) for transfer in waiting}) == 3
+    assert len({id(transfer._sent[0].event) for transfer in waiting}) == 3
     latch.open()
     for transfer in waiting:
         transfer.synchronize()

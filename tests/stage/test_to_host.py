@@ -141,7 +141,7 @@ def test_threads_may_fetch_trees_of_changing_shapes(stager, background):
     with switching_often():
         for future in [background(fetch_all, start) for start in range(0, 400, 100)]:
             future.result()
-    assert len(stager._fetcher.targets.gatherings) < 40
+    assert _to_host.arranged.cache_info().currsize < 40
 
 
 @pytest.mark.parametrize("cap", ["64KiB", "20MiB", "256MiB"])

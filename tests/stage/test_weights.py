@@ -190,7 +190,7 @@ def test_errors_match_load_state_dict_and_write_nothing(stager, source):
 
 
 def test_a_parameter_on_another_device_is_named(stager, monkeypatch):
-    monkeypatch.setattr(ps.Stager, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(Target, "device", torch.device("cuda", 1))
     with pytest.raises(
         RuntimeError, match=r"conv\.weight is on cpu, the stager is for cuda:1; move it"
     ):

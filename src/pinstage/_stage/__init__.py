@@ -12,8 +12,8 @@ A few small leaves, and batches of at most 64 KiB, take no slab; see `Sender`.
 Where to look: `_stager` has the public methods, `_sender` the ways to the device, `_transfer` a
 batch on its way, `_to_host` the ways back, `_out` and `_weights` copies into existing tensors,
 `_host_slabs` the slabs of one user. `_target` is a device, `_cuda_target` a GPU, `_targets` finds
-them; `_current`, `_events` and `_at_once` are for their streams. `_prefetch` reads ahead,
-`_background` by a thread.
+them; `_events` and `_at_once` are for their streams. `_prefetch` reads ahead, `_background` by a
+thread.
 
 This package joins the pool, which counts bytes, and the layout, which knows shapes.
 """
@@ -38,4 +38,4 @@ from ._transfer import (
     sizes_of,
     structure_of,
 )
-from ._weights import IncompatibleKeys
+from ._weights import IncompatibleKeys, overlapping

@@ -294,14 +294,14 @@ def _in_background(source: object, depth: int, background: InBackground) -> bool
     draws
     =========================================================  =====================  ======
     """
-    if background != "auto" and not isinstance(background, bool):
-        raise ValueError(f"background must be 'auto', True or False: {background!r}")
     if background is True and depth == 0:
         raise ValueError(
             "background=True needs a depth of 1 or more: 0 stages nothing ahead; pass depth=2"
         )
-    if background != "auto":
+    if isinstance(background, bool):
         return background
+    if background != "auto":
+        raise ValueError(f"background must be 'auto', True or False: {background!r}")
     return depth > 0 and is_read_as_torch_does(source) and _samplers_are_of_torch(source)
 
 

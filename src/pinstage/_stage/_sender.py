@@ -44,7 +44,7 @@ from ._out import detached, fill, in_order, prepare
 from ._run_ahead import RunAhead
 from ._stats import StagerCounters
 from ._target import MOST_FEW, Few, HostBytes, Target
-from ._transfer import Moved, Sent, Sizes, Transfer, kept, leaves_of, move_others, sizes_of
+from ._transfer import Sent, Sizes, Transfer, kept, leaves_of, move_others, sizes_of
 
 SMALL_BYTES = 1024 * 1024
 """Smaller batches are copied on the caller's current stream. Such a copy takes 20 us, in which
@@ -68,13 +68,11 @@ class PendingSend:
     """The stream of its copies."""
     slab: Lease | None = None
     """For the packed leaves; None: there are none, or they go from ordinary memory."""
-    reuses: bool = False
-    """Whether chunks are packed in the places of earlier ones."""
     job: Any = None
     """Threads that pack into the slab; None: all bytes are there, or the slab is smaller than the
     batch.
     """
-    moved: tuple[list[Any], Moved] | None = None
+    moved: tuple[list[Any], list[Sent]] | None = None
     """See `move_others`; None before it was called."""
 
     def close(self, event: Fence | None) -> None:
@@ -165,7 +163,7 @@ class Sender:
             consumer = self.target.consumer(None)
             sent = Sent(few.made(), self.target.record(consumer), few.copies, consumer)
             sizes = Sizes(few.nbytes, few.nbytes, few.tensors, 0)
-            return Transfer(self.target, structure, sizes, sent, Moved([], None), few.leaves)
+            return Transfer(self.target, structure, sizes, [sent], few.leaves)
 
     def take_apart(self, batch: Any, **known: Any) -> Parts:
         """Take a batch apart; for `known`, see the function of this name."""
@@ -192,7 +190,7 @@ class Sender:
         elif few is not None and few.locked and self.borrows:
             kept.until(target.record(target.consumer(None)), leaves)
         elif few is not None and few.locked:  # our stream has read them
-            target.hand_over(target.record(target.stream), [], target.consumer(None))
+            target.wait(target.record(target.stream), target.consumer(None))
         if few is None:
             return None
         self.counters.add(few.copies, few.tensors, few.nbytes, few.nbytes, few.tensors, 0)
@@ -262,10 +260,10 @@ class Sender:
         pending.slab = slab = self.slabs.lease(nbytes, timeout)
         guard_until_release(slab, stream)  # an interrupt may come before the release
         if slab.nbytes >= nbytes:
-            pending.reuses = reuses_places(parts)
             try:
                 with step("pack"):
-                    job = start_packing(parts, slab, self.threads, reuses=pending.reuses)
+                    reuses = reuses_places(parts)
+                    job = start_packing(parts, slab, self.threads, reuses=reuses)
                     pending.job = None if job is None else job.__enter__()
             except BaseException:
                 pending.close(None)
@@ -324,7 +322,7 @@ class Sender:
         if locked < 0:
             return None
         sent = Sent(blocks.tensors, event, copies + locked, stream)
-        return Transfer(target, parts.structure, Sizes.of(table), sent, moved, leaves)
+        return Transfer(target, parts.structure, Sizes.of(table), [sent, *moved], leaves)
 
     def _copy_locked(self, parts: Parts, blocks: Blocks, stream: Any) -> int:
         """Copy page-locked leaves; return the number of copies, or -1 if the driver refused."""
@@ -350,7 +348,7 @@ class Sender:
 
     def _copy_in_chunks(self, pending: PendingSend, slab: Lease, blocks: Blocks) -> int:
         """Send each chunk as soon as it is packed."""
-        job, stream = pending.job, pending.stream
+        job, stream, reuses = pending.job, pending.stream, reuses_places(pending.parts)
         sent: deque[tuple[int, Fence | None]] = deque()
         copies = start = 0
         for chunk, end in enumerate(job.ends):
@@ -358,7 +356,7 @@ class Sender:
                 job.wait(chunk)
             copies += self._copy(blocks, slab, job.place(chunk) - start, (start, end), stream)
             start = end
-            if pending.reuses:
+            if reuses:
                 sent.append((chunk, self.target.record(stream)))
                 _reuse_places(job, sent)
         return copies

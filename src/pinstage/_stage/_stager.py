@@ -41,7 +41,7 @@ from ._target import HostBytes
 from ._targets import Targets, target_for
 from ._to_host import Fetcher, HostTransfer
 from ._transfer import Packed, Transfer, send_packed
-from ._weights import Destination, IncompatibleKeys, check_cap, load_weights
+from ._weights import IncompatibleKeys, load_weights
 
 B = TypeVar("B")
 K = TypeVar("K")
@@ -360,11 +360,7 @@ class Stager:
             PinstageError: the current stream captures a CUDA graph.
         """
         self._target.refuse_capture()
-        check_cap(self.pool.max_bytes)
-        metadata = getattr(tensors, "_metadata", None) or {}
-        destination = Destination(module_or_dict, self.device, metadata, strict=strict)
-        sender = replace(self._sender, own_storage=False, keeping=None)
-        return load_weights(sender, destination, tensors)
+        return load_weights(self._sender, module_or_dict, tensors, strict=strict)
 
     def fetch(self, tree: B, *, copy: bool = True) -> HostTransfer[B]:
         """Start copying a nested tree of tensors to the host.

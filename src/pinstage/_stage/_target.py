@@ -122,7 +122,7 @@ class Target:
         return NOTHING
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """Make a stream and its device current in this thread."""
+        """Make a stream current in this thread. Its device must be `selected`."""
         return NOTHING
 
     def in_background(self) -> AbstractContextManager[Any]:
@@ -244,15 +244,11 @@ class Target:
         """
         handle = getattr(stream, "cuda_stream", 0)
         copies: int = self._call(blocks.fill, parts.sources, handle, parts.stacks)
-        self.sent_at_once(copies, parts.table.nbytes)
         return copies
 
     def has_room(self) -> bool:
         """Return whether `fill` would return without waiting for the device."""
         return True
-
-    def sent_at_once(self, copies: int, nbytes: int) -> None:
-        """Count copies from ordinary memory, on the current stream."""
 
     def _call(self, send: Callable[..., Any], *args: Any) -> Any:
         """Copy by a native function, which returns the negative code of the driver's error; raise

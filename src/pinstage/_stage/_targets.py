@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .._batch import Gathering, Table
 from .._compat.views import warn_of_tensors
 from ._cuda_target import CudaTarget
 from ._target import Target
@@ -16,14 +15,9 @@ class Targets:
 
     Args:
         known: targets that exist already.
-
-    Attributes:
-        gatherings: arrangements of the leaves of trees, by offset table. A loop fetches the same
-            few kinds of trees over and over, and arranging a thousand leaves takes a millisecond.
     """
 
     def __init__(self, *known: Target) -> None:
-        self.gatherings: dict[Table, Gathering] = {}
         self._made = {target.device: target for target in known}
 
     def of(self, device: torch.device) -> Target:

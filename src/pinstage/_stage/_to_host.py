@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import cycle, islice
 from typing import Any, Generic, NamedTuple, TypeAlias
 
@@ -77,10 +78,12 @@ _MOST_SLAB_BYTES = 64 << 20
 _LEAST_CHUNK_BYTES, _MOST_CHUNK_BYTES = 4 << 20, 16 << 20
 """Bytes of a chunk of `Stager.to_host`. Waking the threads that copy it out takes 0.05 ms."""
 
-_MOST_GATHERINGS = 16
-
 _POLL_SECONDS = 1e-4
 """Poll interval of `HostTransfer.result` with a timeout."""
+
+arranged = lru_cache(maxsize=32)(arrange)
+"""A loop fetches the same few kinds of trees over and over, and arranging a thousand leaves takes a
+millisecond."""
 
 _CPU = torch.device("cpu")
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -104,18 +107,6 @@ class Copied(NamedTuple):
 
 _NOTHING = Copied(_NO_BYTES, None, 0)
 _NOT_FEW = None, _NOTHING
-
-
-class _Chunk(NamedTuple):
-    """A part of a tree on its way to the host."""
-
-    extent: tuple[int, int]
-    """Its first byte in the tree's table, and the byte behind the last one."""
-    host: int
-    """The address where the tree's first byte would be."""
-    copies: int
-    event: Fence | None
-    """Behind its copies; None if they are done."""
 
 
 class HostTransfer(NotABatch, Generic[B_co]):
@@ -198,15 +189,15 @@ class HostTransfer(NotABatch, Generic[B_co]):
             TimeoutError: the bytes aren't there in time. You may call again.
         """
         refuse_capture(self._device.index)
-        fetched: B_co
-        if self._leaves is None:
-            fetched = self._fetched
-            return fetched
-        leaves = leaves_of(self, timeout)
-        with step("unflatten"):
-            self._fetched = fetched = self._structure.rebuild(leaves)
-        self._leaves = None
-        self._copied = self._copied._replace(host=_NO_BYTES)
+        if self._leaves is not None:
+            if timeout is not None:
+                _wait(self, timeout)
+            leaves = leaves_of(self)
+            with step("unflatten"):
+                self._fetched = self._structure.rebuild(leaves)
+            self._leaves = None
+            self._copied = self._copied._replace(host=_NO_BYTES)
+        fetched: B_co = self._fetched
         return fetched
 
     def __repr__(self) -> str:
@@ -215,10 +206,8 @@ class HostTransfer(NotABatch, Generic[B_co]):
         return f"<HostTransfer nbytes={self.nbytes} copies={self.copies}{done}>"
 
 
-def leaves_of(transfer: HostTransfer[Any], timeout: float | None = None) -> list[Any]:
+def leaves_of(transfer: HostTransfer[Any]) -> list[Any]:
     """Return the leaves of a tree, those in the slab as views of it, when their bytes are there."""
-    if timeout is not None:
-        _wait(transfer, timeout)
     leaves, start = transfer._leaves, 0
     assert leaves is not None
     threads, host = transfer._threads, transfer._copied.host
@@ -354,10 +343,10 @@ class Fetcher:
         guard_until_release(lease, consumer)  # after an error, the device may still write
         try:
             few = target.fetch_few(leaves, lease, waits=waits)
-            after = None if few is None or waits else target.record(consumer)
-            if after is None:
+            if few is None or waits:
+                after = None
                 return few, _NOTHING
-            assert few is not None
+            after = target.record(consumer)
             return few, Copied(lease.tensor()[: few.nbytes], after, few.copies)
         finally:
             lease.release(after=after)
@@ -383,40 +372,24 @@ class Fetcher:
             sources = _sources(device, gathering, leaves)
             places = [lease.data_ptr() + at for at in range(0, size - step_bytes + 1, step_bytes)]
             extents = _extents(nbytes, step_bytes)
-            sending = self._send(target, sources, extents, places, stream)
+            sending = _send(target, sources, extents, places, stream)
             on_the_way = deque(islice(sending, len(places)))
             with step("unpack"):
                 blocks.touch(self.threads)  # while the first chunks cross the bus
             copies = 0
             while on_the_way:
-                chunk = on_the_way.popleft()
-                copies += chunk.copies
-                if chunk.event is not None:
+                extent, host, pieces, event = on_the_way.popleft()
+                copies += pieces
+                if event is not None:
                     with step("wait"):
-                        chunk.event.synchronize()
+                        event.synchronize()
                 with step("unpack"):
-                    unpack(blocks, chunk.host, chunk.extent, self.threads)
+                    unpack(blocks, host, extent, self.threads)
                 on_the_way.extend(islice(sending, 1))
             after = None
             return copies
         finally:
             lease.release(after=after)
-
-    def _send(
-        self,
-        target: Target,
-        sources: list[Source],
-        extents: Iterable[tuple[int, int]],
-        places: list[int],
-        stream: Any,
-    ) -> Iterator[_Chunk]:
-        """Start the copies of one chunk after the other, each to the next of some places."""
-        for extent, place in zip(extents, cycle(places), strict=False):
-            host = place - extent[0]
-            pieces = [*_within(sources, extent, host)]
-            with step("copy"):
-                target.copy_out(pieces, stream)
-            yield _Chunk(extent, host, len(pieces), target.record(stream))
 
     def fetch(self, tree: Any, *, copy: bool) -> HostTransfer[Any]:
         """Start the copies of a tree's tensors into a slab; see `Stager.fetch`.
@@ -436,11 +409,7 @@ class Fetcher:
 
     def plan(self, tree: Any, walked: Walked | None = None) -> FetchPlan:
         """Arrange a tree's tensors in a slab; for `walked`, see `_taken_apart`."""
-        parts, tables = self._taken_apart(tree, walked)
-        left = _left(parts, list(tables.values()))
-        # The caller doesn't keep tensors that `describe` computed.
-        hold = self.hold or bool(parts.kept)
-        return FetchPlan(self._gatherings(tables), parts, left, {}, hold)
+        return _plan(*self._taken_apart(tree, walked), {})
 
     def begin(self, plan: FetchPlan, lease: Lease | None, *, copy: bool) -> HostTransfer[Any]:
         """Start the copies of a plan, and release the lease of its slab.
@@ -476,12 +445,10 @@ class Fetcher:
         with step("check"):
             existing = in_order(parts.structure, out)
             matched = alike, others = prepare(parts, existing, _CPU)
-            direct = _direct(parts.leaves, existing, list(tables.values()))
+            direct = _direct(parts.leaves, existing, tables.values())
         for rows in (*alike.values(), others):
             rows[:] = [index for index in rows if index not in direct]
-        left = _left(parts, list(tables.values()))
-        tables = {device: _without(table, [*direct]) for device, table in tables.items()}
-        plan = FetchPlan(self._gatherings(tables), parts, left, direct, self.hold)
+        plan = _plan(parts, tables, direct)
         try:
             copies = self._fill(existing, matched, plan)
         except BaseException as error:
@@ -532,7 +499,7 @@ class Fetcher:
     def _copy(self, plan: FetchPlan, lease: Lease | None) -> Copied:
         """Start the copies of all devices."""
         if lease is None:
-            return self._begin(plan, _NO_BYTES) if plan.direct else _NOTHING
+            return self._begin(plan, _NO_BYTES)
         after: Fence | None = self._streams(plan)
         # An interrupt may come before the release, and before a copy's event.
         guard_until_release(lease, after)
@@ -563,7 +530,8 @@ class Fetcher:
             ]
             start += nbytes
             if pieces:
-                hold = plan.hold and len(pieces) > len(owned)
+                # The caller doesn't keep tensors that `describe` computed.
+                hold = (self.hold or bool(plan.parts.kept)) and len(pieces) > len(owned)
                 with step("copy"):
                     event = self.targets.of(device).to_host(pieces, hold=hold, owned=owned)
                 events += [] if event is None else [event]
@@ -576,19 +544,6 @@ class Fetcher:
         """Return the streams that copy, as an event behind all their work."""
         streams = [self.targets.of(device).out_stream for device in plan.gatherings]
         return EventGroup([stream for stream in streams if stream is not None])
-
-    def _gatherings(self, tables: dict[torch.device, Table]) -> dict[torch.device, Gathering]:
-        """Arrange leaves for the host, or return the earlier arrangements of leaves like these."""
-        known = self.targets.gatherings
-        gatherings = {}
-        for device, table in tables.items():
-            gathering = known.get(table)
-            if gathering is None:
-                if len(known) >= _MOST_GATHERINGS:
-                    known.clear()  # in one call, since other threads may add to it
-                gathering = known[table] = arrange(table)
-            gatherings[device] = gathering
-        return gatherings
 
 
 def _bytes_of_few(leaves: list[Any], device: torch.device) -> int:
@@ -626,8 +581,6 @@ class FetchPlan(NamedTuple):
     """The leaves that don't go through the slab; see `_left`."""
     direct: dict[int, torch.Tensor]
     """Destinations that are written without a slab, by leaf."""
-    hold: bool
-    """See `Target.to_host`."""
 
     @property
     def nbytes(self) -> int:
@@ -647,6 +600,13 @@ class FetchPlan(NamedTuple):
                     yield HostCopy(destination.data_ptr() + start, leaf, start, end - start)
 
 
+def _plan(
+    parts: Parts, tables: dict[torch.device, Table], direct: dict[int, torch.Tensor]
+) -> FetchPlan:
+    gatherings = {device: arranged(_without(table, [*direct])) for device, table in tables.items()}
+    return FetchPlan(gatherings, parts, _left(parts, tables.values()), direct)
+
+
 def _chunk_bytes(nbytes: int) -> int:
     """Return the bytes of a chunk: a 16th of the tree, if that is worth waking threads for."""
     return min(max(nbytes // 16, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES) // ALIGNMENT * ALIGNMENT
@@ -654,6 +614,27 @@ def _chunk_bytes(nbytes: int) -> int:
 
 def _extents(nbytes: int, step_bytes: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + step_bytes, nbytes)) for at in range(0, nbytes, step_bytes))
+
+
+def _send(
+    target: Target,
+    sources: list[Source],
+    extents: Iterable[tuple[int, int]],
+    places: list[int],
+    stream: Any,
+) -> Iterator[tuple[tuple[int, int], int, int, Fence | None]]:
+    """Start the copies of one chunk after the other, each to the next of some places.
+
+    Yields:
+        The chunk's extent, the address where the tree's first byte would be, the number of copies,
+        and the event behind them; None if they are done.
+    """
+    for extent, place in zip(extents, cycle(places), strict=False):
+        host = place - extent[0]
+        pieces = [*_within(sources, extent, host)]
+        with step("copy"):
+            target.copy_out(pieces, stream)
+        yield extent, host, len(pieces), target.record(stream)
 
 
 def _sources(device: torch.device, gathering: Gathering, leaves: list[Any]) -> list[Source]:
@@ -677,7 +658,7 @@ def _within(sources: list[Source], extent: tuple[int, int], host: int) -> Iterat
             yield HostCopy(host + start, tensor, start - offset, end - start)
 
 
-def _left(parts: Parts, tables: list[Table]) -> list[Any]:
+def _left(parts: Parts, tables: Collection[Table]) -> list[Any]:
     """Return the leaves that don't go through the slab, on the host; the others are None, so the
     caller may free them.
 
@@ -685,14 +666,14 @@ def _left(parts: Parts, tables: list[Table]) -> list[Any]:
 
     Args:
         parts: the tree's parts.
-        tables: its tables, that for its home device first.
+        tables: its tables, for each device.
     """
     left: list[Any] = [None] * len(parts.leaves)
-    if tables[0].packed == len(left):
+    if parts.table.packed == len(left):
         return left
     packed = {index for table in tables for index in table.positions(*PACKED)}
-    moved = set(tables[0].positions(RowKind.MOVED)) - packed
-    for index in {*tables[0].positions(RowKind.OTHER), *moved}:
+    moved = set(parts.table.positions(RowKind.MOVED)) - packed
+    for index in {*parts.table.positions(RowKind.OTHER), *moved}:
         left[index] = unwrapped(parts.leaves[index])
     for index in moved:
         left[index] = _on_host(left[index], parts, index)
@@ -705,7 +686,9 @@ def _on_host(leaf: Any, parts: Parts, index: int) -> Any:
     return move(leaf, _CPU, parts.structure, index)
 
 
-def _direct(leaves: list[Any], existing: list[Any], tables: list[Table]) -> dict[int, torch.Tensor]:
+def _direct(
+    leaves: list[Any], existing: list[Any], tables: Iterable[Table]
+) -> dict[int, torch.Tensor]:
     """Return the destinations that the device writes, by leaf: large page-locked ones, with bytes
     as in a slab.
     """

@@ -27,12 +27,9 @@ from .._steps import step
 from ._not_a_batch import B_co, NotABatch
 from ._target import HostBytes, Target
 
-_NOT_YET: Any = object()
-"""In place of a batch that hasn't been put together."""
-
 
 class Sent(NamedTuple):
-    """The packed leaves of a batch, whose copies have been started."""
+    """Leaves of a batch, whose copies have been started."""
 
     tensors: list[torch.Tensor]
     """Made for them."""
@@ -40,7 +37,7 @@ class Sent(NamedTuple):
     """Behind the last copy; None if no event was recorded."""
     copies: int
     stream: Any
-    """The stream of the copies."""
+    """The stream of the copies, for which `tensors` are safe; None if other code made them."""
 
 
 class Sizes(NamedTuple):
@@ -55,14 +52,6 @@ class Sizes(NamedTuple):
     def of(cls, table: Table) -> Sizes:
         """Return the figures of a table."""
         return cls(*table[1:5])
-
-
-class Moved(NamedTuple):
-    """The leaves of a batch that were moved by their own ``.to()``."""
-
-    leaves: list[Any]
-    event: Fence | None
-    """Behind the moves; None if there were none."""
 
 
 class Kept:
@@ -90,7 +79,7 @@ class Kept:
         """Drop objects up to the first whose event isn't done."""
         with suppress(IndexError):  # none is left
             while _is_done((oldest := self.things[0])[0]):
-                # An interrupt may come here: what is popped must not be needed any more.
+                # An interrupt may come here: the pair must not be needed any more.
                 popped = self.things.popleft()
                 if popped is not oldest:  # another thread took that one
                     self.things.appendleft(popped)
@@ -141,7 +130,6 @@ class Transfer(NotABatch, Generic[B_co]):
     __slots__ = (
         "_batch",
         "_leaves",
-        "_moved",
         "_sent",
         "_sizes",
         "_structure",
@@ -155,22 +143,20 @@ class Transfer(NotABatch, Generic[B_co]):
         target: Target,
         structure: Structure,
         sizes: Sizes,
-        sent: Sent,
-        moved: Moved,
+        sent: list[Sent],
         leaves: list[Any],
     ) -> None:
         self._target = target
         self._structure = structure
         self._sizes = sizes
-        self._sent = sent
-        self._moved = moved
-        self._leaves: list[Any] | None = leaves  # until `wait`
-        self._batch: Any = _NOT_YET
-        self.copies = sent.copies
+        self._sent = sent  # the packed leaves, and then those moved by their own ``.to()``
+        self._leaves: list[Any] | None = leaves  # until `wait` puts the batch together
+        self._batch: Any = None
+        self.copies = sent[0].copies
         """Host-to-device copies of the packed leaves: one per block, and several for a large
         block.
         """
-        self.blocks = len(sent.tensors)
+        self.blocks = len(sent[0].tensors)
         """Device tensors made for the packed leaves: one per leaf with its own tensor, and one per
         shared block.
         """
@@ -188,18 +174,16 @@ class Transfer(NotABatch, Generic[B_co]):
     def query(self) -> bool:
         """Return whether the bytes are on the device. Does not block."""
         self._target.refuse_capture()
-        return all(
-            event is None or event.query() for event in (self._sent.event, self._moved.event)
-        )
+        return all(part.event is None or part.event.query() for part in self._sent)
 
     def synchronize(self) -> None:
         """Block the host until the bytes are on the device. Rarely needed: with `wait`, only the
         stream waits.
         """
         self._target.refuse_capture()
-        for event in (self._sent.event, self._moved.event):
-            if event is not None:
-                event.synchronize()
+        for part in self._sent:
+            if part.event is not None:
+                part.event.synchronize()
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> B_co:
         """Return the batch, safe to use on a stream.
@@ -217,8 +201,7 @@ class Transfer(NotABatch, Generic[B_co]):
         self._target.refuse_capture()
         with step("hand_over"):
             self._hand_over(self._target.consumer(stream))
-            if self._batch is _NOT_YET:
-                assert self._leaves is not None
+            if self._leaves is not None:
                 with step("unflatten"):
                     self._batch = self._structure.rebuild(self._leaves)
                 self._leaves = None
@@ -227,13 +210,9 @@ class Transfer(NotABatch, Generic[B_co]):
 
     def _hand_over(self, consumer: Any) -> None:
         """Make a stream wait for the bytes, and keep the memory while that stream uses it."""
-        tensors, event, _, writer = self._sent
-        if consumer is not writer:
-            self._target.hand_over(event, tensors, consumer)
-        if self._moved.leaves:
-            tensors = [tensor for thing in self._moved.leaves for tensor in tensors_in(thing)]
-            memory = [part for tensor in tensors for part in memory_of(tensor)]
-            self._target.hand_over(self._moved.event, memory, consumer)
+        for tensors, event, _, writer in self._sent:
+            if consumer is not writer:
+                self._target.hand_over(event, tensors, consumer)
 
     def __repr__(self) -> str:
         device = self._target.device
@@ -294,9 +273,9 @@ def _move(thing: Any, device: torch.device) -> Any:
 
 def move_others(
     target: Target, structure: Structure, table: Table, others: list[Any]
-) -> tuple[list[Any], Moved]:
+) -> tuple[list[Any], list[Sent]]:
     """Move the leaves that cannot be packed, each by its own ``.to()``, on the current stream.
-    Return all leaves that aren't in the slab, and those that were moved.
+    Return all leaves that aren't in the slab, and those that were moved, if there are some.
 
     Args:
         target: the device.
@@ -305,13 +284,15 @@ def move_others(
         others: the leaves that are not in the slab, in order.
     """
     if not table.moved:
-        return others, Moved([], None)
+        return others, []
     leaves = table.positions(RowKind.OTHER, RowKind.MOVED)
-    result, moved = list(others), []
+    result: list[Any] = list(others)
+    memory: list[torch.Tensor] = []
     for index in (table.rows["kind"][leaves] == RowKind.MOVED).nonzero()[0].tolist():
         result[index] = move(others[index], target.device, structure, leaves[index])
-        moved.append(result[index])
-    return result, Moved(moved, target.record(target.consumer(None)))
+        for tensor in tensors_in(result[index]):
+            memory += memory_of(tensor)
+    return result, [Sent(memory, target.record(target.consumer(None)), 0, None)]
 
 
 class Packed(NamedTuple):
@@ -355,7 +336,7 @@ def send_packed(
         others, moved = move_others(target, structure, table, others)
         with step("views"):
             leaves = blocks.leaves(others)
-        return Transfer(target, structure, Sizes.of(table), sent, moved, leaves)
+        return Transfer(target, structure, Sizes.of(table), [sent, *moved], leaves)
     except BaseException:
         event = target.record(stream)
         raise

@@ -18,7 +18,9 @@ import os
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from dataclasses import replace
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 
@@ -63,6 +65,7 @@ class IncompatibleKeys(NamedTuple):
     """Names that the module or dict doesn't have."""
 
 
+K = TypeVar("K")
 Shape: TypeAlias = tuple[int, ...] | None
 """None for values that aren't tensors."""
 
@@ -72,8 +75,8 @@ class _Checkpoint(NamedTuple):
     """None if the names aren't known before everything is read."""
     shapes: Mapping[str, Shape]
     """Shapes that are known before."""
-    read: Callable[[Iterable[str]], Iterable[tuple[str, Any]]]
-    """Reads tensors by name; all, if the names aren't known."""
+    read: Callable[[str], Any] | None
+    """Reads a tensor by name; None if the names aren't known."""
     may_reuse_memory: bool
     """Whether reading a tensor may overwrite those that were read before."""
 
@@ -82,21 +85,14 @@ def _opened(tensors: Any) -> _Checkpoint:
     if hasattr(tensors, "get_slice"):  # safe_open is neither a mapping nor an iterable
         names = tensors.keys()
         shapes: Any = {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-        return _Checkpoint(
-            names, shapes, lambda names: ((name, tensors.get_tensor(name)) for name in names), False
-        )
+        return _Checkpoint(names, shapes, tensors.get_tensor, False)
     if isinstance(tensors, Mapping):
         # It has all its tensors, unless its class makes them when they are read.
         has_all = type(tensors) in (dict, OrderedDict)
         shapes = {name: _shape_of(tensors[name]) for name in tensors} if has_all else {}
-        return _Checkpoint(
-            list(tensors),
-            shapes,
-            lambda names: ((name, tensors[name]) for name in names),
-            not has_all,
-        )
+        return _Checkpoint(list(tensors), shapes, tensors.__getitem__, not has_all)
     if isinstance(tensors, Iterable) and not isinstance(tensors, str | bytes | torch.Tensor):
-        return _Checkpoint(None, {}, lambda _: map(_pair, tensors), True)
+        return _Checkpoint(None, {}, None, True)
     raise _not_a_checkpoint(tensors, f"a {type(tensors).__name__}")
 
 
@@ -170,7 +166,10 @@ class Destination:
         self.keys = {name: _key_of(tensor) for name, tensor in self._all.items()}
         self.unexpected: list[str] = []
         self._positions = {name: position for position, name in enumerate(self.tensors)}
-        self._overlapping = self._positions_of_overlapping()
+        # Keys of tensors whose memory overlaps another's. Names of one tensor share a key.
+        self._overlapping = overlapping(
+            {self.keys[name]: _span_of(_local(tensor)) for name, tensor in self.tensors.items()}
+        )
         self._last_read: dict[Any, int] = {}  # by key, the last position that was read
         self._samples: dict[str, tuple[torch.Tensor, bytes | None]] = {}  # until they are checked
 
@@ -194,20 +193,6 @@ class Destination:
                 self._all[prefix + name] = tensor
                 if is_persistent:
                     self.tensors[prefix + name] = tensor
-
-    def _positions_of_overlapping(self) -> dict[str, int]:
-        """Return the positions of names whose memory overlaps another tensor's. Names of one tensor
-        don't count.
-        """
-        keys = list(dict.fromkeys(self.keys[name] for name in self.tensors))
-        one_of = {self.keys[name]: tensor for name, tensor in self.tensors.items()}
-        numbers = _overlapping([_span_of(_local(one_of[key])) for key in keys])
-        shared = {keys[number] for number in numbers}
-        return {
-            name: position
-            for name, position in self._positions.items()
-            if self.keys[name] in shared
-        }
 
     def plan(self, names: Collection[str] | None, shapes: Mapping[str, Shape]) -> list[str]:
         """Check a checkpoint's names, and return those to read, in this order.
@@ -234,9 +219,12 @@ class Destination:
         """Return the names to read, so that `parts` needn't skip or keep a tensor whose shape is
         known.
         """
-        last = {self.keys[name]: name for name in sorted(names, key=self._positions.__getitem__)}
-        wanted = [name for name in names if last[self.keys[name]] == name or name not in shapes]
-        return sorted(wanted, key=lambda name: self._overlapping.get(name, -1))
+        positions, keys = self._positions, self.keys
+        last = {keys[name]: name for name in sorted(names, key=positions.__getitem__)}
+        wanted = [name for name in names if last[keys[name]] == name or name not in shapes]
+        return sorted(
+            wanted, key=lambda name: positions[name] if keys[name] in self._overlapping else -1
+        )
 
     def parts(
         self,
@@ -254,7 +242,7 @@ class Destination:
             pairs: names and tensors, as they are read.
             may_reuse_memory: whether `check_unchanged` looks at these tensors.
         """
-        overlapping: dict[int, tuple[str, torch.Tensor]] = {}
+        put_off: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in pairs:
             if name not in self.tensors:
                 self._pass_over(name)
@@ -268,12 +256,12 @@ class Destination:
             part = self._part_of(name, tensor)
             if may_reuse_memory:
                 self._samples[name] = part, _sample_of(part)
-            if name in self._overlapping:
-                overlapping[position] = name, part
+            if key in self._overlapping:
+                put_off[position] = name, part
             else:
                 yield name, part
-        for position in sorted(overlapping):
-            yield overlapping[position]
+        for position in sorted(put_off):
+            yield put_off[position]
 
     def write(self, name: str, part: torch.Tensor) -> Write:
         """Return the write of a tensor that `parts` yielded.
@@ -282,7 +270,7 @@ class Destination:
         destinations may overlap, or `check_unchanged` can't compare the tensor.
         """
         is_unknown = name in self._samples and self._samples[name][1] is None
-        ends_group = is_unknown or name in self._overlapping
+        ends_group = is_unknown or self.keys[name] in self._overlapping
         destination = self.local(name)
         if destination.layout is torch.strided:  # the copy replaces the parts of a sparse one
             destination = destination.detach()
@@ -313,11 +301,11 @@ class Destination:
         """Return the names that weren't read or aren't here, or raise the error of
         `load_state_dict`.
         """
-        self._check(self._last_read.keys(), [])
+        self._check(self._last_read, [])
         for name in self._counters & self.tensors.keys():
             if self._all[name].is_meta:
                 self.local(name).zero_()
-        return IncompatibleKeys(self._missing(self._last_read.keys()), self.unexpected)
+        return IncompatibleKeys(self._lacking(self.tensors, self._last_read), self.unexpected)
 
     def _is_unexpected(self, name: str) -> bool:
         """Return whether `load_state_dict` reports a name: not if it is in a module that None
@@ -368,28 +356,22 @@ class Destination:
             loaded: keys of the tensors that are loaded, or will be.
             problems: found by `_problem_of`.
         """
-        missing = self._missing(loaded) if self._strict else []
+        missing = self._lacking(self.tensors, loaded) if self._strict else []
         named = {*loaded, *(self.keys[name] for name in missing)}
+        on_meta = [name for name, tensor in self._all.items() if tensor.is_meta]
         listed = {
             "Missing key(s) in state_dict": missing,
             "Unexpected key(s) in state_dict": self.unexpected if self._strict else [],
-            "Still on meta after loading": self._left_on_meta(named),
+            "Still on meta after loading": self._lacking(on_meta, named),
         }
         lines = [_line(what, names) for what, names in listed.items() if names]
         if lines or problems:
             self._refuse([*lines, *problems])
 
-    def _missing(self, loaded: Collection[Any]) -> list[str]:
+    def _lacking(self, names: Iterable[str], keys: Collection[Any]) -> list[str]:
+        """Return the names whose tensors aren't among the keys, although they have to be loaded."""
         return [
-            name
-            for name in self.tensors
-            if self.keys[name] not in loaded and name not in self._counters
-        ]
-
-    def _left_on_meta(self, named: Collection[Any]) -> list[str]:
-        names = [name for name, tensor in self._all.items() if tensor.is_meta]
-        return [
-            name for name in names if self.keys[name] not in named and name not in self._counters
+            name for name in names if self.keys[name] not in keys and name not in self._counters
         ]
 
     def _refuse(self, problems: list[str]) -> NoReturn:
@@ -450,12 +432,7 @@ class Destination:
         return part
 
 
-def check_cap(max_bytes: int) -> None:
-    """Check that weights can be loaded through a pool with this cap.
-
-    Raises:
-        ValueError: it is too small.
-    """
+def _check_cap(max_bytes: int) -> None:
     if max_bytes < _LEAST_CAP:
         raise ValueError(
             f"the pool is too small to load weights: its cap is {format_bytes(max_bytes)}. Pass "
@@ -467,16 +444,15 @@ def check_cap(max_bytes: int) -> None:
 
 
 @torch.no_grad()
-def load_weights(sender: Sender, destination: Destination, tensors: Any) -> IncompatibleKeys:
-    """Copy a checkpoint's tensors to their destinations; see `Stager.load_weights`.
-
-    Args:
-        sender: stages each group, in one device slab.
-        destination: where they are copied.
-        tensors: see `Stager.load_weights`.
-    """
+def load_weights(sender: Sender, target: Any, tensors: Any, *, strict: bool) -> IncompatibleKeys:
+    """Copy a checkpoint's tensors to their destinations; see `Stager.load_weights`."""
+    _check_cap(sender.slabs.pool.max_bytes)
+    metadata = getattr(tensors, "_metadata", None) or {}
+    destination = Destination(target, sender.target.device, metadata, strict=strict)
+    sender = replace(sender, own_storage=False, keeping=None)  # each group is in one device slab
     names, shapes, read, may_reuse_memory = _opened(tensors)
-    pairs = read(destination.plan(names, shapes))
+    wanted = destination.plan(names, shapes)
+    pairs = map(_pair, tensors) if read is None else ((name, read(name)) for name in wanted)
     parts = destination.parts(pairs, may_reuse_memory=may_reuse_memory)
     groups = _Groups(sender, destination.check_unchanged if may_reuse_memory else None)
     try:
@@ -634,17 +610,19 @@ def _key_of(tensor: torch.Tensor) -> Any:
     return (start, local.dtype, local.shape, local.stride()) if start < end else id(tensor)
 
 
-def _overlapping(spans: list[tuple[int, int]]) -> set[int]:
-    """Return the tensors whose memory may overlap that of another, by number."""
-    shared: set[int] = set()
-    furthest, last = 0, -1
-    for start, end, index in sorted(
-        (*span, index) for index, span in enumerate(spans) if span[0] < span[1]
-    ):
-        if start < furthest:
-            shared |= {last, index}
+def overlapping(spans: dict[K, tuple[int, int]]) -> set[K]:
+    """Return the keys of tensors whose memory may overlap that of another.
+
+    Args:
+        spans: the addresses of each tensor's first byte, and of the byte behind its last.
+    """
+    shared: set[K] = set()
+    furthest, last = 0, None
+    for key, (start, end) in sorted(spans.items(), key=itemgetter(1)):
+        if last is not None and start < min(end, furthest):  # an empty one overlaps none
+            shared |= {last, key}
         if end > furthest:
-            furthest, last = end, index
+            furthest, last = end, key
     return shared
 
 

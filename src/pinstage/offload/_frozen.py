@@ -35,6 +35,7 @@ from .._stage import (
     HostCopy,
     HostSlabs,
     Target,
+    overlapping,
     shared_targets,
     target_for,
 )
@@ -72,6 +73,12 @@ class Held(NamedTuple):
         """The number of bytes from the tensor's first one to its last one."""
         begin, end = range_of(self.host)
         return end - begin
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """The addresses of its first byte on the host, and of the byte behind the last one."""
+        begin = self.host.data_ptr()
+        return begin, begin + self.span
 
     @property
     def name(self) -> str:
@@ -153,7 +160,7 @@ class FrozenModule(Offloaded):
             parts = _used_parts(self._tensors)
             self._slabs = _acquire(_arrange(parts), pool)
             self._held = [held for part in parts for held in _move(part, self._slabs[part.slab])]
-        self._overlapping = _overlapping(self._held)
+        self._overlapping = overlapping({held.name: held.addresses for held in self._held})
         self._keys = {id(held.tensor) for held in self._held}
         storages = {held.host.untyped_storage().data_ptr() for held in self._held}
         self._keys |= storages - {0}  # of an empty tensor
@@ -354,19 +361,6 @@ def _ranges(tensors: list[Held]) -> dict[int, tuple[int, int]]:
         begin, end = ranges.get(held.slab, (held.begin, 0))
         ranges[held.slab] = min(begin, held.begin), max(end, held.begin + held.span)
     return ranges
-
-
-def _overlapping(tensors: list[Held]) -> set[str]:
-    """Return the names of tensors that share bytes with others."""
-    names: set[str] = set()
-    last, reach = "", 0
-    for held in sorted(tensors, key=lambda held: held.host.data_ptr()):
-        begin = held.host.data_ptr()
-        if begin < reach:
-            names |= {last, held.name}
-        if begin + held.span > reach:
-            last, reach = held.name, begin + held.span
-    return names
 
 
 def _check(path: str, tensor: torch.Tensor) -> None:
