@@ -6,6 +6,7 @@ import pytest
 from doubles import PATIENCE_SECONDS, ManualEvent, PinnedMemory, interrupts, wait_until
 
 from pinstage import SlabPool
+from pinstage.errors import BudgetExceededError
 
 FILES = (
     "_pool.py",
@@ -76,6 +77,9 @@ def test_an_interrupted_block_end_waits_for_its_work(monkeypatch):
             stats = pool.stats()
             assert (stats.leased_slabs, stats.in_flight_slabs) in [(0, 1), (1, 0)]
             for lease in list(pool._state.unrecorded):
+                assert stats.held_for_good_bytes == 1000
+                with pytest.raises(BudgetExceededError):
+                    pool.acquire(1000, timeout=60)
                 lease.release(after=event)
             event.finish()
             pool.acquire(1000, timeout=0).release()

@@ -393,6 +393,8 @@ class Lease:
                 if slab.lease is self._ref:  # as in `release`
                     slab.guards.update(zip(guard_numbers, events, strict=False))
         except BaseException as failure:
+            if not isinstance(failure, Exception) and slab.lease is self._ref:
+                slab.for_good = True  # after an interrupt, nobody may know of the lease
             state.unrecorded.add(self)
             if raised[1] is None or not isinstance(failure, Exception):
                 raise
