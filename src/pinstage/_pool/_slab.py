@@ -394,7 +394,7 @@ class Lease:
                     slab.guards.update(zip(guard_numbers, events, strict=False))
         except BaseException as failure:
             if not isinstance(failure, Exception) and slab.lease is self._ref:
-                slab.for_good = True  # after an interrupt, nobody may know of the lease
+                slab.for_good = True  # after an interrupt, no release is expected
             state.unrecorded.add(self)
             if raised[1] is None or not isinstance(failure, Exception):
                 raise
